@@ -1,0 +1,108 @@
+//! One decoder block, and what it asks of the world around it.
+//!
+//! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
+
+use candle_core::{D, Result, Tensor};
+use candlewick_ops::{self as ops, AttentionSpec, Seqs};
+
+use crate::{Config, Weights, unit::block_prefix};
+
+/// The questions a block may ask the world; the defaults answer for one device.
+pub trait Seams {
+    /// Attention of block `block_idx`: q [t, h, k], k and v [t, g, k] -> [t, h, k].
+    fn attend(
+        &self,
+        block_idx: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        seqs: &Seqs,
+        spec: &AttentionSpec,
+    ) -> Result<Tensor> {
+        let _ = block_idx;
+        ops::attention(q, k, v, seqs, spec)
+    }
+}
+
+/// The seams of a whole model on one device, without a cache.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OneDevice;
+
+impl Seams for OneDevice {}
+
+/// What all blocks of one forward have in common.
+#[derive(Clone, Copy)]
+pub struct Cx<'a> {
+    /// Cosines of the rotary angles, f32 [t, k/2].
+    pub cos: &'a Tensor,
+    /// Sines of the rotary angles, f32 [t, k/2].
+    pub sin: &'a Tensor,
+    /// Where the sequences begin and end.
+    pub seqs: &'a Seqs,
+    /// The world around the block.
+    pub seams: &'a dyn Seams,
+}
+
+/// x + attention(norm(x)), then + mlp(norm(x)). Head counts are read off the weights.
+pub(crate) fn forward(config: &Config, block_idx: usize, w: &Weights, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+    let block = Block { config, block_idx, prefix: block_prefix(block_idx), w };
+    let normed_td = block.norm("input_layernorm", x_td)?;
+    let x_td = (x_td + block.attention(&normed_td, cx)?)?;
+    let normed_td = block.norm("post_attention_layernorm", &x_td)?;
+    &x_td + block.mlp(&normed_td)?
+}
+
+struct Block<'a> {
+    config: &'a Config,
+    block_idx: usize,
+    prefix: String,
+    w: &'a Weights,
+}
+
+impl Block<'_> {
+    fn attention(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let q_thk = self.turn(&self.heads("q_proj", "q_norm", x_td)?, cx)?;
+        let k_tgk = self.turn(&self.heads("k_proj", "k_norm", x_td)?, cx)?;
+        let v_tgk = self.split("v_proj", x_td)?;
+        let spec = AttentionSpec {
+            scale: (self.config.head_dim() as f64).powf(-0.5) as f32,
+            causal: true,
+            window: self.config.window(self.block_idx),
+        };
+        let y_thk = cx.seams.attend(self.block_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
+        self.linear("self_attn.o_proj", &y_thk.flatten_from(1)?)
+    }
+
+    fn mlp(&self, x_td: &Tensor) -> Result<Tensor> {
+        let (gate_tf, up_tf) = (self.linear("mlp.gate_proj", x_td)?, self.linear("mlp.up_proj", x_td)?);
+        self.linear("mlp.down_proj", &ops::swiglu(&gate_tf, &up_tf)?)
+    }
+
+    /// A projection split into heads, each normalised if the family does so.
+    fn heads(&self, projection: &str, norm: &str, x_td: &Tensor) -> Result<Tensor> {
+        let y_thk = self.split(projection, x_td)?;
+        match self.config.typed.qk_norm {
+            true => self.norm(&format!("self_attn.{norm}"), &y_thk),
+            false => Ok(y_thk),
+        }
+    }
+
+    fn split(&self, projection: &str, x_td: &Tensor) -> Result<Tensor> {
+        let y = self.linear(&format!("self_attn.{projection}"), x_td)?;
+        let n_heads = y.dim(D::Minus1)? / self.config.head_dim();
+        y.reshape((y.dim(0)?, n_heads, self.config.head_dim()))
+    }
+
+    fn turn(&self, x_thk: &Tensor, cx: &Cx) -> Result<Tensor> {
+        ops::rope(x_thk, cx.cos, cx.sin)
+    }
+
+    fn linear(&self, name: &str, x: &Tensor) -> Result<Tensor> {
+        self.w.linear(&format!("{}.{name}", self.prefix), x)
+    }
+
+    fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
+        let weight = self.w.get(&format!("{}.{name}.weight", self.prefix))?;
+        ops::rms_norm(x, weight, self.config.rms_norm_eps())
+    }
+}

@@ -1,0 +1,189 @@
+//! The header of a safetensors file: checked before anything is believed.
+
+use std::{ops::Range, path::Path};
+
+use safetensors::{Dtype, SafeTensorError, SafeTensors, tensor::Metadata};
+
+use crate::ModelError;
+
+/// Where a tensor lies in its file.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Entry {
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<usize>,
+    /// Byte offsets in the file.
+    pub(super) bytes: Range<usize>,
+}
+
+/// The length of the header stands in the first bytes.
+const PRELUDE: usize = 8;
+const LONGEST_HEADER: usize = 100_000_000;
+
+/// All tensors of a safetensors file, given its bytes. Offsets are inside the file, fit shape and dtype, and do not
+/// overlap.
+pub(super) fn parse(path: &Path, file: &[u8]) -> Result<Vec<Entry>, ModelError> {
+    let bad = |problem: String| ModelError::malformed(path, problem);
+    let header = header_bytes(file).map_err(bad)?;
+    let (header_len, metadata) = SafeTensors::read_metadata(file).map_err(|e| bad(explain(e, header, file.len())))?;
+    let start = PRELUDE + header_len;
+    let mut entries: Vec<Entry> = metadata
+        .tensors()
+        .into_iter()
+        .map(|(name, info)| Entry {
+            name,
+            dtype: info.dtype,
+            shape: info.shape.clone(),
+            bytes: start + info.data_offsets.0..start + info.data_offsets.1,
+        })
+        .collect();
+    entries.sort_by(|a, b| a.bytes.start.cmp(&b.bytes.start).then_with(|| a.name.cmp(&b.name)));
+    Ok(entries)
+}
+
+fn header_bytes(file: &[u8]) -> Result<&[u8], String> {
+    let Some((prelude, rest)) = file.split_first_chunk::<PRELUDE>() else {
+        return Err(format!(
+            "{} bytes are too few for a safetensors file; it was cut short, download it again",
+            file.len()
+        ));
+    };
+    let length = u64::from_le_bytes(*prelude);
+    if rest.first().is_some_and(|&first| first != b'{') {
+        return Err("not a safetensors file: the header does not begin with `{`".to_string());
+    }
+    match usize::try_from(length) {
+        Ok(n) if n > LONGEST_HEADER => {
+            Err(format!("the header claims {length} bytes, at most {LONGEST_HEADER} are allowed"))
+        }
+        Ok(n) => rest.get(..n).ok_or_else(|| {
+            format!(
+                "the header claims {length} bytes, but the file has {} in all; it was cut short, download it again",
+                file.len()
+            )
+        }),
+        Err(_) => Err(format!("the header claims {length} bytes")),
+    }
+}
+
+fn explain(error: SafeTensorError, header: &[u8], file_len: usize) -> String {
+    match error {
+        SafeTensorError::MetadataIncompleteBuffer => {
+            let data_len = serde_json::from_slice::<Metadata>(header).map(|m| m.data_len()).unwrap_or_default();
+            let want = data_len.saturating_add(PRELUDE + header.len());
+            let fix = if file_len < want { "it was cut short, download it again" } else { "it was not written whole" };
+            format!("the header describes a file of {want} bytes, it has {file_len}; {fix}")
+        }
+        SafeTensorError::InvalidOffset(name) => {
+            format!("tensor `{name}`: its offsets overlap another tensor's, leave a gap or run backwards")
+        }
+        SafeTensorError::TensorInvalidInfo => {
+            "a tensor's shape and dtype do not make the number of bytes between its offsets".to_string()
+        }
+        SafeTensorError::ValidationOverflow => "a tensor's shape is absurd: its size overflows".to_string(),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn file(header: &str, data: &[u8]) -> Vec<u8> {
+        [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat()
+    }
+
+    const TWO: &str = r#"{"__metadata__":{"format":"pt"},
+        "a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},
+        "b":{"dtype":"BF16","shape":[3],"data_offsets":[8,14]}}"#;
+
+    fn good() -> Vec<u8> {
+        file(TWO, &[7; 14])
+    }
+
+    #[track_caller]
+    fn refused(bytes: &[u8], part: &str) {
+        let message = parse(Path::new("x.safetensors"), bytes).unwrap_err().to_string();
+        assert!(message.contains("x.safetensors") && message.contains(part), "`{message}` lacks `{part}`");
+    }
+
+    #[test]
+    fn entries_come_in_the_files_order() {
+        let entries = parse(Path::new("x"), &good()).unwrap();
+        let names: Vec<_> = entries.iter().map(|e| e.name.as_str()).collect();
+        assert_eq!(names, ["a", "b"]);
+        assert_eq!(entries[1].bytes, good().len() - 6..good().len());
+        assert_eq!((entries[0].dtype, entries[0].shape.as_slice()), (Dtype::F32, &[2, 1][..]));
+    }
+
+    #[test]
+    fn a_file_cut_short_says_so() {
+        refused(&[], "too few");
+        refused(&good()[..5], "too few");
+        refused(&good()[..40], "cut short");
+        refused(&good()[..good().len() - 1], "cut short");
+        refused(&[good(), vec![0]].concat(), "not written whole");
+    }
+
+    #[test]
+    fn absurd_headers_are_refused() {
+        refused(&[&u64::MAX.to_le_bytes()[..], b"{}"].concat(), "claims 18446744073709551615");
+        refused(&[&200_000_000_u64.to_le_bytes()[..], b"{}"].concat(), "at most 100000000");
+        refused(b"PK\x03\x04 a zip of pickles", "does not begin with");
+        refused(&file("{\"a\": oops}", &[]), "JSON");
+        refused(&file("{\"a\u{0}\": 1}", &[]), "JSON");
+        let tensor = |shape: &str, offsets: &str| {
+            file(&format!(r#"{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}}}"#), &[0; 8])
+        };
+        refused(&tensor("[2]", "[8,0]"), "`a`");
+        refused(&tensor("[2]", "[4,12]"), "`a`");
+        refused(&tensor("[3]", "[0,8]"), "number of bytes");
+        refused(&tensor("[4294967296,4294967296,4294967296]", "[0,8]"), "overflows");
+        let unknown_dtype = String::from_utf8(tensor("[2]", "[0,8]")).unwrap().replace("F32", "Z99");
+        refused(unknown_dtype.as_bytes(), "JSON");
+        let overlap = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},
+            "b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#;
+        refused(&file(overlap, &[0; 8]), "overlap");
+    }
+
+    proptest! {
+        #[test]
+        fn mutated_files_never_panic(
+            edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let mut bytes = good();
+            for (at, byte) in edits {
+                let at = at.index(bytes.len());
+                bytes[at] = byte;
+            }
+            bytes.truncate(cut.index(good().len() * 2));
+            if let Ok(entries) = parse(Path::new("x"), &bytes) {
+                for entry in entries {
+                    prop_assert!(bytes.get(entry.bytes).is_some());
+                }
+            }
+        }
+
+        #[test]
+        fn any_header_text_never_panics(text in "\\PC{0,80}") {
+            let _ = parse(Path::new("x"), &file(&text, &[0; 8]));
+        }
+
+        #[test]
+        fn any_shape_and_offsets_never_panic(
+            shape in prop::collection::vec(any::<u64>(), 0..4),
+            from in any::<u64>(),
+            to in any::<u64>(),
+        ) {
+            let header = format!(r#"{{"a":{{"dtype":"F16","shape":{shape:?},"data_offsets":[{from},{to}]}}}}"#);
+            let bytes = file(&header, &[0; 8]);
+            if let Ok(entries) = parse(Path::new("x"), &bytes) {
+                prop_assert!(bytes.get(entries[0].bytes.clone()).is_some());
+            }
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! Hugging Face folders: safetensors in and out, with config.json and the tokenizer's files beside them.
+//!
+//! Reading maps the files and converts one tensor at a time into the caller's buffer; writing streams one tensor at a
+//! time into a folder that appears whole or not at all.
+
+mod element;
+mod header;
+mod index;
+mod reader;
+mod staging;
+mod writer;
+
+pub use element::Element;
+pub use reader::Checkpoint;
+pub use staging::Staging;
+pub use writer::{DEFAULT_SHARD_BYTES, Export};
+pub(crate) use writer::{ShardTensor, write_json, write_shard};

@@ -1,0 +1,217 @@
+//! A checkpoint folder, mapped: what tensors there are, and their values in the format the caller wants.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::File,
+    path::{Path, PathBuf},
+};
+
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+use memmap2::Mmap;
+
+use super::{
+    element::{self, Element},
+    header::{self, Entry},
+    index,
+};
+use crate::{ModelError, ParamSpec};
+
+/// The safetensors files of a folder.
+#[derive(Debug)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    files: Vec<MappedFile>,
+    /// Name -> file and entry.
+    tensors: BTreeMap<String, (usize, Entry)>,
+}
+
+#[derive(Debug)]
+struct MappedFile {
+    path: PathBuf,
+    bytes: Mmap,
+}
+
+impl Checkpoint {
+    /// Maps `model.safetensors`, or the shards of `model.safetensors.index.json`, in a model folder.
+    pub fn open(folder: &Path) -> Result<Self, ModelError> {
+        let (single, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
+        match (single.is_file(), index.is_file()) {
+            (true, _) => Self::open_file(&single),
+            (false, true) => Self::open_shards(folder, &index),
+            (false, false) => Err(ModelError::mismatch(folder, what_is_there(folder))),
+        }
+    }
+
+    /// Maps one safetensors file.
+    pub fn open_file(path: &Path) -> Result<Self, ModelError> {
+        let mut checkpoint = Self::empty(path.parent().unwrap_or(Path::new(".")));
+        for entry in checkpoint.map(path.to_path_buf())? {
+            checkpoint.tensors.insert(entry.name.clone(), (0, entry));
+        }
+        Ok(checkpoint)
+    }
+
+    fn open_shards(folder: &Path, index_path: &Path) -> Result<Self, ModelError> {
+        let bytes = std::fs::read(index_path).map_err(ModelError::io("read", index_path))?;
+        let weight_map = index::parse(index_path, &bytes)?;
+        let mut checkpoint = Self::empty(folder);
+        for file in weight_map.values().collect::<BTreeSet<_>>() {
+            let path = folder.join(file);
+            if !path.is_file() {
+                let problem = format!("it names the shard `{file}`, which is not in the folder; download it again");
+                return Err(ModelError::malformed(index_path, problem));
+            }
+            let file_idx = checkpoint.files.len();
+            for entry in checkpoint.map(path)? {
+                if weight_map.get(&entry.name) == Some(file) {
+                    checkpoint.tensors.insert(entry.name.clone(), (file_idx, entry));
+                }
+            }
+        }
+        match weight_map.iter().find(|(name, _)| !checkpoint.tensors.contains_key(*name)) {
+            Some((name, file)) => {
+                Err(ModelError::malformed(index_path, format!("`{name}` should be in {file}, but is not")))
+            }
+            None => Ok(checkpoint),
+        }
+    }
+
+    fn empty(folder: &Path) -> Self {
+        Self { folder: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() }
+    }
+
+    fn map(&mut self, path: PathBuf) -> Result<Vec<Entry>, ModelError> {
+        let file = File::open(&path).map_err(ModelError::io("open", &path))?;
+        // SAFETY: the map is read-only and private to this process. A file that another process shortens meanwhile ends
+        // this one with SIGBUS, as for every program that maps its input; saves never shorten a file in place.
+        let bytes = unsafe { Mmap::map(&file) }.map_err(ModelError::io("map", &path))?;
+        let entries = header::parse(&path, &bytes)?;
+        self.files.push(MappedFile { path, bytes });
+        Ok(entries)
+    }
+
+    /// Removes `prefix` from every name that has it.
+    pub(crate) fn strip_prefix(mut self, prefix: &str) -> Self {
+        let strip = |name: String| name.strip_prefix(prefix).map(str::to_string).unwrap_or(name);
+        self.tensors = self.tensors.into_iter().map(|(name, place)| (strip(name), place)).collect();
+        self
+    }
+
+    /// Returns the names of all tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Returns the number of bytes of all tensors.
+    pub fn n_bytes(&self) -> usize {
+        self.tensors.values().map(|(_, entry)| entry.bytes.len()).sum()
+    }
+
+    /// Checks that every one of `params` is there with its shape in a format that can be read. Returns what the user
+    /// should know: tensors that are there but not used.
+    pub fn check<'a>(&self, params: impl IntoIterator<Item = &'a ParamSpec>) -> Result<Vec<String>, ModelError> {
+        let (mut missing, mut expected) = (Vec::new(), BTreeSet::new());
+        for param in params {
+            expected.insert(param.name.as_str());
+            match self.tensors.contains_key(&param.name) {
+                true => self.entry(&param.name, &param.shape).map(drop)?,
+                false => missing.push(param.name.as_str()),
+            }
+        }
+        if !missing.is_empty() {
+            return Err(ModelError::mismatch(&self.folder, self.lacking(&missing)));
+        }
+        Ok(notes(self.names().filter(|name| !expected.contains(name))))
+    }
+
+    fn lacking(&self, missing: &[&str]) -> String {
+        let hint = match missing {
+            ["lm_head.weight"] => "; if the output layer is the embedding, set tie_word_embeddings to true",
+            _ => "; config.json and the weights must belong together",
+        };
+        format!("{} missing: {}{hint}", count(missing.len(), "tensor"), first(missing))
+    }
+
+    fn entry(&self, name: &str, shape: &[usize]) -> Result<(&MappedFile, &Entry), ModelError> {
+        let Some((file_idx, entry)) = self.tensors.get(name) else {
+            return Err(ModelError::mismatch(&self.folder, format!("tensor `{name}` is missing")));
+        };
+        let file = &self.files[*file_idx];
+        let wrong = |problem: String| ModelError::mismatch(&file.path, format!("tensor `{name}` {problem}"));
+        if entry.shape != shape {
+            return Err(wrong(format!("has shape {:?}, but config.json makes it {shape:?}", entry.shape)));
+        }
+        let known = [DType::F32, DType::BF16, DType::F16].map(element::disk_dtype);
+        match known.contains(&Some(entry.dtype)) {
+            true => Ok((file, entry)),
+            false => Err(wrong(format!("is of type {:?}; supported: F32, BF16, F16", entry.dtype))),
+        }
+    }
+
+    /// Reads a tensor of the given shape into `out`, which has as many elements, converting to its format.
+    pub fn read_into<T: Element>(&self, name: &str, shape: &[usize], out: &mut [T]) -> Result<(), ModelError> {
+        let (file, entry) = self.entry(name, shape)?;
+        assert_eq!(out.len(), shape.iter().product::<usize>(), "the buffer of {name} has its shape");
+        element::decode(entry.dtype, &file.bytes[entry.bytes.clone()], out);
+        Ok(())
+    }
+
+    /// Reads a tensor of the given shape as f32, bf16 or f16.
+    pub fn tensor(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor, ModelError> {
+        match dtype {
+            DType::BF16 => self.typed_tensor::<bf16>(name, shape, device),
+            DType::F16 => self.typed_tensor::<f16>(name, shape, device),
+            _ => Ok(self.typed_tensor::<f32>(name, shape, device)?.to_dtype(dtype)?),
+        }
+    }
+
+    fn typed_tensor<T: Element + candle_core::WithDType>(
+        &self,
+        name: &str,
+        shape: &[usize],
+        device: &Device,
+    ) -> Result<Tensor, ModelError> {
+        self.entry(name, shape)?;
+        let mut values = vec![T::from_f32(0.0); shape.iter().product()];
+        self.read_into(name, shape, &mut values)?;
+        Ok(Tensor::from_vec(values, shape, device)?)
+    }
+}
+
+/// What stands in a folder without safetensors, and the fix.
+fn what_is_there(folder: &Path) -> String {
+    if !folder.is_dir() {
+        return "there is no such folder".to_string();
+    }
+    let wanted = "neither model.safetensors nor model.safetensors.index.json is in this folder";
+    match folder.join("pytorch_model.bin").exists() || folder.join("pytorch_model.bin.index.json").exists() {
+        true => format!("{wanted}; it has pytorch_model.bin: load it with transformers and save it again"),
+        false => wanted.to_string(),
+    }
+}
+
+fn notes<'a>(unexpected: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let (mut notes, mut unknown) = (Vec::new(), Vec::new());
+    for name in unexpected {
+        if name == crate::unit::LM_HEAD {
+            notes.push("lm_head.weight is not used: the output layer is the embedding (tie_word_embeddings)".into());
+        } else if !name.ends_with(".rotary_emb.inv_freq") {
+            unknown.push(name);
+        }
+    }
+    if !unknown.is_empty() {
+        notes.push(format!("{} not used: {}", count(unknown.len(), "tensor"), first(&unknown)));
+    }
+    notes
+}
+
+fn count(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { " is" } else { "s are" })
+}
+
+/// The first few names, and that there are more.
+fn first(names: &[&str]) -> String {
+    let shown = names[..names.len().min(5)].join(", ");
+    if names.len() > 5 { format!("{shown}, ...") } else { shown }
+}

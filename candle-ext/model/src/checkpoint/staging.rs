@@ -1,0 +1,206 @@
+//! A folder that appears whole or not at all: written beside its target under another name, flushed to disk, renamed.
+
+use std::{
+    ffi::OsStr,
+    fs::{self, File},
+    path::{Path, PathBuf},
+};
+
+use crate::ModelError;
+
+/// A folder in the making. Dropped before [`Staging::commit`], it leaves nothing behind and the target as it was.
+#[derive(Debug)]
+pub struct Staging {
+    folder: PathBuf,
+    target: PathBuf,
+}
+
+impl Staging {
+    /// Begins a folder that is to become `target`. A target that exists must be empty or a model or adapter folder.
+    pub fn begin(target: &Path) -> Result<Self, ModelError> {
+        let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_path_buf());
+        recover(&target)?;
+        refuse_foreign(&target)?;
+        let parent = parent(&target);
+        fs::create_dir_all(&parent).map_err(ModelError::io("create", &parent))?;
+        let staging = Self { folder: sibling(&target, "tmp"), target };
+        remove(&staging.folder)?;
+        fs::create_dir(&staging.folder).map_err(ModelError::io("create", &staging.folder))?;
+        Ok(staging)
+    }
+
+    /// Returns the folder to write into.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Flushes every file and puts the folder in the target's place. Files of the old folder that belong to no
+    /// checkpoint (logs, a README) move into the new one.
+    pub fn commit(self) -> Result<(), ModelError> {
+        flush(&self.folder)?;
+        let old = sibling(&self.target, "old");
+        remove(&old)?;
+        let replaces = self.target.exists();
+        if replaces {
+            fs::rename(&self.target, &old).map_err(ModelError::io("replace", &self.target))?;
+        }
+        if let Err(error) = fs::rename(&self.folder, &self.target) {
+            if replaces {
+                fs::rename(&old, &self.target).map_err(ModelError::io("restore", &self.target))?;
+            }
+            return Err(ModelError::io("rename to", &self.target)(error));
+        }
+        if replaces {
+            keep_foreign_files(&old, &self.target)?;
+            remove(&old)?;
+        }
+        let parent = parent(&self.target);
+        File::open(&parent).and_then(|folder| folder.sync_all()).map_err(ModelError::io("flush", &parent))
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // After a commit there is nothing under this name.
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn parent(target: &Path) -> PathBuf {
+    match target.parent() {
+        Some(parent) if parent != Path::new("") => parent.to_path_buf(),
+        _ => PathBuf::from("."),
+    }
+}
+
+fn sibling(target: &Path, role: &str) -> PathBuf {
+    let name = target.file_name().unwrap_or(OsStr::new("model")).to_string_lossy();
+    parent(target).join(format!(".{name}.{role}"))
+}
+
+/// A process that was killed between the two renames of a commit left the old folder beside its place.
+fn recover(target: &Path) -> Result<(), ModelError> {
+    let old = sibling(target, "old");
+    match old.is_dir() && !target.exists() {
+        true => fs::rename(&old, target).map_err(ModelError::io("restore", target)),
+        false => Ok(()),
+    }
+}
+
+fn remove(folder: &Path) -> Result<(), ModelError> {
+    match fs::remove_dir_all(folder) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(ModelError::io("remove", folder)(e)),
+        _ => Ok(()),
+    }
+}
+
+fn refuse_foreign(target: &Path) -> Result<(), ModelError> {
+    let refuse = |problem: &str| Err(ModelError::Target { path: target.to_path_buf(), problem: problem.to_string() });
+    if !target.exists() {
+        return Ok(());
+    }
+    if !target.is_dir() {
+        return refuse("it exists and is not a folder");
+    }
+    let ours = ["config.json", "adapter_config.json"].iter().any(|name| target.join(name).is_file());
+    let empty = fs::read_dir(target).map_err(ModelError::io("read", target))?.next().is_none();
+    if ours || empty { Ok(()) } else { refuse("it exists and holds other things than a model; choose another folder") }
+}
+
+fn keep_foreign_files(old: &Path, new: &Path) -> Result<(), ModelError> {
+    for item in fs::read_dir(old).map_err(ModelError::io("read", old))? {
+        let item = item.map_err(ModelError::io("read", old))?;
+        let place = new.join(item.file_name());
+        if !is_weights(&item.file_name().to_string_lossy()) && !place.exists() {
+            fs::rename(item.path(), &place).map_err(ModelError::io("keep", &place))?;
+        }
+    }
+    Ok(())
+}
+
+fn is_weights(name: &str) -> bool {
+    ["model", "adapter_model", "pytorch_model"].iter().any(|stem| name.starts_with(stem))
+}
+
+/// fsyncs a folder and everything in it.
+fn flush(folder: &Path) -> Result<(), ModelError> {
+    for item in fs::read_dir(folder).map_err(ModelError::io("read", folder))? {
+        let path = item.map_err(ModelError::io("read", folder))?.path();
+        match path.is_dir() {
+            true => flush(&path)?,
+            false => sync(&path)?,
+        }
+    }
+    sync(folder)
+}
+
+fn sync(path: &Path) -> Result<(), ModelError> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(ModelError::io("flush", path))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn write(folder: &Path, name: &str, text: &str) {
+        fs::create_dir_all(folder).unwrap();
+        fs::write(folder.join(name), text).unwrap();
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn a_commit_replaces_the_weights_and_keeps_the_notes() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("out");
+        write(&target, "config.json", "old");
+        write(&target, "model-00001-of-00002.safetensors", "old");
+        write(&target, "notes.txt", "mine");
+        let staging = Staging::begin(&target).unwrap();
+        write(staging.folder(), "config.json", "new");
+        staging.commit().unwrap();
+        assert_eq!(names(&target), ["config.json", "notes.txt"]);
+        assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "new");
+        assert_eq!(names(root.path()), ["out"]);
+    }
+
+    #[test]
+    fn an_abandoned_save_leaves_the_old_folder_and_nothing_else() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("out");
+        write(&target, "config.json", "old");
+        let staging = Staging::begin(&target).unwrap();
+        write(staging.folder(), "config.json", "half");
+        drop(staging);
+        assert_eq!(names(root.path()), ["out"]);
+        assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "old");
+    }
+
+    #[test]
+    fn what_a_killed_save_left_is_cleared_or_restored() {
+        let root = tempfile::tempdir().unwrap();
+        let target = root.path().join("out");
+        write(&root.path().join(".out.old"), "config.json", "old");
+        write(&root.path().join(".out.tmp"), "model.safetensors", "half");
+        drop(Staging::begin(&target).unwrap());
+        assert_eq!(names(root.path()), ["out"]);
+        assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "old");
+    }
+
+    #[test]
+    fn a_folder_with_other_things_is_not_replaced() {
+        let root = tempfile::tempdir().unwrap();
+        write(&root.path().join("home"), "thesis.tex", "years");
+        let refused = |name: &str| Staging::begin(&root.path().join(name)).unwrap_err().to_string();
+        assert!(refused("home").contains("other things"));
+        write(root.path(), "file", "");
+        assert!(refused("file").contains("not a folder"));
+        assert!(Staging::begin(&root.path().join("a/b/c")).is_ok());
+    }
+}

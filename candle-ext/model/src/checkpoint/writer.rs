@@ -1,0 +1,180 @@
+//! A Hugging Face folder out: shards of bounded size, their index, config.json and the files around them.
+
+use std::{
+    fs::{self, File},
+    io::{BufWriter, Write},
+    path::Path,
+};
+
+use candle_core::{DType, Tensor};
+use serde_json::{Map, Value, json};
+
+use super::{
+    Staging,
+    element::{self, disk_dtype},
+};
+use crate::{Config, ModelError, ParamSpec};
+
+/// The largest shard unless the caller says otherwise: 5 GB, as transformers has it.
+pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// The files around the weights: copied if a source has them.
+const COMPANIONS: &[&str] = &[
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+/// What to save and how.
+#[derive(Clone, Debug)]
+pub struct Export<'a> {
+    /// The folder to write or to replace.
+    pub folder: &'a Path,
+    /// The model's config; its dtype becomes the file's.
+    pub config: &'a Config,
+    /// Folders with tokenizer files and generation_config.json; the first that has a file gives it.
+    pub companions: &'a [&'a Path],
+    /// The number format on disk: F32, BF16 or F16.
+    pub dtype: DType,
+    /// The largest shard; [`DEFAULT_SHARD_BYTES`] if there is no wish.
+    pub shard_bytes: u64,
+}
+
+impl Export<'_> {
+    /// Returns the number of bytes the weights will take on disk.
+    pub fn n_bytes<'p>(&self, params: impl IntoIterator<Item = &'p ParamSpec>) -> u64 {
+        params.into_iter().map(|param| tensor_bytes(param, self.dtype)).sum()
+    }
+
+    /// Writes `params`, asking `fetch` for one value at a time. The folder appears when all of it is on disk.
+    pub fn save<'p>(
+        &self,
+        params: impl IntoIterator<Item = &'p ParamSpec>,
+        mut fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
+    ) -> Result<(), ModelError> {
+        let shards = split(params.into_iter().collect(), self.dtype, self.shard_bytes);
+        let staging = Staging::begin(self.folder)?;
+        let mut weight_map = Map::new();
+        for (shard_idx, shard) in shards.iter().enumerate() {
+            let file = shard_name(shard_idx, shards.len());
+            let tensors: Vec<_> = shard.iter().map(|param| ShardTensor { name: param.name.clone(), param }).collect();
+            write_shard(&staging.folder().join(&file), &tensors, self.dtype, &mut fetch)?;
+            weight_map.extend(shard.iter().map(|param| (param.name.clone(), Value::from(file.as_str()))));
+        }
+        if shards.len() > 1 {
+            let total = self.n_bytes(shards.iter().flatten().copied());
+            let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+            write_json(&staging.folder().join("model.safetensors.index.json"), &index)?;
+        }
+        write_json(&staging.folder().join("config.json"), &self.config.to_json_as(self.dtype))?;
+        copy_companions(self.companions, staging.folder())?;
+        staging.commit()
+    }
+}
+
+fn tensor_bytes(param: &ParamSpec, dtype: DType) -> u64 {
+    (param.numel() * dtype.size_in_bytes()) as u64
+}
+
+/// Fills shards in order; a tensor larger than the limit has one to itself. There is at least one shard.
+fn split(params: Vec<&ParamSpec>, dtype: DType, limit: u64) -> Vec<Vec<&ParamSpec>> {
+    let mut shards = vec![Vec::new()];
+    let mut room = limit;
+    for param in params {
+        let n_bytes = tensor_bytes(param, dtype);
+        if n_bytes > room && shards.last().is_some_and(|shard| !shard.is_empty()) {
+            shards.push(Vec::new());
+            room = limit;
+        }
+        room = room.saturating_sub(n_bytes);
+        if let Some(shard) = shards.last_mut() {
+            shard.push(param);
+        }
+    }
+    shards
+}
+
+fn shard_name(shard_idx: usize, n_shards: usize) -> String {
+    match n_shards {
+        1 => "model.safetensors".to_string(),
+        _ => format!("model-{:05}-of-{n_shards:05}.safetensors", shard_idx + 1),
+    }
+}
+
+/// A parameter and the name it has in the file.
+pub(crate) struct ShardTensor<'a> {
+    pub(crate) name: String,
+    pub(crate) param: &'a ParamSpec,
+}
+
+/// Writes one safetensors file, a tensor at a time.
+pub(crate) fn write_shard(
+    path: &Path,
+    tensors: &[ShardTensor],
+    dtype: DType,
+    mut fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
+) -> Result<(), ModelError> {
+    let io = |e| ModelError::io("write", path)(e);
+    let mut out = BufWriter::with_capacity(1 << 20, File::create(path).map_err(io)?);
+    out.write_all(&header(path, tensors, dtype)?).map_err(io)?;
+    for ShardTensor { name, param } in tensors {
+        let value = fetch(param)?;
+        if value.dims() != param.shape {
+            let problem = format!("tensor `{name}` has shape {:?}, want {:?}", value.dims(), param.shape);
+            return Err(ModelError::mismatch(path, problem));
+        }
+        let mut failed = None;
+        let encoded = element::encode(&value, dtype, |bytes| {
+            out.write_all(bytes).map_err(|e| {
+                let kind = e.kind();
+                failed = Some(e);
+                kind.into()
+            })
+        });
+        match (failed, encoded) {
+            (Some(e), _) => return Err(io(e)),
+            (None, Err(e)) => return Err(ModelError::mismatch(path, format!("tensor `{name}`: {e}"))),
+            (None, Ok(())) => {}
+        }
+    }
+    out.flush().map_err(io)
+}
+
+/// The length and the JSON, padded with spaces so that the data is aligned.
+fn header(path: &Path, tensors: &[ShardTensor], dtype: DType) -> Result<Vec<u8>, ModelError> {
+    let Some(disk) = disk_dtype(dtype) else {
+        return Err(ModelError::mismatch(path, format!("weights cannot be saved as {dtype:?}; use F32, BF16 or F16")));
+    };
+    let mut entries = Map::new();
+    entries.insert("__metadata__".to_string(), json!({"format": "pt"}));
+    let mut offset = 0;
+    for ShardTensor { name, param } in tensors {
+        let end = offset + tensor_bytes(param, dtype);
+        let entry = json!({"dtype": format!("{disk:?}"), "shape": param.shape, "data_offsets": [offset, end]});
+        entries.insert(name.clone(), entry);
+        offset = end;
+    }
+    let mut text = Value::Object(entries).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    Ok([&(text.len() as u64).to_le_bytes()[..], &text].concat())
+}
+
+pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+    fs::write(path, format!("{value:#}\n")).map_err(ModelError::io("write", path))
+}
+
+fn copy_companions(sources: &[&Path], folder: &Path) -> Result<(), ModelError> {
+    for name in COMPANIONS {
+        if let Some(source) = sources.iter().map(|source| source.join(name)).find(|path| path.is_file()) {
+            fs::copy(&source, folder.join(name)).map_err(ModelError::io("copy", &source))?;
+        }
+    }
+    Ok(())
+}

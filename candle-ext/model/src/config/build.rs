@@ -1,0 +1,236 @@
+//! From the raw object to [`Typed`]: family defaults, sanity of every number, and refusal of what is not implemented.
+
+use candle_core::DType;
+use serde_json::{Map, Value};
+
+use super::{Typed, json::Keys, rope};
+use crate::{
+    Family, ModelError,
+    family::{Bias, Traits, Window},
+};
+
+pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
+    let keys = Keys::new(raw);
+    let family = Family::find(&keys.texts("architectures")?.unwrap_or_default(), keys.text("model_type")?)?;
+    let traits = family.traits();
+    refuse_unimplemented(keys)?;
+    let heads = heads(keys, raw, traits)?;
+    let n_layers = size(keys, "num_hidden_layers", traits.n_layers, MAX_LAYERS)?;
+    let vocab_size = size(keys, "vocab_size", traits.vocab_size, MAX_SIZE)?;
+    let max_positions = size(keys, "max_position_embeddings", traits.max_positions, MAX_SIZE)?;
+    let typed = Typed {
+        family,
+        vocab_size,
+        hidden_size: heads.hidden_size,
+        intermediate_size: size(keys, "intermediate_size", traits.intermediate_size, MAX_SIZE)?,
+        n_layers,
+        n_heads: heads.n_heads,
+        n_kv_heads: heads.n_kv_heads,
+        head_dim: heads.head_dim,
+        max_positions,
+        rms_norm_eps: positive(keys, "rms_norm_eps", 1e-6)?,
+        initializer_range: initializer_range(keys)?,
+        rope_theta: rope::theta(keys)?,
+        rope: rope::kind(keys, max_positions)?,
+        tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+        qkv_bias: bias(keys, traits.qkv_bias)?,
+        o_bias: bias(keys, traits.o_bias)?,
+        mlp_bias: bias(keys, traits.mlp_bias)?,
+        qk_norm: traits.qk_norm,
+        windows: windows(keys, raw, traits.window, n_layers)?,
+        bos_id: keys.ids("bos_token_id")?.and_then(|ids| ids.first().copied()).or(traits.bos_id),
+        eos_ids: keys.ids("eos_token_id")?.unwrap_or_else(|| traits.eos_id.into_iter().collect()),
+        pad_id: pad_id(keys, vocab_size)?,
+        dtype: dtype(keys)?,
+    };
+    refuse_absurd_total(&typed)?;
+    Ok(typed)
+}
+
+/// Larger than any model; small enough that products of three do not overflow by accident.
+const MAX_SIZE: usize = 1 << 28;
+const MAX_LAYERS: usize = 1 << 12;
+
+fn size(keys: Keys, key: &str, default: usize, most: usize) -> Result<usize, ModelError> {
+    match keys.count(key)?.unwrap_or(default) {
+        0 => Err(keys.error(key, "expected at least 1, found 0")),
+        n if n > most => Err(keys.error(key, format!("{n} is absurd: at most {most} is supported"))),
+        n => Ok(n),
+    }
+}
+
+fn positive(keys: Keys, key: &str, default: f64) -> Result<f64, ModelError> {
+    match keys.number(key)?.unwrap_or(default) {
+        x if x > 0.0 && x.is_finite() => Ok(x),
+        x => Err(keys.error(key, format!("expected a number above 0, found {x}"))),
+    }
+}
+
+/// transformers reads 0 as its default, 0.02.
+fn initializer_range(keys: Keys) -> Result<f64, ModelError> {
+    match keys.number("initializer_range")? {
+        None | Some(0.0) => Ok(0.02),
+        Some(_) => positive(keys, "initializer_range", 0.02),
+    }
+}
+
+struct Heads {
+    hidden_size: usize,
+    n_heads: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+}
+
+fn heads(keys: Keys, raw: &Map<String, Value>, traits: &Traits) -> Result<Heads, ModelError> {
+    let hidden_size = size(keys, "hidden_size", traits.hidden_size, MAX_SIZE)?;
+    let n_heads = size(keys, "num_attention_heads", traits.n_heads, MAX_SIZE)?;
+    // An explicit null means one key head a query head; an absent key, the family's default.
+    let kv_default = if raw.contains_key("num_key_value_heads") { None } else { traits.n_kv_heads };
+    let n_kv_heads = size(keys, "num_key_value_heads", kv_default.unwrap_or(n_heads), MAX_SIZE)?;
+    let given_dim = keys.count("head_dim")?.or(traits.head_dim);
+    if hidden_size % n_heads != 0 && (given_dim.is_none() || traits.divisible_hidden) {
+        let problem = format!("{hidden_size} is not a multiple of num_attention_heads ({n_heads})");
+        return Err(keys.error("hidden_size", problem));
+    }
+    let head_dim = size(keys, "head_dim", given_dim.unwrap_or(hidden_size / n_heads), MAX_SIZE)?;
+    if head_dim % 2 != 0 {
+        return Err(keys.error("head_dim", format!("{head_dim} is odd: rotary embedding turns pairs")));
+    }
+    if n_heads % n_kv_heads != 0 {
+        let problem = format!("num_attention_heads ({n_heads}) is not a multiple of {n_kv_heads}");
+        return Err(keys.error("num_key_value_heads", problem));
+    }
+    Ok(Heads { hidden_size, n_heads, n_kv_heads, head_dim })
+}
+
+fn bias(keys: Keys, bias: Bias) -> Result<bool, ModelError> {
+    match bias {
+        Bias::Always => Ok(true),
+        Bias::Never => Ok(false),
+        Bias::Key(key) => Ok(keys.flag(key)?.unwrap_or(false)),
+    }
+}
+
+fn windows(
+    keys: Keys,
+    raw: &Map<String, Value>,
+    window: Window,
+    n_layers: usize,
+) -> Result<Vec<Option<usize>>, ModelError> {
+    let width = |default| match raw.get("sliding_window") {
+        Some(Value::Null) => Ok(None),
+        _ => size(keys, "sliding_window", default, usize::MAX).map(Some),
+    };
+    match window {
+        Window::None => Ok(vec![None; n_layers]),
+        Window::Every(default) => Ok(vec![width(default)?; n_layers]),
+        Window::Late { window, from_layer } => {
+            let on = keys.flag("use_sliding_window")?.unwrap_or(false);
+            let width = if on { width(window)? } else { None };
+            late_windows(keys, width, from_layer, n_layers)
+        }
+    }
+}
+
+fn late_windows(
+    keys: Keys,
+    width: Option<usize>,
+    from_layer: usize,
+    n_layers: usize,
+) -> Result<Vec<Option<usize>>, ModelError> {
+    let Some(types) = keys.texts("layer_types")? else {
+        let from_layer = keys.count("max_window_layers")?.unwrap_or(from_layer);
+        return Ok((0..n_layers).map(|i| width.filter(|_| i >= from_layer)).collect());
+    };
+    if types.len() != n_layers {
+        let problem = format!("{} entries for {n_layers} layers (num_hidden_layers)", types.len());
+        return Err(keys.error("layer_types", problem));
+    }
+    let window =
+        |(i, kind): (usize, &&str)| match (*kind, width) {
+            ("full_attention", _) => Ok(None),
+            ("sliding_attention", Some(width)) => Ok(Some(width)),
+            ("sliding_attention", None) => Err(keys.error(
+                "layer_types",
+                format!("layer {i} is sliding_attention, but use_sliding_window is false or sliding_window is null"),
+            )),
+            (other, _) => Err(keys
+                .error("layer_types", format!("layer {i} is `{other}`; supported: full_attention, sliding_attention"))),
+        };
+    types.iter().enumerate().map(window).collect()
+}
+
+/// A negative id counts from the end of the vocabulary, as in torch's embedding.
+fn pad_id(keys: Keys, vocab_size: usize) -> Result<Option<u32>, ModelError> {
+    let Some(id) = keys.integer("pad_token_id")? else { return Ok(None) };
+    let row = if id < 0 { id.checked_add_unsigned(vocab_size as u64) } else { Some(id) };
+    match row.and_then(|row| u32::try_from(row).ok()) {
+        Some(row) if (row as usize) < vocab_size => Ok(Some(row)),
+        _ => Err(keys.error("pad_token_id", format!("{id} is outside the vocabulary of {vocab_size}"))),
+    }
+}
+
+const DTYPES: [(&str, DType); 3] = [("float32", DType::F32), ("bfloat16", DType::BF16), ("float16", DType::F16)];
+
+pub(super) fn dtype_name(dtype: DType) -> Option<&'static str> {
+    DTYPES.iter().find(|(_, d)| *d == dtype).map(|(name, _)| *name)
+}
+
+fn dtype(keys: Keys) -> Result<Option<DType>, ModelError> {
+    let key = if keys.get("dtype").is_some() { "dtype" } else { "torch_dtype" };
+    let Some(text) = keys.text(key)? else { return Ok(None) };
+    let name = text.trim_start_matches("torch.");
+    match DTYPES.iter().find(|(known, _)| *known == name) {
+        Some((_, dtype)) => Ok(Some(*dtype)),
+        None if name == "auto" => Ok(None),
+        None => Err(keys.error(key, format!("`{text}` is not supported; use float32, bfloat16 or float16"))),
+    }
+}
+
+fn refuse_unimplemented(keys: Keys) -> Result<(), ModelError> {
+    match keys.text("hidden_act")? {
+        None | Some("silu" | "swish") => {}
+        Some(other) => return Err(keys.error("hidden_act", format!("`{other}` is not supported; only silu is"))),
+    }
+    for key in ["attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"] {
+        if keys.number(key)?.is_some_and(|p| p != 0.0) {
+            return Err(keys.error(key, "dropout is not supported; set it to 0"));
+        }
+    }
+    if keys.number("partial_rotary_factor")?.is_some_and(|f| f != 1.0) {
+        return Err(keys.error("partial_rotary_factor", "only 1.0 is supported"));
+    }
+    match keys.get("quantization_config") {
+        Some(_) => Err(keys
+            .error("quantization_config", "quantised weights cannot be trained here; use the unquantised checkpoint")),
+        None => Ok(()),
+    }
+}
+
+/// The parameters must be countable and addressable: a config of plausible single numbers can still ask for exabytes.
+fn refuse_absurd_total(typed: &Typed) -> Result<(), ModelError> {
+    let product = |a: usize, b: usize| a.checked_mul(b);
+    let total = || {
+        let attention = product(product(typed.n_heads, typed.head_dim)?, typed.hidden_size)?.checked_mul(4)?;
+        let mlp = product(typed.intermediate_size, typed.hidden_size)?.checked_mul(3)?;
+        let blocks = attention.checked_add(mlp)?.checked_mul(typed.n_layers)?;
+        let embeddings = product(typed.vocab_size, typed.hidden_size)?.checked_mul(2)?;
+        blocks.checked_add(embeddings).filter(|&n| n < 1 << 46)
+    };
+    match total() {
+        Some(_) => Ok(()),
+        None => Err(ModelError::key(
+            "hidden_size",
+            format!(
+                "hidden_size {}, intermediate_size {}, num_hidden_layers {}, {} heads of {} and vocab_size {} make a \
+                 model of more than 2^46 parameters; one of them must be wrong",
+                typed.hidden_size,
+                typed.intermediate_size,
+                typed.n_layers,
+                typed.n_heads,
+                typed.head_dim,
+                typed.vocab_size
+            ),
+        )),
+    }
+}

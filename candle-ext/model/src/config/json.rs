@@ -1,0 +1,103 @@
+//! Typed reads of a JSON object: a wrong type names the key, what was expected and what stands there.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::ModelError;
+
+/// A JSON object whose null values count as absent.
+#[derive(Clone, Copy)]
+pub(crate) struct Keys<'a> {
+    map: &'a Map<String, Value>,
+    /// Put before a key in messages, such as "rope_scaling.".
+    prefix: &'a str,
+}
+
+impl<'a> Keys<'a> {
+    pub(crate) fn new(map: &'a Map<String, Value>) -> Self {
+        Self { map, prefix: "" }
+    }
+
+    pub(crate) fn nested(map: &'a Map<String, Value>, prefix: &'a str) -> Self {
+        Self { map, prefix }
+    }
+
+    pub(crate) fn get(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    pub(crate) fn error(&self, key: &str, problem: impl Into<String>) -> ModelError {
+        ModelError::key(&format!("{}{key}", self.prefix), problem)
+    }
+
+    fn read<T>(&self, key: &str, want: &str, get: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        get(value).map(Some).ok_or_else(|| self.error(key, format!("expected {want}, found {}", shorten(value))))
+    }
+
+    pub(crate) fn count(&self, key: &str) -> Result<Option<usize>, ModelError> {
+        self.read(key, "a whole number of at least 0", |v| v.as_u64().and_then(|n| n.try_into().ok()))
+    }
+
+    pub(crate) fn integer(&self, key: &str) -> Result<Option<i64>, ModelError> {
+        self.read(key, "a whole number", Value::as_i64)
+    }
+
+    pub(crate) fn number(&self, key: &str) -> Result<Option<f64>, ModelError> {
+        self.read(key, "a number", Value::as_f64)
+    }
+
+    pub(crate) fn flag(&self, key: &str) -> Result<Option<bool>, ModelError> {
+        self.read(key, "true or false", Value::as_bool)
+    }
+
+    pub(crate) fn text(&self, key: &str) -> Result<Option<&'a str>, ModelError> {
+        self.read(key, "a string", Value::as_str)
+    }
+
+    pub(crate) fn object(&self, key: &str) -> Result<Option<&'a Map<String, Value>>, ModelError> {
+        self.read(key, "an object", Value::as_object)
+    }
+
+    pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, ModelError> {
+        self.read(key, "a list of strings", |v| v.as_array()?.iter().map(Value::as_str).collect())
+    }
+
+    /// One token id or a list of them.
+    pub(crate) fn ids(&self, key: &str) -> Result<Option<Vec<u32>>, ModelError> {
+        let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
+        self.read(key, "a token id or a list of them", |v| match v {
+            Value::Array(list) => list.iter().map(id).collect(),
+            one => id(one).map(|id| vec![id]),
+        })
+    }
+}
+
+/// The object in a JSON file; an error names the file, the line and the column.
+pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
+    let bytes = std::fs::read(path).map_err(ModelError::io("read", path))?;
+    parse_object(path, &bytes)
+}
+
+/// The object in a JSON file's bytes.
+pub(crate) fn parse_object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, ModelError> {
+    let text = std::str::from_utf8(bytes).map_err(|e| {
+        let line = bytes[..e.valid_up_to()].iter().filter(|&&b| b == b'\n').count() + 1;
+        ModelError::malformed(path, format!("line {line}: not UTF-8 (byte {}); save it as UTF-8 text", e.valid_up_to()))
+    })?;
+    match serde_json::from_str(text) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(other) => Err(ModelError::malformed(path, format!("expected a JSON object, found {}", shorten(&other)))),
+        Err(e) => Err(ModelError::malformed(path, format!("line {}, column {}: not JSON: {e}", e.line(), e.column()))),
+    }
+}
+
+/// A value on one short line.
+pub(crate) fn shorten(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((cut, _)) => format!("{}...", &text[..cut]),
+        None => text,
+    }
+}

@@ -1,0 +1,109 @@
+//! `hf_config_kwargs`: keys of config.json that a recipe sets otherwise.
+
+use serde_json::{Map, Value};
+
+use super::{Config, Typed};
+use crate::{ModelError, error::did_you_mean};
+
+/// Keys that config.json may have and that an override may set, apart from those the file already has.
+const KNOWN: &[&str] = &[
+    "architectures",
+    "attention_bias",
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "max_window_layers",
+    "mlp_bias",
+    "model_type",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "use_cache",
+    "use_sliding_window",
+    "vocab_size",
+];
+
+impl Config {
+    /// Sets keys of config.json and checks the whole again. Returns the keys that changed which parameters there are or
+    /// their shapes: unless it is empty, the checkpoint's weights no longer fit and the model must be initialised anew.
+    pub fn apply_overrides(&mut self, overrides: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
+        let mut raw = self.raw.clone();
+        for (key, value) in overrides {
+            self.refuse_unknown(key)?;
+            raw.insert(key.clone(), value.clone());
+            set_theta_where_it_is_read(&mut raw, key, value);
+        }
+        if !overrides.contains_key("layer_types") {
+            shorten_layer_types(&mut raw);
+        }
+        let changed = Self::from_map(raw)?;
+        let reshaped = reshaped(&self.typed, &changed.typed);
+        *self = changed;
+        Ok(reshaped)
+    }
+
+    fn refuse_unknown(&self, key: &str) -> Result<(), ModelError> {
+        if KNOWN.contains(&key) || self.raw.contains_key(key) {
+            return Ok(());
+        }
+        let known = KNOWN.iter().copied().chain(self.raw.keys().map(String::as_str));
+        let hint = did_you_mean(key, known);
+        Err(ModelError::key(key, format!("not a key of a {} config{hint}", self.typed.family.model_type())))
+    }
+}
+
+/// A `rope_theta` inside `rope_parameters` hides the one beside it.
+fn set_theta_where_it_is_read(raw: &mut Map<String, Value>, key: &str, value: &Value) {
+    if key != "rope_theta" {
+        return;
+    }
+    for name in ["rope_scaling", "rope_parameters"] {
+        if let Some(nested) = raw.get_mut(name).and_then(Value::as_object_mut)
+            && nested.contains_key("rope_theta")
+        {
+            nested.insert(key.to_string(), value.clone());
+        }
+    }
+}
+
+/// Fewer layers keep the first layers' types.
+fn shorten_layer_types(raw: &mut Map<String, Value>) {
+    let n_layers = raw.get("num_hidden_layers").and_then(Value::as_u64);
+    let types = raw.get_mut("layer_types").and_then(Value::as_array_mut);
+    if let (Some(n_layers), Some(types)) = (n_layers.and_then(|n| usize::try_from(n).ok()), types) {
+        types.truncate(n_layers);
+    }
+}
+
+fn reshaped(before: &Typed, after: &Typed) -> Vec<String> {
+    let same = [
+        ("model_type", before.family == after.family),
+        ("vocab_size", before.vocab_size == after.vocab_size),
+        ("hidden_size", before.hidden_size == after.hidden_size),
+        ("intermediate_size", before.intermediate_size == after.intermediate_size),
+        ("num_hidden_layers", before.n_layers == after.n_layers),
+        ("num_attention_heads", before.n_heads == after.n_heads),
+        ("num_key_value_heads", before.n_kv_heads == after.n_kv_heads),
+        ("head_dim", before.head_dim == after.head_dim),
+        ("attention_bias", before.qkv_bias == after.qkv_bias && before.o_bias == after.o_bias),
+        ("mlp_bias", before.mlp_bias == after.mlp_bias),
+        ("tie_word_embeddings", before.tied == after.tied),
+    ];
+    same.into_iter().filter(|(_, same)| !same).map(|(key, _)| key.to_string()).collect()
+}

@@ -1,0 +1,86 @@
+//! The rotary keys in both spellings: `rope_theta` beside `rope_scaling`, or all of it in `rope_parameters`.
+
+use serde_json::{Map, Value};
+
+use super::json::Keys;
+use crate::ModelError;
+
+/// How the rotary frequencies are scaled.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum RopeKind {
+    /// Not at all.
+    Default,
+    /// Every frequency divided by a factor.
+    Linear { factor: f64 },
+    /// Long wavelengths divided by a factor, short ones kept, a ramp between (Llama 3.1).
+    Llama3 { factor: f64, low: f64, high: f64, original_positions: f64 },
+}
+
+/// The object with the scaling keys. Where both spellings stand, transformers lets `rope_scaling` win.
+fn parameters(keys: Keys<'_>) -> Result<Option<(&'static str, &Map<String, Value>)>, ModelError> {
+    for name in ["rope_scaling", "rope_parameters"] {
+        if let Some(map) = keys.object(name)?.filter(|map| !map.is_empty()) {
+            return Ok(Some((name, map)));
+        }
+    }
+    Ok(None)
+}
+
+pub(super) fn theta(keys: Keys) -> Result<f64, ModelError> {
+    let nested = match parameters(keys)? {
+        Some((name, map)) => nested(name, map).number("rope_theta")?,
+        None => None,
+    };
+    let theta = match nested {
+        Some(theta) => theta,
+        None => keys.number("rope_theta")?.unwrap_or(10_000.0),
+    };
+    match theta > 1.0 && theta.is_finite() {
+        true => Ok(theta),
+        false => Err(keys.error("rope_theta", format!("expected a number above 1, found {theta}"))),
+    }
+}
+
+pub(super) fn kind(keys: Keys, max_positions: usize) -> Result<RopeKind, ModelError> {
+    let Some((name, map)) = parameters(keys)? else { return Ok(RopeKind::Default) };
+    let nested = nested(name, map);
+    if map.values().any(Value::is_object) {
+        return Err(keys.error(name, "rotary parameters that differ by layer type are not supported"));
+    }
+    if nested.number("partial_rotary_factor")?.is_some_and(|f| f != 1.0) {
+        return Err(nested.error("partial_rotary_factor", "only 1.0 is supported"));
+    }
+    let kind = match nested.text("rope_type")? {
+        Some(kind) => kind,
+        None => nested.text("type")?.unwrap_or("default"),
+    };
+    let number = |key: &str| positive(nested, key);
+    match kind {
+        "default" => Ok(RopeKind::Default),
+        "linear" => Ok(RopeKind::Linear { factor: number("factor")? }),
+        "llama3" => Ok(RopeKind::Llama3 {
+            factor: number("factor")?,
+            low: number("low_freq_factor")?,
+            high: number("high_freq_factor")?,
+            original_positions: match nested.get("original_max_position_embeddings") {
+                Some(_) => number("original_max_position_embeddings")?,
+                None => max_positions as f64,
+            },
+        }),
+        other => {
+            Err(nested.error("rope_type", format!("`{other}` is not supported; supported: default, linear, llama3")))
+        }
+    }
+}
+
+fn nested<'a>(name: &str, map: &'a Map<String, Value>) -> Keys<'a> {
+    Keys::nested(map, if name == "rope_scaling" { "rope_scaling." } else { "rope_parameters." })
+}
+
+fn positive(keys: Keys, key: &str) -> Result<f64, ModelError> {
+    match keys.number(key)? {
+        Some(x) if x > 0.0 && x.is_finite() => Ok(x),
+        Some(x) => Err(keys.error(key, format!("expected a number above 0, found {x}"))),
+        None => Err(keys.error(key, "missing")),
+    }
+}

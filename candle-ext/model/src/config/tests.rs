@@ -1,0 +1,139 @@
+#![allow(clippy::unwrap_used)]
+
+use serde_json::json;
+
+use super::*;
+
+fn tiny() -> Value {
+    json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+        "rope_theta": 5e5, "a_key_of_tomorrow": {"kept": [1, 2.5, null]}, "torch_dtype": "bfloat16",
+    })
+}
+
+fn with(changes: Value) -> Result<Config, ModelError> {
+    let mut value = tiny();
+    value.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    Config::from_json(value)
+}
+
+#[track_caller]
+fn refused(changes: Value, parts: &[&str]) {
+    let message = with(changes).unwrap_err().to_string();
+    for part in parts {
+        assert!(message.contains(part), "`{message}` lacks `{part}`");
+    }
+}
+
+#[test]
+fn a_config_survives_a_round_trip_with_unknown_keys() {
+    let config = Config::from_json(tiny()).unwrap();
+    assert_eq!(config.to_json().to_string(), tiny().to_string());
+    assert_eq!((config.n_layers(), config.head_dim(), config.dtype()), (2, 8, Some(DType::BF16)));
+    assert_eq!(config.typed.rope_theta, 5e5);
+    assert_eq!(config.to_json_as(DType::F16)["torch_dtype"], "float16");
+}
+
+#[test]
+fn a_recipe_config_gets_the_names_transformers_looks_for() {
+    let config = Config::from_json(json!({"model_type": "qwen3", "num_hidden_layers": 1})).unwrap();
+    assert_eq!(config.to_json()["architectures"][0], "Qwen3ForCausalLM");
+    assert_eq!((config.head_dim(), config.n_kv_heads()), (128, 32));
+}
+
+#[test]
+fn rotary_keys_are_read_in_both_spellings() {
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 7e5});
+    let old = with(json!({"rope_scaling": llama3})).unwrap();
+    let new = with(json!({"rope_parameters": llama3, "rope_theta": null})).unwrap();
+    assert_eq!(old.typed.rope, new.typed.rope);
+    assert_eq!((old.typed.rope_theta, new.typed.rope_theta), (7e5, 7e5));
+    let linear = with(json!({"rope_scaling": {"type": "linear", "factor": 2}})).unwrap();
+    assert_eq!(linear.typed.rope, RopeKind::Linear { factor: 2.0 });
+    let none = with(json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})).unwrap();
+    assert_eq!((none.typed.rope, none.typed.rope_theta), (RopeKind::Default, 1e4));
+}
+
+#[test]
+fn windows_follow_the_family() {
+    let mistral =
+        |w: Value| with(json!({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": w}));
+    assert_eq!(mistral(json!(7)).unwrap().window(1), Some(7));
+    assert_eq!(mistral(Value::Null).unwrap().window(1), None);
+    let qwen = |extra: Value| {
+        let mut value = json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 5});
+        value.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        with(value).map(|c| c.typed.windows)
+    };
+    assert_eq!(qwen(json!({})).unwrap(), [None, None]);
+    assert_eq!(qwen(json!({"use_sliding_window": true, "max_window_layers": 1})).unwrap(), [None, Some(5)]);
+    let types = json!({"use_sliding_window": true, "layer_types": ["sliding_attention", "full_attention"]});
+    assert_eq!(qwen(types).unwrap(), [Some(5), None]);
+    assert!(qwen(json!({"layer_types": ["sliding_attention", "full_attention"]})).is_err());
+    assert!(qwen(json!({"layer_types": ["full_attention"]})).is_err());
+    assert_eq!(with(json!({"sliding_window": 5})).unwrap().typed.windows, [None, None]);
+}
+
+#[test]
+fn a_negative_padding_token_counts_from_the_end() {
+    assert_eq!(with(json!({"pad_token_id": -1})).unwrap().pad_id(), Some(63));
+    refused(json!({"pad_token_id": 64}), &["pad_token_id", "64"]);
+}
+
+#[test]
+fn impossible_numbers_are_refused_with_their_key() {
+    refused(json!({"hidden_size": 30}), &["hidden_size", "30", "num_attention_heads (4)"]);
+    refused(json!({"num_key_value_heads": 3}), &["num_key_value_heads", "multiple of 3"]);
+    refused(json!({"num_hidden_layers": 1_000_000_000_000_u64}), &["num_hidden_layers", "absurd"]);
+    refused(json!({"vocab_size": 1 << 28, "hidden_size": 1 << 26}), &["hidden_size", "2^46"]);
+    refused(json!({"vocab_size": -1}), &["vocab_size", "whole number", "-1"]);
+    refused(json!({"vocab_size": "64"}), &["vocab_size", "\"64\""]);
+    refused(json!({"head_dim": 7}), &["head_dim", "odd"]);
+    refused(json!({"rms_norm_eps": 0}), &["rms_norm_eps"]);
+}
+
+#[test]
+fn what_is_not_implemented_is_refused_by_name() {
+    refused(json!({"hidden_act": "gelu"}), &["hidden_act", "gelu", "silu"]);
+    refused(json!({"rope_scaling": {"rope_type": "yarn", "factor": 4}}), &["rope_scaling.rope_type", "yarn", "llama3"]);
+    refused(json!({"attention_dropout": 0.1}), &["attention_dropout"]);
+    refused(json!({"quantization_config": {"bits": 4}}), &["quantization_config"]);
+    refused(json!({"torch_dtype": "float8_e4m3fn"}), &["torch_dtype", "float8_e4m3fn"]);
+}
+
+#[test]
+fn overrides_say_whether_the_weights_still_fit() {
+    let mut config = Config::from_json(tiny()).unwrap();
+    let set = |config: &mut Config, value: Value| config.apply_overrides(value.as_object().unwrap());
+    assert!(set(&mut config, json!({"rope_theta": 1e4, "a_key_of_tomorrow": 1})).unwrap().is_empty());
+    assert_eq!(config.typed.rope_theta, 1e4);
+    assert_eq!(set(&mut config, json!({"num_hidden_layers": 1})).unwrap(), ["num_hidden_layers"]);
+    let message = set(&mut config, json!({"num_hiden_layers": 1})).unwrap_err().to_string();
+    assert!(message.contains("did you mean `num_hidden_layers`?"), "{message}");
+    assert!(set(&mut config, json!({"num_attention_heads": 5})).is_err());
+    assert_eq!((config.n_layers(), config.n_heads()), (1, 4), "a refused override changes nothing");
+}
+
+#[test]
+fn an_override_of_theta_reaches_the_newer_spelling() {
+    let mut config = with(json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})).unwrap();
+    config.apply_overrides(json!({"rope_theta": 2e4}).as_object().unwrap()).unwrap();
+    assert_eq!(config.typed.rope_theta, 2e4);
+}
+
+#[test]
+fn a_broken_file_is_reported_with_its_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let check = |bytes: &[u8], parts: &[&str]| {
+        std::fs::write(folder.path().join("config.json"), bytes).unwrap();
+        let message = Config::read(folder.path()).unwrap_err().to_string();
+        assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+    };
+    check(b"{\n \"hidden_size\": 1,\n oops}", &["config.json", "line 3"]);
+    check(b"{\n \"model_type\": \"\xff\"}", &["config.json", "line 2", "UTF-8"]);
+    check(b"[1]", &["config.json", "JSON object", "[1]"]);
+    check(b"{\"model_type\": \"gpt2\"}", &["config.json", "gpt2"]);
+    check(b"{\"model_type\": \"llama\", \"vocab_size\": true}", &["config.json", "vocab_size", "true"]);
+}

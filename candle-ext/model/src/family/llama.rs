@@ -1,0 +1,24 @@
+//! Llama: the layout the others are told apart from.
+
+use super::{Bias, Traits, Window};
+
+pub(super) const LLAMA: Traits = Traits {
+    model_type: "llama",
+    architecture: "LlamaForCausalLM",
+    hidden_size: 4096,
+    intermediate_size: 11008,
+    vocab_size: 32000,
+    n_layers: 32,
+    n_heads: 32,
+    n_kv_heads: None,
+    head_dim: None,
+    max_positions: 2048,
+    bos_id: Some(1),
+    eos_id: Some(2),
+    qkv_bias: Bias::Key("attention_bias"),
+    o_bias: Bias::Key("attention_bias"),
+    mlp_bias: Bias::Key("mlp_bias"),
+    qk_norm: false,
+    window: Window::None,
+    divisible_hidden: true,
+};

@@ -1,0 +1,17 @@
+//! Mistral: Llama without biases and with a sliding window in every layer.
+
+use super::{Bias, Traits, Window, llama::LLAMA};
+
+pub(super) const MISTRAL: Traits = Traits {
+    model_type: "mistral",
+    architecture: "MistralForCausalLM",
+    intermediate_size: 14336,
+    n_kv_heads: Some(8),
+    max_positions: 4096 * 32,
+    qkv_bias: Bias::Never,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    window: Window::Every(4096),
+    divisible_hidden: false,
+    ..LLAMA
+};

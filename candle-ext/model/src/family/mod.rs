@@ -1,0 +1,152 @@
+//! The families: one decoder, and for each family a table of how it differs. A new one is a file and a few lines here.
+
+mod llama;
+mod mistral;
+mod qwen2;
+mod qwen3;
+
+use crate::{ModelError, error::nearest};
+
+/// A supported model family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// Llama 1 to 3.x and everything that uses its layout (SmolLM2, TinyLlama).
+    Llama,
+    /// Mistral: every layer has a sliding window.
+    Mistral,
+    /// Qwen2 and Qwen2.5: a bias on q, k and v.
+    Qwen2,
+    /// Qwen3: q and k are normalised per head, and the head size stands apart.
+    Qwen3,
+}
+
+/// How a family differs from the others: names, the defaults of keys that config.json leaves out, and flags.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Traits {
+    pub(crate) model_type: &'static str,
+    pub(crate) architecture: &'static str,
+    pub(crate) hidden_size: usize,
+    pub(crate) intermediate_size: usize,
+    pub(crate) vocab_size: usize,
+    pub(crate) n_layers: usize,
+    pub(crate) n_heads: usize,
+    /// None: as many as there are heads.
+    pub(crate) n_kv_heads: Option<usize>,
+    /// None: hidden_size / heads.
+    pub(crate) head_dim: Option<usize>,
+    pub(crate) max_positions: usize,
+    pub(crate) bos_id: Option<u32>,
+    pub(crate) eos_id: Option<u32>,
+    pub(crate) qkv_bias: Bias,
+    pub(crate) o_bias: Bias,
+    pub(crate) mlp_bias: Bias,
+    pub(crate) qk_norm: bool,
+    pub(crate) window: Window,
+    /// Whether hidden_size must be a multiple of the heads even where head_dim is given.
+    pub(crate) divisible_hidden: bool,
+}
+
+/// Whether linear layers have a bias.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Bias {
+    Always,
+    Never,
+    /// As this key of config.json says; false if absent.
+    Key(&'static str),
+}
+
+/// Which layers have a sliding window.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Window {
+    None,
+    /// All, unless `sliding_window` is null. The number is the default of the key.
+    Every(usize),
+    /// Those that `layer_types` names, else from `max_window_layers` on; and only if `use_sliding_window`.
+    Late {
+        window: usize,
+        from_layer: usize,
+    },
+}
+
+impl Family {
+    /// All families.
+    pub const ALL: [Family; 4] = [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3];
+
+    pub(crate) fn traits(self) -> &'static Traits {
+        match self {
+            Family::Llama => &llama::LLAMA,
+            Family::Mistral => &mistral::MISTRAL,
+            Family::Qwen2 => &qwen2::QWEN2,
+            Family::Qwen3 => &qwen3::QWEN3,
+        }
+    }
+
+    /// The name in config.json's `model_type`, such as "qwen2".
+    pub fn model_type(self) -> &'static str {
+        self.traits().model_type
+    }
+
+    /// The name in config.json's `architectures`, such as "Qwen2ForCausalLM".
+    pub fn architecture(self) -> &'static str {
+        self.traits().architecture
+    }
+
+    /// Finds the family by config.json's `architectures` and `model_type`, which must not contradict each other.
+    pub(crate) fn find(architectures: &[&str], model_type: Option<&str>) -> Result<Family, ModelError> {
+        let by_architecture = Self::ALL.into_iter().find(|f| architectures.contains(&f.architecture()));
+        let by_type = Self::ALL.into_iter().find(|f| model_type == Some(f.model_type()));
+        match (by_architecture, by_type) {
+            (Some(family), Some(same)) if family == same => Ok(family),
+            (Some(family), None) if model_type.is_none() => Ok(family),
+            (None, Some(family)) if architectures.is_empty() => Ok(family),
+            _ => Err(unsupported(architectures, model_type)),
+        }
+    }
+}
+
+fn unsupported(architectures: &[&str], model_type: Option<&str>) -> ModelError {
+    let supported = Family::ALL.map(|f| format!("{} (model_type {})", f.architecture(), f.model_type())).join(", ");
+    let found = match (architectures, model_type) {
+        ([], None) => "config.json names neither `architectures` nor `model_type`".to_string(),
+        ([], Some(model_type)) => format!("model_type `{model_type}` is not supported"),
+        (list, None) => format!("architecture `{}` is not supported", list.join(", ")),
+        (list, Some(model_type)) => {
+            format!("architecture `{}` with model_type `{model_type}` is not supported", list.join(", "))
+        }
+    };
+    let names = Family::ALL.map(Family::architecture);
+    let types = Family::ALL.map(Family::model_type);
+    let near = architectures.first().and_then(|name| nearest(name, names));
+    let near = near.or_else(|| model_type.and_then(|name| nearest(name, types)));
+    let hint = near.map_or_else(String::new, |name| format!("; the nearest is {name}"));
+    ModelError::Unsupported(format!("{found}; supported: {supported}{hint}"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_family_is_found_by_either_name() {
+        assert_eq!(Family::find(&["Qwen2ForCausalLM"], None).unwrap(), Family::Qwen2);
+        assert_eq!(Family::find(&[], Some("mistral")).unwrap(), Family::Mistral);
+        assert_eq!(Family::find(&["LlamaForCausalLM"], Some("llama")).unwrap(), Family::Llama);
+    }
+
+    #[test]
+    fn an_unsupported_architecture_is_named_with_the_nearest() {
+        let message = Family::find(&["Qwen3MoeForCausalLM"], Some("qwen3_moe")).unwrap_err().to_string();
+        for part in ["Qwen3MoeForCausalLM", "qwen3_moe", "MistralForCausalLM", "the nearest is Qwen3ForCausalLM"] {
+            assert!(message.contains(part), "{message}");
+        }
+        assert!(Family::find(&[], None).unwrap_err().to_string().contains("names neither"));
+    }
+
+    #[test]
+    fn a_classifier_and_a_contradiction_are_refused() {
+        assert!(Family::find(&["LlamaForSequenceClassification"], Some("llama")).is_err());
+        assert!(Family::find(&["LlamaForCausalLM"], Some("qwen2")).is_err());
+        assert!(Family::find(&["LlamaForCausalLM"], Some("granite")).is_err());
+    }
+}

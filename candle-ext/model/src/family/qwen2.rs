@@ -1,0 +1,20 @@
+//! Qwen2 and Qwen2.5: a bias on q, k and v (none on o), and a sliding window in the later layers if switched on.
+
+use super::{Bias, Traits, Window, llama::LLAMA};
+
+pub(super) const QWEN2: Traits = Traits {
+    model_type: "qwen2",
+    architecture: "Qwen2ForCausalLM",
+    intermediate_size: 22016,
+    vocab_size: 151_936,
+    n_kv_heads: Some(32),
+    max_positions: 32768,
+    bos_id: None,
+    eos_id: None,
+    qkv_bias: Bias::Always,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    window: Window::Late { window: 4096, from_layer: 28 },
+    divisible_hidden: false,
+    ..LLAMA
+};

@@ -1,0 +1,28 @@
+//! Decoder blocks and model families; Hugging Face names in and out.
+//!
+//! A model is a list of [`Unit`]s (embedding, blocks, head): what its parameters are called, and functions from
+//! weights and activations to activations. It owns no weights and knows of no rank: where a weight lives is the
+//! caller's business. Start at [`Model`]; files are read and written by [`checkpoint`].
+
+pub mod checkpoint;
+
+mod block;
+mod config;
+mod error;
+mod family;
+mod lora;
+mod model;
+mod param;
+mod rope;
+mod unit;
+mod weights;
+
+pub use block::{Cx, OneDevice, Seams};
+pub use config::Config;
+pub use error::ModelError;
+pub use family::Family;
+pub use lora::{Adapter, AdapterFolder, LoraConfig, merge};
+pub use model::Model;
+pub use param::{Init, ParamSpec};
+pub use unit::{Shared, Unit};
+pub use weights::Weights;

@@ -1,0 +1,227 @@
+//! PEFT's adapter_config.json and a recipe's `peft_config`: what is supported is read, everything else refused by name.
+
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::target::Names;
+use crate::{
+    ModelError,
+    config::json::{Keys, read_object, shorten},
+    error::did_you_mean,
+};
+
+/// The configuration of a LoRA adapter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraConfig {
+    pub(super) r: usize,
+    pub(super) lora_alpha: f64,
+    pub(super) use_rslora: bool,
+    pub(super) target_modules: Names,
+    pub(super) exclude_modules: Option<Names>,
+    pub(super) layers_to_transform: Option<Vec<usize>>,
+    /// Name or regular expression -> rank; the first that matches a module wins.
+    pub(super) rank_pattern: Vec<(String, usize)>,
+    pub(super) alpha_pattern: Vec<(String, f64)>,
+    base_model: Option<String>,
+}
+
+/// Keys that are read.
+const READ: &[&str] = &[
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "base_model_name_or_path",
+];
+
+/// Keys that change nothing here.
+const INERT: &[&str] = &[
+    "auto_mapping",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+];
+
+/// Keys that are accepted with one value only, and why no other. Any further key must be null, false, 0 or empty.
+const FIXED: &[(&str, &str, &str)] = &[
+    ("peft_type", "LORA", "LORA is the only adapter"),
+    ("task_type", "CAUSAL_LM", "only CAUSAL_LM models are trained"),
+    ("bias", "none", "training biases beside an adapter is not implemented; use none"),
+    ("init_lora_weights", "true", "only PEFT's default initialisation is implemented; use true"),
+];
+
+const NOT_IMPLEMENTED: &[(&str, &str)] = &[
+    ("lora_dropout", "dropout is not implemented; set it to 0"),
+    ("modules_to_save", "training whole modules beside an adapter is not implemented"),
+    ("use_dora", "DoRA is not implemented"),
+    ("lora_bias", "a bias on B is not implemented"),
+    ("fan_in_fan_out", "the linear layers of these models store [outputs, inputs]"),
+    ("trainable_token_indices", "training single tokens is not implemented"),
+    ("target_parameters", "use target_modules"),
+    ("layer_replication", "repeating layers is not implemented"),
+    ("ensure_weight_tying", "no adapter sits on a tied layer"),
+];
+
+impl LoraConfig {
+    /// Reads `adapter_config.json` in an adapter folder.
+    pub fn read(folder: &Path) -> Result<Self, ModelError> {
+        let path = folder.join("adapter_config.json");
+        let map = read_object(&path)?;
+        Self::from_map(&map).map_err(|e| e.in_file(&path))
+    }
+
+    /// Checks a configuration given as a JSON value, from a recipe's `peft_config`.
+    pub fn from_json(value: &Value) -> Result<Self, ModelError> {
+        match value {
+            Value::Object(map) => Self::from_map(map),
+            other => Err(ModelError::lora("peft_type", format!("expected an object, found {}", shorten(other)))),
+        }
+    }
+
+    fn from_map(map: &Map<String, Value>) -> Result<Self, ModelError> {
+        map.iter().try_for_each(|(key, value)| refuse_unsupported(key, value))?;
+        let keys = Keys::new(map);
+        let config = Self {
+            r: rank("r", keys.count("r")?.unwrap_or(8))?,
+            lora_alpha: keys.number("lora_alpha")?.unwrap_or(8.0),
+            use_rslora: keys.flag("use_rslora")?.unwrap_or(false),
+            // PEFT's choice for these families.
+            target_modules: Names::read(keys, "target_modules")?
+                .unwrap_or_else(|| Names::List(vec!["q_proj".to_string(), "v_proj".to_string()])),
+            exclude_modules: Names::read(keys, "exclude_modules")?.filter(|names| !names.is_empty()),
+            layers_to_transform: layers(keys)?,
+            rank_pattern: pattern(keys, "rank_pattern", |v| v.as_u64().and_then(|n| n.try_into().ok()))?,
+            alpha_pattern: pattern(keys, "alpha_pattern", Value::as_f64)?,
+            base_model: keys.text("base_model_name_or_path")?.map(str::to_string),
+        };
+        config.rank_pattern.iter().try_for_each(|(_, r)| rank("rank_pattern", *r).map(drop))?;
+        match (&config.target_modules, &config.layers_to_transform) {
+            (Names::Regex(_) | Names::AllLinear, Some(_)) => Err(ModelError::lora(
+                "layers_to_transform",
+                "needs target_modules to be a list of names, as in PEFT; or name the layers in the expression",
+            )),
+            _ => Ok(config),
+        }
+    }
+
+    /// Names the model the adapter belongs to, for adapter_config.json.
+    pub fn with_base_model(mut self, name_or_path: &str) -> Self {
+        self.base_model = Some(name_or_path.to_string());
+        self
+    }
+
+    /// Returns the name of the model the adapter belongs to, if it is known.
+    pub fn base_model(&self) -> Option<&str> {
+        self.base_model.as_deref()
+    }
+
+    /// Returns the configuration as PEFT's adapter_config.json has it.
+    pub fn to_json(&self) -> Value {
+        json!({
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_model,
+            "inference_mode": true,
+            "r": self.r,
+            "lora_alpha": whole(self.lora_alpha),
+            "lora_dropout": 0.0,
+            "use_rslora": self.use_rslora,
+            "target_modules": self.target_modules.to_json(),
+            "exclude_modules": self.exclude_modules.as_ref().map(Names::to_json),
+            "layers_to_transform": self.layers_to_transform,
+            "layers_pattern": null,
+            "rank_pattern": object(&self.rank_pattern, |r| json!(r)),
+            "alpha_pattern": object(&self.alpha_pattern, |alpha| whole(*alpha)),
+            "bias": "none",
+            "fan_in_fan_out": false,
+            "init_lora_weights": true,
+            "modules_to_save": null,
+            "use_dora": false,
+        })
+    }
+}
+
+fn refuse_unsupported(key: &str, value: &Value) -> Result<(), ModelError> {
+    let neutral = match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Number(n) => n.as_f64() == Some(0.0),
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(map) => map.is_empty(),
+        Value::Bool(true) => false,
+    };
+    if READ.contains(&key) || INERT.contains(&key) || (neutral && key != "init_lora_weights") {
+        return Ok(());
+    }
+    if let Some((_, only, reason)) = FIXED.iter().find(|(name, ..)| *name == key) {
+        let text = value.as_str().map_or_else(|| value.to_string(), str::to_string);
+        return match text == *only {
+            true => Ok(()),
+            false => Err(ModelError::lora(key, format!("{} is not supported: {reason}", shorten(value)))),
+        };
+    }
+    match NOT_IMPLEMENTED.iter().find(|(name, _)| *name == key) {
+        Some((_, reason)) => Err(ModelError::lora(key, format!("{} is not supported: {reason}", shorten(value)))),
+        None => {
+            let hint = did_you_mean(key, READ.iter().copied());
+            Err(ModelError::lora(key, format!("not supported{hint}")))
+        }
+    }
+}
+
+fn rank(key: &str, r: usize) -> Result<usize, ModelError> {
+    match r {
+        1..=65536 => Ok(r),
+        _ => Err(ModelError::lora(key, format!("expected a rank of 1 to 65536, found {r}"))),
+    }
+}
+
+fn layers(keys: Keys) -> Result<Option<Vec<usize>>, ModelError> {
+    if let Some(pattern) = keys.get("layers_pattern")
+        && !["\"layers\"", "[\"layers\"]", "\"\"", "[]"].contains(&pattern.to_string().as_str())
+    {
+        let problem = format!("expected \"layers\", the name of these models' list, found {}", shorten(pattern));
+        return Err(ModelError::lora("layers_pattern", problem));
+    }
+    let Some(value) = keys.get("layers_to_transform") else { return Ok(None) };
+    let index = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok());
+    let list = match value {
+        Value::Array(list) => list.iter().map(index).collect(),
+        one => index(one).map(|index| vec![index]),
+    };
+    match list {
+        Some(list) => Ok(Some(list).filter(|list| !list.is_empty())),
+        None => Err(ModelError::lora(
+            "layers_to_transform",
+            format!("expected a layer index or a list of them, found {}", shorten(value)),
+        )),
+    }
+}
+
+fn pattern<T>(keys: Keys, key: &str, get: impl Fn(&Value) -> Option<T>) -> Result<Vec<(String, T)>, ModelError> {
+    let Some(map) = keys.object(key)? else { return Ok(Vec::new()) };
+    map.iter()
+        .map(|(name, value)| match get(value) {
+            Some(value) => Ok((name.clone(), value)),
+            None => Err(ModelError::lora(key, format!("`{name}`: expected a number, found {}", shorten(value)))),
+        })
+        .collect()
+}
+
+fn object<T>(pairs: &[(String, T)], value: impl Fn(&T) -> Value) -> Value {
+    Value::Object(pairs.iter().map(|(name, v)| (name.clone(), value(v))).collect())
+}
+
+/// PEFT declares alpha an integer; only a fraction is written as a float.
+fn whole(x: f64) -> Value {
+    if x.fract() == 0.0 && x.abs() < 1e15 { json!(x as i64) } else { json!(x) }
+}

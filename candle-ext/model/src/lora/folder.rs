@@ -1,0 +1,53 @@
+//! PEFT's adapter folder: adapter_config.json and adapter_model.safetensors.
+
+use std::path::Path;
+
+use candle_core::{DType, Tensor};
+
+use super::LoraConfig;
+use crate::{
+    Model, ModelError, ParamSpec,
+    checkpoint::{Checkpoint, ShardTensor, Staging, write_json, write_shard},
+};
+
+/// PEFT's wrapper of a transformers model puts this before every name.
+const PREFIX: &str = "base_model.model.";
+
+/// An adapter folder, mapped.
+#[derive(Debug)]
+pub struct AdapterFolder {
+    /// Its configuration.
+    pub config: LoraConfig,
+    /// Its factors, under the names of [`Model::adapter_params`].
+    pub weights: Checkpoint,
+}
+
+impl AdapterFolder {
+    /// Maps an adapter folder. That the factors fit is checked by [`Checkpoint::check`] with [`Model::adapter_params`].
+    pub fn open(folder: &Path) -> Result<Self, ModelError> {
+        let config = LoraConfig::read(folder)?;
+        let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"))?.strip_prefix(PREFIX);
+        Ok(Self { config, weights })
+    }
+
+    /// Writes the adapter of `model` in number format `dtype`, asking `fetch` for one factor at a time. The folder
+    /// appears when all of it is on disk.
+    pub fn save(
+        folder: &Path,
+        model: &Model,
+        dtype: DType,
+        fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
+    ) -> Result<(), ModelError> {
+        let Some(config) = model.lora() else {
+            return Err(ModelError::lora("peft_type", "the model has no adapter to save"));
+        };
+        let staging = Staging::begin(folder)?;
+        let tensors: Vec<_> = model
+            .adapter_params()
+            .map(|param| ShardTensor { name: format!("{PREFIX}{}", param.name), param })
+            .collect();
+        write_shard(&staging.folder().join("adapter_model.safetensors"), &tensors, dtype, fetch)?;
+        write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
+        staging.commit()
+    }
+}

@@ -1,0 +1,57 @@
+//! Low-rank adapters, with PEFT's configuration and files: y = x W^T + b + scaling * (x A^T) B^T, W frozen.
+
+mod config;
+mod folder;
+mod target;
+
+use candle_core::{DType, Result, Tensor};
+
+use crate::{Init, ParamSpec, unit::Linear};
+
+pub use config::LoraConfig;
+pub use folder::AdapterFolder;
+
+/// An adapter on one linear layer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adapter {
+    /// The linear layer, such as `model.layers.0.self_attn.q_proj`.
+    pub module: String,
+    /// The rank.
+    pub r: usize,
+    /// What B A is multiplied by: alpha / r, or alpha / sqrt(r).
+    pub scaling: f64,
+}
+
+impl Adapter {
+    /// Returns the name of A [r, inputs].
+    pub fn a_name(&self) -> String {
+        format!("{}.lora_A.weight", self.module)
+    }
+
+    /// Returns the name of B [outputs, r].
+    pub fn b_name(&self) -> String {
+        format!("{}.lora_B.weight", self.module)
+    }
+
+    /// Returns whether a parameter of this name is a factor of an adapter.
+    pub fn owns(name: &str) -> bool {
+        name.ends_with(".lora_A.weight") || name.ends_with(".lora_B.weight")
+    }
+}
+
+/// A as torch initialises a linear layer (kaiming uniform with a = sqrt(5)), B zero: the adapter begins as nothing.
+pub(crate) fn factors(adapter: &Adapter, linear: &Linear) -> [ParamSpec; 2] {
+    let factor =
+        |name, shape: [usize; 2], init| ParamSpec { name, shape: shape.to_vec(), init, decay: true, trainable: true };
+    let bound = (linear.n_in as f64).powf(-0.5);
+    [
+        factor(adapter.a_name(), [adapter.r, linear.n_in], Init::Uniform { bound }),
+        factor(adapter.b_name(), [linear.n_out, adapter.r], Init::Zeros),
+    ]
+}
+
+/// W + scaling B A in f32.
+pub fn merge(base: &Tensor, a: &Tensor, b: &Tensor, scaling: f64) -> Result<Tensor> {
+    let delta = b.to_dtype(DType::F32)?.matmul(&a.to_dtype(DType::F32)?)?;
+    base.to_dtype(DType::F32)? + delta.affine(scaling, 0.0)?
+}

@@ -1,0 +1,167 @@
+//! Which linear layers get an adapter, and of what rank: PEFT's rules for names, expressions and patterns.
+
+use fancy_regex::Regex;
+use serde_json::{Value, json};
+
+use super::{Adapter, LoraConfig};
+use crate::{
+    Config, ModelError,
+    config::json::{Keys, shorten},
+    error::did_you_mean,
+    unit,
+};
+
+/// Module names as PEFT takes them.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Names {
+    /// A whole name, or what follows a dot at its end.
+    List(Vec<String>),
+    /// An expression that matches the whole name.
+    Regex(String),
+    /// Every linear layer but the output layer.
+    AllLinear,
+}
+
+impl Names {
+    pub(super) fn read(keys: Keys, key: &str) -> Result<Option<Self>, ModelError> {
+        match keys.get(key) {
+            None => Ok(None),
+            Some(Value::String(text)) if text.eq_ignore_ascii_case("all-linear") => Ok(Some(Self::AllLinear)),
+            Some(Value::String(text)) => {
+                expression(key, &format!("^(?:{text})$"))?;
+                Ok(Some(Self::Regex(text.clone())))
+            }
+            Some(value) => {
+                let list = value.as_array().and_then(|list| list.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
+                let list = list.ok_or_else(|| {
+                    let want = "a list of names, a regular expression or \"all-linear\"";
+                    ModelError::lora(key, format!("expected {want}, found {}", shorten(value)))
+                })?;
+                Ok(Some(Self::List(list.into_iter().map(str::to_string).collect())))
+            }
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        matches!(self, Self::List(list) if list.is_empty())
+    }
+
+    pub(super) fn to_json(&self) -> Value {
+        match self {
+            Self::List(list) => json!(list),
+            Self::Regex(text) => json!(text),
+            Self::AllLinear => json!("all-linear"),
+        }
+    }
+
+    fn matches(&self, key: &str, module: &str) -> Result<bool, ModelError> {
+        match self {
+            Self::List(list) => Ok(list.iter().any(|name| has_suffix(module, name))),
+            Self::Regex(text) => is_match(key, &format!("^(?:{text})$"), module),
+            Self::AllLinear => Ok(true),
+        }
+    }
+}
+
+fn has_suffix(module: &str, name: &str) -> bool {
+    module.strip_suffix(name).is_some_and(|head| head.is_empty() || head.ends_with('.'))
+}
+
+fn expression(key: &str, text: &str) -> Result<Regex, ModelError> {
+    Regex::new(text).map_err(|e| ModelError::lora(key, format!("`{text}` is not a regular expression: {e}")))
+}
+
+fn is_match(key: &str, text: &str, module: &str) -> Result<bool, ModelError> {
+    expression(key, text)?.is_match(module).map_err(|e| ModelError::lora(key, format!("`{text}`: {e}")))
+}
+
+impl LoraConfig {
+    /// The adapters, in the order of the blocks.
+    pub(crate) fn targets(&self, config: &Config) -> Result<Vec<Adapter>, ModelError> {
+        self.refuse_embeddings()?;
+        self.refuse_unmatched(config)?;
+        let mut adapters = Vec::new();
+        for block_idx in (0..config.n_layers()).filter(|block_idx| self.transforms(*block_idx)) {
+            for linear in unit::linears(config, block_idx) {
+                if self.hits(&linear.module)? {
+                    adapters.push(self.adapter(linear.module)?);
+                }
+            }
+        }
+        match adapters.is_empty() {
+            true => Err(ModelError::lora("target_modules", format!("no module matches; {}", these_are_there(config)))),
+            false => Ok(adapters),
+        }
+    }
+
+    fn transforms(&self, block_idx: usize) -> bool {
+        self.layers_to_transform.as_ref().is_none_or(|layers| layers.contains(&block_idx))
+    }
+
+    fn hits(&self, module: &str) -> Result<bool, ModelError> {
+        if let Some(excluded) = &self.exclude_modules
+            && excluded.matches("exclude_modules", module)?
+        {
+            return Ok(false);
+        }
+        self.target_modules.matches("target_modules", module)
+    }
+
+    fn adapter(&self, module: String) -> Result<Adapter, ModelError> {
+        let r = first_match("rank_pattern", &self.rank_pattern, &module)?.unwrap_or(self.r);
+        let alpha = first_match("alpha_pattern", &self.alpha_pattern, &module)?.unwrap_or(self.lora_alpha);
+        let scaling = alpha / if self.use_rslora { (r as f64).sqrt() } else { r as f64 };
+        Ok(Adapter { module, r, scaling })
+    }
+
+    /// The loss is fused with the output layer, and the embedding is no matrix product: neither can carry an adapter.
+    fn refuse_embeddings(&self) -> Result<(), ModelError> {
+        for module in ["lm_head", "model.embed_tokens"] {
+            if self.target_modules != Names::AllLinear && self.hits(module)? {
+                let problem = format!("an adapter on `{module}` is not supported; name linear layers of the blocks");
+                return Err(ModelError::lora("target_modules", problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// Every name in the list must match something: a misspelt one would otherwise train less than was asked for.
+    fn refuse_unmatched(&self, config: &Config) -> Result<(), ModelError> {
+        let Names::List(list) = &self.target_modules else { return Ok(()) };
+        let modules: Vec<String> = (0..config.n_layers())
+            .flat_map(|block_idx| unit::linears(config, block_idx))
+            .map(|linear| linear.module)
+            .collect();
+        match list.iter().find(|name| !modules.iter().any(|module| has_suffix(module, name))) {
+            Some(name) => {
+                let hint = did_you_mean(name, short_names(config).iter().map(String::as_str));
+                let problem = format!("`{name}` matches no module{hint}; {}", these_are_there(config));
+                Err(ModelError::lora("target_modules", problem))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+fn short_names(config: &Config) -> Vec<String> {
+    let last = |module: &str| module.rsplit('.').next().unwrap_or_default().to_string();
+    unit::linears(config, 0).iter().map(|linear| last(&linear.module)).collect()
+}
+
+fn these_are_there(config: &Config) -> String {
+    format!(
+        "the linear layers are {}, named like {}, for layers 0 to {}",
+        short_names(config).join(", "),
+        unit::linears(config, 0)[0].module,
+        config.n_layers() - 1
+    )
+}
+
+fn first_match<T: Copy>(key: &str, patterns: &[(String, T)], module: &str) -> Result<Option<T>, ModelError> {
+    for (name, value) in patterns {
+        if is_match(key, &format!(r"^(.*\.)?({name})$"), module)? {
+            return Ok(Some(*value));
+        }
+    }
+    Ok(None)
+}

@@ -1,0 +1,108 @@
+//! A decoder-only model: names and shapes, and the functions between activations. It holds no weights.
+//!
+//! t tokens (packed), d model, v vocabulary, k head dim
+
+use candle_core::{Device, Result, Tensor};
+use candlewick_ops::{self as ops, Precision, Weight};
+
+use crate::{
+    Adapter, Config, Cx, LoraConfig, ModelError, ParamSpec, Unit, Weights, block, rope,
+    unit::{self, EMBEDDING, FINAL_NORM, LM_HEAD},
+};
+
+/// A model of one of the families, perhaps with an adapter on it.
+#[derive(Clone, Debug)]
+pub struct Model {
+    config: Config,
+    lora: Option<LoraConfig>,
+    units: Vec<Unit>,
+    frequencies: Vec<f32>,
+}
+
+impl Model {
+    /// Lays out the units of a model. With an adapter the base is frozen and only the factors are trained.
+    pub fn new(config: Config, adapter: Option<LoraConfig>) -> std::result::Result<Model, ModelError> {
+        let units = unit::units(&config, adapter.as_ref())?;
+        let frequencies = rope::inverse_frequencies(&config);
+        Ok(Model { config, lora: adapter, units, frequencies })
+    }
+
+    /// Returns the config.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Returns the adapter's configuration, if there is an adapter.
+    pub fn lora(&self) -> Option<&LoraConfig> {
+        self.lora.as_ref()
+    }
+
+    /// Returns the units: [embed, block 0.., head].
+    pub fn units(&self) -> &[Unit] {
+        &self.units
+    }
+
+    /// Returns all adapters in the order of the blocks.
+    pub fn adapters(&self) -> impl Iterator<Item = &Adapter> {
+        self.units.iter().flat_map(|unit| &unit.adapters)
+    }
+
+    /// Returns the parameters of the model proper: those of a Hugging Face folder.
+    pub fn base_params(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.units.iter().flat_map(|unit| &unit.params).filter(|param| !Adapter::owns(&param.name))
+    }
+
+    /// Returns the adapter's factors: those of an adapter folder.
+    pub fn adapter_params(&self) -> impl Iterator<Item = &ParamSpec> {
+        self.units.iter().flat_map(|unit| &unit.params).filter(|param| Adapter::owns(&param.name))
+    }
+
+    /// Returns a base parameter as an export without the adapter has it: `read`, and W + scaling B A where an adapter
+    /// sits on it. `read` gives a parameter's value by its name.
+    pub fn merged(&self, name: &str, read: impl Fn(&str) -> Result<Tensor>) -> Result<Tensor> {
+        let base = read(name)?;
+        let module = name.strip_suffix(".weight");
+        match self.adapters().find(|adapter| Some(adapter.module.as_str()) == module) {
+            Some(adapter) => crate::merge(&base, &read(&adapter.a_name())?, &read(&adapter.b_name())?, adapter.scaling),
+            None => Ok(base),
+        }
+    }
+
+    /// Returns the cosines and sines of the rotary angles at `positions`, f32 [t, k/2].
+    pub fn rope(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        rope::tables(&self.frequencies, positions, device)
+    }
+
+    /// Looks tokens up: u32 [t] -> [t, d]. As in torch, the padding token's row gets no gradient from here.
+    pub fn embed(&self, w: &Weights, ids: &Tensor) -> Result<Tensor> {
+        let x_td = ops::embedding(ids, w.get(EMBEDDING)?)?;
+        let Some(pad_id) = self.config.pad_id().filter(|_| x_td.track_op()) else { return Ok(x_td) };
+        let is_token = ids.ne(pad_id)?.unsqueeze(1)?.broadcast_as(x_td.shape())?;
+        is_token.where_cond(&x_td, &x_td.detach())
+    }
+
+    /// Returns the number of blocks.
+    pub fn n_blocks(&self) -> usize {
+        self.config.n_layers()
+    }
+
+    /// Block `block_idx`: [t, d] -> [t, d].
+    pub fn block(&self, block_idx: usize, w: &Weights, x: &Tensor, cx: &Cx) -> Result<Tensor> {
+        block::forward(&self.config, block_idx, w, x, cx)
+    }
+
+    /// The norm after the last block: [t, d] -> [t, d].
+    pub fn norm(&self, w: &Weights, x: &Tensor) -> Result<Tensor> {
+        ops::rms_norm(x, w.get(FINAL_NORM)?, self.config.rms_norm_eps())
+    }
+
+    /// The scores of every token: normed [t, d] -> f32 [t, v].
+    pub fn logits(&self, w: &Weights, normed: &Tensor) -> Result<Tensor> {
+        ops::linear(normed, &self.lm_head(w)?, None, Precision::Full)
+    }
+
+    /// Returns the output layer's weight [v, d]: the embedding, if tied.
+    pub fn lm_head(&self, w: &Weights) -> Result<Weight> {
+        w.get(if self.config.tied() { EMBEDDING } else { LM_HEAD }).cloned()
+    }
+}

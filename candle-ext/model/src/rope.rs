@@ -1,0 +1,69 @@
+//! Rotary tables: the cosine and sine of position times frequency, with the arithmetic of torch in f32.
+
+use candle_core::{Device, Result, Tensor};
+
+use crate::{Config, config::RopeKind};
+
+/// One frequency for each pair of a head's dims.
+pub(crate) fn inverse_frequencies(config: &Config) -> Vec<f32> {
+    let typed = &config.typed;
+    let frequency = |pair: usize| {
+        let exponent = (2 * pair) as f32 / typed.head_dim as f32;
+        let frequency = 1.0 / (typed.rope_theta.powf(f64::from(exponent)) as f32);
+        scaled(&typed.rope, frequency)
+    };
+    (0..typed.head_dim / 2).map(frequency).collect()
+}
+
+fn scaled(kind: &RopeKind, frequency: f32) -> f32 {
+    match *kind {
+        RopeKind::Default => frequency,
+        RopeKind::Linear { factor } => frequency / factor as f32,
+        RopeKind::Llama3 { factor, low, high, original_positions } => {
+            let wavelength = std::f32::consts::TAU / frequency;
+            let slowed = frequency / factor as f32;
+            if wavelength > (original_positions / low) as f32 {
+                return slowed;
+            }
+            if wavelength < (original_positions / high) as f32 {
+                return frequency;
+            }
+            let smooth = (original_positions as f32 / wavelength - low as f32) / (high - low) as f32;
+            (1.0 - smooth) * slowed + smooth * frequency
+        }
+    }
+}
+
+/// Cosines and sines [t, k/2] in f32.
+pub(crate) fn tables(frequencies: &[f32], positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+    let angles = || positions.iter().flat_map(|&p| frequencies.iter().map(move |f| f64::from(p as f32 * f)));
+    let shape = (positions.len(), frequencies.len());
+    let cos: Vec<f32> = angles().map(|angle| angle.cos() as f32).collect();
+    let sin: Vec<f32> = angles().map(|angle| angle.sin() as f32).collect();
+    Ok((Tensor::from_vec(cos, shape, device)?, Tensor::from_vec(sin, shape, device)?))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const LLAMA3: RopeKind = RopeKind::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original_positions: 8192.0 };
+
+    #[test]
+    fn llama3_keeps_short_waves_and_slows_long_ones() {
+        assert_eq!(scaled(&LLAMA3, 1.0), 1.0);
+        assert_eq!(scaled(&LLAMA3, 1e-5), 1e-5 / 8.0);
+        let between = scaled(&LLAMA3, 1.5e-3);
+        assert!(between > 1.5e-3 / 8.0 && between < 1.5e-3, "{between}");
+    }
+
+    #[test]
+    fn position_zero_turns_nothing() {
+        let (cos, sin) = tables(&[1.0, 0.1], &[0, 3], &Device::Cpu).unwrap();
+        assert_eq!(cos.dims(), [2, 2]);
+        assert_eq!(cos.to_vec2::<f32>().unwrap()[0], [1.0, 1.0]);
+        assert_eq!(sin.to_vec2::<f32>().unwrap()[0], [0.0, 0.0]);
+        assert!((sin.to_vec2::<f32>().unwrap()[1][1] - 0.3_f32.sin()).abs() < 1e-7);
+    }
+}

@@ -1,0 +1,46 @@
+//! The weights of one unit at hand: name -> value and gradient sink, with the adapters that sit on its linear layers.
+
+use std::collections::HashMap;
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, Precision, Weight};
+
+use crate::Unit;
+
+/// Name -> weight for one unit: what it owns and what it borrows.
+#[derive(Clone)]
+pub struct Weights {
+    weights: HashMap<String, Weight>,
+    scalings: HashMap<String, f64>,
+}
+
+impl Weights {
+    /// Gathers the weights of `unit`; every one it owns or borrows must be among `weights`.
+    pub fn new(unit: &Unit, weights: impl IntoIterator<Item = (String, Weight)>) -> Result<Self> {
+        let weights: HashMap<_, _> = weights.into_iter().collect();
+        let names = unit.params.iter().map(|p| &p.name).chain(unit.shared.iter().map(|s| &s.name));
+        if let Some(missing) = names.into_iter().find(|name| !weights.contains_key(*name)) {
+            candle_core::bail!("the weights of {} lack `{missing}`", unit.name);
+        }
+        let scalings = unit.adapters.iter().map(|a| (a.module.clone(), a.scaling)).collect();
+        Ok(Self { weights, scalings })
+    }
+
+    /// Returns the weight called `name`.
+    pub fn get(&self, name: &str) -> Result<&Weight> {
+        match self.weights.get(name) {
+            Some(weight) => Ok(weight),
+            None => candle_core::bail!("there is no weight `{name}` in this unit"),
+        }
+    }
+
+    /// y = x W^T + b, plus scaling * (x A^T) B^T where the module has an adapter.
+    pub fn linear(&self, module: &str, x: &Tensor) -> Result<Tensor> {
+        let part = |name: &str| self.weights.get(&format!("{module}.{name}"));
+        let base = ops::linear(x, self.get(&format!("{module}.weight"))?, part("bias"), Precision::Compute)?;
+        let Some(&scaling) = self.scalings.get(module) else { return Ok(base) };
+        let down = ops::linear(x, self.get(&format!("{module}.lora_A.weight"))?, None, Precision::Compute)?;
+        let up = ops::linear(&down, self.get(&format!("{module}.lora_B.weight"))?, None, Precision::Compute)?;
+        base + up.affine(scaling, 0.0)?
+    }
+}

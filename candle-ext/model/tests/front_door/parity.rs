@@ -1,0 +1,97 @@
+//! Every family against transformers: logits, loss and each parameter's gradient.
+
+use candle_core::DType;
+use candlewick_model::Init;
+
+use crate::tiny::{Reference, Tiny, assert_close};
+
+#[track_caller]
+fn check(name: &str) {
+    let (tiny, reference) = (Tiny::load(name), Reference::load(name));
+    assert_close("logits", &tiny.logits(&reference.ids, &reference.lengths), reference.get("logits"));
+    let (loss, want) = (tiny.loss_and_grads(&reference), reference.get("loss").to_scalar::<f32>().unwrap());
+    assert!(((loss - want) / want).abs() < 1e-5, "loss {loss}, want {want}");
+    let mut n_grads = 0;
+    for (parameter, grad) in reference.grads() {
+        assert_close(parameter, tiny.grad(parameter), grad);
+        n_grads += 1;
+    }
+    assert_eq!(n_grads, tiny.n_sinks(), "every parameter has a gradient");
+}
+
+#[test]
+fn llama_with_biases_and_a_padding_token_is_transformers() {
+    check("llama");
+}
+
+#[test]
+fn llama3_with_scaled_rotation_and_tied_embeddings_is_transformers() {
+    check("llama3");
+}
+
+#[test]
+fn mistral_with_a_window_shorter_than_the_sequence_is_transformers() {
+    check("mistral");
+}
+
+#[test]
+fn qwen2_is_transformers() {
+    check("qwen2");
+}
+
+#[test]
+fn qwen3_with_a_window_in_its_later_layer_is_transformers() {
+    check("qwen3");
+}
+
+#[test]
+fn packed_sequences_do_not_see_each_other() {
+    for name in ["llama", "mistral", "qwen3"] {
+        let (tiny, reference) = (Tiny::load(name), Reference::load(name));
+        let packed = tiny.logits(&reference.ids, &reference.lengths);
+        let mut start = 0;
+        for &length in &reference.lengths {
+            let ids = reference.ids.narrow(0, start, length).unwrap();
+            let alone = tiny.logits(&ids, &[length]);
+            assert_close(name, &packed.narrow(0, start, length).unwrap(), &alone);
+            start += length;
+        }
+    }
+}
+
+#[test]
+fn only_matrices_decay_and_initial_values_follow_transformers() {
+    let tiny = Tiny::load("llama");
+    let mut n_vectors = 0;
+    for param in tiny.model.units().iter().flat_map(|unit| &unit.params) {
+        assert_eq!(param.decay, param.shape.len() == 2, "{}", param.name);
+        assert_eq!(param.numel(), tiny.grad(&param.name).elem_count());
+        match param.name.as_str() {
+            "model.embed_tokens.weight" => {
+                assert_eq!(param.init, Init::Normal { std: 0.2, zero_row: Some(5) });
+            }
+            name if name.ends_with("bias") => assert_eq!(param.init, Init::Zeros),
+            name if name.contains("norm") => assert_eq!(param.init, Init::Ones),
+            _ => assert_eq!(param.init, Init::Normal { std: 0.2, zero_row: None }),
+        }
+        n_vectors += usize::from(!param.decay);
+    }
+    assert_eq!(n_vectors, 1 + 2 * (2 + 7));
+}
+
+#[test]
+fn a_block_in_bf16_stays_in_bf16_and_near_f32() {
+    let reference = Reference::load("qwen3");
+    let exact = Tiny::load("qwen3");
+    let model = exact.model.clone();
+    let rounded = Tiny::with_weights(model, |param| {
+        let unit = exact.model.units().iter().position(|unit| unit.params.contains(param)).unwrap();
+        exact.weights[unit].get(&param.name).unwrap().value().to_dtype(DType::BF16).unwrap()
+    });
+    let normed = rounded.normed(&reference.ids, &reference.lengths).unwrap();
+    assert_eq!(normed.dtype(), DType::BF16);
+    let logits = rounded.model.logits(rounded.head(), &normed).unwrap();
+    assert_eq!(logits.dtype(), DType::F32);
+    let error = crate::tiny::relative_error(&logits, reference.get("logits"));
+    assert!(error < 0.03, "{error}");
+}

@@ -1,0 +1,103 @@
+//! softmax(scale q k^T + mask) v over packed sequences, with memory linear in their length.
+//!
+//! t queries, s keys (of all sequences), hq query heads, hkv key heads, k head dim.
+//! Query head i reads key head i / (hq / hkv).
+
+mod backward;
+mod forward;
+mod layout;
+mod seqs;
+mod tile;
+
+use candle_core::{Result, Tensor, bail};
+
+use crate::floats::{FloatBuf, check_dtype};
+use crate::storage::{self, host};
+use crate::tape::record;
+use layout::Heads;
+pub use seqs::Seqs;
+
+/// What a query may see, and the factor on its scores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionSpec {
+    /// Multiplies q k^T; 1 / sqrt(head dim) in most models.
+    pub scale: f32,
+    /// Query i sees no key after i.
+    pub causal: bool,
+    /// Query i sees key j only if i - j < window.
+    pub window: Option<usize>,
+}
+
+/// Attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
+///
+/// A flash algorithm: tiles of keys with a running softmax, in f32. The forward keeps the log of
+/// each row's exponential sum; the backward recomputes the scores from it, tile by tile.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
+    let heads = check(q, k, v, seqs, spec)?;
+    let saved = [q.detach().contiguous()?, k.detach().contiguous()?, v.detach().contiguous()?];
+    let mut out = FloatBuf::zeros(q.dtype(), q.elem_count())?;
+    let lse = {
+        let [q, k, v] = &saved;
+        let (q, k, v) = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
+        let inputs = [q.floats()?, k.floats()?, v.floats()?];
+        forward::run(inputs, out.view(), seqs, spec, heads)
+    };
+    let (seqs, spec) = (seqs.clone(), *spec);
+    let output = (out.into_storage(), q.shape().clone());
+    record("attention", [q, k, v], output, move |o, d_o| {
+        let [q, k, v] = &saved;
+        let mut grads = [
+            FloatBuf::zeros(q.dtype(), q.elem_count())?,
+            FloatBuf::zeros(k.dtype(), k.elem_count())?,
+            FloatBuf::zeros(v.dtype(), v.elem_count())?,
+        ];
+        {
+            let (q, k, v) = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
+            let (o, d_o) = (host("attention", o)?, host("attention", d_o)?);
+            let inputs = backward::Inputs {
+                q: q.floats()?,
+                k: k.floats()?,
+                v: v.floats()?,
+                o: o.floats()?,
+                d_o: d_o.floats()?,
+                lse: &lse,
+            };
+            backward::run(&inputs, grads.each_mut().map(FloatBuf::view), &seqs, &spec, heads);
+        }
+        let [dq, dk, dv] = grads;
+        Ok([
+            Some(storage::tensor(dq, q.shape())),
+            Some(storage::tensor(dk, k.shape())),
+            Some(storage::tensor(dv, v.shape())),
+        ])
+    })
+}
+
+fn check(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Heads> {
+    for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+        check_dtype("attention", name, tensor.dtype())?;
+        if tensor.dtype() != q.dtype() {
+            bail!("attention: q is {:?} but {name} is {:?}", q.dtype(), tensor.dtype())
+        }
+    }
+    let (Ok((t, hq, dim)), Ok((s, hkv, k_dim))) = (q.dims3(), k.dims3()) else {
+        bail!("attention: want q [t, hq, k] and k, v [s, hkv, k], got {:?}, {:?}, {:?}", q.dims(), k.dims(), v.dims())
+    };
+    if k.shape() != v.shape() || dim != k_dim || dim == 0 {
+        bail!("attention: q is {:?}, k {:?} and v {:?}", q.dims(), k.dims(), v.dims())
+    }
+    if hkv == 0 || hq == 0 || hq % hkv != 0 {
+        bail!("attention: {hq} query heads cannot be shared out over {hkv} key heads")
+    }
+    if (t, s) != (seqs.n_tokens(), seqs.n_keys()) {
+        bail!(
+            "attention: q has {t} rows and k {s}, but the sequences hold {} queries and {} keys",
+            seqs.n_tokens(),
+            seqs.n_keys()
+        )
+    }
+    if spec.window == Some(0) {
+        bail!("attention: a window of 0 leaves nothing to see, want at least 1")
+    }
+    Ok(Heads { n_kv: hkv, group: hq / hkv, dim })
+}

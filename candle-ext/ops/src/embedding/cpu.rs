@@ -1,0 +1,42 @@
+//! The CPU kernel of `embedding`.
+
+use rayon::prelude::*;
+
+use crate::floats::{Floats, FloatsMut};
+
+/// Positions that one task gathers.
+const POSITIONS: usize = 64;
+
+/// Rows of the table that one task adds to.
+const ROWS: usize = 256;
+
+/// y_i = table[ids_i]
+pub(super) fn gather(ids: &[u32], table: Floats<'_>, y: FloatsMut<'_>, d: usize) {
+    let tasks = y.chunks(POSITIONS * d).into_par_iter().zip(ids.par_chunks(POSITIONS));
+    tasks.for_each(|(mut y, ids)| {
+        let mut wide = Vec::new();
+        for (i, &id) in ids.iter().enumerate() {
+            let row = id as usize * d;
+            y.write(i * d, table.slice(row..row + d).widened(&mut wide));
+        }
+    });
+}
+
+/// dw[ids_i] += dy_i. Each row is summed by one task in the order of positions.
+pub(super) fn scatter_add(ids: &[u32], dy: Floats<'_>, dw: &mut [f32], d: usize) {
+    if d == 0 {
+        return;
+    }
+    let mut uses: Vec<(u32, u32)> = ids.iter().copied().zip(0..).collect();
+    uses.par_sort_unstable();
+    dw.par_chunks_mut(ROWS * d).enumerate().for_each(|(i, rows)| {
+        let first = uses.partition_point(|&(id, _)| (id as usize) < i * ROWS);
+        let mut wide = Vec::new();
+        for &(id, position) in uses[first..].iter().take_while(|u| (u.0 as usize) < (i + 1) * ROWS) {
+            let start = position as usize * d;
+            let dy = dy.slice(start..start + d).widened(&mut wide);
+            let row = (id as usize - i * ROWS) * d;
+            rows[row..row + d].iter_mut().zip(dy).for_each(|(dw, dy)| *dw += dy);
+        }
+    });
+}

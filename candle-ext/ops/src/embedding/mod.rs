@@ -1,0 +1,48 @@
+//! y_i = w[ids_i]: a row of the table for each id.
+
+mod cpu;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::floats::{FloatBuf, check_dtype};
+use crate::storage::host;
+use crate::tape::record;
+use crate::weight::Weight;
+
+/// Gathers rows of `w` [v, d]; `ids` is u32 [..], the result [.., d] in the table's dtype.
+///
+/// The backward adds each row's gradients, in the order of positions, to the sink in f32.
+pub fn embedding(ids: &Tensor, w: &Weight) -> Result<Tensor> {
+    let (v, d) = check(ids, w)?;
+    let ids = ids.contiguous()?;
+    let mut y = FloatBuf::zeros(w.value().dtype(), ids.elem_count() * d)?;
+    {
+        let (ids, table) = (host("embedding", &ids)?, host("embedding", w.value())?);
+        let ids = ids.slice::<u32>()?;
+        if let Some(position) = ids.iter().position(|&id| id as usize >= v) {
+            bail!("embedding: id {} at position {position} is not in the table of {v} rows", ids[position])
+        }
+        cpu::gather(ids, table.floats()?, y.view(), d);
+    }
+    let mut shape = ids.dims().to_vec();
+    shape.push(d);
+    let weight = w.clone();
+    record("embedding", [w.anchor()], (y.into_storage(), shape.into()), move |_, dy| {
+        if let Some(sink) = weight.sink() {
+            let (dy, ids) = (host("embedding", dy)?, host("embedding", &ids)?);
+            let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
+            sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, d))?;
+        }
+        Ok([None])
+    })
+}
+
+fn check(ids: &Tensor, w: &Weight) -> Result<(usize, usize)> {
+    if ids.dtype() != DType::U32 {
+        bail!("embedding: ids are {:?}, want u32", ids.dtype())
+    }
+    check_dtype("embedding", "the table", w.value().dtype())?;
+    let Ok((v, d)) = w.value().dims2() else { bail!("embedding: want a table [v, d], got {:?}", w.value().dims()) };
+    w.check("embedding", &[v, d])?;
+    Ok((v, d))
+}

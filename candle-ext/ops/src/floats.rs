@@ -1,0 +1,228 @@
+//! Slices and buffers in the three formats that training uses. Kernels compute in f32: they widen
+//! what they read, a block at a time, and round once what they write.
+
+use std::ops::Range;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, DType, Result, Storage, bail};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+/// Blocks of at least this many elements are widened by all threads.
+const PARALLEL_FROM: usize = 1 << 16;
+
+/// A borrowed run of floats.
+#[derive(Clone, Copy)]
+pub(crate) enum Floats<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [bf16]),
+    F16(&'a [f16]),
+}
+
+impl<'a> Floats<'a> {
+    /// Borrows `range` of a storage.
+    pub(crate) fn of(storage: &'a CpuStorage, range: Range<usize>) -> Result<Self> {
+        Ok(match storage {
+            CpuStorage::F32(data) => Self::F32(&data[range]),
+            CpuStorage::BF16(data) => Self::Bf16(&data[range]),
+            CpuStorage::F16(data) => Self::F16(&data[range]),
+            other => return Err(unsupported(other.dtype())),
+        })
+    }
+
+    pub(crate) fn len(self) -> usize {
+        match self {
+            Self::F32(data) => data.len(),
+            Self::Bf16(data) => data.len(),
+            Self::F16(data) => data.len(),
+        }
+    }
+
+    pub(crate) fn slice(self, range: Range<usize>) -> Self {
+        match self {
+            Self::F32(data) => Self::F32(&data[range]),
+            Self::Bf16(data) => Self::Bf16(&data[range]),
+            Self::F16(data) => Self::F16(&data[range]),
+        }
+    }
+
+    /// Rounds each of `values` to this format, in place.
+    pub(crate) fn round_like(self, values: &mut [f32]) {
+        match self {
+            Self::F32(_) => {}
+            Self::Bf16(_) => values.iter_mut().for_each(|x| *x = f32::from_bits(u32::from(bf16_bits(*x)) << 16)),
+            Self::F16(_) => values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
+        }
+    }
+
+    /// Widens everything into `out`, which has the same length.
+    pub(crate) fn read_into(self, out: &mut [f32]) {
+        match self {
+            Self::F32(data) => out.copy_from_slice(data),
+            Self::Bf16(data) => widen_bf16(data, out),
+            Self::F16(data) => data.convert_to_f32_slice(out),
+        }
+    }
+
+    /// The same values as f32: f32 itself without a copy, else widened into `scratch`.
+    pub(crate) fn widened<'s>(self, scratch: &'s mut Vec<f32>) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        if let Self::F32(data) = self {
+            return data;
+        }
+        let len = self.len();
+        if scratch.len() < len {
+            scratch.resize(len, 0.0);
+        }
+        let out = &mut scratch[..len];
+        if len < PARALLEL_FROM {
+            self.read_into(out);
+        } else {
+            const CHUNK: usize = PARALLEL_FROM / 4;
+            out.par_chunks_mut(CHUNK).enumerate().for_each(|(i, out)| {
+                self.slice(i * CHUNK..i * CHUNK + out.len()).read_into(out);
+            });
+        }
+        out
+    }
+}
+
+/// A run of floats to write.
+pub(crate) enum FloatsMut<'a> {
+    F32(&'a mut [f32]),
+    Bf16(&'a mut [bf16]),
+    F16(&'a mut [f16]),
+}
+
+impl<'a> FloatsMut<'a> {
+    /// Borrows `range` of a storage to write to.
+    pub(crate) fn of(storage: &'a mut CpuStorage, range: Range<usize>) -> Result<Self> {
+        Ok(match storage {
+            CpuStorage::F32(data) => Self::F32(&mut data[range]),
+            CpuStorage::BF16(data) => Self::Bf16(&mut data[range]),
+            CpuStorage::F16(data) => Self::F16(&mut data[range]),
+            other => return Err(unsupported(other.dtype())),
+        })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::F32(data) => data.len(),
+            Self::Bf16(data) => data.len(),
+            Self::F16(data) => data.len(),
+        }
+    }
+
+    /// Writes `values` from `start` on, each rounded to nearest even.
+    pub(crate) fn write(&mut self, start: usize, values: &[f32]) {
+        let range = start..start + values.len();
+        match self {
+            Self::F32(data) => data[range].copy_from_slice(values),
+            Self::Bf16(data) => round_to_bf16(values, &mut data[range]),
+            Self::F16(data) => data[range].convert_from_f32_slice(values),
+        }
+    }
+
+    /// Splits into runs of `len`, the last perhaps shorter.
+    pub(crate) fn chunks(self, len: usize) -> Vec<FloatsMut<'a>> {
+        let len = len.max(1);
+        match self {
+            Self::F32(data) => data.chunks_mut(len).map(FloatsMut::F32).collect(),
+            Self::Bf16(data) => data.chunks_mut(len).map(FloatsMut::Bf16).collect(),
+            Self::F16(data) => data.chunks_mut(len).map(FloatsMut::F16).collect(),
+        }
+    }
+}
+
+/// An owned buffer, the output of an op before it becomes a storage.
+pub(crate) enum FloatBuf {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+    F16(Vec<f16>),
+}
+
+impl FloatBuf {
+    pub(crate) fn zeros(dtype: DType, len: usize) -> Result<Self> {
+        Ok(match dtype {
+            DType::F32 => Self::F32(vec![0.0; len]),
+            DType::BF16 => Self::Bf16(vec![bf16::ZERO; len]),
+            DType::F16 => Self::F16(vec![f16::ZERO; len]),
+            other => return Err(unsupported(other)),
+        })
+    }
+
+    pub(crate) fn view(&mut self) -> FloatsMut<'_> {
+        match self {
+            Self::F32(data) => FloatsMut::F32(data),
+            Self::Bf16(data) => FloatsMut::Bf16(data),
+            Self::F16(data) => FloatsMut::F16(data),
+        }
+    }
+
+    pub(crate) fn into_storage(self) -> Storage {
+        Storage::Cpu(match self {
+            Self::F32(data) => CpuStorage::F32(data),
+            Self::Bf16(data) => CpuStorage::BF16(data),
+            Self::F16(data) => CpuStorage::F16(data),
+        })
+    }
+}
+
+/// half's own loops convert one element at a time; these two are vectorised.
+fn widen_bf16(values: &[bf16], out: &mut [f32]) {
+    assert_eq!(values.len(), out.len(), "a block and its widened copy have one length");
+    for (value, out) in values.iter().zip(out) {
+        *out = f32::from_bits(u32::from(value.to_bits()) << 16);
+    }
+}
+
+fn round_to_bf16(values: &[f32], out: &mut [bf16]) {
+    assert_eq!(values.len(), out.len(), "a block and its rounded copy have one length");
+    for (value, out) in values.iter().zip(out) {
+        *out = bf16::from_bits(bf16_bits(*value));
+    }
+}
+
+/// To nearest, ties to even; a NaN stays one.
+#[inline(always)]
+fn bf16_bits(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    let quiet_nan = (bits >> 16) | 0x40;
+    (if value.is_nan() { quiet_nan } else { rounded }) as u16
+}
+
+/// Fails unless `dtype` is one of the three formats.
+pub(crate) fn check_dtype(op: &str, what: &str, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::BF16 | DType::F16 => Ok(()),
+        other => bail!("{op}: {what} is {other:?}, want f32, bf16 or f16"),
+    }
+}
+
+fn unsupported(dtype: DType) -> candle_core::Error {
+    candle_core::Error::Msg(format!("dtype {dtype:?} is not a training format: want f32, bf16 or f16")).bt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_rounds_as_half_does() {
+        let patterns = (0..=u32::MAX).step_by(9973).chain([0, 1, 0x7f80_0000, 0xff80_0000, 0x7f7f_ffff, 0x3f80_8000]);
+        let values: Vec<f32> = patterns.map(f32::from_bits).collect();
+        let mut rounded = vec![bf16::ZERO; values.len()];
+        round_to_bf16(&values, &mut rounded);
+        let mut widened = vec![0.0; values.len()];
+        widen_bf16(&rounded, &mut widened);
+        for ((&value, got), widened) in values.iter().zip(rounded).zip(widened) {
+            let want = bf16::from_f32(value);
+            assert_eq!(got.to_bits(), want.to_bits(), "{value}");
+            assert_eq!(widened.to_bits(), u32::from(want.to_bits()) << 16, "{value}");
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! f32 matrix product over strided slices: the one safe door to the `gemm` crate.
+
+/// A matrix that is read; element (i, j) is `data[i * row_stride + j * col_stride]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Mat<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// Rows of `cols` elements, one after the other.
+    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        Self::with_stride(data, rows, cols, cols)
+    }
+
+    /// Rows of `cols` elements that start `row_stride` apart.
+    pub(crate) fn with_stride(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        check_bounds(data.len(), rows, cols, row_stride);
+        Self { data, rows, cols, row_stride, col_stride: 1 }
+    }
+
+    /// The transpose, without a copy.
+    pub(crate) fn t(self) -> Self {
+        Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+    }
+}
+
+/// A matrix that is written, row after row.
+pub(crate) struct MatMut<'a> {
+    data: &'a mut [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+}
+
+impl<'a> MatMut<'a> {
+    /// Rows of `cols` elements, one after the other.
+    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
+        Self::with_stride(data, rows, cols, cols)
+    }
+
+    /// Rows of `cols` elements that start `row_stride` apart.
+    pub(crate) fn with_stride(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        check_bounds(data.len(), rows, cols, row_stride);
+        Self { data, rows, cols, row_stride }
+    }
+}
+
+/// What happens to the values that the output holds before the product.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Old {
+    Overwrite,
+    Keep,
+}
+
+/// Who computes: this thread, or all of rayon's.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Threads {
+    One,
+    All,
+}
+
+/// out = [out +] scale * a b
+pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
+    assert!(
+        out.rows == a.rows && out.cols == b.cols && a.cols == b.rows,
+        "gemm of [{}, {}] by [{}, {}] into [{}, {}]",
+        a.rows,
+        a.cols,
+        b.rows,
+        b.cols,
+        out.rows,
+        out.cols
+    );
+    if out.rows == 0 || out.cols == 0 {
+        return;
+    }
+    if a.cols == 0 {
+        return clear(out, old);
+    }
+    let (keep, parallelism) = (
+        old == Old::Keep,
+        match threads {
+            Threads::One => gemm::Parallelism::None,
+            Threads::All => gemm::Parallelism::Rayon(0),
+        },
+    );
+    // SAFETY: the constructors checked that every index the three shapes and strides reach lies in
+    // its slice, the shapes agree (asserted above), rows of `out` do not overlap (row_stride >=
+    // cols), and `out` is borrowed mutably, so it aliases neither input. Slices are at most
+    // isize::MAX bytes, so strides fit in isize.
+    unsafe {
+        gemm::gemm(
+            out.rows,
+            out.cols,
+            a.cols,
+            out.data.as_mut_ptr(),
+            1,
+            out.row_stride as isize,
+            keep,
+            a.data.as_ptr(),
+            a.col_stride as isize,
+            a.row_stride as isize,
+            b.data.as_ptr(),
+            b.col_stride as isize,
+            b.row_stride as isize,
+            if keep { 1.0 } else { 0.0 },
+            scale,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+fn clear(out: MatMut<'_>, old: Old) {
+    if old == Old::Overwrite {
+        for row in out.data.chunks_mut(out.row_stride).take(out.rows) {
+            row[..out.cols].fill(0.0);
+        }
+    }
+}
+
+fn check_bounds(len: usize, rows: usize, cols: usize, row_stride: usize) {
+    assert!(row_stride >= cols, "rows of {cols} elements overlap at stride {row_stride}");
+    let last = rows.checked_sub(1).and_then(|last| last.checked_mul(row_stride)?.checked_add(cols));
+    let needed = if rows == 0 || cols == 0 { Some(0) } else { last };
+    assert!(
+        needed.is_some_and(|needed| needed <= len),
+        "a [{rows}, {cols}] matrix with row stride {row_stride} in {len} elements"
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(len: usize, seed: usize) -> Vec<f32> {
+        (0..len).map(|i| ((i * 37 + seed * 11) % 19) as f32 - 9.0).collect()
+    }
+
+    /// Small integers, so that every order of summation gives the same bits.
+    #[test]
+    fn every_layout_equals_three_loops() {
+        for (m, n, k) in [(1, 1, 1), (3, 5, 7), (1, 33, 64), (40, 1, 9), (65, 70, 130), (4, 4, 0)] {
+            for (a_t, b_t, pad) in [(false, false, 0), (true, false, 3), (false, true, 1), (true, true, 0)] {
+                let (a_rows, a_cols) = if a_t { (k, m) } else { (m, k) };
+                let (b_rows, b_cols) = if b_t { (n, k) } else { (k, n) };
+                let (a, b) = (numbers(a_rows * (a_cols + pad), 1), numbers(b_rows * (b_cols + pad), 2));
+                let a_mat = Mat::with_stride(&a, a_rows, a_cols, a_cols + pad);
+                let b_mat = Mat::with_stride(&b, b_rows, b_cols, b_cols + pad);
+                let (a_mat, b_mat) = (if a_t { a_mat.t() } else { a_mat }, if b_t { b_mat.t() } else { b_mat });
+                for (old, threads) in [(Old::Overwrite, Threads::One), (Old::Keep, Threads::All)] {
+                    let before = numbers(m * (n + pad), 3);
+                    let mut out = before.clone();
+                    let mat = MatMut::with_stride(&mut out, m, n, n + pad);
+                    gemm(mat, old, a_mat, b_mat, 2.0, threads);
+                    for (at, (&got, &before)) in out.iter().zip(&before).enumerate() {
+                        let (i, j) = (at / (n + pad), at % (n + pad));
+                        let term = |l| {
+                            a[i * a_mat.row_stride + l * a_mat.col_stride]
+                                * b[l * b_mat.row_stride + j * b_mat.col_stride]
+                        };
+                        let want = match (j < n, old) {
+                            (false, _) => before,
+                            (true, Old::Keep) => before + 2.0 * (0..k).map(term).sum::<f32>(),
+                            (true, Old::Overwrite) => 2.0 * (0..k).map(term).sum::<f32>(),
+                        };
+                        assert_eq!(got, want, "[{m}, {n}, {k}] at ({i}, {j})");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a [3, 4] matrix with row stride 5 in 13 elements")]
+    fn a_matrix_past_its_slice_is_refused() {
+        Mat::with_stride(&[0.0; 13], 3, 4, 5);
+    }
+
+    #[test]
+    #[should_panic(expected = "rows of 4 elements overlap at stride 3")]
+    fn overlapping_rows_are_refused() {
+        MatMut::with_stride(&mut [0.0; 20], 3, 4, 3);
+    }
+
+    #[test]
+    #[should_panic(expected = "gemm of [2, 3] by [2, 3] into [2, 3]")]
+    fn shapes_that_do_not_meet_are_refused() {
+        let (a, mut c) = ([0.0; 6], [0.0; 6]);
+        let (x, y) = (Mat::new(&a, 2, 3), Mat::new(&a, 2, 3));
+        gemm(MatMut::new(&mut c, 2, 3), Old::Keep, x, y, 1.0, Threads::One);
+    }
+}

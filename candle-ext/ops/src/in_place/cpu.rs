@@ -1,0 +1,38 @@
+//! CPU kernels over flat buffers, in chunks of a fixed size.
+
+use rayon::prelude::*;
+
+use crate::floats::{Floats, FloatsMut};
+
+/// Elements that one task handles.
+const CHUNK: usize = 1 << 14;
+
+pub(super) fn zero(x: FloatsMut<'_>) {
+    let zeros = [0.0; CHUNK];
+    x.chunks(CHUNK).into_par_iter().for_each(|mut x| x.write(0, &zeros[..x.len()]));
+}
+
+pub(super) fn copy(dst: FloatsMut<'_>, src: Floats<'_>) {
+    dst.chunks(CHUNK).into_par_iter().enumerate().for_each(|(i, mut dst)| {
+        let src = src.slice(i * CHUNK..i * CHUNK + dst.len());
+        dst.write(0, src.widened(&mut Vec::new()));
+    });
+}
+
+pub(super) fn sum_of_squares(x: Floats<'_>) -> f64 {
+    let n_chunks = x.len().div_ceil(CHUNK);
+    let sums: Vec<f64> = (0..n_chunks)
+        .into_par_iter()
+        .map(|i| {
+            let mut wide = Vec::new();
+            let end = ((i + 1) * CHUNK).min(x.len());
+            let chunk = x.slice(i * CHUNK..end).widened(&mut wide);
+            let mut lanes = [0.0f64; 8];
+            for (j, &x) in chunk.iter().enumerate() {
+                lanes[j % 8] += f64::from(x) * f64::from(x);
+            }
+            lanes.iter().sum()
+        })
+        .collect();
+    sums.iter().sum()
+}

@@ -1,0 +1,35 @@
+//! Fused differentiable operations for one device, on candle.
+//!
+//! Each op is a folder: `mod.rs` holds the maths, the checks and the backward, `cpu.rs` the kernel.
+//! Weights are not `Var`s: a [`Weight`] is a view of somebody's flat buffer, and its gradient is
+//! added in place to a [`GradSink`] while candle's backward runs. Nothing here communicates.
+
+pub mod adamw;
+pub mod attention;
+mod dot;
+pub mod embedding;
+mod exp;
+mod floats;
+mod gemm;
+pub mod in_place;
+pub mod linear;
+pub mod linear_cross_entropy;
+mod product;
+pub mod rms_norm;
+pub mod rope;
+mod storage;
+pub mod swiglu;
+pub mod tape;
+pub mod weight;
+
+pub use adamw::{AdamW, adamw};
+pub use attention::{AttentionSpec, Seqs, attention};
+pub use embedding::embedding;
+pub use in_place::{copy_into, sum_of_squares, zero_};
+pub use linear::{Precision, linear};
+pub use linear_cross_entropy::{CrossEntropy, LossAndGrad, Reduction, Upstream, linear_cross_entropy};
+pub use rms_norm::rms_norm;
+pub use rope::rope;
+pub use swiglu::swiglu;
+pub use tape::{cotangent, record};
+pub use weight::{GradSink, Weight};

@@ -1,0 +1,98 @@
+//! The CPU kernel of `linear`: tokens in blocks, so that what is widened to f32 stays small.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use crate::floats::{Floats, FloatsMut};
+use crate::gemm::Old;
+use crate::product::{self, Dims};
+
+/// Elements of a widened block of activations: 32 MiB. Weight panels are widened once a block.
+const BLOCK: usize = 1 << 23;
+
+/// Columns that one task sums for the bias gradient.
+const COLUMNS: usize = 256;
+
+/// y = x w^T + b
+pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
+    let (mut x_wide, mut y_wide, mut b_wide) = (Vec::new(), Vec::new(), Vec::new());
+    let bias = bias.map(|b| b.widened(&mut b_wide));
+    for (rows, dims) in blocks(dims) {
+        let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
+        let out = rows.start * dims.n..rows.end * dims.n;
+        if let FloatsMut::F32(y) = &mut y {
+            block(x, w, bias, &mut y[out], dims);
+        } else {
+            y_wide.resize(dims.t * dims.n, 0.0);
+            block(x, w, bias, &mut y_wide, dims);
+            y.write(out.start, &y_wide);
+        }
+    }
+}
+
+fn block(x: &[f32], w: Floats<'_>, bias: Option<&[f32]>, y: &mut [f32], dims: Dims) {
+    let old = match bias {
+        Some(bias) => {
+            y.chunks_exact_mut(dims.n.max(1)).for_each(|row| row.copy_from_slice(bias));
+            Old::Keep
+        }
+        None => Old::Overwrite,
+    };
+    product::forward(x, w, y, old, dims);
+}
+
+/// dx = dy w
+pub(super) fn grad_x(dy: Floats<'_>, w: Floats<'_>, mut dx: FloatsMut<'_>, dims: Dims) {
+    let (mut dy_wide, mut dx_wide) = (Vec::new(), Vec::new());
+    for (rows, dims) in blocks(dims) {
+        let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
+        let out = rows.start * dims.k..rows.end * dims.k;
+        if let FloatsMut::F32(dx) = &mut dx {
+            product::grad_x(dy, w, &mut dx[out], dims);
+        } else {
+            dx_wide.resize(dims.t * dims.k, 0.0);
+            product::grad_x(dy, w, &mut dx_wide, dims);
+            dx.write(out.start, &dx_wide);
+        }
+    }
+}
+
+/// dw += dy^T x
+pub(super) fn add_grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], dims: Dims) {
+    let (mut dy_wide, mut x_wide) = (Vec::new(), Vec::new());
+    for (rows, dims) in blocks(dims) {
+        let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
+        let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
+        product::add_grad_w(dy, x, dw, dims);
+    }
+}
+
+/// db += the sum of dy over tokens, in f64 and in the order of tokens.
+pub(super) fn add_grad_bias(dy: Floats<'_>, db: &mut [f32]) {
+    let n = db.len();
+    if n == 0 {
+        return;
+    }
+    let n_rows = dy.len() / n;
+    db.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, db)| {
+        let mut wide = Vec::new();
+        let mut sum = vec![0.0f64; db.len()];
+        for row in 0..n_rows {
+            let start = row * n + i * COLUMNS;
+            let dy = dy.slice(start..start + db.len()).widened(&mut wide);
+            sum.iter_mut().zip(dy).for_each(|(sum, dy)| *sum += f64::from(*dy));
+        }
+        db.iter_mut().zip(sum).for_each(|(db, sum)| *db += sum as f32);
+    });
+}
+
+/// Splits the tokens into blocks, each with its own sizes.
+fn blocks(dims: Dims) -> impl Iterator<Item = (Range<usize>, Dims)> {
+    let height = (BLOCK / dims.n.max(dims.k).max(1)).clamp(64, 4096);
+    (0..dims.t).step_by(height).map(move |start| {
+        let end = (start + height).min(dims.t);
+        let t = end - start;
+        (start..end, Dims { t, ..dims })
+    })
+}

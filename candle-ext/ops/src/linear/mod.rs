@@ -1,0 +1,104 @@
+//! y = x w^T + b over the last dim.
+//!
+//! t tokens (all leading dims), k inputs, n outputs
+
+mod cpu;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::floats::{FloatBuf, check_dtype};
+use crate::product::Dims;
+use crate::storage::{self, host};
+use crate::tape::record;
+use crate::weight::Weight;
+
+/// The format of an output. Everything is computed in f32 and rounded once at the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// In the dtype of the input.
+    Compute,
+    /// In f32, unrounded.
+    Full,
+}
+
+/// y = x w^T + b, with x [.., k], w [n, k], b [n] and y [.., n].
+///
+/// Weight gradients are added to the sinks (dw += dy^T x); frozen weights cost nothing. The weight
+/// may have another dtype than x.
+pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precision) -> Result<Tensor> {
+    let dims = check(x, w, bias)?;
+    let input = x.detach().contiguous()?;
+    let out_dtype = match precision {
+        Precision::Compute => x.dtype(),
+        Precision::Full => DType::F32,
+    };
+    let mut y = FloatBuf::zeros(out_dtype, dims.t * dims.n)?;
+    {
+        let (x, w_host) = (host("linear", &input)?, host("linear", w.value())?);
+        let b_host = bias.map(|b| host("linear", b.value())).transpose()?;
+        let b = b_host.as_ref().map(|b| b.floats()).transpose()?;
+        cpu::forward(x.floats()?, w_host.floats()?, b, y.view(), dims);
+    }
+    let mut shape = x.dims().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = dims.n;
+    }
+    let saved = Saved {
+        input: w.sink().map(|_| input),
+        wants_dx: x.track_op().then(|| (x.dtype(), x.dims().to_vec())),
+        w: w.clone(),
+        bias: bias.cloned(),
+        dims,
+    };
+    let b_anchor = bias.unwrap_or(w).anchor();
+    record("linear", [x, w.anchor(), b_anchor], (y.into_storage(), shape.into()), move |_, dy| {
+        Ok([saved.backward(dy)?, None, None])
+    })
+}
+
+struct Saved {
+    /// Kept for the weight's gradient only.
+    input: Option<Tensor>,
+    wants_dx: Option<(DType, Vec<usize>)>,
+    w: Weight,
+    bias: Option<Weight>,
+    dims: Dims,
+}
+
+impl Saved {
+    /// Adds dw and db to their sinks and returns dx = dy w.
+    fn backward(&self, dy: &Tensor) -> Result<Option<Tensor>> {
+        let dy = host("linear", dy)?;
+        let dy = dy.floats()?;
+        if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
+            let x = host("linear", x)?;
+            let x = x.floats()?;
+            sink.add("linear", |dw| cpu::add_grad_w(dy, x, dw, self.dims))?;
+        }
+        if let Some(sink) = self.bias.as_ref().and_then(Weight::sink) {
+            sink.add("linear", |db| cpu::add_grad_bias(dy, db))?;
+        }
+        let Some((dtype, shape)) = &self.wants_dx else {
+            return Ok(None);
+        };
+        let mut dx = FloatBuf::zeros(*dtype, self.dims.t * self.dims.k)?;
+        let w = host("linear", self.w.value())?;
+        cpu::grad_x(dy, w.floats()?, dx.view(), self.dims);
+        Ok(Some(storage::tensor(dx, shape.as_slice())))
+    }
+}
+
+fn check(x: &Tensor, w: &Weight, bias: Option<&Weight>) -> Result<Dims> {
+    check_dtype("linear", "the input", x.dtype())?;
+    check_dtype("linear", "the weight", w.value().dtype())?;
+    let (Some(&k), Ok((n, _))) = (x.dims().last(), w.value().dims2()) else {
+        bail!("linear: want an input [.., k] and a weight [n, k], got {:?} and {:?}", x.dims(), w.value().dims())
+    };
+    w.check("linear", &[n, k])?;
+    if let Some(bias) = bias {
+        check_dtype("linear", "the bias", bias.value().dtype())?;
+        bias.check("linear (bias)", &[n])?;
+    }
+    let t = x.dims()[..x.rank() - 1].iter().product();
+    Ok(Dims { t, n, k })
+}

@@ -1,0 +1,103 @@
+//! The CPU kernel of `linear_cross_entropy`: one chunk of tokens after the other.
+
+use rayon::prelude::*;
+
+use super::{Sizes, Target};
+use crate::exp;
+use crate::floats::{Floats, FloatsMut};
+use crate::gemm::Old;
+use crate::product::{self, Dims};
+
+/// Elements of the logits that exist at once, at most: 256 MiB.
+const LOGITS: usize = 1 << 26;
+
+/// The input and the matrix that makes logits of it.
+pub(super) struct Head<'a> {
+    pub(super) x: Floats<'a>,
+    pub(super) w: Floats<'a>,
+    pub(super) sizes: Sizes,
+    pub(super) chunk: usize,
+}
+
+impl Head<'_> {
+    /// The loss of each target.
+    pub(super) fn losses(&self, targets: &[Target]) -> Vec<f32> {
+        let mut losses = vec![0.0; targets.len()];
+        let (mut x, mut logits) = (Vec::new(), Vec::new());
+        let n = self.tokens_at_once();
+        for (targets, losses) in targets.chunks(n).zip(losses.chunks_mut(n)) {
+            self.logits(targets, &mut x, &mut logits);
+            let rows = logits.par_chunks_mut(self.sizes.v).zip(targets).zip(losses);
+            rows.for_each(|((logits, target), loss)| {
+                let at_target = logits[target.class];
+                let max = exp::max(logits);
+                *loss = max - at_target + exp::exp_shifted(logits, max).ln();
+            });
+        }
+        losses
+    }
+
+    /// The loss of each target; writes the gradient of x and adds that of w.
+    ///
+    /// d(loss) / d(logits) = softmax - onehot, times the row's weight.
+    pub(super) fn backward(
+        &self,
+        targets: &[Target],
+        weights: &[f32],
+        mut dx: FloatsMut<'_>,
+        mut dw: Option<&mut [f32]>,
+    ) -> Vec<f32> {
+        let Sizes { v, d, .. } = self.sizes;
+        let mut losses = vec![0.0; targets.len()];
+        let (mut x, mut logits, mut dx_chunk) = (Vec::new(), Vec::new(), Vec::new());
+        let n = self.tokens_at_once();
+        let chunks = targets.chunks(n).zip(weights.chunks(n)).zip(losses.chunks_mut(n));
+        for ((targets, weights), losses) in chunks {
+            self.logits(targets, &mut x, &mut logits);
+            let rows = logits.par_chunks_mut(v).zip(targets).zip(weights).zip(losses);
+            rows.for_each(|(((logits, target), &weight), loss)| {
+                *loss = softmax_minus_onehot(logits, target.class, weight);
+            });
+            let dims = self.dims(targets.len());
+            dx_chunk.resize(targets.len() * d, 0.0);
+            product::grad_x(&logits, self.w, &mut dx_chunk, dims);
+            for (target, row) in targets.iter().zip(dx_chunk.chunks_exact(d.max(1))) {
+                dx.write(target.row * d, row);
+            }
+            if let Some(dw) = dw.as_deref_mut() {
+                product::add_grad_w(&logits, &x, dw, dims);
+            }
+        }
+        losses
+    }
+
+    /// Gathers the targets' rows of x and makes their logits.
+    fn logits(&self, targets: &[Target], x: &mut Vec<f32>, logits: &mut Vec<f32>) {
+        let Sizes { v, d, .. } = self.sizes;
+        x.resize(targets.len() * d, 0.0);
+        for (target, x) in targets.iter().zip(x.chunks_exact_mut(d.max(1))) {
+            self.x.slice(target.row * d..(target.row + 1) * d).read_into(x);
+        }
+        logits.resize(targets.len() * v, 0.0);
+        product::forward(x, self.w, logits, Old::Overwrite, self.dims(targets.len()));
+    }
+
+    fn dims(&self, t: usize) -> Dims {
+        Dims { t, n: self.sizes.v, k: self.sizes.d }
+    }
+
+    fn tokens_at_once(&self) -> usize {
+        (LOGITS / self.sizes.v.max(1)).clamp(1, self.chunk)
+    }
+}
+
+/// Replaces logits by weight (softmax - onehot) and returns the loss.
+fn softmax_minus_onehot(logits: &mut [f32], class: usize, weight: f32) -> f32 {
+    let at_target = logits[class];
+    let max = exp::max(logits);
+    let sum = exp::exp_shifted(logits, max);
+    let scale = weight / sum;
+    logits.iter_mut().for_each(|p| *p *= scale);
+    logits[class] -= weight;
+    max - at_target + sum.ln()
+}

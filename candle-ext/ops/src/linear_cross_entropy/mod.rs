@@ -1,0 +1,187 @@
+//! The language-model head and its loss in one op: logits exist for a chunk of tokens at a time.
+//!
+//! t tokens, v vocabulary, d model
+
+mod cpu;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use crate::floats::{FloatBuf, check_dtype};
+use crate::storage::{self, host};
+use crate::weight::Weight;
+
+/// How the losses of tokens become one loss.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduction {
+    /// Their sum over the number of tokens that are not ignored; 0 if there is none.
+    Mean,
+    /// Their sum.
+    Sum,
+    /// One loss a token, 0 where it is ignored.
+    None,
+}
+
+/// The cotangent of the loss. It is known before the forward, so the backward runs inside it.
+#[derive(Clone, Copy, Debug)]
+pub enum Upstream<'a> {
+    /// No gradient is wanted.
+    NoGrad,
+    /// d(objective) / d(loss), for [`Reduction::Mean`] and [`Reduction::Sum`].
+    Scalar(f64),
+    /// The same for each token, f32 [t], for [`Reduction::None`].
+    Rows(&'a Tensor),
+}
+
+/// What the loss is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CrossEntropy {
+    /// How tokens are combined.
+    pub reduction: Reduction,
+    /// The target of a token that does not count; -100 in most data.
+    pub ignore_index: i64,
+    /// Tokens whose logits exist at once, at most: a long vocabulary makes it fewer.
+    pub chunk: usize,
+}
+
+/// The loss and the gradient of its input.
+#[derive(Clone, Debug)]
+pub struct LossAndGrad {
+    /// f32, a scalar or [t].
+    pub loss: Tensor,
+    /// [t, d] in x's dtype; none for [`Upstream::NoGrad`].
+    pub dx: Option<Tensor>,
+}
+
+/// -log softmax(x w^T)[target] for `x` [t, d], `w` [v, d] and i64 `targets` [t].
+///
+/// Only tokens that are not ignored are computed at all. The gradient of `w` is added to its sink,
+/// that of `x` returned; neither input needs to be tracked. Arithmetic is f32.
+pub fn linear_cross_entropy(
+    x: &Tensor,
+    w: &Weight,
+    targets: &Tensor,
+    spec: &CrossEntropy,
+    upstream: Upstream<'_>,
+) -> Result<LossAndGrad> {
+    let sizes = check(x, w, targets, spec)?;
+    let targets = supervised(targets, spec, sizes.v)?;
+    let weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;
+    let x = x.detach().contiguous()?;
+    let mut dx = match upstream {
+        Upstream::NoGrad => None,
+        _ => Some(FloatBuf::zeros(x.dtype(), x.elem_count())?),
+    };
+    let losses = {
+        let (x, w_host) = (host("linear_cross_entropy", &x)?, host("linear_cross_entropy", w.value())?);
+        let head = cpu::Head { x: x.floats()?, w: w_host.floats()?, sizes, chunk: spec.chunk };
+        match (&mut dx, w.sink()) {
+            (None, _) => head.losses(&targets),
+            (Some(dx), None) => head.backward(&targets, &weights, dx.view(), None),
+            (Some(dx), Some(sink)) => {
+                let mut losses = Vec::new();
+                sink.add("linear_cross_entropy", |dw| {
+                    losses = head.backward(&targets, &weights, dx.view(), Some(dw));
+                })?;
+                losses
+            }
+        }
+    };
+    Ok(LossAndGrad {
+        loss: reduce(&targets, &losses, spec.reduction, sizes.t)?,
+        dx: dx.map(|dx| storage::tensor(dx, x.shape())),
+    })
+}
+
+/// The sizes in the legend.
+#[derive(Clone, Copy)]
+struct Sizes {
+    t: usize,
+    v: usize,
+    d: usize,
+}
+
+/// A token that counts: its row and what it should predict.
+#[derive(Clone, Copy)]
+struct Target {
+    row: usize,
+    class: usize,
+}
+
+fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy) -> Result<Sizes> {
+    let op = "linear_cross_entropy";
+    check_dtype(op, "the input", x.dtype())?;
+    check_dtype(op, "the weight", w.value().dtype())?;
+    let (Ok((t, d)), Ok((v, _))) = (x.dims2(), w.value().dims2()) else {
+        bail!("{op}: want x [t, d] and w [v, d], got {:?} and {:?}", x.dims(), w.value().dims())
+    };
+    w.check(op, &[v, d])?;
+    if targets.dims() != [t] || targets.dtype() != DType::I64 {
+        bail!("{op}: targets are {:?} {:?}, want i64 {:?}", targets.dtype(), targets.dims(), [t])
+    }
+    if spec.chunk == 0 {
+        bail!("{op}: a chunk of 0 tokens, want at least 1")
+    }
+    Ok(Sizes { t, v, d })
+}
+
+/// The tokens that count. A target outside the vocabulary is an error.
+fn supervised(targets: &Tensor, spec: &CrossEntropy, v: usize) -> Result<Vec<Target>> {
+    let targets = targets.contiguous()?;
+    let targets = host("linear_cross_entropy", &targets)?;
+    let counted = targets.slice::<i64>()?.iter().enumerate();
+    counted
+        .filter(|&(_, &target)| target != spec.ignore_index)
+        .map(|(row, &target)| match usize::try_from(target) {
+            Ok(class) if class < v => Ok(Target { row, class }),
+            _ => bail!(
+                "linear_cross_entropy: target {target} in row {row} is not in 0..{v} (and not the \
+                 ignored {})",
+                spec.ignore_index
+            ),
+        })
+        .collect()
+}
+
+/// d(objective) / d(loss of the token), for each token that counts.
+fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>, t: usize) -> Result<Vec<f32>> {
+    let n = targets.len();
+    match (reduction, upstream) {
+        (_, Upstream::NoGrad) => Ok(Vec::new()),
+        (Reduction::Mean, Upstream::Scalar(scalar)) => Ok(vec![(scalar / n as f64) as f32; n]),
+        (Reduction::Sum, Upstream::Scalar(scalar)) => Ok(vec![scalar as f32; n]),
+        (Reduction::None, Upstream::Rows(rows)) => {
+            if rows.dims() != [t] || rows.dtype() != DType::F32 {
+                bail!(
+                    "linear_cross_entropy: upstream rows are {:?} {:?}, want f32 {:?}",
+                    rows.dtype(),
+                    rows.dims(),
+                    [t]
+                )
+            }
+            let rows = rows.contiguous()?;
+            let rows = host("linear_cross_entropy", &rows)?;
+            let rows = rows.slice::<f32>()?;
+            Ok(targets.iter().map(|target| rows[target.row]).collect())
+        }
+        (Reduction::None, Upstream::Scalar(_)) => {
+            bail!("linear_cross_entropy: a loss per token needs an upstream per token")
+        }
+        (_, Upstream::Rows(_)) => {
+            bail!("linear_cross_entropy: one loss needs one upstream, not one per token")
+        }
+    }
+}
+
+/// Combines the losses, in f64 and in the order of tokens.
+fn reduce(targets: &[Target], losses: &[f32], reduction: Reduction, t: usize) -> Result<Tensor> {
+    let sum: f64 = losses.iter().copied().map(f64::from).sum();
+    match reduction {
+        Reduction::Mean => Tensor::new((sum / targets.len().max(1) as f64) as f32, &Device::Cpu),
+        Reduction::Sum => Tensor::new(sum as f32, &Device::Cpu),
+        Reduction::None => {
+            let mut rows = vec![0.0f32; t];
+            targets.iter().zip(losses).for_each(|(target, &loss)| rows[target.row] = loss);
+            Tensor::from_vec(rows, t, &Device::Cpu)
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! Products with a weight matrix in any float format, a panel of its rows at a time.
+//!
+//! t tokens, n outputs, k inputs; the weight is [n, k]. A 16-bit weight is often a view of a buffer
+//! of gigabytes, so no more than [`PANEL`] of its elements are widened at once.
+
+use std::ops::Range;
+
+use crate::floats::Floats;
+use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+
+/// Elements of a widened panel: 4 MiB, about a core's share of the outer caches.
+const PANEL: usize = 1 << 20;
+
+/// The sizes of a product of [t, k] activations with an [n, k] weight.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Dims {
+    pub(crate) t: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+}
+
+/// y = [y +] x w^T, with x [t, k] and y [t, n].
+pub(crate) fn forward(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old, dims: Dims) {
+    let Dims { t, n, k } = dims;
+    let x = Mat::new(x, t, k);
+    for_each_panel(w, dims, |rows, w| {
+        let y = MatMut::with_stride(&mut y[rows.start..], t, rows.len(), n);
+        gemm(y, old, x, Mat::new(w, rows.len(), k).t(), 1.0, Threads::All);
+    });
+}
+
+/// dx = dy w, with dy [t, n] and dx [t, k].
+pub(crate) fn grad_x(dy: &[f32], w: Floats<'_>, dx: &mut [f32], dims: Dims) {
+    let Dims { t, n, k } = dims;
+    dx.fill(0.0);
+    for_each_panel(w, dims, |rows, w| {
+        let dy = Mat::with_stride(&dy[rows.start..], t, rows.len(), n);
+        let w = Mat::new(w, rows.len(), k);
+        gemm(MatMut::new(dx, t, k), Old::Keep, dy, w, 1.0, Threads::All);
+    });
+}
+
+/// dw += dy^T x, with dy [t, n], x [t, k] and dw [n, k].
+pub(crate) fn add_grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], dims: Dims) {
+    let Dims { t, n, k } = dims;
+    let (dy, x) = (Mat::new(dy, t, n), Mat::new(x, t, k));
+    gemm(MatMut::new(dw, n, k), Old::Keep, dy.t(), x, 1.0, Threads::All);
+}
+
+fn for_each_panel(w: Floats<'_>, dims: Dims, mut product: impl FnMut(Range<usize>, &[f32])) {
+    let Dims { t, n, k } = dims;
+    if t == 0 {
+        return;
+    }
+    let height = match w {
+        Floats::F32(_) => n,
+        _ => PANEL / k.max(1),
+    };
+    let mut scratch = Vec::new();
+    for start in (0..n).step_by(height.max(1)) {
+        let rows = start..(start + height.max(1)).min(n);
+        let panel = w.slice(rows.start * k..rows.end * k);
+        product(rows, panel.widened(&mut scratch));
+    }
+}

@@ -1,0 +1,92 @@
+//! The CPU kernel of `rms_norm`: rows in parallel.
+
+use rayon::prelude::*;
+
+use crate::dot::dot;
+use crate::floats::{Floats, FloatsMut};
+
+/// Elements that one task handles, about.
+const BLOCK: usize = 1 << 14;
+
+/// Partial sums of the weight's gradient: fixed, so that it never depends on the thread count.
+const PARTS: usize = 32;
+
+/// y = round(x r) w
+pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, y: FloatsMut<'_>, d: usize, eps: f32) {
+    let mut w_wide = Vec::new();
+    let w = w.widened(&mut w_wide);
+    let n_rows = rows_per_task(d);
+    y.chunks(n_rows * d).into_par_iter().enumerate().for_each(|(i, mut y)| {
+        let (mut x_wide, mut out) = (Vec::new(), vec![0.0; d]);
+        for row in 0..y.len() / d {
+            let start = (i * n_rows + row) * d;
+            let x_row = x.slice(start..start + d);
+            normalise(x_row, x_row.widened(&mut x_wide), &mut out, eps);
+            out.iter_mut().zip(w).for_each(|(out, w)| *out *= w);
+            y.write(row * d, &out);
+        }
+    });
+}
+
+/// dx = r (g - n mean(g n)), g = dy w
+pub(super) fn grad_x(x: Floats<'_>, w: Floats<'_>, dy: Floats<'_>, dx: FloatsMut<'_>, eps: f32) {
+    let mut w_wide = Vec::new();
+    let w = w.widened(&mut w_wide);
+    let d = w.len();
+    let n_rows = rows_per_task(d);
+    dx.chunks(n_rows * d).into_par_iter().enumerate().for_each(|(i, mut dx)| {
+        let (mut x_wide, mut dy_wide, mut out) = (Vec::new(), Vec::new(), vec![0.0; d]);
+        for row in 0..dx.len() / d {
+            let range = (i * n_rows + row) * d..(i * n_rows + row + 1) * d;
+            let x = x.slice(range.clone()).widened(&mut x_wide);
+            let dy = dy.slice(range).widened(&mut dy_wide);
+            let r = reciprocal_rms(x, eps);
+            out.iter_mut().zip(dy).zip(w).for_each(|((g, dy), w)| *g = dy * w);
+            let gn = dot(x, &out) * r / d as f32;
+            out.iter_mut().zip(x).for_each(|(g, x)| *g = r * (*g - x * r * gn));
+            dx.write(row * d, &out);
+        }
+    });
+}
+
+/// dw += sum over rows of dy n, in fixed parts that are added in order.
+pub(super) fn add_grad_w(x: Floats<'_>, dy: Floats<'_>, dw: &mut [f32], eps: f32) {
+    let d = dw.len();
+    let n_rows = x.len() / d;
+    let per_part = n_rows.div_ceil(PARTS).max(16);
+    let parts: Vec<Vec<f32>> = (0..n_rows.div_ceil(per_part))
+        .into_par_iter()
+        .map(|part| {
+            let (mut x_wide, mut dy_wide) = (Vec::new(), Vec::new());
+            let (mut normed, mut sum) = (vec![0.0f32; d], vec![0.0f32; d]);
+            for row in part * per_part..((part + 1) * per_part).min(n_rows) {
+                let x_row = x.slice(row * d..(row + 1) * d);
+                normalise(x_row, x_row.widened(&mut x_wide), &mut normed, eps);
+                let dy = dy.slice(row * d..(row + 1) * d).widened(&mut dy_wide);
+                for ((sum, n), dy) in sum.iter_mut().zip(&normed).zip(dy) {
+                    *sum += n * dy;
+                }
+            }
+            sum
+        })
+        .collect();
+    for part in parts {
+        dw.iter_mut().zip(part).for_each(|(dw, part)| *dw += part);
+    }
+}
+
+/// out = x r, rounded to the input's format.
+fn normalise(format: Floats<'_>, x: &[f32], out: &mut [f32], eps: f32) {
+    let r = reciprocal_rms(x, eps);
+    out.iter_mut().zip(x).for_each(|(out, x)| *out = x * r);
+    format.round_like(out);
+}
+
+fn reciprocal_rms(x: &[f32], eps: f32) -> f32 {
+    let mean = dot(x, x) / x.len() as f32;
+    1.0 / (mean + eps).sqrt()
+}
+
+fn rows_per_task(d: usize) -> usize {
+    (BLOCK / d).max(1)
+}

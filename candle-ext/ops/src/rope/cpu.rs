@@ -1,0 +1,46 @@
+//! The CPU kernel of `rope`: tokens in parallel.
+
+use rayon::prelude::*;
+
+use crate::floats::{Floats, FloatsMut};
+
+/// Elements that one task handles, about.
+const BLOCK: usize = 1 << 14;
+
+/// Which way to turn. The backward of a rotation is the rotation back.
+#[derive(Clone, Copy)]
+pub(super) enum Turn {
+    Forward,
+    Back,
+}
+
+/// Rotates x [t, h, k] by the (cos, sin) table [t, k/2].
+pub(super) fn rotate(x: Floats<'_>, table: (&[f32], &[f32]), y: FloatsMut<'_>, (h, k): (usize, usize), turn: Turn) {
+    let (width, half) = (h * k, k / 2);
+    if width == 0 {
+        return;
+    }
+    let sign = match turn {
+        Turn::Forward => 1.0,
+        Turn::Back => -1.0,
+    };
+    let n_tokens = (BLOCK / width).max(1);
+    y.chunks(n_tokens * width).into_par_iter().enumerate().for_each(|(i, mut y)| {
+        let (mut wide, mut out) = (Vec::new(), vec![0.0; width]);
+        for row in 0..y.len() / width {
+            let token = i * n_tokens + row;
+            let x = x.slice(token * width..(token + 1) * width).widened(&mut wide);
+            let cos = &table.0[token * half..(token + 1) * half];
+            let sin = &table.1[token * half..(token + 1) * half];
+            for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k)) {
+                let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
+                for j in 0..half {
+                    let sin = sign * sin[j];
+                    out_a[j] = a[j] * cos[j] - b[j] * sin;
+                    out_b[j] = b[j] * cos[j] + a[j] * sin;
+                }
+            }
+            y.write(row * width, &out);
+        }
+    });
+}

@@ -1,0 +1,47 @@
+//! Rotary position embedding, half-split: element i of a head is paired with element i + k/2.
+//!
+//! t tokens, h heads, k head dim
+
+mod cpu;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::floats::{FloatBuf, check_dtype};
+use crate::storage::{self, host};
+use crate::tape::record;
+
+/// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
+/// (a cos - b sin, b cos + a sin), with f32 `cos` and `sin` [t, k/2].
+pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    check(x, cos, sin)?;
+    let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
+    let y = rotate(&x.detach().contiguous()?, &cos, &sin, cpu::Turn::Forward)?;
+    let out = (y.into_storage(), x.shape().clone());
+    record("rope", [x], out, move |_, dy| {
+        let dx = rotate(dy, &cos, &sin, cpu::Turn::Back)?;
+        Ok([Some(storage::tensor(dx, dy.shape()))])
+    })
+}
+
+fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, turn: cpu::Turn) -> Result<FloatBuf> {
+    let (_, h, k) = x.dims3()?;
+    let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+    let (x, cos, sin) = (host("rope", x)?, host("rope", cos)?, host("rope", sin)?);
+    let table = (cos.slice::<f32>()?, sin.slice::<f32>()?);
+    cpu::rotate(x.floats()?, table, y.view(), (h, k), turn);
+    Ok(y)
+}
+
+fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
+    check_dtype("rope", "the input", x.dtype())?;
+    let (t, _, k) = match x.dims3() {
+        Ok((t, h, k)) if k % 2 == 0 => (t, h, k),
+        _ => bail!("rope: want an input [t, h, k] with an even k, got {:?}", x.dims()),
+    };
+    for (name, table) in [("cos", cos), ("sin", sin)] {
+        if table.dims() != [t, k / 2] || table.dtype() != DType::F32 {
+            bail!("rope: {name} is {:?} {:?}, want f32 {:?}", table.dtype(), table.dims(), [t, k / 2])
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,95 @@
+//! A parameter as the ops see it: a value, and perhaps a place where its gradient is summed.
+
+use candle_core::{DType, Result, Tensor, Var, bail};
+
+use crate::floats::FloatsMut;
+use crate::storage;
+
+/// The f32 main gradient of one parameter. Ops add to it in place; cloning shares it.
+#[derive(Clone, Debug)]
+pub struct GradSink {
+    grad: Tensor,
+    /// A scalar leaf that keeps an op on the tape when nothing but this sink wants its backward.
+    anchor: Tensor,
+}
+
+impl GradSink {
+    /// Wraps `grad`, a contiguous f32 view of any buffer. Its present values are added to.
+    pub fn new(grad: Tensor) -> Result<Self> {
+        if grad.dtype() != DType::F32 || !grad.is_contiguous() {
+            bail!(
+                "gradient sink: want a contiguous f32 view, got {:?} with shape {:?} and strides {:?}",
+                grad.dtype(),
+                grad.dims(),
+                grad.stride()
+            )
+        }
+        let anchor = Var::zeros((), DType::F32, grad.device())?;
+        Ok(Self { grad: grad.detach(), anchor: anchor.into_inner() })
+    }
+
+    /// The gradient summed so far.
+    pub fn grad(&self) -> &Tensor {
+        &self.grad
+    }
+
+    /// Hands the gradient's elements to `add`, which must only add to them.
+    pub(crate) fn add(&self, op: &'static str, add: impl FnOnce(&mut [f32])) -> Result<()> {
+        storage::update(&self.grad, op, |grad| {
+            if let FloatsMut::F32(grad) = grad {
+                add(grad);
+            }
+            Ok(())
+        })
+    }
+}
+
+/// One parameter: its value in the compute dtype, often a view of a flat buffer, and its sink.
+#[derive(Clone, Debug)]
+pub struct Weight {
+    value: Tensor,
+    sink: Option<GradSink>,
+}
+
+impl Weight {
+    /// A parameter that is only read; its gradient is never computed.
+    pub fn frozen(value: Tensor) -> Self {
+        Self { value: value.detach(), sink: None }
+    }
+
+    /// A parameter whose gradient every use adds to `sink`.
+    pub fn trainable(value: Tensor, sink: GradSink) -> Self {
+        Self { value: value.detach(), sink: Some(sink) }
+    }
+
+    /// The value that ops compute with.
+    pub fn value(&self) -> &Tensor {
+        &self.value
+    }
+
+    /// Where the gradient goes, if it is wanted.
+    pub fn sink(&self) -> Option<&GradSink> {
+        self.sink.as_ref()
+    }
+
+    /// What an op records as its input for this weight: tracked exactly if there is a sink.
+    pub(crate) fn anchor(&self) -> &Tensor {
+        self.sink.as_ref().map_or(&self.value, |sink| &sink.anchor)
+    }
+
+    /// Fails if the weight's shape is not what `op` needs or the sink's differs from it.
+    pub(crate) fn check(&self, op: &str, want: &[usize]) -> Result<()> {
+        if self.value.dims() != want {
+            bail!("{op}: weight has shape {:?}, want {want:?}", self.value.dims())
+        }
+        if !self.value.is_contiguous() {
+            bail!("{op}: the weight must be a contiguous view, its strides are {:?}", self.value.stride())
+        }
+        match &self.sink {
+            Some(sink) if sink.grad.elem_count() != self.value.elem_count() => {
+                bail!("{op}: weight has shape {:?}, its gradient sink {:?}", self.value.dims(), sink.grad.dims())
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! What the ops promise about memory, measured by a counting allocator.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use candle_core::{DType, Device, Tensor, Var};
+use candlewick_ops::{
+    AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Upstream, Weight, attention, cotangent, linear,
+    linear_cross_entropy,
+};
+
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is passed on to the system's allocator; only counters are added.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(LIVE.fetch_add(layout.size(), SeqCst) + layout.size(), SeqCst);
+        // SAFETY: the caller's promises about `layout` are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), SeqCst);
+        // SAFETY: the pointer came from `System` with this layout, by `alloc` above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// The counters are global: one measurement at a time.
+static MEASURING: Mutex<()> = Mutex::new(());
+
+const MIB: usize = 1 << 20;
+
+/// The most bytes alive during `run`, above what was alive before.
+fn peak(run: impl Fn()) -> usize {
+    let _one = MEASURING.lock().unwrap();
+    // Threads and thread-local scratch of the matrix product are made by the first run.
+    run();
+    let before = LIVE.load(SeqCst);
+    PEAK.store(before, SeqCst);
+    run();
+    PEAK.load(SeqCst) - before
+}
+
+fn zeros(shape: (usize, usize), dtype: DType) -> Tensor {
+    Tensor::zeros(shape, dtype, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn attention_is_linear_in_length() {
+    let of = |t: usize| {
+        let x = || Var::zeros((t, 2, 16), DType::F32, &Device::Cpu).unwrap();
+        let (q, k, v) = (x(), x(), x());
+        let spec = AttentionSpec { scale: 0.25, causal: true, window: None };
+        let seqs = Seqs::packed(vec![0, t]).unwrap();
+        peak(|| {
+            let y = attention(&q, &k, &v, &seqs, &spec).unwrap();
+            cotangent(&y, &y.detach()).unwrap().backward().unwrap();
+        })
+    };
+    let (short, long) = (of(2048), of(4096));
+    // One f32 matrix of scores of the long sequence would be 64 MiB.
+    assert!(long < 16 * MIB, "{long}");
+    assert!(long < short * 5 / 2, "{short} {long}");
+}
+
+#[test]
+fn the_loss_never_holds_all_logits() {
+    let (t, v, d, chunk) = (4096, 4096, 8, 64);
+    let (x, w) = (zeros((t, d), DType::F32), zeros((v, d), DType::F32));
+    let w = Weight::trainable(w, GradSink::new(zeros((v, d), DType::F32)).unwrap());
+    let targets = Tensor::zeros(t, DType::I64, &Device::Cpu).unwrap();
+    let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk };
+    let peak = peak(|| {
+        linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+    });
+    // All logits are 64 MiB, those of a chunk 1 MiB.
+    assert!(peak < 3 * MIB, "{peak}");
+}
+
+#[test]
+fn a_bf16_weight_is_never_widened_whole() {
+    let (n, k) = (8192, 1024);
+    let w = Weight::frozen(zeros((n, k), DType::BF16));
+    let x = Var::zeros((4, k), DType::BF16, &Device::Cpu).unwrap();
+    let peak = peak(|| {
+        let y = linear(&x, &w, None, Precision::Compute).unwrap();
+        cotangent(&y, &y.detach()).unwrap().backward().unwrap();
+    });
+    // Whole, it is 32 MiB; a panel is 4 MiB.
+    assert!(peak < 6 * MIB, "{peak}");
+}
+
+#[test]
+fn weight_gradients_need_no_buffer_of_their_own() {
+    let (n, k) = (2048, 1024);
+    let of = |w: Weight| {
+        let x = Var::zeros((4, k), DType::F32, &Device::Cpu).unwrap();
+        peak(|| {
+            let y = linear(&x, &w, None, Precision::Compute).unwrap();
+            cotangent(&y, &y.detach()).unwrap().backward().unwrap();
+        })
+    };
+    let value = || zeros((n, k), DType::F32);
+    // The gradient of this weight is 8 MiB.
+    for (name, w) in [
+        ("frozen", Weight::frozen(value())),
+        ("trainable", Weight::trainable(value(), GradSink::new(value()).unwrap())),
+    ] {
+        let peak = of(w);
+        assert!(peak < 4 * MIB, "{name}: {peak}");
+    }
+}

@@ -1,0 +1,204 @@
+//! Laws that hold for every op, stated once over the list of ops.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candlewick_ops::{
+    AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, attention, embedding, linear,
+    linear_cross_entropy, rms_norm, rope, sum_of_squares, swiglu,
+};
+
+use crate::cases::{backward, bits, grad_of, randn, trainable, values};
+
+struct Op {
+    name: &'static str,
+    inputs: Vec<Tensor>,
+    weights: Vec<Tensor>,
+    run: fn(&[Tensor], &[Weight]) -> Result<Tensor>,
+}
+
+fn ops() -> Vec<Op> {
+    vec![
+        Op {
+            name: "linear",
+            inputs: vec![randn((150, 40), 1)],
+            weights: vec![randn((70, 40), 2), randn(70, 3)],
+            run: |x, w| linear(&x[0], &w[0], Some(&w[1]), Precision::Compute),
+        },
+        Op {
+            name: "embedding",
+            inputs: vec![],
+            weights: vec![randn((50, 8), 2)],
+            run: |_, w| {
+                let ids: Vec<u32> = (0..150).map(|i| i * 7 % 50).collect();
+                embedding(&Tensor::new(ids, &Device::Cpu)?, &w[0])
+            },
+        },
+        Op {
+            name: "rms_norm",
+            inputs: vec![randn((700, 33), 1)],
+            weights: vec![randn(33, 2)],
+            run: |x, w| rms_norm(&x[0], &w[0], 1e-6),
+        },
+        Op {
+            name: "rope",
+            inputs: vec![randn((150, 3, 8), 1)],
+            weights: vec![],
+            run: |x, _| rope(&x[0], &randn((150, 4), 2).cos()?, &randn((150, 4), 2).sin()?),
+        },
+        Op {
+            name: "swiglu",
+            inputs: vec![randn((150, 40), 1), randn((150, 40), 2)],
+            weights: vec![],
+            run: |x, _| swiglu(&x[0], &x[1]),
+        },
+        Op {
+            name: "attention",
+            inputs: vec![randn((200, 6, 8), 1), randn((200, 2, 8), 2), randn((200, 2, 8), 3)],
+            weights: vec![],
+            run: |x, _| {
+                let spec = AttentionSpec { scale: 0.3, causal: true, window: Some(90) };
+                attention(&x[0], &x[1], &x[2], &Seqs::packed(vec![0, 150, 200])?, &spec)
+            },
+        },
+    ]
+}
+
+/// The output and the gradients of all inputs and weights.
+fn run(op: &Op) -> Vec<Tensor> {
+    let inputs: Vec<Var> = op.inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
+    let tensors: Vec<Tensor> = inputs.iter().map(|x| x.as_tensor().clone()).collect();
+    let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
+    let y = (op.run)(&tensors, &weights).unwrap();
+    let grads = backward(&y, &randn(y.shape(), 9));
+    let of_inputs = inputs.iter().map(|x| grads.get(x).unwrap().clone());
+    let of_weights = weights.iter().map(|w| grad_of(w).clone());
+    std::iter::once(y.detach()).chain(of_inputs).chain(of_weights).collect()
+}
+
+#[test]
+fn every_input_and_weight_gets_a_gradient() {
+    for op in ops() {
+        let results = run(&op);
+        assert_eq!(results.len(), 1 + op.inputs.len() + op.weights.len());
+        for (i, result) in results.iter().enumerate() {
+            let n_zero = values(result).iter().filter(|x| **x == 0.0 || !x.is_finite()).count();
+            assert!(n_zero * 10 < result.elem_count(), "{}: result {i} is mostly zero", op.name);
+        }
+    }
+}
+
+/// candle hands an inner node's gradient on, so an op between tracked ones must not drop it.
+#[test]
+fn gradients_pass_through_to_the_leaves() {
+    for op in ops() {
+        let leaves: Vec<Var> = op.inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
+        let inner: Vec<Tensor> = leaves.iter().map(|x| (x.as_tensor() * 1.0).unwrap()).collect();
+        let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
+        let y = ((op.run)(&inner, &weights).unwrap() * 1.0).unwrap();
+        let grads = backward(&y, &randn(y.shape(), 9));
+        let got = leaves.iter().map(|x| grads.get(x).unwrap()).chain(weights.iter().map(grad_of));
+        for (got, want) in got.zip(&run(&op)[1..]) {
+            assert_eq!(bits(got), bits(want), "{}", op.name);
+        }
+    }
+}
+
+#[test]
+fn two_backwards_add_up_in_the_sink() {
+    for op in ops() {
+        let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
+        let dy = randn((op.run)(&op.inputs, &weights).unwrap().shape(), 9);
+        for _ in 0..2 {
+            let y = (op.run)(&op.inputs, &weights).unwrap();
+            if y.track_op() {
+                backward(&y, &dy);
+            }
+        }
+        let once = &run(&op)[1 + op.inputs.len()..];
+        for (weight, once) in weights.iter().zip(once) {
+            crate::cases::assert_close(op.name, grad_of(weight), &(once * 2.0).unwrap(), 1e-6);
+        }
+    }
+}
+
+/// The weight is trained even where nothing before it is, as in the first layer.
+#[test]
+fn a_sink_is_reached_from_an_untracked_input() {
+    for op in ops().into_iter().filter(|op| !op.weights.is_empty()) {
+        let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
+        let y = (op.run)(&op.inputs, &weights).unwrap();
+        backward(&y, &randn(y.shape(), 9));
+        for (weight, want) in weights.iter().zip(&run(&op)[1 + op.inputs.len()..]) {
+            assert_eq!(bits(grad_of(weight)), bits(want), "{}", op.name);
+        }
+    }
+}
+
+#[test]
+fn nothing_to_train_is_not_tracked() {
+    for op in ops() {
+        let weights: Vec<Weight> = op.weights.iter().cloned().map(Weight::frozen).collect();
+        assert!(!(op.run)(&op.inputs, &weights).unwrap().track_op(), "{}", op.name);
+    }
+}
+
+#[test]
+fn a_frozen_weight_changes_no_other_gradient_and_leaves_none() {
+    for op in ops().into_iter().filter(|op| !op.inputs.is_empty()) {
+        let inputs: Vec<Var> = op.inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
+        let tensors: Vec<Tensor> = inputs.iter().map(|x| x.as_tensor().clone()).collect();
+        let weights: Vec<Weight> = op.weights.iter().cloned().map(Weight::frozen).collect();
+        let y = (op.run)(&tensors, &weights).unwrap();
+        let grads = backward(&y, &randn(y.shape(), 9));
+        for (x, want) in inputs.iter().zip(&run(&op)[1..]) {
+            assert_eq!(bits(grads.get(x).unwrap()), bits(want), "{}", op.name);
+        }
+        assert_eq!(grads.get_ids().count(), inputs.len(), "{}", op.name);
+    }
+}
+
+#[test]
+fn results_are_the_same_bits_for_any_number_of_threads() {
+    let on = |n_threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().unwrap();
+        pool.install(|| {
+            let mut all: Vec<Vec<u64>> = ops().iter().flat_map(run).map(|x| bits(&x)).collect();
+            all.extend(head());
+            all.push(vec![sum_of_squares(&randn(100_001, 1)).unwrap().to_bits()]);
+            all
+        })
+    };
+    let one = on(1);
+    for n_threads in [2, 3] {
+        assert!(on(n_threads) == one, "{n_threads} threads");
+    }
+}
+
+fn head() -> [Vec<u64>; 3] {
+    let w = trainable(&randn((301, 40), 2));
+    let targets: Vec<i64> = (0..150).map(|i| i * 2).collect();
+    let out = linear_cross_entropy(
+        &randn((150, 40), 1),
+        &w,
+        &Tensor::new(targets, &Device::Cpu).unwrap(),
+        &CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 64 },
+        Upstream::Scalar(1.0),
+    )
+    .unwrap();
+    [bits(&out.loss), bits(&out.dx.unwrap()), bits(grad_of(&w))]
+}
+
+#[test]
+fn sixteen_bit_inputs_give_outputs_and_gradients_of_their_format() {
+    for dtype in [DType::BF16, DType::F16] {
+        for op in ops() {
+            let cast = |x: &Tensor| x.to_dtype(dtype).unwrap();
+            let inputs: Vec<Var> = op.inputs.iter().map(|x| Var::from_tensor(&cast(x)).unwrap()).collect();
+            let tensors: Vec<Tensor> = inputs.iter().map(|x| x.as_tensor().clone()).collect();
+            let weights: Vec<Weight> = op.weights.iter().map(|w| trainable(&cast(w))).collect();
+            let y = (op.run)(&tensors, &weights).unwrap();
+            assert_eq!(y.dtype(), dtype, "{}", op.name);
+            let grads = backward(&y, &y.ones_like().unwrap());
+            assert!(inputs.iter().all(|x| grads.get(x).unwrap().dtype() == dtype), "{}", op.name);
+        }
+    }
+}

@@ -1,0 +1,125 @@
+use candle_core::{DType, Device, Tensor, Var};
+use candlewick_ops::{GradSink, Precision, Weight, linear};
+
+use crate::cases::{Case, F32, assert_close, assert_error, backward, bits, grad_of, randn, trainable};
+
+fn check(lead: &[usize], k: usize, n: usize) {
+    let x = randn([lead, &[k]].concat(), 1);
+    Case {
+        name: "linear",
+        inputs: vec![x.clone()],
+        weights: vec![randn((n, k), 2)],
+        op: &|x, w| linear(&x[0], &w[0], None, Precision::Compute),
+        reference: &|a| a[0].broadcast_matmul(&a[1].t()?),
+    }
+    .check_all_formats();
+    Case {
+        name: "linear with a bias",
+        inputs: vec![x],
+        weights: vec![randn((n, k), 2), randn(n, 3)],
+        op: &|x, w| linear(&x[0], &w[0], Some(&w[1]), Precision::Compute),
+        reference: &|a| a[0].broadcast_matmul(&a[1].t()?)?.broadcast_add(&a[2]),
+    }
+    .check_all_formats();
+}
+
+#[test]
+fn it_equals_the_reference() {
+    check(&[33], 65, 17);
+    check(&[2, 5], 16, 300);
+    check(&[1], 64, 48);
+    check(&[1], 1, 1);
+    check(&[3, 1, 2], 7, 5);
+}
+
+#[test]
+fn a_weight_of_several_panels_equals_the_reference() {
+    check(&[9], 3000, 700);
+}
+
+#[test]
+fn a_tall_input_goes_through_in_blocks() {
+    check(&[5000], 3, 2);
+}
+
+#[test]
+fn no_tokens_give_no_output() {
+    let x = Var::zeros((0, 4), DType::F32, &Device::Cpu).unwrap();
+    let w = trainable(&randn((3, 4), 1));
+    let y = linear(&x, &w, None, Precision::Compute).unwrap();
+    assert_eq!(y.dims(), [0, 3]);
+    assert_eq!(backward(&y, &y.zeros_like().unwrap()).get(&x).unwrap().dims(), [0, 4]);
+}
+
+#[test]
+fn full_precision_is_f32_and_unrounded() {
+    let x = randn((5, 40), 1).to_dtype(DType::BF16).unwrap();
+    let w = randn((6, 40), 2).to_dtype(DType::BF16).unwrap();
+    let y = linear(&x, &Weight::frozen(w.clone()), None, Precision::Full).unwrap();
+    assert_eq!(y.dtype(), DType::F32);
+    let exact = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
+    assert_close("y", &y, &exact(&x).matmul(&exact(&w).t().unwrap()).unwrap(), F32);
+}
+
+#[test]
+fn the_weight_may_have_another_format_than_the_input() {
+    let x = randn((5, 40), 1).to_dtype(DType::BF16).unwrap();
+    let w = randn((6, 40), 2);
+    let y = linear(&x, &Weight::frozen(w.clone()), None, Precision::Compute).unwrap();
+    assert_eq!(y.dtype(), DType::BF16);
+    let exact = |t: &Tensor| t.to_dtype(DType::F64).unwrap();
+    let want = exact(&x).matmul(&exact(&w).t().unwrap()).unwrap();
+    assert_close("y", &y, &want, 2f64.powi(-9));
+}
+
+#[test]
+fn a_view_of_a_flat_buffer_is_read_in_place() {
+    let flat = randn(100, 1);
+    let w = flat.narrow(0, 10, 12).unwrap().reshape((3, 4)).unwrap();
+    let x = randn((2, 4), 2);
+    let y = linear(&x, &Weight::frozen(w.clone()), None, Precision::Compute).unwrap();
+    let copy = Weight::frozen(w.force_contiguous().unwrap());
+    let want = linear(&x, &copy, None, Precision::Compute).unwrap();
+    assert_eq!(bits(&y), bits(&want));
+}
+
+#[test]
+fn a_strided_input_equals_its_copy() {
+    let x = randn((4, 6), 1).t().unwrap();
+    let w = Weight::frozen(randn((3, 4), 2));
+    let y = linear(&x, &w, None, Precision::Compute).unwrap();
+    let want = linear(&x.contiguous().unwrap(), &w, None, Precision::Compute).unwrap();
+    assert_eq!(bits(&y), bits(&want));
+}
+
+#[test]
+fn the_sink_is_added_to_inside_its_buffer_only() {
+    let flat = Tensor::ones(20, DType::F32, &Device::Cpu).unwrap();
+    let view = flat.narrow(0, 4, 6).unwrap().reshape((2, 3)).unwrap();
+    let w = Weight::trainable(randn((2, 3), 1), GradSink::new(view).unwrap());
+    let y = linear(&randn((5, 3), 2), &w, None, Precision::Compute).unwrap();
+    backward(&y, &randn((5, 2), 3));
+    let flat: Vec<f32> = flat.to_vec1().unwrap();
+    assert!(flat[..4].iter().chain(&flat[10..]).all(|&x| x == 1.0));
+    assert!(flat[4..10].iter().all(|&x| x != 1.0));
+    let dw = randn((5, 2), 3).t().unwrap().matmul(&randn((5, 3), 2)).unwrap();
+    assert_close("dw", &(grad_of(&w) - 1.0).unwrap(), &dw, F32);
+}
+
+#[test]
+fn wrong_shapes_and_formats_are_named() {
+    let x = randn((2, 4), 1);
+    let frozen = |shape: &[usize]| Weight::frozen(randn(shape, 2));
+    let run = |x: &Tensor, w: &Weight, b| linear(x, w, b, Precision::Compute);
+    assert_error(run(&x, &frozen(&[3, 5]), None), "weight has shape [3, 5], want [3, 4]");
+    assert_error(run(&x, &frozen(&[3]), None), "a weight [n, k]");
+    let bias = frozen(&[4]);
+    assert_error(run(&x, &frozen(&[3, 4]), Some(&bias)), "weight has shape [4], want [3]");
+    let ids = Tensor::zeros((2, 4), DType::U32, &Device::Cpu).unwrap();
+    assert_error(run(&ids, &frozen(&[3, 4]), None), "want f32, bf16 or f16");
+    let transposed = Weight::frozen(randn((4, 3), 1).t().unwrap());
+    assert_error(run(&x, &transposed, None), "contiguous");
+    let sink = GradSink::new(Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap()).unwrap();
+    let w = Weight::trainable(randn((3, 4), 2), sink);
+    assert_error(run(&x, &w, None), "its gradient sink [5]");
+}

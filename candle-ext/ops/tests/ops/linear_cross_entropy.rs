@@ -1,0 +1,182 @@
+use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candlewick_ops::{CrossEntropy, LossAndGrad, Reduction, Upstream, Weight, linear_cross_entropy};
+
+use crate::cases::{F32, assert_close, assert_error, bits, bound, dot, grad_of, randn, trainable, values};
+
+const IGNORED: i64 = -100;
+
+fn spec(reduction: Reduction, chunk: usize) -> CrossEntropy {
+    CrossEntropy { reduction, ignore_index: IGNORED, chunk }
+}
+
+fn targets(targets: &[i64]) -> Tensor {
+    Tensor::new(targets, &Device::Cpu).unwrap()
+}
+
+/// Every third token ignored, the others spread over the vocabulary.
+fn some_targets(t: usize, v: usize) -> Tensor {
+    let of = |i: usize| if i % 3 == 1 { IGNORED } else { (i * 31 % v) as i64 };
+    targets(&(0..t).map(of).collect::<Vec<_>>())
+}
+
+/// The loss in plain candle ops.
+fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, reduction: Reduction) -> Result<Tensor> {
+    let logits = x.matmul(&w.t()?)?;
+    let shifted = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?;
+    let log_p = shifted.broadcast_sub(&shifted.exp()?.sum_keepdim(D::Minus1)?.log()?)?;
+    let counts = targets.ne(IGNORED)?;
+    let class = (targets * counts.to_dtype(DType::I64)?)?;
+    let losses = log_p.gather(&class.unsqueeze(1)?, 1)?.squeeze(1)?.neg()?;
+    let counts = counts.to_dtype(DType::F64)?;
+    let losses = (losses * &counts)?;
+    match reduction {
+        Reduction::Mean => losses.sum_all()? / counts.sum_all()?.to_scalar::<f64>()?,
+        Reduction::Sum => losses.sum_all(),
+        Reduction::None => Ok(losses),
+    }
+}
+
+#[track_caller]
+fn check((t, v, d): (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
+    let x = randn((t, d), 1).to_dtype(dtype).unwrap();
+    let w = trainable(&randn((v, d), 2).to_dtype(dtype).unwrap());
+    let targets = some_targets(t, v);
+    let rows = randn(t, 3);
+    let upstream = match reduction {
+        Reduction::None => Upstream::Rows(&rows),
+        _ => Upstream::Scalar(0.7),
+    };
+    let spec = spec(reduction, chunk);
+    let got = linear_cross_entropy(&x, &w, &targets, &spec, upstream).unwrap();
+
+    let exact = |x: &Tensor| Var::from_tensor(&x.to_dtype(DType::F64).unwrap()).unwrap();
+    let (x, w_exact) = (exact(&x), exact(w.value()));
+    let want = reference(&x, &w_exact, &targets, reduction).unwrap();
+    assert_close("loss", &got.loss, &want, F32);
+    let dy = match reduction {
+        Reduction::None => rows.to_dtype(DType::F64).unwrap(),
+        _ => Tensor::new(0.7, &Device::Cpu).unwrap(),
+    };
+    let grads = (want * dy).unwrap().sum_all().unwrap().backward().unwrap();
+    assert_close("dx", &got.dx.unwrap(), grads.get(&x).unwrap(), bound(dtype));
+    assert_close("dw", grad_of(&w), grads.get(&w_exact).unwrap(), F32);
+}
+
+#[test]
+fn it_equals_the_reference() {
+    for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            check((23, 301, 32), 4, reduction, dtype);
+            check((23, 301, 32), 1000, reduction, dtype);
+            check((1, 5, 3), 1, reduction, dtype);
+            check((2, 1, 1), 3, reduction, dtype);
+        }
+    }
+}
+
+#[test]
+fn the_gradient_is_the_slope() {
+    let (x, w, targets) = (randn((7, 6), 1), randn((11, 6), 2), some_targets(7, 11));
+    let (dx, dw) = (randn((7, 6), 3), randn((11, 6), 4));
+    let spec = spec(Reduction::Mean, 3);
+    let run = |h: f64| {
+        let x = (&x + (&dx * h).unwrap()).unwrap();
+        let w = trainable(&(&w + (&dw * h).unwrap()).unwrap());
+        let out = linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+        (out, w)
+    };
+    let loss = |h| f64::from(run(h).0.loss.to_scalar::<f32>().unwrap());
+    let want = (loss(1e-2) - loss(-1e-2)) / 2e-2;
+    let (out, w) = run(0.0);
+    let got = dot(&out.dx.unwrap(), &dx) + dot(grad_of(&w), &dw);
+    assert!((got - want).abs() < 2e-3 * want.abs(), "{got} {want}");
+}
+
+#[test]
+fn the_loss_alone_is_the_same_and_leaves_no_gradient() {
+    let (x, w, targets) = (randn((9, 6), 1), trainable(&randn((11, 6), 2)), some_targets(9, 11));
+    for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+        let run = |upstream| linear_cross_entropy(&x, &w, &targets, &spec(reduction, 4), upstream).unwrap();
+        let only = run(Upstream::NoGrad);
+        assert!(only.dx.is_none());
+        assert_eq!(bits(grad_of(&w)), [0; 66]);
+        let rows = randn(9, 5);
+        let with = match reduction {
+            Reduction::None => run(Upstream::Rows(&rows)),
+            _ => run(Upstream::Scalar(1.0)),
+        };
+        assert_eq!(bits(&only.loss), bits(&with.loss));
+        candlewick_ops::zero_(grad_of(&w)).unwrap();
+    }
+}
+
+#[test]
+fn a_frozen_head_still_gives_the_input_its_gradient() {
+    let (x, w, targets) = (randn((9, 6), 1), randn((11, 6), 2), some_targets(9, 11));
+    let run = |w: &Weight| {
+        let spec = spec(Reduction::Sum, 4);
+        linear_cross_entropy(&x, w, &targets, &spec, Upstream::Scalar(2.0)).unwrap().dx.unwrap()
+    };
+    assert_eq!(bits(&run(&Weight::frozen(w.clone()))), bits(&run(&trainable(&w))));
+}
+
+#[test]
+fn ignored_tokens_give_and_get_nothing() {
+    let w = trainable(&randn((11, 6), 2));
+    // A NaN in an ignored row would reach everything that reads it.
+    let x = Tensor::cat(&[randn((1, 6), 1), (randn((1, 6), 1) * f64::NAN).unwrap()], 0).unwrap();
+    let spec = spec(Reduction::Mean, 4);
+    let out = linear_cross_entropy(&x, &w, &targets(&[3, IGNORED]), &spec, Upstream::Scalar(1.0));
+    let LossAndGrad { loss, dx } = out.unwrap();
+    assert!(loss.to_scalar::<f32>().unwrap().is_finite());
+    let dx = values(&dx.unwrap());
+    assert!(dx[..6].iter().all(|x| x.is_finite() && *x != 0.0));
+    assert_eq!(dx[6..], [0.0; 6]);
+    assert!(values(grad_of(&w)).iter().all(|x| x.is_finite()));
+}
+
+#[test]
+fn all_tokens_ignored_is_a_loss_of_zero() {
+    for (t, reduction) in [(3, Reduction::Mean), (3, Reduction::Sum), (0, Reduction::Mean)] {
+        let (x, w) = (randn((t, 6), 1), trainable(&randn((11, 6), 2)));
+        let all = targets(&vec![IGNORED; t]);
+        let spec = spec(reduction, 4);
+        let out = linear_cross_entropy(&x, &w, &all, &spec, Upstream::Scalar(1.0)).unwrap();
+        assert_eq!(out.loss.to_scalar::<f32>().unwrap(), 0.0);
+        assert_eq!(values(&out.dx.unwrap()), vec![0.0; t * 6]);
+        assert_eq!(values(grad_of(&w)), [0.0; 66]);
+    }
+}
+
+#[test]
+fn large_logits_do_not_overflow() {
+    let x = (randn((2, 4), 1) * 1e4).unwrap();
+    let w = Weight::frozen(randn((7, 4), 2));
+    let spec = spec(Reduction::None, 8);
+    let out = linear_cross_entropy(&x, &w, &targets(&[0, 6]), &spec, Upstream::NoGrad).unwrap();
+    let exact = |x: &Tensor| x.to_dtype(DType::F64).unwrap();
+    let want = reference(&exact(&x), &exact(w.value()), &targets(&[0, 6]), Reduction::None).unwrap();
+    assert_close("loss", &out.loss, &want, F32);
+}
+
+#[test]
+fn wrong_arguments_are_named() {
+    let (x, w) = (randn((2, 4), 1), Weight::frozen(randn((7, 4), 2)));
+    let ok = targets(&[0, 1]);
+    let rows = randn(2, 1);
+    let run = |x: &Tensor, targets: &Tensor, reduction, chunk, upstream| {
+        linear_cross_entropy(x, &w, targets, &spec(reduction, chunk), upstream)
+    };
+    let (sum, none) = (Reduction::Sum, Reduction::None);
+    let one = Upstream::Scalar(1.0);
+    assert_error(run(&x, &targets(&[0, 7]), sum, 4, one), "target 7 in row 1 is not in 0..7");
+    assert_error(run(&x, &targets(&[-1, 0]), sum, 4, one), "target -1 in row 0");
+    assert_error(run(&x, &targets(&[1]), sum, 4, one), "targets are I64 [1], want i64 [2]");
+    assert_error(run(&x, &ok.to_dtype(DType::U32).unwrap(), sum, 4, one), "targets are U32");
+    assert_error(run(&x, &ok, sum, 0, one), "a chunk of 0 tokens");
+    assert_error(run(&x, &ok, none, 4, one), "needs an upstream per token");
+    assert_error(run(&x, &ok, sum, 4, Upstream::Rows(&rows)), "one loss needs one upstream");
+    let short = randn(1, 1);
+    assert_error(run(&x, &ok, none, 4, Upstream::Rows(&short)), "upstream rows are F32 [1]");
+    assert_error(run(&randn((2, 5), 1), &ok, sum, 4, one), "weight has shape [7, 4], want [7, 5]");
+}

@@ -1,0 +1,16 @@
+//! Every op through the front door: against plain candle in f64, finite differences, and its laws.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod adamw;
+mod attention;
+mod cases;
+mod embedding;
+mod in_place;
+mod laws;
+mod linear;
+mod linear_cross_entropy;
+mod rms_norm;
+mod rope;
+mod swiglu;
+mod tape;

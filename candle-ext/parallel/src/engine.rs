@@ -1,0 +1,209 @@
+//! The block engine: forward through the blocks, loss, and backward block by block, last first.
+//!
+//! t tokens (packed), d model, v vocabulary
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_comm::Collective;
+use candlewick_model::{Cx, Model, OneDevice, Seams};
+use candlewick_ops::{CrossEntropy, Reduction, Seqs, Upstream, linear_cross_entropy};
+
+use crate::offload::Parked;
+use crate::store::Resident;
+use crate::tape::Tape;
+
+/// What a block keeps between its forward and its backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Residency {
+    /// The whole tape: fastest, most memory.
+    Keep,
+    /// Its input; the forward runs again in backward (activation checkpointing).
+    Recompute,
+    /// Its input, parked outside the heap.
+    Offload,
+}
+
+/// One micro-batch: packed sequences on the device.
+pub struct Micro {
+    /// Token ids, u32 `[t]`.
+    pub ids: Tensor,
+    /// The token that each position must predict, i64 `[t]`, or [`Micro::IGNORED`].
+    pub targets: Tensor,
+    /// The place of each token in its sequence, `t` of them.
+    pub positions: Vec<u32>,
+    /// Where the sequences begin.
+    pub seqs: Seqs,
+}
+
+impl Micro {
+    /// The target of a position that predicts nothing.
+    pub const IGNORED: i64 = -100;
+}
+
+/// The model, its parameters and the plan of what each block keeps.
+pub struct Engine {
+    model: Model,
+    store: Resident,
+    residency: Vec<Residency>,
+    group: Arc<dyn Collective>,
+    device: Device,
+}
+
+enum Kept {
+    Tape(Tape),
+    Input(Tensor),
+    Parked(Parked),
+}
+
+impl Engine {
+    /// Bytes of logits that the loss may hold at once.
+    const LOGITS_BYTES: usize = 64 << 20;
+
+    /// Joins a model with its parameters. `residency` says what each block keeps; its length is the number of blocks.
+    pub fn new(
+        model: Model,
+        store: Resident,
+        residency: Vec<Residency>,
+        group: Arc<dyn Collective>,
+        device: Device,
+    ) -> Self {
+        assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
+        Self { model, store, residency, group, device }
+    }
+
+    /// Returns the model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// Returns the parameters.
+    pub fn store(&self) -> &Resident {
+        &self.store
+    }
+
+    /// Returns the device that the engine computes on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Returns the group over which losses and counts are summed.
+    pub fn group(&self) -> &dyn Collective {
+        self.group.as_ref()
+    }
+
+    /// Runs forward and backward and returns `scale` times the sum of the token losses of this micro-batch.
+    ///
+    /// The gradient of that number is added to the main gradients. `scale` is 1 / the number of target tokens of the
+    /// whole step, over all micro-batches and ranks: the one place where the loss is normalised.
+    pub fn forward_backward(&self, micro: &Micro, scale: f64) -> Result<f64> {
+        let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
+        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, seams: &OneDevice };
+
+        let embedded = self.model.embed(&self.store.fetch(0)?, &micro.ids)?;
+        let mut x = embedded.detach();
+        let mut kept = Vec::with_capacity(self.model.n_blocks());
+        for block_idx in 0..self.model.n_blocks() {
+            let (y, keep) = self.forward_block(block_idx, x, &cx)?;
+            kept.push(keep);
+            x = y;
+        }
+        let (loss, mut dx) = self.loss_and_grad(&x, &micro.targets, scale)?;
+        drop(x);
+        for (block_idx, keep) in kept.into_iter().enumerate().rev() {
+            dx = self.backward_block(block_idx, keep, &dx, &cx)?;
+        }
+        if embedded.track_op() {
+            candlewick_ops::cotangent(&embedded, &dx)?.backward()?;
+        }
+        Ok(loss)
+    }
+
+    fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, Kept)> {
+        let unit_idx = block_idx + 1;
+        if self.residency[block_idx] == Residency::Keep {
+            let weights = self.store.fetch(unit_idx)?;
+            let tape = Tape::record(&x, |x| self.model.block(block_idx, &weights, x, cx))?;
+            return Ok((tape.output(), Kept::Tape(tape)));
+        }
+        let y = self.model.block(block_idx, &self.store.fetch_frozen(unit_idx)?, &x, cx)?;
+        let kept = match self.residency[block_idx] {
+            Residency::Offload => Kept::Parked(Parked::park(&x)?),
+            _ => Kept::Input(x),
+        };
+        Ok((y, kept))
+    }
+
+    fn backward_block(&self, block_idx: usize, kept: Kept, dy: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let x = match kept {
+            Kept::Tape(tape) => return tape.backward(dy),
+            Kept::Input(x) => x,
+            Kept::Parked(parked) => parked.fetch()?,
+        };
+        let weights = self.store.fetch(block_idx + 1)?;
+        Tape::record(&x, |x| self.model.block(block_idx, &weights, x, cx))?.backward(dy)
+    }
+
+    /// Returns the scaled loss and its gradient with respect to the last block's output.
+    fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, scale: f64) -> Result<(f64, Tensor)> {
+        let weights = self.store.fetch(self.head())?;
+        let tape = Tape::record(x_td, |x| self.model.norm(&weights, x))?;
+        let lm_head = self.model.lm_head(&weights)?;
+        let spec = self.cross_entropy(lm_head.value(), Reduction::Sum)?;
+        let out = linear_cross_entropy(&tape.output(), &lm_head, targets, &spec, Upstream::Scalar(scale))?;
+        let dx = out.dx.expect("an upstream gradient was given");
+        Ok((out.loss.to_dtype(DType::F64)?.to_scalar::<f64>()? * scale, tape.backward(&dx)?))
+    }
+
+    /// Returns the sum of the token losses of a micro-batch. Records nothing.
+    pub fn loss(&self, micro: &Micro) -> Result<f64> {
+        self.evaluate(micro, Reduction::Sum)?.to_dtype(DType::F64)?.to_scalar()
+    }
+
+    /// Returns the loss of each token of a micro-batch, f32 `[t]`; zero where there is no target. Records nothing.
+    pub fn token_losses(&self, micro: &Micro) -> Result<Vec<f32>> {
+        self.evaluate(micro, Reduction::None)?.to_vec1()
+    }
+
+    fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Tensor> {
+        let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, &OneDevice)?;
+        let weights = self.store.fetch_frozen(self.head())?;
+        let lm_head = self.model.lm_head(&weights)?;
+        let spec = self.cross_entropy(lm_head.value(), reduction)?;
+        let normed = self.model.norm(&weights, &x_td)?;
+        Ok(linear_cross_entropy(&normed, &lm_head, &micro.targets, &spec, Upstream::NoGrad)?.loss)
+    }
+
+    /// Returns the f32 logits `[v]` after the last token of one sequence that continues what `seams` remembers.
+    pub fn next_logits(&self, ids: &[u32], first_position: usize, seams: &dyn Seams) -> Result<Tensor> {
+        let positions: Vec<u32> = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
+        let seqs = Seqs::packed(vec![0, ids.len()])?;
+        let x_td = self.hidden(&Tensor::new(ids, &self.device)?, &positions, &seqs, seams)?;
+        let weights = self.store.fetch_frozen(self.head())?;
+        let normed = self.model.norm(&weights, &x_td.narrow(0, ids.len() - 1, 1)?)?;
+        self.model.logits(&weights, &normed)?.squeeze(0)
+    }
+
+    fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Tensor> {
+        let (cos, sin) = self.model.rope(positions, &self.device)?;
+        let cx = Cx { cos: &cos, sin: &sin, seqs, seams };
+        let mut x = self.model.embed(&self.store.fetch_frozen(0)?, ids)?;
+        for block_idx in 0..self.model.n_blocks() {
+            x = self.model.block(block_idx, &self.store.fetch_frozen(block_idx + 1)?, &x, &cx)?;
+        }
+        Ok(x)
+    }
+
+    fn head(&self) -> usize {
+        self.model.n_blocks() + 1
+    }
+
+    fn cross_entropy(&self, lm_head_vd: &Tensor, reduction: Reduction) -> Result<CrossEntropy> {
+        let row_bytes = lm_head_vd.dim(0)? * DType::F32.size_in_bytes();
+        Ok(CrossEntropy {
+            reduction,
+            ignore_index: Micro::IGNORED,
+            chunk: (Self::LOGITS_BYTES / row_bytes).max(1),
+        })
+    }
+}

@@ -1,0 +1,74 @@
+//! Keys and values of the tokens already seen, for generation: the `attend` seam with a memory.
+
+use std::sync::Mutex;
+
+use candle_core::{Result, Tensor};
+use candlewick_model::Seams;
+use candlewick_ops::{AttentionSpec, Seqs, attention};
+
+/// The keys and values of one sequence, per block, in buffers of a fixed capacity.
+pub struct KvCache {
+    blocks: Vec<Mutex<BlockCache>>,
+    capacity: usize,
+}
+
+#[derive(Default)]
+struct BlockCache {
+    kv: Option<(Tensor, Tensor)>,
+    n_tokens: usize,
+}
+
+impl KvCache {
+    /// Makes an empty cache for `n_blocks` blocks and up to `capacity` tokens.
+    pub fn new(n_blocks: usize, capacity: usize) -> Self {
+        Self { blocks: (0..n_blocks).map(|_| Mutex::default()).collect(), capacity }
+    }
+
+    /// Returns the number of tokens seen by every block.
+    pub fn n_tokens(&self) -> usize {
+        self.blocks.iter().map(|block| lock(block).n_tokens).min().unwrap_or(0)
+    }
+}
+
+impl Seams for KvCache {
+    /// Appends the new keys and values of the one sequence and attends from the new queries to all of them.
+    fn attend(
+        &self,
+        block: usize,
+        q_thk: &Tensor,
+        k_thk: &Tensor,
+        v_thk: &Tensor,
+        _seqs: &Seqs,
+        spec: &AttentionSpec,
+    ) -> Result<Tensor> {
+        let n_new = q_thk.dim(0)?;
+        let mut cache = lock(&self.blocks[block]);
+        let n_seen = cache.n_tokens;
+        if n_seen + n_new > self.capacity {
+            candle_core::bail!("cache {} tokens: the capacity is {}", n_seen + n_new, self.capacity);
+        }
+        let buffers = match cache.kv.take() {
+            Some(buffers) => buffers,
+            None => (self.buffer(k_thk)?, self.buffer(v_thk)?),
+        };
+        buffers.0.slice_set(&k_thk.contiguous()?, 0, n_seen)?;
+        buffers.1.slice_set(&v_thk.contiguous()?, 0, n_seen)?;
+        let n_keys = n_seen + n_new;
+        let seqs = Seqs::with_keys(vec![0, n_new], vec![0, n_keys])?;
+        let out = attention(q_thk, &buffers.0.narrow(0, 0, n_keys)?, &buffers.1.narrow(0, 0, n_keys)?, &seqs, spec)?;
+        cache.kv = Some(buffers);
+        cache.n_tokens = n_keys;
+        Ok(out)
+    }
+}
+
+impl KvCache {
+    fn buffer(&self, like_thk: &Tensor) -> Result<Tensor> {
+        let (_, n_heads, head_dim) = like_thk.dims3()?;
+        Tensor::zeros((self.capacity, n_heads, head_dim), like_thk.dtype(), like_thk.device())
+    }
+}
+
+fn lock(block: &Mutex<BlockCache>) -> std::sync::MutexGuard<'_, BlockCache> {
+    block.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

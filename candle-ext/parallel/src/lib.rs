@@ -1,0 +1,13 @@
+//! Where each weight and activation lives, and when it moves: the block engine and the parameter store.
+//!
+//! No kernels and no family names: kernels are in `candlewick-ops`, what a block computes is in `candlewick-model`.
+
+mod engine;
+mod kv_cache;
+mod offload;
+mod store;
+mod tape;
+
+pub use engine::{Engine, Micro, Residency};
+pub use kv_cache::KvCache;
+pub use store::{Mode, ParamState, Resident};

@@ -1,0 +1,290 @@
+//! The parameters and their training state, resident on this device.
+//!
+//! A unit's parameters lie in flat buffers: frozen ones in the compute dtype; trainable ones as f32 masters with their
+//! f32 gradients and optimizer state, and a compute copy when the compute dtype is not f32. What an op gets is a
+//! zero-copy view. Within a flat trainable buffer the parameters with weight decay come first, so that one optimizer
+//! call serves each half.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_model::{Model, ParamSpec, Unit, Weights};
+use candlewick_ops::{AdamW, GradSink, Weight, adamw, copy_into, sum_of_squares, zero_};
+
+/// What the parameters are kept for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Trainable parameters have a master, a gradient and optimizer state.
+    Train,
+    /// Every parameter is only read.
+    Infer,
+}
+
+/// All parameters of a model on one device.
+pub struct Resident {
+    units: Vec<UnitStore>,
+}
+
+struct UnitStore {
+    unit: Unit,
+    slots: BTreeMap<String, Slot>,
+    frozen: Tensor,
+    trainable: Option<Trainable>,
+}
+
+#[derive(Clone)]
+struct Slot {
+    shape: Vec<usize>,
+    range: Range<usize>,
+    is_trainable: bool,
+}
+
+struct Trainable {
+    master: Tensor,
+    /// The copy that the ops read: the master itself when the compute dtype is f32.
+    compute: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    n_decayed: usize,
+}
+
+/// One trainable parameter with its state: f32 views of the parameter's shape, written in place.
+pub struct ParamState {
+    /// The parameter's Hugging Face name.
+    pub name: String,
+    /// The f32 weights that the optimizer updates.
+    pub master: Tensor,
+    /// The f32 gradient summed since [`Resident::zero_grads`].
+    pub grad: Tensor,
+    /// Adam's running mean of the gradient.
+    pub exp_avg: Tensor,
+    /// Adam's running mean of the squared gradient.
+    pub exp_avg_sq: Tensor,
+}
+
+impl Resident {
+    /// Allocates the buffers of `model`'s parameters, all zero. [`Resident::fill`] sets the weights.
+    pub fn new(model: &Model, dtype: DType, mode: Mode, device: &Device) -> Result<Self> {
+        let units = model.units().iter().map(|unit| UnitStore::new(unit, dtype, mode, device)).collect::<Result<_>>()?;
+        Ok(Self { units })
+    }
+
+    /// Sets every parameter from `source`, which may give any float dtype.
+    pub fn fill<E: From<candle_core::Error>>(
+        &self,
+        mut source: impl FnMut(&ParamSpec) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<(), E> {
+        for unit in &self.units {
+            for spec in &unit.unit.params {
+                let slot = &unit.slots[&spec.name];
+                copy_into(&unit.value(slot, Copy::Master)?, &source(spec)?)?;
+                if slot.is_trainable {
+                    unit.refresh(slot)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the weights of one unit with the sinks of the trainable ones: what a recorded forward needs.
+    pub fn fetch(&self, unit_idx: usize) -> Result<Weights> {
+        self.weights(unit_idx, Sinks::Attached)
+    }
+
+    /// Returns the weights of one unit without sinks: a forward through them records nothing.
+    pub fn fetch_frozen(&self, unit_idx: usize) -> Result<Weights> {
+        self.weights(unit_idx, Sinks::None)
+    }
+
+    fn weights(&self, unit_idx: usize, sinks: Sinks) -> Result<Weights> {
+        let store = &self.units[unit_idx];
+        let mut weights = BTreeMap::new();
+        for (name, slot) in &store.slots {
+            weights.insert(name.clone(), store.weight(slot, sinks)?);
+        }
+        for shared in &store.unit.shared {
+            let owner = &self.units[shared.unit];
+            weights.insert(shared.name.clone(), owner.weight(&owner.slots[&shared.name], sinks)?);
+        }
+        Weights::new(&store.unit, weights)
+    }
+
+    /// Returns every parameter as it is computed with, in model order.
+    pub fn values(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
+        self.units.iter().flat_map(|store| {
+            store.unit.params.iter().map(|spec| Ok((spec, store.value(&store.slots[&spec.name], Copy::Compute)?)))
+        })
+    }
+
+    /// Returns every parameter at its full precision (the master where there is one), in model order.
+    pub fn masters(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
+        self.units.iter().flat_map(|store| {
+            store.unit.params.iter().map(|spec| Ok((spec, store.value(&store.slots[&spec.name], Copy::Master)?)))
+        })
+    }
+
+    /// Returns the trainable parameters with their gradients and optimizer state, in model order.
+    pub fn states(&self) -> Result<Vec<ParamState>> {
+        let mut states = Vec::new();
+        for store in &self.units {
+            for spec in &store.unit.params {
+                let slot = &store.slots[&spec.name];
+                if let (true, Some(flat)) = (slot.is_trainable, &store.trainable) {
+                    states.push(ParamState {
+                        name: spec.name.clone(),
+                        master: slot.view(&flat.master)?,
+                        grad: slot.view(&flat.grad)?,
+                        exp_avg: slot.view(&flat.exp_avg)?,
+                        exp_avg_sq: slot.view(&flat.exp_avg_sq)?,
+                    });
+                }
+            }
+        }
+        Ok(states)
+    }
+
+    /// Rewrites the compute copies after the masters were set from outside.
+    pub fn refresh(&self) -> Result<()> {
+        for store in &self.units {
+            for slot in store.slots.values().filter(|slot| slot.is_trainable) {
+                store.refresh(slot)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets all gradients to zero.
+    pub fn zero_grads(&self) -> Result<()> {
+        self.trainables().try_for_each(|flat| zero_(&flat.grad))
+    }
+
+    /// Returns the square root of the sum of the squares of all gradients.
+    pub fn grad_norm(&self) -> Result<f64> {
+        let squares = self.trainables().map(|flat| sum_of_squares(&flat.grad)).sum::<Result<f64>>()?;
+        Ok(squares.sqrt())
+    }
+
+    /// Takes one AdamW step. Parameters that the model exempts (norms, biases) get no weight decay.
+    pub fn step(&self, hyper: &AdamW) -> Result<()> {
+        let exempt = AdamW { weight_decay: 0.0, ..hyper.clone() };
+        for flat in self.trainables() {
+            let n = flat.master.elem_count();
+            flat.step(hyper, 0..flat.n_decayed)?;
+            flat.step(&exempt, flat.n_decayed..n)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the number of parameters, and how many of them are trained.
+    pub fn counts(&self) -> (usize, usize) {
+        let trained = self.trainables().map(|flat| flat.master.elem_count()).sum::<usize>();
+        let frozen = self.units.iter().map(|store| store.frozen.elem_count()).sum::<usize>();
+        (trained + frozen, trained)
+    }
+
+    fn trainables(&self) -> impl Iterator<Item = &Trainable> {
+        self.units.iter().filter_map(|store| store.trainable.as_ref())
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Sinks {
+    Attached,
+    None,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Copy {
+    Master,
+    Compute,
+}
+
+impl UnitStore {
+    fn new(unit: &Unit, dtype: DType, mode: Mode, device: &Device) -> Result<Self> {
+        let is_trainable = |spec: &ParamSpec| mode == Mode::Train && spec.trainable;
+        let mut slots = BTreeMap::new();
+        let mut place = |kind: &dyn Fn(&ParamSpec) -> bool, start: usize| {
+            let mut end = start;
+            for spec in unit.params.iter().filter(|spec| kind(spec)) {
+                let range = end..end + spec.numel();
+                end = range.end;
+                slots.insert(
+                    spec.name.clone(),
+                    Slot { shape: spec.shape.clone(), range, is_trainable: is_trainable(spec) },
+                );
+            }
+            end
+        };
+        let n_frozen = place(&|spec| !is_trainable(spec), 0);
+        let n_decayed = place(&|spec| is_trainable(spec) && spec.decay, 0);
+        let n_trainable = place(&|spec| is_trainable(spec) && !spec.decay, n_decayed);
+        let trainable = match n_trainable {
+            0 => None,
+            n => Some(Trainable::new(n, n_decayed, dtype, device)?),
+        };
+        Ok(Self { unit: unit.clone(), slots, frozen: Tensor::zeros(n_frozen, dtype, device)?, trainable })
+    }
+
+    fn value(&self, slot: &Slot, copy: Copy) -> Result<Tensor> {
+        match (&self.trainable, slot.is_trainable, copy) {
+            (Some(flat), true, Copy::Master) => slot.view(&flat.master),
+            (Some(flat), true, Copy::Compute) => slot.view(&flat.compute),
+            _ => slot.view(&self.frozen),
+        }
+    }
+
+    fn weight(&self, slot: &Slot, sinks: Sinks) -> Result<Weight> {
+        let value = self.value(slot, Copy::Compute)?;
+        match &self.trainable {
+            Some(flat) if slot.is_trainable && sinks == Sinks::Attached => {
+                Ok(Weight::trainable(value, GradSink::new(slot.view(&flat.grad)?)?))
+            }
+            _ => Ok(Weight::frozen(value)),
+        }
+    }
+
+    fn refresh(&self, slot: &Slot) -> Result<()> {
+        match &self.trainable {
+            Some(flat) if flat.compute.dtype() != DType::F32 => {
+                copy_into(&slot.view(&flat.compute)?, &slot.view(&flat.master)?)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Slot {
+    fn view(&self, flat: &Tensor) -> Result<Tensor> {
+        flat.narrow(0, self.range.start, self.range.len())?.reshape(self.shape.as_slice())
+    }
+}
+
+impl Trainable {
+    fn new(n: usize, n_decayed: usize, dtype: DType, device: &Device) -> Result<Self> {
+        let zeros = || Tensor::zeros(n, DType::F32, device);
+        let master = zeros()?;
+        let compute = if dtype == DType::F32 { master.clone() } else { Tensor::zeros(n, dtype, device)? };
+        Ok(Self { master, compute, grad: zeros()?, exp_avg: zeros()?, exp_avg_sq: zeros()?, n_decayed })
+    }
+
+    fn step(&self, hyper: &AdamW, range: Range<usize>) -> Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
+        let part = |flat: &Tensor| flat.narrow(0, range.start, range.len());
+        let copy = match self.compute.dtype() {
+            DType::F32 => None,
+            _ => Some(part(&self.compute)?),
+        };
+        adamw(
+            hyper,
+            &part(&self.master)?,
+            &part(&self.grad)?,
+            &part(&self.exp_avg)?,
+            &part(&self.exp_avg_sq)?,
+            copy.as_ref(),
+        )
+    }
+}

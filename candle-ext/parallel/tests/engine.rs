@@ -1,0 +1,224 @@
+//! The engine's loss and gradients, whatever each block keeps and however the tokens are batched.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_comm::Solo;
+use candlewick_model::{Config, Cx, LoraConfig, Model, OneDevice};
+use candlewick_ops::{AdamW, CrossEntropy, Reduction, Seqs, Upstream, cotangent, linear_cross_entropy};
+use candlewick_parallel::{Engine, KvCache, Micro, Mode, Resident, Residency};
+use rand::{Rng, SeedableRng};
+use serde_json::json;
+
+const VOCAB: u32 = 50;
+
+fn config(tied: bool) -> Config {
+    Config::from_json(json!({
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": tied, "initializer_range": 0.2
+    }))
+    .unwrap()
+}
+
+fn engine(model: Model, dtype: DType, residency: Residency) -> Engine {
+    let store = Resident::new(&model, dtype, Mode::Train, &Device::Cpu).unwrap();
+    store
+        .fill(|spec| {
+            let mut values = vec![0f32; spec.numel()];
+            spec.initialise(3, &mut values);
+            if spec.name.ends_with("lora_B.weight") {
+                values.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 * 0.7).sin() * 0.1);
+            }
+            Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
+        })
+        .unwrap();
+    let plan = vec![residency; model.n_blocks()];
+    Engine::new(model, store, plan, Arc::new(Solo), Device::Cpu)
+}
+
+fn micro(sequences: &[Vec<(u32, i64)>]) -> Micro {
+    let mut ends = vec![0];
+    let (mut ids, mut targets, mut positions) = (Vec::new(), Vec::new(), Vec::new());
+    for sequence in sequences {
+        for (position, &(id, target)) in sequence.iter().enumerate() {
+            ids.push(id);
+            targets.push(target);
+            positions.push(position as u32);
+        }
+        ends.push(ids.len());
+    }
+    Micro {
+        ids: Tensor::new(ids, &Device::Cpu).unwrap(),
+        targets: Tensor::new(targets, &Device::Cpu).unwrap(),
+        positions,
+        seqs: Seqs::packed(ends).unwrap(),
+    }
+}
+
+fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
+    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(11);
+    let mut token = || {
+        let target = if rng.random_bool(0.3) { Micro::IGNORED } else { i64::from(rng.random_range(0..VOCAB)) };
+        (rng.random_range(0..VOCAB), target)
+    };
+    lengths.iter().map(|&n| (0..n).map(|_| token()).collect()).collect()
+}
+
+fn n_targets(sequences: &[Vec<(u32, i64)>]) -> f64 {
+    sequences.iter().flatten().filter(|(_, target)| *target != Micro::IGNORED).count() as f64
+}
+
+fn flat(x: &Tensor) -> Vec<f32> {
+    x.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
+}
+
+fn grads(engine: &Engine) -> Vec<(String, Vec<f32>)> {
+    engine.store().states().unwrap().into_iter().map(|state| (state.name, flat(&state.grad))).collect()
+}
+
+#[track_caller]
+fn assert_close(ours: &[(String, Vec<f32>)], other: &[(String, Vec<f32>)], bound: f64) {
+    assert_eq!(ours.len(), other.len());
+    for ((name, a), (_, b)) in ours.iter().zip(other) {
+        let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();
+        let difference = norm(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
+        let scale = norm(&mut b.iter().map(|&b| f64::from(b)));
+        assert!(scale > 0.0, "{name} has no gradient");
+        assert!(difference <= bound * scale, "{name}: {:e}", difference / scale);
+    }
+}
+
+#[test]
+fn what_a_block_keeps_changes_nothing() {
+    let batch = sequences(&[7, 1, 12]);
+    let run = |residency| {
+        let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, residency);
+        let loss = engine.forward_backward(&micro(&batch), 1.0 / n_targets(&batch)).unwrap();
+        (loss, grads(&engine))
+    };
+    let keep = run(Residency::Keep);
+    assert!(keep.0.is_finite() && keep.0 > 0.0);
+    assert!(keep == run(Residency::Recompute));
+    assert!(keep == run(Residency::Offload));
+}
+
+#[test]
+fn the_engines_gradient_is_the_whole_graphs_gradient() {
+    for tied in [true, false] {
+        let batch = sequences(&[9, 5]);
+        let scale = 1.0 / n_targets(&batch);
+        let by_block = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
+        by_block.forward_backward(&micro(&batch), scale).unwrap();
+
+        let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
+        let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
+        let (cos, sin) = model.rope(&micro.positions, &Device::Cpu).unwrap();
+        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, seams: &OneDevice };
+        let mut x = model.embed(&store.fetch(0).unwrap(), &micro.ids).unwrap();
+        for block_idx in 0..model.n_blocks() {
+            x = model.block(block_idx, &store.fetch(block_idx + 1).unwrap(), &x, &cx).unwrap();
+        }
+        let head = store.fetch(model.n_blocks() + 1).unwrap();
+        let normed = model.norm(&head, &x).unwrap();
+        let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 3 };
+        let lm_head = model.lm_head(&head).unwrap();
+        let upstream = Upstream::Scalar(scale);
+        let out = linear_cross_entropy(&normed.detach(), &lm_head, &micro.targets, &spec, upstream).unwrap();
+        cotangent(&normed, &out.dx.unwrap()).unwrap().backward().unwrap();
+        assert_close(&grads(&by_block), &grads(&whole), 1e-6);
+    }
+}
+
+/// One step's batch as micro-batches of packed or padded sequences gives one loss and one gradient.
+#[test]
+fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {
+    let batch = sequences(&[7, 3, 12, 5]);
+    let padded: Vec<_> = batch
+        .iter()
+        .map(|sequence| {
+            let mut sequence = sequence.clone();
+            sequence.resize(16, (0, Micro::IGNORED));
+            sequence
+        })
+        .collect();
+    let run = |micros: Vec<Micro>| {
+        let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, Residency::Recompute);
+        let scale = 1.0 / n_targets(&batch);
+        let loss: f64 = micros.iter().map(|micro| engine.forward_backward(micro, scale).unwrap()).sum();
+        (loss, grads(&engine))
+    };
+    let together = run(vec![micro(&batch)]);
+    let apart = batch.chunks(1).map(micro).collect();
+    let in_twos = batch.chunks(2).map(micro).collect();
+    for other in [apart, in_twos, vec![micro(&padded)], padded.chunks(1).map(micro).collect()] {
+        let other = run(other);
+        assert!((together.0 - other.0).abs() <= 1e-6 * together.0, "{} {}", together.0, other.0);
+        assert_close(&other.1, &together.1, 1e-5);
+    }
+}
+
+#[test]
+fn the_loss_without_a_tape_is_the_loss_with_one() {
+    let batch = sequences(&[6, 9]);
+    let engine = engine(Model::new(config(false), None).unwrap(), DType::F32, Residency::Keep);
+    let with = engine.forward_backward(&micro(&batch), 1.0).unwrap();
+    let before = grads(&engine);
+    assert_eq!(engine.loss(&micro(&batch)).unwrap(), with);
+    assert!(before == grads(&engine), "an evaluation touched the gradients");
+}
+
+#[test]
+fn an_adapters_base_has_no_gradient_and_its_factors_do() {
+    let lora = LoraConfig::from_json(json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}));
+    let model = Model::new(config(true), Some(lora.unwrap())).unwrap();
+    let engine = engine(model, DType::F32, Residency::Recompute);
+    let batch = sequences(&[8]);
+    engine.forward_backward(&micro(&batch), 1.0).unwrap();
+    let grads = grads(&engine);
+    assert_eq!(grads.len(), 3 * 7 * 2);
+    for (name, grad) in &grads {
+        assert!(name.contains("lora_"), "{name} is trained");
+        assert!(grad.iter().any(|g| *g != 0.0), "{name} has no gradient");
+    }
+}
+
+#[test]
+fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
+    let engine = engine(Model::new(config(true), None).unwrap(), DType::BF16, Residency::Keep);
+    let batch = sequences(&[10, 10]);
+    let scale = 1.0 / n_targets(&batch);
+    let mut losses = Vec::new();
+    for step in 1..=8 {
+        engine.store().zero_grads().unwrap();
+        losses.push(engine.forward_backward(&micro(&batch), scale).unwrap());
+        let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, step, grad_scale: 1.0 };
+        engine.store().step(&hyper).unwrap();
+    }
+    assert!(losses[7] < 0.8 * losses[0], "{losses:?}");
+    for (master, copy) in engine.store().masters().zip(engine.store().values()) {
+        let (master, copy) = (master.unwrap().1, copy.unwrap().1);
+        assert_eq!((master.dtype(), copy.dtype()), (DType::F32, DType::BF16));
+        assert_eq!(flat(&master.to_dtype(DType::BF16).unwrap()), flat(&copy));
+    }
+}
+
+#[test]
+fn a_cache_gives_the_logits_of_the_whole_sequence() {
+    let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, Residency::Keep);
+    let ids: Vec<u32> = (0..11).map(|i| (i * 7) % VOCAB).collect();
+    let cache = KvCache::new(engine.model().n_blocks(), ids.len());
+    let mut cached = engine.next_logits(&ids[..4], 0, &cache).unwrap();
+    for (i, id) in ids.iter().enumerate().skip(4) {
+        cached = engine.next_logits(&[*id], i, &cache).unwrap();
+    }
+    assert_eq!(cache.n_tokens(), ids.len());
+    let whole = engine.next_logits(&ids, 0, &OneDevice).unwrap();
+    let (cached, whole) = (flat(&cached), flat(&whole));
+    for (a, b) in cached.iter().zip(&whole) {
+        assert!((a - b).abs() < 1e-4 * (1.0 + b.abs()), "{a} {b}");
+    }
+    assert!(engine.next_logits(&[1], ids.len(), &cache).is_err(), "the cache is full");
+}

@@ -1,0 +1,161 @@
+//! What a chat data set holds once its format is understood: messages and the tools offered.
+//! A message is kept as the JSON object a chat template sees, with every extra key in its place.
+//! Reading rows into conversations is `format`'s; turning them into ids is `render`'s.
+
+use serde::Serialize;
+use serde_json::{Map, Value as Json};
+
+/// A chat: messages in order, and the tool definitions the model was offered, if any.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Conversation {
+    /// The messages, oldest first.
+    pub messages: Vec<Message>,
+    /// Tool definitions as chat templates expect them: a list of JSON schemas.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tools: Option<Json>,
+}
+
+impl Conversation {
+    /// A conversation without tools.
+    pub fn new(messages: impl IntoIterator<Item = Message>) -> Self {
+        let messages = messages.into_iter().collect();
+        Self { messages, tools: None }
+    }
+
+    /// The same conversation with these tool definitions offered.
+    #[must_use]
+    pub fn with_tools(self, tools: Json) -> Self {
+        Self { tools: Some(tools), ..self }
+    }
+
+    /// Whether any message is the assistant's, that is, whether there is something to learn.
+    pub fn has_assistant(&self) -> bool {
+        self.messages.iter().any(Message::is_assistant)
+    }
+}
+
+/// One message: a JSON object with a `role`, a `content` (text, a list of parts, or null beside
+/// tool calls) and any further keys (`tool_calls`, `reasoning_content`, `name`, ...).
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct Message(Map<String, Json>);
+
+/// Why a JSON object is not a message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MessageError {
+    /// There is no `role`, or it is not text.
+    #[error("read a message: key `role` is {found}, expected a text such as \"user\"")]
+    Role {
+        /// What stands there instead.
+        found: &'static str,
+    },
+    /// `content` has a type no chat template reads.
+    #[error(
+        "read a {role} message: key `content` is {found}, expected a text or a list of parts \
+         (null only beside `tool_calls`)"
+    )]
+    Content {
+        /// The message's role.
+        role: String,
+        /// What stands there instead.
+        found: &'static str,
+    },
+}
+
+impl Message {
+    /// A plain text message.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        let mut fields = Map::new();
+        fields.insert("role".into(), Json::String(role.into()));
+        fields.insert("content".into(), Json::String(content.into()));
+        Self(fields)
+    }
+
+    /// Takes a JSON object as a message, keys in the order they came.
+    pub fn from_fields(fields: Map<String, Json>) -> Result<Self, MessageError> {
+        let Some(Json::String(role)) = fields.get("role") else {
+            return Err(MessageError::Role { found: kind(fields.get("role")) });
+        };
+        let is_content = match fields.get("content") {
+            Some(Json::String(_) | Json::Array(_)) => true,
+            Some(Json::Null) | None => fields.get("tool_calls").is_some_and(Json::is_array),
+            Some(_) => false,
+        };
+        if !is_content {
+            let found = kind(fields.get("content"));
+            return Err(MessageError::Content { role: role.clone(), found });
+        }
+        Ok(Self(fields))
+    }
+
+    /// The same message with one more key, or another value for it.
+    #[must_use]
+    pub fn with(mut self, key: impl Into<String>, value: Json) -> Self {
+        self.0.insert(key.into(), value);
+        self
+    }
+
+    /// Who speaks: `system`, `user`, `assistant`, `tool`, ...
+    pub fn role(&self) -> &str {
+        self.0.get("role").and_then(Json::as_str).unwrap_or_default()
+    }
+
+    /// The content where it is plain text.
+    pub fn text(&self) -> Option<&str> {
+        self.0.get("content").and_then(Json::as_str)
+    }
+
+    /// Whether the model is the one who speaks.
+    pub fn is_assistant(&self) -> bool {
+        self.role() == "assistant"
+    }
+
+    /// Every key of the message, in order.
+    pub fn fields(&self) -> &Map<String, Json> {
+        &self.0
+    }
+}
+
+fn kind(value: Option<&Json>) -> &'static str {
+    match value {
+        None => "missing",
+        Some(Json::Null) => "null",
+        Some(Json::Bool(_)) => "a truth value",
+        Some(Json::Number(_)) => "a number",
+        Some(Json::String(_)) => "a text",
+        Some(Json::Array(_)) => "a list",
+        Some(Json::Object(_)) => "an object",
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn parse(json: &str) -> Result<Message, String> {
+        let Json::Object(fields) = serde_json::from_str(json).unwrap() else { panic!("{json}") };
+        Message::from_fields(fields).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn extra_keys_keep_their_order() {
+        let json = r#"{"name":"a","role":"tool","z":1,"content":[{"type":"text"}],"b":null}"#;
+        assert_eq!(serde_json::to_string(&parse(json).unwrap()).unwrap(), json);
+    }
+
+    #[test]
+    fn null_content_stands_only_beside_tool_calls() {
+        assert!(parse(r#"{"role":"assistant","content":null,"tool_calls":[]}"#).is_ok());
+        let error = parse(r#"{"role":"assistant","content":null}"#).unwrap_err();
+        assert!(error.contains("assistant message: key `content` is null"), "{error}");
+        let error = parse(r#"{"role":"user","content":3}"#).unwrap_err();
+        assert!(error.contains("is a number"), "{error}");
+    }
+
+    #[test]
+    fn a_role_must_be_text() {
+        assert!(parse(r#"{"content":"x"}"#).unwrap_err().contains("`role` is missing"));
+        assert!(parse(r#"{"role":1,"content":"x"}"#).unwrap_err().contains("`role` is a number"));
+    }
+}

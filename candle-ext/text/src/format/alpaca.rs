@@ -1,0 +1,71 @@
+//! Alpaca's form: an instruction, an input to it, the output; earlier turns in `history`.
+//!
+//! In chat form the user says the instruction and, on the next line, the input.
+
+use serde_json::Value;
+
+use super::Document;
+use super::chat::conversation;
+use super::error::{Fault, optional_text, text};
+use crate::conversation::Message;
+use crate::source::Row;
+
+/// The columns of an instruction data set.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Alpaca {
+    /// What is to be done.
+    pub instruction: String,
+    /// What it is to be done with, if there is such a column.
+    pub input: Option<String>,
+    /// The answer.
+    pub output: String,
+    /// Earlier turns: a list of `[user, assistant]`.
+    pub history: Option<String>,
+}
+
+impl Alpaca {
+    pub(crate) fn columns(&self) -> Vec<String> {
+        let all = [Some(&self.instruction), self.input.as_ref(), Some(&self.output), self.history.as_ref()];
+        all.into_iter().flatten().cloned().collect()
+    }
+
+    pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
+        let mut messages = match &self.history {
+            Some(column) => history(row, column)?,
+            None => Vec::new(),
+        };
+        let instruction = text(row, &self.instruction)?;
+        let input = match &self.input {
+            Some(column) => optional_text(row, column)?,
+            None => "",
+        };
+        let asked = match (instruction.is_empty(), input.is_empty()) {
+            (_, true) => instruction.to_owned(),
+            (true, false) => input.to_owned(),
+            (false, false) => format!("{instruction}\n{input}"),
+        };
+        messages.push(Message::new("user", asked));
+        messages.push(Message::new("assistant", text(row, &self.output)?));
+        Ok(Document::Conversation(conversation(row, messages)?))
+    }
+}
+
+fn history(row: &Row, column: &str) -> Result<Vec<Message>, Fault> {
+    let turns = match row.get(column) {
+        None | Some(Value::Null) => return Ok(Vec::new()),
+        Some(Value::Array(turns)) => turns,
+        other => return Err(Fault::type_of(column, other, "a list of [user, assistant] texts")),
+    };
+    let mut messages = Vec::new();
+    for (idx, turn) in turns.iter().enumerate() {
+        let texts: Option<Vec<&str>> =
+            turn.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
+        let Some(&[user, assistant]) = texts.as_deref() else {
+            let problem = format!("column `{column}`, item {idx} is not a pair of texts");
+            return Err(Fault::new(problem, "write earlier turns as [[\"user\", \"assistant\"], ...]"));
+        };
+        messages.push(Message::new("user", user));
+        messages.push(Message::new("assistant", assistant));
+    }
+    Ok(messages)
+}

@@ -1,0 +1,295 @@
+//! Which format a data set has: what the recipe says, else what its first rows look like.
+
+use serde_json::Value;
+
+use super::known::known_role_mapping;
+use super::{Alpaca, Format, FormatError, Messages, Pairs, RoleMapping, ShareGpt, TextColumn};
+use crate::source::{Row, Source};
+
+/// What the recipe says about the columns of a data set; the default says nothing.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct FormatRequest {
+    /// What the documents are for.
+    pub purpose: Purpose,
+    /// A format by name.
+    pub format: Option<String>,
+    /// Role to path, in the order the roles speak.
+    pub role_mapping: Vec<(String, String)>,
+    /// The key of an item's text in a mapped list.
+    pub content_key: Option<String>,
+    /// The column of plain text, or of the messages.
+    pub column: Option<String>,
+    /// The Hub id, which names the columns of some data sets.
+    pub id: Option<String>,
+}
+
+/// What documents are for, which decides what a column named `text` is worth.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Purpose {
+    /// Chats and answers; plain text only if there is nothing else.
+    #[default]
+    Instruct,
+    /// Plain text.
+    Causal,
+}
+
+/// The names a recipe may give.
+const NAMES: [&str; 5] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text"];
+const CHAT_COLUMNS: [&str; 6] =
+    ["messages", "conversations", "conversation", "chat", "dialogue", "dialog"];
+const INPUTS: [&str; 2] = ["input", "context"];
+const OUTPUTS: [&str; 2] = ["output", "response"];
+const PAIRS: [(&str, &str); 9] = [
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("user", "assistant"),
+    ("input", "output"),
+];
+/// How many rows are looked at: JSON rows may leave columns out.
+const N_LOOKED_AT: usize = 16;
+
+pub(crate) fn find(request: &FormatRequest, source: &dyn Source) -> Result<Format, FormatError> {
+    let sight = Sight::of(source)?;
+    let format = if !request.role_mapping.is_empty() {
+        mapped(&sight, &request.role_mapping, request.content_key.as_deref())?
+    } else if let Some(name) = &request.format {
+        by_name(&sight, name, request)?
+    } else if let Some(known) = request.id.as_deref().and_then(known_role_mapping) {
+        let own = |(role, path): &(&str, &str)| ((*role).to_owned(), (*path).to_owned());
+        let roles: Vec<_> = known.iter().map(own).collect();
+        mapped(&sight, &roles, request.content_key.as_deref())?
+    } else if request.purpose == Purpose::Causal {
+        text(&sight, request)?
+    } else if let Some(column) = &request.column {
+        chat_in(&sight, sight.require(column)?).unwrap_or_else(|| text_in(column))
+    } else {
+        by_sight(&sight)?
+    };
+    for (row, place) in sight.rows.iter().zip(&sight.places).take(1) {
+        format.parse(row).map_err(|fault| FormatError::Row {
+            place: place.clone(),
+            format: format.name(),
+            problem: fault.problem,
+            fix: fault.fix,
+        })?;
+    }
+    Ok(format)
+}
+
+/// The first rows of a data set.
+struct Sight {
+    rows: Vec<Row>,
+    places: Vec<String>,
+    columns: Vec<String>,
+}
+
+impl Sight {
+    fn of(source: &dyn Source) -> Result<Self, FormatError> {
+        let n_rows = source.len().min(N_LOOKED_AT);
+        let rows = (0..n_rows).map(|i| source.row(i)).collect::<Result<Vec<_>, _>>()?;
+        let mut columns: Vec<String> = Vec::new();
+        for column in rows.iter().flat_map(Row::keys) {
+            if !columns.contains(column) {
+                columns.push(column.clone());
+            }
+        }
+        let places = (0..n_rows).map(|i| source.locate(i)).collect();
+        Ok(Self { rows, places, columns })
+    }
+
+    fn has(&self, column: &str) -> bool {
+        self.columns.iter().any(|own| own == column)
+    }
+
+    fn first_of<'a>(&self, columns: &[&'a str]) -> Option<&'a str> {
+        columns.iter().copied().find(|column| self.has(column))
+    }
+
+    fn require<'a>(&self, column: &'a str) -> Result<&'a str, FormatError> {
+        if self.has(column) {
+            return Ok(column);
+        }
+        Err(self.unknown(format!("there is no column {column:?}{}", self.near(column))))
+    }
+
+    /// A value of the column that is not null.
+    fn value(&self, column: &str) -> Option<&Value> {
+        self.rows.iter().filter_map(|row| row.get(column)).find(|value| !value.is_null())
+    }
+
+    fn near(&self, wanted: &str) -> String {
+        let score = |own: &String| strsim::jaro_winkler(&own.to_lowercase(), wanted);
+        let near = self.columns.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
+        near.filter(|own| score(own) > 0.8)
+            .map_or(String::new(), |own| format!("; did you mean {own:?}?"))
+    }
+
+    fn unknown(&self, problem: String) -> FormatError {
+        FormatError::Unknown {
+            place: self.places.first().cloned().unwrap_or_else(|| "an empty data set".into()),
+            problem,
+            columns: self.columns.join(", "),
+            help: "known: messages (role, content), sharegpt (from, value), alpaca (instruction, \
+                   input, output), prompt and completion (also question and answer), text; or say \
+                   it: role_mapping: {user: COLUMN, assistant: COLUMN}, or column: COLUMN for \
+                   plain text"
+                .into(),
+        }
+    }
+}
+
+fn by_name(sight: &Sight, name: &str, request: &FormatRequest) -> Result<Format, FormatError> {
+    let column = request.column.as_deref();
+    let missing = |wanted: &str| sight.unknown(format!("it has no columns for {name}: {wanted}"));
+    match name {
+        "messages" | "openai" | "chatml" => {
+            let column = column.or_else(|| sight.first_of(&CHAT_COLUMNS));
+            let column = sight.require(column.unwrap_or("messages"))?.to_owned();
+            Ok(Format::Messages(Messages { column }))
+        }
+        "sharegpt" => {
+            let column = column.or_else(|| sight.first_of(&["conversations", "conversation", "messages"]));
+            let column = sight.require(column.unwrap_or("conversations"))?.to_owned();
+            Ok(Format::ShareGpt(ShareGpt { column }))
+        }
+        "alpaca" => alpaca(sight).ok_or_else(|| missing("instruction, output")),
+        "prompt_completion" | "prompt-completion" | "prompt/completion" => {
+            pairs(sight)?.ok_or_else(|| missing("prompt, completion"))
+        }
+        "text" => text(sight, request),
+        other => {
+            let near = NAMES.iter().max_by(|a, b| {
+                strsim::jaro_winkler(a, other).total_cmp(&strsim::jaro_winkler(b, other))
+            });
+            let near = near.map_or("", |near| near);
+            let problem = format!(
+                "{other:?} is not a format; did you mean {near:?}? There are: {}",
+                NAMES.join(", ")
+            );
+            Err(FormatError::Request { key: "format", problem })
+        }
+    }
+}
+
+fn by_sight(sight: &Sight) -> Result<Format, FormatError> {
+    if let Some(format) = chat(sight)? {
+        return Ok(format);
+    }
+    if sight.has("chosen") && sight.has("rejected") {
+        let problem = "its rows are preferences (chosen, rejected), not answers to learn".to_owned();
+        return Err(sight.unknown(problem));
+    }
+    if let Some(format) = alpaca(sight) {
+        return Ok(format);
+    }
+    if let Some(format) = pairs(sight)? {
+        return Ok(format);
+    }
+    if sight.has("text") {
+        return Ok(text_in("text"));
+    }
+    Err(sight.unknown(format!("its columns are of no known format{}", nearest(sight))))
+}
+
+/// The column that is nearly one that would do.
+fn nearest(sight: &Sight) -> String {
+    let known = CHAT_COLUMNS.iter().chain(&["instruction", "prompt", "completion", "question", "text"]);
+    let near = known
+        .flat_map(|known| sight.columns.iter().map(move |own| (known, own)))
+        .map(|(known, own)| (strsim::jaro_winkler(known, &own.to_lowercase()), known, own))
+        .filter(|(score, ..)| *score > 0.85)
+        .max_by(|a, b| a.0.total_cmp(&b.0));
+    near.map_or(String::new(), |(_, known, own)| format!("; {own:?} is near {known:?}"))
+}
+
+fn chat(sight: &Sight) -> Result<Option<Format>, FormatError> {
+    let found: Vec<(&str, Format)> = CHAT_COLUMNS
+        .iter()
+        .filter_map(|column| Some((*column, chat_in(sight, column)?)))
+        .collect();
+    match found.as_slice() {
+        [] => Ok(None),
+        [(_, format)] => Ok(Some(format.clone())),
+        several => {
+            let columns: Vec<_> = several.iter().map(|(column, _)| *column).collect();
+            let columns = columns.join(" and ");
+            Err(sight.unknown(format!("{columns} both hold chats; name one with column: ...")))
+        }
+    }
+}
+
+/// How the list in `column` is read, by the keys of its items.
+fn chat_in(sight: &Sight, column: &str) -> Option<Format> {
+    let value = sight.value(column)?;
+    let parsed;
+    let items = match value {
+        Value::Array(items) => items,
+        Value::String(text) => {
+            parsed = serde_json::from_str::<Vec<Value>>(text).ok()?;
+            &parsed
+        }
+        _ => return None,
+    };
+    let column = column.to_owned();
+    match items.first() {
+        None => Some(Format::Messages(Messages { column })),
+        Some(item) if item.get("role").is_some() => Some(Format::Messages(Messages { column })),
+        Some(item) if item.get("from").is_some() => Some(Format::ShareGpt(ShareGpt { column })),
+        Some(_) => None,
+    }
+}
+
+fn alpaca(sight: &Sight) -> Option<Format> {
+    let output = sight.first_of(&OUTPUTS)?;
+    sight.has("instruction").then(|| {
+        Format::Alpaca(Alpaca {
+            instruction: "instruction".into(),
+            input: sight.first_of(&INPUTS).map(str::to_owned),
+            output: output.into(),
+            history: sight.first_of(&["history"]).map(str::to_owned),
+        })
+    })
+}
+
+fn pairs(sight: &Sight) -> Result<Option<Format>, FormatError> {
+    let found: Vec<_> = PAIRS.iter().filter(|(p, c)| sight.has(p) && sight.has(c)).collect();
+    match found.as_slice() {
+        [] => Ok(None),
+        [(prompt, completion)] => Ok(Some(Format::Pairs(Pairs {
+            prompt: (*prompt).into(),
+            completion: (*completion).into(),
+        }))),
+        several => {
+            let names: Vec<_> = several.iter().map(|(p, c)| format!("{p} and {c}")).collect();
+            Err(sight.unknown(format!(
+                "several of its columns could be prompt and completion: {}",
+                names.join("; ")
+            )))
+        }
+    }
+}
+
+fn text(sight: &Sight, request: &FormatRequest) -> Result<Format, FormatError> {
+    Ok(text_in(sight.require(request.column.as_deref().unwrap_or("text"))?))
+}
+
+fn text_in(column: &str) -> Format {
+    Format::Text(TextColumn { column: column.to_owned() })
+}
+
+fn mapped(
+    sight: &Sight,
+    roles: &[(String, String)],
+    content_key: Option<&str>,
+) -> Result<Format, FormatError> {
+    let mapping = RoleMapping::new(roles, content_key)?;
+    for column in mapping.columns() {
+        sight.require(column)?;
+    }
+    Ok(Format::Mapped(mapping))
+}

@@ -1,0 +1,169 @@
+//! The cache layout that all Hub tools share: `blobs/<etag>`, `snapshots/<commit>/<path>` links to
+//! them, `refs/<revision>` names the commit, `.locks` keeps two downloads of one blob apart.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Component, Path, PathBuf};
+
+use super::{HubError, Listed, RepoId};
+
+pub(crate) struct Cache {
+    root: PathBuf,
+}
+
+impl Cache {
+    pub(crate) fn new(root: &Path) -> Self {
+        Self { root: root.to_owned() }
+    }
+
+    pub(crate) fn snapshot(&self, repo: &RepoId, commit: &str) -> PathBuf {
+        self.root.join(repo.folder()).join("snapshots").join(commit)
+    }
+
+    pub(crate) fn pointer(&self, repo: &RepoId, commit: &str, path: &str) -> PathBuf {
+        self.snapshot(repo, commit).join(path)
+    }
+
+    pub(crate) fn blob(&self, repo: &RepoId, etag: &str) -> PathBuf {
+        self.root.join(repo.folder()).join("blobs").join(etag)
+    }
+
+    /// The commit that `revision` was when it was last asked for.
+    pub(crate) fn commit_of(&self, repo: &RepoId, revision: &str) -> Option<String> {
+        if is_commit(revision) {
+            return Some(revision.to_owned());
+        }
+        let commit = fs::read_to_string(self.ref_path(repo, revision)?).ok()?;
+        Some(commit.trim().to_owned()).filter(|commit| is_commit(commit))
+    }
+
+    /// Notes that `revision` is `commit` now.
+    pub(crate) fn set_commit(
+        &self,
+        repo: &RepoId,
+        revision: &str,
+        commit: &str,
+    ) -> Result<(), HubError> {
+        match self.ref_path(repo, revision).filter(|_| !is_commit(revision)) {
+            Some(path) => replace(&path, |temporary| fs::write(temporary, commit)),
+            None => Ok(()),
+        }
+    }
+
+    /// All files of a snapshot that lead to a blob.
+    pub(crate) fn files(&self, repo: &RepoId, commit: &str) -> Result<Vec<Listed>, HubError> {
+        let root = self.snapshot(repo, commit);
+        let mut files = Vec::new();
+        let mut folders = vec![String::new()];
+        while let Some(folder) = folders.pop() {
+            let path = root.join(&folder);
+            let entries = match fs::read_dir(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                entries => entries.map_err(|e| HubError::cache(&path, e))?,
+            };
+            for entry in entries.flatten() {
+                let name = format!("{folder}{}", entry.file_name().to_string_lossy());
+                match fs::metadata(entry.path()) {
+                    Ok(found) if found.is_dir() => folders.push(format!("{name}/")),
+                    Ok(found) => files.push(Listed { path: name, size: found.len() }),
+                    Err(_) => {}
+                }
+            }
+        }
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(files)
+    }
+
+    /// Says whether the file is here with its listed size. One of another size is removed.
+    pub(crate) fn holds(
+        &self,
+        repo: &RepoId,
+        commit: &str,
+        listed: &Listed,
+    ) -> Result<bool, HubError> {
+        let pointer = self.pointer(repo, commit, &listed.path);
+        match fs::metadata(&pointer) {
+            Ok(found) if found.len() == listed.size => Ok(true),
+            Ok(found) => {
+                let (size, file) = (found.len(), &listed.path);
+                tracing::warn!("cached {file} has {size} bytes, not {}: removed", listed.size);
+                if let Ok(blob) = fs::canonicalize(&pointer) {
+                    fs::remove_file(&blob).map_err(|e| HubError::cache(blob, e))?;
+                }
+                Ok(false)
+            }
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// The etag under which a file of an earlier snapshot is kept.
+    pub(crate) fn etag(&self, repo: &RepoId, commit: &str, path: &str) -> Option<String> {
+        let blob = fs::canonicalize(self.pointer(repo, commit, path)).ok()?;
+        Some(blob.file_name()?.to_str()?.to_owned())
+    }
+
+    /// Keeps other threads and processes from the blob until the lock is dropped.
+    pub(crate) fn lock(&self, repo: &RepoId, etag: &str) -> Result<File, HubError> {
+        let path = self.root.join(".locks").join(repo.folder()).join(format!("{etag}.lock"));
+        make_parent(&path)?;
+        let file = File::create(&path).map_err(|e| HubError::cache(&path, e))?;
+        file.lock().map_err(|e| HubError::cache(&path, e))?;
+        Ok(file)
+    }
+
+    /// Puts the link to a blob into a snapshot.
+    pub(crate) fn link(
+        &self,
+        repo: &RepoId,
+        commit: &str,
+        path: &str,
+        etag: &str,
+    ) -> Result<(), HubError> {
+        let pointer = self.pointer(repo, commit, path);
+        let blob = self.blob(repo, etag);
+        let up = "../".repeat(2 + path.split('/').count() - 1);
+        let relative = format!("{up}blobs/{etag}");
+        replace(&pointer, |temporary| point(&blob, &relative, temporary))
+    }
+
+    fn ref_path(&self, repo: &RepoId, revision: &str) -> Option<PathBuf> {
+        is_inside(revision).then(|| self.root.join(repo.folder()).join("refs").join(revision))
+    }
+}
+
+/// Says whether a path from the outside stays inside the folder it is joined to.
+pub(crate) fn is_inside(path: &str) -> bool {
+    let mut parts = Path::new(path).components().peekable();
+    parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)))
+}
+
+pub(crate) fn is_commit(revision: &str) -> bool {
+    revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+pub(crate) fn make_parent(path: &Path) -> Result<(), HubError> {
+    let parent = path.parent().unwrap_or(path);
+    fs::create_dir_all(parent).map_err(|e| HubError::cache(parent, e))
+}
+
+/// Writes beside `path` and renames over it, so that nobody sees it half done.
+fn replace(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), HubError> {
+    make_parent(path)?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let thread = std::thread::current().id();
+    let temporary = path.with_file_name(format!(".{name}.{}.{thread:?}", std::process::id()));
+    let _ = fs::remove_file(&temporary);
+    write(&temporary)
+        .and_then(|()| fs::rename(&temporary, path))
+        .map_err(|e| HubError::cache(path, e))
+}
+
+#[cfg(unix)]
+fn point(_: &Path, relative: &str, link: &Path) -> io::Result<()> {
+    std::os::unix::fs::symlink(relative, link)
+}
+
+#[cfg(not(unix))]
+fn point(blob: &Path, _: &str, link: &Path) -> io::Result<()> {
+    fs::copy(blob, link).map(|_| ())
+}

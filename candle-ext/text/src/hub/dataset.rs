@@ -1,0 +1,130 @@
+//! A data set's rows: from a path that exists here, else from the Hub's files for a split.
+
+use std::path::Path;
+
+use super::{Hub, HubError, Listing, RepoId, RepoKind};
+use crate::format::known_split_mapping;
+use crate::source::{
+    Card, Kind, LocalRequest, ReadOptions, Source, Spec, SplitPart, SplitQuery, choose, join,
+    open_files, open_local, slice,
+};
+
+/// A data set and the rows wanted of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DatasetRequest {
+    /// The name, and the splits as written.
+    pub spec: Spec,
+    /// The branch, tag or commit; `main` if missing.
+    pub revision: Option<String>,
+    /// The configuration (`subset`).
+    pub config: Option<String>,
+    /// The split when none is written: `train`, or `eval`.
+    pub default_split: String,
+    /// What splits are called in this data set, such as `train` to `train_sft`.
+    pub split_mapping: Vec<(String, String)>,
+    /// Patterns that name the files outright.
+    pub data_files: Vec<String>,
+    /// How files are read.
+    pub read: ReadOptions,
+}
+
+impl DatasetRequest {
+    /// Reads `name`, `name:split` or `name:split[10:20]`.
+    pub fn parse(spec: &str, default_split: &str) -> Result<Self, HubError> {
+        Ok(Self {
+            spec: Spec::parse(spec, |path| Path::new(path).exists())?,
+            revision: None,
+            config: None,
+            default_split: default_split.to_owned(),
+            split_mapping: Vec::new(),
+            data_files: Vec::new(),
+            read: ReadOptions::default(),
+        })
+    }
+
+    /// The splits to open, by the names that the data set has for them.
+    fn parts(&self) -> Vec<SplitPart> {
+        let default = SplitPart { split: self.default_split.clone(), slice: Default::default() };
+        let mut parts = match self.spec.parts.is_empty() {
+            true => vec![default],
+            false => self.spec.parts.clone(),
+        };
+        for part in &mut parts {
+            part.split = self.mapped(&part.split);
+        }
+        parts
+    }
+
+    fn mapped(&self, split: &str) -> String {
+        let own = self.split_mapping.iter().map(|(from, to)| (from.as_str(), to.as_str()));
+        let known = known_split_mapping(&self.spec.name).iter().copied();
+        let mapping: Vec<_> = match self.split_mapping.is_empty() {
+            true => known.collect(),
+            false => own.collect(),
+        };
+        let to = mapping.iter().find(|(from, _)| *from == split).map(|(_, to)| *to);
+        to.unwrap_or(split).to_owned()
+    }
+
+    fn local(&self) -> LocalRequest {
+        let written = !self.spec.parts.is_empty();
+        LocalRequest {
+            path: self.spec.name.clone(),
+            config: self.config.clone(),
+            parts: if written { self.parts() } else { Vec::new() },
+            default_split: self.mapped(&self.default_split),
+            data_files: self.data_files.clone(),
+            read: self.read.clone(),
+        }
+    }
+
+    /// A name that can only be meant for this machine.
+    fn is_local(&self) -> bool {
+        let name = &self.spec.name;
+        Path::new(name).exists()
+            || name.starts_with(['.', '/', '~'])
+            || name.contains(['*', '?', '[', '{'])
+            || Kind::of(name).is_some()
+    }
+}
+
+impl Hub {
+    /// Opens a data set: a path that exists here wins over a Hub id.
+    pub fn dataset(&self, request: &DatasetRequest) -> Result<Box<dyn Source>, HubError> {
+        if request.is_local() {
+            return Ok(open_local(&request.local())?);
+        }
+        let repo = RepoId::parse(RepoKind::Dataset, &request.spec.name)?;
+        let revision = request.revision.as_deref().unwrap_or("main");
+        let listing = self.list(&repo, revision)?;
+        let card = self.card(&listing);
+        let mut sources = Vec::new();
+        for part in request.parts() {
+            let query = SplitQuery {
+                split: &part.split,
+                is_default: request.spec.parts.is_empty(),
+                config: request.config.as_deref(),
+                data_files: &request.data_files,
+            };
+            let selection = choose(&listing.paths(), card.as_ref(), &query)
+                .map_err(|problem| listing.unfit(problem))?;
+            let files = self.fetch(&listing, &selection.files)?;
+            sources.push(slice(open_files(&files, &request.read)?, &part)?);
+        }
+        if !listing.is_cached {
+            self.cache.set_commit(&repo, revision, &listing.commit)?;
+        }
+        Ok(join(sources))
+    }
+
+    /// The README's word on splits, if there is a README that can be read.
+    fn card(&self, listing: &Listing) -> Option<Card> {
+        let readme = "README.md".to_owned();
+        let places = listing.has(&readme).then(|| self.fetch(listing, &[readme]))?;
+        let place = places
+            .inspect_err(|error| tracing::warn!("the README is left aside: {error}"))
+            .ok()?
+            .remove(0);
+        Card::parse(&std::fs::read_to_string(place).ok()?)
+    }
+}

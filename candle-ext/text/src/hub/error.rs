@@ -1,0 +1,170 @@
+//! What can go wrong between here and the Hub, told to a person who wants it to go right.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::{RepoId, RepoKind};
+use crate::source::SourceError;
+
+/// A repository or file that cannot be had. Completes "failed to ...".
+#[derive(Debug, thiserror::Error)]
+pub enum HubError {
+    /// The id cannot be one.
+    #[error("find the {} {id:?}: {problem}", kind.name())]
+    Id {
+        /// What was written.
+        id: String,
+        /// What was looked for.
+        kind: RepoKind,
+        /// Why it is no id, and what may be meant.
+        problem: String,
+    },
+    /// The Hub wants to know who asks, or knows and refuses.
+    #[error("download {id}: access is refused ({status}); {advice}")]
+    Refused {
+        /// The repository.
+        id: String,
+        /// 401 or 403.
+        status: u16,
+        /// What to do.
+        advice: String,
+    },
+    /// There is no such repository.
+    #[error(
+        "find the {} {id}: the Hub has none of that name, or it is private; check the spelling \
+         (owner/name), or set HF_TOKEN if it is yours",
+        kind.name()
+    )]
+    RepoNotFound {
+        /// The repository.
+        id: String,
+        /// What was looked for.
+        kind: RepoKind,
+    },
+    /// The repository has no such branch, tag or commit.
+    #[error("find revision {revision:?} of {id}: there is no such branch, tag or commit")]
+    RevisionNotFound {
+        /// The repository.
+        id: String,
+        /// The revision.
+        revision: String,
+    },
+    /// The repository has no such file.
+    #[error("find {file} in {id}: revision {revision:?} does not hold it")]
+    FileNotFound {
+        /// The repository.
+        id: String,
+        /// The revision.
+        revision: String,
+        /// The file.
+        file: String,
+    },
+    /// Too many requests, and waiting did not help.
+    #[error("download {id}: the Hub answers \"too many requests\" ({}); {}", tried(*n_tries), later(*wait))]
+    RateLimited {
+        /// The repository.
+        id: String,
+        /// How often it was tried.
+        n_tries: usize,
+        /// How long the Hub wants us to wait.
+        wait: Option<Duration>,
+    },
+    /// No answer.
+    #[error(
+        "reach {endpoint}: {reason}; check the network, or set HF_ENDPOINT to a mirror, or \
+         HF_HUB_OFFLINE=1 to use only what is cached"
+    )]
+    Unreachable {
+        /// The Hub's address.
+        endpoint: String,
+        /// What the network said.
+        reason: String,
+    },
+    /// An answer that is no use.
+    #[error("download {id}: {url} answers {status}{message}")]
+    Status {
+        /// The repository.
+        id: String,
+        /// What was asked.
+        url: String,
+        /// The status code.
+        status: u16,
+        /// What the server said, with a colon before it.
+        message: String,
+    },
+    /// What arrived is not what was announced, twice.
+    #[error("download {file} of {id}: {problem}; it was removed, try again later")]
+    Unverified {
+        /// The repository.
+        id: String,
+        /// The file.
+        file: String,
+        /// Size or hash, announced and found.
+        problem: String,
+    },
+    /// Offline, and the cache does not have it.
+    #[error(
+        "load {id} offline: {missing} not in the cache; fetch it once with a network: unset \
+         HF_HUB_OFFLINE, or run `{prefetch}`"
+    )]
+    Offline {
+        /// The repository.
+        id: String,
+        /// What is missing, with its verb.
+        missing: String,
+        /// A command that fetches it.
+        prefetch: String,
+    },
+    /// The repository does not hold what it should.
+    #[error("use {id}: {problem}")]
+    Contents {
+        /// The repository.
+        id: String,
+        /// What is there and what is not.
+        problem: String,
+    },
+    /// The cache cannot be read or written.
+    #[error("use the cache {}: {source}", path.display())]
+    Cache {
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Rows could not be read after all files were here.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+}
+
+impl HubError {
+    pub(crate) fn offline(repo: &RepoId, revision: &str, missing: String) -> Self {
+        let kind = match repo.kind() {
+            RepoKind::Model => "",
+            RepoKind::Dataset => " --repo-type dataset",
+        };
+        let revision = match revision {
+            "main" => String::new(),
+            other => format!(" --revision {other}"),
+        };
+        let prefetch = format!("hf download {repo}{kind}{revision}");
+        Self::Offline { id: repo.to_string(), missing, prefetch }
+    }
+
+    pub(crate) fn cache(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
+        Self::Cache { path: path.into(), source }
+    }
+}
+
+fn tried(n_tries: usize) -> String {
+    match n_tries {
+        1 => "tried once".into(),
+        n => format!("tried {n} times"),
+    }
+}
+
+fn later(wait: Option<Duration>) -> String {
+    match wait {
+        Some(wait) => format!("it asks to wait {} s", wait.as_secs()),
+        None => "try again later".into(),
+    }
+}

@@ -1,0 +1,336 @@
+//! One file from the Hub into the cache, verified before anyone can see it.
+//!
+//! A HEAD tells etag and size; the body goes to `<etag>.incomplete`, is counted and hashed on the
+//! way, and only a body of the announced size (and sha256, which is the etag of large files)
+//! becomes the blob. A wrong one is removed and asked for once more. What broke off is continued
+//! where it stopped if there is a hash to prove the whole.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use reqwest::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap, IF_NONE_MATCH, LOCATION, RANGE,
+    RETRY_AFTER,
+};
+use reqwest::{Client, Response, StatusCode, Url};
+use sha2::{Digest, Sha256};
+
+use super::cache::{Cache, is_inside, make_parent};
+use super::patience::{Asked, Failure, Refusal, patiently};
+use super::remote::innermost;
+use super::{HubError, HubSettings, Listed, RepoId};
+
+/// How far a download has come.
+#[derive(Debug, Clone, Copy)]
+pub struct Progress<'a> {
+    /// The file's path in its repository.
+    pub file: &'a str,
+    /// Bytes here.
+    pub done: u64,
+    /// Bytes in all.
+    pub total: u64,
+}
+
+/// Told of every piece that arrives, from several threads.
+pub type OnProgress = Arc<dyn Fn(Progress) + Send + Sync>;
+
+pub(crate) struct Wire {
+    pub(crate) on_progress: Option<OnProgress>,
+    settings: HubSettings,
+    runtime: tokio::runtime::Runtime,
+    client: Client,
+    /// Large files are answered with a redirect whose own headers tell etag and size.
+    unredirected: Client,
+}
+
+/// What a HEAD tells about a file.
+struct Announced {
+    etag: String,
+    size: u64,
+}
+
+const MAX_REDIRECTS: usize = 10;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
+/// The longest silence in a body.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
+
+impl Wire {
+    pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
+        let lost = |reason: String| HubError::Unreachable { endpoint: settings.endpoint.clone(), reason };
+        let client = || {
+            Client::builder()
+                .user_agent(concat!("candlewick/", env!("CARGO_PKG_VERSION")))
+                .connect_timeout(CONNECT_TIMEOUT)
+                .read_timeout(READ_TIMEOUT)
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|e| lost(e.to_string()))?;
+        let redirect = reqwest::redirect::Policy::none();
+        Ok(Self {
+            on_progress: None,
+            settings: settings.clone(),
+            runtime,
+            client: client().build().map_err(|e| lost(innermost(&e)))?,
+            unredirected: client().redirect(redirect).build().map_err(|e| lost(innermost(&e)))?,
+        })
+    }
+
+    /// Brings a listed file here. `known` is the etag of an earlier version in the cache.
+    pub(crate) fn fetch(
+        &self,
+        cache: &Cache,
+        repo: &RepoId,
+        commit: &str,
+        listed: &Listed,
+        known: Option<String>,
+    ) -> Result<(), HubError> {
+        let asked = Asked { repo, revision: commit, file: Some(&listed.path) };
+        let url = self.url(repo, commit, &listed.path)?;
+        let announced = patiently(&self.settings, &asked, || {
+            self.runtime.block_on(self.head(&url, listed, known.as_deref()))
+        })?;
+        let _lock = cache.lock(repo, &announced.etag)?;
+        let blob = cache.blob(repo, &announced.etag);
+        if fs::metadata(&blob).is_ok_and(|found| found.len() == announced.size) {
+            return cache.link(repo, commit, &listed.path, &announced.etag);
+        }
+        make_parent(&blob)?;
+        let partial = blob.with_file_name(format!("{}.incomplete", announced.etag));
+        tracing::info!("downloading {} of {repo}, {} bytes", listed.path, announced.size);
+        let mut is_second = false;
+        patiently(&self.settings, &asked, || {
+            let body = self.body(&url, &partial, &announced, &listed.path);
+            match self.runtime.block_on(body) {
+                Err(Failure::Wrong(problem)) if !is_second => {
+                    tracing::warn!("{} of {repo}: {problem}; once more", listed.path);
+                    is_second = true;
+                    self.runtime.block_on(self.body(&url, &partial, &announced, &listed.path))
+                }
+                other => other,
+            }
+        })
+        .inspect_err(|error| drop_unless_resumable(error, &partial))?;
+        fs::rename(&partial, &blob).map_err(|e| HubError::cache(&blob, e))?;
+        cache.link(repo, commit, &listed.path, &announced.etag)
+    }
+
+    fn url(&self, repo: &RepoId, commit: &str, path: &str) -> Result<Url, HubError> {
+        let base = format!("{}/{}/resolve/{commit}/", self.settings.endpoint, repo.web_path());
+        let wrong = |problem: String| HubError::Contents { id: repo.to_string(), problem };
+        let mut url = Url::parse(&base).map_err(|e| wrong(format!("{base} is no address: {e}")))?;
+        url.path_segments_mut()
+            .map_err(|()| wrong(format!("{base} is no address for files")))?
+            .pop_if_empty()
+            .extend(path.split('/'));
+        Ok(url)
+    }
+
+    /// Asks for etag and size, following redirects within the Hub only.
+    async fn head(
+        &self,
+        url: &Url,
+        listed: &Listed,
+        known: Option<&str>,
+    ) -> Result<Announced, Failure> {
+        let mut url = url.clone();
+        for _ in 0..MAX_REDIRECTS {
+            let mut request = self.unredirected.head(url.clone()).headers(self.headers());
+            if let Some(etag) = known {
+                request = request.header(IF_NONE_MATCH, format!("\"{etag}\""));
+            }
+            let answer = request.send().await.map_err(|e| Failure::Lost(innermost(&e)))?;
+            let status = answer.status();
+            if let (StatusCode::NOT_MODIFIED, Some(etag)) = (status, known) {
+                return Ok(Announced { etag: etag.to_owned(), size: listed.size });
+            }
+            match redirect_within(&answer) {
+                Some(location) => {
+                    url = url.join(location).map_err(|e| Failure::Wrong(e.to_string()))?;
+                }
+                None if status.is_success() || status.is_redirection() => {
+                    return announced(&answer, listed);
+                }
+                None => return Err(refusal(answer).await),
+            }
+        }
+        Err(Failure::Wrong(format!("more than {MAX_REDIRECTS} redirects from {url}")))
+    }
+
+    /// Brings the body to `partial` and proves it.
+    async fn body(
+        &self,
+        url: &Url,
+        partial: &Path,
+        announced: &Announced,
+        path: &str,
+    ) -> Result<(), Failure> {
+        let mut body = Body::resume(partial, announced)?;
+        let mut request = self.client.get(url.clone()).headers(self.headers());
+        if body.n_bytes > 0 {
+            request = request.header(RANGE, format!("bytes={}-", body.n_bytes));
+        }
+        let mut answer = request.send().await.map_err(|e| Failure::Lost(innermost(&e)))?;
+        match answer.status() {
+            StatusCode::PARTIAL_CONTENT if body.n_bytes > 0 => {}
+            StatusCode::OK => body.restart()?,
+            StatusCode::RANGE_NOT_SATISFIABLE => {
+                body.restart()?;
+                return Err(Failure::Wrong("the server cannot continue the file".into()));
+            }
+            _ => return Err(refusal(answer).await),
+        }
+        loop {
+            match answer.chunk().await {
+                Ok(Some(piece)) => body.write(&piece)?,
+                Ok(None) => return body.prove(),
+                Err(error) => return Err(body.broke_off(&innermost(&error))),
+            }
+            if let Some(on_progress) = &self.on_progress {
+                on_progress(Progress { file: path, done: body.n_bytes, total: announced.size });
+            }
+        }
+    }
+
+    fn headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        headers.insert(ACCEPT_ENCODING, reqwest::header::HeaderValue::from_static("identity"));
+        let bearer = self.settings.token.as_ref().map(|token| format!("Bearer {token}"));
+        if let Some(Ok(mut value)) = bearer.map(reqwest::header::HeaderValue::try_from) {
+            value.set_sensitive(true);
+            headers.insert(AUTHORIZATION, value);
+        }
+        headers
+    }
+}
+
+/// A body on its way into a file.
+struct Body<'a> {
+    path: PathBuf,
+    file: File,
+    hash: Sha256,
+    n_bytes: u64,
+    announced: &'a Announced,
+}
+
+impl<'a> Body<'a> {
+    /// Opens `path`; what it already holds is kept if a hash will prove it in the end.
+    fn resume(path: &Path, announced: &'a Announced) -> Result<Self, Failure> {
+        let told = |e| Failure::Told(HubError::cache(path, e));
+        let file = OpenOptions::new().create(true).truncate(false).read(true).append(true).open(path);
+        let file = file.map_err(told)?;
+        let mut body =
+            Self { path: path.to_owned(), file, hash: Sha256::new(), n_bytes: 0, announced };
+        let n_here = body.file.metadata().map_err(told)?.len();
+        if n_here >= announced.size || announced.sha256().is_none() {
+            body.restart()?;
+            return Ok(body);
+        }
+        let mut piece = vec![0; 1 << 20];
+        loop {
+            match body.file.read(&mut piece).map_err(told)? {
+                0 => return Ok(body),
+                n => {
+                    body.hash.update(&piece[..n]);
+                    body.n_bytes += n as u64;
+                }
+            }
+        }
+    }
+
+    fn restart(&mut self) -> Result<(), Failure> {
+        self.file.set_len(0).map_err(|e| Failure::Told(HubError::cache(&self.path, e)))?;
+        self.hash = Sha256::new();
+        self.n_bytes = 0;
+        Ok(())
+    }
+
+    fn write(&mut self, piece: &[u8]) -> Result<(), Failure> {
+        self.n_bytes += piece.len() as u64;
+        if self.n_bytes > self.announced.size {
+            let problem = format!("more than the {} bytes announced arrived", self.announced.size);
+            return self.discard(problem);
+        }
+        self.hash.update(piece);
+        self.file.write_all(piece).map_err(|e| Failure::Told(HubError::cache(&self.path, e)))
+    }
+
+    fn prove(mut self) -> Result<(), Failure> {
+        let (n_bytes, size) = (self.n_bytes, self.announced.size);
+        if n_bytes != size {
+            return self.discard(format!("{n_bytes} bytes arrived where {size} were announced"));
+        }
+        let found = hex(&self.hash.clone().finalize());
+        match self.announced.sha256() {
+            Some(sha256) if sha256 != found => {
+                self.discard(format!("its sha256 is {found} where {sha256} was announced"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn broke_off(&self, reason: &str) -> Failure {
+        let (n_bytes, size) = (self.n_bytes, self.announced.size);
+        Failure::Wrong(format!("it broke off after {n_bytes} of {size} bytes ({reason})"))
+    }
+
+    fn discard(&mut self, problem: String) -> Result<(), Failure> {
+        self.restart()?;
+        Err(Failure::Wrong(problem))
+    }
+}
+
+impl Announced {
+    fn sha256(&self) -> Option<&str> {
+        let is_sha256 = self.etag.len() == 64 && self.etag.bytes().all(|b| b.is_ascii_hexdigit());
+        is_sha256.then_some(self.etag.as_str())
+    }
+}
+
+/// What is proven wrong, or cannot be continued, is not left lying about.
+fn drop_unless_resumable(error: &HubError, partial: &Path) {
+    let is_empty = fs::metadata(partial).is_ok_and(|found| found.len() == 0);
+    if is_empty || !matches!(error, HubError::Unverified { .. } | HubError::Unreachable { .. }) {
+        let _ = fs::remove_file(partial);
+    }
+}
+
+fn announced(answer: &Response, listed: &Listed) -> Result<Announced, Failure> {
+    let header = |name: &str| answer.headers().get(name).and_then(|value| value.to_str().ok());
+    let etag = header("x-linked-etag").or_else(|| header(ETAG.as_str())).unwrap_or_default();
+    let etag = etag.trim_start_matches("W/").trim_matches('"').to_owned();
+    if !is_inside(&etag) || etag.contains(['/', '\\']) {
+        return Err(Failure::Wrong(format!("{} answers without a usable ETag", answer.url())));
+    }
+    let length = || header(CONTENT_LENGTH.as_str()).filter(|_| answer.status().is_success());
+    let size = header("x-linked-size").or_else(length).and_then(|size| size.parse().ok());
+    Ok(Announced { etag, size: size.unwrap_or(listed.size) })
+}
+
+fn redirect_within(answer: &Response) -> Option<&str> {
+    let location = answer.headers().get(LOCATION)?.to_str().ok()?;
+    let is_relative = !location.starts_with("//") && Url::parse(location).is_err();
+    (answer.status().is_redirection() && is_relative).then_some(location)
+}
+
+async fn refusal(answer: Response) -> Failure {
+    let header = |name: &str| {
+        let value = answer.headers().get(name).and_then(|value| value.to_str().ok());
+        value.unwrap_or_default().to_owned()
+    };
+    Failure::Status(Refusal {
+        status: answer.status().as_u16(),
+        code: header("x-error-code"),
+        message: header("x-error-message"),
+        url: answer.url().to_string(),
+        wait: header(RETRY_AFTER.as_str()).trim().parse().ok().map(Duration::from_secs),
+    })
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

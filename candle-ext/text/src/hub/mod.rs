@@ -1,0 +1,192 @@
+//! Models and data sets of the Hugging Face Hub, as verified local files.
+//!
+//! Repository facts and listings come through hf-hub; the bytes do not, because hf-hub 1.0 stores
+//! a body without looking at its status, size or hash, and gives up on a lock after ten seconds.
+//! [`fetch`](fetch) does that part. Files land in the cache layout that all Hub tools share.
+
+mod cache;
+mod dataset;
+mod error;
+mod fetch;
+mod model;
+mod patience;
+mod remote;
+mod repo;
+mod settings;
+
+pub use dataset::DatasetRequest;
+pub use error::HubError;
+pub use fetch::{OnProgress, Progress};
+pub use model::ModelPart;
+pub use repo::{RepoId, RepoKind};
+pub use settings::HubSettings;
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use cache::Cache;
+use fetch::Wire;
+use remote::Remote;
+
+/// The Hub as one process sees it. Cheap to share between threads by reference.
+pub struct Hub {
+    settings: HubSettings,
+    cache: Cache,
+    /// Missing when offline: then nothing may be asked.
+    online: Option<(Remote, Wire)>,
+}
+
+/// The files of a repository at one commit.
+pub(crate) struct Listing {
+    repo: RepoId,
+    revision: String,
+    commit: String,
+    files: Vec<Listed>,
+    /// Only what the cache holds, because the Hub was not or could not be asked.
+    is_cached: bool,
+}
+
+/// One file of a listing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Listed {
+    path: String,
+    size: u64,
+}
+
+/// How many files are downloaded at once.
+const N_AT_ONCE: usize = 4;
+
+impl Hub {
+    /// Prepares access; asks nothing yet.
+    pub fn new(settings: HubSettings) -> Result<Self, HubError> {
+        let online = match settings.offline {
+            true => None,
+            false => Some((Remote::new(&settings)?, Wire::new(&settings)?)),
+        };
+        Ok(Self { cache: Cache::new(&settings.cache), settings, online })
+    }
+
+    /// Calls `on_progress` while bytes arrive.
+    #[must_use]
+    pub fn with_progress(mut self, on_progress: OnProgress) -> Self {
+        if let Some((_, wire)) = &mut self.online {
+            wire.on_progress = Some(on_progress);
+        }
+        self
+    }
+
+    /// What this Hub was made with.
+    pub fn settings(&self) -> &HubSettings {
+        &self.settings
+    }
+
+    /// The files of `repo`: what the Hub lists, or offline and out of reach what the cache holds.
+    pub(crate) fn list(&self, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
+        let Some((remote, _)) = &self.online else {
+            return self.cached(repo, revision);
+        };
+        match remote.list(repo, revision) {
+            Ok((commit, files)) => {
+                let revision = revision.to_owned();
+                Ok(Listing { repo: repo.clone(), revision, commit, files, is_cached: false })
+            }
+            Err(error @ HubError::Unreachable { .. }) => {
+                let listing = self.cached(repo, revision).map_err(|_| error)?;
+                tracing::warn!("the Hub is out of reach: {repo} is taken from the cache");
+                Ok(listing)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Brings `paths` of a listing here, several at once, and gives their places in that order.
+    pub(crate) fn fetch(&self, listing: &Listing, paths: &[String]) -> Result<Vec<PathBuf>, HubError> {
+        let (next, failed) = (AtomicUsize::new(0), OnceLock::new());
+        let previous = self.cache.commit_of(&listing.repo, &listing.revision);
+        std::thread::scope(|scope| {
+            for _ in 0..N_AT_ONCE.min(paths.len()) {
+                scope.spawn(|| {
+                    while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        if let Err(error) = self.fetch_one(listing, path, previous.as_deref()) {
+                            next.store(paths.len(), Ordering::Relaxed);
+                            let _ = failed.set(error);
+                        }
+                    }
+                });
+            }
+        });
+        if let Some(error) = failed.into_inner() {
+            return Err(error);
+        }
+        let pointer = |path: &String| self.cache.pointer(&listing.repo, &listing.commit, path);
+        Ok(paths.iter().map(pointer).collect())
+    }
+
+    fn fetch_one(
+        &self,
+        listing: &Listing,
+        path: &str,
+        previous: Option<&str>,
+    ) -> Result<(), HubError> {
+        let (repo, commit) = (&listing.repo, listing.commit.as_str());
+        let listed = listing.files.iter().find(|file| file.path == path);
+        let (Some(listed), Some((_, wire))) = (listed, &self.online) else {
+            return match listed {
+                Some(_) => Ok(()),
+                None => Err(listing.lacks(path)),
+            };
+        };
+        if listing.is_cached || self.cache.holds(repo, commit, listed)? {
+            return Ok(());
+        }
+        let old = previous.filter(|old| *old != commit);
+        let known = old.and_then(|old| self.cache.etag(repo, old, path));
+        wire.fetch(&self.cache, repo, commit, listed, known)
+    }
+
+    fn cached(&self, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
+        let nothing = |missing: String| HubError::offline(repo, revision, missing);
+        let commit = self
+            .cache
+            .commit_of(repo, revision)
+            .ok_or_else(|| nothing(format!("nothing of revision {revision:?} is")))?;
+        let files = self.cache.files(repo, &commit)?;
+        if files.is_empty() {
+            return Err(nothing("no file is".into()));
+        }
+        let revision = revision.to_owned();
+        Ok(Listing { repo: repo.clone(), revision, commit, files, is_cached: true })
+    }
+}
+
+impl Listing {
+    pub(crate) fn paths(&self) -> Vec<String> {
+        self.files.iter().map(|file| file.path.clone()).collect()
+    }
+
+    pub(crate) fn has(&self, path: &str) -> bool {
+        self.files.iter().any(|file| file.path == path)
+    }
+
+    /// A file that is wanted is not there.
+    pub(crate) fn lacks(&self, path: &str) -> HubError {
+        if self.is_cached {
+            return HubError::offline(&self.repo, &self.revision, format!("{path} is"));
+        }
+        HubError::FileNotFound {
+            id: self.repo.to_string(),
+            revision: self.revision.clone(),
+            file: path.to_owned(),
+        }
+    }
+
+    /// What is there does not do.
+    pub(crate) fn unfit(&self, problem: String) -> HubError {
+        if self.is_cached {
+            let missing = format!("not all that is needed is ({problem});");
+            return HubError::offline(&self.repo, &self.revision, missing);
+        }
+        HubError::Contents { id: self.repo.to_string(), problem }
+    }
+}

@@ -1,0 +1,127 @@
+//! What the Hub says about a repository: the commit of a revision and the files in it.
+
+use std::time::Duration;
+
+use hf_hub::repository::{RepoTreeEntry, RepoTypeDataset, RepoTypeModel};
+use hf_hub::{HFClient, HFClientSync, HFError, HFResult};
+
+use super::cache::{is_commit, is_inside};
+use super::patience::{Asked, Failure, Refusal, patiently};
+use super::{HubError, HubSettings, Listed, RepoId, RepoKind};
+
+pub(crate) struct Remote {
+    client: HFClientSync,
+    settings: HubSettings,
+}
+
+impl Remote {
+    pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
+        // Tries are counted here: hf-hub's own do not wait for as long as the Hub asks.
+        let mut builder = HFClient::builder()
+            .endpoint(settings.endpoint.clone())
+            .cache_dir(settings.cache.clone())
+            .retry_max_attempts(0);
+        if let Some(token) = &settings.token {
+            builder = builder.token(token.clone());
+        }
+        let client = builder.build_sync().map_err(|error| HubError::Unreachable {
+            endpoint: settings.endpoint.clone(),
+            reason: error.to_string(),
+        })?;
+        Ok(Self { client, settings: settings.clone() })
+    }
+
+    /// The commit of `revision` and its files.
+    pub(crate) fn list(
+        &self,
+        repo: &RepoId,
+        revision: &str,
+    ) -> Result<(String, Vec<Listed>), HubError> {
+        let asked = Asked { repo, revision, file: None };
+        let commit = patiently(&self.settings, &asked, || {
+            self.commit(repo, revision).map_err(failure)
+        })?;
+        if !is_commit(&commit) {
+            let problem = format!("the Hub names {commit:?} as the commit of {revision:?}");
+            return Err(HubError::Contents { id: repo.to_string(), problem });
+        }
+        let entries = patiently(&self.settings, &asked, || {
+            self.tree(repo, &commit).map_err(failure)
+        })?;
+        let files = entries.into_iter().filter_map(|entry| match entry {
+            RepoTreeEntry::File { path, size, .. } if is_inside(&path) => Some(Listed { path, size }),
+            _ => None,
+        });
+        Ok((commit, files.collect()))
+    }
+
+    fn commit(&self, repo: &RepoId, revision: &str) -> HFResult<String> {
+        let (owner, name) = repo.owner_and_name();
+        let only = vec!["sha".to_owned()];
+        let sha = match repo.kind() {
+            RepoKind::Model => {
+                let repo = self.client.model(owner, name);
+                repo.info().revision(revision).expand(only).send()?.sha
+            }
+            RepoKind::Dataset => {
+                let repo = self.client.dataset(owner, name);
+                repo.info().revision(revision).expand(only).send()?.sha
+            }
+        };
+        sha.ok_or_else(|| HFError::malformed_response("the repository's commit"))
+    }
+
+    fn tree(&self, repo: &RepoId, commit: &str) -> HFResult<Vec<RepoTreeEntry>> {
+        let (owner, name) = repo.owner_and_name();
+        match repo.kind() {
+            RepoKind::Model => {
+                let repo = self.client.repository(RepoTypeModel, owner, name);
+                repo.list_tree().revision(commit).recursive(true).send()
+            }
+            RepoKind::Dataset => {
+                let repo = self.client.repository(RepoTypeDataset, owner, name);
+                repo.list_tree().revision(commit).recursive(true).send()
+            }
+        }
+    }
+}
+
+fn failure(error: HFError) -> Failure {
+    match &error {
+        HFError::RateLimited { context, .. }
+        | HFError::Http { context }
+        | HFError::AuthRequired { context }
+        | HFError::Forbidden { context }
+        | HFError::Conflict { context }
+        | HFError::RepoNotFound { context: Some(context), .. }
+        | HFError::RevisionNotFound { context: Some(context), .. }
+        | HFError::EntryNotFound { context: Some(context), .. } => Failure::Status(Refusal {
+            status: context.status.as_u16(),
+            code: context.error_code.clone().unwrap_or_default(),
+            message: context.server_message.clone().unwrap_or_default(),
+            url: context.url.clone(),
+            wait: wait(&error),
+        }),
+        HFError::Request { source, .. } if source.is_decode() => {
+            Failure::Wrong(format!("the answer cannot be read: {}", innermost(source)))
+        }
+        HFError::Request { source, .. } => Failure::Lost(innermost(source)),
+        other => Failure::Wrong(other.to_string()),
+    }
+}
+
+fn wait(error: &HFError) -> Option<Duration> {
+    match error {
+        HFError::RateLimited { retry_after, .. } => *retry_after,
+        _ => None,
+    }
+}
+
+/// The last cause of an error, which is the one that says something: "connection refused".
+pub(crate) fn innermost(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(next) = cause.source() {
+        cause = next;
+    }
+    cause.to_string()
+}

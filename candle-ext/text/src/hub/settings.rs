@@ -1,0 +1,129 @@
+//! Where the Hub is, who asks, and where files are kept.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Everything Hub access depends on. Binaries take it from the environment once.
+#[derive(Clone, PartialEq, Eq)]
+pub struct HubSettings {
+    /// The Hub's address.
+    pub endpoint: String,
+    /// The user's token.
+    pub token: Option<String>,
+    /// The folder of cached repositories.
+    pub cache: PathBuf,
+    /// Never ask the network.
+    pub offline: bool,
+    /// How often a request is tried when the Hub is busy or out of reach.
+    pub n_tries: usize,
+    /// The wait before the second try; it doubles from try to try.
+    pub backoff: Duration,
+    /// A longer wait than this, if the Hub asks for one, is reported instead.
+    pub longest_wait: Duration,
+}
+
+impl HubSettings {
+    /// The public Hub without a token, cached in `cache`.
+    pub fn new(cache: impl Into<PathBuf>) -> Self {
+        Self {
+            endpoint: "https://huggingface.co".into(),
+            token: None,
+            cache: cache.into(),
+            offline: false,
+            n_tries: 5,
+            backoff: Duration::from_millis(300),
+            longest_wait: Duration::from_secs(300),
+        }
+    }
+
+    /// Reads `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_HUB_DISABLE_IMPLICIT_TOKEN`,
+    /// `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE` and `XDG_CACHE_HOME`. For binaries only.
+    pub fn from_env() -> Self {
+        Self::from_vars(|name| std::env::var(name).ok())
+    }
+
+    /// The same from any table of variables.
+    pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Self {
+        let var = |name: &str| var(name).map(|v| v.trim().to_owned()).filter(|v| !v.is_empty());
+        let is_set = |name: &str| {
+            var(name).is_some_and(|v| ["1", "true", "yes", "on"].contains(&v.to_lowercase().as_str()))
+        };
+        let user = PathBuf::from(var("HOME").unwrap_or_else(|| ".".into()));
+        let home = match (var("HF_HOME"), var("XDG_CACHE_HOME")) {
+            (Some(home), _) => PathBuf::from(home),
+            (None, Some(caches)) => Path::new(&caches).join("huggingface"),
+            (None, None) => user.join(".cache/huggingface"),
+        };
+        let cache = var("HF_HUB_CACHE").or_else(|| var("HUGGINGFACE_HUB_CACHE"));
+        let mut settings = Self::new(cache.map_or_else(|| home.join("hub"), PathBuf::from));
+        if let Some(endpoint) = var("HF_ENDPOINT") {
+            settings.endpoint = endpoint.trim_end_matches('/').to_owned();
+        }
+        settings.offline = is_set("HF_HUB_OFFLINE") || is_set("TRANSFORMERS_OFFLINE");
+        if !is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+            let path = var("HF_TOKEN_PATH").map_or_else(|| home.join("token"), PathBuf::from);
+            settings.token = var("HF_TOKEN").or_else(|| token_in(&path));
+        }
+        settings
+    }
+}
+
+impl std::fmt::Debug for HubSettings {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.debug_struct("HubSettings")
+            .field("endpoint", &self.endpoint)
+            .field("token", &self.token.as_ref().map(|_| "(set)"))
+            .field("cache", &self.cache)
+            .field("offline", &self.offline)
+            .finish_non_exhaustive()
+    }
+}
+
+fn token_in(path: &Path) -> Option<String> {
+    let token = std::fs::read_to_string(path).ok()?;
+    Some(token.trim().to_owned()).filter(|token| !token.is_empty())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn from(vars: &[(&str, &str)]) -> HubSettings {
+        HubSettings::from_vars(|name| {
+            vars.iter().find(|(own, _)| *own == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn the_cache_follows_the_nearest_variable() {
+        assert_eq!(from(&[("HOME", "/u")]).cache, Path::new("/u/.cache/huggingface/hub"));
+        assert_eq!(from(&[("XDG_CACHE_HOME", "/x")]).cache, Path::new("/x/huggingface/hub"));
+        assert_eq!(from(&[("HF_HOME", "/h"), ("XDG_CACHE_HOME", "/x")]).cache, Path::new("/h/hub"));
+        assert_eq!(from(&[("HF_HOME", "/h"), ("HF_HUB_CACHE", "/c")]).cache, Path::new("/c"));
+    }
+
+    #[test]
+    fn a_token_comes_from_the_variable_or_the_file() {
+        let home = tempfile::tempdir().unwrap();
+        std::fs::write(home.path().join("token"), "hf_file\n").unwrap();
+        let home = home.path().to_str().unwrap();
+        assert_eq!(from(&[("HF_HOME", home)]).token.as_deref(), Some("hf_file"));
+        assert_eq!(from(&[("HF_HOME", home), ("HF_TOKEN", "hf_var")]).token.as_deref(), Some("hf_var"));
+        let without = [("HF_HOME", home), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")];
+        assert_eq!(from(&without).token, None);
+    }
+
+    #[test]
+    fn offline_endpoint_and_a_token_kept_out_of_debug_output() {
+        let settings = from(&[
+            ("HF_HUB_OFFLINE", "YES"),
+            ("HF_ENDPOINT", "http://mirror/"),
+            ("HF_TOKEN", "hf_secret"),
+        ]);
+        assert!(settings.offline);
+        assert_eq!(settings.endpoint, "http://mirror");
+        assert!(!format!("{settings:?}").contains("hf_secret"));
+        assert!(!from(&[("HF_HUB_OFFLINE", "0")]).offline);
+    }
+}

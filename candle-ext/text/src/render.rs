@@ -1,0 +1,194 @@
+//! Conversations, prompts and texts to token ids, each marked as a target or not.
+
+use std::ops::Range;
+
+use crate::conversation::Conversation;
+use crate::template::{ChatTemplate, Ending, TemplateError};
+use crate::tokenizer::{Specials, Tokenizer, TokenizerError};
+
+/// What the model reads, and which of it the model must learn to say.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sample {
+    /// The token ids.
+    pub ids: Vec<u32>,
+    /// `is_target[i]`: the model must learn to predict token `i`. As long as `ids`.
+    pub is_target: Vec<bool>,
+}
+
+impl Sample {
+    /// The number of tokens.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether there is no token.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// The number of tokens that are targets.
+    pub fn n_targets(&self) -> usize {
+        self.is_target.iter().filter(|target| **target).count()
+    }
+
+    /// Whether the model learns to stop: a target is one of the tokenizer's EOS, or a stretch of
+    /// targets ends with a special token (an end of turn that is not the tokenizer's EOS).
+    pub fn teaches_to_stop(&self, tokenizer: &Tokenizer) -> bool {
+        let targets = (0..self.len()).filter(|token_idx| self.is_target[*token_idx]);
+        targets.into_iter().any(|token_idx| {
+            let id = self.ids[token_idx];
+            let ends = !self.is_target.get(token_idx + 1).copied().unwrap_or(false);
+            tokenizer.eos_ids().contains(&id) || (ends && tokenizer.is_special(id))
+        })
+    }
+
+    /// Whether the sample begins with BOS twice.
+    pub fn has_doubled_bos(&self, tokenizer: &Tokenizer) -> bool {
+        tokenizer.has_doubled_bos(&self.ids)
+    }
+}
+
+/// Which of a chat's tokens are targets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Targets {
+    /// Every assistant turn, with its end of turn.
+    #[default]
+    Assistant,
+    /// The last assistant turn only.
+    LastAssistant,
+    /// Every token (`mask_inputs: false`).
+    Everything,
+}
+
+/// What to do with the empty `<think></think>` that some templates put before an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum EmptyThink {
+    /// The model learns to write it.
+    #[default]
+    Learn,
+    /// It is no target (`ignore_empty_think: true`).
+    Ignore,
+}
+
+/// How chats become samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct RenderOptions {
+    /// Which tokens are targets.
+    pub targets: Targets,
+    /// Whether an empty thought is one.
+    pub empty_think: EmptyThink,
+}
+
+/// Why something could not be turned into ids.
+#[derive(Debug, thiserror::Error)]
+pub enum RenderError {
+    /// The chat template failed.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// The tokenizer failed.
+    #[error(transparent)]
+    Tokenizer(#[from] TokenizerError),
+}
+
+/// Renders a chat once, tokenizes that text, and marks the tokens that touch what the assistant
+/// wrote. The template writes BOS and the like; nothing is added.
+pub fn render_chat(
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    chat: &Conversation,
+    options: RenderOptions,
+) -> Result<Sample, RenderError> {
+    if options.targets == Targets::Everything {
+        let text = template.render(chat, Ending::Closed)?;
+        let ids = tokenizer.encode(&text, Specials::Omit)?;
+        return Ok(Sample { is_target: vec![true; ids.len()], ids });
+    }
+    let mut rendered = template.render_turns(chat)?;
+    if options.targets == Targets::LastAssistant {
+        rendered.spans.drain(..rendered.spans.len().saturating_sub(1));
+    }
+    if options.empty_think == EmptyThink::Ignore {
+        for span in &mut rendered.spans {
+            span.start += empty_think_len(&rendered.text[span.clone()]);
+        }
+    }
+    Ok(mark(tokenizer, &rendered.text, &rendered.spans)?)
+}
+
+/// The ids that make the model answer a chat: rendered with the generation prompt.
+pub fn render_prompt(
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    chat: &Conversation,
+) -> Result<Vec<u32>, RenderError> {
+    let text = template.render(chat, Ending::GenerationPrompt)?;
+    Ok(tokenizer.encode(&text, Specials::Omit)?)
+}
+
+/// Plain text: BOS and EOS around it where the tokenizer has them, all but BOS a target.
+pub fn render_text(tokenizer: &Tokenizer, text: &str) -> Result<Sample, RenderError> {
+    render_completion(tokenizer, "", text)
+}
+
+/// A prompt and its completion for a model without a chat template: BOS, both texts as one, EOS;
+/// the completion and EOS are targets.
+pub fn render_completion(
+    tokenizer: &Tokenizer,
+    prompt: &str,
+    completion: &str,
+) -> Result<Sample, RenderError> {
+    let text = [prompt, completion].concat();
+    let mut sample = mark(tokenizer, &text, &[prompt.len()..text.len()])?;
+    if let Some(bos) = tokenizer.leading_bos() {
+        sample.ids.insert(0, bos.id);
+        sample.is_target.insert(0, false);
+    }
+    if let Some(eos) = tokenizer.eos() {
+        sample.ids.push(eos.id);
+        sample.is_target.push(true);
+    }
+    Ok(sample)
+}
+
+/// Tokenizes a text; the tokens that touch a span are targets. Spans are in order and disjoint.
+fn mark(
+    tokenizer: &Tokenizer,
+    text: &str,
+    spans: &[Range<usize>],
+) -> Result<Sample, TokenizerError> {
+    let encoded = tokenizer.encode_with_offsets(text)?;
+    let touches = |token: &Range<usize>| {
+        let span_idx = spans.partition_point(|span| span.end <= token.start);
+        spans.get(span_idx).is_some_and(|span| span.start < token.end)
+    };
+    let is_target = encoded.offsets.iter().map(touches).collect();
+    Ok(Sample { ids: encoded.ids, is_target })
+}
+
+/// The length of a leading `<think>`, white space, `</think>` and white space.
+fn empty_think_len(text: &str) -> usize {
+    let behind = text
+        .strip_prefix("<think>")
+        .and_then(|rest| rest.trim_start().strip_prefix("</think>"))
+        .map(str::trim_start);
+    behind.map_or(0, |behind| text.len() - behind.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_thought_ends_where_the_answer_begins() {
+        for (text, want) in [
+            ("<think>\n\n</think>\n\nanswer", "answer"),
+            ("<think></think>answer", "answer"),
+            ("<think>no</think>answer", "<think>no</think>answer"),
+            (" <think></think>answer", " <think></think>answer"),
+            ("<think>", "<think>"),
+            ("", ""),
+        ] {
+            assert_eq!(&text[empty_think_len(text)..], want);
+        }
+    }
+}

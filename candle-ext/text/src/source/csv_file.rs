@@ -1,0 +1,97 @@
+//! CSV and TSV with a header: an index of record starts; every value is a string.
+
+use std::path::Path;
+
+use csv::{ByteRecord, ReaderBuilder, StringRecord};
+use serde_json::Value;
+
+use super::mapped::Mapped;
+use super::{Row, Source, SourceError};
+
+#[derive(Debug)]
+pub(crate) struct CsvFile {
+    file: Mapped,
+    delimiter: u8,
+    header: Vec<String>,
+    starts: Vec<u64>,
+}
+
+impl CsvFile {
+    pub(crate) fn index(file: Mapped, delimiter: u8) -> Result<Self, SourceError> {
+        let mut reader = ReaderBuilder::new()
+            .delimiter(delimiter)
+            .has_headers(false)
+            .flexible(true)
+            .from_reader(file.bytes());
+        let mut record = ByteRecord::new();
+        let mut starts = Vec::new();
+        while reader.read_byte_record(&mut record).map_err(|e| broken(&file, 0, &e))? {
+            starts.push(record.position().map_or(0, csv::Position::byte));
+        }
+        if starts.is_empty() {
+            return Ok(Self { file, delimiter, header: Vec::new(), starts });
+        }
+        let first = starts.remove(0) as usize;
+        let header = read_record(&file, delimiter, first)?;
+        let header = header.iter().map(|name| name.trim().to_owned()).collect();
+        check_header(file.path(), &header)?;
+        Ok(Self { file, delimiter, header, starts })
+    }
+}
+
+impl Source for CsvFile {
+    fn len(&self) -> usize {
+        self.starts.len()
+    }
+
+    fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
+        let record = read_record(&self.file, self.delimiter, self.starts[row_idx] as usize)?;
+        if record.len() != self.header.len() {
+            return Err(SourceError::bad(
+                self.locate(row_idx),
+                format!("{} values under {} columns", record.len(), self.header.len()),
+                "quote values that hold the delimiter, a quote or a line break",
+            ));
+        }
+        let values = record.iter().map(|value| Value::String(value.to_owned()));
+        Ok(self.header.iter().cloned().zip(values).collect())
+    }
+
+    fn locate(&self, row_idx: usize) -> String {
+        self.file.place(self.starts[row_idx] as usize)
+    }
+}
+
+fn read_record(file: &Mapped, delimiter: u8, start: usize) -> Result<StringRecord, SourceError> {
+    let mut reader = ReaderBuilder::new()
+        .delimiter(delimiter)
+        .has_headers(false)
+        .flexible(true)
+        .from_reader(&file.bytes()[start..]);
+    let mut record = StringRecord::new();
+    reader.read_record(&mut record).map_err(|e| broken(file, start, &e))?;
+    Ok(record)
+}
+
+fn broken(file: &Mapped, start: usize, error: &csv::Error) -> SourceError {
+    let (problem, fix) = match error.kind() {
+        csv::ErrorKind::Utf8 { err, .. } => {
+            (format!("value {} is not UTF-8", err.field() + 1), "save the file as UTF-8")
+        }
+        _ => (error.to_string(), "correct or delete the row"),
+    };
+    SourceError::bad(file.place(start), problem, fix)
+}
+
+fn check_header(path: &Path, header: &Vec<String>) -> Result<(), SourceError> {
+    for (idx, name) in header.iter().enumerate() {
+        if header[..idx].contains(name) {
+            return Err(SourceError::bad(
+                format!("{}:1", path.display()),
+                format!("the header names the column {name:?} twice"),
+                "give each column its own name",
+            ));
+        }
+    }
+    Ok(())
+}

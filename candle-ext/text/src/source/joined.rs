@@ -1,0 +1,71 @@
+//! Sources in a row, and a part of a source.
+
+use std::ops::Range;
+
+use super::{Row, Source, SourceError};
+
+/// Several sources, one after another.
+pub struct Joined {
+    parts: Vec<Box<dyn Source>>,
+    ends: Vec<usize>,
+}
+
+impl Joined {
+    /// Puts `parts` one after another.
+    pub fn new(parts: Vec<Box<dyn Source>>) -> Self {
+        let ends = parts
+            .iter()
+            .scan(0, |end, part| {
+                *end += part.len();
+                Some(*end)
+            })
+            .collect();
+        Self { parts, ends }
+    }
+
+    fn find(&self, row_idx: usize) -> (&dyn Source, usize) {
+        let part_idx = self.ends.partition_point(|&end| end <= row_idx);
+        let start = if part_idx == 0 { 0 } else { self.ends[part_idx - 1] };
+        (self.parts[part_idx].as_ref(), row_idx - start)
+    }
+}
+
+impl Source for Joined {
+    fn len(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
+    }
+    fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
+        let (part, row_idx) = self.find(row_idx);
+        part.row(row_idx)
+    }
+    fn locate(&self, row_idx: usize) -> String {
+        let (part, row_idx) = self.find(row_idx);
+        part.locate(row_idx)
+    }
+}
+
+/// The rows of a range of another source.
+pub struct Sliced {
+    inner: Box<dyn Source>,
+    range: Range<usize>,
+}
+
+impl Sliced {
+    /// Keeps `range`, which must lie within `inner`.
+    pub fn new(inner: Box<dyn Source>, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= inner.len(), "the slice was resolved");
+        Self { inner, range }
+    }
+}
+
+impl Source for Sliced {
+    fn len(&self) -> usize {
+        self.range.len()
+    }
+    fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
+        self.inner.row(self.range.start + row_idx)
+    }
+    fn locate(&self, row_idx: usize) -> String {
+        self.inner.locate(self.range.start + row_idx)
+    }
+}

@@ -1,0 +1,203 @@
+//! A `.json` file: a list of objects, one object that holds such a list, or objects one after
+//! another. Where each row begins and ends is found once; a row is parsed when it is asked for.
+
+use std::ops::Range;
+
+use serde::de::IgnoredAny;
+use serde_json::Value;
+
+use super::mapped::Mapped;
+use super::strict::{Fault, parse_row};
+use super::{Row, Source, SourceError};
+
+/// Keys under which data sets keep their rows, beside other facts about themselves.
+const ROW_KEYS: [&str; 6] = ["data", "rows", "examples", "instances", "records", "train"];
+/// Lists under these keys are one conversation, never a data set.
+const CHAT_KEYS: [&str; 5] = ["messages", "conversations", "conversation", "prompt", "completion"];
+
+#[derive(Debug)]
+pub(crate) struct JsonFile {
+    file: Mapped,
+    spans: Vec<Range<usize>>,
+}
+
+impl JsonFile {
+    /// Finds the rows; `field` names the key of the list when the file is one object.
+    pub(crate) fn index(file: Mapped, field: Option<&str>) -> Result<Self, SourceError> {
+        let spans = match file.bytes().iter().find(|b| !b.is_ascii_whitespace()) {
+            None => Vec::new(),
+            Some(b'[') => in_list(&file, first_byte(&file))?,
+            Some(_) => {
+                let objects = one_after_another(&file)?;
+                match list_inside(&file, &objects, field)? {
+                    Some(start) => in_list(&file, start)?,
+                    None => objects,
+                }
+            }
+        };
+        Ok(Self { file, spans })
+    }
+}
+
+impl Source for JsonFile {
+    fn len(&self) -> usize {
+        self.spans.len()
+    }
+
+    fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
+        let span = self.spans[row_idx].clone();
+        parse_row(&self.file.bytes()[span.clone()]).map_err(|f| at(&self.file, span.start, f))
+    }
+
+    fn locate(&self, row_idx: usize) -> String {
+        self.file.place(self.spans[row_idx].start)
+    }
+}
+
+fn first_byte(file: &Mapped) -> usize {
+    skip_space(file.bytes(), 0)
+}
+
+fn at(file: &Mapped, start: usize, fault: Fault) -> SourceError {
+    let line = file.line(start) + fault.line - 1;
+    SourceError::bad(format!("{}:{line}", file.path().display()), fault.problem, fault.fix)
+}
+
+/// Spans of the items of the list that begins at `start`.
+fn in_list(file: &Mapped, start: usize) -> Result<Vec<Range<usize>>, SourceError> {
+    let bytes = file.bytes();
+    let mut spans = Vec::new();
+    let mut next = skip_space(bytes, start + 1);
+    if bytes.get(next) == Some(&b']') {
+        return Ok(spans);
+    }
+    loop {
+        let span = value_at(file, next)?;
+        next = skip_space(bytes, span.end);
+        spans.push(span);
+        match bytes.get(next) {
+            Some(b',') => next = skip_space(bytes, next + 1),
+            Some(b']') => return Ok(spans),
+            Some(_) => return Err(unexpected(file, next, "a comma or the end of the list")),
+            None => return Err(cut_short(file)),
+        }
+    }
+}
+
+fn one_after_another(file: &Mapped) -> Result<Vec<Range<usize>>, SourceError> {
+    let bytes = file.bytes();
+    let mut spans = Vec::new();
+    let mut next = first_byte(file);
+    while next < bytes.len() {
+        if bytes[next] != b'{' {
+            return Err(unexpected(file, next, "an object"));
+        }
+        let span = value_at(file, next)?;
+        next = skip_space(bytes, span.end);
+        spans.push(span);
+    }
+    Ok(spans)
+}
+
+/// Where the list of rows begins, if the file is one object that holds it.
+fn list_inside(
+    file: &Mapped,
+    objects: &[Range<usize>],
+    field: Option<&str>,
+) -> Result<Option<usize>, SourceError> {
+    let [span] = objects else {
+        return match field {
+            None => Ok(None),
+            Some(field) => Err(SourceError::choice(
+                file.path().display(),
+                format!("field {field:?} needs a file of one object, this one holds {}", objects.len()),
+            )),
+        };
+    };
+    let row = parse_row(&file.bytes()[span.clone()]).map_err(|f| at(file, span.start, f))?;
+    let Some(key) = key_of_rows(&row, field) else {
+        return match field {
+            None => Ok(None),
+            Some(field) => Err(SourceError::choice(
+                file.path().display(),
+                format!("no list under the field {field:?}; keys: {}", keys(&row)),
+            )),
+        };
+    };
+    value_of_key(file, span.start, key).map(Some)
+}
+
+fn key_of_rows<'a>(row: &'a Row, field: Option<&str>) -> Option<&'a str> {
+    let holds_rows = |value: &Value| {
+        value.as_array().is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_object))
+    };
+    let (key, _) = row.iter().find(|(key, value)| match field {
+        Some(field) => *key == field && value.is_array(),
+        None if CHAT_KEYS.contains(&key.as_str()) => false,
+        None => holds_rows(value) && (row.len() == 1 || ROW_KEYS.contains(&key.as_str())),
+    })?;
+    Some(key)
+}
+
+/// Walks the top level of the object at `start` to the value of `key`.
+fn value_of_key(file: &Mapped, start: usize, key: &str) -> Result<usize, SourceError> {
+    let bytes = file.bytes();
+    let mut next = skip_space(bytes, start + 1);
+    loop {
+        let name = value_at(file, next)?;
+        let found: Option<String> = serde_json::from_slice(&bytes[name.clone()]).ok();
+        let value = skip_space(bytes, skip_space(bytes, name.end) + 1);
+        if found.as_deref() == Some(key) {
+            return Ok(value);
+        }
+        let end = skip_space(bytes, value_at(file, value)?.end);
+        if bytes.get(end) != Some(&b',') {
+            return Err(cut_short(file));
+        }
+        next = skip_space(bytes, end + 1);
+    }
+}
+
+fn value_at(file: &Mapped, start: usize) -> Result<Range<usize>, SourceError> {
+    let rest = file.bytes().get(start..).unwrap_or(&[]);
+    let mut values = serde_json::Deserializer::from_slice(rest).into_iter::<IgnoredAny>();
+    match values.next() {
+        Some(Ok(_)) => Ok(start..start + values.byte_offset()),
+        Some(Err(e)) if !e.is_eof() => Err(at(file, start, broken(&e))),
+        _ => Err(cut_short(file)),
+    }
+}
+
+fn broken(error: &serde_json::Error) -> Fault {
+    Fault {
+        line: error.line().max(1),
+        problem: format!("not valid JSON: {error} of this row"),
+        fix: "correct the file, or write one row a line and name it .jsonl",
+    }
+}
+
+fn unexpected(file: &Mapped, offset: usize, wanted: &str) -> SourceError {
+    let found = char::from(file.bytes()[offset]);
+    SourceError::bad(
+        file.place(offset),
+        format!("expected {wanted}, found {found:?}"),
+        "a data file is a list of objects, or objects one after another",
+    )
+}
+
+fn cut_short(file: &Mapped) -> SourceError {
+    SourceError::bad(
+        file.place(file.bytes().len()),
+        "the file ends in the middle of a value",
+        "it may be cut short: fetch or write it again",
+    )
+}
+
+fn skip_space(bytes: &[u8], start: usize) -> usize {
+    let rest = bytes.get(start..).unwrap_or(&[]);
+    start + rest.iter().take_while(|b| b.is_ascii_whitespace()).count()
+}
+
+fn keys(row: &Row) -> String {
+    row.keys().map(String::as_str).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,127 @@
+//! Which files hold rows, and of what kind.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::csv_file::CsvFile;
+use super::json_file::JsonFile;
+use super::json_lines::JsonLines;
+use super::mapped::Mapped;
+use super::parquet_file::ParquetFile;
+use super::text_file::TextFile;
+use super::{ReadOptions, Source, SourceError};
+
+/// A family of file formats that can stand in one data set together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// `.json`, `.jsonl`, `.ndjson`
+    Json,
+    /// `.parquet`
+    Parquet,
+    /// `.csv`, `.tsv`
+    Csv,
+    /// `.txt`
+    Text,
+}
+
+const COMPRESSED: [&str; 5] = ["gz", "zst", "bz2", "xz", "zip"];
+/// Facts about a data set, not its rows.
+const METADATA: [&str; 7] = [
+    "dataset_infos.json",
+    "dataset_info.json",
+    "state.json",
+    "dataset_dict.json",
+    "package.json",
+    "requirements.txt",
+    "croissant.json",
+];
+
+impl Kind {
+    /// Tells the kind by the name's ending.
+    pub fn of(path: &str) -> Option<Self> {
+        match ending(path).as_str() {
+            "json" | "jsonl" | "ndjson" => Some(Self::Json),
+            "parquet" | "pq" => Some(Self::Parquet),
+            "csv" | "tsv" => Some(Self::Csv),
+            "txt" | "text" => Some(Self::Text),
+            _ => None,
+        }
+    }
+}
+
+/// Keeps the files that hold rows, sorted: known endings, no hidden files, no metadata, and no
+/// `.txt` beside files of another kind (those are notes and licences).
+pub fn data_files(paths: impl IntoIterator<Item = String>) -> Vec<String> {
+    let mut files: Vec<String> =
+        paths.into_iter().filter(|path| Kind::of(path).is_some() && !is_metadata(path)).collect();
+    if files.iter().any(|path| Kind::of(path) != Some(Kind::Text)) {
+        files.retain(|path| Kind::of(path) != Some(Kind::Text));
+    }
+    files.sort();
+    files
+}
+
+/// Says that `files` are of one kind, or which kinds there are.
+pub(crate) fn check_one_kind(files: &[String]) -> Result<(), String> {
+    let mut counts = BTreeMap::new();
+    for file in files {
+        *counts.entry(Kind::of(file)).or_insert(0) += 1;
+    }
+    if counts.len() < 2 {
+        return Ok(());
+    }
+    let counts: Vec<_> = counts
+        .iter()
+        .filter_map(|(kind, n)| kind.map(|kind| format!("{n} {}", format!("{kind:?}").to_lowercase())))
+        .collect();
+    Err(format!("it mixes {}; name the files of one kind, such as *.parquet", counts.join(" and ")))
+}
+
+/// Opens one file of rows.
+pub(crate) fn open_file(path: &Path, options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
+    let name = path.to_string_lossy();
+    Ok(match Kind::of(&name) {
+        Some(Kind::Json) => open_json(path, options)?,
+        Some(Kind::Parquet) => Box::new(ParquetFile::open(path)?),
+        Some(Kind::Csv) => {
+            let delimiter = if ending(&name) == "tsv" { b'\t' } else { b',' };
+            Box::new(CsvFile::index(Mapped::open(path)?, delimiter)?)
+        }
+        Some(Kind::Text) => Box::new(TextFile::index(Mapped::open(path)?, options.sample_by)),
+        None => return Err(unknown(path)),
+    })
+}
+
+/// By content more than by name: a `.jsonl` that begins with `[` is one list.
+fn open_json(path: &Path, options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
+    let file = Mapped::open(path)?;
+    let starts_list = file.bytes().iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[');
+    if ending(&path.to_string_lossy()) == "json" || starts_list {
+        Ok(Box::new(JsonFile::index(file, options.field.as_deref())?))
+    } else {
+        Ok(Box::new(JsonLines::index(file)?))
+    }
+}
+
+fn unknown(path: &Path) -> SourceError {
+    let ending = ending(&path.to_string_lossy());
+    let problem = if COMPRESSED.contains(&ending.as_str()) {
+        format!("it is compressed ({ending}); unpack it first")
+    } else if ending == "arrow" {
+        "Arrow files are not read; write the data set with to_parquet or to_json".to_owned()
+    } else {
+        "rows are read from .json, .jsonl, .parquet, .csv, .tsv and .txt files".to_owned()
+    };
+    SourceError::choice(path.display(), problem)
+}
+
+fn ending(path: &str) -> String {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    name.rsplit_once('.').map_or(String::new(), |(_, ending)| ending.to_ascii_lowercase())
+}
+
+fn is_metadata(path: &str) -> bool {
+    let mut parts = path.split('/');
+    let hidden = parts.clone().any(|part| part.starts_with('.') || part.starts_with("__"));
+    hidden || parts.next_back().is_some_and(|name| METADATA.contains(&name))
+}

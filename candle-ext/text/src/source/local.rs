@@ -1,0 +1,181 @@
+//! Data sets on this machine: a file, a folder, or a pattern.
+
+use std::path::{Path, PathBuf};
+
+use super::kind::open_file;
+use super::splits::{SplitQuery, choose, matching};
+use super::{Card, Joined, ReadOptions, Sliced, Source, SourceError, SplitPart};
+
+/// A data set on this machine and the rows wanted of it.
+#[derive(Debug, Clone, Default)]
+pub struct LocalRequest {
+    /// A file, a folder, or a pattern such as `data/*.jsonl`.
+    pub path: String,
+    /// The configuration: a folder below `path`, or a name in its README.
+    pub config: Option<String>,
+    /// The splits as written; empty takes `default_split`.
+    pub parts: Vec<SplitPart>,
+    /// The split to take when none is written.
+    pub default_split: String,
+    /// Patterns below a folder that name the files outright.
+    pub data_files: Vec<String>,
+    /// How the files are read.
+    pub read: ReadOptions,
+}
+
+/// How deep a folder is searched for files.
+const MAX_DEPTH: usize = 16;
+
+/// Opens the rows that `request` asks for.
+pub fn open_local(request: &LocalRequest) -> Result<Box<dyn Source>, SourceError> {
+    let path = Path::new(&request.path);
+    let default = [SplitPart { split: request.default_split.clone(), slice: Default::default() }];
+    let parts = if request.parts.is_empty() { &default[..] } else { &request.parts };
+    let sources = parts.iter().map(|part| {
+        let files = if path.is_dir() {
+            files_of_split(path, &part.split, request)?
+        } else if path.exists() {
+            check_split_of_file(path, part, request)?;
+            vec![path.to_owned()]
+        } else {
+            expand(&request.path)?
+        };
+        slice(open_files(&files, &request.read)?, part)
+    });
+    Ok(join(sources.collect::<Result<_, _>>()?))
+}
+
+/// Opens files of one kind as one source, in the order given. An empty one is an error.
+pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn Source>, SourceError> {
+    let parts = files.iter().map(|file| open_file(file, options)).collect::<Result<Vec<_>, _>>()?;
+    let source = join(parts);
+    if source.is_empty() {
+        let names: Vec<_> = files.iter().take(3).map(|f| f.display().to_string()).collect();
+        return Err(SourceError::empty(names.join(", "), "there are no rows in it"));
+    }
+    Ok(source)
+}
+
+pub(crate) fn slice(
+    source: Box<dyn Source>,
+    part: &SplitPart,
+) -> Result<Box<dyn Source>, SourceError> {
+    let range = part
+        .slice
+        .resolve(source.len())
+        .map_err(|problem| SourceError::choice(format!("split {:?}", part.split), problem))?;
+    Ok(if range == (0..source.len()) { source } else { Box::new(Sliced::new(source, range)) })
+}
+
+pub(crate) fn join(mut parts: Vec<Box<dyn Source>>) -> Box<dyn Source> {
+    match parts.len() {
+        1 => parts.remove(0),
+        _ => Box::new(Joined::new(parts)),
+    }
+}
+
+/// All files below a folder, relative to it, sorted, with `/`.
+pub(crate) fn list(folder: &Path) -> Result<Vec<String>, SourceError> {
+    let mut paths = Vec::new();
+    walk(folder, "", MAX_DEPTH, &mut paths)?;
+    paths.sort();
+    Ok(paths)
+}
+
+fn walk(folder: &Path, prefix: &str, depth: usize, paths: &mut Vec<String>) -> Result<(), SourceError> {
+    for entry in std::fs::read_dir(folder).map_err(|e| SourceError::io(folder, e))? {
+        let entry = entry.map_err(|e| SourceError::io(folder, e))?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with('.') {
+            continue;
+        }
+        let path = entry.path();
+        if path.is_dir() {
+            if depth > 0 {
+                walk(&path, &format!("{prefix}{name}/"), depth - 1, paths)?;
+            }
+        } else {
+            paths.push(format!("{prefix}{name}"));
+        }
+    }
+    Ok(())
+}
+
+fn files_of_split(
+    folder: &Path,
+    split: &str,
+    request: &LocalRequest,
+) -> Result<Vec<PathBuf>, SourceError> {
+    let card = std::fs::read_to_string(folder.join("README.md")).ok();
+    let query = SplitQuery {
+        split,
+        is_default: request.parts.is_empty(),
+        config: request.config.as_deref(),
+        data_files: &request.data_files,
+    };
+    let selection = choose(&list(folder)?, card.as_deref().and_then(Card::parse).as_ref(), &query)
+        .map_err(|problem| SourceError::choice(folder.display(), problem))?;
+    Ok(selection.files.iter().map(|file| folder.join(file)).collect())
+}
+
+fn check_split_of_file(
+    path: &Path,
+    part: &SplitPart,
+    request: &LocalRequest,
+) -> Result<(), SourceError> {
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    if request.parts.is_empty() || ["train", "all", stem.as_ref()].contains(&part.split.as_str()) {
+        return Ok(());
+    }
+    let problem = format!(
+        "a single file is all one split, \"train\"; it has no {:?}. Name another file, or write \
+         {}:train[90%:] for a part of it",
+        part.split,
+        path.display()
+    );
+    Err(SourceError::choice(path.display(), problem))
+}
+
+/// The files that a pattern names.
+fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
+    let is_pattern = |text: &str| text.contains(['*', '?', '[', '{']);
+    if !is_pattern(pattern) {
+        return Err(SourceError::choice(pattern, missing(Path::new(pattern))));
+    }
+    let fixed: Vec<&str> = pattern.split('/').take_while(|part| !is_pattern(part)).collect();
+    let folder = match fixed.join("/") {
+        empty if empty.is_empty() && pattern.starts_with('/') => "/".to_owned(),
+        empty if empty.is_empty() => ".".to_owned(),
+        folder => folder,
+    };
+    let rest: Vec<&str> = pattern.split('/').skip(fixed.len()).collect();
+    let paths = list(Path::new(&folder))?;
+    let found = matching(&rest.join("/"), &paths).map_err(|p| SourceError::choice(pattern, p))?;
+    if found.is_empty() {
+        return Err(SourceError::choice(pattern, format!("no file in {folder} matches the pattern")));
+    }
+    super::kind::check_one_kind(&found).map_err(|p| SourceError::choice(pattern, p))?;
+    Ok(found.iter().map(|path| Path::new(&folder).join(path)).collect())
+}
+
+/// Says that a path is not there, and what stands beside it that looks like it.
+fn missing(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let folder = match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return format!("there is no folder {}", folder.display());
+    };
+    let near = entries
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .map(|other| (strsim::jaro_winkler(&other, &name), other))
+        .filter(|(score, _)| *score > 0.8)
+        .max_by(|a, b| a.0.total_cmp(&b.0));
+    match near {
+        Some((_, other)) => format!("there is no such file; did you mean {other}?"),
+        None => "there is no such file or folder".into(),
+    }
+}

@@ -1,0 +1,59 @@
+//! Rows by index: local files of JSON, JSON lines, Parquet, CSV and plain text behind one trait.
+//!
+//! A [`Source`] hands out a row as a JSON object and says where it came from. It knows nothing of
+//! chat formats (see [`crate::format`]) or of the Hub (see [`crate::hub`]).
+
+mod cards;
+mod csv_file;
+mod error;
+mod joined;
+mod json_file;
+mod json_lines;
+mod kind;
+mod local;
+mod mapped;
+mod parquet_file;
+mod spec;
+mod splits;
+mod strict;
+mod text_file;
+
+pub use cards::Card;
+pub use error::SourceError;
+pub use joined::{Joined, Sliced};
+pub use kind::{Kind, data_files};
+pub use local::{LocalRequest, open_files, open_local};
+pub use spec::{Bound, Slice, Spec, SplitPart};
+pub use splits::{Selection, SplitQuery, choose};
+pub use text_file::SampleBy;
+
+pub(crate) use local::{join, slice};
+
+/// One row: column names to values, in the file's order.
+pub type Row = serde_json::Map<String, serde_json::Value>;
+
+/// Rows that can be read in any order, from any thread.
+pub trait Source: Send + Sync {
+    /// Counts the rows.
+    fn len(&self) -> usize;
+
+    /// Reads row `row_idx`, which must be below [`Source::len`].
+    fn row(&self, row_idx: usize) -> Result<Row, SourceError>;
+
+    /// Says where row `row_idx` stands, for messages: `train.jsonl:17`.
+    fn locate(&self, row_idx: usize) -> String;
+
+    /// Says whether there are no rows at all.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// How files are read where their content leaves a choice.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ReadOptions {
+    /// What a row of a `.txt` file is.
+    pub sample_by: SampleBy,
+    /// The key of a `.json` object that holds the list of rows.
+    pub field: Option<String>,
+}

@@ -1,0 +1,219 @@
+//! The words that name a data set: `name`, `name:split`, `name:split[10:20]`, `name:a[:5%]+b`.
+
+use std::ops::Range;
+
+use super::SourceError;
+
+/// A data set as written: where it is, and which rows of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Spec {
+    /// A local path or a Hub id.
+    pub name: String,
+    /// The splits to put one after another; empty when none was written.
+    pub parts: Vec<SplitPart>,
+}
+
+/// One split, or a part of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SplitPart {
+    /// The name before the bracket.
+    pub split: String,
+    /// The rows between the brackets.
+    pub slice: Slice,
+}
+
+/// A half-open range of rows, in rows or in percent; a missing bound is the start or the end.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Slice {
+    /// The first row.
+    pub from: Option<Bound>,
+    /// The row after the last.
+    pub to: Option<Bound>,
+}
+
+/// One end of a [`Slice`]; negative values count from the end.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Bound {
+    /// A row number.
+    Row(i64),
+    /// A share of all rows, rounded to the nearest row.
+    Percent(f64),
+}
+
+impl Spec {
+    /// Reads `text`. `exists` says whether a path is there: a path that exists is a name as it
+    /// stands, even with a colon in it.
+    pub fn parse(text: &str, exists: impl Fn(&str) -> bool) -> Result<Self, SourceError> {
+        let text = text.trim();
+        let wrong = |problem: String| SourceError::Spec { spec: text.to_owned(), problem };
+        if text.is_empty() {
+            return Err(wrong("write a path or a Hub id, such as data/train.jsonl".into()));
+        }
+        if let Some(rest) = text.split_once("://").map(|(_, rest)| rest) {
+            let id = rest.trim_start_matches("huggingface.co/").trim_start_matches("datasets/");
+            return Err(wrong(format!("it is an address; write the Hub id alone: {id}")));
+        }
+        match text.split_once(':') {
+            Some((name, split)) if !exists(text) => {
+                if name.trim().is_empty() {
+                    return Err(wrong("there is no name before the colon".into()));
+                }
+                Ok(Self { name: name.trim().to_owned(), parts: SplitPart::parse_all(split)? })
+            }
+            _ => Ok(Self { name: text.to_owned(), parts: Vec::new() }),
+        }
+    }
+}
+
+impl SplitPart {
+    /// Reads `train`, `train[:10]` or several joined by `+`.
+    pub fn parse_all(text: &str) -> Result<Vec<Self>, SourceError> {
+        text.split('+').map(|part| Self::parse(part.trim())).collect()
+    }
+
+    fn parse(text: &str) -> Result<Self, SourceError> {
+        let wrong = |problem: &str| SourceError::Spec { spec: text.to_owned(), problem: problem.into() };
+        let (split, slice) = match text.split_once('[') {
+            None => (text, Slice::default()),
+            Some((split, rest)) => {
+                let inside = rest.strip_suffix(']').ok_or_else(|| wrong("a bracket stays open"))?;
+                (split, Slice::parse(inside).map_err(|problem| wrong(&problem))?)
+            }
+        };
+        match split.trim() {
+            "" => Err(wrong("there is no split name; write it as train[10:20]")),
+            split => Ok(Self { split: split.to_owned(), slice }),
+        }
+    }
+}
+
+impl Slice {
+    /// The rows meant out of `n_rows`. Says why not if they are not there.
+    pub fn resolve(&self, n_rows: usize) -> Result<Range<usize>, String> {
+        let from = self.from.map_or(0, |bound| bound.resolve(n_rows));
+        let to = self.to.map_or(n_rows as i64, |bound| bound.resolve(n_rows));
+        if from > n_rows as i64 || to > n_rows as i64 {
+            return Err(format!("rows {from} to {to} were asked for, but there are only {n_rows}"));
+        }
+        if from >= to {
+            return Err(format!("rows {from} to {to} of {n_rows} are none"));
+        }
+        Ok(from as usize..to as usize)
+    }
+
+    fn parse(inside: &str) -> Result<Self, String> {
+        let (from, to) = inside
+            .split_once(':')
+            .ok_or_else(|| format!("[{inside}] is not a range; write [10:20], [:5%] or [-100:]"))?;
+        Ok(Self { from: Bound::parse(from)?, to: Bound::parse(to)? })
+    }
+}
+
+impl Bound {
+    fn parse(text: &str) -> Result<Option<Self>, String> {
+        let text = text.trim().replace('_', "");
+        if text.is_empty() {
+            return Ok(None);
+        }
+        let bound = match text.strip_suffix('%') {
+            Some(percent) => percent
+                .trim()
+                .parse()
+                .ok()
+                .filter(|p: &f64| p.abs() <= 100.0)
+                .map(Self::Percent)
+                .ok_or_else(|| format!("{text:?} is not a percentage between -100 and 100"))?,
+            None => text
+                .parse()
+                .map(Self::Row)
+                .map_err(|_| format!("{text:?} is not a row number or a percentage"))?,
+        };
+        Ok(Some(bound))
+    }
+
+    fn resolve(self, n_rows: usize) -> i64 {
+        let n_rows = n_rows as i64;
+        let row = match self {
+            Self::Row(row) => row,
+            Self::Percent(percent) => (percent / 100.0 * n_rows as f64).round_ties_even() as i64,
+        };
+        if row < 0 { (n_rows + row).max(0) } else { row }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn rows(slice: &str, n_rows: usize) -> Result<Range<usize>, String> {
+        let parts = SplitPart::parse_all(slice).map_err(|e| e.to_string())?;
+        parts[0].slice.resolve(n_rows)
+    }
+
+    #[test]
+    fn a_name_with_or_without_a_split() {
+        let spec = Spec::parse("HuggingFaceH4/ultrachat_200k", |_| false).unwrap();
+        assert_eq!((spec.name.as_str(), spec.parts.len()), ("HuggingFaceH4/ultrachat_200k", 0));
+        let spec = Spec::parse("a/b:train[10:20]+test[:5%]", |_| false).unwrap();
+        assert_eq!(spec.name, "a/b");
+        assert_eq!(spec.parts[0].split, "train");
+        assert_eq!(spec.parts[1].slice.to, Some(Bound::Percent(5.0)));
+    }
+
+    #[test]
+    fn a_path_that_exists_keeps_its_colon() {
+        let spec = Spec::parse("odd:name.jsonl", |path| path == "odd:name.jsonl").unwrap();
+        assert_eq!((spec.name.as_str(), spec.parts.len()), ("odd:name.jsonl", 0));
+    }
+
+    #[test]
+    fn slices_count_as_datasets_does() {
+        assert_eq!(rows("train[10:20]", 100), Ok(10..20));
+        assert_eq!(rows("train[:5%]", 1000), Ok(0..50));
+        assert_eq!(rows("train[-10:]", 100), Ok(90..100));
+        assert_eq!(rows("train[50%:]", 3), Ok(2..3));
+        assert_eq!(rows("train", 7), Ok(0..7));
+    }
+
+    #[test]
+    fn impossible_slices_say_how_many_rows_there_are() {
+        assert!(rows("train[:20]", 10).unwrap_err().contains("there are only 10"));
+        assert!(rows("train[5:5]", 10).unwrap_err().contains("are none"));
+        assert!(rows("train[5]", 10).unwrap_err().contains("[10:20]"));
+        assert!(rows("train[:101%]", 10).unwrap_err().contains("percentage"));
+        assert!(rows("train[1:2", 10).unwrap_err().contains("bracket"));
+        assert!(rows("[1:2]", 10).unwrap_err().contains("no split name"));
+    }
+
+    #[test]
+    fn an_address_is_answered_with_the_id() {
+        let error = Spec::parse("https://huggingface.co/datasets/a/b", |_| false).unwrap_err();
+        assert!(error.to_string().ends_with("write the Hub id alone: a/b"), "{error}");
+    }
+
+    proptest! {
+        #[test]
+        fn any_words_are_a_spec_or_an_error(text in ".{0,40}", n_rows in 0usize..1000) {
+            if let Ok(spec) = Spec::parse(&text, |_| false) {
+                for part in spec.parts {
+                    if let Ok(range) = part.slice.resolve(n_rows) {
+                        prop_assert!(range.start < range.end && range.end <= n_rows);
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn any_brackets_are_a_slice_or_an_error(inside in "[-0-9:%_. e]{0,14}", n_rows: usize) {
+            let n_rows = n_rows >> 2;
+            if let Ok(parts) = SplitPart::parse_all(&format!("train[{inside}]"))
+                && let Ok(range) = parts[0].slice.resolve(n_rows)
+            {
+                prop_assert!(range.start < range.end && range.end <= n_rows);
+            }
+        }
+    }
+}

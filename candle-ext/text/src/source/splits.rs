@@ -1,0 +1,379 @@
+//! Which files of a folder or a repository make a split, by the Hub's conventions: what the
+//! README says, else `data/train-00000-of-00002.parquet`, else `train` as a word of a file's or
+//! folder's name, else all files are the one split.
+
+use globset::GlobBuilder;
+
+use super::Card;
+use super::cards::Config;
+use super::kind::{check_one_kind, data_files};
+
+/// What is wanted of a set of files.
+#[derive(Debug, Clone, Copy)]
+pub struct SplitQuery<'a> {
+    /// The split's name.
+    pub split: &'a str,
+    /// The user left the split to us, so that files without split names are taken as they are.
+    pub is_default: bool,
+    /// The configuration (`subset`), a name in the README or a folder.
+    pub config: Option<&'a str>,
+    /// Patterns that name the files outright.
+    pub data_files: &'a [String],
+}
+
+/// The files of a split, in order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Selection {
+    /// Paths as they were listed.
+    pub files: Vec<String>,
+    /// The split's name as the data set spells it.
+    pub split: String,
+}
+
+/// Other spellings of the three common splits.
+const SPELLINGS: [(&str, &[&str]); 3] = [
+    ("train", &["train", "training"]),
+    ("validation", &["validation", "valid", "dev", "val"]),
+    ("test", &["test", "testing", "eval", "evaluation"]),
+];
+
+/// Picks the files for `query` out of `paths` (relative, with `/`). The error says what is there.
+pub fn choose(
+    paths: &[String],
+    card: Option<&Card>,
+    query: &SplitQuery,
+) -> Result<Selection, String> {
+    let files = data_files(paths.iter().cloned());
+    if files.is_empty() {
+        return Err(nothing_to_read(paths));
+    }
+    let selection = if !query.data_files.is_empty() {
+        named_outright(&files, query)
+    } else if let Some(card) = card {
+        by_card(&files, card.config(query.config)?, query)
+    } else {
+        by_names(&below_config(files, query.config)?, query)
+    }?;
+    check_one_kind(&selection.files)?;
+    check_shards(&selection.files)?;
+    Ok(selection)
+}
+
+/// The paths that match a pattern; `*` stops at a `/`, `**` does not.
+pub(crate) fn matching<'a>(
+    pattern: &str,
+    paths: impl IntoIterator<Item = &'a String>,
+) -> Result<Vec<String>, String> {
+    let pattern = pattern.trim_start_matches("./");
+    let glob = GlobBuilder::new(pattern)
+        .literal_separator(true)
+        .build()
+        .map_err(|e| format!("the pattern {pattern:?} is not one: {}", e.kind()))?
+        .compile_matcher();
+    let mut found: Vec<String> =
+        paths.into_iter().filter(|path| glob.is_match(path)).cloned().collect();
+    found.sort();
+    Ok(found)
+}
+
+fn named_outright(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
+    let mut chosen = Vec::new();
+    for pattern in query.data_files {
+        let found = matching(pattern, files)?;
+        if found.is_empty() {
+            return Err(format!("no file matches {pattern:?}; there are: {}", some(files)));
+        }
+        chosen.extend(found);
+    }
+    Ok(Selection { files: chosen, split: query.split.to_owned() })
+}
+
+fn by_card(files: &[String], config: &Config, query: &SplitQuery) -> Result<Selection, String> {
+    let splits = config.splits();
+    if splits.is_empty() {
+        let below = config.data_dir.as_deref().map(|dir| dir.trim_matches('/'));
+        return by_names(&below_config(files.to_vec(), below)?, query);
+    }
+    let names: Vec<&str> = splits.iter().map(|(split, _)| *split).collect();
+    let name = pick(&names, query)?;
+    let mut chosen = Vec::new();
+    for pattern in splits.iter().filter(|(split, _)| *split == name).flat_map(|(_, p)| p) {
+        chosen.extend(matching(pattern, files)?);
+    }
+    if chosen.is_empty() {
+        return Err(format!("the README names files for {name:?} that are not there"));
+    }
+    Ok(Selection { files: chosen, split: name.to_owned() })
+}
+
+fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
+    let exact: Vec<String> =
+        files.iter().filter(|path| own_name(path) == query.split).cloned().collect();
+    if !exact.is_empty() {
+        return Ok(Selection { files: exact, split: query.split.to_owned() });
+    }
+    let labels: Vec<Option<String>> = files.iter().map(|path| label(path)).collect();
+    let mut names: Vec<&str> = labels.iter().flatten().map(String::as_str).collect();
+    names.sort_unstable();
+    names.dedup();
+    if names.is_empty() {
+        return match query.split {
+            split if query.is_default || split == "train" || split == "all" => {
+                Ok(Selection { files: files.to_vec(), split: "train".into() })
+            }
+            split => Err(format!(
+                "its files name no splits, so all of it is \"train\"; there is no {split:?} among {}",
+                some(files)
+            )),
+        };
+    }
+    let name = pick(&names, query)?;
+    let chosen = files.iter().zip(&labels).filter(|(_, label)| label.as_deref() == Some(name));
+    Ok(Selection { files: chosen.map(|(path, _)| path.clone()).collect(), split: name.into() })
+}
+
+/// The name among `names` that is meant: as written, by another spelling, or for the default
+/// `eval` whatever the data set keeps for evaluation.
+fn pick<'a>(names: &[&'a str], query: &SplitQuery) -> Result<&'a str, String> {
+    let find = |wanted: &str| names.iter().copied().find(|name| *name == wanted);
+    let other = || canonical(query.split).and_then(|wanted| {
+        names.iter().copied().find(|name| canonical(name) == Some(wanted))
+    });
+    let held_out = || match query.split {
+        "eval" => ["validation", "test"].into_iter().find_map(find),
+        _ => None,
+    };
+    find(query.split).or_else(held_out).or_else(other).ok_or_else(|| {
+        let near = names.iter().max_by(|a, b| {
+            let score = |name: &str| strsim::jaro_winkler(name, query.split);
+            score(a).total_cmp(&score(b))
+        });
+        let near = near
+            .filter(|name| strsim::jaro_winkler(name, query.split) > 0.8)
+            .map_or(String::new(), |name| format!("; did you mean {name:?}?"));
+        format!("it has no split {:?}; there are: {}{near}", query.split, names.join(", "))
+    })
+}
+
+fn below_config(files: Vec<String>, config: Option<&str>) -> Result<Vec<String>, String> {
+    let Some(config) = config.filter(|config| *config != "default") else {
+        return Ok(files);
+    };
+    let prefix = format!("{config}/");
+    let below: Vec<String> = files.iter().filter(|p| p.starts_with(&prefix)).cloned().collect();
+    if below.is_empty() {
+        let mut folders: Vec<&str> = files.iter().filter_map(|p| Some(p.split_once('/')?.0)).collect();
+        folders.dedup();
+        return Err(format!("it has no configuration {config:?}; folders: {}", folders.join(", ")));
+    }
+    Ok(below)
+}
+
+/// The split a file belongs to, if its name says so.
+fn label(path: &str) -> Option<String> {
+    let own = own_name(path);
+    if shard(path).is_some() {
+        return Some(canonical(own).map_or_else(|| own.to_owned(), str::to_owned));
+    }
+    let folders = path.rsplit('/').skip(1);
+    std::iter::once(own).chain(folders).find_map(word_label).map(str::to_owned)
+}
+
+fn word_label(name: &str) -> Option<&'static str> {
+    name.split(|c: char| "-._ ".contains(c) || c.is_ascii_digit()).find_map(canonical)
+}
+
+fn canonical(word: &str) -> Option<&'static str> {
+    SPELLINGS.iter().find(|(_, words)| words.contains(&word)).map(|(name, _)| *name)
+}
+
+/// A file's name without folders, ending and shard number.
+fn own_name(path: &str) -> &str {
+    let stem = stem(path);
+    shard(path).map_or(stem, |(name, ..)| name)
+}
+
+fn stem(path: &str) -> &str {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    name.split_once('.').map_or(name, |(stem, _)| stem)
+}
+
+/// `name-00001-of-00003` as its name, number and count.
+fn shard(path: &str) -> Option<(&str, usize, usize)> {
+    let mut parts = stem(path).rsplitn(2, "-of-");
+    let (count, rest) = (parts.next()?, parts.next()?);
+    let (name, number) = rest.rsplit_once('-')?;
+    let digits = |text: &str| {
+        let head = text.split('-').next()?;
+        (head.len() >= 4 && head.bytes().all(|b| b.is_ascii_digit())).then(|| head.parse().ok())?
+    };
+    Some((name, digits(number)?, digits(count)?))
+}
+
+/// Says which shard is missing when names promise more files than there are.
+fn check_shards(files: &[String]) -> Result<(), String> {
+    for path in files {
+        let Some((_, _, count)) = shard(path) else { continue };
+        let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
+        let siblings: Vec<usize> = files
+            .iter()
+            .filter(|p| p.rsplit_once('/').map_or("", |(f, _)| f) == folder && own_name(p) == own_name(path))
+            .filter_map(|p| shard(p).filter(|(.., n)| *n == count).map(|(_, i, _)| i))
+            .collect();
+        if let Some(missing) = (0..count).find(|i| !siblings.contains(i)) {
+            return Err(format!(
+                "{} of {count} files are there, number {missing:05} beside {path} is missing",
+                siblings.len()
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn nothing_to_read(paths: &[String]) -> String {
+    if paths.iter().any(|path| path.ends_with(".arrow")) {
+        return "it holds Arrow files, as save_to_disk writes them; write it with to_parquet or \
+                to_json instead"
+            .into();
+    }
+    if paths.iter().any(|p| p.ends_with(".gz") || p.ends_with(".zst") || p.ends_with(".zip")) {
+        return format!("its files are compressed ({}); unpack them first", some(paths));
+    }
+    if paths.iter().any(|path| path.ends_with(".py")) {
+        return "it is made by a Python script, which is not run here; look for a Parquet branch \
+                (revision refs/convert/parquet)"
+            .into();
+    }
+    format!("no .json, .jsonl, .parquet, .csv or .txt file is in it, only: {}", some(paths))
+}
+
+fn some(files: &[String]) -> String {
+    let shown = files.iter().take(8).map(String::as_str).collect::<Vec<_>>().join(", ");
+    match files.len() {
+        0 => "nothing".into(),
+        n if n > 8 => format!("{shown} and {} more", n - 8),
+        _ => shown,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn query(split: &str) -> SplitQuery<'_> {
+        SplitQuery { split, is_default: false, config: None, data_files: &[] }
+    }
+
+    fn strings(paths: &[&str]) -> Vec<String> {
+        paths.iter().map(ToString::to_string).collect()
+    }
+
+    #[track_caller]
+    fn check(paths: &[&str], split: &str, want: &[&str]) {
+        assert_eq!(choose(&strings(paths), None, &query(split)).unwrap().files, want);
+    }
+
+    #[track_caller]
+    fn refused(paths: &[&str], split: &str, want: &str) {
+        let problem = choose(&strings(paths), None, &query(split)).unwrap_err();
+        assert!(problem.contains(want), "{want:?} is not in {problem:?}");
+    }
+
+    const ULTRACHAT: [&str; 5] = [
+        "README.md",
+        "data/train_sft-00001-of-00002-f7dfac4afe5b93f4.parquet",
+        "data/train_sft-00000-of-00002-a3ecf92756993583.parquet",
+        "data/train_gen-00000-of-00001.parquet",
+        "data/test_sft-00000-of-00001.parquet",
+    ];
+
+    #[test]
+    fn shards_are_a_split_of_any_name() {
+        check(
+            &ULTRACHAT,
+            "train_sft",
+            &[
+                "data/train_sft-00000-of-00002-a3ecf92756993583.parquet",
+                "data/train_sft-00001-of-00002-f7dfac4afe5b93f4.parquet",
+            ],
+        );
+        refused(&ULTRACHAT, "train", "there are: test_sft, train_gen, train_sft");
+    }
+
+    #[test]
+    fn a_missing_shard_is_noticed() {
+        refused(
+            &["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"],
+            "train",
+            "number 00001",
+        );
+    }
+
+    #[test]
+    fn split_words_in_names_and_folders() {
+        check(&["train.jsonl", "test.jsonl", "LICENSE.txt"], "train", &["train.jsonl"]);
+        check(&["my-dev.v2.csv", "train.csv"], "validation", &["my-dev.v2.csv"]);
+        check(&["test/a.json", "train/b.json", "train/a.json"], "train", &["train/a.json", "train/b.json"]);
+        check(&["train.jsonl", "valid.jsonl", "test.jsonl"], "eval", &["valid.jsonl"]);
+        check(&["train.jsonl", "test.jsonl"], "eval", &["test.jsonl"]);
+    }
+
+    #[test]
+    fn files_without_split_words_are_train() {
+        check(&["MetaMathQA-395K.json", "README.md"], "train", &["MetaMathQA-395K.json"]);
+        refused(&["MetaMathQA-395K.json"], "test", "all of it is \"train\"");
+        let default = SplitQuery { is_default: true, ..query("eval") };
+        let chosen = choose(&strings(&["a.jsonl"]), None, &default).unwrap();
+        assert_eq!(chosen.files, ["a.jsonl"]);
+    }
+
+    #[test]
+    fn a_near_miss_gets_a_hint() {
+        refused(&["train.jsonl", "test.jsonl"], "trian", "did you mean \"train\"?");
+    }
+
+    #[test]
+    fn mixed_kinds_scripts_and_archives_are_explained() {
+        refused(&["train.jsonl", "train.parquet"], "train", "mixes 1 json and 1 parquet");
+        refused(&["data.py"], "train", "Python script");
+        refused(&["train.jsonl.gz"], "train", "compressed");
+        refused(&["data-00000-of-00001.arrow", "state.json"], "train", "save_to_disk");
+    }
+
+    const GSM8K: &str = "---\nlicense: mit\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n  - split: test\n    path: main/test-*\n- config_name: socratic\n  data_files:\n  - split: train\n    path: [socratic/train-*]\n---\n# GSM8K\n";
+
+    #[test]
+    fn the_readme_decides_when_it_speaks() {
+        let card = Card::parse(GSM8K).unwrap();
+        let paths = strings(&[
+            "main/train-00000-of-00001.parquet",
+            "main/test-00000-of-00001.parquet",
+            "socratic/train-00000-of-00001.parquet",
+        ]);
+        let with = |config| SplitQuery { config, ..query("train") };
+        let chosen = choose(&paths, Some(&card), &with(Some("socratic"))).unwrap();
+        assert_eq!(chosen.files, ["socratic/train-00000-of-00001.parquet"]);
+        let problem = choose(&paths, Some(&card), &with(None)).unwrap_err();
+        assert!(problem.contains("name one of: main, socratic"), "{problem}");
+        let problem = choose(&paths, Some(&card), &with(Some("mian"))).unwrap_err();
+        assert!(problem.contains("no configuration \"mian\""), "{problem}");
+    }
+
+    #[test]
+    fn a_readme_without_configs_says_nothing() {
+        assert!(Card::parse("---\nlicense: mit\n---\n").is_none());
+        assert!(Card::parse("# just a title").is_none());
+        assert!(Card::parse("---\n: : [\n---\n").is_none());
+    }
+
+    #[test]
+    fn files_named_outright() {
+        let patterns = strings(&["extra/*.jsonl"]);
+        let query = SplitQuery { data_files: &patterns, ..query("train") };
+        let paths = strings(&["train.jsonl", "extra/b.jsonl", "extra/a.jsonl"]);
+        assert_eq!(choose(&paths, None, &query).unwrap().files, ["extra/a.jsonl", "extra/b.jsonl"]);
+        let problem = choose(&strings(&["train.jsonl"]), None, &query).unwrap_err();
+        assert!(problem.contains("no file matches"), "{problem}");
+    }
+}

@@ -1,0 +1,161 @@
+//! Positions printed into a rendered text and taken out again.
+//!
+//! A marker is a command between two copies of a character that the text itself does not hold.
+//! Because markers travel in the text they survive macros, `set` blocks and filters, where an
+//! output offset would be wrong. The caller compares what remains with a rendering made without
+//! markers: if a template looked at them (measured a length, tested for emptiness), it shows.
+
+use std::fmt;
+use std::sync::Arc;
+
+use minijinja::value::{DynObject, Enumerator, Object, Rest};
+use minijinja::{Environment, State, Value};
+
+pub(super) const GENERATION: &str = "__candlewick_generation";
+pub(super) const TURN: &str = "__candlewick_turn";
+pub(super) const CLOSE_LOOP: &str = "__candlewick_close_loop";
+/// The variable that holds the fence. An argument of every call, so that a macro has it too.
+pub(super) const FENCE: &str = "__candlewick_fence";
+
+/// What a marker says of the place where it stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mark {
+    GenerationOpens,
+    GenerationCloses,
+    /// An iteration over the messages has come to this one.
+    Turn { loop_id: usize, message: usize },
+    LoopCloses { loop_id: usize },
+}
+
+/// A character that `text` does not hold, for fencing markers in it. Unicode sets these aside for
+/// a program's internal use.
+pub(super) fn fence(text: &str) -> Option<char> {
+    ('\u{FDD0}'..='\u{FDEF}').find(|candidate| !text.contains(*candidate))
+}
+
+/// Takes the markers out: what remains, and each mark with its place in that.
+pub(super) fn extract(marked: &str, fence: char) -> Option<(String, Vec<(usize, Mark)>)> {
+    let mut text = String::with_capacity(marked.len());
+    let mut marks = Vec::new();
+    for (piece_idx, piece) in marked.split(fence).enumerate() {
+        match piece_idx % 2 {
+            0 => text.push_str(piece),
+            _ => marks.push((text.len(), parse(piece)?)),
+        }
+    }
+    Some((text, marks))
+}
+
+fn parse(command: &str) -> Option<Mark> {
+    let mut words = command.split(' ');
+    let mut number = || words.next().and_then(|word| word.parse().ok());
+    Some(match number()? {
+        0 => Mark::GenerationOpens,
+        1 => Mark::GenerationCloses,
+        2 => Mark::Turn { loop_id: number()?, message: number()? },
+        3 => Mark::LoopCloses { loop_id: number()? },
+        _ => return None,
+    })
+}
+
+/// Gives templates the calls that `source` writes into them.
+pub(super) fn install(environment: &mut Environment<'_>) {
+    environment.add_function(GENERATION, |fence: &str, opens: bool| {
+        fenced(fence, if opens { "0" } else { "1" })
+    });
+    environment.add_function(TURN, turn);
+    environment.add_function(CLOSE_LOOP, close_loop);
+}
+
+/// Prints nothing unless one of the loop's variables is a message: a loop over tool calls or
+/// parts of a content has no say in whose text it is.
+fn turn(state: &mut State, fence: &str, loop_id: usize, variables: Rest<Value>) -> String {
+    let turns = |value: &Value| value.downcast_object_ref::<Turn>().map(|turn| turn.index);
+    let Some(message) = variables.iter().find_map(turns) else {
+        return String::new();
+    };
+    state.set_temp(&open_loop(loop_id), Value::from(true));
+    fenced(fence, &format!("2 {loop_id} {message}"))
+}
+
+fn close_loop(state: &mut State, fence: &str, loop_id: usize) -> String {
+    match state.set_temp(&open_loop(loop_id), Value::from(false)) {
+        Some(open) if open.is_true() => fenced(fence, &format!("3 {loop_id}")),
+        _ => String::new(),
+    }
+}
+
+fn open_loop(loop_id: usize) -> String {
+    format!("open loop {loop_id}")
+}
+
+fn fenced(fence: &str, command: &str) -> String {
+    format!("{fence}{command}{fence}")
+}
+
+/// A message that knows which one it is. To a template it is a dict like any other.
+pub(super) struct Turn {
+    pub(super) index: usize,
+    pub(super) fields: Value,
+}
+
+impl Turn {
+    fn object(&self) -> Option<&DynObject> {
+        self.fields.as_object()
+    }
+}
+
+impl fmt::Debug for Turn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.fields.fmt(f)
+    }
+}
+
+impl Object for Turn {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.object()?.get_value(key)
+    }
+
+    fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
+        self.object()?.get_value_by_str(key)
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        self.object().map_or(Enumerator::Empty, DynObject::enumerate)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn markers_come_out_where_they_stood() {
+        let (text, marks) = extract("aé|2 1 7|b|3 1||0|c|1|", '|').unwrap();
+        assert_eq!(text, "aébc");
+        assert_eq!(
+            marks,
+            [
+                (3, Mark::Turn { loop_id: 1, message: 7 }),
+                (4, Mark::LoopCloses { loop_id: 1 }),
+                (4, Mark::GenerationOpens),
+                (5, Mark::GenerationCloses),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_fence_is_never_part_of_the_text() {
+        assert_eq!(fence("x\u{FDD0}\u{FDD1}"), Some('\u{FDD2}'));
+        let all: String = ('\u{FDD0}'..='\u{FDEF}').collect();
+        assert_eq!(fence(&all), None);
+    }
+
+    #[test]
+    fn a_broken_marker_is_refused() {
+        for broken in ["|9|", "|2 1|", "|x|", "||"] {
+            assert_eq!(extract(broken, '|'), None, "{broken}");
+        }
+    }
+}

@@ -1,0 +1,336 @@
+//! Chat templates: Jinja programs that print a conversation the way a model was taught to read it.
+//!
+//! Besides the text we need to know which part of it the model wrote, for that is what it learns
+//! from. A template with `{% generation %}` blocks says so itself. For the others (nearly all) the
+//! answer comes from how the template runs, never from searching for the content, which fails on
+//! repeated, trimmed or rewritten messages: `source` puts a marker at each step of each loop, a
+//! marker speaks if the loop stands at a message, and so each piece of text has its message.
+//! Unlike recording which message was read last, this is not misled by templates that look ahead
+//! (`messages[loop.index0 + 1]`), scan all messages first, or read a message into a variable.
+//! `turns` then takes off the header (what `add_generation_prompt` prints) and the white space
+//! behind the end of turn. What does not come out clearly is an error, never a guess.
+
+mod clock;
+mod environment;
+mod json;
+mod markers;
+mod source;
+mod turns;
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::OnceLock;
+
+use minijinja::value::Serde;
+use minijinja::{Environment, Value};
+use serde_json::{Map, Value as Json};
+
+use crate::conversation::{Conversation, Message};
+use markers::Turn;
+use turns::{Frame, Piece, Probe};
+
+pub use clock::Clock;
+pub use turns::TurnError;
+
+/// A compiled chat template with the values it prints besides the messages.
+pub struct ChatTemplate {
+    name: String,
+    environment: Environment<'static>,
+    variables: Map<String, Json>,
+    has_generation: bool,
+    frame: OnceLock<Frame>,
+    with_tools: Option<Box<ChatTemplate>>,
+}
+
+/// How a rendering ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// With the last message.
+    Closed,
+    /// With the words that make the model speak (`add_generation_prompt`).
+    GenerationPrompt,
+}
+
+/// A rendered conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendered {
+    /// The whole text.
+    pub text: String,
+    /// The bytes of it that the model writes: in order, disjoint, none of them empty.
+    pub spans: Vec<Range<usize>>,
+}
+
+/// Why a template could not be used.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum TemplateError {
+    /// It is not Jinja.
+    #[error("parse chat template {name}, line {line}: {message}")]
+    Syntax {
+        /// Where the template is from.
+        name: String,
+        /// Its line, from 1.
+        line: usize,
+        /// What is wrong there.
+        message: String,
+    },
+    /// It stopped at this conversation: a mistake, or its own `raise_exception`.
+    #[error("render chat template {name}, line {line}: {message}")]
+    Render {
+        /// Where the template is from.
+        name: String,
+        /// Its line, from 1.
+        line: usize,
+        /// What it said.
+        message: String,
+    },
+    /// There is nothing to render.
+    #[error("render chat template {name}: the conversation has no messages")]
+    Empty {
+        /// Where the template is from.
+        name: String,
+    },
+    /// The text is there, but not which part of it is the assistant's.
+    #[error(
+        "find the assistant's text in what chat template {name} prints: {reason}. Put \
+         {{% generation %}} ... {{% endgeneration %}} around it in the template"
+    )]
+    Turns {
+        /// Where the template is from.
+        name: String,
+        /// What was expected.
+        reason: TurnError,
+    },
+}
+
+const TEXT: &str = "text";
+const MARKED: &str = "marked";
+
+impl ChatTemplate {
+    /// Compiles a template. `name` stands in errors: say where it is from.
+    pub fn new(name: impl Into<String>, source: &str) -> Result<Self, TemplateError> {
+        let name = name.into();
+        // Jinja reads every kind of line end as "\n".
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        let has_generation = source::has_generation(&source);
+        let marked = if has_generation {
+            source::with_generation_marks(&source)
+        } else {
+            source::with_loop_marks(&source)
+        };
+        let mut environment = environment::environment(Clock::System);
+        let syntax = |error: minijinja::Error| TemplateError::Syntax {
+            name: name.clone(),
+            line: error.line().unwrap_or(1),
+            message: describe(&error),
+        };
+        environment.add_template_owned(TEXT, source::plain(&source)).map_err(syntax)?;
+        environment.add_template_owned(MARKED, marked).map_err(syntax)?;
+        let (variables, frame, with_tools) = (Map::new(), OnceLock::new(), None);
+        Ok(Self { name, environment, variables, has_generation, frame, with_tools })
+    }
+
+    /// Uses another template for conversations that offer tools.
+    #[must_use]
+    pub fn with_tool_use(self, template: ChatTemplate) -> Self {
+        Self { with_tools: Some(Box::new(template)), ..self }
+    }
+
+    /// Gives the template a variable: `bos_token`, `enable_thinking`, `documents`, ...
+    #[must_use]
+    pub fn with_variable(mut self, name: impl Into<String>, value: impl Into<Json>) -> Self {
+        let (name, value) = (name.into(), value.into());
+        let with_tools = self.with_tools.take();
+        self.with_tools =
+            with_tools.map(|it| Box::new(it.with_variable(name.clone(), value.clone())));
+        self.variables.insert(name, value);
+        self.frame = OnceLock::new();
+        self
+    }
+
+    /// Lets `strftime_now` tell this clock's time.
+    #[must_use]
+    pub fn with_clock(mut self, clock: Clock) -> Self {
+        self.with_tools = self.with_tools.take().map(|it| Box::new(it.with_clock(clock)));
+        environment::set_clock(&mut self.environment, clock);
+        self
+    }
+
+    /// Where the template is from.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Whether the template marks the assistant's text itself.
+    pub fn has_generation_blocks(&self) -> bool {
+        self.has_generation
+    }
+
+    /// Prints a conversation.
+    pub fn render(&self, chat: &Conversation, ending: Ending) -> Result<String, TemplateError> {
+        let template = self.for_chat(chat);
+        if chat.messages.is_empty() {
+            return Err(TemplateError::Empty { name: template.name.clone() });
+        }
+        template.run(TEXT, template.context(chat, ending, None))
+    }
+
+    /// Prints a conversation and says which part of it the assistant wrote.
+    pub fn render_turns(&self, chat: &Conversation) -> Result<Rendered, TemplateError> {
+        let text = self.render(chat, Ending::Closed)?;
+        let spans = if chat.has_assistant() {
+            self.for_chat(chat).spans(chat, &text)?
+        } else {
+            Vec::new()
+        };
+        Ok(Rendered { text, spans })
+    }
+
+    fn for_chat(&self, chat: &Conversation) -> &ChatTemplate {
+        match &self.with_tools {
+            Some(template) if chat.tools.is_some() => template,
+            _ => self,
+        }
+    }
+
+    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<Range<usize>>, TemplateError> {
+        let marks = self.marks(chat, text)?;
+        if self.has_generation {
+            turns::generation_spans(&marks).map_err(|reason| self.unclear(reason))
+        } else {
+            self.spans_by_turn(chat, text, &turns::pieces(&marks))
+        }
+    }
+
+    fn spans_by_turn(
+        &self,
+        chat: &Conversation,
+        text: &str,
+        pieces: &[Piece],
+    ) -> Result<Vec<Range<usize>>, TemplateError> {
+        let frame = self.frame()?;
+        let mut spans: Vec<Range<usize>> = Vec::new();
+        for (message, _) in chat.messages.iter().enumerate().filter(|(_, m)| m.is_assistant()) {
+            let piece = piece_of(pieces, message).map_err(|reason| self.unclear(reason))?;
+            let span = frame.written(text, piece).map_err(|reason| self.unclear(reason))?;
+            if spans.last().is_some_and(|last| last.end > span.start) {
+                return Err(self.unclear(TurnError::Scattered { message }));
+            }
+            spans.push(span);
+        }
+        Ok(spans)
+    }
+
+    /// What stands around an assistant's words, learnt by printing small chats.
+    fn frame(&self) -> Result<&Frame, TemplateError> {
+        if let Some(frame) = self.frame.get() {
+            return Ok(frame);
+        }
+        let question = Conversation::new([Message::new("user", "question")]);
+        let closed = self.run(TEXT, self.context(&question, Ending::Closed, None))?;
+        let open = self.run(TEXT, self.context(&question, Ending::GenerationPrompt, None))?;
+        let prompt = open.strip_prefix(closed.as_str()).unwrap_or_default();
+        let marks = self.marks(&question, &closed)?;
+        let tail = &closed[marks.last().map_or(closed.len(), |(at, _)| *at)..];
+
+        let (first, second) = (self.probe("alpha", "omega")?, self.probe("beta", "psi")?);
+        let probes: Vec<Probe> =
+            first.into_iter().zip(second).map(|(first, second)| Probe { first, second }).collect();
+        Ok(self.frame.get_or_init(|| Frame::learn(prompt, tail, &probes)))
+    }
+
+    /// The assistant's two turns in a chat where it says these words.
+    fn probe(&self, early: &str, late: &str) -> Result<Vec<String>, TemplateError> {
+        let chat = Conversation::new([
+            Message::new("user", "question"),
+            Message::new("assistant", early),
+            Message::new("user", "question"),
+            Message::new("assistant", late),
+        ]);
+        let text = self.run(TEXT, self.context(&chat, Ending::Closed, None))?;
+        let pieces = turns::pieces(&self.marks(&chat, &text)?);
+        let turn = |message| piece_of(&pieces, message).map(|piece| text[piece.range.clone()].into());
+        [1, 3].into_iter().map(turn).collect::<Result<_, _>>().map_err(|reason| self.unclear(reason))
+    }
+
+    /// Prints the conversation with markers and takes them out again.
+    fn marks(
+        &self,
+        chat: &Conversation,
+        text: &str,
+    ) -> Result<Vec<(usize, markers::Mark)>, TemplateError> {
+        let disturbed = || self.unclear(TurnError::Disturbed);
+        let fence = markers::fence(text).ok_or_else(disturbed)?;
+        let marked = self.run(MARKED, self.context(chat, Ending::Closed, Some(fence)))?;
+        let (unmarked, marks) = markers::extract(&marked, fence).ok_or_else(disturbed)?;
+        if unmarked == text { Ok(marks) } else { Err(disturbed()) }
+    }
+
+    fn context(&self, chat: &Conversation, ending: Ending, fence: Option<char>) -> Value {
+        let turn = |(index, message): (usize, &Message)| {
+            let fields = Value::from(Serde(fields_for_template(message.fields())));
+            Value::from_object(Turn { index, fields })
+        };
+        let messages: Vec<Value> = chat.messages.iter().enumerate().map(turn).collect();
+        let own = [
+            ("messages", Value::from(messages)),
+            ("tools", Value::from(Serde(&chat.tools))),
+            ("add_generation_prompt", Value::from(ending == Ending::GenerationPrompt)),
+        ];
+        let documents = ("documents", Value::from(()));
+        let extra = self.variables.iter().map(|(name, v)| (name.as_str(), Value::from(Serde(v))));
+        let fence = fence.map(|fence| (markers::FENCE, Value::from(fence.to_string())));
+        Value::from_pairs([documents].into_iter().chain(extra).chain(own).chain(fence))
+    }
+
+    fn run(&self, template: &str, context: Value) -> Result<String, TemplateError> {
+        let rendered = self.environment.get_template(template).and_then(|it| it.render(context));
+        rendered.map_err(|error| TemplateError::Render {
+            name: self.name.clone(),
+            line: error.line().unwrap_or(1),
+            message: describe(&error),
+        })
+    }
+
+    fn unclear(&self, reason: TurnError) -> TemplateError {
+        TemplateError::Turns { name: self.name.clone(), reason }
+    }
+}
+
+impl fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChatTemplate")
+            .field("name", &self.name)
+            .field("variables", &self.variables)
+            .finish_non_exhaustive()
+    }
+}
+
+fn piece_of(pieces: &[Piece], message: usize) -> Result<&Piece, TurnError> {
+    let mut own = pieces.iter().filter(|piece| piece.message == message);
+    match (own.next(), own.next()) {
+        (None, _) => Err(TurnError::Missing { message }),
+        (Some(piece), None) => Ok(piece),
+        (Some(_), Some(_)) => Err(TurnError::Scattered { message }),
+    }
+}
+
+/// A message as transformers gives it to a template: without the keys that are null, and with
+/// reasoning, which goes by three names, under the two that templates read.
+fn fields_for_template(fields: &Map<String, Json>) -> Map<String, Json> {
+    let own = fields.iter().filter(|(_, value)| !value.is_null());
+    let own = own.map(|(key, value)| (key.clone(), value.clone()));
+    let names = ["reasoning_content", "thinking", "reasoning"];
+    let reasoning = names.iter().filter_map(|name| fields.get(*name)).find(|value| !value.is_null());
+    let Some(reasoning) = reasoning else { return own.collect() };
+    let thinking = [("thinking".to_owned(), reasoning.clone())];
+    let mut aliased: Map<String, Json> = thinking.into_iter().chain(own).collect();
+    aliased.insert("reasoning_content".into(), reasoning.clone());
+    aliased
+}
+
+fn describe(error: &minijinja::Error) -> String {
+    match error.detail() {
+        Some(detail) => detail.to_owned(),
+        None => error.kind().to_string(),
+    }
+}

@@ -1,0 +1,369 @@
+//! A tokenizer as a Hugging Face folder holds it: `tokenizer.json` for text and ids, and the
+//! files beside it for the special tokens' roles and the chat templates.
+
+mod files;
+mod special;
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value as Json;
+
+use crate::template::{ChatTemplate, TemplateError};
+use files::NamedTemplate;
+
+pub use special::SpecialToken;
+
+/// Text to ids and back, with the special tokens' roles.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    directory: PathBuf,
+    named: Vec<(String, String)>,
+    bos: Option<SpecialToken>,
+    eos: Option<SpecialToken>,
+    pad: Option<SpecialToken>,
+    unk: Option<SpecialToken>,
+    eos_ids: BTreeSet<u32>,
+    special_ids: BTreeSet<u32>,
+    add_bos: Option<bool>,
+    templates: Vec<NamedTemplate>,
+}
+
+/// Whether encoding adds what the tokenizer's post-processor adds (BOS, for many).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Specials {
+    /// Adds them.
+    Add,
+    /// The text's own tokens only.
+    Omit,
+}
+
+/// Ids of a text and where in it each comes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Encoded {
+    /// The token ids.
+    pub ids: Vec<u32>,
+    /// The bytes of the text that each token stands for. Tokens that share a character share its
+    /// bytes; where the tokenizer drops characters, they count to the token behind them.
+    pub offsets: Vec<Range<usize>>,
+}
+
+/// Why a tokenizer could not be loaded or used.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizerError {
+    /// The folder has no `tokenizer.json`.
+    #[error(
+        "load a tokenizer from {directory}: there is no tokenizer.json{found}. Fix: point to a \
+         folder that holds tokenizer.json and tokenizer_config.json (save one with transformers' \
+         AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+    )]
+    Missing {
+        /// Where it was looked for.
+        directory: PathBuf,
+        /// What stands there instead.
+        found: String,
+    },
+    /// A file is there but cannot be read.
+    #[error("read {path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
+    },
+    /// A file does not hold what it should.
+    #[error("parse {path}: {message}")]
+    Content {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it, and where.
+        message: String,
+    },
+    /// A key holds a value of the wrong kind.
+    #[error("read {path}: key `{key}` is {found}, expected {expected}")]
+    Value {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: &'static str,
+        /// What it holds.
+        found: String,
+        /// What it should hold.
+        expected: &'static str,
+    },
+    /// A special token is named that the vocabulary lacks.
+    #[error(
+        "load a tokenizer from {directory}: {key} is {text:?}, which tokenizer.json has no id \
+         for. Fix: the files are of two different tokenizers, or the token has to be added"
+    )]
+    UnknownToken {
+        /// The folder.
+        directory: PathBuf,
+        /// `bos_token`, `eos_token`, `pad_token` or `unk_token`.
+        key: &'static str,
+        /// How it is written.
+        text: String,
+    },
+    /// There is no chat template of this name.
+    #[error("find chat template {name:?} in {directory}: it has {available}")]
+    NoTemplate {
+        /// The folder.
+        directory: PathBuf,
+        /// What was asked for.
+        name: String,
+        /// What is there.
+        available: String,
+    },
+    /// The chat template is broken.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// The tokenizer refused a text or ids.
+    #[error("{action} with the tokenizer of {directory}: {message}")]
+    Run {
+        /// The folder.
+        directory: PathBuf,
+        /// `encode` or `decode`.
+        action: &'static str,
+        /// What it said.
+        message: String,
+    },
+}
+
+impl Tokenizer {
+    /// Loads a folder. `tokenizer.json` must be there; the other files may be missing.
+    pub fn from_directory(directory: impl AsRef<Path>) -> Result<Self, TokenizerError> {
+        let directory = directory.as_ref();
+        let inner = load(directory)?;
+        let config = files::read_object(&directory.join("tokenizer_config.json"))?;
+        let map = files::read_object(&directory.join("special_tokens_map.json"))?;
+        let named = special::Named::from_configs(&config, &map);
+        let find = |key| find(&inner, directory, key, named.text(key));
+        let (bos, eos, unk) = (find("bos_token")?, find("eos_token")?, find("unk_token")?);
+        let pad = find("pad_token")?.or_else(|| eos.clone());
+
+        let configs = ["generation_config.json", "config.json"]
+            .map(|file| files::read_object(&directory.join(file)).map(|config| (file, config)))
+            .into_iter()
+            .collect::<Result<Vec<_>, _>>()?;
+        let mut eos_ids = special::eos_ids(directory, &configs)?;
+        eos_ids.extend(eos.as_ref().map(|eos| eos.id));
+        let added = inner.get_added_tokens_decoder();
+        let special_ids = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id);
+        Ok(Self {
+            special_ids: special_ids.collect(),
+            templates: files::chat_templates(directory, &config)?,
+            directory: directory.to_owned(),
+            add_bos: named.add_bos,
+            named: named.tokens,
+            inner,
+            bos,
+            eos,
+            pad,
+            unk,
+            eos_ids,
+        })
+    }
+
+    /// The folder it was loaded from.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// Compiles the chat template of this name, by default `default`, with the special tokens as
+    /// its variables and, unless a name is asked for, `tool_use` for conversations with tools.
+    /// `None`: the folder has no chat template at all.
+    pub fn chat_template(&self, name: Option<&str>) -> Result<Option<ChatTemplate>, TokenizerError> {
+        if self.templates.is_empty() && name.is_none() {
+            return Ok(None);
+        }
+        let wanted = name.unwrap_or("default");
+        let found = self.templates.iter().find(|template| template.name == wanted);
+        let template = self.compile(found.ok_or_else(|| self.no_template(wanted))?)?;
+        let tool_use = self.templates.iter().find(|template| template.name == "tool_use");
+        Ok(Some(match tool_use.filter(|_| name.is_none()) {
+            Some(tool_use) => template.with_tool_use(self.compile(tool_use)?),
+            None => template,
+        }))
+    }
+
+    /// Gives a chat template this tokenizer's special tokens (`bos_token`, ...) as variables.
+    #[must_use]
+    pub fn with_special_tokens(&self, template: ChatTemplate) -> ChatTemplate {
+        let given = |template: ChatTemplate, (key, text): &(String, String)| {
+            template.with_variable(key.clone(), text.clone())
+        };
+        let template = self.named.iter().rev().fold(template, given);
+        match &self.pad {
+            Some(pad) => template.with_variable("pad_token", pad.text.clone()),
+            None => template,
+        }
+    }
+
+    fn compile(&self, template: &NamedTemplate) -> Result<ChatTemplate, TemplateError> {
+        Ok(self.with_special_tokens(ChatTemplate::new(template.origin.clone(), &template.source)?))
+    }
+
+    fn no_template(&self, name: &str) -> TokenizerError {
+        let names: Vec<&str> = self.templates.iter().map(|template| &*template.name).collect();
+        TokenizerError::NoTemplate {
+            directory: self.directory.clone(),
+            name: name.to_owned(),
+            available: if names.is_empty() { "none".into() } else { names.join(", ") },
+        }
+    }
+
+    /// The ids of a text. Special tokens written out in it become their ids.
+    pub fn encode(&self, text: &str, specials: Specials) -> Result<Vec<u32>, TokenizerError> {
+        let encoding = self.inner.encode_fast(text, specials == Specials::Add);
+        Ok(encoding.map_err(|error| self.refused("encode", error))?.get_ids().to_vec())
+    }
+
+    /// The ids of a text without added specials, and the bytes each stands for.
+    pub fn encode_with_offsets(&self, text: &str) -> Result<Encoded, TokenizerError> {
+        let encoding =
+            self.inner.encode(text, false).map_err(|error| self.refused("encode", error))?;
+        let mut offsets = Vec::with_capacity(encoding.len());
+        let mut covered = 0;
+        for (start, end) in encoding.get_offsets() {
+            // Post-processors may trim the white space of a token from its offsets.
+            offsets.push((*start).min(covered)..*end);
+            covered = covered.max(*end);
+        }
+        // What several tokens share begins where the first of them does.
+        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
+    }
+
+    /// The text of ids, with special tokens written out or left out.
+    pub fn decode(&self, ids: &[u32], specials: Specials) -> Result<String, TokenizerError> {
+        let text = self.inner.decode(ids, specials == Specials::Omit);
+        text.map_err(|error| self.refused("decode", error))
+    }
+
+    fn refused(&self, action: &'static str, error: tokenizers::Error) -> TokenizerError {
+        let (directory, message) = (self.directory.clone(), error.to_string());
+        TokenizerError::Run { directory, action, message }
+    }
+
+    /// The number of tokens, added ones included. A model's embedding may be larger.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// The largest id, plus one: what an embedding must at least hold.
+    pub fn id_bound(&self) -> u32 {
+        self.inner.get_vocab(true).values().max().map_or(0, |id| id + 1)
+    }
+
+    /// The id of a token as it is written in the vocabulary.
+    pub fn token_to_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The token of an id as it is written in the vocabulary.
+    pub fn id_to_token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// The token that begins a text.
+    pub fn bos(&self) -> Option<&SpecialToken> {
+        self.bos.as_ref()
+    }
+
+    /// The token that ends a text.
+    pub fn eos(&self) -> Option<&SpecialToken> {
+        self.eos.as_ref()
+    }
+
+    /// The token that fills a batch; EOS where none is named.
+    pub fn pad(&self) -> Option<&SpecialToken> {
+        self.pad.as_ref()
+    }
+
+    /// The token for what the vocabulary lacks.
+    pub fn unk(&self) -> Option<&SpecialToken> {
+        self.unk.as_ref()
+    }
+
+    /// Every id that ends a generation: EOS, and those of `generation_config.json` and
+    /// `config.json`.
+    pub fn eos_ids(&self) -> &BTreeSet<u32> {
+        &self.eos_ids
+    }
+
+    /// Whether an id is a special token's.
+    pub fn is_special(&self, id: u32) -> bool {
+        self.special_ids.contains(&id)
+    }
+
+    /// The token that is to begin plain text: BOS, unless `add_bos_token` is false.
+    pub fn leading_bos(&self) -> Option<&SpecialToken> {
+        self.bos.as_ref().filter(|_| self.add_bos != Some(false))
+    }
+
+    /// Whether a sample begins with BOS twice: once from its text, once added.
+    pub fn has_doubled_bos(&self, ids: &[u32]) -> bool {
+        let bos = self.bos.as_ref().map(|bos| bos.id);
+        bos.is_some_and(|bos| ids.starts_with(&[bos, bos]))
+    }
+}
+
+impl fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("directory", &self.directory)
+            .field("bos", &self.bos)
+            .field("eos", &self.eos)
+            .finish_non_exhaustive()
+    }
+}
+
+fn load(directory: &Path) -> Result<tokenizers::Tokenizer, TokenizerError> {
+    let path = directory.join("tokenizer.json");
+    let Some(text) = files::read(&path)? else {
+        return Err(TokenizerError::Missing {
+            directory: directory.to_owned(),
+            found: what_is_there(directory).to_owned(),
+        });
+    };
+    let content = |message| TokenizerError::Content { path: path.clone(), message };
+    // Truncation and padding are the trainer's; files saved during a training may hold them.
+    let mut json: Json = serde_json::from_str(&text).map_err(|error| content(error.to_string()))?;
+    for key in ["truncation", "padding"] {
+        if let Some(value) = json.get_mut(key) {
+            *value = Json::Null;
+        }
+    }
+    serde_json::from_value(json).map_err(|error| content(error.to_string()))
+}
+
+fn what_is_there(directory: &Path) -> &'static str {
+    let has = |name: &str| directory.join(name).exists();
+    match () {
+        () if !directory.exists() => " (the folder does not exist)",
+        () if has("tokenizer.model") => {
+            " (only tokenizer.model, the sentencepiece form, which has to be converted)"
+        }
+        () if has("vocab.json") => " (only vocab.json, the older form, which has to be converted)",
+        () => "",
+    }
+}
+
+fn find(
+    inner: &tokenizers::Tokenizer,
+    directory: &Path,
+    key: &'static str,
+    text: Option<&str>,
+) -> Result<Option<SpecialToken>, TokenizerError> {
+    let Some(text) = text else { return Ok(None) };
+    match inner.token_to_id(text) {
+        Some(id) => Ok(Some(SpecialToken { text: text.to_owned(), id })),
+        None => Err(TokenizerError::UnknownToken {
+            directory: directory.to_owned(),
+            key,
+            text: text.to_owned(),
+        }),
+    }
+}

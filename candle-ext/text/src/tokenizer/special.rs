@@ -1,0 +1,77 @@
+//! The special tokens a tokenizer's folder names: which they are, as text and as id.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use serde_json::{Map, Value as Json};
+
+use super::TokenizerError;
+
+/// A special token as text and as id.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpecialToken {
+    /// How it is written.
+    pub text: String,
+    /// Its id.
+    pub id: u32,
+}
+
+/// What the folder's files say of special tokens, not yet looked up.
+pub(super) struct Named {
+    /// Every `*_token` by key, in the order of the files. Templates see them all.
+    pub(super) tokens: Vec<(String, String)>,
+    pub(super) add_bos: Option<bool>,
+}
+
+impl Named {
+    /// Reads `tokenizer_config.json` and, for keys it lacks, `special_tokens_map.json`.
+    pub(super) fn from_configs(config: &Map<String, Json>, map: &Map<String, Json>) -> Self {
+        let mut tokens: Vec<(String, String)> = Vec::new();
+        // A key that the config sets to null is no token, whatever the older file says.
+        let older = map.iter().filter(|(key, _)| !config.contains_key(*key));
+        // transformers 5 keeps a model's own tokens (image_token, ...) apart.
+        let extra = config.get("extra_special_tokens").and_then(Json::as_object);
+        let model = config.get("model_specific_special_tokens").and_then(Json::as_object);
+        let nested = [extra, model].into_iter().flatten().flatten();
+        for (key, value) in config.iter().chain(older).chain(nested) {
+            if let Some(text) = token_text(value).filter(|_| key.ends_with("_token")) {
+                tokens.push((key.clone(), text.to_owned()));
+            }
+        }
+        Self { tokens, add_bos: config.get("add_bos_token").and_then(Json::as_bool) }
+    }
+
+    pub(super) fn text(&self, key: &str) -> Option<&str> {
+        let mut found = self.tokens.iter().filter(|(name, _)| name == key);
+        found.next().map(|(_, text)| text.as_str())
+    }
+}
+
+/// `"<s>"`, or an AddedToken written out as `{"content": "<s>", ...}`.
+fn token_text(value: &Json) -> Option<&str> {
+    value.as_str().or_else(|| value.get("content")?.as_str()).filter(|text| !text.is_empty())
+}
+
+/// The ids that end a generation: `eos_token_id`, a number or a list, in either config.
+pub(super) fn eos_ids(
+    directory: &Path,
+    configs: &[(&str, Map<String, Json>)],
+) -> Result<BTreeSet<u32>, TokenizerError> {
+    let mut ids = BTreeSet::new();
+    for (file, config) in configs {
+        let Some(value) = config.get("eos_token_id").filter(|value| !value.is_null()) else {
+            continue;
+        };
+        let listed = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+        for id in listed {
+            let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
+            ids.insert(id.ok_or_else(|| TokenizerError::Value {
+                path: directory.join(file),
+                key: "eos_token_id",
+                found: value.to_string(),
+                expected: "a token id or a list of them",
+            })?);
+        }
+    }
+    Ok(ids)
+}

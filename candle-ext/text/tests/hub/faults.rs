@@ -1,0 +1,219 @@
+//! What the Hub does wrong, and what is left behind: never a bad blob.
+
+use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
+
+use super::Bench;
+use super::server::{FOREVER, HubServer, Repo, Reply, etag};
+
+const ID: &str = "tiny/llama";
+const WEIGHTS: &str = "all the weights";
+
+fn repo() -> Repo {
+    Repo::new("models/tiny/llama", &[("config.json", "{}"), ("model.safetensors", WEIGHTS)])
+}
+
+fn bench() -> Bench {
+    Bench::new(HubServer::start([repo()]))
+}
+
+#[track_caller]
+fn fails(hub: &Hub, id: &str, revision: Option<&str>, want: &[&str]) -> HubError {
+    let error = hub.model(id, revision, ModelPart::Whole).unwrap_err();
+    let text = error.to_string();
+    for want in want {
+        assert!(text.contains(want), "{want:?} is not in {text:?}");
+    }
+    error
+}
+
+/// The weights are not in the cache in any form, and come when the Hub behaves again.
+#[track_caller]
+fn recovers(bench: &Bench) {
+    assert_eq!(bench.blobs(), [etag("config.json", b"{}")]);
+    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
+}
+
+#[test]
+fn gated_says_where_to_accept_and_what_to_set() {
+    let bench = Bench::new(HubServer::start([repo().gated_by("hf_secret")]));
+    let page = format!("accept its terms at {}/tiny/llama", bench.server.endpoint());
+    fails(&bench.hub(), ID, None, &["401", &page, "set HF_TOKEN", "is restricted"]);
+    let wrong = HubSettings { token: Some("hf_wrong".into()), ..bench.settings() };
+    fails(&Hub::new(wrong).unwrap(), ID, None, &["HF_TOKEN is not accepted"]);
+}
+
+#[test]
+fn a_missing_repository_revision_or_file_is_told_apart() {
+    let bench = bench();
+    fails(&bench.hub(), "tiny/lama", None, &["find the model tiny/lama", "check the spelling"]);
+    fails(&bench.hub(), ID, Some("v2"), &["revision \"v2\"", "no such branch"]);
+    bench.server.answer("HEAD", "config.json", 1, Reply::new(404, "").header("X-Error-Code", "EntryNotFound"));
+    fails(&bench.hub(), ID, None, &["find config.json in tiny/llama"]);
+    fails(&bench.hub(), "https://huggingface.co/tiny/llama", None, &["did you mean tiny/llama?"]);
+}
+
+#[test]
+fn too_many_requests_are_waited_out() {
+    let bench = bench();
+    let busy = || Reply::new(429, "").header("Retry-After", 0);
+    bench.server.answer("GET", "/revision/", 2, busy());
+    bench.server.answer("GET", "/tree/", 1, busy());
+    bench.server.answer("HEAD", "model.safetensors", 1, busy());
+    bench.server.answer("GET", "model.safetensors", 1, busy());
+    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert_eq!(bench.server.count("GET", "/revision/"), 3);
+}
+
+#[test]
+fn retry_after_is_obeyed() {
+    let bench = bench();
+    bench.server.answer("HEAD", "config.json", 1, Reply::new(429, "").header("Retry-After", 1));
+    let start = std::time::Instant::now();
+    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert!(start.elapsed().as_secs_f64() >= 1.0);
+}
+
+#[test]
+fn too_many_requests_for_good_are_reported() {
+    let bench = bench();
+    bench.server.answer("HEAD", "config.json", FOREVER, Reply::new(429, "").header("Retry-After", 0));
+    fails(&bench.hub(), ID, None, &["too many requests", "tried 5 times", "wait 0 s"]);
+    assert_eq!(bench.server.count("HEAD", "config.json"), 5);
+}
+
+#[test]
+fn a_wait_beyond_reason_is_reported_at_once() {
+    let bench = bench();
+    bench.server.answer("GET", "/revision/", FOREVER, Reply::new(429, "").header("Retry-After", 86_400));
+    fails(&bench.hub(), ID, None, &["tried once", "wait 86400 s"]);
+}
+
+#[test]
+fn a_server_error_may_pass() {
+    let bench = bench();
+    bench.server.answer("GET", "/tree/", 2, Reply::new(503, ""));
+    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.server.answer("GET", "/revision/", FOREVER, Reply::new(500, "{\"error\":\"out of order\"}"));
+    fails(&bench.hub(), ID, None, &["answers 500: out of order"]);
+}
+
+#[test]
+fn a_refused_body_after_a_good_head_is_no_blob() {
+    let bench = bench();
+    bench.server.answer("GET", "model.safetensors", 1, Reply::new(403, "<Error>expired</Error>"));
+    fails(&bench.hub(), ID, None, &["access is refused (403)"]);
+    recovers(&bench);
+}
+
+#[test]
+fn a_cut_body_is_continued_where_it_stopped() {
+    let bench = bench();
+    bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, WEIGHTS).cut_at(7));
+    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
+    let log = bench.server.log();
+    assert!(log.iter().any(|request| request.header("range") == Some("bytes=7-")));
+}
+
+#[test]
+fn a_body_cut_twice_is_an_error_and_no_blob() {
+    let bench = bench();
+    bench.server.answer("GET", "model.safetensors", 2, Reply::new(200, WEIGHTS).cut_at(0));
+    fails(&bench.hub(), ID, None, &["model.safetensors", "broke off after 0 of 15 bytes"]);
+    recovers(&bench);
+}
+
+#[test]
+fn a_small_file_that_is_cut_starts_over() {
+    let bench = bench();
+    bench.server.answer("GET", "config.json", 1, Reply::new(200, "{}").cut_at(1));
+    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.join("config.json")).unwrap(), "{}");
+    assert!(bench.server.log().iter().all(|request| request.header("range").is_none()));
+}
+
+#[test]
+fn a_body_of_the_wrong_size_is_removed_and_asked_for_once_more() {
+    let bench = bench();
+    bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, "short"));
+    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+
+    let bench = self::bench();
+    bench.server.answer("GET", "model.safetensors", 2, Reply::new(200, "short"));
+    fails(&bench.hub(), ID, None, &["5 bytes arrived where 15 were announced", "removed"]);
+    recovers(&bench);
+
+    let bench = self::bench();
+    bench.server.answer("GET", "model.safetensors", 2, Reply::new(200, &WEIGHTS.repeat(9)));
+    fails(&bench.hub(), ID, None, &["more than the 15 bytes announced"]);
+    recovers(&bench);
+}
+
+#[test]
+fn a_body_of_the_wrong_hash_is_removed_and_asked_for_once_more() {
+    let bench = bench();
+    bench.server.answer("GET", "model.safetensors", 2, Reply::new(200, "all the weighty"));
+    let announced = etag("model.safetensors", WEIGHTS.as_bytes());
+    fails(&bench.hub(), ID, None, &["its sha256 is", &announced]);
+    assert_eq!(bench.server.log().iter().filter(|r| r.method == "GET" && r.target.contains("model.s")).count(), 2);
+    recovers(&bench);
+}
+
+#[test]
+fn a_cached_file_of_the_wrong_size_is_replaced() {
+    let bench = bench();
+    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    std::fs::write(folder.join("model.safetensors"), "damaged").unwrap();
+    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
+}
+
+#[test]
+fn a_head_without_an_etag_is_an_error() {
+    let bench = bench();
+    bench.server.answer("HEAD", "config.json", 1, Reply::new(200, "{}"));
+    fails(&bench.hub(), ID, None, &["without a usable ETag"]);
+    bench.server.answer("HEAD", "config.json", 1, Reply::new(200, "{}").header("ETag", "\"../../x\""));
+    fails(&bench.hub(), ID, None, &["without a usable ETag"]);
+}
+
+#[test]
+fn an_endless_redirect_ends() {
+    let bench = bench();
+    let round = Reply::new(307, "").header("Location", "/tiny/llama/resolve/x/config.json");
+    bench.server.answer("HEAD", "config.json", FOREVER, round);
+    fails(&bench.hub(), ID, None, &["redirects"]);
+}
+
+#[test]
+fn an_answer_that_is_no_json_is_an_error() {
+    let bench = bench();
+    bench.server.answer("GET", "/revision/", 1, Reply::new(200, "<html>please log in</html>"));
+    fails(&bench.hub(), ID, None, &["cannot be read"]);
+    bench.server.answer("GET", "/revision/", 1, Reply::new(200, "{\"id\":\"x\",\"sha\":\"../..\"}"));
+    fails(&bench.hub(), ID, None, &["the Hub names \"../..\" as the commit"]);
+}
+
+#[test]
+fn out_of_reach_without_a_cache_names_the_endpoint() {
+    let bench = bench();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let settings = HubSettings { endpoint: format!("http://{port}"), ..bench.settings() };
+    let hub = Hub::new(settings).unwrap();
+    fails(&hub, ID, None, &[&port.to_string(), "refused", "HF_HUB_OFFLINE=1"]);
+    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    hub.model(ID, None, ModelPart::Whole).unwrap();
+}
+
+#[test]
+fn offline_uses_the_cache_and_only_the_cache() {
+    let bench = bench();
+    fails(&bench.offline(), ID, None, &["nothing of revision \"main\"", "hf download tiny/llama`"]);
+    let online = bench.hub().model(ID, None, ModelPart::WithoutWeights).unwrap();
+    let n_requests = bench.server.log().len();
+    assert_eq!(bench.offline().model(ID, None, ModelPart::WithoutWeights).unwrap(), online);
+    fails(&bench.offline(), ID, None, &["model.safetensors is not in the cache", "unset HF_HUB_OFFLINE"]);
+    fails(&bench.offline(), ID, Some("v2"), &["hf download tiny/llama --revision v2"]);
+    assert_eq!(bench.server.log().len(), n_requests);
+}

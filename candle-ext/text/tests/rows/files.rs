@@ -1,0 +1,166 @@
+//! Each kind of file: what it reads as, and what it says when it is broken.
+
+use candlewick_text::source::{ReadOptions, SampleBy};
+
+use super::{Folder, show};
+
+#[track_caller]
+fn check(name: &str, content: &[u8], want: &[&str]) {
+    let folder = Folder::new(&[(name, content)]);
+    let source = folder.open(name, &ReadOptions::default()).unwrap();
+    assert_eq!(show(&*source).unwrap(), want);
+}
+
+/// Opening or reading fails with a message that holds `want`.
+#[track_caller]
+fn refused(name: &str, content: &[u8], want: &str) {
+    let folder = Folder::new(&[(name, content)]);
+    let opened = folder.open(name, &ReadOptions::default());
+    let error = match opened {
+        Err(error) => error,
+        Ok(source) => folder.short(show(&*source).unwrap_err()),
+    };
+    assert!(error.contains(want), "{want:?} is not in {error:?}");
+}
+
+#[test]
+fn json_lines_with_blank_lines_marks_and_any_line_ends() {
+    check("a.jsonl", b"{\"a\":1}\n\n{\"a\":2}\n", &[r#"{"a":1}"#, r#"{"a":2}"#]);
+    check("a.jsonl", b"\xEF\xBB\xBF{\"a\":1}\r\n{\"a\":2}\r\n", &[r#"{"a":1}"#, r#"{"a":2}"#]);
+    check("a.ndjson", b"{\"a\":1}\n  \n{\"a\":2}", &[r#"{"a":1}"#, r#"{"a":2}"#]);
+    check("a.jsonl", b"[{\"a\":1},\n {\"a\":2}]", &[r#"{"a":1}"#, r#"{"a":2}"#]);
+}
+
+#[test]
+fn a_row_says_where_it_stands() {
+    let folder = Folder::new(&[("a.jsonl", b"{\"a\":1}\n\n{\"a\":2}\n")]);
+    let source = folder.open("a.jsonl", &ReadOptions::default()).unwrap();
+    assert_eq!(folder.short(source.locate(1)), "a.jsonl:3");
+}
+
+#[test]
+fn broken_json_lines_name_the_line_and_the_way_out() {
+    refused("a.jsonl", b"{\"a\":1}\n{\"a\" 2}\n", "read a.jsonl:2: not valid JSON at column 6");
+    refused("a.jsonl", b"{\"a\":1}\n{\"a\": \"cut", "a.jsonl:2: the row breaks off");
+    refused("a.jsonl", b"{\"a\":1}\n\n{\"a\":\"\xFF\"}\n", "a.jsonl:3: byte 0xFF at column 7 is not UTF-8; save");
+    refused("a.jsonl", b"{\"a\":1,\"a\":2}\n", "a.jsonl:1: not valid JSON at column 11: key \"a\" appears twice");
+    refused("a.jsonl", b"1\n", "a.jsonl:1: the row is a number, not an object; write each row as");
+    refused("a.jsonl", b"\xFF\xFE{\0}\0", "the text is UTF-16LE; convert it: iconv -f UTF-16LE");
+}
+
+#[test]
+fn nothing_in_a_file_is_told() {
+    for (name, content) in [
+        ("a.jsonl", &b""[..]),
+        ("a.jsonl", b"\n\n"),
+        ("a.json", b"[]"),
+        ("a.json", b"  "),
+        ("a.csv", b"a,b\n"),
+        ("a.csv", b""),
+        ("a.txt", b"\n"),
+    ] {
+        refused(name, content, "read a.");
+        refused(name, content, "there are no rows in it");
+    }
+    let folder = Folder::new(&[]);
+    assert!(folder.open("none.jsonl", &ReadOptions::default()).err().unwrap().contains("No such file"));
+}
+
+#[test]
+fn json_lists_objects_in_a_row_and_lists_under_a_key() {
+    let rows = [r#"{"a":1}"#, r#"{"a":[{"b":"]"}]}"#];
+    check("a.json", b"[ {\"a\": 1} , {\"a\": [{\"b\": \"]\"}]} ]", &rows);
+    check("a.json", b"{\"a\": 1}\n{\"a\": [{\"b\": \"]\"}]}", &rows);
+    check("a.json", b"{\"a\": 1}{\"a\": [{\"b\": \"]\"}]}", &rows);
+    check("a.json", b"{\"rows\": [{\"a\": 1}, {\"a\": [{\"b\": \"]\"}]}]}", &rows);
+    check("a.json", b"{\"version\": {\"x\": [1]}, \"data\": [{\"a\": 1}]}", &[rows[0]]);
+    check("a.json", b"{\"messages\": [{\"role\": \"user\"}]}", &[r#"{"messages":[{"role":"user"}]}"#]);
+    check("a.json", b"{\"q\": \"x\", \"tools\": [{\"n\": 1}]}", &[r#"{"q":"x","tools":[{"n":1}]}"#]);
+}
+
+#[test]
+fn a_field_names_the_list() {
+    let folder = Folder::new(&[("a.json", b"{\"x\": [{\"a\": 1}], \"messages\": [{\"a\": 2}]}")]);
+    let field = |name: &str| ReadOptions { field: Some(name.into()), ..ReadOptions::default() };
+    let source = folder.open("a.json", &field("messages")).unwrap();
+    assert_eq!(show(&*source).unwrap(), [r#"{"a":2}"#]);
+    let error = folder.open("a.json", &field("y")).err().unwrap();
+    assert!(error.contains("no list under the field \"y\"; keys: x, messages"), "{error}");
+}
+
+#[test]
+fn broken_json_names_the_line() {
+    refused("a.json", b"[\n {\"a\": 1}\n {\"a\": 2}]", "a.json:3: expected a comma or the end of the list, found '{'");
+    refused("a.json", b"[{\"a\": 1},", "the file ends in the middle of a value");
+    refused("a.json", b"[{\"a\": 1}, {\"a\": ", "the file ends in the middle of a value");
+    refused("a.json", b"[\n{\"a\": 1},\n{\"a\": oops}]", "a.json:3: not valid JSON");
+    refused("a.json", b"[1, 2]", "a.json:1: the row is a number, not an object");
+    refused("a.json", b"hello", "a.json:1: expected an object, found 'h'");
+    refused("a.json", b"[{\"a\": 1}, {\"a\":\n2, \"a\": 3}]", "a.json:2: not valid JSON at column 6: key \"a\"");
+}
+
+#[test]
+fn csv_with_quotes_breaks_and_tabs() {
+    check(
+        "a.csv",
+        b"\xEF\xBB\xBFq, a \n\"one, two\",\"line\nbreak\"\nx,\n",
+        &[r#"{"q":"one, two","a":"line\nbreak"}"#, r#"{"q":"x","a":""}"#],
+    );
+    check("a.tsv", b"q\ta\r\n1,5\t2\r\n", &[r#"{"q":"1,5","a":"2"}"#]);
+    refused("a.csv", b"q,a\n1,2\n1,2,3\n", "a.csv:3: 3 values under 2 columns; quote values");
+    refused("a.csv", b"q,q\n1,2\n", "the header names the column \"q\" twice");
+    refused("a.csv", b"q,a\n1,\xFF\n", "a.csv:2: value 2 is not UTF-8");
+}
+
+#[test]
+fn text_by_line_paragraph_and_document() {
+    let text = b"one\r\n\r\ntwo\nthree\n\n \nfour";
+    let folder = Folder::new(&[("a.txt", text)]);
+    let by = |sample_by| {
+        let options = ReadOptions { sample_by, ..ReadOptions::default() };
+        show(&*folder.open("a.txt", &options).unwrap()).unwrap()
+    };
+    let line = |text: &str| serde_json::json!({ "text": text }).to_string();
+    assert_eq!(by(SampleBy::Line), ["one", "two", "three", "four"].map(line));
+    assert_eq!(by(SampleBy::Paragraph), ["one", "two\nthree", "four"].map(line));
+    assert_eq!(by(SampleBy::Document), ["one\n\ntwo\nthree\n\n \nfour"].map(line));
+    refused("a.txt", b"fine\nfi\xE9ne\n", "a.txt:2: byte 0xE9 is not UTF-8");
+    assert!("pages".parse::<SampleBy>().unwrap_err().to_string().contains("line, paragraph, document"));
+}
+
+#[test]
+fn parquet_lists_and_structs_come_out_as_json() {
+    let folder = Folder::new(&[("chat.parquet", include_bytes!("../fixtures/chat.parquet"))]);
+    let source = folder.open("chat.parquet", &ReadOptions::default()).unwrap();
+    let rows = show(&*source).unwrap();
+    assert_eq!(rows.len(), 5);
+    assert_eq!(
+        rows[1],
+        "{\"id\":1,\"messages\":[{\"role\":\"user\",\"content\":\"Was ist 1 plus eins? ü€\",\
+         \"tool_calls\":null},{\"role\":\"assistant\",\"content\":\"2\",\"tool_calls\":null}],\
+         \"score\":null,\"tags\":[\"sum\",\"1\"],\"meta\":{\"source\":\"generated\",\"checked\":false}}"
+    );
+    assert!(rows[2].contains("\"tags\":[]"));
+    assert!(rows[3].contains("\"content\":null,\"tool_calls\":[{\"type\":\"function\",\"function\":"));
+    assert_eq!(folder.short(source.locate(4)), "chat.parquet row 4");
+    let backwards: Vec<_> = (0..5).rev().map(|i| source.row(i).unwrap()["id"].clone()).collect();
+    assert_eq!(backwards, [4, 3, 2, 1, 0]);
+}
+
+#[test]
+fn broken_parquet_is_an_error() {
+    let whole = include_bytes!("../fixtures/chat.parquet");
+    refused("a.parquet", b"not parquet at all", "may be cut short or not be Parquet");
+    refused("a.parquet", &whole[..whole.len() - 100], "may be cut short");
+    refused("a.parquet", b"", "may be cut short");
+    let mut damaged = whole.to_vec();
+    damaged[40..400].fill(0x55);
+    refused("a.parquet", &damaged, "a.parquet row 0");
+}
+
+#[test]
+fn other_files_are_explained() {
+    refused("a.jsonl.gz", b"x", "it is compressed (gz); unpack it first");
+    refused("a.arrow", b"x", "Arrow files are not read");
+    refused("a.docx", b"x", "rows are read from .json");
+}

@@ -1,0 +1,76 @@
+//! Folders, patterns, splits and slices.
+
+use candlewick_text::source::{LocalRequest, Spec, open_local};
+
+use super::{Folder, show};
+
+fn open(folder: &Folder, spec: &str, default_split: &str) -> Result<Vec<String>, String> {
+    let text = folder.path(spec).display().to_string();
+    let spec = Spec::parse(&text, |path| std::path::Path::new(path).exists()).unwrap();
+    let request = LocalRequest {
+        path: spec.name,
+        parts: spec.parts,
+        default_split: default_split.into(),
+        ..LocalRequest::default()
+    };
+    show(&*open_local(&request).map_err(|e| folder.short(e))?)
+}
+
+fn row(n: i32) -> String {
+    format!("{{\"a\":{n}}}")
+}
+
+fn splits() -> Folder {
+    Folder::new(&[
+        ("train-1.jsonl", b"{\"a\":1}\n{\"a\":2}\n"),
+        ("train-2.json", b"[{\"a\":3}]"),
+        ("test.jsonl", b"{\"a\":4}\n"),
+        (".hidden.jsonl", b"{\"a\":5}\n"),
+        ("dataset_info.json", b"{}"),
+    ])
+}
+
+#[test]
+fn a_folder_is_its_files_of_a_split_in_order() {
+    let folder = splits();
+    assert_eq!(open(&folder, "", "train").unwrap(), [row(1), row(2), row(3)]);
+    assert_eq!(open(&folder, "", "eval").unwrap(), [row(4)]);
+    assert_eq!(open(&folder, ":train[1:]", "train").unwrap_or_default(), [row(2), row(3)]);
+}
+
+#[test]
+fn a_pattern_is_the_files_that_match() {
+    let folder = splits();
+    assert_eq!(open(&folder, "train*", "train").unwrap(), [row(1), row(2), row(3)]);
+    assert_eq!(open(&folder, "*.jsonl:train[-1:]", "train").unwrap(), [row(2)]);
+    let error = open(&folder, "dev*.jsonl", "train").unwrap_err();
+    assert!(error.contains("matches the pattern"), "{error}");
+}
+
+#[test]
+fn a_file_is_one_split() {
+    let folder = splits();
+    assert_eq!(open(&folder, "train-1.jsonl:train[:50%]", "train").unwrap(), [row(1)]);
+    assert_eq!(open(&folder, "test.jsonl", "eval").unwrap(), [row(4)]);
+    assert_eq!(open(&folder, "test.jsonl:test", "eval").unwrap(), [row(4)]);
+    let error = open(&folder, "train-1.jsonl:test", "train").unwrap_err();
+    assert!(error.contains("a single file is all one split"), "{error}");
+    let error = open(&folder, "train-1.jsonl:train[:9]", "train").unwrap_err();
+    assert!(error.contains("only 2"), "{error}");
+}
+
+#[test]
+fn what_is_not_there_gets_a_near_name() {
+    let folder = splits();
+    let error = open(&folder, "tain-1.jsonl", "train").unwrap_err();
+    assert!(error.contains("did you mean train-1.jsonl?"), "{error}");
+}
+
+#[test]
+fn mixed_kinds_and_empty_folders_are_explained() {
+    let mixed = Folder::new(&[("a.jsonl", b"{\"a\":1}\n"), ("b.csv", b"a\n1\n")]);
+    assert!(open(&mixed, "", "train").unwrap_err().contains("mixes 1 json and 1 csv"));
+    assert!(open(&mixed, "*", "train").unwrap_err().contains("mixes 1 json and 1 csv"));
+    let bare = Folder::new(&[("notes.md", b"x")]);
+    assert!(open(&bare, "", "train").unwrap_err().contains("only: notes.md"));
+}

@@ -1,0 +1,275 @@
+//! Rows as documents, format by format.
+
+use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
+use candlewick_text::source::ReadOptions;
+
+use super::Folder;
+
+fn request() -> FormatRequest {
+    FormatRequest::default()
+}
+
+/// Reads the first row, and says how: the format's sentence, then one line a message.
+fn read(row: &str, request: &FormatRequest) -> Result<String, String> {
+    let folder = Folder::new(&[("a.jsonl", row.as_bytes())]);
+    let source = folder.open("a.jsonl", &ReadOptions::default())?;
+    let format = Format::find(request, &*source).map_err(|e| folder.short(e))?;
+    let document = format.read(&*source, 0).map_err(|e| folder.short(e))?;
+    Ok(format!("{}\n{}", format.describe(), show(&document)))
+}
+
+fn show(document: &Document) -> String {
+    match document {
+        Document::Text(text) => text.clone(),
+        Document::PromptCompletion { prompt, completion } => format!("{prompt} -> {completion}"),
+        Document::Conversation(chat) => {
+            let lines = chat.messages.iter().map(|m| serde_json::to_string(m).unwrap());
+            let tools = chat.tools.iter().map(|tools| format!("tools {tools}"));
+            lines.chain(tools).collect::<Vec<_>>().join("\n")
+        }
+    }
+}
+
+#[track_caller]
+fn check(row: &str, want: &[&str]) {
+    assert_eq!(read(row, &request()).unwrap(), want.join("\n"));
+}
+
+#[track_caller]
+fn refused(row: &str, request: &FormatRequest, want: &[&str]) {
+    let error = read(row, request).unwrap_err();
+    for want in want {
+        assert!(error.contains(want), "{want:?} is not in {error:?}");
+    }
+}
+
+fn roles(pairs: &[(&str, &str)]) -> FormatRequest {
+    let own = |(role, path): &(&str, &str)| ((*role).to_owned(), (*path).to_owned());
+    FormatRequest { role_mapping: pairs.iter().map(own).collect(), ..request() }
+}
+
+const USER: &str = r#"{"role":"user","content":"hi"}"#;
+const ASSISTANT: &str = r#"{"role":"assistant","content":"yo"}"#;
+
+#[test]
+fn messages() {
+    let row = format!("{{\"prompt\":\"hi\",\"messages\":[{USER},{ASSISTANT}]}}");
+    check(&row, &["reads as messages: messages", USER, ASSISTANT]);
+    let row = format!("{{\"conversations\":[{USER},{ASSISTANT}],\"system\":\"be kind\"}}");
+    let system = r#"{"role":"system","content":"be kind"}"#;
+    check(&row, &["reads as messages: conversations", system, USER, ASSISTANT]);
+    let text = serde_json::to_string(&format!("[{USER}]")).unwrap();
+    check(&format!("{{\"messages\":{text}}}"), &["reads as messages: messages", USER]);
+}
+
+#[test]
+fn messages_lose_null_fields_and_join_text_parts() {
+    check(
+        r#"{"messages":[{"role":"user","content":[{"type":"text","text":"h"},{"type":"text","value":"i"}],"name":null,"tool_calls":null},{"role":"assistant","content":"yo","loss_weight":0.0},{"role":"assistant","content":"yo","weight":1}]}"#,
+        &[
+            "reads as messages: messages",
+            USER,
+            r#"{"role":"assistant","content":"yo","weight":0}"#,
+            ASSISTANT,
+        ],
+    );
+}
+
+#[test]
+fn tool_calls_and_tools_become_what_templates_expect() {
+    check(
+        r#"{"messages":[{"role":"assistant","content":null,"tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":"{\"x\": 1}"}}]},{"role":"tool","content":"2","tool_call_id":"1"}],"tools":"[{\"name\":\"f\",\"parameters\":{}}]"}"#,
+        &[
+            "reads as messages: messages",
+            r#"{"role":"assistant","content":null,"tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":{"x":1}}}]}"#,
+            r#"{"role":"tool","content":"2","tool_call_id":"1"}"#,
+            r#"tools [{"type":"function","function":{"name":"f","parameters":{}}}]"#,
+        ],
+    );
+}
+
+#[test]
+fn sharegpt_with_its_own_roles_and_calls() {
+    check(
+        r#"{"conversations":[{"from":"system","value":"s"},{"from":"human","value":"hi"},{"from":"function_call","value":"{\"name\": \"f\", \"arguments\": {\"x\": 1}}"},{"from":"observation","value":"2"},{"from":"gpt","value":"yo"}],"tools":"[]"}"#,
+        &[
+            "reads as sharegpt: conversations",
+            r#"{"role":"system","content":"s"}"#,
+            USER,
+            r#"{"role":"assistant","content":"","tool_calls":[{"type":"function","function":{"name":"f","arguments":{"x":1}}}]}"#,
+            r#"{"role":"tool","content":"2"}"#,
+            ASSISTANT,
+        ],
+    );
+}
+
+#[test]
+fn alpaca_with_input_history_and_system() {
+    check(
+        r#"{"instruction":"add","input":"1 2","output":"3","text":"Below is"}"#,
+        &[
+            "reads as alpaca: instruction, input, output",
+            r#"{"role":"user","content":"add\n1 2"}"#,
+            r#"{"role":"assistant","content":"3"}"#,
+        ],
+    );
+    check(
+        r#"{"instruction":"hi","input":"","output":"yo","system":"s","history":[["hi","yo"]]}"#,
+        &[
+            "reads as alpaca: instruction, input, output, history",
+            r#"{"role":"system","content":"s"}"#,
+            USER,
+            ASSISTANT,
+            USER,
+            ASSISTANT,
+        ],
+    );
+    check(
+        r#"{"instruction":"hi","context":null,"response":"yo","category":"x"}"#,
+        &["reads as alpaca: instruction, context, response", USER, ASSISTANT],
+    );
+}
+
+#[test]
+fn prompts_and_completions() {
+    check(
+        r#"{"question":"1+1?","answer":"2"}"#,
+        &["reads as prompt/completion: question, answer", "1+1? -> 2"],
+    );
+    check(
+        r#"{"prompt":[{"role":"user","content":"hi"},{"role":"assistant","content":"yo"},{"role":"user","content":"hi"}],"completion":[{"role":"assistant","content":"yo"}]}"#,
+        &[
+            "reads as prompt/completion: prompt, completion",
+            USER,
+            r#"{"role":"assistant","content":"yo","weight":0}"#,
+            USER,
+            ASSISTANT,
+        ],
+    );
+    let pair = Document::PromptCompletion { prompt: "hi".into(), completion: "yo".into() };
+    assert_eq!(show(&pair.into_chat()), format!("{USER}\n{ASSISTANT}"));
+}
+
+#[test]
+fn plain_text_by_default_or_by_column() {
+    check(r#"{"text":"hello","url":"x"}"#, &["reads as text: text", "hello"]);
+    let causal = FormatRequest { purpose: Purpose::Causal, ..request() };
+    let row = r#"{"text":"hello","messages":[]}"#;
+    assert_eq!(read(row, &causal).unwrap(), "reads as text: text\nhello");
+    let column = FormatRequest { column: Some("body".into()), ..causal.clone() };
+    assert_eq!(read(r#"{"body":"b"}"#, &column).unwrap(), "reads as text: body\nb");
+    refused(r#"{"texts":"b"}"#, &causal, &["no column \"text\"", "did you mean \"texts\"?"]);
+}
+
+#[test]
+fn role_mapping_from_columns_and_from_lists() {
+    let flat = roles(&[("system", "s"), ("user", "q"), ("assistant", "a")]);
+    let want = format!("reads as role_mapping: system = s, user = q, assistant = a\n{USER}\n{ASSISTANT}");
+    assert_eq!(read(r#"{"s":"","q":"hi","a":"yo"}"#, &flat).unwrap(), want);
+    let numbers = read(r#"{"s":null,"q":1,"a":2.5}"#, &flat).unwrap();
+    assert!(numbers.ends_with("{\"role\":\"assistant\",\"content\":\"2.5\"}"), "{numbers}");
+
+    let paths = roles(&[("user", "c.from.human"), ("assistant", "c.from.gpt"), ("assistant", "a")]);
+    let row = r#"{"c":[{"from":"human","value":"hi"},{"from":"note","value":"-"},{"from":"gpt","value":"yo"},{"from":"human","value":"hi"}],"a":"yo"}"#;
+    let read = read(row, &paths).unwrap();
+    assert!(read.ends_with(&[USER, ASSISTANT, USER, ASSISTANT].join("\n")), "{read}");
+}
+
+#[test]
+fn role_mapping_with_a_content_key() {
+    let row = r#"{"c":[{"r":"u","content":"no","body":"hi"}]}"#;
+    let with_key = FormatRequest { content_key: Some("body".into()), ..roles(&[("user", "c.r.u")]) };
+    assert!(read(row, &with_key).unwrap().ends_with(USER));
+}
+
+#[test]
+fn role_mapping_that_does_not_fit_is_explained() {
+    refused(r#"{"a":1}"#, &roles(&[("user", "a.b")]), &["neither a column nor list.field.value"]);
+    refused(r#"{"question":"x"}"#, &roles(&[("user", "qestion")]), &["did you mean \"question\"?"]);
+    refused(
+        r#"{"c":[{"role":"x","content":"y"}]}"#,
+        &roles(&[("user", "c.role.user")]),
+        &["no message at user = c.role.user", "the row holds c (a list of {role, content})"],
+    );
+    refused(r#"{"q":{"x":1}}"#, &roles(&[("user", "q")]), &["column `q` is an object, expected a text"]);
+}
+
+#[test]
+fn known_data_sets_need_no_mapping() {
+    let known = |id: &str| FormatRequest { id: Some(id.into()), ..request() };
+    let row = r#"{"system_prompt":"","question":"hi","response":"yo","id":"1"}"#;
+    assert!(read(row, &known("Open-Orca/OpenOrca")).unwrap().ends_with(&format!("{USER}\n{ASSISTANT}")));
+    let row = r#"{"messages":[{"role":"user","content":"hi"}],"answer":"yo"}"#;
+    let ace = read(row, &known("nvidia/AceMath-Instruct-Training-Data")).unwrap();
+    assert!(ace.ends_with(&format!("{USER}\n{ASSISTANT}")), "{ace}");
+}
+
+#[test]
+fn a_named_format_is_taken_at_its_word() {
+    let named = |name: &str| FormatRequest { format: Some(name.into()), ..request() };
+    let row = r#"{"instruction":"hi","output":"yo","messages":[{"role":"user","content":"x"}]}"#;
+    assert!(read(row, &named("alpaca")).unwrap().starts_with("reads as alpaca: instruction, output"));
+    refused(row, &named("alpacca"), &["did you mean \"alpaca\"?", "messages, sharegpt"]);
+    refused(r#"{"a":1}"#, &named("alpaca"), &["no columns for alpaca", "columns: a"]);
+}
+
+#[test]
+fn unknown_and_ambiguous_columns_list_what_is_there() {
+    refused(
+        r#"{"id":1,"mesages":[]}"#,
+        &request(),
+        &["tell the format of a.jsonl:1", "\"mesages\" is near \"messages\"", "columns: id, mesages", "known: messages (role, content), sharegpt"],
+    );
+    let row = format!("{{\"messages\":[{USER}],\"conversations\":[{USER}]}}");
+    refused(&row, &request(), &["messages and conversations both hold chats"]);
+    refused(
+        r#"{"prompt":"a","completion":"b","question":"c","answer":"d"}"#,
+        &request(),
+        &["prompt and completion; question and answer"],
+    );
+    refused(r#"{"prompt":"a","chosen":"b","rejected":"c"}"#, &request(), &["preferences"]);
+}
+
+#[test]
+fn broken_rows_name_column_type_and_fix() {
+    refused(
+        r#"{"instruction":"x","output":3}"#,
+        &request(),
+        &["read a.jsonl:1 as alpaca: column `output` is the number 3, expected a text; correct the row"],
+    );
+    refused(r#"{"prompt":"x","completion":["a"]}"#, &request(), &["column `completion` is a list of 1"]);
+    refused(
+        r#"{"messages":[{"role":"user","content":"x"},{"role":"assistant","content":5}]}"#,
+        &request(),
+        &["column `messages`, item 1", "`content` is a number"],
+    );
+    refused(
+        r#"{"conversations":[{"from":"humna","value":"x"}]}"#,
+        &request(),
+        &["item 0: `from` is \"humna\", expected one of system, human", "role_mapping"],
+    );
+    refused(
+        r#"{"conversations":[{"from":"function_call","value":"f(1)"}]}"#,
+        &request(),
+        &["is not a call", "\"arguments\""],
+    );
+    refused(r#"{"messages":[]}"#, &request(), &["the conversation has no messages"]);
+    refused(
+        r#"{"messages":[{"role":"user","content":"x"}],"tools":"{oops"}"#,
+        &request(),
+        &["column `tools` is not JSON"],
+    );
+}
+
+#[test]
+fn a_later_row_is_blamed_by_its_own_line() {
+    let folder = Folder::new(&[("a.jsonl", b"{\"text\":\"a\"}\n\n{\"text\":null}\n")]);
+    let source = folder.open("a.jsonl", &ReadOptions::default()).unwrap();
+    let format = Format::find(&request(), &*source).unwrap();
+    let error = folder.short(format.read(&*source, 1).unwrap_err());
+    assert_eq!(
+        error,
+        "read a.jsonl:3 as text: column `text` is null, expected a text; correct the row, or name \
+         the right column in the recipe"
+    );
+}

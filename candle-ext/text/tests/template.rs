@@ -1,0 +1,187 @@
+//! Templates mean here what they mean to transformers: small ones against what its Jinja prints
+//! (`tests/reference/chat_goldens.py`), and what becomes of broken, hostile and unusual ones.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::template::{ChatTemplate, Clock, Ending};
+use serde_json::{Value as Json, json};
+
+fn chat(messages: &[(&str, &str)]) -> Conversation {
+    Conversation::new(messages.iter().map(|(role, content)| Message::new(*role, *content)))
+}
+
+#[test]
+fn snippets_print_what_transformers_prints() {
+    let fixture = include_str!("fixtures/chat/snippets.json");
+    let fixture: Json = serde_json::from_str(fixture).unwrap();
+    let messages = fixture["chat"]["messages"].as_array().unwrap().iter();
+    let message = |it: &Json| Message::from_fields(it.as_object().unwrap().clone()).unwrap();
+    let chat = Conversation::new(messages.map(message))
+        .with_tools(fixture["chat"]["tools"].clone());
+    let mut differences = Vec::new();
+    for snippet in fixture["snippets"].as_array().unwrap() {
+        let (source, want) = (snippet[0].as_str().unwrap(), snippet[1].as_str());
+        let template = ChatTemplate::new("snippet", source);
+        let got = template
+            .map(|template| template.with_clock(Clock::Fixed(1_721_984_703)))
+            .and_then(|template| template.render(&chat, Ending::Closed));
+        if got.as_deref().ok() != want {
+            differences.push(format!("{source}\n  want {want:?}\n  got  {got:?}"));
+        }
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+}
+
+/// The assistant's text in what a template prints, or the reason why it cannot be found.
+#[track_caller]
+fn check(source: &str, messages: &[(&str, &str)], want: Result<&[&str], &str>) {
+    let template = ChatTemplate::new("test.jinja", source).unwrap();
+    match (template.render_turns(&chat(messages)), want) {
+        (Ok(got), Ok(want)) => {
+            let spans: Vec<&str> = got.spans.iter().map(|span| &got.text[span.clone()]).collect();
+            assert_eq!(spans, want, "in {:?}", got.text);
+        }
+        (Err(error), Err(want)) => assert!(error.to_string().contains(want), "{error}"),
+        (got, want) => panic!("got {got:?}, want {want:?}"),
+    }
+}
+
+const TALK: [(&str, &str); 4] =
+    [("user", "same"), ("assistant", "same"), ("user", "same"), ("assistant", "same")];
+
+#[test]
+fn a_template_without_roles_or_prompt_gives_the_whole_turn() {
+    let source = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
+                  {% else %} {{ m.content }}</s>{% endif %}{% endfor %}";
+    check(source, &TALK, Ok(&[" same</s>", " same</s>"]));
+}
+
+#[test]
+fn a_prompt_printed_in_the_last_turn_is_no_target() {
+    let source = "{% for message in messages %}\n<|{{ message.role }}|>\n{{ message.content }}</s>\n\
+                  {% if loop.last and add_generation_prompt %}\n<|assistant|>\n{% endif %}\n\
+                  {% endfor %}";
+    check(source, &TALK, Ok(&["same</s>", "same</s>"]));
+}
+
+#[test]
+fn a_prompt_printed_in_the_turn_before_is_no_target() {
+    let source = "{% for m in messages %}{% if m.role == 'user' %}U:{{ m.content }}\
+                  {% if not loop.last %}\nA:{% endif %}{% else %}{{ m.content }}</s>{% endif %}\
+                  {% endfor %}{% if add_generation_prompt %}\nA:{% endif %}";
+    check(source, &TALK, Ok(&["same</s>", "same</s>"]));
+}
+
+#[test]
+fn looking_ahead_and_back_misleads_nobody() {
+    let source = "{% for m in messages %}\
+                  {% if not loop.last and messages[loop.index0 + 1].role == 'assistant' %}{% endif %}\
+                  {% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}{% endif %}\
+                  <{{ m.role }}>{{ m.content }}</{{ messages[0].role }}>{% endfor %}\
+                  {% if add_generation_prompt %}<assistant>{% endif %}";
+    check(source, &TALK, Ok(&["same</user>", "same</user>"]));
+}
+
+#[test]
+fn macros_and_captures_keep_their_turns() {
+    let source = "{% macro turn(m) %}<{{ m.role }}>{{ m.content }}<end>\n{% endmacro %}\
+                  {% macro all(ms) %}{% for m in ms %}{{ turn(m) }}{% endfor %}{% endmacro %}\
+                  {% set text %}{{ all(messages) }}{% endset %}{{ text }}\
+                  {% if add_generation_prompt %}<assistant>{% endif %}";
+    check(source, &TALK, Ok(&["same<end>", "same<end>"]));
+    let blocks = "{% macro turn(m) %}{% generation %}{{ m.content }}!{% endgeneration %}\
+                  {% endmacro %}{% for m in messages %}{% set t = turn(m) %}\
+                  {{ t if m.role == 'assistant' else m.content }}{% endfor %}";
+    check(blocks, &TALK, Ok(&["same!", "same!"]));
+}
+
+#[test]
+fn loops_are_left_and_skipped_without_harm() {
+    let source = "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}\
+                  <{{ m.role }}>{% for word in m.content.split() %}{{ word }}\
+                  {% if word == 'stop' %}{% break %}{% endif %}{% endfor %}<end>{% endfor %}\
+                  {% if add_generation_prompt %}<assistant>{% endif %}";
+    let talk = [("system", "x"), ("user", "a b"), ("assistant", "a stop b"), ("user", "c")];
+    check(source, &talk, Ok(&["astop<end>"]));
+}
+
+#[test]
+fn sliced_reversed_and_filtered_messages_are_still_messages() {
+    let source = "{{ messages[0].content }}{% for m in messages[1:] | reverse | list if m.content %}\
+                  <{{ m.role }}>{{ m.content }}{% endfor %}";
+    check(source, &[("system", "s"), ("user", "u"), ("assistant", "a")], Ok(&["<assistant>a"]));
+}
+
+#[test]
+fn what_is_unclear_is_an_error() {
+    let by_index = "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}";
+    check(by_index, &TALK, Err("message 1 (assistant) leaves no text"));
+    let twice = "{% for m in messages %}{{ m.content }}{% endfor %}\
+                 {% for m in messages %}{{ m.content }}{% endfor %}";
+    check(twice, &TALK, Err("message 1 (assistant) is printed in several places"));
+    let disturbed = "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}\
+                     {{ all }}{{ all | length }}";
+    check(disturbed, &TALK, Err("prints something else when its turns are marked"));
+    let headless = "{% for m in messages %}{{ m.content }}{% endfor %}\
+                    {% if add_generation_prompt %}Assistant:{% endif %}";
+    check(headless, &TALK, Err("does not begin with the generation prompt \"Assistant:\""));
+    let advice = "Put {% generation %} ... {% endgeneration %} around it in the template";
+    check(headless, &TALK, Err(advice));
+}
+
+#[test]
+fn generation_blocks_have_the_last_word() {
+    let source = "{% for m in messages %}\n{{ m.role }}: \n{%- if m.role == 'assistant' %}\n\
+                  {% generation %}{{ m.content }}{% endgeneration %}\n{% else %}{{ m.content }}\
+                  {% endif %}\n{% endfor %}";
+    check(source, &TALK, Ok(&["same", "same"]));
+    let nested = "{% generation %}{% generation %}{{ messages[1].content }}{% endgeneration %}\
+                  {% endgeneration %}";
+    check(nested, &TALK, Err("generation block begins or ends inside another one"));
+}
+
+#[test]
+fn characters_set_aside_for_markers_may_be_in_the_text() {
+    let source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}";
+    let few = "\u{FDD0}2 1 1\u{FDD0}\u{FDD1}";
+    check(source, &[("user", few), ("assistant", few)], Ok(&[&format!("<assistant>{few}")]));
+    let all: String = ('\u{FDD0}'..='\u{FDEF}').collect();
+    check(source, &[("user", &all), ("assistant", "a")], Err("when its turns are marked"));
+}
+
+#[track_caller]
+fn fails(source: &str, want: &str) {
+    let rendered = ChatTemplate::new("test.jinja", source)
+        .and_then(|template| template.render(&chat(&TALK), Ending::Closed));
+    assert_eq!(rendered.unwrap_err().to_string(), want);
+}
+
+#[test]
+fn errors_name_the_template_the_line_and_the_reason() {
+    fails(
+        "{% for m in messages %}\n{{ raise_exception('roles must alternate: ' + m.role) }}{% endfor %}",
+        "render chat template test.jinja, line 2: roles must alternate: user",
+    );
+    fails(
+        "a\nb\n{{ strftime_now('%Q') }}",
+        "render chat template test.jinja, line 3: strftime_now does not know the directive `%Q`",
+    );
+    fails(
+        "{% generation %}\n{% for x in %}",
+        "parse chat template test.jinja, line 2: unexpected end of block",
+    );
+    let template = ChatTemplate::new("test.jinja", "{{ messages }}").unwrap();
+    let error = template.render(&Conversation::default(), Ending::Closed).unwrap_err();
+    assert_eq!(error.to_string(), "render chat template test.jinja: the conversation has no messages");
+}
+
+#[test]
+fn tools_choose_their_own_template() {
+    let template = ChatTemplate::new("plain", "plain {{ x }}").unwrap();
+    let tools = ChatTemplate::new("tools", "{{ tools | length }} tools {{ x }}").unwrap();
+    let template = template.with_tool_use(tools).with_variable("x", "y");
+    let chat = chat(&TALK);
+    assert_eq!(template.render(&chat, Ending::Closed).unwrap(), "plain y");
+    let chat = chat.with_tools(json!([{}]));
+    assert_eq!(template.render(&chat, Ending::Closed).unwrap(), "1 tools y");
+}

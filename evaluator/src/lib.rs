@@ -1,0 +1,7 @@
+//! Evaluates language models: held-out loss, token scores and generation.
+
+pub mod exit;
+pub mod generate;
+pub mod held_out;
+pub mod lm;
+pub mod weights;

@@ -1,0 +1,136 @@
+//! A language model at hand: weights, tokenizer and chat template from a folder, to be asked, not trained.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device, Tensor};
+use candlewick_comm::Solo;
+use candlewick_model::checkpoint::Checkpoint;
+use candlewick_model::{AdapterFolder, Config, Model};
+use candlewick_ops::Seqs;
+use candlewick_parallel::{Engine, Micro, Mode, Resident, Residency};
+use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::template::{ChatTemplate, Ending};
+use candlewick_text::tokenizer::{Specials, Tokenizer};
+use serde::Serialize;
+
+use crate::generate::{GenerateOptions, generate};
+use crate::held_out::{HeldOut, held_out_loss};
+use crate::weights::{Origin, fill};
+
+/// A model that answers.
+pub struct Lm {
+    engine: Engine,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+}
+
+/// A token and how likely it was after those before it.
+#[derive(Clone, Debug, Serialize)]
+pub struct ScoredToken {
+    /// The token's id.
+    pub id: u32,
+    /// Its text.
+    pub text: String,
+    /// Its log-probability in nats; `None` for the first token, which nothing precedes.
+    pub logprob: Option<f32>,
+}
+
+impl Lm {
+    /// Loads a Hugging Face folder, and an adapter folder on top of it, with weights in `dtype`.
+    pub fn load(folder: &Path, adapter: Option<&Path>, dtype: DType) -> Result<Self> {
+        let tokenizer = Tokenizer::from_directory(folder)?;
+        let template = tokenizer.chat_template(None)?;
+        let adapter = adapter.map(AdapterFolder::open).transpose()?;
+        let config = Config::read(folder)?;
+        let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
+        let device = Device::Cpu;
+        let store = Resident::new(&model, dtype, Mode::Infer, &device)?;
+        let base = Checkpoint::open(folder)?;
+        let base = Origin::Checkpoint(&base);
+        let notes = fill(&store, &model, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
+        notes.iter().for_each(|note| tracing::warn!("{note}"));
+        let residency = vec![Residency::Keep; model.n_blocks()];
+        let engine = Engine::new(model, store, residency, Arc::new(Solo), device);
+        Ok(Self { engine, tokenizer, template })
+    }
+
+    /// Returns the engine.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Returns the tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// Continues `text` as it stands.
+    pub fn complete(&self, text: &str, options: &GenerateOptions) -> Result<String> {
+        let ids = self.tokenizer.encode(text, Specials::Add)?;
+        complete(&self.engine, &self.tokenizer, &ids, options)
+    }
+
+    /// Answers `prompt` as the user's turn of a chat.
+    pub fn chat(&self, prompt: &str, options: &GenerateOptions) -> Result<String> {
+        let template = self.template.as_ref().context("failed to chat: the model has no chat template")?;
+        chat(&self.engine, &self.tokenizer, template, prompt, options)
+    }
+
+    /// Returns the log-probability of every token of `text`.
+    pub fn score(&self, text: &str) -> Result<Vec<ScoredToken>> {
+        let ids = self.tokenizer.encode(text, Specials::Add)?;
+        ensure!(!ids.is_empty(), "failed to score: the text has no tokens");
+        let losses = self.engine.token_losses(&micro(&ids, self.engine.device())?)?;
+        let score = |(i, &id): (usize, &u32)| {
+            let text = self.tokenizer.id_to_token(id).unwrap_or_default();
+            ScoredToken { id, text, logprob: i.checked_sub(1).map(|before| -losses[before]) }
+        };
+        Ok(ids.iter().enumerate().map(score).collect())
+    }
+
+    /// Returns the mean loss of `texts`, each by itself, weighted by tokens.
+    pub fn held_out(&self, texts: impl Iterator<Item = Result<String>>) -> Result<HeldOut> {
+        let batches = texts.filter_map(|text| {
+            let ids = text.and_then(|text| Ok(self.tokenizer.encode(&text, Specials::Add)?));
+            match ids {
+                Ok(ids) if ids.len() < 2 => None,
+                Ok(ids) => Some(micro(&ids, self.engine.device()).map(|batch| (batch, ids.len() - 1))),
+                Err(error) => Some(Err(error)),
+            }
+        });
+        held_out_loss(&self.engine, batches)
+    }
+}
+
+/// One sequence, each token of which but the first is a target.
+fn micro(ids: &[u32], device: &Device) -> Result<Micro> {
+    let mut targets: Vec<i64> = ids[1..].iter().map(|&id| i64::from(id)).collect();
+    targets.push(Micro::IGNORED);
+    Ok(Micro {
+        ids: Tensor::new(ids, device)?,
+        targets: Tensor::new(targets, device)?,
+        positions: (0..ids.len() as u32).collect(),
+        seqs: Seqs::packed(vec![0, ids.len()])?,
+    })
+}
+
+/// Answers `prompt` as the user's turn of a chat with the model in `engine`.
+pub fn chat(
+    engine: &Engine,
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    prompt: &str,
+    options: &GenerateOptions,
+) -> Result<String> {
+    let conversation = Conversation::new([Message::new("user", prompt)]);
+    let text = template.render(&conversation, Ending::GenerationPrompt)?;
+    complete(engine, tokenizer, &tokenizer.encode(&text, Specials::Omit)?, options)
+}
+
+/// Continues `prompt` with the model in `engine` up to a stop token of the tokenizer.
+pub fn complete(engine: &Engine, tokenizer: &Tokenizer, prompt: &[u32], options: &GenerateOptions) -> Result<String> {
+    let stop: Vec<u32> = tokenizer.eos_ids().iter().copied().collect();
+    Ok(tokenizer.decode(&generate(engine, prompt, &stop, options)?, Specials::Omit)?)
+}

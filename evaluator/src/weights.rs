@@ -1,0 +1,48 @@
+//! A model's parameters from their origin: a checkpoint, a seed, or a base of one and an adapter of the other.
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_model::checkpoint::Checkpoint;
+use candlewick_model::{Adapter, Model, ModelError, ParamSpec};
+use candlewick_parallel::Resident;
+
+/// Where parameters come from.
+#[derive(Clone, Copy, Debug)]
+pub enum Origin<'a> {
+    /// Safetensors files.
+    Checkpoint(&'a Checkpoint),
+    /// The model's own initialisation.
+    Random {
+        /// Seeds it.
+        seed: u64,
+    },
+}
+
+/// Sets all parameters of `store`: the model's own from `base`, an adapter's factors from `adapter`.
+///
+/// Returns what the user should know, such as tensors that are there but not used.
+pub fn fill(store: &Resident, model: &Model, base: Origin, adapter: Origin) -> Result<Vec<String>, ModelError> {
+    let mut notes = base.check(model.base_params())?;
+    notes.extend(adapter.check(model.adapter_params())?);
+    store.fill(|spec| if Adapter::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) })?;
+    Ok(notes)
+}
+
+impl Origin<'_> {
+    fn check<'p>(&self, params: impl Iterator<Item = &'p ParamSpec>) -> Result<Vec<String>, ModelError> {
+        match self {
+            Origin::Checkpoint(checkpoint) => checkpoint.check(params),
+            Origin::Random { .. } => Ok(Vec::new()),
+        }
+    }
+
+    fn read(&self, spec: &ParamSpec) -> Result<Tensor, ModelError> {
+        match self {
+            Origin::Checkpoint(checkpoint) => checkpoint.tensor(&spec.name, &spec.shape, DType::F32, &Device::Cpu),
+            Origin::Random { seed } => {
+                let mut values = vec![0.0; spec.numel()];
+                spec.initialise(*seed, &mut values);
+                Ok(Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)?)
+            }
+        }
+    }
+}

@@ -1,0 +1,146 @@
+"""Makes the tiny checkpoints of candle-ext/model/tests/fixtures with transformers and peft.
+
+For each: a model folder, and reference.safetensors with token ids of two sequences, labels, logits, the loss and
+every parameter's gradient, computed by torch on CPU in f32 with eager attention. Weights are rounded to the format on
+disk before anything is computed.
+
+    python tests/reference/tiny_models.py
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FIXTURES = Path(__file__).resolve().parents[2] / "candle-ext" / "model" / "tests" / "fixtures"
+LENGTHS = [9, 7]
+SMALL = dict(
+    vocab_size=40, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2,
+)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+# name: model type, number format on disk, what its config adds
+MODELS = {
+    "llama": ("llama", torch.float32, dict(attention_bias=True, mlp_bias=True, pad_token_id=5, head_dim=4)),
+    "llama3": ("llama", torch.bfloat16, dict(tie_word_embeddings=True, rope_parameters=LLAMA3, head_dim=8)),
+    "mistral": ("mistral", torch.float16, dict(sliding_window=3, head_dim=8)),
+    "qwen2": ("qwen2", torch.bfloat16, dict(tie_word_embeddings=True)),
+    "qwen3": (
+        "qwen3", torch.bfloat16,
+        dict(head_dim=8, use_sliding_window=True, sliding_window=4, max_window_layers=1, rope_theta=1e6),
+    ),
+}
+
+
+def randomise(model):
+    """Norms and biases away from one and zero, so that leaving one out shows."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = 1 + 0.3 * torch.randn_like(parameter)
+        elif name.endswith("bias"):
+            parameter.data = 0.3 * torch.randn_like(parameter)
+
+
+def inputs(vocab_size, pad_id):
+    ids = torch.randint(0, vocab_size, (sum(LENGTHS),))
+    if pad_id is not None:
+        ids[3] = ids[11] = pad_id
+    labels = ids.clone()
+    labels[:3] = -100
+    labels[12] = -100
+    return ids, labels
+
+
+def reference(model, ids, labels):
+    """Logits of each sequence on its own, the mean loss over all targets, and its gradient."""
+    model.zero_grad()
+    logits, losses, n_targets = [], 0.0, 0
+    for row, target in zip(ids.split(LENGTHS), labels.split(LENGTHS)):
+        row_logits = model(row[None]).logits[0]
+        logits.append(row_logits)
+        losses = losses + torch.nn.functional.cross_entropy(
+            row_logits[:-1], target[1:], ignore_index=-100, reduction="sum"
+        )
+        n_targets += int((target[1:] != -100).sum())
+    loss = losses / n_targets
+    loss.backward()
+    result = {"ids": ids.int(), "labels": labels, "lengths": torch.tensor(LENGTHS)}
+    result |= {"logits": torch.cat(logits).detach(), "loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            result[f"grad.{name}"] = parameter.grad.contiguous()
+    return result
+
+
+def older_config(folder):
+    """config.json as transformers 4 wrote it: rope_theta, rope_scaling and torch_dtype."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_scaling"] = config.pop("rope_parameters")
+    config["rope_theta"] = config["rope_scaling"].pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make(name, model_type, dtype, extra):
+    torch.manual_seed(len(name) * 1000 + sum(map(ord, name)))
+    config = AutoConfig.for_model(model_type, **SMALL, **extra)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    randomise(model)
+    folder = FIXTURES / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.to(dtype).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if name == "llama3":
+        older_config(folder)
+    save_file(reference(model, *inputs(config.vocab_size, config.pad_token_id)), folder / "reference.safetensors")
+    return model
+
+
+def make_adapter(base):
+    """An adapter on the qwen2 model with what PEFT can vary: ranks, alphas, layers, rank-stabilised scaling."""
+    torch.manual_seed(7)
+    config = LoraConfig(
+        r=3, lora_alpha=5, use_rslora=True, task_type="CAUSAL_LM", layers_to_transform=[1],
+        target_modules=["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj"],
+        rank_pattern={"down_proj": 2}, alpha_pattern={r"self_attn\.k_proj": 9},
+    )
+    model = get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.2 * torch.randn_like(parameter)
+    folder = FIXTURES / "qwen2-lora"
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    drop_location(folder / "adapter_config.json")
+    result = reference(model, *inputs(base.config.vocab_size, None))
+    named = {key.replace(".default.", ".").replace("grad.base_model.model.", "grad."): t for key, t in result.items()}
+    save_file(named, folder / "reference.safetensors")
+
+
+def drop_location(path):
+    """Leaves out what differs from run to run."""
+    config = json.loads(path.read_text())
+    config["base_model_name_or_path"] = None
+    config["target_modules"].sort()
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def main():
+    models = {name: make(name, *how) for name, how in MODELS.items()}
+    make_adapter(models["qwen2"])
+    total = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
+    print(f"{total} bytes in {FIXTURES}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+//! Tests of the whole system. This library only finds files; the tests are in `tests/`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Returns the folder of the workspace.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the suite is a folder of the workspace")
+}
+
+/// Reads a text file by its path from the root.
+///
+/// # Panics
+/// If it cannot be read.
+pub fn read(path: impl AsRef<Path>) -> String {
+    let path = root().join(path);
+    std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("failed to read {}: {error}", path.display()))
+}
+
+/// Lists the files that git keeps or would keep, by their paths from the root: neither build outputs nor runs.
+///
+/// # Panics
+/// If this is no git checkout.
+pub fn kept_files() -> Vec<PathBuf> {
+    let output = Command::new("git")
+        .args(["ls-files", "--cached", "--others", "--exclude-standard"])
+        .current_dir(root())
+        .output()
+        .expect("git is installed");
+    assert!(output.status.success(), "failed to list files: {}", String::from_utf8_lossy(&output.stderr));
+    let listing = String::from_utf8(output.stdout).expect("paths are UTF-8");
+    listing.lines().map(PathBuf::from).filter(|path| root().join(path).is_file()).collect()
+}
+
+/// Lists the Rust files under a folder, by their paths from the root.
+///
+/// # Panics
+/// If this is no git checkout, or there are none.
+pub fn rust_files(under: &str) -> Vec<PathBuf> {
+    let files: Vec<_> = kept_files()
+        .into_iter()
+        .filter(|path| path.starts_with(under) && path.extension().is_some_and(|e| e == "rs"))
+        .collect();
+    assert!(!files.is_empty(), "no Rust files under {under}");
+    files
+}
+
+/// Returns a source file's text with comments and the unit tests at its foot blanked; line numbers stay.
+pub fn code_of(path: &Path) -> String {
+    let text = read(path);
+    let mut in_tests = false;
+    let mut code = String::with_capacity(text.len());
+    for line in text.lines() {
+        in_tests |= line.starts_with("#[cfg(test)]");
+        let end = if in_tests { 0 } else { line.find("//").unwrap_or(line.len()) };
+        code.push_str(&line[..end]);
+        code.push('\n');
+    }
+    code
+}

@@ -1,0 +1,158 @@
+//! The walls between the rooms: which crate may depend on which, and what no source may say.
+//! docs/ARCHITECTURE.md has the reasons. A new edge is a decision: change the table in the same commit.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use serde_json::Value;
+use suite::{code_of, read, root, rust_files};
+
+/// Every package of the workspace and the packages of the workspace that it may use, tests included.
+const ROOMS: &[(&str, &[&str])] = &[
+    ("candlewick-ops", &[]),
+    ("candlewick-comm", &[]),
+    ("candlewick-text", &[]),
+    ("candlewick-model", &["candlewick-ops"]),
+    ("candlewick-parallel", &["candlewick-comm", "candlewick-model", "candlewick-ops"]),
+    (
+        "evaluator",
+        &["candlewick-comm", "candlewick-model", "candlewick-ops", "candlewick-parallel", "candlewick-text"],
+    ),
+    (
+        "trainer",
+        &["candlewick-comm", "candlewick-model", "candlewick-ops", "candlewick-parallel", "candlewick-text", "evaluator"],
+    ),
+    (
+        "suite",
+        &[
+            "candlewick-comm",
+            "candlewick-model",
+            "candlewick-ops",
+            "candlewick-parallel",
+            "candlewick-text",
+            "evaluator",
+            "trainer",
+        ],
+    ),
+];
+
+struct Dependency {
+    name: String,
+    is_normal: bool,
+}
+
+fn dependencies() -> BTreeMap<String, Vec<Dependency>> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--offline", "--no-deps", "--format-version", "1"])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let packages = metadata["packages"].as_array().unwrap();
+    packages.iter().map(|package| (text(&package["name"]), dependencies_of(package))).collect()
+}
+
+fn dependencies_of(package: &Value) -> Vec<Dependency> {
+    let list = package["dependencies"].as_array().unwrap();
+    list.iter().map(|d| Dependency { name: text(&d["name"]), is_normal: d["kind"].is_null() }).collect()
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap().to_owned()
+}
+
+#[test]
+fn every_package_has_a_place_in_the_table() {
+    let mut found: Vec<_> = dependencies().into_keys().collect();
+    let mut listed: Vec<_> = ROOMS.iter().map(|(name, _)| (*name).to_owned()).collect();
+    found.sort();
+    listed.sort();
+    assert_eq!(found, listed);
+}
+
+#[test]
+fn rooms_depend_only_downwards() {
+    let dependencies = dependencies();
+    for (room, allowed) in ROOMS {
+        for dependency in &dependencies[*room] {
+            let name = dependency.name.as_str();
+            let is_room = ROOMS.iter().any(|(other, _)| *other == name);
+            assert!(!is_room || allowed.contains(&name), "{room} depends on {name}, which is not below it");
+        }
+    }
+}
+
+#[test]
+fn text_has_no_tensors() {
+    for dependency in &dependencies()["candlewick-text"] {
+        assert!(!dependency.name.starts_with("candle"), "candlewick-text depends on {}", dependency.name);
+    }
+}
+
+/// candle-nn's fused ops record no backward; its composed ones are references in the tests of `ops`.
+#[test]
+fn candle_nn_is_only_a_test_reference_of_ops() {
+    for (package, list) in dependencies() {
+        for dependency in list.iter().filter(|d| d.name == "candle-nn") {
+            assert!(package == "candlewick-ops" && !dependency.is_normal, "{package} depends on candle-nn");
+        }
+    }
+}
+
+#[track_caller]
+fn check_absent(under: &str, words: &[&str], reason: &str) {
+    for path in rust_files(under) {
+        for (i, line) in code_of(&path).lines().enumerate() {
+            for word in words {
+                assert!(!line.contains(word), "{}:{}: `{word}`: {reason}", path.display(), i + 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_world_of_one_takes_the_same_path() {
+    let words = ["world_size > 1", "world_size == 1", "world_size != 1", "world_size() > 1", "world_size() == 1"];
+    for room in ["candle-ext", "trainer/src", "evaluator/src"] {
+        check_absent(room, &words, "a degree of one is a `Solo` group, not a branch");
+    }
+}
+
+#[test]
+fn parallel_has_no_unsafe_code_and_no_family_names() {
+    let reason = "the strategies know tensors and seams, neither pointers nor families";
+    check_absent("candle-ext/parallel/src", &["unsafe ", "Llama", "Mistral", "Qwen"], reason);
+}
+
+#[test]
+fn library_rooms_do_not_read_the_environment() {
+    for room in ["candle-ext/ops/src", "candle-ext/comm/src", "candle-ext/model/src", "candle-ext/parallel/src"] {
+        check_absent(room, &["env::var", "env::args"], "settings arrive as values");
+    }
+}
+
+#[test]
+fn unsafe_blocks_say_why_they_are_sound() {
+    for room in ["candle-ext", "trainer", "evaluator"] {
+        for path in rust_files(room) {
+            let text = read(&path);
+            let lines: Vec<_> = text.lines().collect();
+            for (i, _) in code_of(&path).lines().enumerate().filter(|(_, line)| line.contains("unsafe {")) {
+                let above = &lines[i.saturating_sub(8)..=i];
+                let says = above.iter().any(|line| line.contains("SAFETY:"));
+                assert!(says, "{}:{}: no `// SAFETY:` above this block", path.display(), i + 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_linter_knows_the_functions_that_lose_gradients() {
+    let lints = read("clippy.toml");
+    for name in ["rms_norm", "layer_norm", "softmax_last_dim", "sdpa"] {
+        assert!(lints.contains(&format!("\"candle_nn::ops::{name}\"")), "clippy.toml does not name {name}");
+    }
+}

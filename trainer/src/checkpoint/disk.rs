@@ -1,0 +1,88 @@
+//! Finds out before the first step whether the saves of a run can be written.
+
+use std::collections::BTreeMap;
+use std::ffi::CString;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use super::error::CheckpointError;
+use super::plan::CheckpointPlan;
+use super::retention::clear_leftovers;
+use super::state::TensorMeta;
+
+const TRIAL: &str = ".candlewick-trial";
+
+/// What one entry of the `checkpoint` list will write.
+#[derive(Clone, Copy, Debug)]
+pub struct PlannedSaves<'a> {
+    /// The entry.
+    pub plan: &'a CheckpointPlan,
+    /// The size of one save.
+    pub bytes_per_save: u64,
+    /// How many are still to come: `CheckpointPlan::n_saves`.
+    pub n_saves: usize,
+}
+
+/// Returns the bytes of a `sharded` save of these tensors; a little too many, for names and state.
+pub fn bytes_needed(tensors: &[TensorMeta]) -> u64 {
+    let values: usize = tensors.iter().map(TensorMeta::n_values).sum();
+    4 * values as u64 + 512 * tensors.len() as u64 + (1 << 16)
+}
+
+/// Creates the folders, clears what a killed run left, writes a trial file in each and compares
+/// what the saves need with what is free.
+pub fn preflight(saves: &[PlannedSaves]) -> Result<(), CheckpointError> {
+    let mut needed_on: BTreeMap<u64, u64> = BTreeMap::new();
+    for planned in saves.iter().filter(|planned| planned.n_saves > 0) {
+        let output_dir = &planned.plan.output_dir;
+        fs::create_dir_all(output_dir).map_err(CheckpointError::io("create the folder", output_dir))?;
+        for line in clear_leftovers(output_dir)? {
+            tracing::info!("{line} in {}", output_dir.display());
+        }
+        write_trial(output_dir).map_err(CheckpointError::io("write a trial file into", output_dir))?;
+        let device = fs::metadata(output_dir).map_err(CheckpointError::io("look at", output_dir))?.dev();
+        let needed = needed_on.entry(device).or_default();
+        *needed = needed.saturating_add(most_at_once(planned)?);
+        let free = free_bytes(output_dir).map_err(CheckpointError::io("measure the disk of", output_dir))?;
+        if *needed > free {
+            let output_dir = output_dir.clone();
+            return Err(CheckpointError::NotEnoughSpace { output_dir, needed: *needed, free });
+        }
+    }
+    Ok(())
+}
+
+/// Returns the bytes that this user may still write on the disk of `dir`.
+pub fn free_bytes(dir: &Path) -> io::Result<u64> {
+    let path = CString::new(dir.as_os_str().as_bytes())?;
+    let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: `path` is a C string and `stat` has room for the one structure that the call fills.
+    let status = unsafe { libc::statvfs(path.as_ptr(), stat.as_mut_ptr()) };
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call returned 0, so it has filled `stat`.
+    let stat = unsafe { stat.assume_init() };
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// The bytes by which an entry's saves grow the disk at their worst: one more than `keep` while
+/// the newest is being written, less those of earlier runs that make room.
+fn most_at_once(planned: &PlannedSaves) -> Result<u64, CheckpointError> {
+    let CheckpointPlan { kind, output_dir, keep, .. } = planned.plan;
+    let present = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?.len();
+    let n_grown =
+        keep.map_or(planned.n_saves, |keep| planned.n_saves.min((keep.max(1) + 1).saturating_sub(present).max(1)));
+    Ok(planned.bytes_per_save.saturating_mul(n_grown as u64))
+}
+
+fn write_trial(dir: &Path) -> io::Result<()> {
+    let path = dir.join(TRIAL);
+    let mut file = File::create(&path)?;
+    let written = file.write_all(&[0u8; 4096]).and_then(|()| file.sync_all());
+    fs::remove_file(&path)?;
+    written
+}

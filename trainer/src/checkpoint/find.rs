@@ -1,0 +1,85 @@
+//! Looks for saves that are whole as far as sizes tell; hashes are the business of loading.
+
+use std::path::{Path, PathBuf};
+
+use super::error::CheckpointError;
+use super::manifest::{MANIFEST, Manifest};
+use super::plan::{Kind, Tag};
+
+/// A save whose files are all there with the right sizes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Complete {
+    /// Its folder.
+    pub dir: PathBuf,
+    /// What it holds.
+    pub manifest: Manifest,
+}
+
+/// A save that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Skipped {
+    /// Its folder.
+    pub dir: PathBuf,
+    /// Why not.
+    pub reason: String,
+}
+
+/// The saves of a folder.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Search {
+    /// Newest first.
+    pub complete: Vec<Complete>,
+    /// Newest first.
+    pub skipped: Vec<Skipped>,
+}
+
+/// Sorts the `sharded` saves of a folder into usable and damaged. Unfinished ones have dotted
+/// names and are not looked at. A folder that does not exist has none.
+pub fn search(output_dir: &Path) -> Result<Search, CheckpointError> {
+    let saves = Kind::Sharded.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+    let mut search = Search::default();
+    for (tag, dir) in saves {
+        match check_sizes(&dir, tag) {
+            Ok(manifest) => search.complete.push(Complete { dir, manifest }),
+            Err(reason) => search.skipped.push(Skipped { dir, reason }),
+        }
+    }
+    Ok(search)
+}
+
+/// Returns the usable save with the most steps, and warns of newer ones that are not usable.
+pub fn newest_complete(output_dir: &Path) -> Result<Option<Complete>, CheckpointError> {
+    let search = search(output_dir)?;
+    let newest = search.complete.into_iter().next();
+    search.skipped.iter().for_each(Skipped::warn);
+    Ok(newest)
+}
+
+impl Skipped {
+    pub(crate) fn warn(&self) {
+        tracing::warn!("the save {} is skipped: {}", self.dir.display(), self.reason);
+    }
+}
+
+impl Tag {
+    /// The last part of a path, as text.
+    pub(crate) fn name_of(dir: &Path) -> String {
+        dir.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+}
+
+fn check_sizes(dir: &Path, tag: Tag) -> Result<Manifest, String> {
+    let bytes = std::fs::read(dir.join(MANIFEST))
+        .map_err(|error| format!("no {MANIFEST}, it is incomplete or another program's ({error})"))?;
+    let manifest = Manifest::parse(&bytes)?;
+    if manifest.tag() != tag {
+        return Err(format!("its manifest says step {}, epoch {}", manifest.step, manifest.epoch));
+    }
+    for file in &manifest.files {
+        let metadata = std::fs::metadata(dir.join(&file.name)).map_err(|error| format!("{}: {error}", file.name))?;
+        if metadata.len() != file.size {
+            return Err(format!("{} has {} bytes, not {}", file.name, metadata.len(), file.size));
+        }
+    }
+    Ok(manifest)
+}

@@ -1,0 +1,122 @@
+//! Takes a run up from its newest whole save.
+//!
+//! A save whose hashes do not match is skipped with a warning and the one before it is tried: a
+//! run is a function of its plan, so starting earlier costs time and changes nothing. When saves
+//! exist and none is whole, that is an error: a run never starts over by itself.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use super::error::CheckpointError;
+use super::find::{Complete, Skipped, search};
+use super::fingerprint::Fingerprint;
+use super::manifest::{Manifest, STATE};
+use super::plan::CheckpointPlan;
+use super::retention::clear_leftovers;
+use super::shard::{read_shard, sha256_of};
+use super::state::{RunState, TensorMeta, TrainState};
+
+/// Says from where a run goes on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Resumed {
+    /// The loop's side of the save.
+    pub run: RunState,
+    /// The save's folder.
+    pub dir: PathBuf,
+    /// Saves that were passed over.
+    pub skipped: Vec<Skipped>,
+}
+
+/// Loads the newest whole save of `plan.output_dir` into `state`, or returns `None` where there is
+/// no save at all. `fingerprint` is the present plan's; another one in the save is an error.
+pub fn resume(
+    plan: &CheckpointPlan,
+    fingerprint: &Fingerprint,
+    state: &mut dyn TrainState,
+) -> Result<Option<Resumed>, CheckpointError> {
+    for line in clear_leftovers(&plan.output_dir)? {
+        tracing::info!("{line} in {}", plan.output_dir.display());
+    }
+    let found = search(&plan.output_dir)?;
+    let mut skipped = found.skipped;
+    for complete in found.complete {
+        match verify(&complete) {
+            Ok(run) => {
+                check_same(&complete, &run, fingerprint, &state.tensors())?;
+                load_tensors(&complete, state)?;
+                skipped.iter().for_each(Skipped::warn);
+                return Ok(Some(Resumed { run, dir: complete.dir, skipped }));
+            }
+            Err(reason) => skipped.push(Skipped { dir: complete.dir, reason }),
+        }
+    }
+    if skipped.is_empty() {
+        return Ok(None);
+    }
+    let reasons = skipped.iter().map(|s| format!("{}: {}", s.dir.display(), s.reason)).collect();
+    Err(CheckpointError::NoneWhole { output_dir: plan.output_dir.clone(), reasons })
+}
+
+/// Compares every hash and reads the loop's state.
+fn verify(complete: &Complete) -> Result<RunState, String> {
+    for file in &complete.manifest.files {
+        let path = complete.dir.join(&file.name);
+        let sha256 = sha256_of(&path).map_err(|error| format!("{}: {error}", file.name))?;
+        if sha256 != file.sha256 {
+            return Err(format!("{} has changed since it was written (its sha256 differs)", file.name));
+        }
+    }
+    let bytes = std::fs::read(complete.dir.join(STATE)).map_err(|error| format!("{STATE}: {error}"))?;
+    let run: RunState = serde_json::from_slice(&bytes).map_err(|error| format!("{STATE}: {error}"))?;
+    if run.tag() != complete.manifest.tag() {
+        return Err(format!("{STATE} is of step {}, the manifest of step {}", run.step, complete.manifest.step));
+    }
+    Ok(run)
+}
+
+/// Refuses a save of another plan or model, naming what differs.
+fn check_same(
+    complete: &Complete,
+    run: &RunState,
+    fingerprint: &Fingerprint,
+    tensors: &[TensorMeta],
+) -> Result<(), CheckpointError> {
+    let mut differences = run.fingerprint.differences(fingerprint);
+    differences.extend(tensor_differences(&complete.manifest, tensors));
+    if differences.is_empty() {
+        return Ok(());
+    }
+    Err(CheckpointError::Different { dir: complete.dir.clone(), differences: shorten(differences) })
+}
+
+fn tensor_differences(manifest: &Manifest, tensors: &[TensorMeta]) -> Vec<String> {
+    let saved: BTreeMap<&str, &Vec<usize>> = manifest.tensors.iter().map(|t| (t.name.as_str(), &t.shape)).collect();
+    let now: BTreeMap<&str, &Vec<usize>> = tensors.iter().map(|t| (t.name.as_str(), &t.shape)).collect();
+    let gone = saved.keys().filter(|name| !now.contains_key(*name));
+    let gone = gone.map(|name| format!("tensor {name}: in the save, not in the model"));
+    let changed = now.iter().filter_map(|(name, shape)| match saved.get(name) {
+        None => Some(format!("tensor {name}: in the model, not in the save")),
+        Some(saved) if saved != shape => Some(format!("tensor {name}: {saved:?} in the save, {shape:?} now")),
+        Some(_) => None,
+    });
+    gone.chain(changed).collect()
+}
+
+/// Keeps a message to one screen.
+fn shorten(mut differences: Vec<String>) -> Vec<String> {
+    let n_more = differences.len().saturating_sub(12);
+    if n_more > 0 {
+        differences.truncate(12);
+        differences.push(format!("and {n_more} more"));
+    }
+    differences
+}
+
+fn load_tensors(complete: &Complete, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
+    let mut by_file: BTreeMap<&str, Vec<TensorMeta>> = BTreeMap::new();
+    for tensor in &complete.manifest.tensors {
+        let meta = TensorMeta { name: tensor.name.clone(), shape: tensor.shape.clone() };
+        by_file.entry(&tensor.file).or_default().push(meta);
+    }
+    by_file.into_iter().try_for_each(|(file, tensors)| read_shard(&complete.dir, file, &tensors, state))
+}

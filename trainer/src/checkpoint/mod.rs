@@ -1,0 +1,38 @@
+//! Saves that survive a crash at any instant, and resuming from the newest one that is whole.
+//! Weights-only folders are written by `candlewick-model`; here is only when, where and how many.
+//!
+//! A `sharded` save is a folder `<output_dir>/epoch_E_global_step_N/`:
+//! ```text
+//! shard_00001.safetensors ..  f32 tensors under their global names
+//! state.json                  step, epoch, data cursor, RNG, ledger, the fingerprint of the plan
+//! manifest.json               written last: size and sha256 of each file; name, shape, offset of each tensor
+//! ```
+//! It is written beside its place under a dotted name, fsynced and renamed, so a folder with the
+//! right name is whole unless somebody changed it; the hashes tell that.
+
+mod disk;
+mod error;
+mod find;
+mod fingerprint;
+mod load;
+mod manifest;
+mod plan;
+mod retention;
+mod save;
+mod shard;
+mod state;
+mod storage;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
+
+pub use disk::{PlannedSaves, bytes_needed, free_bytes, preflight};
+pub use error::CheckpointError;
+pub use find::{Complete, Search, Skipped, newest_complete, search};
+pub use fingerprint::Fingerprint;
+pub use load::{Resumed, resume};
+pub use manifest::{FileEntry, Manifest, TensorEntry};
+pub use plan::{CheckpointPlan, Kind, Moment, Tag};
+pub use retention::{clear_leftovers, prune};
+pub use save::{Saved, save};
+pub use state::{BestEval, RunState, StateError, TensorMeta, TrainState};

@@ -1,0 +1,80 @@
+//! Deletes saves: old ones beyond `keep`, and what a killed run left behind.
+
+use std::path::{Path, PathBuf};
+
+use super::error::CheckpointError;
+use super::plan::{Kind, Tag};
+use super::storage::{Drive, Storage};
+
+/// Deletes all but the `keep` newest of the saves up to and with `newest`, which always stays.
+/// Saves of later steps belong to another run and stay too. Returns what was deleted.
+pub fn prune(kind: Kind, output_dir: &Path, newest: Tag, keep: usize) -> Result<Vec<PathBuf>, CheckpointError> {
+    prune_with(&Drive, kind, output_dir, newest, keep)
+}
+
+pub(crate) fn prune_with(
+    storage: &dyn Storage,
+    kind: Kind,
+    output_dir: &Path,
+    newest: Tag,
+    keep: usize,
+) -> Result<Vec<PathBuf>, CheckpointError> {
+    let saves = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+    let older = saves.into_iter().filter(|(tag, _)| tag.step < newest.step);
+    let mut removed = Vec::new();
+    for (_, dir) in older.skip(keep.saturating_sub(1)) {
+        // Under a dotted name first: a half-deleted save must not look like a damaged one.
+        let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
+        storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
+        storage.rename(&dir, &temporary).map_err(CheckpointError::io("rename", &dir))?;
+        storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
+        removed.push(dir);
+    }
+    Ok(removed)
+}
+
+/// Removes unfinished saves of an earlier run, and puts back a save that was about to be replaced.
+/// Returns one line for each.
+pub fn clear_leftovers(output_dir: &Path) -> Result<Vec<String>, CheckpointError> {
+    let entries = match std::fs::read_dir(output_dir) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(CheckpointError::io("list", output_dir))?,
+    };
+    let mut done = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(CheckpointError::io("list", output_dir))?.path();
+        let name = Tag::name_of(&path);
+        if let Some(save) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")).filter(is_save) {
+            Drive.remove_dir(&path).map_err(CheckpointError::io("remove", &path))?;
+            done.push(format!("removed an unfinished {save}"));
+        }
+        if let Some(save) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".old")).filter(is_save) {
+            done.push(settle_old(&path, &output_dir.join(save))?);
+        }
+    }
+    Ok(done)
+}
+
+/// The name under which a save is written or deleted.
+pub(crate) fn temporary_name(name: &str) -> String {
+    format!(".{name}.tmp")
+}
+
+/// The name under which a save waits for its replacement.
+pub(crate) fn old_name(name: &str) -> String {
+    format!(".{name}.old")
+}
+
+fn settle_old(old: &Path, dir: &Path) -> Result<String, CheckpointError> {
+    let name = Tag::name_of(dir);
+    if dir.exists() {
+        Drive.remove_dir(old).map_err(CheckpointError::io("remove", old))?;
+        return Ok(format!("removed the replaced {name}"));
+    }
+    Drive.rename(old, dir).map_err(CheckpointError::io("rename", old))?;
+    Ok(format!("put back {name}, whose replacement was not finished"))
+}
+
+fn is_save(name: &&str) -> bool {
+    [Kind::Sharded, Kind::HuggingFace].iter().any(|kind| kind.parse_dir_name(name).is_some())
+}

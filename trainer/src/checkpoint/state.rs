@@ -1,0 +1,82 @@
+//! What a save holds, seen from here: tensors that an engine gives and takes in pieces, and the
+//! numbers of the loop. Nothing here knows what an optimizer or a data set is.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::fingerprint::Fingerprint;
+use super::plan::Tag;
+
+/// The reason of an engine's failure.
+pub type StateError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Names one f32 tensor of the training state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorMeta {
+    /// Its name in the whole model, whichever rank holds it: "master/model.norm.weight".
+    pub name: String,
+    /// Its shape in the whole model.
+    pub shape: Vec<usize>,
+}
+
+/// Gives and takes the tensors of a training run (masters, first and second moments).
+///
+/// They travel in pieces of a bounded size, so that a save needs no second copy of the state.
+pub trait TrainState {
+    /// Lists every tensor, always in the same order.
+    fn tensors(&self) -> Vec<TensorMeta>;
+    /// Copies the values from the row-major index `start` on into `values`.
+    fn read(&self, name: &str, start: usize, values: &mut [f32]) -> Result<(), StateError>;
+    /// Replaces the values from the row-major index `start` on.
+    fn load(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), StateError>;
+}
+
+/// Holds the loop's side of a save.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunState {
+    /// Optimizer steps done; it is also the position in the schedule.
+    pub step: usize,
+    /// Epochs done.
+    pub epoch: usize,
+    /// Micro-batches of the next step that are already summed. Saves are made between steps: 0.
+    pub accumulation_phase: usize,
+    /// Where the data stream stands.
+    pub cursor: Value,
+    /// The states of the random number generators that live on between steps.
+    pub rng: Value,
+    /// Tokens trained on, padding not counted.
+    pub tokens: u64,
+    /// Target tokens among them.
+    pub target_tokens: u64,
+    /// Seconds spent in this run and the ones that it resumes.
+    pub elapsed_s: f64,
+    /// The best evaluation so far.
+    pub best_eval: Option<BestEval>,
+    /// The token ledger.
+    pub ledger: Value,
+    /// What of the plan must not change.
+    pub fingerprint: Fingerprint,
+}
+
+/// Records an evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BestEval {
+    /// Optimizer steps done before it.
+    pub step: usize,
+    /// Mean loss over its target tokens.
+    pub loss: f64,
+}
+
+impl TensorMeta {
+    /// Returns the number of values.
+    pub fn n_values(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+impl RunState {
+    /// Returns the name under which this state is saved.
+    pub fn tag(&self) -> Tag {
+        Tag { step: self.step, epoch: self.epoch }
+    }
+}

@@ -1,0 +1,57 @@
+//! The few things that a save asks of a file system, so that tests can take them away half-way.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+
+/// Stands for a disk.
+pub(crate) trait Storage {
+    fn create_dir(&self, dir: &Path) -> io::Result<()>;
+    fn create_file(&self, path: &Path) -> io::Result<Box<dyn StoredFile>>;
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+    /// Makes the entries of a folder durable.
+    fn sync_dir(&self, dir: &Path) -> io::Result<()>;
+    /// Removes a folder and all in it; a missing one is fine.
+    fn remove_dir(&self, dir: &Path) -> io::Result<()>;
+}
+
+/// Stands for a file being written.
+pub(crate) trait StoredFile: Write {
+    /// Makes what was written durable.
+    fn sync(&mut self) -> io::Result<()>;
+}
+
+/// The real disk.
+pub(crate) struct Drive;
+
+impl Storage for Drive {
+    fn create_dir(&self, dir: &Path) -> io::Result<()> {
+        fs::create_dir_all(dir)
+    }
+
+    fn create_file(&self, path: &Path) -> io::Result<Box<dyn StoredFile>> {
+        Ok(Box::new(BufWriter::with_capacity(1 << 20, File::create_new(path)?)))
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn sync_dir(&self, dir: &Path) -> io::Result<()> {
+        File::open(dir)?.sync_all()
+    }
+
+    fn remove_dir(&self, dir: &Path) -> io::Result<()> {
+        match fs::remove_dir_all(dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+}
+
+impl StoredFile for BufWriter<File> {
+    fn sync(&mut self) -> io::Result<()> {
+        self.flush()?;
+        self.get_ref().sync_all()
+    }
+}

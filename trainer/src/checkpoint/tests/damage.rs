@@ -1,0 +1,128 @@
+//! Saves that somebody or something has changed, and manifests of nonsense.
+
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+
+use super::*;
+
+/// Saves steps 1 and 2, lets `harm` loose on step 2's folder, and expects step 1 with this reason.
+#[track_caller]
+fn check_fall_back(harm: impl Fn(&Path), reason: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    save_step(&Drive, &plan, 1).unwrap();
+    harm(&save_step(&Drive, &plan, 2).unwrap().dir);
+    let mut toy = Toy::at(0);
+    let resumed = resume(&plan, &fingerprint(), &mut toy).unwrap().unwrap();
+    assert_eq!((resumed.run.step, &toy), (1, &Toy::at(1)));
+    assert!(resumed.skipped[0].reason.contains(reason), "{}", resumed.skipped[0].reason);
+
+    fs::remove_dir_all(plan.dir(Tag { step: 1, epoch: 0 })).unwrap();
+    let error = resume(&plan, &fingerprint(), &mut toy).unwrap_err();
+    assert!(matches!(error, CheckpointError::NoneWhole { .. }), "{error}");
+    assert!(error.to_string().contains(reason), "{error}");
+}
+
+fn edit(path: PathBuf, change: impl Fn(&mut Vec<u8>)) {
+    let mut bytes = fs::read(&path).unwrap();
+    change(&mut bytes);
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_flipped_bit_is_found_by_its_hash() {
+    for name in ["shard_00001.safetensors", "shard_00002.safetensors", "state.json"] {
+        check_fall_back(|dir| edit(dir.join(name), |bytes| bytes[20] ^= 1), "its sha256 differs");
+    }
+}
+
+#[test]
+fn cut_missing_and_foreign_files_are_found() {
+    check_fall_back(|dir| edit(dir.join("state.json"), |bytes| _ = bytes.pop()), "bytes, not");
+    check_fall_back(|dir| fs::remove_file(dir.join("shard_00002.safetensors")).unwrap(), "shard_00002");
+    check_fall_back(|dir| fs::remove_file(dir.join("manifest.json")).unwrap(), "no manifest.json");
+    check_fall_back(|dir| edit(dir.join("manifest.json"), |bytes| bytes.truncate(99)), "not readable");
+    let older = |dir: &Path| dir.with_file_name("epoch_0_global_step_1").join("manifest.json");
+    check_fall_back(|dir| _ = fs::copy(older(dir), dir.join("manifest.json")).unwrap(), "says step 1");
+}
+
+fn a_manifest() -> Vec<u8> {
+    let dir = tempfile::tempdir().unwrap();
+    fs::read(save_step(&Drive, &plan(&dir, None), 1).unwrap().dir.join("manifest.json")).unwrap()
+}
+
+/// Changes, inserts or removes a few bytes.
+fn mutate(bytes: &mut Vec<u8>, edits: &[(u8, usize, u8)]) {
+    for &(kind, at, byte) in edits {
+        if bytes.is_empty() {
+            return;
+        }
+        let at = at % bytes.len();
+        match kind % 4 {
+            0 => bytes[at] = byte,
+            1 => bytes.insert(at, byte),
+            2 => _ = bytes.remove(at),
+            _ => bytes.truncate(at),
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn a_mutated_manifest_parses_or_fails(edits in prop::collection::vec(any::<(u8, usize, u8)>(), 1..6)) {
+        thread_local!(static MANIFEST: Vec<u8> = a_manifest());
+        let mut bytes = MANIFEST.with(Clone::clone);
+        mutate(&mut bytes, &edits);
+        let _ = Manifest::parse(&bytes);
+    }
+
+    #[test]
+    fn arbitrary_bytes_are_no_manifest(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        prop_assert!(Manifest::parse(&bytes).is_err());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn a_mutated_save_never_loads_as_something_else(
+        file in 0..4usize,
+        edits in prop::collection::vec(any::<(u8, usize, u8)>(), 1..3),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let plan = plan(&dir, None);
+        let saved = save_step(&Drive, &plan, 1).unwrap().dir;
+        edit(saved.join(&names(&saved)[file]), |bytes| mutate(bytes, &edits));
+        let mut toy = Toy::at(0);
+        match resume(&plan, &fingerprint(), &mut toy) {
+            Ok(resumed) => prop_assert_eq!((resumed.unwrap().run, toy), (run(1), Toy::at(1))),
+            Err(_) => prop_assert_eq!(toy, Toy::at(0)),
+        }
+    }
+}
+
+#[track_caller]
+fn check_manifest(change: impl Fn(&mut serde_json::Value), want: &str) {
+    let mut manifest = serde_json::from_slice(&a_manifest()).unwrap();
+    change(&mut manifest);
+    let error = Manifest::parse(manifest.to_string().as_bytes()).unwrap_err();
+    assert!(error.contains(want), "{error}");
+}
+
+#[test]
+fn a_manifest_of_nonsense_says_what() {
+    check_manifest(|m| m["version"] = json!(2), "this program reads candlewick-sharded 1");
+    check_manifest(|m| m["extra"] = json!(2), "unknown field `extra`");
+    for name in ["../x", "a/b", "", ".", "/etc/passwd", "manifest.json"] {
+        check_manifest(|m| m["files"][0]["name"] = json!(name), "is not a file name");
+    }
+    check_manifest(|m| m["files"][1]["name"] = m["files"][0]["name"].clone(), "is listed twice");
+    check_manifest(|m| m["files"][0]["sha256"] = json!("abc"), "the sha256 of");
+    check_manifest(|m| _ = m["files"].as_array_mut().unwrap().pop(), "state.json is not listed");
+    check_manifest(|m| m["tensors"][0]["file"] = json!("x"), "which is not listed");
+    check_manifest(|m| m["tensors"][1]["name"] = m["tensors"][0]["name"].clone(), "is listed twice");
+    check_manifest(|m| m["tensors"][2]["offset"] = json!([1, 0]), "is saved in pieces");
+    check_manifest(|m| m["tensors"][2]["shape"] = json!([u64::MAX, 3]), "has an absurd shape");
+    check_manifest(|m| m["tensors"][2]["shape"] = json!([1000, 1000]), "larger than the file");
+}

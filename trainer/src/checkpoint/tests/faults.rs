@@ -1,0 +1,150 @@
+//! A save killed at every one of its operations, and a disk that fills up at many byte counts.
+
+use std::cell::Cell;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+use std::rc::Rc;
+
+use super::*;
+use crate::checkpoint::storage::StoredFile;
+
+/// What goes wrong, and when.
+#[derive(Clone, Copy)]
+enum Fault {
+    /// The operation with this number and all later ones do nothing, as if the process had died.
+    KilledAt(usize),
+    /// No more than this many bytes fit on the disk.
+    FullAfter(usize),
+}
+
+#[derive(Clone)]
+struct Faulty {
+    fault: Fault,
+    n_operations: Rc<Cell<usize>>,
+    n_bytes: Rc<Cell<usize>>,
+}
+
+impl Faulty {
+    fn new(fault: Fault) -> Self {
+        Self { fault, n_operations: Rc::default(), n_bytes: Rc::default() }
+    }
+
+    fn operation(&self) -> io::Result<()> {
+        let number = self.n_operations.replace(self.n_operations.get() + 1);
+        match self.fault {
+            Fault::KilledAt(last) if number >= last => Err(io::Error::other("killed")),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Storage for Faulty {
+    fn create_dir(&self, dir: &Path) -> io::Result<()> {
+        self.operation().and_then(|()| Drive.create_dir(dir))
+    }
+    fn create_file(&self, path: &Path) -> io::Result<Box<dyn StoredFile>> {
+        self.operation()?;
+        Ok(Box::new(FaultyFile { file: File::create_new(path)?, disk: self.clone() }))
+    }
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        self.operation().and_then(|()| Drive.rename(from, to))
+    }
+    fn sync_dir(&self, dir: &Path) -> io::Result<()> {
+        self.operation().and_then(|()| Drive.sync_dir(dir))
+    }
+    /// Two operations, so that a kill can come between two files.
+    fn remove_dir(&self, dir: &Path) -> io::Result<()> {
+        self.operation()?;
+        if let Some(entry) = fs::read_dir(dir).ok().and_then(|mut entries| entries.next()) {
+            fs::remove_file(entry?.path())?;
+        }
+        self.operation().and_then(|()| Drive.remove_dir(dir))
+    }
+}
+
+struct FaultyFile {
+    file: File,
+    disk: Faulty,
+}
+
+impl Write for FaultyFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let is_torn = matches!(self.disk.fault, Fault::KilledAt(n) if n == self.disk.n_operations.get());
+        if let Err(error) = self.disk.operation() {
+            self.file.write_all(&bytes[..if is_torn { bytes.len() / 2 } else { 0 }])?;
+            return Err(error);
+        }
+        let room = match self.disk.fault {
+            Fault::FullAfter(limit) => limit - self.disk.n_bytes.get(),
+            Fault::KilledAt(_) => bytes.len(),
+        };
+        let n = self.file.write(&bytes[..room.min(bytes.len())])?;
+        self.disk.n_bytes.set(self.disk.n_bytes.get() + n);
+        if n == 0 && !bytes.is_empty() { Err(io::ErrorKind::StorageFull.into()) } else { Ok(n) }
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl StoredFile for FaultyFile {
+    fn sync(&mut self) -> io::Result<()> {
+        self.disk.operation().and_then(|()| self.file.sync_all())
+    }
+}
+
+/// Kills a save of `step` at each of its operations in turn, over saves of the steps `before`.
+/// Whatever happened, one of the steps `want` must resume and the same save must then succeed.
+fn kill_everywhere(keep: Option<usize>, before: &[usize], step: usize, want: &[usize]) {
+    for n in 0.. {
+        let dir = tempfile::tempdir().unwrap();
+        let plan = plan(&dir, keep);
+        before.iter().for_each(|&step| _ = save_step(&Drive, &plan, step).unwrap());
+        let result = save_step(&Faulty::new(Fault::KilledAt(n)), &plan, step);
+        let resumed = resumed_step(&plan);
+        assert!(want.contains(&resumed), "killed at operation {n}: resumed at {resumed}");
+        assert!(names(&plan.output_dir).iter().all(|name| !name.starts_with('.')));
+        let finished = result.is_ok();
+        save_step(&Drive, &plan, step).unwrap();
+        assert_eq!(resumed_step(&plan), step);
+        if finished {
+            assert!(n > 20, "only {n} operations were seen");
+            return;
+        }
+    }
+}
+
+#[test]
+fn killed_at_any_operation_the_last_whole_save_resumes() {
+    kill_everywhere(None, &[1], 2, &[1, 2]);
+}
+
+#[test]
+fn killed_while_replacing_a_save_one_of_the_two_resumes() {
+    kill_everywhere(None, &[2], 2, &[2]);
+}
+
+#[test]
+fn killed_while_deleting_old_saves_a_newer_one_resumes() {
+    kill_everywhere(Some(1), &[1, 2], 3, &[2, 3]);
+}
+
+#[test]
+fn a_full_disk_leaves_the_old_save_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, Some(1));
+    save_step(&Drive, &plan, 1).unwrap();
+    let mut limit = 0;
+    loop {
+        match save_step(&Faulty::new(Fault::FullAfter(limit)), &plan, 2) {
+            Ok(_) => break,
+            Err(error) => assert!(matches!(error, CheckpointError::DiskFull { .. }), "{limit}: {error}"),
+        }
+        assert_eq!(names(&plan.output_dir), ["epoch_0_global_step_1"]);
+        assert_eq!(resumed_step(&plan), 1);
+        limit += 97;
+    }
+    assert!(limit > 1000);
+    assert_eq!(names(&plan.output_dir), ["epoch_0_global_step_2"]);
+}

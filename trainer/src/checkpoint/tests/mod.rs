@@ -1,0 +1,210 @@
+//! Saving and resuming a toy engine: the plain path, what is refused, what is deleted.
+
+mod damage;
+mod faults;
+mod space;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use serde_json::json;
+use tempfile::TempDir;
+
+use super::save::save_with;
+use super::storage::{Drive, Storage};
+use super::*;
+
+/// An engine of a few tensors: a matrix, a vector, a scalar and an empty one.
+#[derive(Clone, Debug, PartialEq)]
+struct Toy(BTreeMap<String, (Vec<usize>, Vec<u32>)>);
+
+impl Toy {
+    /// Every value differs from step to step; some are NaNs with a payload.
+    fn at(step: usize) -> Self {
+        let shapes: [(&str, &[usize]); 4] =
+            [("master/a", &[3, 5]), ("master/b", &[7]), ("exp_avg/a", &[]), ("exp_avg/e", &[0, 4])];
+        let values = |n: usize| (0..n).map(|i| 0x7fc0_0000 + (100 * step + i) as u32).collect();
+        Self(
+            shapes
+                .iter()
+                .map(|(name, shape)| (name.to_string(), (shape.to_vec(), values(shape.iter().product()))))
+                .collect(),
+        )
+    }
+}
+
+impl TrainState for Toy {
+    fn tensors(&self) -> Vec<TensorMeta> {
+        let metas = self.0.iter();
+        metas.map(|(name, (shape, _))| TensorMeta { name: name.clone(), shape: shape.clone() }).collect()
+    }
+
+    fn read(&self, name: &str, start: usize, values: &mut [f32]) -> Result<(), StateError> {
+        let from = &self.0.get(name).ok_or("no such tensor")?.1[start..][..values.len()];
+        values.iter_mut().zip(from).for_each(|(value, &bits)| *value = f32::from_bits(bits));
+        Ok(())
+    }
+
+    fn load(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), StateError> {
+        let to = &mut self.0.get_mut(name).ok_or("no such tensor")?.1[start..][..values.len()];
+        to.iter_mut().zip(values).for_each(|(bits, value)| *bits = value.to_bits());
+        Ok(())
+    }
+}
+
+fn plan(dir: &TempDir, keep: Option<usize>) -> CheckpointPlan {
+    CheckpointPlan {
+        kind: Kind::Sharded,
+        output_dir: dir.path().join("saves"),
+        auto_resume: true,
+        save_every_n_steps: 1,
+        save_every_n_epochs: 0,
+        save_end_of_training: false,
+        keep,
+    }
+}
+
+fn fingerprint() -> Fingerprint {
+    Fingerprint::of(&json!({"model": {"hidden": 8}, "seed": 42}))
+}
+
+fn run(step: usize) -> RunState {
+    RunState {
+        step,
+        epoch: 0,
+        accumulation_phase: 0,
+        cursor: json!({"row": 10 * step}),
+        rng: json!([1, u64::MAX]),
+        tokens: 100,
+        target_tokens: 50,
+        elapsed_s: 1.5,
+        best_eval: Some(BestEval { step: 1, loss: 0.1 }),
+        ledger: json!({"read": 3}),
+        fingerprint: fingerprint(),
+    }
+}
+
+/// The toy's tensors need two shards of this size.
+const SHARD: usize = 64;
+
+fn save_step(storage: &dyn Storage, plan: &CheckpointPlan, step: usize) -> Result<Saved, CheckpointError> {
+    save_with(storage, SHARD, plan, &run(step), &Toy::at(step))
+}
+
+/// Resumes a fresh engine and returns the step, having compared every value with that step's.
+#[track_caller]
+fn resumed_step(plan: &CheckpointPlan) -> usize {
+    let mut toy = Toy::at(0);
+    let resumed = resume(plan, &fingerprint(), &mut toy).unwrap().expect("a save");
+    assert_eq!(resumed.run, run(resumed.run.step));
+    assert_eq!(toy, Toy::at(resumed.run.step));
+    resumed.run.step
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_save_reads_back_to_the_bit_and_is_safetensors() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    assert_eq!(resume(&plan, &fingerprint(), &mut Toy::at(0)).unwrap(), None);
+    let saved = save_step(&Drive, &plan, 3).unwrap();
+    assert_eq!(resumed_step(&plan), 3);
+    assert_eq!(
+        names(&saved.dir),
+        ["manifest.json", "shard_00001.safetensors", "shard_00002.safetensors", "state.json"]
+    );
+    let sizes = names(&saved.dir).iter().map(|name| fs::metadata(saved.dir.join(name)).unwrap().len()).sum();
+    assert_eq!(saved.n_bytes, sizes);
+    assert!(bytes_needed(&Toy::at(3).tensors()) >= sizes);
+
+    let bytes = fs::read(saved.dir.join("shard_00001.safetensors")).unwrap();
+    let shard = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tensor = shard.tensor("master/a").unwrap();
+    let want: Vec<u8> = Toy::at(3).0["master/a"].1.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+    assert_eq!((tensor.shape(), tensor.data()), (&[3, 5][..], &want[..]));
+}
+
+#[test]
+fn a_tensor_larger_than_a_piece_reads_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    let n = (1 << 20) + 3;
+    let big = Toy([("big".to_owned(), (vec![n], (0..n as u32).collect()))].into());
+    save(&plan, &run(1), &big).unwrap();
+    let mut read = Toy([("big".to_owned(), (vec![n], vec![0; n]))].into());
+    resume(&plan, &fingerprint(), &mut read).unwrap();
+    assert!(read == big);
+}
+
+#[test]
+fn the_newest_complete_save_is_the_one_of_most_steps() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    assert_eq!(newest_complete(&plan.output_dir).unwrap(), None);
+    [2, 10, 9].iter().for_each(|&step| _ = save_step(&Drive, &plan, step).unwrap());
+    fs::create_dir(plan.output_dir.join("epoch_0_global_step_99")).unwrap();
+    fs::create_dir(plan.output_dir.join(".epoch_0_global_step_100.tmp")).unwrap();
+    let newest = newest_complete(&plan.output_dir).unwrap().unwrap();
+    assert_eq!(newest.manifest.tag(), Tag { step: 10, epoch: 0 });
+    assert_eq!(search(&plan.output_dir).unwrap().skipped.len(), 1);
+}
+
+#[track_caller]
+fn check_refused(now: &Fingerprint, mut toy: Toy, want: &[&str]) {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    save_step(&Drive, &plan, 1).unwrap();
+    let before = toy.clone();
+    match resume(&plan, now, &mut toy).unwrap_err() {
+        CheckpointError::Different { differences, .. } => assert_eq!(differences, want),
+        other => panic!("{other}"),
+    }
+    assert_eq!(toy, before);
+}
+
+#[test]
+fn another_plan_or_model_is_refused_by_name_and_nothing_is_loaded() {
+    let now = Fingerprint::of(&json!({"model": {"hidden": 8}, "seed": 43}));
+    check_refused(&now, Toy::at(0), &["seed: 42 in the save, 43 now"]);
+
+    let mut toy = Toy::at(0);
+    toy.0.insert("master/a".to_owned(), (vec![5, 3], vec![0; 15]));
+    let b = toy.0.remove("master/b").unwrap();
+    toy.0.insert("master/c".to_owned(), b);
+    let want = [
+        "tensor master/b: in the save, not in the model",
+        "tensor master/a: [3, 5] in the save, [5, 3] now",
+        "tensor master/c: in the model, not in the save",
+    ];
+    check_refused(&fingerprint(), toy, &want);
+}
+
+#[test]
+fn an_engines_failure_ends_the_save_and_removes_it() {
+    struct Broken;
+    impl TrainState for Broken {
+        fn tensors(&self) -> Vec<TensorMeta> {
+            Toy::at(0).tensors()
+        }
+        fn read(&self, _: &str, _: usize, _: &mut [f32]) -> Result<(), StateError> {
+            Err("device lost".into())
+        }
+        fn load(&mut self, _: &str, _: usize, _: &[f32]) -> Result<(), StateError> {
+            Err("device lost".into())
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    let error = save(&plan, &run(1), &Broken).unwrap_err();
+    assert_eq!(error.to_string(), "read the tensor exp_avg/a");
+    assert!(names(&plan.output_dir).is_empty());
+    save_step(&Drive, &plan, 1).unwrap();
+    assert!(resume(&plan, &fingerprint(), &mut Broken).is_err());
+}

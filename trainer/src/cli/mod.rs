@@ -1,0 +1,174 @@
+//! The command line: what can be asked, and how an answer or an error reaches the person who asked.
+
+mod check;
+mod failure;
+mod logging;
+mod train;
+mod ui;
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::exit::{ExitCode, classify};
+use crate::metrics::Console;
+
+pub use ui::Ui;
+
+/// Trains language models from recipes.
+#[derive(Debug, Parser)]
+#[command(name = "trainer", version, propagate_version = true, after_long_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    verbosity: Verbosity,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  trainer train recipes/quickstart.yaml
+  trainer train recipes/quickstart.yaml optimizer.lr=1e-4 data.sources.0.sample_count=1K
+  trainer check recipes/quickstart.yaml --output-format json
+  trainer schema > recipe.schema.json
+
+Exit codes:
+  0 done, 1 failed, 2 wrong command line or recipe, 3 wrong data, 4 out of memory, 5 loss not finite,
+  6 checkpoint or disk, 7 another rank, 75 stopped on request with a checkpoint saved, 128+n signal n";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train as a recipe says
+    #[command(after_long_help = TRAIN_EXAMPLES)]
+    Train(Recipe),
+    /// Resolve a recipe and print what would happen: no device, no network
+    #[command(after_long_help = CHECK_EXAMPLES)]
+    Check(Check),
+    /// Print the JSON schema of recipes, for editors
+    Schema,
+    /// Print the version
+    Version,
+}
+
+const TRAIN_EXAMPLES: &str = "\
+Examples:
+  trainer train recipe.yaml
+  trainer train recipe.yaml train_iters=100 model.dtype=f32
+  trainer train recipe.yaml 'data.sources=[mine.jsonl]' checkpoint.0.output_dir=out
+A second run of the same command goes on where the first one stopped, if a checkpoint has auto_resume: true.";
+
+const CHECK_EXAMPLES: &str = "\
+Examples:
+  trainer check recipe.yaml
+  trainer check recipe.yaml --offline
+  trainer check recipe.yaml --output-format json optimizer.lr=1e-4";
+
+#[derive(Debug, Args)]
+struct Recipe {
+    /// The recipe, a YAML file
+    #[arg(value_name = "RECIPE")]
+    path: PathBuf,
+    /// Keys that replace the recipe's: `optimizer.lr=1e-4`, `data.sources.0.split=train`; values are YAML
+    #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
+    overrides: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+struct Check {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Also require that the whole model is on this machine, so that a run without a network can start
+    #[arg(long)]
+    offline: bool,
+    /// How the plan is printed
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    output_format: Format,
+}
+
+/// How a plan is printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// A table for people.
+    Text,
+    /// What run.json holds under `plan`.
+    Json,
+}
+
+#[derive(Clone, Copy, Debug, Args)]
+struct Verbosity {
+    /// Say less: errors only, no bar, no line a step
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
+    /// Say more; twice: for debugging. RUST_LOG goes before it
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+}
+
+impl Verbosity {
+    fn console(self) -> Console {
+        match (self.quiet, self.verbose) {
+            (true, _) => Console::Quiet,
+            (false, 0) => Console::Full,
+            (false, _) => Console::Lines,
+        }
+    }
+}
+
+/// Runs the program with the process's arguments.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok };
+        }
+    };
+    match run(&cli) {
+        Ok(code) => code,
+        Err(error) => {
+            eprint!("{}", failure::report(&error));
+            classify(&error)
+        }
+    }
+}
+
+fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
+    let ui = Ui::new(cli.verbosity.quiet);
+    match &cli.command {
+        Command::Train(recipe) => train::run(recipe, cli.verbosity, &ui),
+        Command::Check(check) => check::run(check, cli.verbosity, &ui),
+        Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
+        Command::Version => ui.answer(&format!("trainer {}", env!("CARGO_PKG_VERSION"))),
+    }
+}
+
+fn key_value(text: &str) -> Result<String, String> {
+    if text.contains('=') { Ok(text.to_owned()) } else { Err("expected KEY=VALUE, such as optimizer.lr=1e-4".into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_example_parses() {
+        let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES].concat();
+        for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
+            let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));
+            assert!(Cli::try_parse_from(words).is_ok(), "{line}");
+        }
+    }
+
+    #[test]
+    fn an_argument_without_a_value_is_refused() {
+        let error = Cli::try_parse_from(["trainer", "train", "r.yaml", "optimizer.lr"]).map(drop).map_err(|e| e.to_string());
+        assert!(error.is_err_and(|text| text.contains("expected KEY=VALUE")));
+    }
+}

@@ -1,0 +1,64 @@
+//! Where words go: answers to stdout, remarks to stderr.
+
+use std::collections::HashMap;
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use anyhow::Result;
+use candlewick_text::hub::OnProgress;
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+
+use crate::exit::ExitCode;
+
+/// Speaks to the person at the terminal. Metrics have their own way ([`crate::metrics::Reporter`]).
+#[derive(Clone, Copy, Debug)]
+pub struct Ui {
+    quiet: bool,
+}
+
+impl Ui {
+    /// Makes remarks unless told to be quiet.
+    pub fn new(quiet: bool) -> Self {
+        Self { quiet }
+    }
+
+    /// Prints what was asked for, to stdout. A reader that has gone away is no failure.
+    pub fn answer(&self, text: &str) -> Result<ExitCode> {
+        let mut stdout = io::stdout().lock();
+        match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
+            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+                Err(anyhow::Error::new(error).context("failed to write to stdout"))
+            }
+            _ => Ok(ExitCode::Ok),
+        }
+    }
+
+    /// Prints a remark to stderr, unless quiet.
+    pub fn remark(&self, text: &str) {
+        if !self.quiet {
+            eprintln!("{text}");
+        }
+    }
+
+    /// Shows a bar for each file that is downloaded; none if quiet or if stderr is no terminal.
+    pub fn downloads(&self) -> OnProgress {
+        const BAR: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}";
+        let bars = MultiProgress::new();
+        let by_file: Mutex<HashMap<String, ProgressBar>> = Mutex::default();
+        let quiet = self.quiet;
+        Arc::new(move |progress| {
+            if quiet {
+                return;
+            }
+            let mut by_file = by_file.lock().unwrap_or_else(PoisonError::into_inner);
+            let bar = by_file.entry(progress.file.to_owned()).or_insert_with(|| {
+                let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
+                bars.add(ProgressBar::new(progress.total).with_style(style).with_message(progress.file.to_owned()))
+            });
+            bar.set_position(progress.done);
+            if progress.done >= progress.total {
+                bar.finish_and_clear();
+            }
+        })
+    }
+}

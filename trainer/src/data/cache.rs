@@ -1,0 +1,186 @@
+//! Stores kept between runs, a folder each, named by what they were made of.
+//!
+//! An entry is made under another name and renamed when it is complete and on the disk, so that a
+//! run that is killed, or two that start together, leave no half of one.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::DataError;
+use super::key::Key;
+use super::store::{Store, StoreWriter};
+
+const KEY_FILE: &str = "key.json";
+
+/// A folder of stores.
+pub(crate) struct Cache {
+    folder: PathBuf,
+}
+
+/// What looking for a key came to.
+pub(crate) enum Found {
+    Hit(Arc<Store>),
+    /// Why there is none.
+    Miss(String),
+}
+
+impl Cache {
+    pub(crate) fn open(folder: &Path) -> Result<Self, DataError> {
+        let cache = Self { folder: folder.to_owned() };
+        std::fs::create_dir_all(folder).map_err(|source| cache.failed(source))?;
+        Ok(cache)
+    }
+
+    /// Where the store of `key` is, or would be.
+    pub(crate) fn path(&self, key: &Key) -> PathBuf {
+        let name: String =
+            key.name.chars().map(|c| if c.is_ascii_alphanumeric() || c == '.' || c == '_' { c } else { '-' }).collect();
+        let shown = &name[name.len().saturating_sub(40)..];
+        self.folder.join(format!("{}-{}", shown.trim_matches(['-', '.']), &key.digest()[..16]))
+    }
+
+    pub(crate) fn find(&self, key: &Key) -> Found {
+        let path = self.path(key);
+        if !path.exists() {
+            return Found::Miss(self.why_missing(key));
+        }
+        match Store::open(&path) {
+            Ok(store) => Found::Hit(Arc::new(store)),
+            Err(error) => Found::Miss(format!("the entry is damaged ({error})")),
+        }
+    }
+
+    /// Keeps what `fill` writes.
+    pub(crate) fn write(
+        &self,
+        key: &Key,
+        fill: impl FnOnce(&mut StoreWriter, &dyn Fn(io::Error) -> DataError) -> Result<(), DataError>,
+    ) -> Result<Arc<Store>, DataError> {
+        let failed = |source| self.failed(source);
+        let unfinished =
+            tempfile::Builder::new().prefix(".").suffix(".incomplete").tempdir_in(&self.folder).map_err(failed)?;
+        let mut writer = StoreWriter::create(unfinished.path()).map_err(failed)?;
+        fill(&mut writer, &failed)?;
+        writer.finish().map_err(failed)?;
+        let parts = serde_json::to_vec_pretty(key).map_err(|error| failed(error.into()))?;
+        std::fs::write(unfinished.path().join(KEY_FILE), parts).map_err(failed)?;
+        let path = self.path(key);
+        sync(unfinished.path()).and_then(|()| put_in_place(unfinished.path(), &path)).map_err(failed)?;
+        Store::open(&path).map(Arc::new).map_err(failed)
+    }
+
+    /// Compares with the nearest entry of the same data set.
+    fn why_missing(&self, key: &Key) -> String {
+        let nearest = self
+            .keys()
+            .filter(|other| other.name == key.name)
+            .map(|other| key.changed_from(&other))
+            .min_by_key(Vec::len);
+        match nearest {
+            Some(changed) => format!("changed since they were kept: {}", changed.join(", ")),
+            None => "none were kept yet".into(),
+        }
+    }
+
+    fn keys(&self) -> impl Iterator<Item = Key> {
+        let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        entries.filter_map(|entry| {
+            let bytes = std::fs::read(entry.path().join(KEY_FILE)).ok()?;
+            serde_json::from_slice(&bytes).ok()
+        })
+    }
+
+    fn failed(&self, source: io::Error) -> DataError {
+        DataError::Cache { path: self.folder.clone(), source }
+    }
+}
+
+/// Waits until the files of a folder are on the disk.
+fn sync(folder: &Path) -> io::Result<()> {
+    std::fs::read_dir(folder)?.try_for_each(|entry| File::open(entry?.path())?.sync_all())
+}
+
+fn put_in_place(unfinished: &Path, path: &Path) -> io::Result<()> {
+    if path.exists() && Store::open(path).is_err() {
+        std::fs::remove_dir_all(path)?;
+    }
+    match std::fs::rename(unfinished, path) {
+        // Another run was faster; the content is the same.
+        Err(_) if Store::open(path).is_ok() => Ok(()),
+        renamed => renamed,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn key(tokenizer: &str) -> Key {
+        Key::new("data/train.jsonl").with("the rows", "1").with("the tokenizer", tokenizer)
+    }
+
+    fn write(cache: &Cache, key: &Key, ids: &[u32]) -> Result<Arc<Store>, DataError> {
+        let is_target = vec![true; ids.len()];
+        cache.write(key, |writer, failed| writer.push(0, ids, &is_target).map_err(failed))
+    }
+
+    fn why(cache: &Cache, key: &Key) -> String {
+        match cache.find(key) {
+            Found::Hit(_) => "hit".into(),
+            Found::Miss(why) => why,
+        }
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(folder).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_miss_says_which_part_changed() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::open(folder.path()).unwrap();
+        assert_eq!(why(&cache, &key("a")), "none were kept yet");
+        write(&cache, &key("a"), &[1, 2]).unwrap();
+        assert_eq!(why(&cache, &key("a")), "hit");
+        assert_eq!(why(&cache, &key("b")), "changed since they were kept: the tokenizer");
+        let other = key("b").with("sample_count", "3");
+        assert_eq!(why(&cache, &other), "changed since they were kept: sample_count, the tokenizer");
+    }
+
+    #[test]
+    fn a_failed_fill_leaves_nothing_behind() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::open(folder.path()).unwrap();
+        let full = || io::Error::from(io::ErrorKind::StorageFull);
+        let error = cache.write(&key("a"), |_, failed| Err(failed(full()))).unwrap_err();
+        assert!(error.to_string().contains("data.cache_dir"), "{error}");
+        assert_eq!(names(folder.path()), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_damaged_entry_is_made_anew() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::open(folder.path()).unwrap();
+        write(&cache, &key("a"), &[1, 2]).unwrap();
+        std::fs::write(cache.path(&key("a")).join("ids"), [0; 3]).unwrap();
+        assert!(why(&cache, &key("a")).contains("damaged"));
+        assert_eq!(write(&cache, &key("a"), &[1, 2]).unwrap().n_tokens(), 2);
+        assert_eq!(names(folder.path()).len(), 1);
+    }
+
+    #[test]
+    fn the_slower_of_two_runs_takes_what_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::open(folder.path()).unwrap();
+        let store = cache.write(&key("a"), |writer, failed| {
+            write(&cache, &key("a"), &[1, 2])?;
+            writer.push(0, &[1, 2], &[true; 2]).map_err(failed)
+        });
+        assert_eq!(store.unwrap().n_tokens(), 2);
+        assert_eq!(names(folder.path()).len(), 1);
+    }
+}

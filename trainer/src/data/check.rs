@@ -1,0 +1,121 @@
+//! Data that would teach nothing, or something nobody wants, are refused before the first step.
+
+use candlewick_text::render::Sample;
+use candlewick_text::tokenizer::Tokenizer;
+
+use super::DataError;
+use super::dataset::Dataset;
+use super::ledger::Counts;
+use super::plan::Kind;
+
+/// What is checked, and what it is for.
+pub(crate) struct Check<'a> {
+    pub(crate) dataset: &'a Dataset,
+    pub(crate) counts: &'a Counts,
+    pub(crate) kind: Kind,
+    pub(crate) tokenizer: &'a Tokenizer,
+}
+
+impl Check<'_> {
+    /// Refuses training data; says what is odd about those that are accepted.
+    pub(crate) fn train(&self) -> Result<Vec<String>, DataError> {
+        self.common("training")?;
+        let mut notes = self.odd();
+        if self.kind == Kind::Sft {
+            self.end_is_a_target()?;
+            notes.extend(self.other_end());
+        }
+        Ok(notes)
+    }
+
+    /// Refuses evaluation data.
+    pub(crate) fn eval(&self) -> Result<(), DataError> {
+        self.common("evaluation")
+    }
+
+    fn common(&self, which: &'static str) -> Result<(), DataError> {
+        let Counts { read, kept, dropped, supervised, .. } = *self.counts;
+        if kept.tokens == 0 {
+            let why = format!("{} samples read, {} dropped", read.samples, dropped.samples);
+            return Err(DataError::Empty { which, why });
+        }
+        self.start_is_single()?;
+        if supervised.tokens == 0 {
+            let fix = match self.kind {
+                Kind::Sft => {
+                    "Check that the rows have assistant messages (a role_mapping may be missing) and \
+                     that max_length does not cut them off"
+                }
+                Kind::Causal => "Every text is shorter than two tokens: check the column",
+            };
+            let place = self.dataset.locate(0);
+            return Err(DataError::NothingSupervised { which, n_tokens: kept.tokens, place, fix });
+        }
+        Ok(())
+    }
+
+    fn start_is_single(&self) -> Result<(), DataError> {
+        let is_doubled = |index: &usize| {
+            let ids: Vec<u32> = self.dataset.get(*index).ids().take(2).collect();
+            self.dataset.pieces()[*index].start == 0 && self.tokenizer.has_doubled_bos(&ids)
+        };
+        let mut doubled = (0..self.dataset.len()).filter(is_doubled);
+        let Some(first) = doubled.next() else { return Ok(()) };
+        Err(DataError::DoubledStart {
+            n_samples: 1 + doubled.count(),
+            total: self.dataset.n_samples(),
+            token: self.tokenizer.bos().map_or_else(String::new, |bos| bos.text.clone()),
+            place: self.dataset.locate(first),
+        })
+    }
+
+    fn end_is_a_target(&self) -> Result<(), DataError> {
+        if self.learned().any(|sample| sample.teaches_to_stop(self.tokenizer)) {
+            return Ok(());
+        }
+        let tokens: Vec<String> = self.ends().map(|text| format!("{text:?}")).collect();
+        Err(DataError::EndNeverTarget {
+            tokens: if tokens.is_empty() { "the special tokens".into() } else { tokens.join(", ") },
+            place: self.dataset.locate(0),
+            fix: "The chat template must print it after an assistant's turn, inside {% generation %} \
+                  if it has that; with overlong: truncate every answer may be cut before its end; \
+                  the tokenizer's eos_token may be missing",
+        })
+    }
+
+    /// Speaks up if turns end, but not with what the tokenizer calls the end.
+    fn other_end(&self) -> Option<String> {
+        let eos_ids = self.tokenizer.eos_ids();
+        let is_end =
+            |sample: Sample| sample.ids.iter().zip(&sample.is_target).any(|(id, learn)| *learn && eos_ids.contains(id));
+        if self.learned().any(is_end) {
+            return None;
+        }
+        let ends: Vec<String> = self.ends().collect();
+        Some(format!(
+            "turns end with a special token that is not the tokenizer's end ({}): generation must be \
+             told to stop there",
+            ends.join(", ")
+        ))
+    }
+
+    fn odd(&self) -> Vec<String> {
+        let Counts { kept, masked, .. } = self.counts;
+        let note = format!("{} of {} samples teach nothing", masked.samples, kept.samples);
+        if masked.samples > 0 { vec![note] } else { Vec::new() }
+    }
+
+    /// The sequences with what is learned of them: never the first token.
+    fn learned(&self) -> impl Iterator<Item = Sample> + '_ {
+        (0..self.dataset.len()).map(|index| {
+            let sample = self.dataset.get(index);
+            let mut is_target: Vec<bool> = sample.is_target().collect();
+            is_target[..1].fill(false);
+            Sample { ids: sample.ids().collect(), is_target }
+        })
+    }
+
+    fn ends(&self) -> impl Iterator<Item = String> + '_ {
+        self.tokenizer.eos_ids().iter().filter_map(|&id| self.tokenizer.id_to_token(id))
+    }
+}

@@ -1,0 +1,79 @@
+//! Small data sets and plans for tests.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use candlewick_text::source::{Row, Source, SourceError};
+
+use super::dataset::{Dataset, Part};
+use super::plan::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding};
+use super::store::{Store, StoreWriter};
+
+/// Rows that only know where they stand.
+pub(crate) struct Lines(pub(crate) usize);
+
+impl Source for Lines {
+    fn len(&self) -> usize {
+        self.0
+    }
+    fn row(&self, _: usize) -> Result<Row, SourceError> {
+        Ok(Row::new())
+    }
+    fn locate(&self, row: usize) -> String {
+        format!("train.jsonl:{}", row + 1)
+    }
+}
+
+/// A data set of these ids and targets.
+pub(crate) fn dataset(samples: &[(Vec<u32>, Vec<bool>)]) -> Dataset {
+    let folder = tempfile::tempdir().unwrap();
+    let mut writer = StoreWriter::create(folder.path()).unwrap();
+    for (row, (ids, is_target)) in samples.iter().enumerate() {
+        writer.push(row, ids, is_target).unwrap();
+    }
+    writer.finish().unwrap();
+    let store = Arc::new(Store::open(folder.path()).unwrap());
+    let part = Part { store, source: Arc::new(Lines(samples.len())), key: "fixture".into() };
+    Dataset::new(vec![part], 0)
+}
+
+/// Samples of these lengths. Every id occurs once; two of three are targets.
+pub(crate) fn of_lengths(lengths: &[usize]) -> Dataset {
+    let mut id = 0;
+    let mut sample = |n: usize| {
+        let ids: Vec<u32> = (id + 1..=id + n as u32).collect();
+        id += n as u32;
+        let is_target = ids.iter().map(|id| id % 3 != 0).collect();
+        (ids, is_target)
+    };
+    dataset(&lengths.iter().map(|&n| sample(n)).collect::<Vec<_>>())
+}
+
+/// One epoch, one row a step, no packing, rows of up to 32 tokens.
+pub(crate) fn plan() -> DataPlan {
+    DataPlan {
+        kind: Kind::Sft,
+        sources: Vec::new(),
+        eval_sources: Vec::new(),
+        eval_fraction: 0.0,
+        max_length: 32,
+        overlong: Overlong::Error,
+        packing: Packing::Off,
+        fuse_positions_prob: 0.0,
+        padding: Padding::Nothing,
+        drop_last: false,
+        order: Order::Shuffle,
+        mask_inputs: true,
+        ignore_empty_think: false,
+        micro_batch_size: 1,
+        gradient_accumulation_steps: 1,
+        min_iterations: 0,
+        horizon: Horizon::Epochs(1),
+        overfit_first_batch: false,
+        seed: 42,
+        cache_dir: PathBuf::new(),
+        fail_on_missing_cache: false,
+        num_proc: 2,
+        template_kwargs: serde_json::Map::new(),
+    }
+}

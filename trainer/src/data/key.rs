@@ -1,0 +1,136 @@
+//! What tokens are made of: the parts of a cache key, kept readable so that a miss can say which of
+//! them changed.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::source::{Source, SourceError};
+use candlewick_text::template::{ChatTemplate, Ending};
+use candlewick_text::tokenizer::Tokenizer;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// Raised when rendering changes its mind about what the same rows become.
+const RENDERING: &str = "1";
+
+/// Rows hashed at a time.
+const ROWS: usize = 1024;
+
+/// Files of a tokenizer's folder that decide which ids a text has.
+const TOKENIZER_FILES: [&str; 5] =
+    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"];
+
+/// Names one source's tokens.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Key {
+    /// The data set as written: entries with another one are not compared.
+    pub(crate) name: String,
+    parts: BTreeMap<String, String>,
+}
+
+impl Key {
+    pub(crate) fn new(name: &str) -> Self {
+        Self { name: name.to_owned(), parts: BTreeMap::new() }.with("rendering", RENDERING)
+    }
+
+    /// `part` is how a person would name it: "the tokenizer", "sample_count".
+    pub(crate) fn with(mut self, part: &str, value: impl Into<String>) -> Self {
+        self.parts.insert(part.to_owned(), value.into());
+        self
+    }
+
+    /// Depends on the parts only: the same rows under another name are the same tokens.
+    pub(crate) fn digest(&self) -> String {
+        let mut hash = Hash::default();
+        for (part, value) in &self.parts {
+            hash.add(part.as_bytes()).add(value.as_bytes());
+        }
+        hash.finish()
+    }
+
+    /// The parts that differ.
+    pub(crate) fn changed_from(&self, other: &Self) -> Vec<String> {
+        let names = self.parts.keys().chain(other.parts.keys());
+        let mut changed: Vec<String> =
+            names.filter(|part| self.parts.get(*part) != other.parts.get(*part)).cloned().collect();
+        changed.sort();
+        changed.dedup();
+        changed
+    }
+}
+
+/// SHA-256 over fields, each with its length.
+#[derive(Default)]
+pub(crate) struct Hash(Sha256);
+
+impl Hash {
+    pub(crate) fn add(&mut self, field: &[u8]) -> &mut Self {
+        self.0.update((field.len() as u64).to_le_bytes());
+        self.0.update(field);
+        self
+    }
+
+    pub(crate) fn finish(self) -> String {
+        self.0.finalize().iter().fold(String::with_capacity(64), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+    }
+}
+
+/// Hashes the rows that are used. An edit elsewhere in the file changes nothing, nor does its name.
+pub(crate) fn of_rows(source: &dyn Source, chosen: &[u32]) -> Result<String, SourceError> {
+    let chunks: Result<Vec<String>, SourceError> = chosen
+        .par_chunks(ROWS)
+        .map(|chunk| {
+            let mut hash = Hash::default();
+            for &row in chunk {
+                let row = source.row(row as usize)?;
+                hash.add(serde_json::Value::Object(row).to_string().as_bytes());
+            }
+            Ok(hash.finish())
+        })
+        .collect();
+    let mut hash = Hash::default();
+    for chunk in chunks? {
+        hash.add(chunk.as_bytes());
+    }
+    Ok(hash.finish())
+}
+
+/// Hashes the files that decide which ids a text has.
+pub(crate) fn of_tokenizer(tokenizer: &Tokenizer) -> String {
+    let mut hash = Hash::default();
+    for name in TOKENIZER_FILES {
+        add_file(&mut hash, &tokenizer.directory().join(name));
+    }
+    hash.finish()
+}
+
+/// Hashes a template: its file, its variables, and what it prints (which may hold today's date).
+pub(crate) fn of_template(template: &ChatTemplate) -> String {
+    let mut hash = Hash::default();
+    hash.add(format!("{template:?}").as_bytes());
+    add_file(&mut hash, Path::new(template.name()));
+    let system = Message::new("system", "Be brief.");
+    let turns = [("user", "Two?"), ("assistant", "2"), ("user", "Three?"), ("assistant", "3")];
+    let turns: Vec<Message> = turns.iter().map(|(role, text)| Message::new(*role, *text)).collect();
+    for chat in [turns.clone(), [vec![system], turns].concat()] {
+        for ending in [Ending::Closed, Ending::GenerationPrompt] {
+            let printed = template.render(&Conversation::new(chat.clone()), ending);
+            hash.add(printed.unwrap_or_else(|error| error.to_string()).as_bytes());
+        }
+    }
+    hash.finish()
+}
+
+/// A file that is not there counts as a file that says so.
+fn add_file(hash: &mut Hash, path: &Path) {
+    match std::fs::read(path) {
+        Ok(bytes) => hash.add(b"file").add(&bytes),
+        Err(_) => hash.add(b"none"),
+    };
+}

@@ -1,0 +1,209 @@
+//! Where every token went.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::batch::Step;
+use super::dataset::Dataset;
+
+/// The tokens of a run, exactly: what was read and what became of it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ledger {
+    /// One pass over the training data.
+    pub train: Counts,
+    /// One pass over the evaluation data.
+    pub eval: Option<Counts>,
+    /// What the steps of training held, all epochs together.
+    pub seen: Seen,
+}
+
+/// One pass over a data set. Always: read = kept + truncated + dropped in tokens,
+/// read = kept + dropped in samples, and kept = supervised + masked in both.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counts {
+    /// All that was rendered.
+    pub read: Count,
+    /// What is trained on or evaluated.
+    pub kept: Count,
+    /// Tokens cut off samples that are kept, and how many samples were cut.
+    pub truncated: Count,
+    /// Samples that are left out altogether.
+    pub dropped: Count,
+    /// Tokens that are learned, and samples that have any.
+    pub supervised: Count,
+    /// Tokens that are only read, and samples that teach nothing.
+    pub masked: Count,
+    /// Sequences that the kept samples make.
+    pub sequences: u64,
+}
+
+/// Samples and tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Count {
+    /// The samples.
+    pub samples: u64,
+    /// Their tokens.
+    pub tokens: u64,
+}
+
+/// What steps held.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seen {
+    /// Steps.
+    pub steps: u64,
+    /// Sequences and their tokens, padding left out.
+    pub read: Count,
+    /// Targets.
+    pub supervised: u64,
+    /// Pad tokens.
+    pub padded: u64,
+    /// Sequences that `drop_last` left out at the ends of epochs.
+    pub left_over: Count,
+}
+
+impl Count {
+    pub(crate) fn add(&mut self, n_tokens: usize) {
+        self.samples += 1;
+        self.tokens += n_tokens as u64;
+    }
+}
+
+impl Seen {
+    pub(crate) fn count(&mut self, step: &Step) {
+        self.steps += 1;
+        for batch in &step.micro_batches {
+            self.read.samples += batch.samples.len() as u64;
+            self.read.tokens += batch.n_tokens as u64;
+            self.supervised += batch.n_targets as u64;
+            self.padded += batch.n_padding() as u64;
+        }
+    }
+}
+
+impl Counts {
+    /// Counts a data set, every token of it.
+    pub(crate) fn of(dataset: &Dataset) -> Self {
+        let mut counts = Self { sequences: dataset.len() as u64, ..Self::default() };
+        let mut kept = vec![0; dataset.n_samples()];
+        let mut supervised = vec![0; dataset.n_samples()];
+        for (index, piece) in dataset.pieces().iter().enumerate() {
+            kept[piece.sample as usize] += piece.len as usize;
+            supervised[piece.sample as usize] += dataset.get(index).n_targets();
+        }
+        for sample in 0..dataset.n_samples() {
+            counts.add(dataset.sample_length(sample), kept[sample], supervised[sample]);
+        }
+        counts
+    }
+
+    fn add(&mut self, read: usize, kept: usize, supervised: usize) {
+        self.read.add(read);
+        if kept == 0 {
+            self.dropped.add(read);
+            return;
+        }
+        self.kept.add(kept);
+        if kept < read {
+            self.truncated.add(read - kept);
+        }
+        self.supervised.tokens += supervised as u64;
+        self.masked.tokens += (kept - supervised) as u64;
+        let side = if supervised > 0 { &mut self.supervised } else { &mut self.masked };
+        side.samples += 1;
+    }
+}
+
+impl fmt::Display for Ledger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:<18}{:>12}{:>16}", "ledger", "samples", "tokens")?;
+        self.train.write(f, "train")?;
+        if let Some(eval) = &self.eval {
+            eval.write(f, "eval")?;
+        }
+        if self.seen != Seen::default() {
+            self.seen.write(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl Counts {
+    fn write(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
+        let lines = [
+            ("read", self.read),
+            ("truncated", self.truncated),
+            ("dropped", self.dropped),
+            ("kept", self.kept),
+            ("supervised", self.supervised),
+            ("masked", self.masked),
+        ];
+        lines.into_iter().try_for_each(|(what, count)| line(f, name, what, count))
+    }
+}
+
+impl Seen {
+    fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        line(f, "steps", "read", self.read)?;
+        writeln!(f, "{:<30}{:>16}", "steps supervised", grouped(self.supervised))?;
+        writeln!(f, "{:<30}{:>16}", "steps padded", grouped(self.padded))?;
+        line(f, "steps", "left over", self.left_over)
+    }
+}
+
+fn line(f: &mut fmt::Formatter<'_>, name: &str, what: &str, count: Count) -> fmt::Result {
+    let (samples, tokens) = (grouped(count.samples), grouped(count.tokens));
+    writeln!(f, "{:<18}{samples:>12}{tokens:>16}", format!("{name} {what}"))
+}
+
+fn grouped(n: u64) -> String {
+    let digits = n.to_string();
+    let groups: Vec<&str> =
+        digits.as_bytes().rchunks(3).rev().filter_map(|group| std::str::from_utf8(group).ok()).collect();
+    groups.join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_lines_up() {
+        let train = Counts {
+            read: Count { samples: 7473, tokens: 1_234_567 },
+            kept: Count { samples: 7470, tokens: 1_230_000 },
+            truncated: Count { samples: 2, tokens: 67 },
+            dropped: Count { samples: 3, tokens: 4500 },
+            supervised: Count { samples: 7470, tokens: 800_000 },
+            masked: Count { samples: 0, tokens: 430_000 },
+            sequences: 7470,
+        };
+        let seen = Seen { steps: 1, supervised: 99, padded: 1024, ..Seen::default() };
+        let ledger = Ledger { train, eval: None, seen };
+        insta::assert_snapshot!(ledger, @r"
+        ledger                 samples          tokens
+        train read               7,473       1,234,567
+        train truncated              2              67
+        train dropped                3           4,500
+        train kept               7,470       1,230,000
+        train supervised         7,470         800,000
+        train masked                 0         430,000
+        steps read                   0               0
+        steps supervised                            99
+        steps padded                             1,024
+        steps left over              0               0
+        ");
+    }
+
+    #[test]
+    fn a_sample_cut_into_pieces_is_one_sample() {
+        let mut counts = Counts::default();
+        counts.add(10, 8, 3);
+        counts.add(4, 0, 0);
+        counts.add(5, 5, 0);
+        assert_eq!(counts.read, Count { samples: 3, tokens: 19 });
+        assert_eq!(counts.truncated, Count { samples: 1, tokens: 2 });
+        assert_eq!(counts.dropped, Count { samples: 1, tokens: 4 });
+        assert_eq!(counts.masked, Count { samples: 1, tokens: 10 });
+    }
+}

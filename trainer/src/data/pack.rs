@@ -1,0 +1,167 @@
+//! Which samples share a row.
+
+use std::collections::BTreeSet;
+
+use super::cut::slices;
+use super::dataset::Piece;
+
+/// Samples that are packed together. Packing a whole data set at once would put the same lengths
+/// together in every epoch; a window this wide loses less than a row of each window.
+pub(crate) const WINDOW: usize = 8192;
+
+/// Packs whole sequences into rows of at most `max_length`, best fit decreasing in windows of
+/// `order`. Every row lists its sequences in the order of `order`.
+pub(crate) fn fit(
+    order: &[u32],
+    length: impl Fn(u32) -> usize,
+    max_length: usize,
+    window: usize,
+) -> impl Iterator<Item = Vec<u32>> {
+    order.chunks(window).flat_map(move |window| fit_window(window, &length, max_length))
+}
+
+fn fit_window(window: &[u32], length: &impl Fn(u32) -> usize, max_length: usize) -> Vec<Vec<u32>> {
+    let mut by_length: Vec<usize> = (0..window.len()).collect();
+    by_length.sort_by_key(|&i| std::cmp::Reverse(length(window[i])));
+    let mut bins: Vec<Vec<usize>> = Vec::new();
+    // Free tokens and the bin that has them; bins that are full are not here.
+    let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
+    for item in by_length {
+        let needed = length(window[item]);
+        let best = open.range((needed, 0)..).next().copied();
+        let (free, bin) = best.unwrap_or((max_length, bins.len()));
+        open.remove(&(free, bin));
+        if bin == bins.len() {
+            bins.push(Vec::new());
+        }
+        bins[bin].push(item);
+        if free > needed {
+            open.insert((free - needed, bin));
+        }
+    }
+    bins.iter_mut().for_each(|bin| bin.sort_unstable());
+    bins.sort_unstable_by_key(|bin| bin[0]);
+    bins.into_iter().map(|bin| bin.into_iter().map(|item| window[item]).collect()).collect()
+}
+
+/// Rows of exactly `max_length`, and a shorter last one if something remains: the long samples
+/// are sliced, the rests and the short ones fill rows one after another and are cut where a row
+/// ends. Returns the pieces and where each row ends among them.
+pub(crate) fn exact(samples: impl Iterator<Item = Piece>, max_length: usize) -> (Vec<Piece>, Vec<usize>) {
+    let (mut pieces, mut ends) = (Vec::new(), Vec::new());
+    let mut rest: Vec<Piece> = Vec::new();
+    let mut free = max_length;
+    for sample in samples {
+        for slice in slices(sample, max_length) {
+            if slice.len as usize == max_length {
+                pieces.push(slice);
+                ends.push(pieces.len());
+                continue;
+            }
+            let (head, tail) = split_at(slice, free);
+            free -= head.len as usize;
+            rest.push(head);
+            if free == 0 {
+                pieces.append(&mut rest);
+                ends.push(pieces.len());
+                rest.extend(Some(tail).filter(|tail| tail.len > 0));
+                free = max_length - tail.len as usize;
+            }
+        }
+    }
+    if !rest.is_empty() {
+        pieces.append(&mut rest);
+        ends.push(pieces.len());
+    }
+    (pieces, ends)
+}
+
+fn split_at(piece: Piece, n_tokens: usize) -> (Piece, Piece) {
+    let len = piece.len.min(n_tokens as u32);
+    let tail = Piece { start: piece.start + len, len: piece.len - len, ..piece };
+    (Piece { len, ..piece }, tail)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn packed(lengths: &[usize], max_length: usize, window: usize) -> Vec<Vec<u32>> {
+        let order: Vec<u32> = (0..lengths.len() as u32).collect();
+        fit(&order, |i| lengths[i as usize], max_length, window).collect()
+    }
+
+    fn cut(lengths: &[u32], max_length: usize) -> (Vec<Piece>, Vec<usize>) {
+        let whole = |(i, &len): (usize, &u32)| Piece { sample: i as u32, start: 0, len };
+        exact(lengths.iter().enumerate().map(whole), max_length)
+    }
+
+    #[test]
+    fn the_best_fit_is_found() {
+        assert_eq!(packed(&[6, 5, 5, 4], 10, 8), [vec![0, 3], vec![1, 2]]);
+        assert_eq!(packed(&[3, 10, 7], 10, 8), [vec![0, 2], vec![1]]);
+        assert_eq!(packed(&[], 10, 8), Vec::<Vec<u32>>::new());
+    }
+
+    #[test]
+    fn windows_do_not_share_rows() {
+        assert_eq!(packed(&[1, 9, 1, 9], 10, 1), [[0], [1], [2], [3]]);
+        assert_eq!(packed(&[1, 9, 1, 9], 10, 2), [[0, 1], [2, 3]]);
+    }
+
+    #[test]
+    fn long_samples_are_sliced_and_the_rests_share_rows() {
+        let (pieces, ends) = cut(&[9, 2, 3], 4);
+        let shown: Vec<_> = pieces.iter().map(|p| (p.sample, p.start, p.len)).collect();
+        // Two slices of the first; its rest, the second and the head of the third; what remains.
+        assert_eq!(shown, [(0, 0, 4), (0, 4, 4), (0, 8, 1), (1, 0, 2), (2, 0, 1), (2, 1, 2)]);
+        assert_eq!(ends, [1, 2, 5, 6]);
+    }
+
+    #[test]
+    fn a_window_of_short_samples_is_nearly_full() {
+        let lengths: Vec<usize> = (0..WINDOW).map(|i| 20 + i * 7919 % 700).collect();
+        let n_rows = packed(&lengths, 2048, WINDOW).len();
+        let full = lengths.iter().sum::<usize>() as f64 / (n_rows * 2048) as f64;
+        assert!(full > 0.995, "{full}");
+    }
+
+    proptest! {
+        #[test]
+        fn fitting_keeps_every_sample_once_and_never_overfills(
+            lengths in prop::collection::vec(1..=32usize, 0..200), window in 1..64usize,
+        ) {
+            let rows = packed(&lengths, 32, window);
+            for row in &rows {
+                prop_assert!(!row.is_empty());
+                prop_assert!(row.iter().map(|&i| lengths[i as usize]).sum::<usize>() <= 32);
+            }
+            let mut all = rows.concat();
+            all.sort_unstable();
+            prop_assert_eq!(all, (0..lengths.len() as u32).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn cutting_keeps_every_token_once_and_fills_every_row_but_the_last(
+            lengths in prop::collection::vec(0..100u32, 0..60), max_length in 1..40usize,
+        ) {
+            let (pieces, ends) = cut(&lengths, max_length);
+            let mut start = 0;
+            for (row, &end) in ends.iter().enumerate() {
+                let n_tokens: u32 = pieces[start..end].iter().map(|p| p.len).sum();
+                prop_assert!(n_tokens as usize <= max_length);
+                prop_assert!(row + 1 == ends.len() || n_tokens as usize == max_length);
+                start = end;
+            }
+            prop_assert_eq!(start, pieces.len());
+            let mut tokens: Vec<(u32, u32)> = pieces.iter()
+                .flat_map(|p| (p.start..p.start + p.len).map(|t| (p.sample, t)))
+                .collect();
+            tokens.sort_unstable();
+            let all = lengths.iter().enumerate().flat_map(|(i, &n)| (0..n).map(move |t| (i as u32, t)));
+            prop_assert_eq!(tokens, all.collect::<Vec<_>>());
+        }
+    }
+}

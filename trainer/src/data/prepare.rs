@@ -1,0 +1,125 @@
+//! From a plan to data sets that can be trained on: read, render, cut, count, refuse.
+
+use std::sync::Arc;
+
+use candlewick_text::hub::Hub;
+use candlewick_text::template::ChatTemplate;
+use candlewick_text::tokenizer::Tokenizer;
+
+use super::DataError;
+use super::cache::Cache;
+use super::check::Check;
+use super::cut::cut;
+use super::dataset::{Dataset, Part};
+use super::ledger::{Counts, Ledger};
+use super::order::{Purpose, generator, permutation};
+use super::plan::{DataPlan, Packing, SourcePlan};
+use super::render::Renderer;
+use super::rows::{Fill, epoch_rows};
+use super::source::{Opener, Split};
+
+/// What a run reads.
+#[derive(Debug)]
+pub struct Prepared {
+    /// What is trained on.
+    pub train: Arc<Dataset>,
+    /// What is evaluated on, if anything.
+    pub eval: Option<Arc<Dataset>>,
+    /// Where every token went.
+    pub ledger: Ledger,
+    /// What a person should know: detected formats, cache hits, fill, oddities. A line each.
+    pub notes: Vec<String>,
+}
+
+/// Reads and renders the sources (or their tokens from the cache), and refuses data that cannot be
+/// trained on. Touches no device. `template` is needed for chats; it is given the plan's variables.
+pub fn prepare(
+    plan: &DataPlan,
+    tokenizer: &Tokenizer,
+    template: Option<ChatTemplate>,
+    hub: &Hub,
+) -> Result<Prepared, DataError> {
+    let mut notes = Vec::new();
+    let (train, eval) = threads(plan)?.install(|| {
+        let renderer = Renderer::new(plan, tokenizer, template);
+        let opener = Opener { renderer, cache: Cache::open(&plan.cache_dir)?, hub };
+        let train = parts(&opener, &plan.sources, Split::Train, &mut notes)?;
+        let eval = parts(&opener, &plan.eval_sources, Split::Eval, &mut notes)?;
+        Ok::<_, DataError>((train, eval))
+    })?;
+    let pad_id = tokenizer.pad().map_or(0, |pad| pad.id);
+    let (train, eval) = split(plan, train, eval, pad_id)?;
+    let train = cut(train, plan, plan.drop_last)?;
+    let eval = eval.map(|eval| cut(eval, plan, false)).transpose()?;
+
+    let counts = Counts::of(&train);
+    let check = Check { dataset: &train, counts: &counts, kind: plan.kind, tokenizer };
+    notes.extend(check.train()?);
+    let mut ledger = Ledger { train: counts, ..Ledger::default() };
+    if let Some(eval) = &eval {
+        let counts = Counts::of(eval);
+        Check { dataset: eval, counts: &counts, kind: plan.kind, tokenizer }.eval()?;
+        ledger.eval = Some(counts);
+    }
+    if plan.packing != Packing::Off {
+        let fill = Fill::of(&epoch_rows(&train, plan, 0), &train, plan.max_length);
+        notes.push(format!("packed {fill}"));
+    }
+    Ok(Prepared { train: Arc::new(train), eval: eval.map(Arc::new), ledger, notes })
+}
+
+/// No more threads than there are cores: they only compute.
+fn threads(plan: &DataPlan) -> Result<rayon::ThreadPool, DataError> {
+    let n_cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let n_threads = plan.num_proc.clamp(1, n_cores);
+    rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().map_err(|error| DataError::Plan {
+        name: "data.num_proc".into(),
+        problem: format!("{n_threads} threads could not be started ({error}); lower it"),
+    })
+}
+
+fn parts(
+    opener: &Opener<'_>,
+    sources: &[SourcePlan],
+    split: Split,
+    notes: &mut Vec<String>,
+) -> Result<Vec<Part>, DataError> {
+    let parts: Vec<Part> =
+        sources.iter().map(|source| opener.tokens(source, split, notes)).collect::<Result<_, _>>()?;
+    let n_samples: usize = parts.iter().map(|part| part.store.len()).sum();
+    if u32::try_from(n_samples).is_err() {
+        return Err(DataError::Plan {
+            name: "the data".into(),
+            problem: format!("{n_samples} samples are too many for one run; take part of them with sample_count"),
+        });
+    }
+    Ok(parts)
+}
+
+/// Holds out a share of the training samples, unless there are evaluation sources.
+fn split(
+    plan: &DataPlan,
+    train: Vec<Part>,
+    eval: Vec<Part>,
+    pad_id: u32,
+) -> Result<(Dataset, Option<Dataset>), DataError> {
+    if !eval.is_empty() {
+        return Ok((Dataset::new(train, pad_id), Some(Dataset::new(eval, pad_id))));
+    }
+    let n_samples: usize = train.iter().map(|part| part.store.len()).sum();
+    if plan.eval_fraction == 0.0 {
+        return Ok((Dataset::new(train, pad_id), None));
+    }
+    if n_samples < 2 {
+        let problem = format!("there is nothing to hold out of {n_samples} samples; name eval_sources");
+        return Err(DataError::Plan { name: "data.train_eval_split".into(), problem });
+    }
+    let n_eval = (plan.eval_fraction * n_samples as f64).round() as usize;
+    let n_eval = n_eval.clamp(1, n_samples - 1);
+    let mut order = permutation(n_samples, generator(plan.seed, Purpose::Split, 0, 0));
+    let mut held_out = order.split_off(n_samples - n_eval);
+    order.sort_unstable();
+    held_out.sort_unstable();
+    let eval = Dataset::choose(train.clone(), held_out, pad_id);
+    Ok((Dataset::choose(train, order, pad_id), Some(eval)))
+}

@@ -1,0 +1,137 @@
+//! Rows become samples, many at a time.
+
+use candlewick_text::format::{Document, Format, Purpose};
+use candlewick_text::render::{
+    EmptyThink, RenderError, RenderOptions, Sample, Targets, render_chat, render_completion, render_text,
+};
+use candlewick_text::source::Source;
+use candlewick_text::template::ChatTemplate;
+use candlewick_text::tokenizer::Tokenizer;
+use rayon::prelude::*;
+
+use super::DataError;
+use super::key::{self, Key};
+use super::plan::{DataPlan, Kind};
+
+/// Rows rendered before they are written: what is held in memory at a time.
+const ROWS: usize = 1024;
+
+/// Renders documents as a plan says.
+pub(crate) struct Renderer<'a> {
+    pub(crate) plan: &'a DataPlan,
+    tokenizer: &'a Tokenizer,
+    template: Option<ChatTemplate>,
+    /// Hashes, made once for all sources.
+    tokenizer_key: String,
+    template_key: String,
+}
+
+impl<'a> Renderer<'a> {
+    /// Gives the template the plan's variables.
+    pub(crate) fn new(plan: &'a DataPlan, tokenizer: &'a Tokenizer, template: Option<ChatTemplate>) -> Self {
+        let give = |template: ChatTemplate| {
+            let variables = plan.template_kwargs.iter();
+            variables.fold(template, |template, (name, value)| template.with_variable(name, value.clone()))
+        };
+        let template = template.map(give);
+        Self {
+            plan,
+            tokenizer,
+            tokenizer_key: key::of_tokenizer(tokenizer),
+            template_key: template.as_ref().map_or("none".into(), key::of_template),
+            template,
+        }
+    }
+
+    pub(crate) fn purpose(&self) -> Purpose {
+        match self.plan.kind {
+            Kind::Sft => Purpose::Instruct,
+            Kind::Causal => Purpose::Causal,
+        }
+    }
+
+    /// Adds to a key all that decides what a document becomes.
+    pub(crate) fn add_to(&self, key: Key) -> Key {
+        let key = key
+            .with("the type", format!("{:?}", self.plan.kind))
+            .with("the tokenizer", &*self.tokenizer_key)
+            .with("the chat template", &*self.template_key);
+        match self.plan.kind {
+            Kind::Causal => key,
+            Kind::Sft => key
+                .with("mask_inputs", self.plan.mask_inputs.to_string())
+                .with("ignore_empty_think", self.plan.ignore_empty_think.to_string()),
+        }
+    }
+
+    /// Renders rows in their order and hands each to `keep`. Stops at the first that fails.
+    pub(crate) fn render(
+        &self,
+        source: &dyn Source,
+        format: &Format,
+        rows: &[u32],
+        mut keep: impl FnMut(u32, &Sample) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        for chunk in rows.chunks(ROWS) {
+            let samples: Vec<Result<Sample, DataError>> =
+                chunk.par_iter().map(|&row| self.row(source, format, row as usize)).collect();
+            for (&row, sample) in chunk.iter().zip(samples) {
+                keep(row, &sample?)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn row(&self, source: &dyn Source, format: &Format, row: usize) -> Result<Sample, DataError> {
+        let document = format.read(source, row)?;
+        self.document(document)
+            .map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
+    }
+
+    fn document(&self, document: Document) -> Result<Sample, RenderError> {
+        let document = if self.template.is_some() { document.into_chat() } else { document };
+        let mut sample = match (&document, &self.template) {
+            (Document::Text(text), _) => render_text(self.tokenizer, text)?,
+            (Document::PromptCompletion { prompt, completion }, _) => {
+                render_completion(self.tokenizer, prompt, completion)?
+            }
+            (Document::Conversation(chat), Some(template)) => {
+                render_chat(self.tokenizer, template, chat, self.options())?
+            }
+            (Document::Conversation(_), None) => {
+                unreachable!("chats are refused at the start if there is no template")
+            }
+        };
+        if self.targets() == Targets::Everything {
+            sample.is_target.fill(true);
+        }
+        Ok(sample)
+    }
+
+    /// Refuses chats where no template can print them.
+    pub(crate) fn check(&self, name: &str, format: &Format) -> Result<(), DataError> {
+        let is_chat = !matches!(format, Format::Text(_) | Format::Pairs(_));
+        if !is_chat || self.template.is_some() {
+            return Ok(());
+        }
+        let problem = format!(
+            "its rows are chats ({}), but {} has no chat template; use the model's chat version, or put a \
+             chat_template.jinja beside the tokenizer",
+            format.name(),
+            self.tokenizer.directory().display()
+        );
+        Err(DataError::Plan { name: name.to_owned(), problem })
+    }
+
+    fn options(&self) -> RenderOptions {
+        let empty_think = if self.plan.ignore_empty_think { EmptyThink::Ignore } else { EmptyThink::Learn };
+        RenderOptions { targets: self.targets(), empty_think }
+    }
+
+    fn targets(&self) -> Targets {
+        match self.plan.kind {
+            Kind::Sft if self.plan.mask_inputs => Targets::Assistant,
+            Kind::Sft | Kind::Causal => Targets::Everything,
+        }
+    }
+}

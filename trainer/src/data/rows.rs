@@ -1,0 +1,156 @@
+//! The rows of one epoch, in order: which sequences each holds. A pure function of the plan, the data
+//! set and the epoch, so that nothing has to be stored to come back to it.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use super::dataset::Dataset;
+use super::order::{Purpose, generator, identity, permutation, unit};
+use super::pack;
+use super::plan::{DataPlan, Order, Packing};
+
+/// Rows, each a list of sequences.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Rows {
+    sequences: Vec<u32>,
+    ends: Vec<usize>,
+    /// Rows that are read as one sequence; empty if none is.
+    fused: Vec<bool>,
+}
+
+/// How well rows are filled.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Fill {
+    /// Rows of an epoch.
+    pub rows: usize,
+    /// Sequences in them.
+    pub sequences: usize,
+    /// Tokens in them.
+    pub tokens: u64,
+    /// Tokens that would fit.
+    pub capacity: u64,
+}
+
+impl Rows {
+    fn of(sequences: Vec<u32>, ends: Vec<usize>) -> Self {
+        Self { sequences, ends, fused: Vec::new() }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// The sequences of one row.
+    pub(crate) fn row(&self, row: usize) -> &[u32] {
+        &self.sequences[self.span(row)]
+    }
+
+    pub(crate) fn is_fused(&self, row: usize) -> bool {
+        self.fused.get(row).copied().unwrap_or(false)
+    }
+
+    fn span(&self, row: usize) -> Range<usize> {
+        let start = if row == 0 { 0 } else { self.ends[row - 1] };
+        start..self.ends[row]
+    }
+
+    fn push(&mut self, row: impl IntoIterator<Item = u32>) {
+        self.sequences.extend(row);
+        self.ends.push(self.sequences.len());
+    }
+}
+
+/// The rows of an epoch of training.
+pub(crate) fn epoch_rows(dataset: &Dataset, plan: &DataPlan, epoch: usize) -> Rows {
+    let mut rows = Rows::default();
+    for pass in 0.. {
+        append_pass(&mut rows, dataset, plan, epoch, pass);
+        if n_steps(rows.len(), plan) >= plan.min_iterations || rows.len() == 0 {
+            break;
+        }
+    }
+    fuse(&mut rows, plan, epoch);
+    rows
+}
+
+/// The rows of an evaluation: as they stand in the data.
+pub(crate) fn eval_rows(dataset: &Dataset, plan: &DataPlan) -> Rows {
+    let plan = DataPlan { order: Order::Sequential, ..plan.clone() };
+    let mut rows = Rows::default();
+    append_pass(&mut rows, dataset, &plan, 0, 0);
+    rows
+}
+
+/// Steps that so many rows make.
+pub(crate) fn n_steps(n_rows: usize, plan: &DataPlan) -> usize {
+    if plan.drop_last { n_rows / plan.rows_per_step() } else { n_rows.div_ceil(plan.rows_per_step()) }
+}
+
+fn append_pass(rows: &mut Rows, dataset: &Dataset, plan: &DataPlan, epoch: usize, pass: usize) {
+    let order = |purpose, n| match plan.order {
+        Order::Sequential => identity(n),
+        Order::Shuffle | Order::LongestFirst => permutation(n, generator(plan.seed, purpose, epoch, pass)),
+    };
+    let length = |i: u32| dataset.length(i as usize);
+    let made = match (plan.packing, dataset.fixed_rows()) {
+        (_, Some(ends)) => Rows::of(identity(dataset.len()), ends.to_vec()),
+        (Packing::Fit, None) => {
+            let order = order(Purpose::Samples, dataset.len());
+            let mut made = Rows::default();
+            pack::fit(&order, length, plan.max_length, pack::WINDOW).for_each(|row| made.push(row));
+            made
+        }
+        (_, None) => Rows::of(identity(dataset.len()), (1..=dataset.len()).collect()),
+    };
+    let mut row_order = order(Purpose::Rows, made.len());
+    if plan.order == Order::LongestFirst && (epoch, pass) == (0, 0) {
+        let n_tokens = |row: u32| made.row(row as usize).iter().map(|&i| length(i)).sum();
+        longest_first(&mut row_order, plan.rows_per_step(), n_tokens);
+    }
+    row_order.iter().for_each(|&row| rows.push(made.row(row as usize).iter().copied()));
+}
+
+/// Moves the `n` longest rows to the front; the others keep their order.
+fn longest_first(rows: &mut Vec<u32>, n: usize, n_tokens: impl Fn(u32) -> usize) {
+    let mut longest: Vec<usize> = (0..rows.len()).collect();
+    longest.sort_by_key(|&i| std::cmp::Reverse(n_tokens(rows[i])));
+    longest.truncate(n);
+    let first: Vec<u32> = longest.iter().map(|&i| rows[i]).collect();
+    longest.sort_unstable();
+    let others = rows.iter().enumerate().filter(|(i, _)| longest.binary_search(i).is_err());
+    *rows = first.iter().copied().chain(others.map(|(_, &row)| row)).collect();
+}
+
+fn fuse(rows: &mut Rows, plan: &DataPlan, epoch: usize) {
+    if plan.packing == Packing::Off || plan.fuse_positions_prob == 0.0 {
+        return;
+    }
+    let mut rng = generator(plan.seed, Purpose::Fuse, epoch, 0);
+    rows.fused = (0..rows.len()).map(|_| unit(&mut rng) < plan.fuse_positions_prob).collect();
+}
+
+impl Fill {
+    pub(crate) fn of(rows: &Rows, dataset: &Dataset, max_length: usize) -> Self {
+        Self {
+            rows: rows.len(),
+            sequences: rows.sequences.len(),
+            tokens: rows.sequences.iter().map(|&i| dataset.length(i as usize) as u64).sum(),
+            capacity: rows.len() as u64 * max_length as u64,
+        }
+    }
+
+    /// The share of the rows' room that holds tokens.
+    pub fn share(&self) -> f64 {
+        self.tokens as f64 / self.capacity.max(1) as f64
+    }
+}
+
+impl fmt::Display for Fill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rows, sequences, tokens, capacity } = self;
+        let share = 100.0 * self.share();
+        write!(f, "{sequences} sequences in {rows} rows, {tokens} of {capacity} tokens ({share:.1} % full)")
+    }
+}

@@ -1,0 +1,207 @@
+//! Rendered samples on disk, memory-mapped: token ids, one bit a token that says "learn this", and an
+//! index. A store is written once, in order, and never changed.
+//!
+//! `ids`: u32, little-endian. `targets`: bit `i % 8` of byte `i / 8` belongs to token `i`.
+//! `index`: two u64 a sample, the end of its tokens and the number of its row in the source.
+
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::ops::Range;
+use std::path::Path;
+
+use memmap2::Mmap;
+
+const IDS: &str = "ids";
+const TARGETS: &str = "targets";
+const INDEX: &str = "index";
+const INDEX_ENTRY: usize = 16;
+
+/// One source's samples.
+#[derive(Debug)]
+pub(crate) struct Store {
+    ids: Mmap,
+    targets: Mmap,
+    index: Mmap,
+    n_samples: usize,
+}
+
+impl Store {
+    /// Maps the store of a folder. An error of kind `InvalidData` says that it is damaged.
+    pub(crate) fn open(folder: &Path) -> io::Result<Self> {
+        let index = map(&folder.join(INDEX))?;
+        let store = Self {
+            ids: map(&folder.join(IDS))?,
+            targets: map(&folder.join(TARGETS))?,
+            n_samples: index.len() / INDEX_ENTRY,
+            index,
+        };
+        store.check()?;
+        Ok(store)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.n_samples
+    }
+
+    pub(crate) fn n_tokens(&self) -> usize {
+        self.ids.len() / 4
+    }
+
+    /// Where a sample's tokens stand among all tokens.
+    pub(crate) fn span(&self, sample: usize) -> Range<usize> {
+        let start = if sample == 0 { 0 } else { self.entry(sample - 1, 0) };
+        start..self.entry(sample, 0)
+    }
+
+    /// The row of the source that a sample was made of.
+    pub(crate) fn row(&self, sample: usize) -> usize {
+        self.entry(sample, 1)
+    }
+
+    pub(crate) fn ids(&self, span: Range<usize>) -> impl ExactSizeIterator<Item = u32> + '_ {
+        let bytes = self.ids[span.start * 4..span.end * 4].chunks_exact(4);
+        bytes.map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+    }
+
+    pub(crate) fn is_target(&self, token: usize) -> bool {
+        self.targets[token / 8] >> (token % 8) & 1 == 1
+    }
+
+    fn entry(&self, sample: usize, column: usize) -> usize {
+        let start = sample * INDEX_ENTRY + column * 8;
+        let bytes = self.index[start..start + 8].try_into().expect("eight bytes were taken");
+        u64::from_le_bytes(bytes) as usize
+    }
+
+    fn check(&self) -> io::Result<()> {
+        let damaged = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        if self.index.len() % INDEX_ENTRY != 0 || self.ids.len() % 4 != 0 {
+            return damaged("a file was cut off");
+        }
+        let mut end = 0;
+        for sample in 0..self.n_samples {
+            let next = self.entry(sample, 0);
+            if next < end {
+                return damaged("the index does not ascend");
+            }
+            end = next;
+        }
+        if end != self.n_tokens() || self.targets.len() != end.div_ceil(8) {
+            return damaged("the files do not agree on the number of tokens");
+        }
+        Ok(())
+    }
+}
+
+/// Writes a store, a sample at a time.
+pub(crate) struct StoreWriter {
+    ids: BufWriter<File>,
+    targets: BufWriter<File>,
+    index: BufWriter<File>,
+    n_tokens: u64,
+    bits: u8,
+}
+
+impl StoreWriter {
+    pub(crate) fn create(folder: &Path) -> io::Result<Self> {
+        let create = |name| File::create(folder.join(name)).map(BufWriter::new);
+        Ok(Self { ids: create(IDS)?, targets: create(TARGETS)?, index: create(INDEX)?, n_tokens: 0, bits: 0 })
+    }
+
+    pub(crate) fn push(&mut self, row: usize, ids: &[u32], is_target: &[bool]) -> io::Result<()> {
+        assert_eq!(ids.len(), is_target.len(), "each token is a target or is not");
+        for (&id, &is_target) in ids.iter().zip(is_target) {
+            self.ids.write_all(&id.to_le_bytes())?;
+            self.push_bit(is_target)?;
+        }
+        self.index.write_all(&self.n_tokens.to_le_bytes())?;
+        self.index.write_all(&(row as u64).to_le_bytes())
+    }
+
+    /// Writes what is still held back.
+    pub(crate) fn finish(mut self) -> io::Result<()> {
+        if self.n_tokens % 8 != 0 {
+            self.targets.write_all(&[self.bits])?;
+        }
+        for file in [self.ids, self.targets, self.index] {
+            file.into_inner()?;
+        }
+        Ok(())
+    }
+
+    fn push_bit(&mut self, bit: bool) -> io::Result<()> {
+        self.bits |= u8::from(bit) << (self.n_tokens % 8);
+        self.n_tokens += 1;
+        if self.n_tokens % 8 == 0 {
+            self.targets.write_all(&[self.bits])?;
+            self.bits = 0;
+        }
+        Ok(())
+    }
+}
+
+fn map(path: &Path) -> io::Result<Mmap> {
+    let file = File::open(path)?;
+    // SAFETY: a store is renamed into place when it is complete and nothing writes to it afterwards.
+    unsafe { Mmap::map(&file) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn written(samples: &[(usize, Vec<u32>, Vec<bool>)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writer = StoreWriter::create(folder.path()).unwrap();
+        for (row, ids, is_target) in samples {
+            writer.push(*row, ids, is_target).unwrap();
+        }
+        writer.finish().unwrap();
+        folder
+    }
+
+    #[test]
+    fn what_was_written_is_read_back() {
+        for n_samples in [0, 1, 5, 23] {
+            let samples: Vec<_> = (0..n_samples)
+                .map(|i| {
+                    let ids: Vec<u32> = (0..i as u32 * 3 % 11).map(|t| t * 70_001 + i as u32).collect();
+                    let is_target = ids.iter().map(|id| id % 3 == 0).collect();
+                    (i * 2, ids, is_target)
+                })
+                .collect();
+            let folder = written(&samples);
+            let store = Store::open(folder.path()).unwrap();
+            assert_eq!(store.len(), n_samples);
+            for (i, (row, ids, is_target)) in samples.iter().enumerate() {
+                let span = store.span(i);
+                assert_eq!(store.row(i), *row);
+                assert_eq!(&store.ids(span.clone()).collect::<Vec<_>>(), ids);
+                assert_eq!(&span.map(|t| store.is_target(t)).collect::<Vec<_>>(), is_target);
+            }
+        }
+    }
+
+    #[test]
+    fn a_damaged_file_is_an_error() {
+        let samples = [(0, vec![1; 9], vec![true; 9]), (1, vec![2; 4], vec![false; 4])];
+        for name in [IDS, TARGETS, INDEX] {
+            let folder = written(&samples);
+            let path = folder.path().join(name);
+            let file = File::options().write(true).open(&path).unwrap();
+            file.set_len(path.metadata().unwrap().len() - 1).unwrap();
+            let error = Store::open(folder.path()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{name}");
+        }
+    }
+
+    #[test]
+    fn an_index_that_descends_is_an_error() {
+        let folder = written(&[(0, vec![1; 3], vec![true; 3]), (1, vec![1; 3], vec![true; 3])]);
+        let mut index = std::fs::read(folder.path().join(INDEX)).unwrap();
+        index[0] = 200;
+        std::fs::write(folder.path().join(INDEX), index).unwrap();
+        assert!(Store::open(folder.path()).is_err());
+    }
+}

@@ -1,0 +1,211 @@
+//! The steps of a run, one after another, from any point on.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::DataError;
+use super::batch::{Batch, Step, collate};
+use super::dataset::Dataset;
+use super::ledger::Seen;
+use super::plan::{DataPlan, Horizon};
+use super::rows::{Fill, Rows, epoch_rows, eval_rows, n_steps};
+
+/// Where a run stands in its data. All there is to save, and all there is to restore.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Cursor {
+    /// The pass over the data.
+    pub epoch: usize,
+    /// The steps of this epoch that are done.
+    pub step_in_epoch: usize,
+    /// All steps that are done.
+    pub step: usize,
+    /// What they held.
+    pub seen: Seen,
+    /// What the order of the steps depends on. Empty at the start of a run.
+    pub made_with: BTreeMap<String, String>,
+}
+
+/// The steps of training.
+#[derive(Debug)]
+pub struct Stream {
+    dataset: Arc<Dataset>,
+    plan: DataPlan,
+    cursor: Cursor,
+    rows: Rows,
+    total_steps: usize,
+}
+
+impl Stream {
+    /// Continues at `cursor`, or begins at its default.
+    pub fn new(dataset: Arc<Dataset>, plan: DataPlan, cursor: Cursor) -> Result<Self, DataError> {
+        let made_with = made_with(&dataset, &plan);
+        check_unchanged(&cursor.made_with, &made_with)?;
+        let rows = epoch_rows(&dataset, &plan, epoch_read(&plan, &cursor));
+        let total_steps = total_steps(&dataset, &plan, &rows)?;
+        let cursor = Cursor { made_with, ..cursor };
+        Ok(Self { dataset, plan, cursor, rows, total_steps })
+    }
+
+    /// Makes the next step; `None` at the horizon.
+    pub fn next_step(&mut self) -> Option<Step> {
+        if self.cursor.step >= self.total_steps {
+            return None;
+        }
+        let index = if self.plan.overfit_first_batch { 0 } else { self.cursor.step_in_epoch };
+        let step = Step::new(self.cursor.epoch, self.micro_batches(index));
+        self.cursor.seen.count(&step);
+        self.advance();
+        Some(step)
+    }
+
+    /// Where the next step stands.
+    pub fn cursor(&self) -> &Cursor {
+        &self.cursor
+    }
+
+    /// Counts the steps of the whole run, those that are done included.
+    pub fn total_steps(&self) -> usize {
+        self.total_steps
+    }
+
+    /// Counts the steps of the epoch that the next step belongs to.
+    pub fn steps_in_epoch(&self) -> usize {
+        n_steps(self.rows.len(), &self.plan)
+    }
+
+    /// The passes over the data that are done, in fractions.
+    pub fn epochs_done(&self) -> f64 {
+        self.cursor.epoch as f64 + self.cursor.step_in_epoch as f64 / self.steps_in_epoch() as f64
+    }
+
+    /// How full the rows of this epoch are.
+    pub fn fill(&self) -> Fill {
+        Fill::of(&self.rows, &self.dataset, self.plan.max_length)
+    }
+
+    /// What is read.
+    pub fn dataset(&self) -> &Arc<Dataset> {
+        &self.dataset
+    }
+
+    fn micro_batches(&self, step_in_epoch: usize) -> Vec<Batch> {
+        let plan = &self.plan;
+        let start = step_in_epoch * plan.rows_per_step();
+        let end = (start + plan.rows_per_step()).min(self.rows.len());
+        (start..end)
+            .step_by(plan.micro_batch_size)
+            .map(|first| first..(first + plan.micro_batch_size).min(end))
+            .map(|chosen| collate(&self.dataset, plan, &self.rows, chosen))
+            .collect()
+    }
+
+    fn advance(&mut self) {
+        self.cursor.step += 1;
+        self.cursor.step_in_epoch += 1;
+        if self.cursor.step_in_epoch < self.steps_in_epoch() {
+            return;
+        }
+        if !self.plan.overfit_first_batch {
+            self.count_left_over();
+        }
+        self.cursor.epoch += 1;
+        self.cursor.step_in_epoch = 0;
+        if self.cursor.step < self.total_steps && !self.plan.overfit_first_batch {
+            self.rows = epoch_rows(&self.dataset, &self.plan, self.cursor.epoch);
+        }
+    }
+
+    /// Rows that `drop_last` leaves out.
+    fn count_left_over(&mut self) {
+        for row in self.steps_in_epoch() * self.plan.rows_per_step()..self.rows.len() {
+            for &sequence in self.rows.row(row) {
+                self.cursor.seen.left_over.add(self.dataset.length(sequence as usize));
+            }
+        }
+    }
+}
+
+/// Every sequence of an evaluation once, as they stand in the data; the last batch may be short.
+#[derive(Debug)]
+pub struct EvalStream {
+    dataset: Arc<Dataset>,
+    plan: DataPlan,
+    rows: Rows,
+    next_row: usize,
+}
+
+impl EvalStream {
+    /// Begins at the first sequence.
+    pub fn new(dataset: Arc<Dataset>, plan: &DataPlan) -> Self {
+        let rows = eval_rows(&dataset, plan);
+        Self { dataset, plan: plan.clone(), rows, next_row: 0 }
+    }
+
+    /// Counts the batches.
+    pub fn n_batches(&self) -> usize {
+        self.rows.len().div_ceil(self.plan.micro_batch_size)
+    }
+}
+
+impl Iterator for EvalStream {
+    type Item = Batch;
+
+    fn next(&mut self) -> Option<Batch> {
+        let start = self.next_row;
+        self.next_row = (start + self.plan.micro_batch_size).min(self.rows.len());
+        (start < self.next_row).then(|| collate(&self.dataset, &self.plan, &self.rows, start..self.next_row))
+    }
+}
+
+fn epoch_read(plan: &DataPlan, cursor: &Cursor) -> usize {
+    if plan.overfit_first_batch { 0 } else { cursor.epoch }
+}
+
+fn total_steps(dataset: &Dataset, plan: &DataPlan, rows: &Rows) -> Result<usize, DataError> {
+    let in_epoch = n_steps(rows.len(), plan);
+    if in_epoch == 0 {
+        return Err(DataError::TooFew { rows: rows.len(), needed: plan.rows_per_step() });
+    }
+    Ok(match plan.horizon {
+        Horizon::Steps(steps) => steps,
+        // Only whole samples are packed anew each epoch, into more rows or fewer.
+        Horizon::Epochs(epochs) if plan.packing == super::Packing::Fit => {
+            let steps = |epoch| n_steps(epoch_rows(dataset, plan, epoch).len(), plan);
+            (0..epochs).map(steps).sum()
+        }
+        Horizon::Epochs(epochs) => epochs * in_epoch,
+    })
+}
+
+/// What the order of the steps depends on. Rows of a step may be split into other micro-batches.
+fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
+    let facts: [(&str, String); 12] = [
+        ("the data", dataset.identity().to_owned()),
+        ("train_eval_split", plan.eval_fraction.to_string()),
+        ("max_length", plan.max_length.to_string()),
+        ("packing", format!("{:?}", plan.packing)),
+        ("fuse_positions_prob", plan.fuse_positions_prob.to_string()),
+        ("overlong", format!("{:?}", plan.overlong)),
+        ("drop_last", plan.drop_last.to_string()),
+        ("order", format!("{:?}", plan.order)),
+        ("rows a step", plan.rows_per_step().to_string()),
+        ("min_iterations", plan.min_iterations.to_string()),
+        ("overfit_first_batch", plan.overfit_first_batch.to_string()),
+        ("seed", plan.seed.to_string()),
+    ];
+    facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+fn check_unchanged(then: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Result<(), DataError> {
+    let changed: Vec<String> = now
+        .iter()
+        .filter_map(|(name, value)| match then.get(name) {
+            Some(old) if old != value && name == "the data" => Some("the data changed".into()),
+            Some(old) if old != value => Some(format!("{name} was {old}, now {value}")),
+            _ => None,
+        })
+        .collect();
+    if changed.is_empty() { Ok(()) } else { Err(DataError::Changed { changed: changed.join("; ") }) }
+}

@@ -1,0 +1,127 @@
+//! The terminal: one line a step in ArcticTraining's form, and a progress bar below the lines.
+//! All of it goes to stderr; stdout belongs to results.
+
+use std::io::{self, IsTerminal, Write};
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::format::{duration, exponent, gigabytes, quantity, tflops};
+use super::memory::Memory;
+use super::plan::Console;
+use super::record::{EvalRecord, StepRecord};
+
+/// Shows lines and progress. Clones share the bar.
+#[derive(Clone, Debug)]
+pub struct Terminal {
+    bar: ProgressBar,
+    console: Console,
+}
+
+impl Terminal {
+    /// Shows a bar of `total_steps`, of which `done` are done, where stderr is a terminal.
+    pub fn new(console: Console, done: usize, total_steps: usize) -> Self {
+        let has_bar = console == Console::Full && io::stderr().is_terminal();
+        let target = if has_bar { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(Some(total_steps as u64), target)
+            .with_style(style())
+            .with_position(done as u64);
+        bar.reset_eta();
+        Self { bar, console }
+    }
+
+    /// Prints a line above the bar.
+    pub fn line(&self, text: &str) {
+        if self.console != Console::Quiet {
+            // A reader that went away is no reason to stop training.
+            self.bar.suspend(|| _ = writeln!(io::stderr(), "{text}"));
+        }
+    }
+
+    /// Moves the bar.
+    pub fn advance_to(&self, step: usize, loss: f64) {
+        self.bar.set_message(format!("loss {loss:.4}"));
+        self.bar.set_position(step as u64);
+    }
+
+    /// Removes the bar.
+    pub fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// Writes the line of a training step.
+pub fn step_line(record: &StepRecord, total_steps: usize) -> String {
+    let mut fields = vec![
+        format!("Train iter: {}", position(record.iter, total_steps)),
+        format!("loss: {:.4}", record.loss),
+        format!("lr: {}", exponent(record.lr)),
+        format!("grad norm: {:.3}", record.grad_norm),
+        format!("tok/s: {}", quantity(round(record.tokens_per_second))),
+        format!("step time: {}", duration(record.step_time)),
+        format!("step tflops: {}", tflops(record.step_tflops)),
+    ];
+    fields.extend(record.mfu.map(|mfu| format!("mfu: {:.1}%", 100.0 * mfu)));
+    fields.push(format!("seqlen: {}", quantity(round(record.seqlen))));
+    fields.push(format!("epoch: {}", record.epoch));
+    fields.extend(record.memory.map(memory_field));
+    fields.join(" | ")
+}
+
+/// Writes the line of an evaluation.
+pub fn eval_line(record: &EvalRecord, total_steps: usize) -> String {
+    [
+        format!("Eval iter: {}", position(record.iter, total_steps)),
+        format!("loss/eval: {:.4}", record.loss),
+        format!("targets: {}", quantity(record.n_targets as f64)),
+        format!("eval time: {}", duration(record.eval_time)),
+        format!("epoch: {}", record.epoch),
+    ]
+    .join(" | ")
+}
+
+fn style() -> ProgressStyle {
+    ProgressStyle::with_template("{bar:30} {pos}/{len} {percent}% | {msg} | {elapsed_precise}, {eta_precise} left")
+        .expect("the template is well-formed")
+}
+
+fn position(iter: usize, total_steps: usize) -> String {
+    format!("{iter}/{total_steps} {}%", 100 * iter / total_steps.max(1))
+}
+
+/// Whole from 100 on, where decimals are noise.
+fn round(value: f64) -> f64 {
+    if value < 100.0 { value } else { value.round() }
+}
+
+fn memory_field(memory: Memory) -> String {
+    let share = 100 * memory.node_used_bytes / memory.node_total_bytes.max(1);
+    format!(
+        "CPU mem: proc {}, peak {} / node {} ({share}%)",
+        gigabytes(memory.rss_bytes),
+        gigabytes(memory.peak_rss_bytes),
+        gigabytes(memory.node_used_bytes)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::record::example;
+
+    #[test]
+    fn a_steps_line() {
+        insta::assert_snapshot!(step_line(&example(), 10), @"Train iter: 3/10 30% | loss: 1.2346 | lr: 1.000E-05 | grad norm: 0.512 | tok/s: 51.86K | step time: 1.234s | step tflops: 0.052 | seqlen: 32.00K | epoch: 0 | CPU mem: proc 2.10 GB, peak 2.40 GB / node 10.10 GB (12%)");
+    }
+
+    #[test]
+    fn a_steps_line_with_a_known_peak_and_no_memory() {
+        let record = StepRecord { mfu: Some(0.4123), memory: None, ..example() };
+        insta::assert_snapshot!(step_line(&record, 10), @"Train iter: 3/10 30% | loss: 1.2346 | lr: 1.000E-05 | grad norm: 0.512 | tok/s: 51.86K | step time: 1.234s | step tflops: 0.052 | mfu: 41.2% | seqlen: 32.00K | epoch: 0");
+    }
+
+    #[test]
+    fn an_evaluations_line() {
+        let record = EvalRecord { epoch: 1, iter: 4, loss: 2.5, n_targets: 12_345, eval_time: 75.0 };
+        insta::assert_snapshot!(eval_line(&record, 10), @"Eval iter: 4/10 40% | loss/eval: 2.5000 | targets: 12.35K | eval time: 0:01:15 | epoch: 1");
+    }
+}

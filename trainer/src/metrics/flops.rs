@@ -1,0 +1,162 @@
+//! Floating-point operations of a decoder (Llama, Mistral, Qwen2, Qwen3), by ArcticTraining's
+//! formula, so that TFLOPS compare:
+//!
+//! N = L (3 h i + h (q + k + v + o)) + V h   with q = o = n_heads k, k = v = n_kv_heads k
+//! FLOPs = a N tokens + b k n_heads L sum(s^2)
+//!
+//! h hidden, i intermediate, k head dim, L layers, V vocabulary, s the length of a packed sequence.
+
+use serde::{Deserialize, Serialize};
+
+/// Holds the sizes that the count depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelShape {
+    /// L.
+    pub n_layers: usize,
+    /// h.
+    pub hidden: usize,
+    /// i.
+    pub intermediate: usize,
+    /// Query heads.
+    pub n_heads: usize,
+    /// Key and value heads.
+    pub n_kv_heads: usize,
+    /// k.
+    pub head_dim: usize,
+    /// V.
+    pub vocab: usize,
+}
+
+/// Holds the factors a and b: operations a weight and token, and a visible query-key pair, head
+/// dim and head. Every product of matrices costs 2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pass {
+    linear: u64,
+    attention: u64,
+}
+
+impl Pass {
+    /// Forward alone: evaluation.
+    pub const FORWARD: Self = Self { linear: 2, attention: 4 };
+    /// Forward, and a backward that costs twice as much.
+    pub const TRAIN: Self = Self { linear: 6, attention: 12 };
+    /// With every block's forward done twice. ArcticTraining counts the head's as well.
+    pub const TRAIN_RECOMPUTE: Self = Self { linear: 8, attention: 16 };
+    /// Frozen weights under an adapter: no gradient of the weights. The adapter itself is not counted.
+    pub const ADAPTER: Self = Self { linear: 4, attention: 12 };
+    /// The same with every block's forward done twice.
+    pub const ADAPTER_RECOMPUTE: Self = Self { linear: 6, attention: 16 };
+}
+
+/// Says which query-key pairs count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Visibility {
+    /// All s^2 pairs, needed or not: what ArcticTraining and most published TFLOPS count.
+    Full,
+    /// Pairs that a causal mask leaves, s (s + 1) / 2, fewer under a sliding window.
+    Causal {
+        /// A query sees itself and at most `window - 1` keys before it.
+        window: Option<usize>,
+    },
+}
+
+impl ModelShape {
+    /// Returns N: the weights that take part in matrix products, the output head included and the
+    /// embedding's lookup not.
+    pub fn n_weights(&self) -> u64 {
+        let heads = (2 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim;
+        let layer = 3 * self.hidden * self.intermediate + self.hidden * heads;
+        (self.n_layers * layer + self.vocab * self.hidden) as u64
+    }
+}
+
+/// Counts the operations of one pass over packed sequences of these lengths.
+pub fn flops(shape: &ModelShape, pass: Pass, visibility: Visibility, lengths: &[usize]) -> f64 {
+    let n_tokens: u64 = lengths.iter().map(|&s| s as u64).sum();
+    let pairs: f64 = lengths.iter().map(|&s| visibility.pairs(s as u64)).sum();
+    let width = (shape.head_dim * shape.n_heads * shape.n_layers) as f64;
+    (pass.linear * shape.n_weights()) as f64 * n_tokens as f64 + pass.attention as f64 * width * pairs
+}
+
+/// Returns the share of the peak that useful work reached. Pass operations counted without
+/// recomputation: doing a block's forward twice is not useful work.
+pub fn model_flops_utilization(flops: f64, seconds: f64, peak_flops_per_second: f64) -> f64 {
+    flops / seconds / peak_flops_per_second
+}
+
+impl Visibility {
+    fn pairs(self, s: u64) -> f64 {
+        match self {
+            Visibility::Full => s as f64 * s as f64,
+            Visibility::Causal { window } => {
+                let w = window.map_or(s, |w| s.min(w as u64));
+                // The first w queries see 1, 2, .. w keys, each later one w.
+                w as f64 * (w as f64 + 1.0) / 2.0 + (s - w) as f64 * w as f64
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// h = 4, k = 2, 2 query heads, 1 key head: a layer has 3*4*6 + 4*(4+2+2+4) = 120 weights.
+    const TINY: ModelShape =
+        ModelShape { n_layers: 3, hidden: 4, intermediate: 6, n_heads: 2, n_kv_heads: 1, head_dim: 2, vocab: 10 };
+
+    #[test]
+    fn a_tiny_model_by_hand() {
+        assert_eq!(TINY.n_weights(), 3 * 120 + 40);
+        // 7 tokens; 3^2 + 4^2 = 25 pairs; width 2*2*3 = 12.
+        let count = |pass| flops(&TINY, pass, Visibility::Full, &[3, 4]);
+        assert_eq!(count(Pass::FORWARD), 2.0 * 400.0 * 7.0 + 4.0 * 12.0 * 25.0);
+        assert_eq!(count(Pass::TRAIN), 6.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
+        assert_eq!(count(Pass::TRAIN_RECOMPUTE), 8.0 * 400.0 * 7.0 + 16.0 * 12.0 * 25.0);
+        assert_eq!(count(Pass::ADAPTER), 4.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
+        assert_eq!(count(Pass::ADAPTER_RECOMPUTE), count(Pass::ADAPTER) + count(Pass::FORWARD));
+        assert_eq!(count(Pass::TRAIN_RECOMPUTE), count(Pass::TRAIN) + count(Pass::FORWARD));
+    }
+
+    #[test]
+    fn causal_pairs_equal_a_count_of_them() {
+        for s in 0..9u64 {
+            for window in [None, Some(1), Some(3), Some(8), Some(20)] {
+                let sees = |i: u64, j: u64| j <= i && window.is_none_or(|w| i - j < w as u64);
+                let pairs = (0..s).flat_map(|i| (0..s).map(move |j| (i, j))).filter(|&(i, j)| sees(i, j));
+                assert_eq!(Visibility::Causal { window }.pairs(s), pairs.count() as f64, "{s} {window:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn real_models_have_the_published_number_of_weights() {
+        let smollm2_135m = ModelShape {
+            n_layers: 30,
+            hidden: 576,
+            intermediate: 1536,
+            n_heads: 9,
+            n_kv_heads: 3,
+            head_dim: 64,
+            vocab: 49_152,
+        };
+        // 134,515,008 parameters, less 61 norms of 576.
+        assert_eq!(smollm2_135m.n_weights(), 134_515_008 - 61 * 576);
+        let qwen3_0_6b = ModelShape {
+            n_layers: 28,
+            hidden: 1024,
+            intermediate: 3072,
+            n_heads: 16,
+            n_kv_heads: 8,
+            head_dim: 128,
+            vocab: 151_936,
+        };
+        // 596,049,920 parameters, less 57 norms of 1024 and 56 of 128.
+        assert_eq!(qwen3_0_6b.n_weights(), 596_049_920 - 57 * 1024 - 56 * 128);
+    }
+
+    #[test]
+    fn utilization_is_work_over_time_over_peak() {
+        assert_eq!(model_flops_utilization(3e12, 2.0, 6e12), 0.25);
+    }
+}

@@ -1,0 +1,134 @@
+//! metrics.jsonl: one JSON object a line, each written whole.
+//!
+//! A run that starts at step 0 begins a new file; one that is there already is kept as
+//! `<name>.1.jsonl`, `.2`, and so on. A run that resumes after step N goes on with the file, from
+//! which the lines of later steps are removed first (they will be written again), as is a last
+//! line that a kill has cut. So a file holds each step of one run once, in order.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::Value;
+
+/// Says where a run begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// At its first step.
+    Fresh,
+    /// After this many steps.
+    Resumed(usize),
+}
+
+/// Appends records to a file.
+#[derive(Debug)]
+pub struct MetricsFile {
+    file: File,
+}
+
+impl MetricsFile {
+    /// Opens the file for a run that begins at `start`.
+    pub fn open(path: &Path, start: Start) -> io::Result<Self> {
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        match start {
+            _ if !path.exists() => {}
+            Start::Fresh => fs::rename(path, unused_name(path))?,
+            Start::Resumed(step) => cut_after(path, step)?,
+        }
+        Ok(Self { file: OpenOptions::new().create(true).append(true).open(path)? })
+    }
+
+    /// Writes one line, in one piece.
+    pub fn append(&mut self, record: &impl Serialize) -> io::Result<()> {
+        let mut line = serde_json::to_vec(record)?;
+        line.push(b'\n');
+        self.file.write_all(&line)
+    }
+}
+
+fn unused_name(path: &Path) -> PathBuf {
+    let extension = path.extension().map_or(String::new(), |e| format!(".{}", e.to_string_lossy()));
+    let stem = path.file_stem().map_or(String::new(), |stem| stem.to_string_lossy().into_owned());
+    (1..)
+        .map(|n| path.with_file_name(format!("{stem}.{n}{extension}")))
+        .find(|candidate| !candidate.exists())
+        .expect("some number is unused")
+}
+
+/// Rewrites the file without the lines past `step` and without what is no line of ours.
+fn cut_after(path: &Path, step: usize) -> io::Result<()> {
+    let temporary = path.with_extension("jsonl.tmp");
+    let mut kept = io::BufWriter::new(File::create(&temporary)?);
+    let mut reader = BufReader::new(File::open(path)?);
+    let mut line = Vec::new();
+    while reader.read_until(b'\n', &mut line)? > 0 {
+        let record: Option<Value> = serde_json::from_slice(&line).ok();
+        let iter = record.as_ref().and_then(|record| record.get("iter")?.as_u64());
+        if line.ends_with(b"\n") && iter.is_some_and(|iter| iter <= step as u64) {
+            kept.write_all(&line)?;
+        }
+        line.clear();
+    }
+    kept.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
+    fs::rename(&temporary, path)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn record(path: &Path, start: Start, steps: impl IntoIterator<Item = usize>) {
+        let mut file = MetricsFile::open(path, start).unwrap();
+        steps.into_iter().for_each(|step| file.append(&json!({"iter": step})).unwrap());
+    }
+
+    #[track_caller]
+    fn check(path: &Path, want: &[usize]) {
+        let text = fs::read_to_string(path).unwrap();
+        let steps: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(steps, want.iter().map(|step| json!({"iter": step})).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_resumed_run_replaces_the_lines_past_its_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("deep/er/metrics.jsonl");
+        record(&path, Start::Fresh, 1..=5);
+        record(&path, Start::Resumed(3), 4..=6);
+        check(&path, &[1, 2, 3, 4, 5, 6]);
+    }
+
+    #[test]
+    fn a_line_that_a_kill_has_cut_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        fs::write(&path, b"{\"iter\":1}\n{\"iter\":2}\n\xff\xfe\n{\"iter\":3}").unwrap();
+        record(&path, Start::Resumed(3), [4]);
+        check(&path, &[1, 2, 4]);
+    }
+
+    #[test]
+    fn a_fresh_run_keeps_the_file_of_the_one_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        for n in 1..=3 {
+            record(&path, Start::Fresh, [n]);
+        }
+        check(&path, &[3]);
+        check(&dir.path().join("metrics.1.jsonl"), &[1]);
+        check(&dir.path().join("metrics.2.jsonl"), &[2]);
+    }
+
+    #[test]
+    fn resuming_without_a_file_begins_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        record(&path, Start::Resumed(7), [8]);
+        check(&path, &[8]);
+    }
+}

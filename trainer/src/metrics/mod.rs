@@ -1,0 +1,22 @@
+//! What a run tells the world: metrics.jsonl, the terminal, run.json.
+//! The loop fills a `StepRecord` a step and hands it to the `Reporter`; nothing here measures.
+
+mod console;
+mod flops;
+mod format;
+mod jsonl;
+mod memory;
+mod plan;
+mod record;
+mod reporter;
+mod run_json;
+
+pub use console::{Terminal, eval_line, step_line};
+pub use flops::{ModelShape, Pass, Visibility, flops, model_flops_utilization};
+pub use format::{duration, quantity};
+pub use jsonl::{MetricsFile, Start};
+pub use memory::Memory;
+pub use plan::{Console, LogPlan};
+pub use record::{EvalRecord, StepRecord};
+pub use reporter::Reporter;
+pub use run_json::{Exit, Host, RunJson, RunReport, Versions};

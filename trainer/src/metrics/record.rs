@@ -1,0 +1,110 @@
+//! One line of metrics.jsonl: ArcticTraining's names, and ours beside them.
+
+use serde::{Deserialize, Serialize};
+
+use super::memory::Memory;
+
+/// Describes a finished optimizer step.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepRecord {
+    /// Epochs done before this step's first batch.
+    pub epoch: usize,
+    /// Optimizer steps done, this one included: the tag under which its weights would be saved.
+    pub iter: usize,
+    /// The learning rate of this update.
+    pub lr: f64,
+    /// Mean loss over the step's target tokens, all micro-batches and ranks together.
+    pub loss: f64,
+    /// The gradient's norm before clipping.
+    pub grad_norm: f64,
+    /// Mean tokens of a micro-batch, padding included.
+    pub seqlen: f64,
+    /// Mean seconds of a micro-batch's forward and backward.
+    pub iter_time: f64,
+    /// TFLOPS during `iter_time`, recomputation counted.
+    pub iter_tflops: f64,
+    /// Seconds from the end of the step before to the end of this one, evaluation and saves apart.
+    pub step_time: f64,
+    /// TFLOPS during `step_time`, recomputation counted.
+    pub step_tflops: f64,
+    /// Tokens of the step, padding not counted.
+    pub tokens: u64,
+    /// Target tokens of the step: what the loss is divided by.
+    pub n_targets: u64,
+    /// `tokens` over `step_time`.
+    pub tokens_per_second: f64,
+    /// Model FLOPs utilization, between 0 and 1, where the device's peak is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
+    /// Memory after the step, where the system tells.
+    #[serde(flatten)]
+    pub memory: Option<Memory>,
+}
+
+/// Describes an evaluation on held-out data.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct EvalRecord {
+    /// Epochs done.
+    pub epoch: usize,
+    /// Optimizer steps done.
+    pub iter: usize,
+    /// Mean loss over all target tokens.
+    #[serde(rename = "loss/eval")]
+    pub loss: f64,
+    /// Those target tokens.
+    pub n_targets: u64,
+    /// Seconds that it took.
+    pub eval_time: f64,
+}
+
+/// A record for the tests of this folder.
+#[cfg(test)]
+pub(super) fn example() -> StepRecord {
+    StepRecord {
+        epoch: 0,
+        iter: 3,
+        lr: 1e-5,
+        loss: 1.23456,
+        grad_norm: 0.5119,
+        seqlen: 32_000.0,
+        iter_time: 0.3,
+        iter_tflops: 0.06,
+        step_time: 1.2341,
+        step_tflops: 0.0519,
+        tokens: 64_000,
+        n_targets: 1_200,
+        tokens_per_second: 51_859.655,
+        mfu: None,
+        memory: Some(Memory {
+            rss_bytes: 2_100_000_000,
+            peak_rss_bytes: 2_400_000_000,
+            node_used_bytes: 10_100_000_000,
+            node_total_bytes: 80_000_000_000,
+        }),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_steps_json_has_these_names_in_this_order() {
+        insta::assert_snapshot!(serde_json::to_string(&example()).unwrap(), @r#"{"epoch":0,"iter":3,"lr":0.00001,"loss":1.23456,"grad_norm":0.5119,"seqlen":32000.0,"iter_time":0.3,"iter_tflops":0.06,"step_time":1.2341,"step_tflops":0.0519,"tokens":64000,"n_targets":1200,"tokens_per_second":51859.655,"rss_bytes":2100000000,"peak_rss_bytes":2400000000,"node_used_bytes":10100000000,"node_total_bytes":80000000000}"#);
+    }
+
+    #[test]
+    fn an_evaluations_json_has_these_names() {
+        let record = EvalRecord { epoch: 1, iter: 4, loss: 2.5, n_targets: 12, eval_time: 0.5 };
+        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"loss/eval":2.5,"n_targets":12,"eval_time":0.5}"#);
+    }
+
+    #[test]
+    fn a_line_reads_back_with_and_without_memory() {
+        for record in [example(), StepRecord { mfu: Some(0.5), memory: None, ..example() }] {
+            let line = serde_json::to_string(&record).unwrap();
+            assert_eq!(serde_json::from_str::<StepRecord>(&line).unwrap(), record);
+        }
+    }
+}

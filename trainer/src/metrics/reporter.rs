@@ -1,0 +1,126 @@
+//! Sends each record where the plan wants it.
+
+use std::io;
+
+use serde::Serialize;
+
+use super::console::{Terminal, eval_line, step_line};
+use super::jsonl::{MetricsFile, Start};
+use super::plan::LogPlan;
+use super::record::{EvalRecord, StepRecord};
+
+/// Reports the steps and evaluations of one run.
+#[derive(Debug)]
+pub struct Reporter {
+    plan: LogPlan,
+    total_steps: usize,
+    file: Option<MetricsFile>,
+    terminal: Terminal,
+    n_evals: usize,
+}
+
+impl Reporter {
+    /// Opens the metrics file and the terminal for a run of `total_steps`.
+    pub fn open(plan: &LogPlan, start: Start, total_steps: usize) -> io::Result<Self> {
+        let done = match start {
+            Start::Fresh => 0,
+            Start::Resumed(step) => step,
+        };
+        let file = plan.metrics_path.as_deref().map(|path| MetricsFile::open(path, start)).transpose()?;
+        let terminal = Terminal::new(plan.console, done, total_steps);
+        Ok(Self { plan: plan.clone(), total_steps, file, terminal, n_evals: 0 })
+    }
+
+    /// Reports a step.
+    pub fn step(&mut self, record: &StepRecord) {
+        let LogPlan { train_log_iter_interval, loss_log_interval, .. } = self.plan;
+        let is_recorded = falls_on(train_log_iter_interval, record.iter);
+        if is_recorded {
+            self.append(record);
+        }
+        if is_recorded || falls_on(loss_log_interval, record.iter) {
+            self.terminal.line(&step_line(record, self.total_steps));
+        }
+        self.terminal.advance_to(record.iter, record.loss);
+    }
+
+    /// Reports an evaluation.
+    pub fn eval(&mut self, record: &EvalRecord) {
+        self.n_evals += 1;
+        if falls_on(self.plan.eval_log_iter_interval, self.n_evals) {
+            self.append(record);
+            self.terminal.line(&eval_line(record, self.total_steps));
+        }
+    }
+
+    /// Returns the terminal, for lines of another kind.
+    pub fn terminal(&self) -> &Terminal {
+        &self.terminal
+    }
+
+    /// A full disk must not end a run that could still save elsewhere: say it once and go on.
+    fn append(&mut self, record: &impl Serialize) {
+        if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(record)) {
+            let path = self.plan.metrics_path.as_deref().unwrap_or_else(|| "".as_ref());
+            tracing::warn!("no more metrics from here on: failed to write {}: {error}", path.display());
+            self.file = None;
+        }
+    }
+}
+
+impl Drop for Reporter {
+    fn drop(&mut self) {
+        self.terminal.finish();
+    }
+}
+
+fn falls_on(interval: usize, count: usize) -> bool {
+    interval > 0 && count.is_multiple_of(interval)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::metrics::plan::Console;
+
+    /// The `iter` of the lines that a run of 6 steps with an evaluation every second step leaves.
+    #[track_caller]
+    fn check(train_interval: usize, eval_interval: usize, want: &[u64]) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let plan = LogPlan {
+            metrics_path: Some(path.clone()),
+            output_dir: None,
+            loss_log_interval: 1,
+            train_log_iter_interval: train_interval,
+            eval_log_iter_interval: eval_interval,
+            console: Console::Quiet,
+        };
+        let mut reporter = Reporter::open(&plan, Start::Fresh, 6).unwrap();
+        for iter in 1..=6 {
+            reporter.step(&StepRecord { iter, ..StepRecord::default() });
+            if iter % 2 == 0 {
+                reporter.eval(&EvalRecord { iter, ..EvalRecord::default() });
+            }
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        assert_eq!(lines.map(|line| line["iter"].as_u64().unwrap()).collect::<Vec<_>>(), want);
+    }
+
+    #[test]
+    fn every_step_and_every_evaluation() {
+        check(1, 1, &[1, 2, 2, 3, 4, 4, 5, 6, 6]);
+    }
+
+    #[test]
+    fn intervals_thin_the_records_out() {
+        check(3, 2, &[3, 4, 6]);
+    }
+
+    #[test]
+    fn zero_turns_them_off() {
+        check(0, 0, &[]);
+    }
+}

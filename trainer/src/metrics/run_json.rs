@@ -1,0 +1,226 @@
+//! run.json: what ran, on what, how it ended. Replaced as a whole at every change, so that a
+//! reader never sees half of it.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::memory::Memory;
+use super::plan::LogPlan;
+
+/// Keeps run.json current.
+#[derive(Debug)]
+pub struct RunJson {
+    path: Option<PathBuf>,
+    report: RunReport,
+    started: Instant,
+}
+
+/// Holds the contents of run.json.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RunReport {
+    /// The version of this layout.
+    pub format: u32,
+    /// When the run began, in UTC.
+    pub started_at: String,
+    /// When this file was last written, in UTC; once `exit` is there, when the run ended.
+    pub updated_at: String,
+    /// Seconds between the two.
+    pub elapsed_s: f64,
+    /// How it ended; null while it runs, and for ever if it was killed.
+    pub exit: Option<Exit>,
+    /// The save from which it went on.
+    pub resumed_from: Option<PathBuf>,
+    /// The resolved plan.
+    pub plan: Value,
+    /// What ran.
+    pub versions: Versions,
+    /// On what it ran.
+    pub host: Host,
+    /// The token ledger.
+    pub ledger: Value,
+    /// The last step's record, the last evaluation's, and what else the loop adds.
+    pub metrics: Value,
+}
+
+/// Says how a run ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Exit {
+    /// The process's exit code.
+    pub code: u8,
+    /// Why, in words.
+    pub reason: String,
+}
+
+/// Names the program.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Versions {
+    /// This package's version.
+    pub candlewick: &'static str,
+    /// The commit, where `CANDLEWICK_COMMIT` was set when it was built.
+    pub commit: Option<&'static str>,
+}
+
+/// Describes the machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Host {
+    /// Its name.
+    pub name: Option<String>,
+    /// Operating system and architecture: "linux x86_64".
+    pub system: String,
+    /// The processor's name.
+    pub cpu: Option<String>,
+    /// Threads that this process may use at once.
+    pub n_cpus: usize,
+    /// RAM in bytes.
+    pub memory_bytes: Option<u64>,
+}
+
+impl RunJson {
+    /// Writes the first version into `plan.output_dir`; nothing at all where that is `None`.
+    pub fn start(log: &LogPlan, plan: Value) -> io::Result<Self> {
+        let now = utc(SystemTime::now());
+        let report = RunReport {
+            format: 1,
+            started_at: now.clone(),
+            updated_at: now,
+            elapsed_s: 0.0,
+            exit: None,
+            resumed_from: None,
+            plan,
+            versions: Versions { candlewick: env!("CARGO_PKG_VERSION"), commit: option_env!("CANDLEWICK_COMMIT") },
+            host: Host::this(),
+            ledger: Value::Null,
+            metrics: Value::Null,
+        };
+        let path = log.output_dir.as_ref().map(|dir| dir.join("run.json"));
+        let mut run_json = Self { path, report, started: Instant::now() };
+        run_json.update(|_| ())?;
+        Ok(run_json)
+    }
+
+    /// Changes the report and writes it.
+    pub fn update(&mut self, change: impl FnOnce(&mut RunReport)) -> io::Result<()> {
+        change(&mut self.report);
+        self.report.updated_at = utc(SystemTime::now());
+        self.report.elapsed_s = self.started.elapsed().as_secs_f64();
+        self.path.as_deref().map_or(Ok(()), |path| replace(path, &serde_json::to_vec_pretty(&self.report)?))
+    }
+
+    /// Writes the last version.
+    pub fn finish(&mut self, exit: Exit) -> io::Result<()> {
+        self.update(|report| report.exit = Some(exit))
+    }
+}
+
+impl Host {
+    /// Describes this machine.
+    pub fn this() -> Self {
+        let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let model = cpuinfo.lines().find_map(|line| line.strip_prefix("model name"));
+        let name = fs::read_to_string("/proc/sys/kernel/hostname").ok();
+        Self {
+            name: name.map(|name| name.trim().to_owned()),
+            system: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
+            cpu: model.map(|model| model.trim_start_matches(['\t', ' ', ':']).to_owned()),
+            n_cpus: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            memory_bytes: Memory::now().map(|memory| memory.node_total_bytes),
+        }
+    }
+}
+
+/// Puts `bytes` in the place of the file at once.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let temporary = path.with_extension("json.tmp");
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    let mut file = File::create(&temporary)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(&temporary, path)
+}
+
+/// Writes a time as 2026-11-21T02:03:04Z.
+fn utc(time: SystemTime) -> String {
+    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (year, month, day) = date(seconds / 86_400);
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+/// The Gregorian date of a day counted from 1970-01-01. Years begin in March here, so that the
+/// leap day is a year's last.
+fn date(days: u64) -> (u64, u64, u64) {
+    let days = days + 719_468; // from 0000-03-01
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let march_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
+    let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
+    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::metrics::plan::Console;
+    use serde_json::json;
+    use std::time::Duration;
+
+    fn log(output_dir: Option<PathBuf>) -> LogPlan {
+        LogPlan {
+            metrics_path: None,
+            output_dir,
+            loss_log_interval: 1,
+            train_log_iter_interval: 1,
+            eval_log_iter_interval: 1,
+            console: Console::Quiet,
+        }
+    }
+
+    #[test]
+    fn dates_of_leap_years_and_others() {
+        let cases = [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_709_251_199, "2024-02-29T23:59:59Z"),
+            (1_709_251_200, "2024-03-01T00:00:00Z"),
+            (1_767_225_599, "2025-12-31T23:59:59Z"),
+            (4_107_542_400, "2100-03-01T00:00:00Z"),
+        ];
+        for (seconds, want) in cases {
+            assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), want);
+        }
+    }
+
+    #[test]
+    fn a_run_is_open_until_it_has_an_exit() {
+        let dir = tempfile::tempdir().unwrap();
+        let output_dir = dir.path().join("out");
+        let read = || -> Value { serde_json::from_slice(&fs::read(output_dir.join("run.json")).unwrap()).unwrap() };
+        let mut run = RunJson::start(&log(Some(output_dir.clone())), json!({"seed": 42})).unwrap();
+        assert_eq!(read()["exit"], Value::Null);
+        assert_eq!(read()["plan"], json!({"seed": 42}));
+        assert_eq!(read()["versions"]["candlewick"], env!("CARGO_PKG_VERSION"));
+        assert!(read()["host"]["n_cpus"].as_u64().unwrap() > 0);
+
+        run.update(|report| report.ledger = json!({"read": 10})).unwrap();
+        run.finish(Exit { code: 75, reason: "SIGTERM, saved at step 3".to_owned() }).unwrap();
+        assert_eq!(read()["ledger"]["read"], 10);
+        assert_eq!(read()["exit"], json!({"code": 75, "reason": "SIGTERM, saved at step 3"}));
+        assert_eq!(fs::read_dir(&output_dir).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn without_a_folder_nothing_is_written() {
+        let mut run = RunJson::start(&log(None), json!({})).unwrap();
+        run.finish(Exit { code: 0, reason: "done".to_owned() }).unwrap();
+    }
+}

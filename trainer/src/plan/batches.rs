@@ -1,0 +1,210 @@
+//! The data, and how they become steps.
+
+use std::path::PathBuf;
+
+use super::resolver::Resolver;
+use super::sources;
+use super::{ModelPlan, TokenizerPlan};
+use crate::data::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding};
+use crate::recipe::{self, DataType, Origin, PadTo};
+
+pub(super) fn resolve(resolver: &mut Resolver, kind: Kind, model: &ModelPlan, tokenizer: &TokenizerPlan) -> DataPlan {
+    let recipe = resolver.recipe();
+    let data = &recipe.data;
+    let (sources, eval_sources, eval_fraction) = sources::resolve(resolver, kind);
+    let max_length = max_length(resolver, model);
+    let packing = packing(resolver, kind);
+    let overlong = overlong(resolver, packing);
+    let order = match resolver.pick("data.order", data.order, recipe::Order::Shuffle) {
+        recipe::Order::Shuffle => Order::Shuffle,
+        recipe::Order::Sequential => Order::Sequential,
+        recipe::Order::LongestFirst => Order::LongestFirst,
+    };
+    let (micro_batch_size, gradient_accumulation_steps) = batch(resolver, packing);
+    DataPlan {
+        kind,
+        sources,
+        eval_sources,
+        eval_fraction,
+        max_length,
+        overlong,
+        packing,
+        fuse_positions_prob: fuse_positions(resolver, packing),
+        padding: padding(resolver, max_length),
+        drop_last: resolver.pick("data.drop_last", data.drop_last, false),
+        order,
+        mask_inputs: resolver.pick("data.mask_inputs", data.mask_inputs, true),
+        ignore_empty_think: resolver.pick("data.ignore_empty_think", data.ignore_empty_think, false),
+        micro_batch_size,
+        gradient_accumulation_steps,
+        min_iterations: resolver.count("min_iterations", recipe.min_iterations, 0),
+        horizon: horizon(resolver),
+        overfit_first_batch: resolver.pick("overfit_first_batch", recipe.overfit_first_batch, false),
+        seed: resolver.count("data.seed", data.seed, 42) as u64,
+        cache_dir: PathBuf::from(resolver.pick("data.cache_dir", data.cache_dir.clone(), "/tmp/".into())),
+        fail_on_missing_cache: resolver.pick("data.fail_on_missing_cache", data.fail_on_missing_cache, false),
+        num_proc: num_proc(resolver),
+        template_kwargs: tokenizer.chat_template_kwargs.clone(),
+    }
+}
+
+pub(super) fn resolve_kind(resolver: &mut Resolver) -> Kind {
+    let recipe = resolver.recipe();
+    let kind = resolver.pick("type", recipe.kind, DataType::Sft);
+    if recipe.data.kind.is_some_and(|data_kind| data_kind != kind) {
+        let advice = "remove data.type: it follows from type";
+        resolver.wrong_because(&["data.type"], "data.type differs from the run's type", advice);
+    }
+    match kind {
+        DataType::Causal => Kind::Causal,
+        DataType::Sft | DataType::Dpo => Kind::Sft,
+    }
+}
+
+fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
+    const KEY: &str = "data.max_length";
+    let given = resolver.recipe().data.max_length;
+    let limit = model.config.as_ref().map(candlewick_model::Config::max_positions);
+    match (given, limit) {
+        (Some(given), Some(limit)) if given.0 > limit => {
+            let message = format!("{KEY}: {} is longer than the model's max_position_embeddings, {limit}", given.0);
+            let advice = "lower it; or raise model.hf_config_kwargs.max_position_embeddings, with a fitting rope scaling";
+            resolver.wrong_because(&[KEY], message, advice);
+        }
+        (Some(given), _) if given.0 < 2 => {
+            resolver.wrong(&[KEY], format!("{KEY}: expected at least 2, found {}: the first token predicts the second", given.0));
+        }
+        _ => {}
+    }
+    match (given, limit) {
+        (Some(given), _) => resolver.pick(KEY, Some(given.0), 0),
+        (None, Some(limit)) => resolver.record(KEY, limit, Origin::Derived),
+        (None, None) => {
+            // Only a check comes here: a run has downloaded the config.
+            resolver.note(format!("{KEY} will be the model's max_position_embeddings: its config.json is not on this machine yet"));
+            0
+        }
+    }
+}
+
+fn packing(resolver: &mut Resolver, kind: Kind) -> Packing {
+    let data = &resolver.recipe().data;
+    let pack = resolver.pick("data.pack_samples", data.pack_samples, kind == Kind::Causal);
+    let exact = resolver.pick("data.always_max_length", data.always_max_length, kind == Kind::Causal && pack);
+    match (pack, exact) {
+        (false, true) => {
+            let message = "data.always_max_length fills packs: it needs data.pack_samples: true";
+            resolver.wrong(&["data.always_max_length"], message);
+            Packing::Off
+        }
+        (false, false) => Packing::Off,
+        (true, false) => Packing::Fit,
+        (true, true) => Packing::Exact,
+    }
+}
+
+fn overlong(resolver: &mut Resolver, packing: Packing) -> Overlong {
+    let data = &resolver.recipe().data;
+    let asked = data.overlong.map(|asked| match asked {
+        recipe::Overlong::Error => Overlong::Error,
+        recipe::Overlong::Truncate => Overlong::Truncate,
+        recipe::Overlong::Drop => Overlong::Drop,
+        recipe::Overlong::Split => Overlong::Split,
+    });
+    if let (Some(asked), Some(filter)) = (asked, data.filter_samples)
+        && (asked == Overlong::Drop) != filter
+    {
+        let message = "data.filter_samples contradicts data.overlong";
+        resolver.wrong_because(&["data.filter_samples"], message, "keep data.overlong; filter_samples: true is its `drop`");
+    }
+    if packing == Packing::Exact {
+        if asked.is_some_and(|asked| asked != Overlong::Split) {
+            let message = "data.overlong: rows of exactly max_length are cut from samples of any length";
+            resolver.wrong_because(&["data.overlong"], message, "remove the key, or set data.pack_samples: false");
+        }
+        return resolver.record("data.overlong", Overlong::Split, Origin::Derived);
+    }
+    let filtered = (data.filter_samples == Some(true)).then_some(Overlong::Drop);
+    let origin = match (asked, filtered) {
+        (Some(_), _) => resolver.loaded.origin(&["data.overlong"]),
+        (None, Some(_)) => resolver.loaded.origin(&["data.filter_samples"]),
+        (None, None) => Origin::Default,
+    };
+    resolver.record("data.overlong", asked.or(filtered).unwrap_or(Overlong::Error), origin)
+}
+
+fn fuse_positions(resolver: &mut Resolver, packing: Packing) -> f64 {
+    const KEY: &str = "data.fuse_positions_prob";
+    let given = resolver.recipe().data.fuse_positions_prob;
+    let probability = resolver.number(KEY, given, 0.0, 0.0, 1.0);
+    if probability > 0.0 && packing == Packing::Off {
+        resolver.wrong(&[KEY], format!("{KEY} fuses the samples of a pack: it needs data.pack_samples: true"));
+    }
+    probability
+}
+
+fn padding(resolver: &mut Resolver, max_length: usize) -> Padding {
+    let data = &resolver.recipe().data;
+    let given = data.pad_to.or(data.div_length.map(|_| PadTo::DivLength));
+    let pad_to = resolver.pick("data.pad_to", data.pad_to, given.unwrap_or(PadTo::None));
+    let div_length = match (pad_to, data.div_length) {
+        (PadTo::DivLength, given) => resolver.positive("data.div_length", given, 256),
+        (_, Some(given)) => resolver.positive("data.div_length", Some(given), 256),
+        (_, None) => 1,
+    };
+    match pad_to {
+        PadTo::None if data.div_length.is_some() => {
+            resolver.wrong(&["data.div_length"], "data.div_length contradicts data.pad_to: none");
+            Padding::Nothing
+        }
+        PadTo::None => Padding::Nothing,
+        PadTo::DivLength => Padding::Multiple(div_length),
+        PadTo::MaxLength => {
+            if div_length > 0 && !max_length.is_multiple_of(div_length) {
+                let lower = max_length / div_length * div_length;
+                let message = format!("data.pad_to: max_length {max_length} is no multiple of div_length {div_length}");
+                let advice = format!("remove data.div_length, or use max_length {lower} or {}", lower + div_length);
+                resolver.wrong_because(&["data.pad_to"], message, advice);
+            }
+            Padding::MaxLength
+        }
+    }
+}
+
+fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
+    let recipe = resolver.recipe();
+    let micro_batch_size = resolver.positive("micro_batch_size", recipe.micro_batch_size, 1);
+    if packing != Packing::Off && recipe.data.pack_samples == Some(true) && micro_batch_size > 1 {
+        let message = format!("micro_batch_size: {micro_batch_size} rows of packed samples; with data.pack_samples it must be 1");
+        let advice = "raise data.max_length for larger packs, or gradient_accumulation_steps for more of them";
+        resolver.wrong_because(&["micro_batch_size"], message, advice);
+    }
+    let accumulation = resolver.positive("gradient_accumulation_steps", recipe.gradient_accumulation_steps, 1);
+    (micro_batch_size, accumulation)
+}
+
+/// `train_iters` replaces `epochs`.
+fn horizon(resolver: &mut Resolver) -> Horizon {
+    let recipe = resolver.recipe();
+    let steps = resolver.count("train_iters", recipe.train_iters, 0);
+    if steps > 0 {
+        if recipe.epochs.is_some() {
+            resolver.note("epochs is replaced by train_iters");
+        }
+        return Horizon::Steps(steps);
+    }
+    let epochs = resolver.count("epochs", recipe.epochs, 1);
+    if epochs == 0 {
+        resolver.wrong(&["epochs"], "epochs: 0 without train_iters trains nothing");
+    }
+    Horizon::Epochs(epochs)
+}
+
+fn num_proc(resolver: &mut Resolver) -> usize {
+    let data = &resolver.recipe().data;
+    let most = resolver.known.n_cores.max(1);
+    if data.dl_num_workers.is_some_and(|n| n.0 > 0) {
+        resolver.note("data.dl_num_workers has no effect: batches are made on one thread ahead of the step");
+    }
+    resolver.positive("data.num_proc", data.num_proc, most.min(16)).min(most)
+}

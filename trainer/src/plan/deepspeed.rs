@@ -1,0 +1,115 @@
+//! The `deepspeed` section: keys that cannot matter to one process are accepted, the others read or refused by name.
+
+use serde_json::Value;
+
+use super::resolver::Resolver;
+use crate::recipe::{Dtype, parse_number};
+
+/// Keys that only divide or time what one process does alone.
+const WITHOUT_EFFECT: &[&str] = &[
+    "allgather_bucket_size",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "steps_per_print",
+    "zero_optimization.stage",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.memory_efficient_linear",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.sub_group_size",
+];
+
+/// Keys that may only have their harmless value.
+const ONLY: &[(&str, Harmless)] = &[
+    ("bf16.bf16_master_weights_and_grads", Harmless::False),
+    ("bf16.bf16_optimizer_states", Harmless::False),
+    ("fp16.enabled", Harmless::False),
+    ("prescale_gradients", Harmless::False),
+    ("torch_autocast.enabled", Harmless::False),
+    ("wall_clock_breakdown", Harmless::False),
+    ("zero_optimization.offload_optimizer.device", Harmless::None),
+    ("zero_optimization.offload_param.device", Harmless::None),
+];
+
+/// The value with which a key asks for nothing.
+#[derive(Clone, Copy)]
+enum Harmless {
+    False,
+    /// The text `none`.
+    None,
+}
+
+pub(super) fn check(resolver: &mut Resolver) {
+    let mut leaves = Vec::new();
+    collect("", &resolver.recipe().deepspeed, &mut leaves);
+    for (key, value) in leaves {
+        check_leaf(resolver, &key, value);
+    }
+}
+
+/// The gradient clipping that the section asks for.
+pub(super) fn gradient_clipping(resolver: &Resolver) -> Option<f64> {
+    number(resolver.recipe().deepspeed.get("gradient_clipping")?)
+}
+
+fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
+    let path = format!("deepspeed.{key}");
+    match key {
+        "gradient_clipping" if number(value).is_none() => {
+            resolver.wrong(&[&path], format!("{path}: expected a number, found {value}"));
+        }
+        "gradient_clipping" => {}
+        "zero_optimization.stage" if number(value).is_none_or(|stage| ![0.0, 1.0, 2.0, 3.0].contains(&stage)) => {
+            resolver.wrong(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
+        }
+        "bf16.enabled" | "bfloat16.enabled" => check_bf16(resolver, &path, value),
+        _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect on one process")),
+        _ => check_only(resolver, key, &path, value),
+    }
+}
+
+fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
+    match ONLY.iter().find(|(only, _)| *only == key) {
+        Some((_, Harmless::False)) if *value == Value::Bool(false) => {}
+        Some((_, Harmless::None)) if value.as_str() == Some("none") => {}
+        Some((_, harmless)) => {
+            let harmless = if matches!(harmless, Harmless::False) { "false" } else { "none" };
+            let advice = format!("remove the key, or set it to {harmless}");
+            resolver.wrong_because(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+        }
+        None => resolver.wrong_because(&[path], format!("`{path}` is not implemented yet"), "remove the key"),
+    }
+}
+
+fn check_bf16(resolver: &mut Resolver, path: &str, value: &Value) {
+    let is_bf16 = !matches!(resolver.recipe().model.dtype, Some(Dtype::F32 | Dtype::F16));
+    if *value != Value::Bool(is_bf16) {
+        let advice = "remove the key: the number format is model.dtype";
+        resolver.wrong_because(&[path], format!("{path}: {value} contradicts model.dtype"), advice);
+    }
+}
+
+fn number(value: &Value) -> Option<f64> {
+    value.as_f64().or_else(|| parse_number(value.as_str()?))
+}
+
+/// The leaves of nested maps, with their paths. An empty map is no leaf: it asks for nothing.
+fn collect<'a>(prefix: &str, map: &'a serde_json::Map<String, Value>, leaves: &mut Vec<(String, &'a Value)>) {
+    for (key, value) in map {
+        let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+        match value {
+            Value::Object(inner) => collect(&path, inner, leaves),
+            Value::Null => {}
+            leaf => leaves.push((path, leaf)),
+        }
+    }
+}

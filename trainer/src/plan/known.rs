@@ -1,0 +1,140 @@
+//! What a plan must know of the outside: the model's config, the machine's cores, what lies beside the recipe.
+
+use std::path::{Path, PathBuf};
+
+use candlewick_model::{Config, ModelError};
+use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
+
+use crate::metrics::Console;
+use crate::recipe::{ConfigSource, Loaded, ModelType, RecipeError};
+
+/// What is known of the outside while a plan is made.
+#[derive(Clone, Debug)]
+pub struct Known {
+    /// The model's config, without the recipe's overrides. `None` if it is on the Hub only.
+    pub config: Option<Config>,
+    /// Threads that may run at once.
+    pub n_cores: usize,
+    /// Whether ArcticTraining would find Python code beside the recipe.
+    pub has_train_py: bool,
+    /// How much goes to the terminal.
+    pub console: Console,
+}
+
+/// How far [`Known::gather`] may go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reach {
+    /// Files and the Hub's cache; what the cache lacks stays unknown.
+    ThisMachine,
+    /// Files and the Hub's cache, which must hold the whole model: a run without a network has to be possible.
+    Offline,
+    /// The Hub, for the model's config and tokenizer.
+    Network,
+}
+
+/// Why the outside could not be asked. Completes "failed to ...".
+#[derive(Debug, thiserror::Error)]
+pub enum KnownError {
+    /// The recipe names a file that is not there or not right.
+    #[error(transparent)]
+    Recipe(#[from] RecipeError),
+    /// The Hub refused, or the cache has not got it.
+    #[error(transparent)]
+    Hub(#[from] HubError),
+    /// The Hub's config is not one.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+}
+
+impl Known {
+    /// Looks at the machine, and as far as `reach` says at the Hub.
+    pub fn gather(loaded: &Loaded, reach: Reach, console: Console) -> Result<Self, KnownError> {
+        let settings = HubSettings::from_env();
+        Ok(Self {
+            config: find_config(loaded, reach, settings)?,
+            n_cores: std::thread::available_parallelism().map_or(1, usize::from),
+            has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
+            console,
+        })
+    }
+}
+
+fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<Option<Config>, KnownError> {
+    let model = &loaded.recipe.model;
+    let blame = |key: &str, error: ModelError| {
+        let fault = loaded.fault(&[key], format!("{key}: cannot be used: {error}"));
+        KnownError::from(loaded.error(vec![fault]))
+    };
+    match (&model.config, &model.name_or_path) {
+        (Some(ConfigSource::Inline(map)), _) => {
+            Config::from_json(map.clone().into()).map(Some).map_err(|e| blame("model.config", e))
+        }
+        (Some(ConfigSource::Path(path)), _) => read_file(path).map(Some).map_err(|e| blame("model.config", e)),
+        (None, Some(name)) if Path::new(name).is_dir() => {
+            Config::read(Path::new(name)).map(Some).map_err(|e| blame("model.name_or_path", e))
+        }
+        (None, Some(name)) if is_path(name) => {
+            let message = format!("model.name_or_path: there is no folder {name}");
+            let fault = loaded.fault(&["model.name_or_path"], message).note("a Hub id has the form owner/name");
+            Err(loaded.error(vec![fault]).into())
+        }
+        (None, Some(name)) => {
+            let draws = model.kind == Some(ModelType::RandomWeightHf);
+            let part = if reach == Reach::Offline && !draws { ModelPart::Whole } else { ModelPart::WithoutWeights };
+            from_hub(name, model.revision.as_deref(), part, reach, settings)
+        }
+        (None, None) => Ok(None),
+    }
+}
+
+/// Tells a path from a Hub id, whose only slash stands between owner and name.
+fn is_path(name: &str) -> bool {
+    name.starts_with(['.', '/', '~']) || name.ends_with('/') || name.matches('/').count() > 1 || name.contains('\\')
+}
+
+/// `path` is a config.json, or a folder that holds one.
+fn read_file(path: &str) -> Result<Config, ModelError> {
+    let path = PathBuf::from(path);
+    if path.is_dir() {
+        return Config::read(&path);
+    }
+    let read = |source| ModelError::Io { doing: "read", path: path.clone(), source };
+    let bytes = std::fs::read(&path).map_err(read)?;
+    let value = serde_json::from_slice(&bytes).map_err(|error| ModelError::Malformed {
+        path: path.clone(),
+        problem: format!("not JSON: {error}"),
+    })?;
+    Config::from_json(value).map_err(|source| ModelError::In { path: path.clone(), source: Box::new(source) })
+}
+
+/// What the cache does not hold is no error where the Hub is out of reach by choice.
+fn from_hub(
+    name: &str,
+    revision: Option<&str>,
+    part: ModelPart,
+    reach: Reach,
+    mut settings: HubSettings,
+) -> Result<Option<Config>, KnownError> {
+    settings.offline |= reach != Reach::Network;
+    match Hub::new(settings)?.model(name, revision, part) {
+        Ok(folder) => Ok(Some(Config::read(&folder)?)),
+        Err(error @ HubError::Id { .. }) => Err(error.into()),
+        Err(_) if reach == Reach::ThisMachine => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hub_id_is_not_taken_for_a_path() {
+        for id in ["gpt2", "org/model", "Qwen/Qwen2.5-0.5B"] {
+            assert!(!is_path(id), "{id}");
+        }
+        for path in ["./model", "/data/model", "~/model", "out/run/global_step_3", "model/", "..\\model"] {
+            assert!(is_path(path), "{path}");
+        }
+    }
+}

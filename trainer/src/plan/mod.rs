@@ -1,0 +1,262 @@
+//! What will happen: every check, every default and every derived number of a run, made once.
+//!
+//! [`Plan::resolve`] is pure: it asks no device and no network. What it must know of the outside (the model's config,
+//! the number of cores) comes in as [`Known`]. Below the plan nobody validates a setting or supplies a default.
+
+mod batches;
+mod deepspeed;
+mod known;
+mod model;
+mod optimizer;
+mod output;
+mod refused;
+mod resolver;
+mod sources;
+mod table;
+
+use std::path::PathBuf;
+
+use candlewick_model::{Config, LoraConfig};
+use serde::{Serialize, Serializer};
+
+use crate::checkpoint::CheckpointPlan;
+use crate::data::DataPlan;
+use crate::metrics::LogPlan;
+use crate::recipe::{Free, Loaded, OnNonfinite, RecipeError};
+use crate::schedule::Schedule;
+
+pub use known::{Known, KnownError, Reach};
+pub use table::Setting;
+
+use resolver::Resolver;
+
+/// A run, resolved.
+#[derive(Clone, Debug, Serialize)]
+pub struct Plan {
+    /// The recipe file.
+    pub recipe: PathBuf,
+    /// Seeds the initial weights and LoRA factors.
+    pub seed: u64,
+    /// The model.
+    pub model: ModelPlan,
+    /// The tokenizer.
+    pub tokenizer: TokenizerPlan,
+    /// The data, and how they become steps.
+    pub data: DataPlan,
+    /// The optimizer.
+    pub optimizer: OptimizerPlan,
+    /// The learning rate over the run. It is checked against the number of steps once the data are counted.
+    pub schedule: Schedule,
+    /// Evaluation, if there are data for it.
+    pub eval: Option<EvalPlan>,
+    /// When the run ends early.
+    pub exit: ExitPlan,
+    /// What is saved.
+    pub checkpoints: Vec<CheckpointPlan>,
+    /// What is reported.
+    pub log: LogPlan,
+    /// What happens when a loss or gradient is not finite.
+    pub on_nonfinite: OnNonfinite,
+    /// Sample generations after training.
+    pub generate: Option<GeneratePlan>,
+    /// Log messages.
+    pub logger: LoggerPlan,
+    /// Every setting with its origin, for people.
+    pub settings: Vec<Setting>,
+    /// What the user may want to know: keys that were accepted and have no effect, and why.
+    pub notes: Vec<String>,
+}
+
+/// The model of a run.
+#[derive(Clone, Debug, Serialize)]
+pub struct ModelPlan {
+    /// A Hugging Face folder or Hub id; `None` if the recipe holds the config.
+    pub name_or_path: Option<String>,
+    /// The branch, tag or commit of a Hub id; `None` is `main`.
+    pub revision: Option<String>,
+    /// Where the weights come from.
+    pub init: Init,
+    /// The config with the recipe's overrides. `None` if the Hub has it and this machine has not: never in a run, only
+    /// in a check.
+    #[serde(serialize_with = "config_json")]
+    pub config: Option<Config>,
+    /// The overrides that are in `config` already.
+    pub hf_config_kwargs: Free,
+    /// The number format of the weights in forward and backward. Master weights are f32.
+    pub dtype: ComputeDtype,
+    /// LoRA, if only an adapter is trained.
+    #[serde(serialize_with = "adapter_json")]
+    pub adapter: Option<LoraConfig>,
+    /// What blocks keep for backward.
+    pub activations: Activations,
+}
+
+/// Where a model's weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Init {
+    /// From the checkpoint.
+    Load,
+    /// Drawn, as transformers draws them.
+    Random,
+}
+
+/// The number format of forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ComputeDtype {
+    /// bfloat16.
+    Bf16,
+    /// Single precision.
+    F32,
+}
+
+/// What blocks keep for backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activations {
+    /// Everything.
+    Keep,
+    /// Their inputs.
+    Recompute,
+    /// Their inputs, outside the heap.
+    Offload,
+    /// Every k-th block its input, the others everything.
+    RecomputeEvery(usize),
+}
+
+/// The tokenizer of a run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TokenizerPlan {
+    /// A folder or a Hub id.
+    pub name_or_path: String,
+    /// The branch, tag or commit of a Hub id; `None` is `main`.
+    pub revision: Option<String>,
+    /// A chat template that replaces the tokenizer's own.
+    pub chat_template: Option<ChatTemplateSource>,
+    /// Extra variables of the chat template.
+    pub chat_template_kwargs: Free,
+}
+
+/// Where a chat template is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChatTemplateSource {
+    /// In a file.
+    File(PathBuf),
+    /// In the recipe.
+    Inline(String),
+}
+
+/// AdamW's numbers.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct OptimizerPlan {
+    /// The base learning rate.
+    pub learning_rate: f64,
+    /// Decoupled; spares norms and biases.
+    pub weight_decay: f64,
+    /// Decay rate of the first moment.
+    pub beta1: f64,
+    /// Decay rate of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// The largest global norm of a gradient; `None` does not clip.
+    pub gradient_clipping: Option<f64>,
+}
+
+/// Evaluation during training.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct EvalPlan {
+    /// Steps between evaluations. The last step is always evaluated.
+    pub interval: usize,
+}
+
+/// When a run ends before its horizon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ExitPlan {
+    /// At this step.
+    pub iteration: Option<usize>,
+    /// After this many steps of this process.
+    pub iteration_this_run: Option<usize>,
+    /// When this file exists.
+    pub kill_switch_path: PathBuf,
+}
+
+/// Sample generations.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct GeneratePlan {
+    /// What the model answers or continues.
+    pub prompts: Vec<String>,
+    /// The most tokens of an answer.
+    pub max_new_tokens: usize,
+    /// 0 takes the likeliest token.
+    pub temperature: f64,
+    /// The share of probability that is sampled from.
+    pub top_p: f64,
+    /// Seeds the sampling.
+    pub seed: u64,
+}
+
+/// Log messages: not the metrics, which are [`LogPlan`]'s.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct LoggerPlan {
+    /// A directive of tracing's filter: `debug`, `info`, `warn` or `error`; `None` is the program's default.
+    pub level: Option<String>,
+    /// Whether they go to stderr.
+    pub print: bool,
+    /// The log file.
+    pub file: Option<PathBuf>,
+}
+
+impl Plan {
+    /// Decides everything, or says everything that is wrong.
+    pub fn resolve(loaded: &Loaded, known: &Known) -> Result<Self, RecipeError> {
+        let mut resolver = Resolver::new(loaded, known);
+        refused::check(&mut resolver);
+        deepspeed::check(&mut resolver);
+        let kind = batches::resolve_kind(&mut resolver);
+        let model = model::resolve(&mut resolver);
+        let tokenizer = model::resolve_tokenizer(&mut resolver);
+        let data = batches::resolve(&mut resolver, kind, &model, &tokenizer);
+        let optimizer = optimizer::resolve(&mut resolver);
+        let schedule = optimizer::resolve_schedule(&mut resolver);
+        optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
+        let eval = output::resolve_eval(&mut resolver, &data);
+        let exit = output::resolve_exit(&mut resolver);
+        let checkpoints = output::resolve_checkpoints(&mut resolver);
+        let log = output::resolve_log(&mut resolver);
+        let logger = output::resolve_logger(&mut resolver);
+        let generate = output::resolve_generate(&mut resolver);
+        let recipe = &loaded.recipe;
+        let seed = resolver.count("seed", recipe.seed, 42) as u64;
+        let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
+        let (settings, notes) = resolver.finish()?;
+        Ok(Self {
+            recipe: loaded.source().path.clone(),
+            seed,
+            model,
+            tokenizer,
+            data,
+            optimizer,
+            schedule,
+            eval,
+            exit,
+            checkpoints,
+            log,
+            on_nonfinite,
+            generate,
+            logger,
+            settings,
+            notes,
+        })
+    }
+}
+
+fn config_json<S: Serializer>(config: &Option<Config>, serializer: S) -> Result<S::Ok, S::Error> {
+    config.as_ref().map(Config::to_json).serialize(serializer)
+}
+
+fn adapter_json<S: Serializer>(adapter: &Option<LoraConfig>, serializer: S) -> Result<S::Ok, S::Error> {
+    adapter.as_ref().map(LoraConfig::to_json).serialize(serializer)
+}

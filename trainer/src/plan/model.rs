@@ -1,0 +1,200 @@
+//! The model and its tokenizer.
+
+use std::path::{Path, PathBuf};
+
+use candlewick_model::{Config, LoraConfig};
+use serde_json::Value;
+
+use super::resolver::Resolver;
+use super::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TokenizerPlan};
+use crate::recipe::{ActivationCheckpoint, Attention, ConfigSource, Dtype, HumanInt, ModelType, Origin};
+
+const ACTIVATIONS: [&str; 3] =
+    ["model.activation_checkpoint", "model.disable_activation_checkpoint", "activation_checkpoint_cpu_offload"];
+
+pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
+    let model = &resolver.recipe().model;
+    check_source(resolver);
+    if let Some(name) = &model.name_or_path {
+        resolver.pick("model.name_or_path", Some(name), name);
+    }
+    if let Some(revision) = &model.revision {
+        resolver.pick("model.revision", Some(revision), revision);
+    }
+    let (config, reshaped) = config(resolver);
+    let init = init(resolver, &reshaped);
+    let dtype = match resolver.pick("model.dtype", model.dtype, Dtype::Bf16) {
+        Dtype::F32 => ComputeDtype::F32,
+        Dtype::Bf16 | Dtype::F16 => ComputeDtype::Bf16,
+    };
+    if !matches!(model.attn_implementation, None | Some(Attention::Sdpa)) {
+        resolver.note("model.attn_implementation: there is one attention here; every value computes the same numbers");
+    }
+    ModelPlan {
+        name_or_path: model.name_or_path.clone(),
+        revision: model.revision.clone(),
+        init,
+        config,
+        hf_config_kwargs: model.hf_config_kwargs.clone(),
+        dtype,
+        adapter: adapter(resolver),
+        activations: activations(resolver),
+    }
+}
+
+fn check_source(resolver: &mut Resolver) {
+    let model = &resolver.recipe().model;
+    match (&model.name_or_path, &model.config) {
+        (None, None) => resolver.wrong_because(
+            &["model"],
+            "model: there is no model",
+            "give model.name_or_path (a folder or Hub id), or model.config to build one with random weights",
+        ),
+        (Some(_), Some(_)) => resolver.wrong_because(
+            &["model.config"],
+            "model.config and model.name_or_path exclude each other: one builds a model, the other loads one",
+            "to change a loaded model's config use model.hf_config_kwargs; to name a tokenizer use tokenizer.name_or_path",
+        ),
+        _ => {}
+    }
+    if model.revision.is_some() && model.name_or_path.is_none() {
+        resolver.wrong(&["model.revision"], "model.revision has no meaning without model.name_or_path");
+    }
+}
+
+/// The config with its overrides, and the keys that changed the parameters.
+fn config(resolver: &mut Resolver) -> (Option<Config>, Vec<String>) {
+    let model = &resolver.recipe().model;
+    let Some(mut config) = resolver.known.config.clone() else { return (None, Vec::new()) };
+    let (key, origin) = match model.config {
+        Some(ConfigSource::Inline(_)) => ("model.config", resolver.loaded.origin(&["model.config"])),
+        Some(ConfigSource::Path(_)) => ("model.config", resolver.loaded.origin(&["model.config"])),
+        None => ("model.config", Origin::Derived),
+    };
+    resolver.record(key, summary(&config), origin);
+    if model.hf_config_kwargs.is_empty() {
+        return (Some(config), Vec::new());
+    }
+    resolver.pick("model.hf_config_kwargs", Some(&model.hf_config_kwargs), &model.hf_config_kwargs);
+    match config.apply_overrides(&model.hf_config_kwargs) {
+        Ok(reshaped) => (Some(config), reshaped),
+        Err(error) => {
+            resolver.wrong(&["model.hf_config_kwargs"], format!("model.hf_config_kwargs: {error}"));
+            (Some(config), Vec::new())
+        }
+    }
+}
+
+fn summary(config: &Config) -> String {
+    let (layers, width, vocabulary) = (config.n_layers(), config.hidden_size(), config.vocab_size());
+    format!("{:?}, {layers} layers of {width}, {vocabulary} tokens", config.family())
+}
+
+fn init(resolver: &mut Resolver, reshaped: &[String]) -> Init {
+    let model = &resolver.recipe().model;
+    let kind = resolver.pick("model.type", model.kind, ModelType::Huggingface);
+    if model.config.is_some() || kind == ModelType::RandomWeightHf {
+        return resolver.record("weights", Init::Random, Origin::Derived);
+    }
+    if !reshaped.is_empty() {
+        let keys = reshaped.join(", ");
+        resolver.note(format!("the weights are drawn anew, not loaded: model.hf_config_kwargs changes {keys}"));
+        return resolver.record("weights", Init::Random, Origin::Derived);
+    }
+    resolver.record("weights", Init::Load, Origin::Derived)
+}
+
+fn adapter(resolver: &mut Resolver) -> Option<LoraConfig> {
+    let model = &resolver.recipe().model;
+    let map = model.peft_config.as_ref()?;
+    resolver.pick("model.peft_config", Some(map), map);
+    match LoraConfig::from_json(&Value::Object(map.clone())) {
+        Ok(adapter) => Some(match &model.name_or_path {
+            Some(name) => adapter.with_base_model(name),
+            None => adapter,
+        }),
+        Err(error) => {
+            resolver.wrong(&["model.peft_config"], format!("model.peft_config: {error}"));
+            None
+        }
+    }
+}
+
+/// Joins the three keys that speak of activation checkpoints, and blames them if they disagree.
+fn activations(resolver: &mut Resolver) -> Activations {
+    let recipe = resolver.recipe();
+    let given = recipe.model.activation_checkpoint;
+    if given == Some(ActivationCheckpoint::Every(HumanInt(0))) {
+        resolver.wrong(&[ACTIVATIONS[0]], "model.activation_checkpoint.every: expected at least 1, found 0");
+    }
+    let disabled = recipe.model.disable_activation_checkpoint;
+    let offload = recipe.activation_checkpoint_cpu_offload == Some(true);
+    if let (Some(given), Some(disabled)) = (given, disabled)
+        && (given == ActivationCheckpoint::None) != disabled
+    {
+        let message = "model.disable_activation_checkpoint contradicts model.activation_checkpoint";
+        resolver.wrong_because(&[ACTIVATIONS[1]], message, "keep model.activation_checkpoint");
+    }
+    if offload && (disabled == Some(true) || given.is_some_and(|given| given != ActivationCheckpoint::Offload)) {
+        let other = if given.is_some() { ACTIVATIONS[0] } else { ACTIVATIONS[1] };
+        let message = format!("activation_checkpoint_cpu_offload contradicts {other}");
+        resolver.wrong_because(&[ACTIVATIONS[2]], message, "keep model.activation_checkpoint: offload");
+    }
+    let spelt_otherwise = match (offload, disabled) {
+        (true, _) => Some(ActivationCheckpoint::Offload),
+        (false, Some(false)) => Some(ActivationCheckpoint::Full),
+        (false, Some(true)) => Some(ActivationCheckpoint::None),
+        (false, None) => None,
+    };
+    let given = given.or(spelt_otherwise);
+    let origin = if given.is_some() { resolver.loaded.origin(&ACTIVATIONS) } else { Origin::Default };
+    match resolver.record(ACTIVATIONS[0], given.unwrap_or(ActivationCheckpoint::None), origin) {
+        ActivationCheckpoint::None => Activations::Keep,
+        ActivationCheckpoint::Full => Activations::Recompute,
+        ActivationCheckpoint::Offload => Activations::Offload,
+        ActivationCheckpoint::Every(k) => Activations::RecomputeEvery(k.0),
+    }
+}
+
+pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {
+    let recipe = resolver.recipe();
+    let tokenizer = &recipe.tokenizer;
+    let name = match (&tokenizer.name_or_path, &recipe.model.name_or_path) {
+        (Some(name), _) => resolver.pick("tokenizer.name_or_path", Some(name.clone()), String::new()),
+        (None, Some(name)) => resolver.record("tokenizer.name_or_path", name.clone(), Origin::Derived),
+        (None, None) => {
+            let message = "tokenizer.name_or_path is missing: there is no model folder to take it from";
+            resolver.wrong(&["tokenizer", "model.config"], message);
+            String::new()
+        }
+    };
+    let revision = match (&tokenizer.revision, &tokenizer.name_or_path) {
+        (Some(revision), _) => Some(resolver.pick("tokenizer.revision", Some(revision.clone()), String::new())),
+        (None, None) => recipe.model.revision.clone(),
+        (None, Some(_)) => None,
+    };
+    if !tokenizer.chat_template_kwargs.is_empty() {
+        let kwargs = &tokenizer.chat_template_kwargs;
+        resolver.pick("tokenizer.chat_template_kwargs", Some(kwargs), kwargs);
+    }
+    TokenizerPlan {
+        name_or_path: name,
+        revision,
+        chat_template: chat_template(resolver),
+        chat_template_kwargs: tokenizer.chat_template_kwargs.clone(),
+    }
+}
+
+fn chat_template(resolver: &mut Resolver) -> Option<ChatTemplateSource> {
+    let text = resolver.recipe().tokenizer.chat_template.as_ref()?;
+    resolver.pick("tokenizer.chat_template", Some(text), text);
+    if text.contains('{') || text.contains('\n') {
+        return Some(ChatTemplateSource::Inline(text.clone()));
+    }
+    if !Path::new(text).is_file() {
+        let message = format!("tokenizer.chat_template: there is no file {text}");
+        let advice = "give the path of a Jinja file, or the template itself, which has `{` in it";
+        resolver.wrong_because(&["tokenizer.chat_template"], message, advice);
+    }
+    Some(ChatTemplateSource::File(PathBuf::from(text)))
+}

@@ -1,0 +1,225 @@
+//! The optimizer and its learning rate.
+
+use super::deepspeed;
+use super::resolver::Resolver;
+use super::OptimizerPlan;
+use crate::data::{DataPlan, Horizon};
+use crate::recipe::{HumanFloat, OptimizerType, Origin, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
+use crate::schedule::{Floor, Ramp, Schedule, Shape, Span};
+
+const LR: &str = "optimizer.learning_rate";
+const KWARGS: &str = "scheduler.scheduler_specific_kwargs";
+
+pub(super) fn resolve(resolver: &mut Resolver) -> OptimizerPlan {
+    let optimizer = &resolver.recipe().optimizer;
+    resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam);
+    let origin = resolver.loaded.origin(&[LR, "optimizer.lr"]);
+    let learning_rate = resolver.record(LR, optimizer.learning_rate.map_or(5e-4, |lr| lr.0), origin);
+    if learning_rate <= 0.0 {
+        resolver.wrong(&[LR, "optimizer.lr"], format!("{LR}: expected above 0, found {learning_rate}"));
+    }
+    let weight_decay = resolver.number("optimizer.weight_decay", optimizer.weight_decay, 0.1, 0.0, f64::MAX);
+    let (beta1, beta2) = optimizer.betas.map_or((0.9, 0.999), |(beta1, beta2)| (beta1.0, beta2.0));
+    resolver.pick("optimizer.betas", optimizer.betas, (HumanFloat(beta1), HumanFloat(beta2)));
+    if ![beta1, beta2].iter().all(|beta| (0.0..1.0).contains(beta)) {
+        let message = format!("optimizer.betas: expected two numbers of at least 0 and below 1, found [{beta1}, {beta2}]");
+        resolver.wrong(&["optimizer.betas"], message);
+    }
+    let eps = resolver.pick("optimizer.eps", optimizer.eps.map(|eps| eps.0), 1e-8);
+    if eps <= 0.0 {
+        resolver.wrong(&["optimizer.eps"], format!("optimizer.eps: expected above 0, found {eps}"));
+    }
+    OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping: gradient_clipping(resolver) }
+}
+
+fn gradient_clipping(resolver: &mut Resolver) -> Option<f64> {
+    const KEYS: [&str; 2] = ["gradient_clipping", "deepspeed.gradient_clipping"];
+    let own = resolver.recipe().gradient_clipping.map(|norm| norm.0);
+    let deepspeed = deepspeed::gradient_clipping(resolver);
+    if let (Some(own), Some(other)) = (own, deepspeed)
+        && own != other
+    {
+        let message = format!("{} is {other}, but {} is {own}", KEYS[1], KEYS[0]);
+        resolver.wrong_because(&[KEYS[1]], message, "keep one of them");
+    }
+    let origin = resolver.loaded.origin(&KEYS);
+    let norm = resolver.record(KEYS[0], own.or(deepspeed).unwrap_or(1.0), origin);
+    if norm < 0.0 {
+        resolver.wrong(&KEYS, format!("{}: expected at least 0, found {norm}", KEYS[0]));
+    }
+    (norm > 0.0).then_some(norm)
+}
+
+pub(super) fn resolve_schedule(resolver: &mut Resolver) -> Schedule {
+    let scheduler = &resolver.recipe().scheduler;
+    if scheduler.learning_rate.is_some() {
+        let keys = ["scheduler.learning_rate", "scheduler.lr"];
+        resolver.wrong_because(&keys, "scheduler.learning_rate has moved", format!("give {LR}"));
+    }
+    let name = name(resolver);
+    refuse_foreign_numbers(resolver, name);
+    let warmup = warmup(resolver, name);
+    let shape = shape(resolver, name);
+    if let Ok(serde_json::Value::Object(mut numbers)) = serde_json::to_value(shape) {
+        numbers.remove("name");
+        if !numbers.is_empty() {
+            let origin = resolver.loaded.origin(&[KWARGS, "scheduler.num_decay_steps", "scheduler.min_lr_ratio"]);
+            resolver.record(KWARGS, numbers, origin);
+        }
+    }
+    Schedule { warmup, shape }
+}
+
+fn name(resolver: &mut Resolver) -> SchedulerName {
+    let scheduler = &resolver.recipe().scheduler;
+    let is_wsd = scheduler.kind == Some(SchedulerType::Wsd);
+    if is_wsd && scheduler.name.is_some_and(|name| name != SchedulerName::WarmupStableDecay) {
+        resolver.wrong(&["scheduler.name"], "scheduler.name contradicts scheduler.type: wsd");
+    }
+    let default = if is_wsd { SchedulerName::WarmupStableDecay } else { SchedulerName::Linear };
+    resolver.pick("scheduler.name", scheduler.name, default)
+}
+
+fn warmup(resolver: &mut Resolver, name: SchedulerName) -> Span {
+    const KEYS: [&str; 3] = ["scheduler.warmup_steps", "scheduler.num_warmup_steps", "scheduler.warmup_ratio"];
+    let Scheduler { warmup_ratio, warmup_steps, .. } = resolver.recipe().scheduler;
+    let some = warmup_ratio.is_some_and(|ratio| ratio.0 != 0.0) || warmup_steps.is_some_and(|steps| steps.0 != 0);
+    if name == SchedulerName::Constant {
+        if some {
+            resolver.wrong_because(&KEYS, "scheduler.name: constant has no warm-up", "use constant_with_warmup");
+        }
+        return Span::Steps(0);
+    }
+    match (warmup_steps, warmup_ratio) {
+        (Some(_), Some(_)) => {
+            resolver.wrong(&KEYS, "scheduler.warmup_steps and scheduler.warmup_ratio exclude each other");
+            Span::Steps(0)
+        }
+        (Some(steps), None) => {
+            let origin = resolver.loaded.origin(&KEYS);
+            Span::Steps(resolver.record(KEYS[0], steps.0, origin))
+        }
+        (None, ratio) => Span::Ratio(resolver.number(KEYS[2], ratio, 0.1, 0.0, 1.0)),
+    }
+}
+
+/// Each shape has its numbers; one that belongs to another shape would be ignored, so it is refused.
+fn refuse_foreign_numbers(resolver: &mut Resolver, name: SchedulerName) {
+    use SchedulerName::*;
+    let own: &[&str] = match name {
+        Constant | ConstantWithWarmup | Linear => &[],
+        Cosine | CosineWithRestarts => &["num_cycles"],
+        CosineWithMinLr => &["num_cycles", "min_lr", "min_lr_rate"],
+        WarmupStableDecay => &[
+            "num_cycles",
+            "num_stable_steps",
+            "num_decay_steps",
+            "decay_ratio",
+            "min_lr_ratio",
+            "warmup_type",
+            "decay_type",
+        ],
+        InverseSqrt => &["timescale"],
+        Polynomial => &["lr_end", "power"],
+    };
+    let scheduler = &resolver.recipe().scheduler;
+    let kwargs = serde_json::to_value(&scheduler.scheduler_specific_kwargs).unwrap_or_default();
+    let given = kwargs.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
+    let foreign: Vec<String> = given.map(|(key, _)| key.clone()).filter(|key| !own.contains(&key.as_str())).collect();
+    for key in foreign {
+        let path = format!("{KWARGS}.{key}");
+        let advice = match own {
+            [] => "it has no further numbers".to_owned(),
+            own => format!("its numbers: {}", own.join(", ")),
+        };
+        resolver.wrong_because(&[&path], format!("{path} is not a number of this schedule"), advice);
+    }
+    for (key, given) in [("num_decay_steps", scheduler.num_decay_steps.is_some()), ("min_lr_ratio", scheduler.min_lr_ratio.is_some())] {
+        if given && name != WarmupStableDecay {
+            let path = format!("scheduler.{key}");
+            resolver.wrong(&[&path], format!("{path} belongs to the warmup_stable_decay schedule"));
+        }
+    }
+}
+
+fn shape(resolver: &mut Resolver, name: SchedulerName) -> Shape {
+    let scheduler = &resolver.recipe().scheduler;
+    let kwargs = &scheduler.scheduler_specific_kwargs;
+    let float = |given: Option<HumanFloat>, default: f64| given.map_or(default, |x| x.0);
+    match name {
+        SchedulerName::Constant | SchedulerName::ConstantWithWarmup => Shape::Constant,
+        SchedulerName::Linear => Shape::Linear,
+        SchedulerName::Cosine => Shape::Cosine { num_cycles: float(kwargs.num_cycles, 0.5) },
+        SchedulerName::CosineWithRestarts => {
+            let num_cycles = float(kwargs.num_cycles, 1.0);
+            if num_cycles < 1.0 || num_cycles.fract() != 0.0 {
+                let key = format!("{KWARGS}.num_cycles");
+                resolver.wrong(&[&key], format!("{key}: expected a whole number of at least 1, found {num_cycles}"));
+            }
+            Shape::CosineWithRestarts { num_cycles: num_cycles as usize }
+        }
+        SchedulerName::CosineWithMinLr => {
+            Shape::CosineWithMinLr { num_cycles: float(kwargs.num_cycles, 0.5), floor: floor(resolver, kwargs) }
+        }
+        SchedulerName::WarmupStableDecay => wsd(resolver, scheduler),
+        SchedulerName::InverseSqrt => Shape::InverseSqrt { timescale: kwargs.timescale.map(|n| n.0) },
+        SchedulerName::Polynomial => {
+            Shape::Polynomial { lr_end: float(kwargs.lr_end, 1e-7), power: float(kwargs.power, 1.0) }
+        }
+    }
+}
+
+fn floor(resolver: &mut Resolver, kwargs: &SchedulerKwargs) -> Floor {
+    match (kwargs.min_lr, kwargs.min_lr_rate) {
+        (Some(min_lr), None) => Floor::MinLr(min_lr.0),
+        (None, Some(rate)) => Floor::MinLrRate(rate.0),
+        _ => {
+            let message = "cosine_with_min_lr: give one of scheduler_specific_kwargs.min_lr and .min_lr_rate";
+            resolver.wrong(&[KWARGS, "scheduler.name"], message);
+            Floor::MinLrRate(0.0)
+        }
+    }
+}
+
+fn wsd(resolver: &mut Resolver, scheduler: &Scheduler) -> Shape {
+    let kwargs = &scheduler.scheduler_specific_kwargs;
+    let steps = kwargs.num_decay_steps.or(scheduler.num_decay_steps);
+    let decay = match (steps, kwargs.decay_ratio) {
+        (Some(steps), None) => Span::Steps(steps.0),
+        (None, Some(ratio)) => Span::Ratio(ratio.0),
+        _ => {
+            let message = "warmup_stable_decay: give one of scheduler_specific_kwargs.num_decay_steps and .decay_ratio";
+            resolver.wrong(&[KWARGS, "scheduler.name", "scheduler.type"], message);
+            Span::Steps(0)
+        }
+    };
+    Shape::WarmupStableDecay {
+        stable: kwargs.num_stable_steps.map(|n| Span::Steps(n.0)),
+        decay,
+        warmup_type: kwargs.warmup_type.unwrap_or(Ramp::Linear),
+        decay_type: kwargs.decay_type.unwrap_or(Ramp::Cosine),
+        min_lr_ratio: kwargs.min_lr_ratio.or(scheduler.min_lr_ratio).map_or(0.0, |x| x.0),
+        num_cycles: kwargs.num_cycles.map_or(0.5, |x| x.0),
+    }
+}
+
+/// Where the number of steps is known already, the schedule must fit it already.
+pub(super) fn check_known_horizon(
+    resolver: &mut Resolver,
+    data: &DataPlan,
+    optimizer: &OptimizerPlan,
+    schedule: &Schedule,
+) {
+    let Horizon::Steps(total_steps) = data.horizon else { return };
+    if optimizer.learning_rate <= 0.0 {
+        return;
+    }
+    if let Err(error) = schedule.check(total_steps, optimizer.learning_rate) {
+        resolver.wrong(&["scheduler"], format!("scheduler: failed to {error}"));
+    }
+    if let Span::Steps(steps) = schedule.warmup
+        && steps > 0
+    {
+        resolver.record("warmup", format!("{steps} of {total_steps} steps"), Origin::Derived);
+    }
+}

@@ -1,0 +1,109 @@
+//! Keys of the schema that are not implemented yet: refused by name where they would change the run, never ignored.
+
+use super::resolver::Resolver;
+use crate::recipe::{ArcticMoe, DataSource, DataType, Dtype, HumanInt, OptimizerType, SourceType};
+
+pub(super) fn check(resolver: &mut Resolver) {
+    top_level(resolver);
+    parts(resolver);
+    preferences(resolver);
+    let data = &resolver.recipe().data;
+    for (list, sources) in [("data.sources", &data.sources), ("data.eval_sources", &data.eval_sources)] {
+        for (idx, source) in sources.iter().enumerate() {
+            check_source(resolver, &format!("{list}.{idx}"), source);
+        }
+    }
+    code(resolver);
+}
+
+fn top_level(resolver: &mut Resolver) {
+    let recipe = resolver.recipe();
+    let degree = |n: Option<HumanInt>| n.is_some_and(|n| n.0 > 1);
+    let on = |flag: Option<bool>| flag == Some(true);
+    for (key, is_asked) in [
+        ("sequence_parallel_size", degree(recipe.sequence_parallel_size)),
+        ("expert_parallel_size", degree(recipe.expert_parallel_size)),
+        ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
+        ("enable_arctic_moe_custom_optimization", on(recipe.enable_arctic_moe_custom_optimization)),
+        ("enable_routing_replay", on(recipe.enable_routing_replay)),
+        ("tiled_mlp_compute", on(recipe.tiled_mlp_compute)),
+        ("mem_profiler", recipe.mem_profiler.is_some()),
+    ] {
+        refuse(resolver, key, is_asked);
+    }
+    for key in ["sequence_parallel_size", "expert_parallel_size"] {
+        let given = if key.starts_with('s') { recipe.sequence_parallel_size } else { recipe.expert_parallel_size };
+        if given == Some(HumanInt(0)) {
+            resolver.wrong(&[key], format!("{key}: expected at least 1, found 0"));
+        }
+    }
+}
+
+fn parts(resolver: &mut Resolver) {
+    let recipe = resolver.recipe();
+    let moe = matches!(recipe.optimizer.kind, Some(OptimizerType::FusedAdamMoe | OptimizerType::CpuAdamMoe));
+    refuse(resolver, "optimizer.type", moe);
+    refuse(resolver, "model.save_name", recipe.model.save_name.is_some());
+    refuse(resolver, "wandb.enable", recipe.wandb.enable == Some(true));
+    refuse(resolver, "tokenizer.tokenize_kwargs", !recipe.tokenizer.tokenize_kwargs.is_empty());
+    refuse(resolver, "data.repeat_to_pack_max_length", recipe.data.repeat_to_pack_max_length == Some(true));
+    if recipe.model.dtype == Some(Dtype::F16) {
+        let message = "model.dtype: fp16 is not implemented yet: it needs loss scaling";
+        resolver.wrong_because(&["model.dtype"], message, "use bf16 or f32");
+    }
+}
+
+fn preferences(resolver: &mut Resolver) {
+    let recipe = resolver.recipe();
+    refuse(resolver, "type", recipe.kind == Some(DataType::Dpo));
+    refuse(resolver, "data.type", recipe.data.kind == Some(DataType::Dpo));
+    for key in [
+        "ref_model",
+        "beta",
+        "ignore_label_index",
+        "label_smoothing",
+        "reference_model_deepspeed",
+        "data.max_prompt_length",
+        "data.dpo_prompt_truncation_mode",
+    ] {
+        refuse(resolver, key, resolver.loaded.is_set(key));
+    }
+}
+
+fn check_source(resolver: &mut Resolver, path: &str, source: &DataSource) {
+    let source = &source.0;
+    if source.kind == Some(SourceType::Snowflake) {
+        refuse(resolver, &format!("{path}.type"), true);
+        return;
+    }
+    refuse(resolver, &format!("{path}.process"), source.process == Some(false));
+    for key in ["sql", "table_name", "dataset_uri", "column_mapping", "limit", "batch_size"] {
+        let key = format!("{path}.{key}");
+        refuse(resolver, &key, resolver.loaded.is_set(&key));
+    }
+    for key in source.kwargs.keys().filter(|key| !["name", "verification_mode"].contains(&key.as_str())) {
+        refuse(resolver, &format!("{path}.kwargs.{key}"), true);
+    }
+}
+
+fn code(resolver: &mut Resolver) {
+    let beside = resolver.loaded.source().path.with_file_name("train.py");
+    match &resolver.recipe().code {
+        Some(name) if name != "train.py" || resolver.known.has_train_py => {
+            let advice = "remove the key; what the code changes has to be a key of the recipe or a change here";
+            resolver.wrong_because(&["code"], format!("code: Python code ({name}) is not supported"), advice);
+        }
+        None if resolver.known.has_train_py => {
+            resolver.note(format!("{} is not run: Python code is not supported", beside.display()));
+        }
+        _ => {}
+    }
+}
+
+fn refuse(resolver: &mut Resolver, key: &str, is_asked: bool) {
+    if is_asked {
+        let what = resolver.loaded.scalar(key).map_or(key.to_owned(), |value| format!("{key}: {value}"));
+        let advice = "remove the key, or give it its default value";
+        resolver.wrong_because(&[key], format!("`{what}` is not implemented yet"), advice);
+    }
+}

@@ -1,0 +1,79 @@
+//! What all parts of the resolution share: picking a value or its default, and collecting faults, settings and notes.
+
+use serde::Serialize;
+
+use super::known::Known;
+use super::table::Setting;
+use crate::recipe::{Fault, HumanFloat, HumanInt, Loaded, Origin, Recipe, RecipeError};
+
+pub(super) struct Resolver<'a> {
+    pub(super) loaded: &'a Loaded,
+    pub(super) known: &'a Known,
+    faults: Vec<Fault>,
+    settings: Vec<Setting>,
+    notes: Vec<String>,
+}
+
+impl<'a> Resolver<'a> {
+    pub(super) fn new(loaded: &'a Loaded, known: &'a Known) -> Self {
+        Self { loaded, known, faults: Vec::new(), settings: Vec::new(), notes: Vec::new() }
+    }
+
+    pub(super) fn recipe(&self) -> &'a Recipe {
+        &self.loaded.recipe
+    }
+
+    /// The value of a key, or its default; either way it enters the table.
+    pub(super) fn pick<T: Serialize>(&mut self, key: &str, given: Option<T>, default: T) -> T {
+        let origin = if given.is_some() { self.loaded.origin(&[key]) } else { Origin::Default };
+        self.record(key, given.unwrap_or(default), origin)
+    }
+
+    /// [`Resolver::pick`] for counts.
+    pub(super) fn count(&mut self, key: &str, given: Option<HumanInt>, default: usize) -> usize {
+        self.pick(key, given.map(|n| n.0), default)
+    }
+
+    /// [`Resolver::count`] for counts that must not be 0.
+    pub(super) fn positive(&mut self, key: &str, given: Option<HumanInt>, default: usize) -> usize {
+        let value = self.count(key, given, default);
+        if value == 0 {
+            self.wrong(&[key], format!("{key}: expected at least 1, found 0"));
+        }
+        value
+    }
+
+    /// [`Resolver::pick`] for numbers between two bounds, both of them allowed.
+    pub(super) fn number(&mut self, key: &str, given: Option<HumanFloat>, default: f64, low: f64, high: f64) -> f64 {
+        let value = self.pick(key, given.map(|x| x.0), default);
+        if !(low..=high).contains(&value) {
+            let bounds = if high == f64::MAX { format!("at least {low}") } else { format!("{low} to {high}") };
+            self.wrong(&[key], format!("{key}: expected {bounds}, found {value}"));
+        }
+        value
+    }
+
+    /// Enters a value into the table.
+    pub(super) fn record<T: Serialize>(&mut self, key: &str, value: T, origin: Origin) -> T {
+        self.settings.push(Setting::new(key, &value, origin));
+        value
+    }
+
+    /// Blames the first of these keys that was given.
+    pub(super) fn wrong(&mut self, keys: &[&str], message: impl Into<String>) {
+        self.faults.push(self.loaded.fault(keys, message));
+    }
+
+    /// Blames a key, with advice.
+    pub(super) fn wrong_because(&mut self, keys: &[&str], message: impl Into<String>, advice: impl Into<String>) {
+        self.faults.push(self.loaded.fault(keys, message).note(advice));
+    }
+
+    pub(super) fn note(&mut self, note: impl Into<String>) {
+        self.notes.push(note.into());
+    }
+
+    pub(super) fn finish(self) -> Result<(Vec<Setting>, Vec<String>), RecipeError> {
+        if self.faults.is_empty() { Ok((self.settings, self.notes)) } else { Err(self.loaded.error(self.faults)) }
+    }
+}

@@ -1,0 +1,130 @@
+//! Which data sets are trained and evaluated on.
+
+use super::resolver::Resolver;
+use crate::data::{Kind, Sampling, SourcePlan};
+use crate::recipe::{DataSource, HumanFloat, SourceMap, SourceType};
+
+/// Training sources, evaluation sources, and the share of the former that is held out.
+pub(super) fn resolve(resolver: &mut Resolver, kind: Kind) -> (Vec<SourcePlan>, Vec<SourcePlan>, f64) {
+    let data = &resolver.recipe().data;
+    if data.sources.is_empty() {
+        let advice = "give data.sources: a list of files, folders or Hub ids";
+        resolver.wrong_because(&["data.sources", "data"], "data.sources: there is nothing to train on", advice);
+    }
+    let sources = list(resolver, "data.sources", &data.sources, kind);
+    let eval_sources = list(resolver, "data.eval_sources", &data.eval_sources, kind);
+    let fraction = held_out(resolver, !eval_sources.is_empty());
+    (sources, eval_sources, fraction)
+}
+
+fn list(resolver: &mut Resolver, key: &str, given: &[DataSource], kind: Kind) -> Vec<SourcePlan> {
+    let mut plans = Vec::with_capacity(given.len());
+    for (idx, source) in given.iter().enumerate() {
+        let path = format!("{key}.{idx}");
+        let plan = one(resolver, &path, &source.0, kind);
+        let origin = resolver.loaded.origin(&[&path]);
+        resolver.record(&path, plan.name_or_path.clone(), origin);
+        plans.push(plan);
+    }
+    plans
+}
+
+fn one(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) -> SourcePlan {
+    check_kind(resolver, path, source, kind);
+    if source.name_or_path.is_none() && source.kind != Some(SourceType::Snowflake) {
+        resolver.wrong(&[path], format!("the key `{path}.name_or_path` is missing"));
+    }
+    let subset = match (&source.subset, source.kwargs.get("name").and_then(serde_json::Value::as_str)) {
+        (Some(subset), Some(name)) if subset != name => {
+            resolver.wrong(&[&format!("{path}.subset")], format!("{path}.subset contradicts {path}.kwargs.name"));
+            None
+        }
+        (subset, name) => subset.clone().or_else(|| name.map(str::to_owned)),
+    };
+    SourcePlan {
+        name_or_path: source.name_or_path.clone().unwrap_or_default(),
+        revision: source.revision.clone(),
+        split: source.split.clone(),
+        split_mapping: source.split_mapping.0.clone(),
+        subset,
+        format: source.format.clone(),
+        role_mapping: source.role_mapping.0.clone(),
+        content_key: source.content_key.clone(),
+        column: source.column.clone(),
+        sampling: sampling(resolver, path, source),
+        sample_seed: source.sample_seed.map_or(42, |seed| seed.0 as u64),
+    }
+}
+
+fn check_kind(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) {
+    let (run, excluded) = match kind {
+        Kind::Sft => ("sft", SourceType::HuggingfaceCausal),
+        Kind::Causal => ("causal", SourceType::HuggingfaceInstruct),
+    };
+    if source.kind == Some(excluded) {
+        let message = format!("{path}.type: not a source for `type: {run}`");
+        resolver.wrong_because(&[&format!("{path}.type")], message, "remove the key");
+    }
+    let has_roles = !source.role_mapping.0.is_empty();
+    if has_roles && (kind == Kind::Causal || source.kind == Some(SourceType::HuggingfaceCausal)) {
+        let message = format!("{path}.role_mapping: plain text has no roles");
+        resolver.wrong(&[&format!("{path}.role_mapping")], message);
+    }
+    for (role, column) in &source.role_mapping.0 {
+        if !matches!(column.split('.').count(), 1 | 3) {
+            let key = format!("{path}.role_mapping.{role}");
+            let message = format!("{key}: expected a column, or array.field.value, found `{column}`");
+            resolver.wrong(&[&key], message);
+        }
+    }
+    if let Some(format) = &source.format {
+        check_format(resolver, &format!("{path}.format"), format);
+    }
+}
+
+fn check_format(resolver: &mut Resolver, key: &str, format: &str) {
+    const FORMATS: [&str; 5] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text"];
+    if FORMATS.contains(&format) || ["openai", "chatml"].contains(&format) {
+        return;
+    }
+    let advice = format!("values: {}", FORMATS.join(", "));
+    resolver.wrong_because(&[key], format!("{key}: unknown value {format:?}"), advice);
+}
+
+fn sampling(resolver: &mut Resolver, path: &str, source: &SourceMap) -> Sampling {
+    let (ratio_key, count_key) = (format!("{path}.sample_ratio"), format!("{path}.sample_count"));
+    match (source.sample_ratio, source.sample_count) {
+        (Some(_), Some(_)) => {
+            resolver.wrong(&[&count_key], format!("{count_key} and sample_ratio exclude each other"));
+            Sampling::All
+        }
+        (Some(HumanFloat(ratio)), None) => {
+            if !(ratio > 0.0 && ratio <= 1.0) {
+                resolver.wrong(&[&ratio_key], format!("{ratio_key}: expected above 0 and at most 1, found {ratio}"));
+            }
+            Sampling::Ratio(ratio)
+        }
+        (None, Some(count)) => {
+            if count.0 == 0 {
+                resolver.wrong(&[&count_key], format!("{count_key}: expected at least 1, found 0"));
+            }
+            Sampling::Count(count.0)
+        }
+        (None, None) => Sampling::All,
+    }
+}
+
+fn held_out(resolver: &mut Resolver, has_eval_sources: bool) -> f64 {
+    const KEY: &str = "data.train_eval_split";
+    let given = resolver.recipe().data.train_eval_split;
+    let (train, eval) = given.map_or((1.0, 0.0), |(train, eval)| (train.0, eval.0));
+    resolver.pick(KEY, given.map(|_| (train, eval)), (train, eval));
+    if train <= 0.0 || eval < 0.0 || (train + eval - 1.0).abs() > 1e-9 {
+        let message = format!("{KEY}: expected two shares that sum to 1, found [{train}, {eval}]");
+        resolver.wrong_because(&[KEY], message, "for example [0.9, 0.1]");
+    } else if eval > 0.0 && has_eval_sources {
+        let message = format!("{KEY} and data.eval_sources exclude each other");
+        resolver.wrong_because(&[KEY], message, "keep one of them as the evaluation data");
+    }
+    eval
+}

@@ -1,0 +1,305 @@
+//! The `data` section.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde::{Deserialize as DeriveDeserialize, Serialize};
+
+use super::model::Free;
+use super::number::{HumanFloat, HumanInt};
+
+/// What is trained and evaluated on.
+#[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Data {
+    /// Default: that of the run's `type`.
+    #[serde(rename = "type")]
+    pub kind: Option<DataType>,
+    /// The training data: names (`name`, `name:split`, `name:split[10:20]`) or maps.
+    pub sources: Vec<DataSource>,
+    /// The evaluation data. Needs `eval_interval`.
+    pub eval_sources: Vec<DataSource>,
+    /// How much of `sources` is trained on and how much is held out for evaluation; sums to 1. Excludes
+    /// `eval_sources`. Default `[1.0, 0.0]`.
+    pub train_eval_split: Option<(HumanFloat, HumanFloat)>,
+    /// The longest row in tokens. Default: the model config's `max_position_embeddings`.
+    pub max_length: Option<HumanInt>,
+    /// What becomes of samples longer than `max_length`: `error` (default: the run is refused with the three longest),
+    /// `truncate`, `drop` or `split`. Packed causal data are always sliced to length.
+    pub overlong: Option<Overlong>,
+    /// ArcticTraining's spelling: an explicit `true` is `overlong: drop`.
+    pub filter_samples: Option<bool>,
+    /// The order of an epoch: `shuffle` (default; a new permutation every epoch, from `data.seed`), `sequential`, or
+    /// `longest_first` (shuffled, but the longest rows come first, so that a run that does not fit fails at once).
+    pub order: Option<Order>,
+    /// Puts several samples into one row, which do not see each other. Default false for `sft`, true for `causal`.
+    pub pack_samples: Option<bool>,
+    /// Packs rows of exactly `max_length`: samples are cut where a row ends and go on in the next one.
+    pub always_max_length: Option<bool>,
+    /// Drops what does not fill the last row or the last step of an epoch.
+    pub drop_last: Option<bool>,
+    /// The probability that a pack's samples are read as one sequence, for long-context distillation. Default 0.
+    pub fuse_positions_prob: Option<HumanFloat>,
+    /// Not implemented yet.
+    pub repeat_to_pack_max_length: Option<bool>,
+    /// Learns from the assistant's tokens only. Default true.
+    pub mask_inputs: Option<bool>,
+    /// Does not learn from an empty `<think></think>` at the start of an assistant's turn. Default false.
+    pub ignore_empty_think: Option<bool>,
+    /// What rows are padded to: `none` (default: rows are not padded, attention reads each at its own length),
+    /// `div_length` or `max_length`. Setting `div_length` implies it.
+    pub pad_to: Option<PadTo>,
+    /// Rows are padded to a multiple of this. Default 256 where `pad_to: div_length` is asked.
+    pub div_length: Option<HumanInt>,
+    /// Threads that tokenise. Default: 16, or as many as there are cores if fewer.
+    pub num_proc: Option<HumanInt>,
+    /// ArcticTraining's loader processes. Accepted; batches are made on one thread ahead of the step.
+    pub dl_num_workers: Option<HumanInt>,
+    /// Seeds the split, the shuffle and the packing. Default 42.
+    pub seed: Option<HumanInt>,
+    /// Where tokens are kept between runs. Default `/tmp/`.
+    pub cache_dir: Option<String>,
+    /// Accepted; `auto`, `local` and `shared` are the same to one process.
+    pub cache_fs_type: Option<CacheFs>,
+    /// Refuses to tokenise: the tokens must be in the cache already. Default false.
+    pub fail_on_missing_cache: Option<bool>,
+    /// Deprecated in ArcticTraining, where it has no effect; neither here.
+    pub use_data_cache: Option<bool>,
+    /// Deprecated in ArcticTraining, where it has no effect; neither here.
+    pub cache_processed_data: Option<bool>,
+    /// Of `type: dpo`. Not implemented yet.
+    pub max_prompt_length: Option<HumanInt>,
+    /// Of `type: dpo`. Not implemented yet.
+    pub dpo_prompt_truncation_mode: Option<String>,
+}
+
+/// Names of data factories.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DataType {
+    /// Conversations.
+    Sft,
+    /// Plain text.
+    Causal,
+    /// Preferences. Not implemented yet.
+    Dpo,
+}
+
+/// What becomes of samples longer than `max_length`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Overlong {
+    /// The run is refused.
+    Error,
+    /// Their ends are cut off.
+    Truncate,
+    /// They are left out.
+    Drop,
+    /// They become several samples.
+    Split,
+}
+
+/// The order of an epoch's rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// A permutation from the seed and the epoch.
+    Shuffle,
+    /// As they stand.
+    Sequential,
+    /// Shuffled, the longest first.
+    LongestFirst,
+}
+
+/// What rows are padded to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PadTo {
+    /// Nothing.
+    None,
+    /// A multiple of `div_length`.
+    DivLength,
+    /// `max_length`.
+    MaxLength,
+}
+
+/// Kinds of file systems.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum CacheFs {
+    /// Detected.
+    Auto,
+    /// One machine's.
+    Local,
+    /// Several machines'.
+    Shared,
+}
+
+/// One data set, or a part of one.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, JsonSchema)]
+#[schemars(with = "SourceForms")]
+pub struct DataSource(pub SourceMap);
+
+/// The two ways to write a source.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "only its schema is used")]
+enum SourceForms {
+    /// `name`, `name:split` or `name:split[10:20]`.
+    Name(String),
+    /// With its options.
+    Map(Box<SourceMap>),
+}
+
+/// One data set with its options.
+#[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct SourceMap {
+    /// `huggingface`, `huggingface_instruct` (default of `sft`) or `huggingface_causal` (default of `causal`), for local
+    /// files and the Hub alike. `snowflake` is not implemented yet.
+    #[serde(rename = "type")]
+    pub kind: Option<SourceType>,
+    /// A json, jsonl, parquet, csv or txt file, a folder of them, or a Hub id; `:split` or `:split[10:20]` may follow.
+    pub name_or_path: Option<String>,
+    /// The branch, tag or commit of a Hub id. Default `main`.
+    pub revision: Option<String>,
+    /// The split. Default `train` (`eval` in `eval_sources`).
+    pub split: Option<String>,
+    /// The row format: `messages`, `sharegpt`, `alpaca`, `prompt_completion` or `text`. Default: detected.
+    pub format: Option<String>,
+    /// Uses this share of the rows, drawn with `sample_seed`.
+    pub sample_ratio: Option<HumanFloat>,
+    /// Uses this many rows, drawn with `sample_seed`.
+    pub sample_count: Option<HumanInt>,
+    /// Seeds the draw. Default 42.
+    pub sample_seed: Option<HumanInt>,
+    /// `false` reads rows that are tokenised already. Not implemented yet.
+    pub process: Option<bool>,
+    /// Arguments of `datasets.load_dataset`. `verification_mode` has no effect here; others are not implemented yet.
+    pub kwargs: Free,
+    /// Split names by their usual names: `{train: train_sft}`.
+    pub split_mapping: Pairs,
+    /// The configuration of a data set that has several (`main` of gsm8k); `kwargs.name` is its name in ArcticTraining.
+    pub subset: Option<String>,
+    /// Role to column (`user: question`), or role to a path (`user: messages.role.user`), in the order of a chat.
+    pub role_mapping: Pairs,
+    /// The key of a message's text. Default: the first of content, text, message, value.
+    pub content_key: Option<String>,
+    /// The column of a plain text. Default `text`.
+    pub column: Option<String>,
+    /// Of `type: snowflake`. Not implemented yet.
+    pub sql: Option<String>,
+    /// Of `type: snowflake`. Not implemented yet.
+    pub table_name: Option<String>,
+    /// Of `type: snowflake`. Not implemented yet.
+    pub dataset_uri: Option<String>,
+    /// Of `type: snowflake`. Not implemented yet.
+    pub column_mapping: Pairs,
+    /// Of `type: snowflake`. Not implemented yet.
+    pub limit: Option<HumanInt>,
+    /// Of `type: snowflake`. Not implemented yet.
+    pub batch_size: Option<HumanInt>,
+}
+
+/// A map of texts, in the order of writing.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
+#[schemars(with = "std::collections::BTreeMap<String, String>")]
+pub struct Pairs(pub Vec<(String, String)>);
+
+/// Names of source types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SourceType {
+    /// Rows as they are.
+    Huggingface,
+    /// Conversations.
+    HuggingfaceInstruct,
+    /// Plain text.
+    HuggingfaceCausal,
+    /// A warehouse. Not implemented yet.
+    Snowflake,
+}
+
+impl<'de> Deserialize<'de> for DataSource {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOf;
+        impl<'de> Visitor<'de> for OneOf {
+            type Value = DataSource;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("text (a name such as `name:split`) or a map with name_or_path")
+            }
+            fn visit_str<E>(self, name: &str) -> Result<DataSource, E> {
+                Ok(DataSource(SourceMap { name_or_path: Some(name.to_owned()), ..SourceMap::default() }))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<DataSource, A::Error> {
+                SourceMap::deserialize(MapAccessDeserializer::new(map)).map(DataSource)
+            }
+        }
+        deserializer.deserialize_any(OneOf)
+    }
+}
+
+impl<'de> Deserialize<'de> for Pairs {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct InOrder;
+        impl<'de> Visitor<'de> for InOrder {
+            type Value = Pairs;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a map")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs, A::Error> {
+                let mut pairs = Vec::new();
+                while let Some(pair) = map.next_entry()? {
+                    pairs.push(pair);
+                }
+                Ok(Pairs(pairs))
+            }
+        }
+        deserializer.deserialize_map(InOrder)
+    }
+}
+
+/// Reads a list, or one item that stands for a list of one.
+pub(super) fn one_or_many<'de, D, T>(deserializer: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    struct OneOf<T>(std::marker::PhantomData<T>);
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for OneOf<T> {
+        type Value = Vec<T>;
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str("a list of maps, or one map")
+        }
+        fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Vec<T>, A::Error> {
+            T::deserialize(MapAccessDeserializer::new(map)).map(|item| vec![item])
+        }
+        fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut seq: A) -> Result<Vec<T>, A::Error> {
+            let mut items = Vec::new();
+            while let Some(item) = seq.next_element()? {
+                items.push(item);
+            }
+            Ok(items)
+        }
+    }
+    deserializer.deserialize_any(OneOf(std::marker::PhantomData))
+}
+
+/// The schema of [`one_or_many`].
+pub(super) struct OneOrMany<T>(std::marker::PhantomData<T>);
+
+impl<T: JsonSchema> JsonSchema for OneOrMany<T> {
+    fn schema_name() -> Cow<'static, str> {
+        format!("OneOrMany{}", T::schema_name()).into()
+    }
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let one = generator.subschema_for::<T>();
+        schemars::json_schema!({ "anyOf": [{ "type": "array", "items": one }, one] })
+    }
+}

@@ -1,0 +1,336 @@
+//! Decodes a [`Node`] into serde types and says, on failure, which key at which place is to blame.
+
+use std::fmt;
+
+use serde::de::value::StrDeserializer;
+use serde::de::{
+    self, DeserializeOwned, DeserializeSeed, EnumAccess, Expected, IntoDeserializer, MapAccess, SeqAccess, Unexpected,
+    VariantAccess, Visitor,
+};
+
+use super::error::{Fault, did_you_mean};
+use super::node::{Entry, Mark, Node, Value, quoted};
+
+/// Decodes the whole tree.
+pub(crate) fn decode<T: DeserializeOwned>(node: &Node) -> Result<T, Fault> {
+    T::deserialize(NodeDeserializer { node, path: String::new(), key: node.mark }).map_err(Failure::into_fault)
+}
+
+/// What went wrong, and where once a deserializer has told.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    kind: Kind,
+    at: Option<(String, Mark)>,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Message(String),
+    Type { found: String, expected: String },
+    UnknownKey { key: String, known: &'static [&'static str] },
+    UnknownName { name: String, known: &'static [&'static str] },
+    Missing(&'static str),
+    Twice(&'static str),
+}
+
+impl Failure {
+    fn new(kind: Kind) -> Self {
+        Self { kind, at: None }
+    }
+
+    /// Adds the place unless a deeper one is known.
+    fn or_at(mut self, path: &str, mark: Mark) -> Self {
+        self.at.get_or_insert_with(|| (path.to_owned(), mark));
+        self
+    }
+
+    fn into_fault(self) -> Fault {
+        let (path, mark) = self.at.map_or((String::new(), None), |(path, mark)| (path, Some(mark)));
+        let parent = path.rsplit_once('.').map_or("", |(parent, _)| parent);
+        match self.kind {
+            Kind::Message(message) => Fault::new(mark, in_words(&path, &message)),
+            Kind::Type { found, expected } => {
+                let quote = expected.starts_with("text") && (found.starts_with("the integer") || found.starts_with("the number") || found.starts_with("the boolean"));
+                let fault = Fault::new(mark, in_words(&path, &format!("expected {expected}, found {found}")));
+                if quote { fault.note("put it in quotes to make it text") } else { fault }
+            }
+            Kind::UnknownKey { key, known } => unknown_key(mark, parent, &key, known),
+            Kind::UnknownName { name, known } => {
+                let fault = Fault::new(mark, in_words(&path, &format!("unknown value {}", quoted(&name))));
+                suggest(fault, &name, known).note(format!("values: {}", known.join(", ")))
+            }
+            Kind::Missing(key) => Fault::new(mark, format!("the key `{}` is missing", join(&path, key))),
+            Kind::Twice(key) => Fault::new(mark, format!("{}: given twice, the other time by its second name", join(parent, key))),
+        }
+    }
+}
+
+fn unknown_key(mark: Option<Mark>, parent: &str, key: &str, known: &'static [&'static str]) -> Fault {
+    let fault = Fault::new(mark, format!("unknown key `{}`", join(parent, key)));
+    let place = if parent.is_empty() { "top-level keys".to_owned() } else { format!("keys of `{parent}`") };
+    suggest(fault, key, known).note(format!("{place}: {}", known.join(", ")))
+}
+
+fn suggest(fault: Fault, word: &str, known: &[&'static str]) -> Fault {
+    match did_you_mean(word, known.iter().copied()) {
+        Some(candidate) => fault.note(format!("did you mean `{candidate}`?")),
+        None => fault,
+    }
+}
+
+fn in_words(path: &str, message: &str) -> String {
+    if path.is_empty() { message.to_owned() } else { format!("{path}: {message}") }
+}
+
+fn join(parent: &str, key: &str) -> String {
+    if parent.is_empty() { key.to_owned() } else { format!("{parent}.{key}") }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.kind)
+    }
+}
+
+impl std::error::Error for Failure {}
+
+impl de::Error for Failure {
+    fn custom<T: fmt::Display>(message: T) -> Self {
+        Self::new(Kind::Message(message.to_string()))
+    }
+    fn invalid_type(found: Unexpected, expected: &dyn Expected) -> Self {
+        Self::new(Kind::Type { found: found_in_words(&found), expected: expected_in_words(expected) })
+    }
+    fn invalid_value(found: Unexpected, expected: &dyn Expected) -> Self {
+        Self::invalid_type(found, expected)
+    }
+    fn invalid_length(len: usize, expected: &dyn Expected) -> Self {
+        Self::new(Kind::Type { found: format!("a list of {len}"), expected: expected_in_words(expected) })
+    }
+    fn unknown_field(key: &str, known: &'static [&'static str]) -> Self {
+        Self::new(Kind::UnknownKey { key: key.to_owned(), known })
+    }
+    fn unknown_variant(name: &str, known: &'static [&'static str]) -> Self {
+        Self::new(Kind::UnknownName { name: name.to_owned(), known })
+    }
+    fn missing_field(key: &'static str) -> Self {
+        Self::new(Kind::Missing(key))
+    }
+    fn duplicate_field(key: &'static str) -> Self {
+        Self::new(Kind::Twice(key))
+    }
+}
+
+fn found_in_words(found: &Unexpected) -> String {
+    match found {
+        Unexpected::Unit | Unexpected::Option => "nothing (null)".into(),
+        Unexpected::Bool(value) => format!("the boolean {value}"),
+        Unexpected::Signed(value) => format!("the integer {value}"),
+        Unexpected::Unsigned(value) => format!("the integer {value}"),
+        Unexpected::Float(value) => format!("the number {value}"),
+        Unexpected::Str(text) => format!("the text {}", quoted(text)),
+        Unexpected::Seq => "a list".into(),
+        Unexpected::Map => "a map".into(),
+        other => other.to_string(),
+    }
+}
+
+/// serde names Rust types; a recipe has words for them.
+fn expected_in_words(expected: &dyn Expected) -> String {
+    let text = expected.to_string();
+    match text.as_str() {
+        "a string" | "path string" => "text".into(),
+        "a boolean" => "true or false".into(),
+        "a sequence" => "a list".into(),
+        "f64" | "f32" => "a number".into(),
+        "usize" | "u64" | "u32" => "a whole number of at least 0".into(),
+        "i64" | "i32" => "a whole number".into(),
+        "a map" => text,
+        _ if text.starts_with("struct ") => "a map".into(),
+        _ if text.starts_with("a tuple of size ") => text.replace("a tuple of size ", "a list of "),
+        _ => text,
+    }
+}
+
+struct NodeDeserializer<'a> {
+    node: &'a Node,
+    path: String,
+    /// Where the key of this value stands; the place of a wrong value is the value's own.
+    key: Mark,
+}
+
+impl<'a> NodeDeserializer<'a> {
+    fn fail(&self, failure: Failure) -> Failure {
+        failure.or_at(&self.path, self.node.mark)
+    }
+
+    fn mismatch(&self, expected: &str) -> Failure {
+        self.fail(Failure::new(Kind::Type { found: self.node.describe(), expected: expected.into() }))
+    }
+
+    fn list<'de, V: Visitor<'de>>(self, items: &[Node], visitor: V) -> Result<V::Value, Failure> {
+        let mut access = Items { items, next: 0, path: &self.path };
+        let value = visitor.visit_seq(&mut access).map_err(|e| e.or_at(&self.path, self.node.mark))?;
+        if access.next < items.len() {
+            let expected = format!("a list of {}", access.next);
+            let found = format!("a list of {}", items.len());
+            return Err(self.fail(Failure::new(Kind::Type { found, expected })));
+        }
+        Ok(value)
+    }
+
+    fn map<'de, V: Visitor<'de>>(self, entries: &[Entry], visitor: V) -> Result<V::Value, Failure> {
+        let place = if self.path.is_empty() { self.node.mark } else { self.key };
+        let mut access = Entries { entries, next: 0, path: &self.path };
+        visitor.visit_map(&mut access).map_err(|failure| match (&failure.kind, entries.get(access.next.wrapping_sub(1))) {
+            (Kind::Twice(_), Some(entry)) => failure.or_at(&join(&self.path, &entry.key), entry.mark),
+            _ => failure.or_at(&self.path, place),
+        })
+    }
+}
+
+impl<'de> de::Deserializer<'de> for NodeDeserializer<'_> {
+    type Error = Failure;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Failure> {
+        let (path, mark) = (self.path.clone(), self.node.mark);
+        match &self.node.value {
+            Value::Null => visitor.visit_unit(),
+            Value::Bool(value) => visitor.visit_bool(*value),
+            Value::Int(value) => match (u64::try_from(*value), i64::try_from(*value)) {
+                (Ok(value), _) => visitor.visit_u64(value),
+                (_, Ok(value)) => visitor.visit_i64(value),
+                _ => visitor.visit_f64(*value as f64),
+            },
+            Value::Float(value) => visitor.visit_f64(*value),
+            Value::Str(text) => visitor.visit_str(text),
+            Value::List(items) => self.list(items, visitor),
+            Value::Map(entries) => self.map(entries, visitor),
+        }
+        .map_err(|e| e.or_at(&path, mark))
+    }
+
+    fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Failure> {
+        match &self.node.value {
+            Value::Bool(value) => visitor.visit_bool(*value),
+            Value::Str(text) if ["yes", "on"].contains(&text.to_lowercase().as_str()) => visitor.visit_bool(true),
+            Value::Str(text) if ["no", "off"].contains(&text.to_lowercase().as_str()) => visitor.visit_bool(false),
+            _ => Err(self.mismatch("true or false")),
+        }
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Failure> {
+        match self.node.value {
+            Value::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, Failure> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Failure> {
+        match &self.node.value {
+            Value::Map(entries) => self.map(entries, visitor),
+            _ => Err(self.mismatch("a map")),
+        }
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Failure> {
+        match &self.node.value {
+            Value::Str(name) => visitor.visit_enum(Name(name)).map_err(|e| e.or_at(&self.path, self.node.mark)),
+            _ => Err(self.mismatch("text (a name)")),
+        }
+    }
+
+    serde::forward_to_deserialize_any! {
+        i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
+        tuple_struct map identifier ignored_any
+    }
+}
+
+struct Items<'a> {
+    items: &'a [Node],
+    next: usize,
+    path: &'a str,
+}
+
+impl<'de> SeqAccess<'de> for &mut Items<'_> {
+    type Error = Failure;
+
+    fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, Failure> {
+        let Some(node) = self.items.get(self.next) else { return Ok(None) };
+        let path = join(self.path, &self.next.to_string());
+        self.next += 1;
+        let place = path.clone();
+        seed.deserialize(NodeDeserializer { node, path, key: node.mark })
+            .map(Some)
+            .map_err(|e| e.or_at(&place, node.mark))
+    }
+}
+
+struct Entries<'a> {
+    entries: &'a [Entry],
+    next: usize,
+    path: &'a str,
+}
+
+impl<'de> MapAccess<'de> for &mut Entries<'_> {
+    type Error = Failure;
+
+    fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, Failure> {
+        let Some(entry) = self.entries.get(self.next) else { return Ok(None) };
+        self.next += 1;
+        let key: StrDeserializer<'_, Failure> = entry.key.as_str().into_deserializer();
+        seed.deserialize(key).map(Some).map_err(|e| e.or_at(&join(self.path, &entry.key), entry.mark))
+    }
+
+    fn next_value_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<T::Value, Failure> {
+        let entry = &self.entries[self.next - 1];
+        let path = join(self.path, &entry.key);
+        let place = path.clone();
+        seed.deserialize(NodeDeserializer { node: &entry.node, path, key: entry.mark })
+            .map_err(|e| e.or_at(&place, entry.node.mark))
+    }
+}
+
+/// A name of an enum without content.
+struct Name<'a>(&'a str);
+
+impl<'de> EnumAccess<'de> for Name<'_> {
+    type Error = Failure;
+    type Variant = Self;
+
+    fn variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<(T::Value, Self), Failure> {
+        let name: StrDeserializer<'_, Failure> = self.0.into_deserializer();
+        Ok((seed.deserialize(name)?, self))
+    }
+}
+
+impl<'de> VariantAccess<'de> for Name<'_> {
+    type Error = Failure;
+
+    fn unit_variant(self) -> Result<(), Failure> {
+        Ok(())
+    }
+    fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, _: T) -> Result<T::Value, Failure> {
+        Err(de::Error::custom("expected a map with this name as its key"))
+    }
+    fn tuple_variant<V: Visitor<'de>>(self, _: usize, _: V) -> Result<V::Value, Failure> {
+        Err(de::Error::custom("expected a map with this name as its key"))
+    }
+    fn struct_variant<V: Visitor<'de>>(self, _: &'static [&'static str], _: V) -> Result<V::Value, Failure> {
+        Err(de::Error::custom("expected a map with this name as its key"))
+    }
+}

@@ -1,0 +1,143 @@
+//! From a file and arguments to a [`Recipe`] whose every key knows where it was written.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::decode::decode;
+use super::error::{Fault, RecipeError, Source, did_you_mean};
+use super::node::{Mark, Node, Value, quoted};
+use super::{Recipe, overrides};
+
+/// A recipe, and where each of its keys was written.
+#[derive(Clone, Debug)]
+pub struct Loaded {
+    /// What the user wrote.
+    pub recipe: Recipe,
+    tree: Node,
+    source: Arc<Source>,
+}
+
+/// Where a setting comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A line of the recipe.
+    Line(usize),
+    /// An argument.
+    Argument,
+    /// The built-in default.
+    Default,
+    /// Another setting or the model's config.
+    Derived,
+}
+
+impl Loaded {
+    /// Reads a recipe file and applies `key=value` arguments.
+    pub fn read(path: &Path, arguments: &[String]) -> Result<Self, RecipeError> {
+        let source = Source { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
+        let unreadable = |message: String| RecipeError::new(Arc::new(source.clone()), vec![Fault::new(None, message)]);
+        let bytes = std::fs::read(path).map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
+        let text = String::from_utf8(bytes).map_err(|error| {
+            let line = error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
+            unreadable(format!("the recipe is not UTF-8 text: line {line} has other bytes"))
+        })?;
+        Self::parse(path, text, arguments)
+    }
+
+    /// Reads the text of a recipe.
+    pub fn parse(path: &Path, text: String, arguments: &[String]) -> Result<Self, RecipeError> {
+        let source = Arc::new(Source { path: path.to_owned(), text, arguments: arguments.to_vec() });
+        let fail = |fault: Fault| RecipeError::new(source.clone(), vec![fault]);
+        let mut tree = Node::parse(&source.text).map_err(|error| {
+            let mark = error.at.map(|(line, column)| Mark::File { line, column, len: 1 });
+            fail(Fault::new(mark, error.message))
+        })?;
+        if tree.value == Value::Null {
+            tree.value = Value::Map(Vec::new());
+        }
+        for (idx, argument) in arguments.iter().enumerate() {
+            overrides::apply(&mut tree, argument, idx).map_err(&fail)?;
+        }
+        check_type(&tree).map_err(&fail)?;
+        let recipe = decode(&tree).map_err(&fail)?;
+        Ok(Self { recipe, tree, source: source.clone() })
+    }
+
+    /// Returns the file and the arguments.
+    pub fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// Returns where the first of these keys that was given stands.
+    pub fn origin(&self, keys: &[&str]) -> Origin {
+        match self.mark(keys) {
+            Some(Mark::File { line, .. }) => Origin::Line(line),
+            Some(Mark::Argument(_)) => Origin::Argument,
+            None => Origin::Default,
+        }
+    }
+
+    /// Tells whether a key was given, even if with its default value.
+    pub fn is_set(&self, key: &str) -> bool {
+        self.tree.at(key).is_some()
+    }
+
+    /// Returns the value of a key as it may be written on one line, if it is a single value.
+    pub(crate) fn scalar(&self, key: &str) -> Option<String> {
+        match &self.tree.at(key)?.0.value {
+            Value::Bool(value) => Some(value.to_string()),
+            Value::Int(value) => Some(value.to_string()),
+            Value::Float(value) => Some(value.to_string()),
+            Value::Str(text) if text.len() <= 40 => Some(text.clone()),
+            _ => None,
+        }
+    }
+
+    /// Blames the first of these keys that was given; if none was, the map that it belongs into, or the recipe as a whole.
+    pub fn fault(&self, keys: &[&str], message: impl Into<String>) -> Fault {
+        Fault::new(self.mark(keys).or_else(|| self.mark_near(keys.first()?)), message)
+    }
+
+    /// Joins faults into the error of this recipe.
+    pub fn error(&self, faults: Vec<Fault>) -> RecipeError {
+        RecipeError::new(self.source.clone(), faults)
+    }
+
+    fn mark(&self, keys: &[&str]) -> Option<Mark> {
+        keys.iter().find_map(|key| self.tree.at(key)).map(|(_, mark)| mark)
+    }
+
+    fn mark_near(&self, key: &str) -> Option<Mark> {
+        let parent = key.rsplit_once('.')?.0;
+        self.mark(&[parent]).or_else(|| self.mark_near(parent))
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::Line(line) => write!(f, "line {line}"),
+            Origin::Argument => f.write_str("argument"),
+            Origin::Default => f.write_str("default"),
+            Origin::Derived => f.write_str("derived"),
+        }
+    }
+}
+
+/// Names a foreign `type` before the keys that only it knows are called unknown.
+fn check_type(tree: &Node) -> Result<(), Fault> {
+    const TYPES: [&str; 3] = ["sft", "causal", "dpo"];
+    let Some(entry) = tree.get("type") else { return Ok(()) };
+    match &entry.node.value {
+        Value::Str(name) if TYPES.contains(&name.as_str()) => Ok(()),
+        Value::Str(name) => {
+            let fault = Fault::new(Some(entry.node.mark), format!("type: unknown value {}", quoted(name)));
+            let fault = match did_you_mean(name, TYPES) {
+                Some(near) => fault.note(format!("did you mean `{near}`?")),
+                None => fault.note("types that a recipe's own Python code adds are not supported"),
+            };
+            Err(fault.note("values: sft, causal"))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,186 @@
+//! What the user wrote: a YAML recipe in ArcticTraining's schema, as a superset, and `key=value` arguments.
+//!
+//! Nothing is decided here. [`Plan::resolve`](crate::plan::Plan::resolve) turns a [`Recipe`] into what will happen.
+
+mod data;
+mod decode;
+mod error;
+mod load;
+mod model;
+mod node;
+mod number;
+mod optimizer;
+mod output;
+mod overrides;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+pub use data::{CacheFs, Data, DataSource, DataType, Order, Overlong, PadTo, Pairs, SourceMap, SourceType};
+pub use error::{Fault, RecipeError, Source};
+pub use load::{Loaded, Origin};
+pub use model::{
+    ActivationCheckpoint, Attention, ConfigSource, Dtype, Free, Model, ModelType, Tokenizer, TokenizerType,
+};
+pub use node::{Entry, Mark, Node, Value};
+pub use number::{HumanFloat, HumanInt, parse_number};
+pub use optimizer::{
+    DeepSpeed, Optimizer, OptimizerType, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType,
+};
+pub use output::{
+    AllRanks, Checkpoint, CheckpointType, Generate, LogLevel, Logger, OnNonfinite, Ranks, Wandb,
+};
+
+/// A training recipe: ArcticTraining's schema with Candlewick's extensions.
+///
+/// Numbers may be written for people: `1_000`, `10^6`, `1e6`, `1.5%`, `4K` (base 10), `4Ki` (base 2).
+/// Relative paths start at the current folder.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Recipe {
+    /// What kind of training: `sft` (default; conversations) or `causal` (plain text).
+    #[serde(rename = "type")]
+    pub kind: Option<DataType>,
+    /// Python code beside an ArcticTraining recipe. Not supported.
+    pub code: Option<String>,
+    /// ArcticTraining's switch for its type checks. Has no effect: there are none to skip.
+    pub skip_validation: Option<bool>,
+    /// The model that is trained.
+    pub model: Model,
+    /// The tokenizer and its chat template.
+    pub tokenizer: Tokenizer,
+    /// What is trained and evaluated on.
+    pub data: Data,
+    /// Log files and what is printed.
+    pub logger: Logger,
+    /// Weights and Biases.
+    pub wandb: Wandb,
+    /// How the learning rate moves.
+    pub scheduler: Scheduler,
+    /// The optimizer.
+    pub optimizer: Optimizer,
+    /// A DeepSpeed config. Keys that cannot matter to one process are accepted, `gradient_clipping` is read, and all
+    /// others are refused by name.
+    pub deepspeed: DeepSpeed,
+    /// Gradients are scaled down to this global norm; 0 turns it off. Default 1.0.
+    pub gradient_clipping: Option<HumanFloat>,
+    /// Passes over the data. Default 1.
+    pub epochs: Option<HumanInt>,
+    /// Steps; if above 0 it replaces `epochs` as the horizon.
+    pub train_iters: Option<HumanInt>,
+    /// Stops at this step even if data remain; the schedule still aims at the horizon. Default 0: off.
+    pub exit_iteration: Option<HumanInt>,
+    /// Stops after this many steps of this process; a resumed run goes on. Default 0: off.
+    pub exit_iteration_this_run: Option<HumanInt>,
+    /// Repeats the data until an epoch holds this many steps. Default 0: off.
+    pub min_iterations: Option<HumanInt>,
+    /// Rows in a micro-batch. Default 1.
+    pub micro_batch_size: Option<HumanInt>,
+    /// Micro-batches in a step. Default 1.
+    pub gradient_accumulation_steps: Option<HumanInt>,
+    /// Ulysses degree. Above 1 is not implemented yet.
+    pub sequence_parallel_size: Option<HumanInt>,
+    /// Expert-parallel degree. Above 1 is not implemented yet.
+    pub expert_parallel_size: Option<HumanInt>,
+    /// Mixture-of-experts layers of ArcticTraining (`true`, `false` or `auto`). `true` is not implemented yet.
+    pub arctic_moe: Option<ArcticMoe>,
+    /// Not implemented yet.
+    pub enable_arctic_moe_custom_optimization: Option<bool>,
+    /// Not implemented yet.
+    pub enable_routing_replay: Option<bool>,
+    /// ArcticTraining's spelling of `model.activation_checkpoint: offload`.
+    pub activation_checkpoint_cpu_offload: Option<bool>,
+    /// Not implemented yet.
+    pub tiled_mlp_compute: Option<bool>,
+    /// Seeds the initial weights and LoRA factors. Default 42. The order of the data has `data.seed`.
+    pub seed: Option<HumanInt>,
+    /// What is saved: a list, or one entry.
+    #[serde(deserialize_with = "data::one_or_many")]
+    #[schemars(with = "data::OneOrMany<Checkpoint>")]
+    pub checkpoint: Vec<Checkpoint>,
+    /// Shows a console line at least every so many steps; 0 leaves it to `train_log_iter_interval`. Default 1.
+    pub loss_log_interval: Option<HumanInt>,
+    /// Records and shows metrics every so many steps; 0 turns them off. Default 1.
+    pub train_log_iter_interval: Option<HumanInt>,
+    /// One JSON object a step is appended here. Default `metrics.jsonl` in `output_dir`.
+    pub train_log_metrics_path: Option<String>,
+    /// Evaluates every so many steps, and at the end. Must be above 0 if and only if evaluation data are configured.
+    pub eval_interval: Option<HumanInt>,
+    /// Shows every so many evaluations; 0 turns them off. Default 1.
+    pub eval_log_iter_interval: Option<HumanInt>,
+    /// Trains on repetitions of the first step only. Default false.
+    pub overfit_first_batch: Option<bool>,
+    /// CUDA memory history (`step` or `e2e`). Not implemented yet.
+    pub mem_profiler: Option<String>,
+    /// Of `mem_profiler`.
+    pub mem_profiler_dir: Option<String>,
+    /// Of `mem_profiler`.
+    pub mem_profiler_max_entries: Option<HumanInt>,
+    /// The run ends after the step in which this file appears. Default `/tmp/at_kill_switch`.
+    pub kill_switch_path: Option<String>,
+    /// The run's folder: `metrics.jsonl` and `run.json`. Default `runs/<name of the recipe>`.
+    pub output_dir: Option<String>,
+    /// What happens when a loss or gradient is not finite: `stop` (default, exit code 5) or `skip`.
+    pub on_nonfinite: Option<OnNonfinite>,
+    /// Sample generations that are printed after training.
+    pub generate: Option<Generate>,
+    /// Of `type: dpo`. Not implemented yet.
+    pub ref_model: Option<Free>,
+    /// Of `type: dpo`. Not implemented yet.
+    pub beta: Option<HumanFloat>,
+    /// Of `type: dpo`. Not implemented yet.
+    pub ignore_label_index: Option<serde_json::Number>,
+    /// Of `type: dpo`. Not implemented yet.
+    pub label_smoothing: Option<HumanFloat>,
+    /// Of `type: dpo`. Not implemented yet.
+    pub reference_model_deepspeed: Option<Free>,
+}
+
+/// Whether ArcticTraining's mixture-of-experts layers are used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ArcticMoe {
+    /// `false`.
+    Off,
+    /// `true`.
+    On,
+    /// `auto`: if the model has experts.
+    Auto,
+}
+
+/// Returns the JSON schema of recipes, for editors.
+pub fn json_schema() -> serde_json::Value {
+    schemars::schema_for!(Recipe).to_value()
+}
+
+impl<'de> Deserialize<'de> for ArcticMoe {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOf;
+        impl serde::de::Visitor<'_> for OneOf {
+            type Value = ArcticMoe;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+                f.write_str("true, false or auto")
+            }
+            fn visit_bool<E>(self, on: bool) -> Result<ArcticMoe, E> {
+                Ok(if on { ArcticMoe::On } else { ArcticMoe::Off })
+            }
+            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<ArcticMoe, E> {
+                match text {
+                    "auto" => Ok(ArcticMoe::Auto),
+                    _ => Err(E::invalid_value(serde::de::Unexpected::Str(text), &self)),
+                }
+            }
+        }
+        deserializer.deserialize_any(OneOf)
+    }
+}
+
+impl JsonSchema for ArcticMoe {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "ArcticMoe".into()
+    }
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "enum": [true, false, "auto"] })
+    }
+}

@@ -1,0 +1,231 @@
+//! The `model` and `tokenizer` sections.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
+use serde::{Deserialize as DeriveDeserialize, Serialize};
+
+use super::number::HumanInt;
+
+/// A map whose keys belong to somebody else's schema.
+pub type Free = serde_json::Map<String, serde_json::Value>;
+
+/// The model that is trained.
+#[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Model {
+    /// How the model is made: `huggingface` (default) and `liger` both load `name_or_path`, with the same fused ops;
+    /// `random-weight-hf` takes only its config and draws the weights.
+    #[serde(rename = "type")]
+    pub kind: Option<ModelType>,
+    /// A Hugging Face folder or Hub id. Optional if `config` is given.
+    pub name_or_path: Option<String>,
+    /// The branch, tag or commit of a Hub id. Default `main`.
+    pub revision: Option<String>,
+    /// Builds the model from a Hugging Face config instead of a checkpoint: either the map itself or the path of a
+    /// `config.json`. The weights are drawn as transformers draws them, from `seed`.
+    pub config: Option<ConfigSource>,
+    /// The number format of the weights in forward and backward: `bf16` (default) or `f32`, with the aliases of
+    /// ArcticTraining (`bfloat16`, `torch.bfloat16`, `fp32`, `float`, ...). The optimizer's master weights are
+    /// always f32. `fp16` is not implemented yet (it needs loss scaling).
+    pub dtype: Option<Dtype>,
+    /// The name that ArcticTraining gives a saved model. Not implemented yet: the folder is named by
+    /// `checkpoint.output_dir`.
+    pub save_name: Option<String>,
+    /// Accepted for compatibility. There is one attention, whose memory is linear in the length; every value computes
+    /// the same numbers.
+    pub attn_implementation: Option<Attention>,
+    /// What blocks keep for backward: `none` (no checkpointing: everything is kept, fastest), `full` (only each
+    /// block's input; forward runs again), `offload` (as `full`, inputs parked outside the heap), or `{every: k}`
+    /// (recompute every k-th block, keep the others). Unset is `none`, unlike ArcticTraining, whose default is `full`:
+    /// a model that fits should not pay for memory it does not need.
+    pub activation_checkpoint: Option<ActivationCheckpoint>,
+    /// ArcticTraining's spelling: `true` is `activation_checkpoint: none`, an explicit `false` is `full`.
+    pub disable_activation_checkpoint: Option<bool>,
+    /// A PEFT LoRA config: `peft_type: LORA`, `r`, `lora_alpha`, `target_modules` (names or `all-linear`), ... Only the
+    /// adapter is trained.
+    pub peft_config: Option<Free>,
+    /// Overrides of the model's config.json. Changing `num_hidden_layers` draws the weights anew instead of loading
+    /// them, as ArcticTraining does.
+    pub hf_config_kwargs: Free,
+}
+
+/// How a model is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum ModelType {
+    /// From a checkpoint.
+    Huggingface,
+    /// From a checkpoint; the name of ArcticTraining's fused kernels.
+    Liger,
+    /// From a config, with random weights.
+    RandomWeightHf,
+}
+
+/// A number format.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+pub enum Dtype {
+    /// bfloat16.
+    #[serde(rename = "bf16", alias = "bfloat16", alias = "bfloat", alias = "torch.bfloat16")]
+    Bf16,
+    /// IEEE single precision.
+    #[serde(rename = "f32", alias = "fp32", alias = "float32", alias = "float", alias = "torch.float32")]
+    F32,
+    /// IEEE half precision.
+    #[serde(rename = "f16", alias = "fp16", alias = "float16", alias = "half", alias = "torch.float16")]
+    F16,
+}
+
+/// Names of attention implementations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Attention {
+    /// PyTorch's.
+    Sdpa,
+    /// FlashAttention 2.
+    #[serde(rename = "flash_attention_2")]
+    FlashAttention2,
+    /// FlashAttention 3.
+    #[serde(rename = "flash_attention_3")]
+    FlashAttention3,
+    /// Plain matrix products.
+    Eager,
+}
+
+/// A config written into the recipe, or the path of one.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum ConfigSource {
+    /// The path of a config.json.
+    Path(String),
+    /// The config itself.
+    Inline(Free),
+}
+
+/// What blocks keep between forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationCheckpoint {
+    /// Everything.
+    None,
+    /// Their inputs.
+    Full,
+    /// Their inputs, outside the heap.
+    Offload,
+    /// Every k-th block its input, the others everything.
+    Every(HumanInt),
+}
+
+/// The tokenizer and its chat template.
+#[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Tokenizer {
+    /// `huggingface`, the only one.
+    #[serde(rename = "type")]
+    pub kind: Option<TokenizerType>,
+    /// A folder or a Hub id. Default: the model's.
+    pub name_or_path: Option<String>,
+    /// The branch, tag or commit of a Hub id. Default `main`.
+    pub revision: Option<String>,
+    /// A Jinja chat template that replaces the tokenizer's own: the path of a file, or the template itself (a text with
+    /// `{` in it).
+    pub chat_template: Option<String>,
+    /// Extra variables of the chat template, such as `enable_thinking: false`.
+    pub chat_template_kwargs: Free,
+    /// Arguments of ArcticTraining's tokenizer call. Not implemented yet.
+    pub tokenize_kwargs: Free,
+}
+
+/// Names of tokenizer factories.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TokenizerType {
+    /// tokenizer.json.
+    Huggingface,
+}
+
+impl<'de> Deserialize<'de> for ConfigSource {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOf;
+        impl<'de> Visitor<'de> for OneOf {
+            type Value = ConfigSource;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a map (the config itself) or the path of a config.json")
+            }
+            fn visit_str<E>(self, path: &str) -> Result<ConfigSource, E> {
+                Ok(ConfigSource::Path(path.to_owned()))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ConfigSource, A::Error> {
+                Free::deserialize(MapAccessDeserializer::new(map)).map(ConfigSource::Inline)
+            }
+        }
+        deserializer.deserialize_any(OneOf)
+    }
+}
+
+impl JsonSchema for ConfigSource {
+    fn schema_name() -> Cow<'static, str> {
+        "ConfigSource".into()
+    }
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({
+            "description": "A Hugging Face config as a map, or the path of a config.json.",
+            "anyOf": [{ "type": "string" }, { "type": "object", "additionalProperties": true }]
+        })
+    }
+}
+
+#[derive(DeriveDeserialize)]
+#[serde(deny_unknown_fields)]
+struct Every {
+    every: HumanInt,
+}
+
+impl<'de> Deserialize<'de> for ActivationCheckpoint {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOf;
+        impl<'de> Visitor<'de> for OneOf {
+            type Value = ActivationCheckpoint;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("none, full, offload or {every: k}")
+            }
+            fn visit_str<E: de::Error>(self, name: &str) -> Result<ActivationCheckpoint, E> {
+                match name {
+                    "none" => Ok(ActivationCheckpoint::None),
+                    "full" => Ok(ActivationCheckpoint::Full),
+                    "offload" => Ok(ActivationCheckpoint::Offload),
+                    _ => Err(E::unknown_variant(name, &["none", "full", "offload", "{every: k}"])),
+                }
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ActivationCheckpoint, A::Error> {
+                Every::deserialize(MapAccessDeserializer::new(map)).map(|e| ActivationCheckpoint::Every(e.every))
+            }
+        }
+        deserializer.deserialize_any(OneOf)
+    }
+}
+
+impl JsonSchema for ActivationCheckpoint {
+    fn schema_name() -> Cow<'static, str> {
+        "ActivationCheckpoint".into()
+    }
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({
+            "description": "What blocks keep for backward.",
+            "anyOf": [
+                { "enum": ["none", "full", "offload"] },
+                {
+                    "type": "object",
+                    "properties": { "every": { "type": "integer", "minimum": 1 } },
+                    "required": ["every"],
+                    "additionalProperties": false
+                }
+            ]
+        })
+    }
+}

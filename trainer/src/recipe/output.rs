@@ -1,0 +1,172 @@
+//! The `checkpoint`, `logger`, `wandb` and `generate` sections.
+
+use std::fmt;
+
+use schemars::JsonSchema;
+use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
+use serde::{Deserialize as DeriveDeserialize, Serialize};
+
+use super::number::{HumanFloat, HumanInt};
+
+/// What is saved, when and where.
+#[derive(Clone, Debug, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Checkpoint {
+    /// `sharded` (default; `deepspeed` is accepted as its name): everything that a bit-exact resume needs.
+    /// `huggingface`: the weights alone, as a folder that transformers loads.
+    #[serde(rename = "type")]
+    pub kind: Option<CheckpointType>,
+    /// The folder that receives one folder a save. Relative paths start at the current folder.
+    pub output_dir: String,
+    /// `false` keeps the entry but does nothing. Default true.
+    pub enabled: Option<bool>,
+    /// Starts from the newest complete save in `output_dir`, if there is one. At most one `sharded` entry may set it.
+    pub auto_resume: Option<bool>,
+    /// Saves every so many steps. Default 0: never.
+    pub save_every_n_steps: Option<HumanInt>,
+    /// Saves every so many epochs. Default 0: never.
+    pub save_every_n_epochs: Option<HumanInt>,
+    /// Saves after the last step. Default false.
+    pub save_end_of_training: Option<bool>,
+    /// Keeps only this many of the newest saves. Default: all.
+    pub keep: Option<HumanInt>,
+}
+
+/// Names of checkpoint types.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum CheckpointType {
+    /// Resumable.
+    #[serde(alias = "deepspeed")]
+    Sharded,
+    /// Weights only.
+    Huggingface,
+}
+
+/// Log files and what is printed.
+#[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Logger {
+    /// The folder of `logs/rank_0.log`. Default `/dev/null`: no file.
+    pub output_dir: Option<String>,
+    /// `DEBUG`, `INFO`, `WARNING` or `ERROR`. Default WARNING; `-v` and `-q` and `RUST_LOG` go before it.
+    pub level: Option<LogLevel>,
+    /// The ranks that print: a list, or `"*"`. Default `[0]`.
+    pub print_output_ranks: Option<Ranks>,
+    /// The ranks that write log files: a list, or `"*"`. Default `"*"`.
+    pub file_output_ranks: Option<Ranks>,
+}
+
+/// Names of log levels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum LogLevel {
+    /// Everything.
+    #[serde(alias = "debug")]
+    Debug,
+    /// What happens.
+    #[serde(alias = "info")]
+    Info,
+    /// What may be wrong.
+    #[serde(alias = "warning", alias = "WARN", alias = "warn")]
+    Warning,
+    /// What is wrong.
+    #[serde(alias = "error", alias = "CRITICAL", alias = "critical")]
+    Error,
+}
+
+/// Some ranks, or all of them.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Ranks {
+    /// `"*"`.
+    All(AllRanks),
+    /// A list of ranks.
+    These(Vec<HumanInt>),
+}
+
+/// The text `*`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub enum AllRanks {
+    /// All of them.
+    #[serde(rename = "*")]
+    Star,
+}
+
+/// Weights and Biases.
+#[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Wandb {
+    /// `true` is not implemented yet. Default false.
+    pub enable: Option<bool>,
+    /// The entity.
+    pub entity: Option<String>,
+    /// The project.
+    pub project: Option<String>,
+    /// The run's name.
+    pub name: Option<String>,
+}
+
+/// Sample generations that are printed after training.
+#[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct Generate {
+    /// What the model answers: a user's turn each (`sft`), or a text to continue (`causal`).
+    pub prompts: Vec<String>,
+    /// Default 64.
+    pub max_new_tokens: Option<HumanInt>,
+    /// 0 (default) takes the likeliest token.
+    pub temperature: Option<HumanFloat>,
+    /// Samples from the likeliest tokens whose probabilities reach this sum. Default 1: all.
+    pub top_p: Option<HumanFloat>,
+    /// Default: the run's `seed`.
+    pub seed: Option<HumanInt>,
+}
+
+/// What happens when a step's loss or gradient is not finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnNonfinite {
+    /// The run ends with exit code 5; nothing is saved over an older checkpoint.
+    #[default]
+    Stop,
+    /// The step is skipped and counted.
+    Skip,
+}
+
+impl Ranks {
+    /// Tells whether the only rank of a single process is among them.
+    pub fn has_rank_0(&self) -> bool {
+        match self {
+            Ranks::All(_) => true,
+            Ranks::These(ranks) => ranks.contains(&HumanInt(0)),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Ranks {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOf;
+        impl<'de> Visitor<'de> for OneOf {
+            type Value = Ranks;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a list of ranks or \"*\"")
+            }
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Ranks, E> {
+                match text {
+                    "*" => Ok(Ranks::All(AllRanks::Star)),
+                    _ => Err(E::invalid_value(de::Unexpected::Str(text), &self)),
+                }
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Ranks, A::Error> {
+                let mut ranks = Vec::new();
+                while let Some(rank) = seq.next_element()? {
+                    ranks.push(rank);
+                }
+                Ok(Ranks::These(ranks))
+            }
+        }
+        deserializer.deserialize_any(OneOf)
+    }
+}

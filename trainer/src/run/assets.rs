@@ -1,0 +1,65 @@
+//! The files of a run: the model's folder and the tokenizer's, here or from the Hub.
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use candlewick_text::hub::{Hub, ModelPart};
+use candlewick_text::template::ChatTemplate;
+use candlewick_text::tokenizer::Tokenizer;
+
+use crate::plan::{ChatTemplateSource, Init, Plan, TokenizerPlan};
+
+/// What a run reads besides its data.
+pub struct Assets {
+    /// The model's folder; `None` if the recipe holds the config.
+    pub model_folder: Option<PathBuf>,
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    template: Option<(String, String)>,
+    kwargs: serde_json::Map<String, serde_json::Value>,
+}
+
+impl Assets {
+    /// Finds the model's and the tokenizer's folders, downloading what is not here.
+    pub fn find(plan: &Plan, hub: &Hub) -> Result<Self> {
+        let part = match plan.model.init {
+            Init::Load => ModelPart::Whole,
+            Init::Random => ModelPart::WithoutWeights,
+        };
+        let model = plan.model.name_or_path.as_deref();
+        let model_folder = model.map(|name| hub.model(name, plan.model.revision.as_deref(), part)).transpose()?;
+        let TokenizerPlan { name_or_path, revision, chat_template, chat_template_kwargs } = &plan.tokenizer;
+        let tokenizer_folder = hub.model(name_or_path, revision.as_deref(), ModelPart::WithoutWeights)?;
+        Ok(Self {
+            model_folder,
+            tokenizer: Tokenizer::from_directory(tokenizer_folder)?,
+            template: chat_template.as_ref().map(own_template).transpose()?,
+            kwargs: chat_template_kwargs.clone(),
+        })
+    }
+
+    /// Compiles the chat template: the recipe's, else the tokenizer's, if there is one.
+    pub fn template(&self) -> Result<Option<ChatTemplate>> {
+        let template = match &self.template {
+            Some((name, source)) => {
+                Some(self.tokenizer.with_special_tokens(ChatTemplate::new(name.as_str(), source)?))
+            }
+            None => self.tokenizer.chat_template(None)?,
+        };
+        let with = |template, (name, value): (&String, &serde_json::Value)| {
+            ChatTemplate::with_variable(template, name.as_str(), value.clone())
+        };
+        Ok(template.map(|template| self.kwargs.iter().fold(template, with)))
+    }
+}
+
+fn own_template(source: &ChatTemplateSource) -> Result<(String, String)> {
+    match source {
+        ChatTemplateSource::Inline(text) => Ok(("tokenizer.chat_template".to_string(), text.clone())),
+        ChatTemplateSource::File(path) => {
+            let text = fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))?;
+            Ok((path.display().to_string(), text))
+        }
+    }
+}

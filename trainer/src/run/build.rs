@@ -1,0 +1,57 @@
+//! The engine of a plan: model, weights, and what each block keeps.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::{DType, Device};
+use candlewick_comm::Solo;
+use candlewick_model::Model;
+use candlewick_model::checkpoint::Checkpoint;
+use candlewick_parallel::{Engine, Mode, Resident, Residency};
+use evaluator::weights::{Origin, fill};
+
+use crate::plan::{Activations, ComputeDtype, Init, Plan};
+
+use super::Assets;
+
+/// Builds the model and sets its weights.
+pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
+    let config = plan.model.config.clone().context("failed to build the model: its config is not known")?;
+    let n_ids = assets.tokenizer.id_bound() as usize;
+    ensure!(
+        n_ids <= config.vocab_size(),
+        "failed to fit the tokenizer to the model: it has ids up to {}, the model's vocab_size is {}; use the \
+         tokenizer that the model was trained with",
+        n_ids - 1,
+        config.vocab_size()
+    );
+    let model = Model::new(config, plan.model.adapter.clone())?;
+    let device = Device::Cpu;
+    let store = Resident::new(&model, dtype(plan.model.dtype), Mode::Train, &device)?;
+    let random = Origin::Random { seed: plan.seed };
+    let notes = match (plan.model.init, &assets.model_folder) {
+        (Init::Load, Some(folder)) => fill(&store, &model, Origin::Checkpoint(&Checkpoint::open(folder)?), random)?,
+        _ => fill(&store, &model, random, random)?,
+    };
+    notes.iter().for_each(|note| tracing::warn!("{note}"));
+    let residency = (0..model.n_blocks()).map(|block_idx| residency(plan.model.activations, block_idx)).collect();
+    Ok(Engine::new(model, store, residency, Arc::new(Solo), device))
+}
+
+/// The number format of a plan, as candle names it.
+pub(super) fn dtype(dtype: ComputeDtype) -> DType {
+    match dtype {
+        ComputeDtype::Bf16 => DType::BF16,
+        ComputeDtype::F32 => DType::F32,
+    }
+}
+
+fn residency(activations: Activations, block_idx: usize) -> Residency {
+    match activations {
+        Activations::Keep => Residency::Keep,
+        Activations::Recompute => Residency::Recompute,
+        Activations::Offload => Residency::Offload,
+        Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => Residency::Recompute,
+        Activations::RecomputeEvery(_) => Residency::Keep,
+    }
+}

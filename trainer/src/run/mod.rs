@@ -1,0 +1,118 @@
+//! The loop: a plan becomes a trained model.
+//!
+//! `assets` finds the files, `build` makes the engine, `step` computes one optimizer step, `saves` writes and resumes,
+//! `finish` says what was learned. Nothing here reads a recipe, the command line or the environment.
+
+mod assets;
+mod build;
+mod finish;
+mod saves;
+mod session;
+mod state;
+mod step;
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use candlewick_text::hub::Hub;
+use evaluator::exit::ExitCode;
+
+use crate::checkpoint::{CheckpointError, Moment};
+use crate::data::{Prepared, Step, prepare};
+use crate::metrics::{Exit, RunJson};
+use crate::plan::Plan;
+use crate::signals::{Stop, StopRequests};
+
+pub use assets::Assets;
+pub use step::NonFinite;
+
+use session::Session;
+
+/// Why the loop ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum End {
+    /// Every step of the horizon is done.
+    Horizon,
+    /// The recipe asked for an earlier end.
+    Exit(&'static str),
+    /// Somebody asked for a stop.
+    Stop(Stop),
+}
+
+/// Trains as `plan` says and returns how the run ended. `run.json` tells the end in any case.
+pub fn train(plan: &Plan, hub: &Hub) -> Result<ExitCode> {
+    let stop = StopRequests::install(Some(plan.exit.kill_switch_path.clone())).context("failed to watch for signals")?;
+    let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(|source| {
+        let path = plan.log.output_dir.clone().unwrap_or_default();
+        CheckpointError::Io { action: "write run.json into", path, source }
+    })?;
+    let ended = run(plan, hub, &stop, &mut run_json);
+    let exit = match &ended {
+        Ok((code, reason)) => Exit { code: *code as u8, reason: reason.clone() },
+        Err(error) => Exit { code: crate::exit::classify(error) as u8, reason: format!("{error:#}") },
+    };
+    if let Err(error) = run_json.finish(exit) {
+        tracing::warn!("failed to write run.json: {error}");
+    }
+    ended.map(|(code, _)| code)
+}
+
+/// Reads and renders the data of `plan`, as a run does before its first step.
+pub fn prepare_data(plan: &Plan, hub: &Hub) -> Result<(Assets, Prepared)> {
+    let assets = Assets::find(plan, hub)?;
+    let prepared = prepare(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
+    Ok((assets, prepared))
+}
+
+fn run(plan: &Plan, hub: &Hub, stop: &StopRequests, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+    let (assets, prepared) = prepare_data(plan, hub)?;
+    prepared.notes.iter().for_each(|note| tracing::info!("{note}"));
+    let engine = build::engine(plan, &assets)?;
+    let mut session = Session::begin(plan, &assets, &engine, &prepared, run_json)?;
+    let end = steps(&mut session, stop)?;
+    let code = finish::finish(&mut session, &end)?;
+    Ok((code, end.reason()))
+}
+
+fn steps(session: &mut Session, stop: &StopRequests) -> Result<End> {
+    let first_step = session.stream.cursor().step;
+    loop {
+        let done = session.stream.cursor().step;
+        if let Some(request) = stop.poll() {
+            return Ok(End::Stop(request));
+        }
+        let exit = &session.plan.exit;
+        if exit.iteration_this_run.is_some_and(|n| done - first_step >= n) {
+            return Ok(End::Exit("exit_iteration_this_run"));
+        }
+        if exit.iteration.is_some_and(|n| done >= n) {
+            return Ok(End::Exit("exit_iteration"));
+        }
+        let began = Instant::now();
+        let Some(step) = session.stream.next_step() else { return Ok(End::Horizon) };
+        one_step(session, &step, began)?;
+    }
+}
+
+fn one_step(session: &mut Session, step: &Step, began: Instant) -> Result<()> {
+    let outcome = session.train_step(step)?;
+    session.report(step, &outcome, began.elapsed());
+    let done = session.stream.cursor().step;
+    let total = session.stream.total_steps();
+    if session.plan.eval.as_ref().is_some_and(|eval| done % eval.interval == 0 || done == total) {
+        session.evaluate()?;
+    }
+    let finished_epoch = (session.stream.cursor().step_in_epoch == 0).then_some(session.stream.cursor().epoch);
+    session.save_due(Moment { step: done, finished_epoch, end_of_training: done == total })
+}
+
+impl End {
+    fn reason(&self) -> String {
+        match self {
+            End::Horizon => "all steps are done".to_string(),
+            End::Exit(key) => format!("{key} was reached"),
+            End::Stop(stop) => format!("stopped by {stop}"),
+        }
+    }
+}
+

@@ -1,0 +1,83 @@
+//! The engine's tensors as a save sees them: master weights and both moments of every trained parameter.
+
+use std::collections::HashMap;
+
+use candle_core::{Device, Tensor};
+use candlewick_ops::copy_into;
+use candlewick_parallel::Resident;
+
+use crate::checkpoint::{StateError, TensorMeta, TrainState};
+
+/// Flat views of the training state by name: "master/model.norm.weight".
+pub(super) struct EngineState {
+    metas: Vec<TensorMeta>,
+    views: HashMap<String, Tensor>,
+}
+
+impl EngineState {
+    /// Takes views of the state in `store`; reading and loading go to the store itself.
+    pub(super) fn of(store: &Resident) -> candle_core::Result<Self> {
+        let (mut metas, mut views) = (Vec::new(), HashMap::new());
+        for param in store.states()? {
+            let parts = [("master", &param.master), ("exp_avg", &param.exp_avg), ("exp_avg_sq", &param.exp_avg_sq)];
+            for (part, tensor) in parts {
+                let name = format!("{part}/{}", param.name);
+                metas.push(TensorMeta { name: name.clone(), shape: tensor.dims().to_vec() });
+                views.insert(name, tensor.flatten_all()?);
+            }
+        }
+        Ok(Self { metas, views })
+    }
+
+    fn piece(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
+        let view = self.views.get(name).ok_or_else(|| format!("there is no tensor {name}"))?;
+        Ok(view.narrow(0, start, n_values)?)
+    }
+}
+
+impl TrainState for EngineState {
+    fn tensors(&self) -> Vec<TensorMeta> {
+        self.metas.clone()
+    }
+
+    fn read(&self, name: &str, start: usize, values: &mut [f32]) -> Result<(), StateError> {
+        values.copy_from_slice(&self.piece(name, start, values.len())?.to_vec1::<f32>()?);
+        Ok(())
+    }
+
+    fn load(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), StateError> {
+        copy_into(&self.piece(name, start, values.len())?, &Tensor::new(values, &Device::Cpu)?)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::DType;
+    use candlewick_model::{Config, Model};
+    use candlewick_parallel::Mode;
+
+    #[test]
+    fn what_is_loaded_is_read_back_and_reaches_the_store() {
+        let config = serde_json::json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 5, "max_position_embeddings": 8,
+            "rms_norm_eps": 1e-5, "tie_word_embeddings": true,
+        });
+        let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
+        let store = Resident::new(&model, DType::F32, Mode::Train, &Device::Cpu).unwrap();
+        let mut state = EngineState::of(&store).unwrap();
+        assert_eq!(state.tensors().len(), 3 * (1 + 9 + 1));
+        let name = "exp_avg/model.embed_tokens.weight";
+        state.load(name, 7, &[1.0, 2.0, 3.0]).unwrap();
+        let mut back = [0.0; 5];
+        state.read(name, 6, &mut back).unwrap();
+        assert_eq!(back, [0.0, 1.0, 2.0, 3.0, 0.0]);
+        let embedding = store.states().unwrap().remove(0);
+        assert_eq!(embedding.exp_avg.flatten_all().unwrap().to_vec1::<f32>().unwrap()[6..11], back);
+        assert!(state.read("exp_avg/nothing", 0, &mut back).is_err());
+        assert!(state.read(name, 38, &mut back).is_err());
+    }
+}

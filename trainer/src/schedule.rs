@@ -1,0 +1,316 @@
+//! The learning rate as a pure function of the step: values equal to transformers' `get_scheduler`.
+//! Nothing here keeps state, so that resuming a run is only a matter of its step number.
+
+use std::f64::consts::PI;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// Describes how the learning rate moves: a warm-up, then a shape.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Schedule {
+    /// How long the rate rises at the start. `Span::Steps(0)` is none: transformers' plain
+    /// `constant` ignores a warm-up, its `constant_with_warmup` does not.
+    pub warmup: Span,
+    /// What it does afterwards.
+    pub shape: Shape,
+}
+
+/// Measures a part of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Span {
+    /// A number of optimizer steps.
+    Steps(usize),
+    /// A share of all optimizer steps, between 0 and 1; rounded up to a whole step.
+    Ratio(f64),
+}
+
+/// Names what the learning rate does after the warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "name")]
+pub enum Shape {
+    /// Stays at the base rate.
+    Constant,
+    /// Falls on a line to 0 at the last step.
+    Linear,
+    /// Follows a cosine; half a cycle ends at 0.
+    Cosine {
+        /// Waves in the run; 0.5 falls once.
+        num_cycles: f64,
+    },
+    /// Follows a cosine from the base rate to 0, several times over.
+    CosineWithRestarts {
+        /// Number of falls.
+        num_cycles: usize,
+    },
+    /// Follows a cosine that ends above 0.
+    CosineWithMinLr {
+        /// Waves in the run; 0.5 falls once.
+        num_cycles: f64,
+        /// Where it ends.
+        floor: Floor,
+    },
+    /// Warm-up, plateau, decay (WSD). Its warm-up starts at `min_lr_ratio`, not at 0.
+    WarmupStableDecay {
+        /// How long the plateau is; `None` is what warm-up and decay leave over.
+        stable: Option<Span>,
+        /// How long the decay is.
+        decay: Span,
+        /// The form of the warm-up.
+        warmup_type: Ramp,
+        /// The form of the decay.
+        decay_type: Ramp,
+        /// The rate at the end, as a share of the base rate.
+        min_lr_ratio: f64,
+        /// Waves of a cosine decay; 0.5 falls once.
+        num_cycles: f64,
+    },
+    /// Falls as 1 / sqrt(step).
+    InverseSqrt {
+        /// Steps until the rate has fallen to 1/sqrt(2); `None` is the warm-up, or 10,000 without one.
+        timescale: Option<usize>,
+    },
+    /// Falls to `lr_end` as (remaining share)^power.
+    Polynomial {
+        /// The rate at the end.
+        lr_end: f64,
+        /// 1 is a line.
+        power: f64,
+    },
+}
+
+/// Says where a cosine ends.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Floor {
+    /// A learning rate.
+    MinLr(f64),
+    /// A share of the base rate.
+    MinLrRate(f64),
+}
+
+/// Names the form of a WSD ramp.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Ramp {
+    /// A line.
+    #[serde(rename = "linear")]
+    Linear,
+    /// A cosine.
+    #[serde(rename = "cosine")]
+    Cosine,
+    /// One minus a square root.
+    #[serde(rename = "1-sqrt")]
+    OneMinusSqrt,
+}
+
+/// Says why a schedule cannot drive a run.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ScheduleError {
+    /// A ratio outside of 0..=1.
+    #[error("use a {what} ratio of {ratio}: it must be between 0 and 1")]
+    Ratio {
+        /// Which span.
+        what: &'static str,
+        /// What was asked.
+        ratio: f64,
+    },
+    /// A span longer than the run, or several that do not fit in it together.
+    #[error("fit {asked} {what} steps into a run of {total_steps} steps")]
+    TooLong {
+        /// Which span.
+        what: &'static str,
+        /// Its steps.
+        asked: usize,
+        /// The run's steps.
+        total_steps: usize,
+    },
+    /// A final rate at or above the first.
+    #[error("decay from a learning rate of {base_lr} to {end}: the end must be the smaller")]
+    EndAboveStart {
+        /// The base rate.
+        base_lr: f64,
+        /// The final rate.
+        end: f64,
+    },
+    /// A number that must be positive and is not.
+    #[error("use {what} = {value}: it must be a finite number above 0")]
+    NotPositive {
+        /// Which key.
+        what: &'static str,
+        /// What was asked.
+        value: f64,
+    },
+}
+
+impl Schedule {
+    /// Keeps the base rate from the first step to the last.
+    pub const CONSTANT: Self = Self { warmup: Span::Steps(0), shape: Shape::Constant };
+
+    /// Returns the learning rate of the optimizer step that follows `step` finished ones: the
+    /// first update of a run uses `lr(0, ..)`, which is 0 under a warm-up, as in transformers.
+    pub fn lr(&self, step: usize, total_steps: usize, base_lr: f64) -> f64 {
+        base_lr * self.factor(step, total_steps, base_lr)
+    }
+
+    /// Returns the number of warm-up steps of a run.
+    pub fn warmup_steps(&self, total_steps: usize) -> usize {
+        self.warmup.steps(total_steps)
+    }
+
+    /// Refuses a schedule that does not fit a run of `total_steps`.
+    pub fn check(&self, total_steps: usize, base_lr: f64) -> Result<(), ScheduleError> {
+        positive("learning_rate", base_lr)?;
+        self.warmup.check("warm-up", total_steps)?;
+        match self.shape {
+            Shape::Constant | Shape::Linear => Ok(()),
+            Shape::Cosine { num_cycles } => positive("num_cycles", num_cycles),
+            Shape::CosineWithRestarts { num_cycles } => positive("num_cycles", num_cycles as f64),
+            Shape::CosineWithMinLr { num_cycles, floor } => {
+                positive("num_cycles", num_cycles)?;
+                check_end(floor.rate(base_lr) * base_lr, base_lr)
+            }
+            Shape::WarmupStableDecay { num_cycles, min_lr_ratio, .. } => {
+                positive("num_cycles", num_cycles)?;
+                check_end(min_lr_ratio * base_lr, base_lr)?;
+                self.check_phases(total_steps)
+            }
+            Shape::InverseSqrt { timescale } => timescale.map_or(Ok(()), |t| positive("timescale", t as f64)),
+            Shape::Polynomial { lr_end, power } => {
+                positive("power", power)?;
+                check_end(lr_end, base_lr)
+            }
+        }
+    }
+
+    fn check_phases(&self, total_steps: usize) -> Result<(), ScheduleError> {
+        let Shape::WarmupStableDecay { stable, decay, .. } = self.shape else { return Ok(()) };
+        decay.check("decay", total_steps)?;
+        stable.map_or(Ok(()), |span| span.check("stable", total_steps))?;
+        let asked = [Some(self.warmup), stable, Some(decay)]
+            .into_iter()
+            .flatten()
+            .fold(0usize, |sum, span| sum.saturating_add(span.steps(total_steps)));
+        let what = "warm-up, stable and decay";
+        (asked <= total_steps).then_some(()).ok_or(ScheduleError::TooLong { what, asked, total_steps })
+    }
+
+    fn factor(&self, step: usize, total_steps: usize, base_lr: f64) -> f64 {
+        let warmup = self.warmup_steps(total_steps);
+        if let Shape::WarmupStableDecay { .. } = self.shape {
+            return self.wsd_factor(step, total_steps);
+        }
+        if step < warmup {
+            return step as f64 / warmup as f64;
+        }
+        let after_warmup = total_steps.saturating_sub(warmup);
+        let progress = (step - warmup) as f64 / after_warmup.max(1) as f64;
+        match self.shape {
+            Shape::Constant | Shape::WarmupStableDecay { .. } => 1.0,
+            Shape::Linear => total_steps.saturating_sub(step) as f64 / after_warmup.max(1) as f64,
+            Shape::Cosine { num_cycles } => cosine(num_cycles, progress).max(0.0),
+            Shape::CosineWithRestarts { .. } if progress >= 1.0 => 0.0,
+            Shape::CosineWithRestarts { num_cycles } => {
+                let within = (num_cycles as f64 * progress) % 1.0;
+                (0.5 * (1.0 + (PI * within).cos())).max(0.0)
+            }
+            Shape::CosineWithMinLr { num_cycles, floor } => {
+                lift(cosine(num_cycles, progress), floor.rate(base_lr)).max(0.0)
+            }
+            Shape::InverseSqrt { timescale } => {
+                let timescale = timescale.unwrap_or(if warmup > 0 { warmup } else { 10_000 });
+                let shifted = (step - warmup + timescale) as f64;
+                1.0 / (shifted / timescale as f64).sqrt()
+            }
+            Shape::Polynomial { lr_end, .. } if step > total_steps => lr_end / base_lr,
+            Shape::Polynomial { lr_end, power } => {
+                ((base_lr - lr_end) * (1.0 - progress).powf(power) + lr_end) / base_lr
+            }
+        }
+    }
+
+    fn wsd_factor(&self, step: usize, total_steps: usize) -> f64 {
+        let Shape::WarmupStableDecay { stable, decay, warmup_type, decay_type, min_lr_ratio, num_cycles } = self.shape
+        else {
+            return 1.0;
+        };
+        let (warmup, decay) = (self.warmup_steps(total_steps), decay.steps(total_steps));
+        let left_over = total_steps.saturating_sub(warmup + decay);
+        let decay_start = warmup + stable.map_or(left_over, |span| span.steps(total_steps));
+        if step < warmup {
+            let progress = step as f64 / warmup as f64;
+            return lift(warmup_type.rise(progress), min_lr_ratio).max(0.0);
+        }
+        if step < decay_start {
+            return 1.0;
+        }
+        if step < decay_start + decay {
+            let progress = (step - decay_start) as f64 / decay as f64;
+            return lift(decay_type.fall(progress, num_cycles), min_lr_ratio).max(0.0);
+        }
+        min_lr_ratio
+    }
+}
+
+impl Span {
+    /// Returns the length in a run of `total_steps`.
+    pub fn steps(self, total_steps: usize) -> usize {
+        match self {
+            Span::Steps(n) => n,
+            Span::Ratio(ratio) => (total_steps as f64 * ratio).ceil() as usize,
+        }
+    }
+
+    fn check(self, what: &'static str, total_steps: usize) -> Result<(), ScheduleError> {
+        match self {
+            Span::Ratio(ratio) if !(0.0..=1.0).contains(&ratio) => Err(ScheduleError::Ratio { what, ratio }),
+            Span::Steps(asked) if asked > total_steps => Err(ScheduleError::TooLong { what, asked, total_steps }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Floor {
+    fn rate(self, base_lr: f64) -> f64 {
+        match self {
+            Floor::MinLr(min_lr) => min_lr / base_lr,
+            Floor::MinLrRate(rate) => rate,
+        }
+    }
+}
+
+impl Ramp {
+    fn rise(self, progress: f64) -> f64 {
+        match self {
+            Ramp::Linear => progress,
+            Ramp::Cosine => 0.5 * (1.0 - (PI * progress).cos()),
+            Ramp::OneMinusSqrt => 1.0 - (1.0 - progress).sqrt(),
+        }
+    }
+
+    fn fall(self, progress: f64, num_cycles: f64) -> f64 {
+        match self {
+            Ramp::Linear => 1.0 - progress,
+            Ramp::Cosine => cosine(num_cycles, progress),
+            Ramp::OneMinusSqrt => 1.0 - progress.sqrt(),
+        }
+    }
+}
+
+/// From 1 at progress 0; half a cycle later it is 0.
+fn cosine(num_cycles: f64, progress: f64) -> f64 {
+    0.5 * (1.0 + (PI * num_cycles * 2.0 * progress).cos())
+}
+
+/// Maps 0..1 to floor..1.
+fn lift(factor: f64, floor: f64) -> f64 {
+    factor * (1.0 - floor) + floor
+}
+
+fn positive(what: &'static str, value: f64) -> Result<(), ScheduleError> {
+    (value.is_finite() && value > 0.0).then_some(()).ok_or(ScheduleError::NotPositive { what, value })
+}
+
+fn check_end(end: f64, base_lr: f64) -> Result<(), ScheduleError> {
+    ((0.0..=base_lr).contains(&end)).then_some(()).ok_or(ScheduleError::EndAboveStart { base_lr, end })
+}

@@ -1,0 +1,114 @@
+//! Being asked to stop: the first SIGTERM or SIGINT (or Slurm's notice, SIGUSR1, or the kill
+//! switch file) is a request that the loop answers between two steps; a second SIGTERM or SIGINT
+//! ends the process at once.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::flag;
+
+/// Watches for requests to stop. Clones watch the same ones.
+#[derive(Clone, Debug)]
+pub struct StopRequests {
+    /// The number of the last signal, 0 for none.
+    signal: Arc<AtomicUsize>,
+    kill_switch: Option<PathBuf>,
+}
+
+/// Says who asked for the stop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// SIGTERM, SIGINT or SIGUSR1: save and exit with the code for "preempted, requeue me".
+    Signal(Signal),
+    /// The kill switch file is there: save and end the run as if it were done.
+    KillSwitch(PathBuf),
+}
+
+/// Names the signals that ask for a stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// SIGTERM: a scheduler or an administrator.
+    Terminate,
+    /// SIGINT: Ctrl-C.
+    Interrupt,
+    /// SIGUSR1: the notice that Slurm's `--signal=USR1@90` gives before the time is up.
+    Preempt,
+}
+
+impl StopRequests {
+    /// Takes over the three signals for the rest of the process's life.
+    pub fn install(kill_switch: Option<PathBuf>) -> io::Result<Self> {
+        let signal = Arc::new(AtomicUsize::new(0));
+        let asked_before = Arc::new(AtomicBool::new(false));
+        for number in [SIGTERM, SIGINT] {
+            // Handlers run in the order of registration: the exit looks at the flag before it is set.
+            flag::register_conditional_shutdown(number, 128 + number, asked_before.clone())?;
+            flag::register(number, asked_before.clone())?;
+            flag::register_usize(number, signal.clone(), number as usize)?;
+        }
+        // The notice comes before the scheduler's SIGTERM, which must not be "the second signal".
+        flag::register_usize(SIGUSR1, signal.clone(), SIGUSR1 as usize)?;
+        Ok(Self { signal, kill_switch })
+    }
+
+    /// Watches the file alone: for a run inside another program, which keeps its signals.
+    pub fn without_signals(kill_switch: Option<PathBuf>) -> Self {
+        Self { signal: Arc::new(AtomicUsize::new(0)), kill_switch }
+    }
+
+    /// Returns the request, if there is one. Cheap enough for every step: one file lookup.
+    pub fn poll(&self) -> Option<Stop> {
+        let is_there = |path: &&Path| path.exists();
+        match self.signal() {
+            Some(signal) => Some(Stop::Signal(signal)),
+            None => {
+                let path = self.kill_switch.as_deref().filter(is_there);
+                path.map(|path| Stop::KillSwitch(path.to_path_buf()))
+            }
+        }
+    }
+
+    fn signal(&self) -> Option<Signal> {
+        match self.signal.load(Ordering::SeqCst) as i32 {
+            SIGTERM => Some(Signal::Terminate),
+            SIGINT => Some(Signal::Interrupt),
+            SIGUSR1 => Some(Signal::Preempt),
+            _ => None,
+        }
+    }
+}
+
+impl std::fmt::Display for Stop {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Stop::Signal(Signal::Terminate) => write!(f, "SIGTERM"),
+            Stop::Signal(Signal::Interrupt) => write!(f, "SIGINT"),
+            Stop::Signal(Signal::Preempt) => write!(f, "SIGUSR1 (preemption notice)"),
+            Stop::KillSwitch(path) => write!(f, "the kill switch {}", path.display()),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kill_switch_counts_from_when_the_file_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("stop");
+        let requests = StopRequests::without_signals(Some(path.clone()));
+        assert_eq!(requests.poll(), None);
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(requests.poll(), Some(Stop::KillSwitch(path)));
+    }
+
+    #[test]
+    fn without_a_kill_switch_nothing_asks() {
+        assert_eq!(StopRequests::without_signals(None).poll(), None);
+    }
+}

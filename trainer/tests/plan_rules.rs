@@ -1,0 +1,360 @@
+//! What a plan refuses, and what it fills in.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::path::Path;
+
+use candlewick_model::Config;
+use serde_json::json;
+use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
+use trainer::metrics::Console;
+use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan};
+use trainer::recipe::{Loaded, RecipeError};
+use trainer::schedule::{Floor, Shape, Span};
+
+fn known() -> Known {
+    let config = json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64,
+        "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "tie_word_embeddings": false, "initializer_range": 0.02
+    });
+    Known {
+        config: Some(Config::from_json(config).unwrap()),
+        n_cores: 4,
+        has_train_py: false,
+        console: Console::Full,
+    }
+}
+
+const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl]}\n";
+
+fn resolve(text: &str, arguments: &[&str]) -> Result<Plan, RecipeError> {
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), text.to_owned(), &arguments)?;
+    Plan::resolve(&loaded, &known())
+}
+
+#[track_caller]
+fn plan(arguments: &[&str]) -> Plan {
+    resolve(BASE, arguments).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// The arguments make the base recipe wrong, and the message contains these texts.
+#[track_caller]
+fn refused(arguments: &[&str], want: &[&str]) {
+    let message = match resolve(BASE, arguments) {
+        Ok(_) => panic!("{arguments:?} is accepted"),
+        Err(error) => error.to_string(),
+    };
+    for part in want {
+        assert!(message.contains(part), "no {part:?} in:\n{message}");
+    }
+}
+
+#[test]
+fn what_is_not_implemented_is_refused_by_name() {
+    for argument in [
+        "sequence_parallel_size=2",
+        "expert_parallel_size=8",
+        "arctic_moe=true",
+        "enable_arctic_moe_custom_optimization=true",
+        "enable_routing_replay=true",
+        "tiled_mlp_compute=true",
+        "mem_profiler=step",
+        "optimizer.type=fused_adam_moe",
+        "optimizer.type=cpu_adam_moe",
+        "model.save_name=x",
+        "wandb.enable=true",
+        "tokenizer.tokenize_kwargs={a: 1}",
+        "data.repeat_to_pack_max_length=true",
+        "type=dpo",
+        "beta=0.1",
+        "ref_model={name_or_path: x}",
+        "data.max_prompt_length=4K",
+        "data.sources.0.type=snowflake",
+        "data.sources.0.process=false",
+        "data.sources.0.kwargs={trust_remote_code: true}",
+        "data.sources.0.sql=select",
+        "deepspeed.zero_optimization.offload_optimizer.device=cpu",
+        "deepspeed.bf16.bf16_optimizer_states=true",
+        "deepspeed.torch_autocast.enabled=true",
+        "deepspeed.train_batch_size=8",
+        "deepspeed.zero_optimization.zero_hpz_partition_size=8",
+    ] {
+        let key = argument.split('=').next().unwrap();
+        refused(&[argument], &[&format!("argument `{argument}`:"), key, "not implemented yet"]);
+    }
+    refused(&["model.dtype=fp16"], &["fp16 is not implemented yet: it needs loss scaling"]);
+    refused(&["code=mine.py"], &["code: Python code (mine.py) is not supported"]);
+}
+
+#[test]
+fn a_refused_key_of_the_recipe_has_its_line_and_all_of_them_are_shown() {
+    let error = resolve("tiled_mlp_compute: true\nmodel: {name_or_path: a}\nwandb:\n  enable: true\n", &[]).unwrap_err();
+    let message = error.to_string();
+    assert!(message.contains("recipes/r.yaml:1:1: `tiled_mlp_compute: true` is not implemented yet"), "{message}");
+    assert!(message.contains("recipes/r.yaml:4:3: `wandb.enable: true` is not implemented yet"), "{message}");
+    assert!(message.contains("data.sources: there is nothing to train on"), "{message}");
+    assert_eq!(error.faults().len(), 3);
+}
+
+#[test]
+fn default_values_of_what_is_not_implemented_are_fine() {
+    plan(&[
+        "sequence_parallel_size=1",
+        "expert_parallel_size=1",
+        "arctic_moe=auto",
+        "enable_routing_replay=false",
+        "tiled_mlp_compute=false",
+        "mem_profiler=null",
+        "wandb={enable: false, project: p, name: n}",
+        "data.sources.0.kwargs={verification_mode: no_checks}",
+        "data.sources.0.process=true",
+        "deepspeed={zero_optimization: {stage: 3, reduce_bucket_size: 5e8, offload_param: {device: none}}, steps_per_print: 10}",
+        "deepspeed.wall_clock_breakdown=false",
+        "deepspeed.bf16.enabled=true",
+        "model.attn_implementation=flash_attention_2",
+        "model.type=liger",
+        "code=train.py",
+    ]);
+}
+
+#[test]
+fn deepspeed_may_not_contradict_the_recipe() {
+    refused(&["deepspeed.zero_optimization.stage=4"], &["expected 0, 1, 2 or 3, found 4"]);
+    refused(&["deepspeed.bf16.enabled=true", "model.dtype=f32"], &["contradicts model.dtype"]);
+    refused(&["deepspeed.gradient_clipping=2", "gradient_clipping=1"], &["keep one of them"]);
+    assert_eq!(plan(&["deepspeed.gradient_clipping=0.5"]).optimizer.gradient_clipping, Some(0.5));
+    assert_eq!(plan(&["gradient_clipping=0"]).optimizer.gradient_clipping, None);
+    assert_eq!(plan(&[]).optimizer.gradient_clipping, Some(1.0));
+}
+
+#[test]
+fn an_evaluation_interval_and_evaluation_data_need_each_other() {
+    refused(&["eval_interval=10"], &["eval_interval: 10, but there are no evaluation data"]);
+    refused(&["data.eval_sources=[b.jsonl]"], &["eval_interval is missing"]);
+    refused(&["data.train_eval_split=[0.9, 0.1]"], &["eval_interval is missing"]);
+    let plan = plan(&["data.train_eval_split=[90%, 10%]", "eval_interval=10"]);
+    assert_eq!(plan.eval.unwrap().interval, 10);
+    assert!((plan.data.eval_fraction - 0.1).abs() < 1e-12);
+}
+
+#[test]
+fn a_split_sums_to_one_and_excludes_evaluation_sources() {
+    refused(&["data.train_eval_split=[0.9, 0.2]", "eval_interval=1"], &["expected two shares that sum to 1, found [0.9, 0.2]"]);
+    refused(&["data.train_eval_split=[0, 1]", "eval_interval=1"], &["expected two shares"]);
+    refused(
+        &["data.train_eval_split=[0.9, 0.1]", "data.eval_sources=[b]", "eval_interval=1"],
+        &["data.train_eval_split and data.eval_sources exclude each other"],
+    );
+    plan(&["data.train_eval_split=[1.0, 0.0]", "data.eval_sources=[b]", "eval_interval=1"]);
+}
+
+#[test]
+fn one_checkpoint_may_resume_and_it_must_be_able_to() {
+    let two = "checkpoint=[{output_dir: a, auto_resume: true}, {type: deepspeed, output_dir: b, auto_resume: true}]";
+    refused(&[two], &["checkpoint.1.auto_resume: checkpoint.0 resumes already"]);
+    refused(
+        &["checkpoint={type: huggingface, output_dir: a, auto_resume: true}"],
+        &["checkpoint.auto_resume: a huggingface checkpoint holds the weights alone"],
+    );
+    refused(&["checkpoint=[{output_dir: a}, {output_dir: a}]"], &["another checkpoint of the same type is saved there"]);
+    refused(&["checkpoint={output_dir: a, keep: 0}"], &["checkpoint.keep: expected at least 1"]);
+    let plan = plan(&["checkpoint=[{type: huggingface, output_dir: a, enabled: false}, {output_dir: b, save_every_n_steps: 1K}]"]);
+    assert_eq!(plan.checkpoints.len(), 1);
+    assert_eq!(plan.checkpoints[0].save_every_n_steps, 1000);
+}
+
+#[test]
+fn the_longest_row_is_the_models_unless_given() {
+    assert_eq!(plan(&[]).data.max_length, 2048);
+    assert_eq!(plan(&["data.max_length=1Ki"]).data.max_length, 1024);
+    refused(&["data.max_length=4Ki"], &["4096 is longer than the model's max_position_embeddings, 2048"]);
+    refused(&["data.max_length=1"], &["expected at least 2"]);
+    assert_eq!(plan(&["model.hf_config_kwargs={max_position_embeddings: 4096}"]).data.max_length, 4096);
+}
+
+#[test]
+fn without_the_config_the_plan_says_what_it_does_not_know_yet() {
+    let loaded = Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &[]).unwrap();
+    let plan = Plan::resolve(&loaded, &Known { config: None, ..known() }).unwrap();
+    assert!(plan.notes.iter().any(|note| note.starts_with("data.max_length will be")), "{:?}", plan.notes);
+}
+
+#[test]
+fn packing_follows_the_type() {
+    assert_eq!(plan(&[]).data.packing, Packing::Off);
+    assert_eq!(plan(&["data.pack_samples=true"]).data.packing, Packing::Fit);
+    assert_eq!(plan(&["data.pack_samples=true", "data.always_max_length=true"]).data.packing, Packing::Exact);
+    assert_eq!(plan(&["type=causal"]).data.packing, Packing::Exact);
+    assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.packing, Packing::Off);
+    refused(&["data.pack_samples=true", "micro_batch_size=2"], &["with data.pack_samples it must be 1"]);
+    refused(&["data.always_max_length=true"], &["it needs data.pack_samples: true"]);
+    refused(&["data.fuse_positions_prob=0.5"], &["it needs data.pack_samples: true"]);
+    refused(&["data.pack_samples=true", "data.fuse_positions_prob=1.5"], &["expected 0 to 1, found 1.5"]);
+}
+
+#[test]
+fn overlong_samples_are_an_error_unless_the_recipe_says_otherwise() {
+    assert_eq!(plan(&[]).data.overlong, Overlong::Error);
+    assert_eq!(plan(&["data.filter_samples=true"]).data.overlong, Overlong::Drop);
+    assert_eq!(plan(&["data.filter_samples=false"]).data.overlong, Overlong::Error);
+    assert_eq!(plan(&["data.overlong=truncate"]).data.overlong, Overlong::Truncate);
+    refused(&["data.overlong=truncate", "data.filter_samples=true"], &["data.filter_samples contradicts data.overlong"]);
+    refused(&["type=causal", "data.overlong=drop"], &["rows of exactly max_length are cut"]);
+}
+
+#[test]
+fn padding_has_three_forms() {
+    assert_eq!(plan(&[]).data.padding, Padding::Nothing);
+    assert_eq!(plan(&["data.pad_to=div_length"]).data.padding, Padding::Multiple(256));
+    assert_eq!(plan(&["data.div_length=64"]).data.padding, Padding::Multiple(64));
+    assert_eq!(plan(&["data.pad_to=max_length"]).data.padding, Padding::MaxLength);
+    refused(&["data.div_length=0"], &["data.div_length: expected at least 1"]);
+    refused(&["data.pad_to=none", "data.div_length=8"], &["contradicts data.pad_to: none"]);
+    refused(
+        &["data.pad_to=max_length", "data.max_length=1000", "data.div_length=256"],
+        &["no multiple of div_length 256", "use max_length 768 or 1024"],
+    );
+}
+
+#[test]
+fn iterations_replace_epochs() {
+    assert_eq!(plan(&[]).data.horizon, Horizon::Epochs(1));
+    assert_eq!(plan(&["epochs=3"]).data.horizon, Horizon::Epochs(3));
+    assert_eq!(plan(&["epochs=3", "train_iters=10"]).data.horizon, Horizon::Steps(10));
+    refused(&["epochs=0"], &["trains nothing"]);
+    refused(&["micro_batch_size=0"], &["micro_batch_size: expected at least 1, found 0"]);
+    refused(&["gradient_accumulation_steps=0"], &["expected at least 1"]);
+}
+
+#[test]
+fn activation_checkpoints_are_spelt_in_three_ways() {
+    assert_eq!(plan(&[]).model.activations, Activations::Keep);
+    assert_eq!(plan(&["model.activation_checkpoint=full"]).model.activations, Activations::Recompute);
+    assert_eq!(plan(&["model.activation_checkpoint={every: 2}"]).model.activations, Activations::RecomputeEvery(2));
+    assert_eq!(plan(&["model.disable_activation_checkpoint=false"]).model.activations, Activations::Recompute);
+    assert_eq!(plan(&["model.disable_activation_checkpoint=true"]).model.activations, Activations::Keep);
+    assert_eq!(plan(&["activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload);
+    assert_eq!(
+        plan(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=false"]).model.activations,
+        Activations::Offload
+    );
+    refused(&["model.activation_checkpoint=full", "model.disable_activation_checkpoint=true"], &["contradicts"]);
+    refused(&["model.activation_checkpoint=none", "model.disable_activation_checkpoint=false"], &["contradicts"]);
+    refused(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=true"], &["contradicts"]);
+    refused(&["activation_checkpoint_cpu_offload=true", "model.activation_checkpoint=full"], &["contradicts"]);
+    refused(&["model.activation_checkpoint={every: 0}"], &["expected at least 1, found 0"]);
+}
+
+#[test]
+fn a_model_has_one_origin() {
+    refused(&["model={}"], &["model: there is no model"]);
+    refused(&["model.config={model_type: llama}"], &["exclude each other"]);
+    refused(&["model={config: {}, revision: x}", "tokenizer.name_or_path=t"], &["model.revision has no meaning"]);
+    refused(&["model={config: {}}"], &["tokenizer.name_or_path is missing"]);
+    assert_eq!(plan(&[]).model.init, Init::Load);
+    assert_eq!(plan(&["model={config: {}}", "tokenizer.name_or_path=t"]).model.init, Init::Random);
+    assert_eq!(plan(&["model.type=random-weight-hf"]).model.init, Init::Random);
+    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 1}"]).model.init, Init::Random);
+    assert_eq!(plan(&["model.hf_config_kwargs={num_hidden_layers: 2}"]).model.init, Init::Load);
+    assert_eq!(plan(&["model.dtype=float"]).model.dtype, ComputeDtype::F32);
+}
+
+#[test]
+fn an_adapter_is_checked_where_it_is_written() {
+    assert!(plan(&["model.peft_config={peft_type: LORA, r: 8, target_modules: all-linear}"]).model.adapter.is_some());
+    refused(&["model.peft_config={peft_type: LORA, r: 0}"], &["argument `model.peft_config=", "model.peft_config:", "`r`"]);
+}
+
+#[test]
+fn a_chat_template_is_a_file_or_itself() {
+    refused(&["tokenizer.chat_template=missing.jinja"], &["there is no file missing.jinja"]);
+    assert!(plan(&["tokenizer.chat_template='{{ messages }}'"]).tokenizer.chat_template.is_some());
+}
+
+#[test]
+fn sources_are_checked_one_by_one() {
+    refused(&["data.sources.0={split: a}"], &["the key `data.sources.0.name_or_path` is missing"]);
+    refused(&["data.sources.0.type=huggingface_causal"], &["not a source for `type: sft`"]);
+    refused(&["type=causal", "data.sources.0.type=huggingface_instruct"], &["not a source for `type: causal`"]);
+    refused(&["type=causal", "data.sources.0.role_mapping={user: a}"], &["plain text has no roles"]);
+    refused(&["data.sources.0.role_mapping={user: a.b}"], &["expected a column, or array.field.value, found `a.b`"]);
+    refused(&["data.sources.0.sample_ratio=0.5", "data.sources.0.sample_count=3"], &["exclude each other"]);
+    refused(&["data.sources.0.sample_ratio=150%"], &["expected above 0 and at most 1, found 1.5"]);
+    refused(&["data.sources.0.sample_count=0"], &["expected at least 1"]);
+    refused(&["data.sources.0.format=jsonl"], &["unknown value \"jsonl\"", "values: messages"]);
+    refused(&["data.type=causal"], &["data.type differs from the run's type"]);
+    let plan = plan(&["data.sources.0.sample_count=10", "data.sources.0.role_mapping={user: q, assistant: a}"]);
+    assert_eq!(plan.data.sources[0].sampling, Sampling::Count(10));
+    assert_eq!(plan.data.sources[0].role_mapping[1], ("assistant".into(), "a".into()));
+}
+
+#[test]
+fn the_optimizers_numbers_are_in_their_bounds() {
+    refused(&["optimizer.lr=0"], &["optimizer.learning_rate: expected above 0"]);
+    refused(&["optimizer.betas=[0.9, 1]"], &["below 1, found [0.9, 1]"]);
+    refused(&["optimizer.eps=0"], &["optimizer.eps: expected above 0"]);
+    refused(&["optimizer.weight_decay=-1"], &["optimizer.weight_decay: expected at least 0, found -1"]);
+    refused(&["gradient_clipping=-1"], &["gradient_clipping: expected at least 0"]);
+    for name in ["fused_adam", "adamw", "adam", "cpu_adam"] {
+        plan(&[&format!("optimizer.type={name}")]);
+    }
+    let optimizer = plan(&[]).optimizer;
+    assert_eq!((optimizer.learning_rate, optimizer.weight_decay, optimizer.eps), (5e-4, 0.1, 1e-8));
+}
+
+#[test]
+fn schedules_have_the_names_and_numbers_of_transformers() {
+    let shape = |arguments: &[&str]| plan(arguments).schedule.shape;
+    assert_eq!(shape(&[]), Shape::Linear);
+    assert_eq!(plan(&[]).schedule.warmup, Span::Ratio(0.1));
+    assert_eq!(plan(&["scheduler.warmup_steps=10"]).schedule.warmup, Span::Steps(10));
+    assert_eq!(shape(&["scheduler.name=cosine"]), Shape::Cosine { num_cycles: 0.5 });
+    assert_eq!(
+        shape(&["scheduler.name=cosine_with_min_lr", "scheduler.scheduler_specific_kwargs.min_lr_rate=10%"]),
+        Shape::CosineWithMinLr { num_cycles: 0.5, floor: Floor::MinLrRate(0.1) }
+    );
+    let wsd = shape(&["scheduler={type: wds, num_warmup_steps: 5, num_decay_steps: 20, min_lr_ratio: 0.1}"]);
+    assert!(matches!(wsd, Shape::WarmupStableDecay { decay: Span::Steps(20), min_lr_ratio: 0.1, .. }), "{wsd:?}");
+    assert_eq!(shape(&["scheduler={name: constant, warmup_ratio: 0}"]), Shape::Constant);
+
+    refused(&["scheduler={name: constant, warmup_steps: 5}"], &["constant has no warm-up", "constant_with_warmup"]);
+    refused(&["scheduler={warmup_ratio: 0.1, warmup_steps: 5}"], &["exclude each other"]);
+    refused(&["scheduler.warmup_ratio=2"], &["scheduler.warmup_ratio: expected 0 to 1, found 2"]);
+    refused(&["scheduler.lr=1"], &["scheduler.learning_rate has moved"]);
+    refused(&["scheduler.name=cosine_with_min_lr"], &["give one of scheduler_specific_kwargs.min_lr"]);
+    refused(&["scheduler.name=wsd"], &["give one of scheduler_specific_kwargs.num_decay_steps"]);
+    refused(&["scheduler={type: wsd, name: cosine}"], &["contradicts scheduler.type: wsd"]);
+    refused(&["scheduler.scheduler_specific_kwargs.min_lr=1"], &["min_lr is not a number of this schedule"]);
+    refused(&["scheduler.num_decay_steps=3"], &["belongs to the warmup_stable_decay schedule"]);
+    refused(&["train_iters=10", "scheduler.warmup_steps=11"], &["scheduler: failed to fit 11 warm-up steps into a run of 10 steps"]);
+}
+
+#[test]
+fn generations_have_bounds() {
+    refused(&["generate={prompts: []}"], &["generate.prompts: expected a list of texts"]);
+    refused(&["generate={prompts: [a], top_p: 0}"], &["generate.top_p: expected above 0"]);
+    refused(&["generate={prompts: [a], temperature: -1}"], &["generate.temperature: expected at least 0"]);
+    let generate = plan(&["generate={prompts: [a]}", "seed=7"]).generate.unwrap();
+    assert_eq!((generate.max_new_tokens, generate.temperature, generate.seed), (64, 0.0, 7));
+}
+
+#[test]
+fn the_runs_folder_is_named_after_the_recipe() {
+    let log = plan(&[]).log;
+    assert_eq!(log.output_dir.as_deref(), Some(Path::new("runs/r")));
+    assert_eq!(log.metrics_path.as_deref(), Some(Path::new("runs/r/metrics.jsonl")));
+    let log = plan(&["output_dir=/dev/null", "logger.print_output_ranks=[1]"]).log;
+    assert_eq!((log.output_dir, log.metrics_path, log.console), (None, None, Console::Quiet));
+    let logger = plan(&["logger={output_dir: out, level: info}"]).logger;
+    assert_eq!(logger.file.as_deref(), Some(Path::new("out/logs/rank_0.log")));
+    assert_eq!(logger.level.as_deref(), Some("info"));
+}
+
+#[test]
+fn a_plan_reads_as_a_table() {
+    let text = "model: {name_or_path: org/model, dtype: f32}\ndata:\n  sources: [a.jsonl]\n  max_length: 1Ki\n\
+optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 100, auto_resume: true}\n";
+    insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().to_string());
+}

@@ -1,0 +1,145 @@
+//! A tiny run in a folder of its own: a recipe, data, and the `trainer` binary.
+#![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+pub struct Run {
+    folder: tempfile::TempDir,
+}
+
+impl Run {
+    pub fn new() -> Self {
+        let run = Self { folder: tempfile::tempdir().unwrap() };
+        run.write("train.jsonl", &rows(0..80));
+        run.write("eval.jsonl", &rows(80..90));
+        run.write("recipe.yaml", &recipe(run.path()));
+        run
+    }
+
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    pub fn write(&self, name: &str, text: &str) {
+        fs::write(self.path().join(name), text).unwrap();
+    }
+
+    /// Edits the recipe: every `from` must occur.
+    pub fn edit(&self, from: &str, to: &str) {
+        let path = self.path().join("recipe.yaml");
+        let recipe = fs::read_to_string(&path).unwrap();
+        assert!(recipe.contains(from), "{from} is not in the recipe");
+        fs::write(path, recipe.replace(from, to)).unwrap();
+    }
+
+    pub fn command(&self, subcommand: &str, overrides: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        command.arg(subcommand).arg(self.path().join("recipe.yaml")).args(overrides);
+        command.current_dir(self.path()).stdin(Stdio::null()).env("RAYON_NUM_THREADS", "2").env("HF_HUB_OFFLINE", "1");
+        command
+    }
+
+    pub fn train(&self, overrides: &[&str]) -> Output {
+        self.command("train", overrides).output().unwrap()
+    }
+
+    /// Trains and insists on success.
+    pub fn train_ok(&self, overrides: &[&str]) {
+        let output = self.train(overrides);
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+
+    pub fn metrics(&self) -> Vec<serde_json::Value> {
+        let text = fs::read_to_string(self.path().join("run/metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// The training losses by step.
+    pub fn losses(&self) -> Vec<f64> {
+        self.metrics().iter().filter_map(|record| record["loss"].as_f64()).collect()
+    }
+
+    /// The bytes of the weights that were exported at the end.
+    pub fn exported(&self) -> Vec<u8> {
+        fs::read(self.export_folder().join("model.safetensors")).unwrap()
+    }
+
+    pub fn export_folder(&self) -> PathBuf {
+        let mut folders: Vec<_> = fs::read_dir(self.path().join("hf")).unwrap().map(|e| e.unwrap().path()).collect();
+        assert_eq!(folders.len(), 1, "{folders:?}");
+        folders.pop().unwrap()
+    }
+}
+
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+pub fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
+}
+
+fn rows(numbers: std::ops::Range<usize>) -> String {
+    let row = |i: usize| {
+        let question = format!("What comes after {i}?");
+        let answer = format!("{} comes after {i}. {}", i + 1, "Yes. ".repeat(i % 5));
+        let messages = serde_json::json!([
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer.trim()},
+        ]);
+        serde_json::json!({ "messages": messages }).to_string() + "\n"
+    };
+    numbers.map(row).collect()
+}
+
+fn recipe(folder: &Path) -> String {
+    let tokenizer = workspace().join("recipes/quickstart/tokenizer");
+    let tokenizer = tokenizer.display();
+    let folder = folder.display();
+    format!(
+        "type: sft
+output_dir: {folder}/run
+train_iters: 24
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+eval_interval: 12
+seed: 7
+model:
+  dtype: float32
+  config:
+    architectures: [LlamaForCausalLM]
+    model_type: llama
+    hidden_size: 32
+    intermediate_size: 64
+    num_hidden_layers: 2
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    vocab_size: 1024
+    max_position_embeddings: 256
+    rms_norm_eps: 1.0e-5
+    rope_theta: 10000.0
+    tie_word_embeddings: true
+tokenizer:
+  name_or_path: {tokenizer}
+data:
+  sources: [{folder}/train.jsonl]
+  eval_sources: [{folder}/eval.jsonl]
+  max_length: 96
+  cache_dir: {folder}/cache
+optimizer:
+  learning_rate: 1e-2
+scheduler:
+  name: cosine
+checkpoint:
+  - type: sharded
+    output_dir: {folder}/checkpoints
+    auto_resume: true
+    save_every_n_steps: 5
+  - type: huggingface
+    output_dir: {folder}/hf
+    save_end_of_training: true
+"
+    )
+}
