@@ -1,7 +1,18 @@
-//! How a Candlewick program ends: the exit codes that scripts and schedulers may rely on.
+//! How a Candlewick program ends: the exit codes that scripts and schedulers may rely on, and errors as text.
 
-use std::fmt;
+use std::backtrace::BacktraceStatus;
+use std::error::Error as StdError;
+use std::fmt::{self, Write as _};
+use std::io;
 use std::process::Termination;
+
+use candlewick_model::ModelError;
+use candlewick_text::format::FormatError;
+use candlewick_text::hub::HubError;
+use candlewick_text::render::RenderError;
+use candlewick_text::source::SourceError;
+use candlewick_text::template::TemplateError;
+use candlewick_text::tokenizer::TokenizerError;
 
 /// Says how a program ended. The numbers are an interface: they do not change.
 ///
@@ -28,6 +39,82 @@ pub enum ExitCode {
     Peer = 7,
     /// The run was asked to stop and did, with a checkpoint saved. Start it again to go on.
     Preempted = 75,
+}
+
+/// Finds the exit code of an error: the one that it carries, or that of the part that failed.
+pub fn classify(error: &anyhow::Error) -> ExitCode {
+    classify_by(error, code_of)
+}
+
+/// [`classify`] for a program with errors of its own, which `code_of` knows: it is asked for each cause, the outermost
+/// first.
+pub fn classify_by(error: &anyhow::Error, code_of: impl Fn(&(dyn StdError + 'static)) -> Option<ExitCode>) -> ExitCode {
+    match error.downcast_ref::<ExitCode>() {
+        Some(code) => *code,
+        None => error.chain().find_map(code_of).unwrap_or(ExitCode::Failed),
+    }
+}
+
+/// Finds the exit code of one error, without its causes.
+pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
+    if let Some(code) = error.downcast_ref::<ExitCode>() {
+        return Some(*code);
+    }
+    if let Some(error) = error.downcast_ref::<ModelError>() {
+        return Some(model_code(error));
+    }
+    if is_text_error(error) {
+        return Some(ExitCode::Data);
+    }
+    error.downcast_ref::<io::Error>().and_then(io_code)
+}
+
+fn is_text_error(error: &(dyn StdError + 'static)) -> bool {
+    error.is::<HubError>()
+        || error.is::<SourceError>()
+        || error.is::<FormatError>()
+        || error.is::<RenderError>()
+        || error.is::<TokenizerError>()
+        || error.is::<TemplateError>()
+}
+
+/// A config is the user's to change, a file of weights is a checkpoint.
+pub fn model_code(error: &ModelError) -> ExitCode {
+    match error {
+        ModelError::Key { .. } | ModelError::Unsupported(_) | ModelError::Lora { .. } => ExitCode::Usage,
+        ModelError::In { source, .. } => model_code(source),
+        ModelError::Tensor(_) => ExitCode::Failed,
+        _ => ExitCode::Checkpoint,
+    }
+}
+
+fn io_code(error: &io::Error) -> Option<ExitCode> {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::ReadOnlyFilesystem => {
+            Some(ExitCode::Checkpoint)
+        }
+        io::ErrorKind::OutOfMemory => Some(ExitCode::OutOfMemory),
+        _ => None,
+    }
+}
+
+/// Writes an error and its causes, each once. A backtrace follows only if RUST_BACKTRACE asks for one.
+pub fn report(error: &anyhow::Error) -> String {
+    let mut text = String::from("error: ");
+    for (depth, cause) in error.chain().enumerate() {
+        let cause = cause.to_string();
+        if depth == 0 {
+            text += &cause;
+        } else if !text.contains(&cause) {
+            // Many errors say their cause in their own words already.
+            let _ = write!(text, "\n  because: {}", cause.replace('\n', "\n  "));
+        }
+    }
+    text.push('\n');
+    if error.backtrace().status() == BacktraceStatus::Captured {
+        let _ = writeln!(text, "\n{}", error.backtrace());
+    }
+    text
 }
 
 impl fmt::Display for ExitCode {
@@ -62,6 +149,8 @@ impl Termination for ExitCode {
 
 #[cfg(test)]
 mod tests {
+    use anyhow::anyhow;
+
     use super::*;
 
     #[test]
@@ -69,5 +158,35 @@ mod tests {
         use ExitCode::*;
         let codes = [Ok, Failed, Usage, Data, OutOfMemory, NonFinite, Checkpoint, Peer, Preempted];
         assert_eq!(codes.map(|code| code as u8), [0, 1, 2, 3, 4, 5, 6, 7, 75]);
+    }
+
+    #[track_caller]
+    fn check(error: anyhow::Error, want: ExitCode) {
+        assert_eq!(classify(&error), want, "{error:#}");
+        assert_eq!(classify(&error.context("failed to run")), want);
+    }
+
+    #[test]
+    fn an_error_has_the_code_of_the_part_that_failed() {
+        check(anyhow!("something"), ExitCode::Failed);
+        check(anyhow!("the loss is NaN").context(ExitCode::NonFinite), ExitCode::NonFinite);
+        check(ExitCode::Peer.into(), ExitCode::Peer);
+        check(io::Error::from(io::ErrorKind::StorageFull).into(), ExitCode::Checkpoint);
+        check(io::Error::from(io::ErrorKind::OutOfMemory).into(), ExitCode::OutOfMemory);
+        check(io::Error::from(io::ErrorKind::NotFound).into(), ExitCode::Failed);
+        let unsupported = ModelError::Unsupported("bert".into());
+        check(ModelError::In { path: "config.json".into(), source: Box::new(unsupported) }.into(), ExitCode::Usage);
+        let mismatch = ModelError::Mismatch { folder: "m".into(), problem: "a tensor is missing".into() };
+        check(mismatch.into(), ExitCode::Checkpoint);
+    }
+
+    #[test]
+    fn a_report_says_each_cause_once() {
+        let inner = io::Error::other("the disk is gone");
+        let error = anyhow::Error::new(inner).context("failed to save").context("failed to train: failed to save");
+        assert_eq!(
+            report(&error).lines().take(2).collect::<Vec<_>>(),
+            ["error: failed to train: failed to save", "  because: the disk is gone",]
+        );
     }
 }

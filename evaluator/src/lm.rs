@@ -9,7 +9,7 @@ use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::Seqs;
-use candlewick_parallel::{Engine, Micro, Mode, Resident, Residency};
+use candlewick_parallel::{Engine, Micro, Mode, Residency, Resident};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::template::{ChatTemplate, Ending};
 use candlewick_text::tokenizer::{Specials, Tokenizer};

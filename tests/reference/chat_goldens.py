@@ -229,6 +229,8 @@ SNIPPETS = [
     "{{ 'ab'.upper() }} {{ 'AB' | lower }} {{ 'a b'.title() }} {{ 'abc' | capitalize }} {{ 'ab'.join(['x', 'y']) }} {{ '12'.isdigit() }}",
     "{{ 'abc' | replace('b', 'x') }} {{ [3, 1, 2] | sort }} {{ [1, 2] | sum }} {{ 'abc' | list }} {{ '5' | int + 1 }} {{ 'abc' | length }}",
     "{{ 'a\\nb' | indent(2) }} {{ none | default('d') }} {{ nothing | default('d') }} {{ '' | default('d', true) }} {{ 3 | string }}",
+    "{{ '' | int }} {{ 'x' | int(7) }} {{ none | int(default=2) }} {{ '3.9' | int }} {{ ' 12 ' | int }} {{ 'ff' | int(base=16) }} {{ true | int }}",
+    "{{ '' | float }} {{ 'x' | float(7) }} {{ '2.5' | float }} {{ 3 | float }} {{ none | float(default=1) }} {{ 2.7 | int }}",
     "{{ {'b': 1, 'a': 2} | dictsort }} {{ [1, 1, 2] | unique | list }} {{ [[1, 2], [3]] | map('length') | list }}",
     "{{ '%s-%d' | format('a', 3) }} {{ '{}'.format(1) }} {{ 'é' | upper }} {{ 'x' is eq 'x' }}",
     "{{ ['a', 'b'] | join }} {{ ['a'] + ['b'] }} {{ 'x' if false }}| {{ 'a' if nothing else 'b' }} {{ '<b>' | e }} {{ '<b>' }}",

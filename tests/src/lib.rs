@@ -17,18 +17,15 @@ pub fn read(path: impl AsRef<Path>) -> String {
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("failed to read {}: {error}", path.display()))
 }
 
-/// Lists the files that git keeps or would keep, by their paths from the root: neither build outputs nor runs.
+/// Lists the files that git tracks, by their paths from the root: neither build outputs nor somebody's own files.
 ///
 /// # Panics
-/// If this is no git checkout.
-pub fn kept_files() -> Vec<PathBuf> {
-    let output = Command::new("git")
-        .args(["ls-files", "--cached", "--others", "--exclude-standard"])
-        .current_dir(root())
-        .output()
-        .expect("git is installed");
+/// If this is no git checkout, or one to which nothing was added.
+pub fn tracked_files() -> Vec<PathBuf> {
+    let output = Command::new("git").arg("ls-files").current_dir(root()).output().expect("git is installed");
     assert!(output.status.success(), "failed to list files: {}", String::from_utf8_lossy(&output.stderr));
     let listing = String::from_utf8(output.stdout).expect("paths are UTF-8");
+    assert!(!listing.is_empty(), "git tracks no files here: `git add` them first");
     listing.lines().map(PathBuf::from).filter(|path| root().join(path).is_file()).collect()
 }
 
@@ -37,7 +34,7 @@ pub fn kept_files() -> Vec<PathBuf> {
 /// # Panics
 /// If this is no git checkout, or there are none.
 pub fn rust_files(under: &str) -> Vec<PathBuf> {
-    let files: Vec<_> = kept_files()
+    let files: Vec<_> = tracked_files()
         .into_iter()
         .filter(|path| path.starts_with(under) && path.extension().is_some_and(|e| e == "rs"))
         .collect();

@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-use suite::{kept_files, read};
+use suite::{read, tracked_files};
 
 /// The contents of a Markdown text's fenced blocks of one language.
 fn blocks<'a>(markdown: &'a str, language: &str) -> Vec<&'a str> {
@@ -28,7 +28,7 @@ fn ci_runs_the_readmes_test_command() {
 
 #[test]
 fn links_between_documents_lead_somewhere() {
-    for path in kept_files().iter().filter(|path| path.extension().is_some_and(|e| e == "md")) {
+    for path in tracked_files().iter().filter(|path| path.extension().is_some_and(|e| e == "md")) {
         let folder = path.parent().unwrap();
         for link in read(path).split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
             let target = link.split('#').next().unwrap();
@@ -48,7 +48,7 @@ fn no_file_names_a_private_path() {
     // In two halves, so that this file does not accuse itself.
     let private = ["/ro,ot/", "/ho,me/", "/Us,ers/", "/wo,rk/", "/tmp/pl,an", "candlewick-as,sets", "ref,env"];
     let private: Vec<_> = private.iter().map(|halves| halves.replace(',', "")).collect();
-    for path in kept_files() {
+    for path in tracked_files() {
         let Ok(text) = String::from_utf8(std::fs::read(suite::root().join(&path)).unwrap()) else { continue };
         for (i, line) in text.lines().enumerate() {
             for word in &private {

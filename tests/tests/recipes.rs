@@ -6,12 +6,12 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use serde_json::Value;
-use suite::{kept_files, read, root};
-use trainer::recipe::{Loaded, Recipe, json_schema};
+use suite::{read, root, tracked_files};
+use trainer::recipe::{DataSource, Loaded, Recipe, SourceMap, json_schema};
 
 fn recipes() -> Vec<PathBuf> {
     let is_recipe = |path: &PathBuf| path.starts_with("recipes") && path.extension().is_some_and(|e| e == "yaml");
-    let recipes: Vec<_> = kept_files().into_iter().filter(is_recipe).collect();
+    let recipes: Vec<_> = tracked_files().into_iter().filter(is_recipe).collect();
     assert!(recipes.len() >= 3, "found only {recipes:?}");
     recipes
 }
@@ -55,12 +55,13 @@ fn the_schema_beside_the_recipes_is_the_trainers() {
 fn the_documented_overrides_reach_their_keys() {
     for name in ["smollm2-135m-sft", "qwen2.5-coder-1.5b-lora"] {
         let path = format!("recipes/{name}.yaml");
-        let local = ["model.name_or_path=m", "data.sources.0.name_or_path=a.jsonl", "data.sources.0.role_mapping=null"];
-        let recipe = load(path, &local);
+        let other_file = ["model.name_or_path=m", "data.sources.0.name_or_path=a.jsonl"];
+        let recipe = load(&path, &other_file);
         assert_eq!(recipe.model.name_or_path.as_deref(), Some("m"));
-        let source = &recipe.data.sources[0].0;
-        assert_eq!(source.name_or_path.as_deref(), Some("a.jsonl"));
-        assert_eq!(source.role_mapping, None);
+        assert_eq!(recipe.data.sources[0].0.name_or_path.as_deref(), Some("a.jsonl"));
+        let recipe = load(&path, &["data.sources=[b.jsonl]"]);
+        let plain = SourceMap { name_or_path: Some("b.jsonl".into()), ..SourceMap::default() };
+        assert_eq!(recipe.data.sources, [DataSource(plain)], "nothing of the old source is left");
     }
     let recipe = load("recipes/quickstart.yaml", &["checkpoint.0.auto_resume=true"]);
     assert_eq!(recipe.checkpoint[0].auto_resume, Some(true));

@@ -16,13 +16,17 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("candlewick-text", &[]),
     ("candlewick-model", &["candlewick-ops"]),
     ("candlewick-parallel", &["candlewick-comm", "candlewick-model", "candlewick-ops"]),
-    (
-        "evaluator",
-        &["candlewick-comm", "candlewick-model", "candlewick-ops", "candlewick-parallel", "candlewick-text"],
-    ),
+    ("evaluator", &["candlewick-comm", "candlewick-model", "candlewick-ops", "candlewick-parallel", "candlewick-text"]),
     (
         "trainer",
-        &["candlewick-comm", "candlewick-model", "candlewick-ops", "candlewick-parallel", "candlewick-text", "evaluator"],
+        &[
+            "candlewick-comm",
+            "candlewick-model",
+            "candlewick-ops",
+            "candlewick-parallel",
+            "candlewick-text",
+            "evaluator",
+        ],
     ),
     (
         "suite",

@@ -1,14 +1,8 @@
-//! Exit codes: which one an error has.
+//! Exit codes: which one an error of this program has.
 
 use std::error::Error as StdError;
-use std::io;
 
-use candlewick_model::ModelError;
-use candlewick_text::format::FormatError;
-use candlewick_text::hub::HubError;
-use candlewick_text::source::SourceError;
-use candlewick_text::template::TemplateError;
-use candlewick_text::tokenizer::TokenizerError;
+use evaluator::exit::{classify_by, code_of, model_code};
 
 use crate::checkpoint::CheckpointError;
 use crate::data::DataError;
@@ -16,23 +10,14 @@ use crate::plan::KnownError;
 use crate::recipe::RecipeError;
 use crate::run::NonFinite;
 
-pub use evaluator::exit::ExitCode;
+pub use evaluator::exit::{ExitCode, report};
 
 /// Finds the exit code of an error: the one that it carries, or that of the part that failed.
 pub fn classify(error: &anyhow::Error) -> ExitCode {
-    if let Some(code) = error.downcast_ref::<ExitCode>() {
-        return *code;
-    }
-    error.chain().find_map(code_of).unwrap_or(ExitCode::Failed)
+    classify_by(error, |error| own_code(error).or_else(|| code_of(error)))
 }
 
-fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
-    if let Some(code) = error.downcast_ref::<ExitCode>() {
-        return Some(*code);
-    }
-    if error.is::<RecipeError>() {
-        return Some(ExitCode::Usage);
-    }
+fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     if let Some(known) = error.downcast_ref::<KnownError>() {
         return Some(match known {
             KnownError::Recipe(_) => ExitCode::Usage,
@@ -40,73 +25,32 @@ fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
             KnownError::Model(error) => model_code(error),
         });
     }
-    if error.is::<NonFinite>() {
-        return Some(ExitCode::NonFinite);
-    }
-    if error.is::<CheckpointError>() {
-        return Some(ExitCode::Checkpoint);
-    }
-    if error.is::<DataError>() || is_text_error(error) {
-        return Some(ExitCode::Data);
-    }
-    if let Some(error) = error.downcast_ref::<ModelError>() {
-        return Some(model_code(error));
-    }
-    error.downcast_ref::<io::Error>().and_then(io_code)
-}
-
-fn is_text_error(error: &(dyn StdError + 'static)) -> bool {
-    error.is::<HubError>()
-        || error.is::<SourceError>()
-        || error.is::<FormatError>()
-        || error.is::<TokenizerError>()
-        || error.is::<TemplateError>()
-}
-
-/// A config is the user's to change, a file of weights is a checkpoint.
-fn model_code(error: &ModelError) -> ExitCode {
-    match error {
-        ModelError::Key { .. } | ModelError::Unsupported(_) | ModelError::Lora { .. } => ExitCode::Usage,
-        ModelError::In { source, .. } => model_code(source),
-        ModelError::Tensor(_) => ExitCode::Failed,
-        _ => ExitCode::Checkpoint,
-    }
-}
-
-fn io_code(error: &io::Error) -> Option<ExitCode> {
-    match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::ReadOnlyFilesystem => {
-            Some(ExitCode::Checkpoint)
-        }
-        io::ErrorKind::OutOfMemory => Some(ExitCode::OutOfMemory),
-        _ => None,
-    }
+    let codes = [
+        (error.is::<RecipeError>(), ExitCode::Usage),
+        (error.is::<DataError>(), ExitCode::Data),
+        (error.is::<NonFinite>(), ExitCode::NonFinite),
+        (error.is::<CheckpointError>(), ExitCode::Checkpoint),
+    ];
+    codes.into_iter().find_map(|(is_it, code)| is_it.then_some(code))
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
-    use anyhow::{Context, anyhow};
-
     use super::*;
-
-    #[track_caller]
-    fn check(error: anyhow::Error, want: ExitCode) {
-        assert_eq!(classify(&error), want, "{error:#}");
-        assert_eq!(classify(&error.context("failed to train")), want);
-    }
 
     #[test]
     fn an_error_has_the_code_of_the_part_that_failed() {
-        check(anyhow!("something"), ExitCode::Failed);
-        check(anyhow!("the loss is NaN at step 3").context(ExitCode::NonFinite), ExitCode::NonFinite);
-        check(ExitCode::Peer.into(), ExitCode::Peer);
-        check(io::Error::from(io::ErrorKind::StorageFull).into(), ExitCode::Checkpoint);
-        check(io::Error::from(io::ErrorKind::OutOfMemory).into(), ExitCode::OutOfMemory);
-        check(io::Error::from(io::ErrorKind::NotFound).into(), ExitCode::Failed);
-        check(ModelError::Unsupported("bert".into()).into(), ExitCode::Usage);
-        let mismatch = ModelError::Mismatch { folder: "m".into(), problem: "a tensor is missing".into() };
-        check(mismatch.into(), ExitCode::Checkpoint);
-        let recipe = crate::recipe::Loaded::parse("r.yaml".as_ref(), "x: 1".into(), &[]).map(drop);
-        check(recipe.context("failed to read").err().unwrap_or_else(|| anyhow!("it is wrong")), ExitCode::Usage);
+        let recipe = crate::recipe::Loaded::parse("r.yaml".as_ref(), "x: 1".into(), &[]).unwrap_err();
+        let known = KnownError::Recipe(recipe.clone());
+        for (error, code) in [
+            (anyhow::Error::new(recipe), ExitCode::Usage),
+            (known.into(), ExitCode::Usage),
+            (anyhow::anyhow!("something"), ExitCode::Failed),
+            (anyhow::anyhow!("something").context(ExitCode::Preempted), ExitCode::Preempted),
+        ] {
+            assert_eq!(classify(&error), code, "{error:#}");
+            assert_eq!(classify(&error.context("failed to train")), code);
+        }
     }
 }

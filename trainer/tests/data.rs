@@ -246,7 +246,7 @@ fn a_chat_without_answers_teaches_nothing() {
     let bench = Bench::new();
     let row = json!({"messages": [{"role": "user", "content": "anyone?"}]}).to_string();
     let message = bench.refusal(&[row]);
-    assert!(message.contains("train.jsonl:1") || message.contains("assistant"), "{message}");
+    assert!(message.contains("not one of 15 training tokens is a target") && message.contains(":1"), "{message}");
 }
 
 #[test]

@@ -18,12 +18,7 @@ fn known() -> Known {
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
         "tie_word_embeddings": false, "initializer_range": 0.02
     });
-    Known {
-        config: Some(Config::from_json(config).unwrap()),
-        n_cores: 4,
-        has_train_py: false,
-        console: Console::Full,
-    }
+    Known { config: Some(Config::from_json(config).unwrap()), n_cores: 4, has_train_py: false, console: Console::Full }
 }
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl]}\n";
@@ -90,7 +85,8 @@ fn what_is_not_implemented_is_refused_by_name() {
 
 #[test]
 fn a_refused_key_of_the_recipe_has_its_line_and_all_of_them_are_shown() {
-    let error = resolve("tiled_mlp_compute: true\nmodel: {name_or_path: a}\nwandb:\n  enable: true\n", &[]).unwrap_err();
+    let error =
+        resolve("tiled_mlp_compute: true\nmodel: {name_or_path: a}\nwandb:\n  enable: true\n", &[]).unwrap_err();
     let message = error.to_string();
     assert!(message.contains("recipes/r.yaml:1:1: `tiled_mlp_compute: true` is not implemented yet"), "{message}");
     assert!(message.contains("recipes/r.yaml:4:3: `wandb.enable: true` is not implemented yet"), "{message}");
@@ -141,7 +137,10 @@ fn an_evaluation_interval_and_evaluation_data_need_each_other() {
 
 #[test]
 fn a_split_sums_to_one_and_excludes_evaluation_sources() {
-    refused(&["data.train_eval_split=[0.9, 0.2]", "eval_interval=1"], &["expected two shares that sum to 1, found [0.9, 0.2]"]);
+    refused(
+        &["data.train_eval_split=[0.9, 0.2]", "eval_interval=1"],
+        &["expected two shares that sum to 1, found [0.9, 0.2]"],
+    );
     refused(&["data.train_eval_split=[0, 1]", "eval_interval=1"], &["expected two shares"]);
     refused(
         &["data.train_eval_split=[0.9, 0.1]", "data.eval_sources=[b]", "eval_interval=1"],
@@ -158,9 +157,14 @@ fn one_checkpoint_may_resume_and_it_must_be_able_to() {
         &["checkpoint={type: huggingface, output_dir: a, auto_resume: true}"],
         &["checkpoint.auto_resume: a huggingface checkpoint holds the weights alone"],
     );
-    refused(&["checkpoint=[{output_dir: a}, {output_dir: a}]"], &["another checkpoint of the same type is saved there"]);
+    refused(
+        &["checkpoint=[{output_dir: a}, {output_dir: a}]"],
+        &["another checkpoint of the same type is saved there"],
+    );
     refused(&["checkpoint={output_dir: a, keep: 0}"], &["checkpoint.keep: expected at least 1"]);
-    let plan = plan(&["checkpoint=[{type: huggingface, output_dir: a, enabled: false}, {output_dir: b, save_every_n_steps: 1K}]"]);
+    let plan = plan(&[
+        "checkpoint=[{type: huggingface, output_dir: a, enabled: false}, {output_dir: b, save_every_n_steps: 1K}]",
+    ]);
     assert_eq!(plan.checkpoints.len(), 1);
     assert_eq!(plan.checkpoints[0].save_every_n_steps, 1000);
 }
@@ -200,7 +204,10 @@ fn overlong_samples_are_an_error_unless_the_recipe_says_otherwise() {
     assert_eq!(plan(&["data.filter_samples=true"]).data.overlong, Overlong::Drop);
     assert_eq!(plan(&["data.filter_samples=false"]).data.overlong, Overlong::Error);
     assert_eq!(plan(&["data.overlong=truncate"]).data.overlong, Overlong::Truncate);
-    refused(&["data.overlong=truncate", "data.filter_samples=true"], &["data.filter_samples contradicts data.overlong"]);
+    refused(
+        &["data.overlong=truncate", "data.filter_samples=true"],
+        &["data.filter_samples contradicts data.overlong"],
+    );
     refused(&["type=causal", "data.overlong=drop"], &["rows of exactly max_length are cut"]);
 }
 
@@ -237,7 +244,9 @@ fn activation_checkpoints_are_spelt_in_three_ways() {
     assert_eq!(plan(&["model.disable_activation_checkpoint=true"]).model.activations, Activations::Keep);
     assert_eq!(plan(&["activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload);
     assert_eq!(
-        plan(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=false"]).model.activations,
+        plan(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=false"])
+            .model
+            .activations,
         Activations::Offload
     );
     refused(&["model.activation_checkpoint=full", "model.disable_activation_checkpoint=true"], &["contradicts"]);
@@ -264,7 +273,10 @@ fn a_model_has_one_origin() {
 #[test]
 fn an_adapter_is_checked_where_it_is_written() {
     assert!(plan(&["model.peft_config={peft_type: LORA, r: 8, target_modules: all-linear}"]).model.adapter.is_some());
-    refused(&["model.peft_config={peft_type: LORA, r: 0}"], &["argument `model.peft_config=", "model.peft_config:", "`r`"]);
+    refused(
+        &["model.peft_config={peft_type: LORA, r: 0}"],
+        &["argument `model.peft_config=", "model.peft_config:", "`r`"],
+    );
 }
 
 #[test]
@@ -328,7 +340,10 @@ fn schedules_have_the_names_and_numbers_of_transformers() {
     refused(&["scheduler={type: wsd, name: cosine}"], &["contradicts scheduler.type: wsd"]);
     refused(&["scheduler.scheduler_specific_kwargs.min_lr=1"], &["min_lr is not a number of this schedule"]);
     refused(&["scheduler.num_decay_steps=3"], &["belongs to the warmup_stable_decay schedule"]);
-    refused(&["train_iters=10", "scheduler.warmup_steps=11"], &["scheduler: failed to fit 11 warm-up steps into a run of 10 steps"]);
+    refused(
+        &["train_iters=10", "scheduler.warmup_steps=11"],
+        &["scheduler: failed to fit 11 warm-up steps into a run of 10 steps"],
+    );
 }
 
 #[test]

@@ -27,7 +27,10 @@ fn check_with(text: &str, arguments: &[&str], want: &[&str]) {
 
 #[test]
 fn an_unknown_key_names_its_place_and_the_nearest_key() {
-    check("modle:\n  name_or_path: x\n", &["r.yaml:1:1: unknown key `modle`", "did you mean `model`?", "top-level keys: type,"]);
+    check(
+        "modle:\n  name_or_path: x\n",
+        &["r.yaml:1:1: unknown key `modle`", "did you mean `model`?", "top-level keys: type,"],
+    );
     check(
         "model:\n  name_or_path: x\n  atn_implementation: sdpa\n",
         &[
@@ -44,7 +47,10 @@ fn an_unknown_key_names_its_place_and_the_nearest_key() {
         &["r.yaml:5:7: unknown key `data.sources.1.sample_cuont`", "`sample_count`"],
     );
     check("checkpoint:\n  - output_dir: x\n    save_end: true\n", &["r.yaml:3:5: unknown key `checkpoint.0.save_end`"]);
-    check("checkpoint:\n  output_dir: x\n  autoresume: true\n", &["unknown key `checkpoint.autoresume`", "`auto_resume`"]);
+    check(
+        "checkpoint:\n  output_dir: x\n  autoresume: true\n",
+        &["unknown key `checkpoint.autoresume`", "`auto_resume`"],
+    );
     check("optimizer: {learning_rat: 1}", &["unknown key `optimizer.learning_rat`", "`learning_rate`"]);
     check("scheduler: {warmup: 1}", &["unknown key `scheduler.warmup`"]);
     check(
@@ -89,7 +95,10 @@ fn a_wrong_type_says_what_was_expected_and_what_was_found() {
 
 #[test]
 fn an_unknown_name_lists_the_known_ones() {
-    check("model: {dtype: bf61}", &["r.yaml:1:16: model.dtype: unknown value \"bf61\"", "did you mean `bf16`?", "values: bf16,"]);
+    check(
+        "model: {dtype: bf61}",
+        &["r.yaml:1:16: model.dtype: unknown value \"bf61\"", "did you mean `bf16`?", "values: bf16,"],
+    );
     check("data: {overlong: cut}", &["data.overlong: unknown value \"cut\"", "values: error, truncate, drop, split"]);
     check("scheduler: {name: cosin}", &["did you mean `cosine`?"]);
     check("model: {activation_checkpoint: ful}", &["did you mean `full`?"]);
@@ -136,7 +145,11 @@ fn an_unreadable_file_is_named() {
 #[test]
 fn an_argument_obeys_the_rules_of_the_recipe() {
     let recipe = "data: {sources: [a]}";
-    check_with(recipe, &["model.dtpye=f32"], &["argument `model.dtpye=f32`: unknown key `model.dtpye`", "did you mean `dtype`?"]);
+    check_with(
+        recipe,
+        &["model.dtpye=f32"],
+        &["argument `model.dtpye=f32`: unknown key `model.dtpye`", "did you mean `dtype`?"],
+    );
     check_with(recipe, &["seed=1", "epochs=two"], &["argument `epochs=two`: epochs: expected a whole number"]);
     check_with(recipe, &["epochs"], &["argument `epochs`: expected `key=value`"]);
     check_with(recipe, &["model..x=1"], &["the key has an empty part"]);

@@ -33,3 +33,35 @@ fn every_key_of_the_schema_is_described() {
     bare.retain(|key| !key.ends_with(".every"));
     assert!(bare.is_empty(), "without a description: {bare:?}");
 }
+
+/// A value that the parser takes and the schema does not would be underlined in every editor.
+#[test]
+fn second_names_are_in_the_schema_and_are_understood() {
+    let schema = trainer::recipe::json_schema();
+    for (section, key) in [("Optimizer", "lr"), ("Scheduler", "lr"), ("Scheduler", "num_warmup_steps")] {
+        assert!(schema["$defs"][section]["properties"][key].is_object(), "{section}.{key}");
+    }
+    for (name, key) in [
+        ("Dtype", "model: {dtype: X}"),
+        ("CheckpointType", "checkpoint: {output_dir: o, type: X}"),
+        ("SchedulerType", "scheduler: {type: X}"),
+        ("SchedulerName", "scheduler: {name: X}"),
+        ("LogLevel", "logger: {level: X}"),
+    ] {
+        let forms = schema["$defs"][name]["oneOf"].as_array().unwrap();
+        let consts = forms.iter().filter_map(|form| form["const"].as_str());
+        let seconds = forms.iter().filter_map(|form| form["enum"].as_array()).flatten().filter_map(|v| v.as_str());
+        let names: Vec<&str> = consts.chain(seconds).collect();
+        for value in &names {
+            let text = key.replace('X', value);
+            let loaded = trainer::recipe::Loaded::parse(Path::new("r.yaml"), text.clone(), &[]);
+            assert!(loaded.is_ok(), "{text}");
+        }
+        // What the parser offers is what the schema lists.
+        let error = trainer::recipe::Loaded::parse(Path::new("r.yaml"), key.replace('X', "nothing"), &[]).unwrap_err();
+        let offered = error.faults()[0].notes.iter().find_map(|note| note.strip_prefix("values: ")).unwrap().to_owned();
+        for value in offered.split(", ") {
+            assert!(names.contains(&value), "{value} of {name} is not in the schema: {names:?}");
+        }
+    }
+}

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use trainer::recipe::{
-    ActivationCheckpoint, CheckpointType, ConfigSource, Dtype, HumanFloat, HumanInt, Loaded, OptimizerType, Origin, Recipe,
-    SchedulerName, SourceType,
+    ActivationCheckpoint, CheckpointType, ConfigSource, Dtype, HumanFloat, HumanInt, Loaded, OptimizerType, Origin,
+    Recipe, SchedulerName, SourceType,
 };
 
 #[track_caller]
@@ -171,7 +171,9 @@ fn scientific_notation_without_a_point_is_a_number() {
 
 #[test]
 fn counts_may_be_written_for_people() {
-    for (text, want) in [("1_000", 1000), ("10^3", 1000), ("1e3", 1000), ("1K", 1000), ("1Ki", 1024), ("\"7\"", 7), ("0x10", 16)] {
+    for (text, want) in
+        [("1_000", 1000), ("10^3", 1000), ("1e3", 1000), ("1K", 1000), ("1Ki", 1024), ("\"7\"", 7), ("0x10", 16)]
+    {
         assert_eq!(recipe(&format!("train_iters: {text}")).train_iters, Some(HumanInt(want)), "{text}");
     }
 }

@@ -17,8 +17,7 @@ fn a_run_killed_several_times_ends_with_the_same_weights() {
     let mut n_kills = 0;
     // Each start lives a little longer than the one before, so that the kills land in loading, stepping and saving.
     for attempt in 0u64.. {
-        let mut child =
-            killed.command("train", &[]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let mut child = killed.command("train", &[]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let deadline = std::time::Instant::now() + Duration::from_millis(150 + 120 * attempt);
         let status = loop {
             if let Some(status) = child.try_wait().unwrap() {

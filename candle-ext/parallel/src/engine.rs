@@ -200,10 +200,6 @@ impl Engine {
 
     fn cross_entropy(&self, lm_head_vd: &Tensor, reduction: Reduction) -> Result<CrossEntropy> {
         let row_bytes = lm_head_vd.dim(0)? * DType::F32.size_in_bytes();
-        Ok(CrossEntropy {
-            reduction,
-            ignore_index: Micro::IGNORED,
-            chunk: (Self::LOGITS_BYTES / row_bytes).max(1),
-        })
+        Ok(CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: (Self::LOGITS_BYTES / row_bytes).max(1) })
     }
 }

@@ -67,7 +67,8 @@ pub struct ParamState {
 impl Resident {
     /// Allocates the buffers of `model`'s parameters, all zero. [`Resident::fill`] sets the weights.
     pub fn new(model: &Model, dtype: DType, mode: Mode, device: &Device) -> Result<Self> {
-        let units = model.units().iter().map(|unit| UnitStore::new(unit, dtype, mode, device)).collect::<Result<_>>()?;
+        let units =
+            model.units().iter().map(|unit| UnitStore::new(unit, dtype, mode, device)).collect::<Result<_>>()?;
         Ok(Self { units })
     }
 

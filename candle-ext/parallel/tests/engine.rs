@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Cx, LoraConfig, Model, OneDevice};
 use candlewick_ops::{AdamW, CrossEntropy, Reduction, Seqs, Upstream, cotangent, linear_cross_entropy};
-use candlewick_parallel::{Engine, KvCache, Micro, Mode, Resident, Residency};
+use candlewick_parallel::{Engine, KvCache, Micro, Mode, Residency, Resident};
 use rand::{Rng, SeedableRng};
 use serde_json::json;
 
@@ -172,7 +172,8 @@ fn the_loss_without_a_tape_is_the_loss_with_one() {
 
 #[test]
 fn an_adapters_base_has_no_gradient_and_its_factors_do() {
-    let lora = LoraConfig::from_json(json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}));
+    let lora = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"});
+    let lora = LoraConfig::from_json(&lora);
     let model = Model::new(config(true), Some(lora.unwrap())).unwrap();
     let engine = engine(model, DType::F32, Residency::Recompute);
     let batch = sequences(&[8]);

@@ -110,6 +110,11 @@ impl Message {
         self.role() == "assistant"
     }
 
+    /// Whether an assistant's message is something to learn: it is, unless its `weight` is 0.
+    pub fn is_learned(&self) -> bool {
+        self.0.get("weight").and_then(Json::as_f64) != Some(0.0)
+    }
+
     /// Every key of the message, in order.
     pub fn fields(&self) -> &Map<String, Json> {
         &self.0

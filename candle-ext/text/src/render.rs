@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::conversation::Conversation;
+use crate::conversation::{Conversation, Message};
 use crate::template::{ChatTemplate, Ending, TemplateError};
 use crate::tokenizer::{Specials, Tokenizer, TokenizerError};
 
@@ -104,6 +104,8 @@ pub fn render_chat(
         return Ok(Sample { is_target: vec![true; ids.len()], ids });
     }
     let mut rendered = template.render_turns(chat)?;
+    let mut is_learned = chat.messages.iter().filter(|message| message.is_assistant()).map(Message::is_learned);
+    rendered.spans.retain(|_| is_learned.next().unwrap_or(true));
     if options.targets == Targets::LastAssistant {
         rendered.spans.drain(..rendered.spans.len().saturating_sub(1));
     }
@@ -132,13 +134,9 @@ pub fn render_text(tokenizer: &Tokenizer, text: &str) -> Result<Sample, RenderEr
 
 /// A prompt and its completion for a model without a chat template: BOS, both texts as one, EOS;
 /// the completion and EOS are targets.
-pub fn render_completion(
-    tokenizer: &Tokenizer,
-    prompt: &str,
-    completion: &str,
-) -> Result<Sample, RenderError> {
+pub fn render_completion(tokenizer: &Tokenizer, prompt: &str, completion: &str) -> Result<Sample, RenderError> {
     let text = [prompt, completion].concat();
-    let mut sample = mark(tokenizer, &text, &[prompt.len()..text.len()])?;
+    let mut sample = mark(tokenizer, &text, std::slice::from_ref(&(prompt.len()..text.len())))?;
     if let Some(bos) = tokenizer.leading_bos() {
         sample.ids.insert(0, bos.id);
         sample.is_target.insert(0, false);
@@ -151,11 +149,7 @@ pub fn render_completion(
 }
 
 /// Tokenizes a text; the tokens that touch a span are targets. Spans are in order and disjoint.
-fn mark(
-    tokenizer: &Tokenizer,
-    text: &str,
-    spans: &[Range<usize>],
-) -> Result<Sample, TokenizerError> {
+fn mark(tokenizer: &Tokenizer, text: &str, spans: &[Range<usize>]) -> Result<Sample, TokenizerError> {
     let encoded = tokenizer.encode_with_offsets(text)?;
     let touches = |token: &Range<usize>| {
         let span_idx = spans.partition_point(|span| span.end <= token.start);
@@ -167,10 +161,8 @@ fn mark(
 
 /// The length of a leading `<think>`, white space, `</think>` and white space.
 fn empty_think_len(text: &str) -> usize {
-    let behind = text
-        .strip_prefix("<think>")
-        .and_then(|rest| rest.trim_start().strip_prefix("</think>"))
-        .map(str::trim_start);
+    let behind =
+        text.strip_prefix("<think>").and_then(|rest| rest.trim_start().strip_prefix("</think>")).map(str::trim_start);
     behind.map_or(0, |behind| text.len() - behind.len())
 }
 

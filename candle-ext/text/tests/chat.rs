@@ -7,8 +7,7 @@ use std::path::PathBuf;
 
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{
-    EmptyThink, RenderOptions, Sample, Targets, render_chat, render_completion, render_prompt,
-    render_text,
+    EmptyThink, RenderOptions, Sample, Targets, render_chat, render_completion, render_prompt, render_text,
 };
 use candlewick_text::template::{ChatTemplate, Clock, Ending};
 use candlewick_text::tokenizer::{Specials, Tokenizer};
@@ -59,9 +58,7 @@ fn with_kwargs(template: ChatTemplate, chat: &Json) -> ChatTemplate {
 }
 
 /// Calls `check` with every golden of every family, and each of its two templates.
-fn for_each_golden(
-    check: impl Fn(&str, &Tokenizer, &ChatTemplate, &Conversation, &Json),
-) {
+fn for_each_golden(check: impl Fn(&str, &Tokenizer, &ChatTemplate, &Conversation, &Json)) {
     let chats = json("chats.json");
     let mut n_goldens = 0;
     for family in FAMILIES {
@@ -149,8 +146,7 @@ fn sample(family: &str, chat: &str, options: RenderOptions) -> (Tokenizer, Sampl
 
 /// The targets' text, one piece for each unbroken stretch.
 fn targets(tokenizer: &Tokenizer, sample: &Sample) -> Vec<String> {
-    let marked: Vec<(u32, bool)> =
-        sample.ids.iter().copied().zip(sample.is_target.iter().copied()).collect();
+    let marked: Vec<(u32, bool)> = sample.ids.iter().copied().zip(sample.is_target.iter().copied()).collect();
     let stretches = marked.chunk_by(|left, right| left.1 == right.1);
     let decode = |stretch: &[(u32, bool)]| {
         let ids: Vec<u32> = stretch.iter().map(|(id, _)| *id).collect();

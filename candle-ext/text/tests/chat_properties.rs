@@ -38,19 +38,17 @@ fn content() -> impl Strategy<Value = String> {
 
 fn message() -> impl Strategy<Value = Message> {
     let role = prop::sample::select(vec!["system", "user", "assistant", "assistant", "tool", "odd"]);
-    (role, content(), any::<bool>(), prop::option::of(content())).prop_map(
-        |(role, content, calls, reasoning)| {
-            let mut message = Message::new(role, content.clone());
-            if calls && role == "assistant" {
-                let call = json!({"function": {"name": "f", "arguments": {"x": content}}});
-                message = message.with("tool_calls", json!([call]));
-            }
-            match reasoning {
-                Some(text) => message.with("reasoning_content", json!(text)),
-                None => message,
-            }
-        },
-    )
+    (role, content(), any::<bool>(), prop::option::of(content())).prop_map(|(role, content, calls, reasoning)| {
+        let mut message = Message::new(role, content.clone());
+        if calls && role == "assistant" {
+            let call = json!({"function": {"name": "f", "arguments": {"x": content}}});
+            message = message.with("tool_calls", json!([call]));
+        }
+        match reasoning {
+            Some(text) => message.with("reasoning_content", json!(text)),
+            None => message,
+        }
+    })
 }
 
 fn conversation() -> impl Strategy<Value = Conversation> {
@@ -62,15 +60,41 @@ fn conversation() -> impl Strategy<Value = Conversation> {
 
 fn source() -> impl Strategy<Value = String> {
     let pieces = [
-        "{% for m in messages %}", "{% for a, b in messages[0].items() %}", "{% endfor %}",
-        "{{ m.content }}", "{{ messages[0].role }}", "{%- generation -%}", "{% endgeneration +%}",
-        "{% if add_generation_prompt %}", "{% endif %}", "{% raw %}", "{% endraw %}", "{# ", " #}",
-        "{{ '", "' }}", "{%", "%}", "{{", "}}", "{", "text", " \n ", "é", "{% set x %}",
-        "{% endset %}{{ x }}", "{% macro f(m) %}", "{% endmacro %}{{ f(messages[0]) }}",
-        "{% break %}", "{{ messages | tojson(indent=2) }}", "\u{FDD0}", "\"", "\\", "for in",
+        "{% for m in messages %}",
+        "{% for a, b in messages[0].items() %}",
+        "{% endfor %}",
+        "{{ m.content }}",
+        "{{ messages[0].role }}",
+        "{%- generation -%}",
+        "{% endgeneration +%}",
+        "{% if add_generation_prompt %}",
+        "{% endif %}",
+        "{% raw %}",
+        "{% endraw %}",
+        "{# ",
+        " #}",
+        "{{ '",
+        "' }}",
+        "{%",
+        "%}",
+        "{{",
+        "}}",
+        "{",
+        "text",
+        " \n ",
+        "é",
+        "{% set x %}",
+        "{% endset %}{{ x }}",
+        "{% macro f(m) %}",
+        "{% endmacro %}{{ f(messages[0]) }}",
+        "{% break %}",
+        "{{ messages | tojson(indent=2) }}",
+        "\u{FDD0}",
+        "\"",
+        "\\",
+        "for in",
     ];
-    prop::collection::vec(prop::sample::select(pieces.to_vec()), 0..12)
-        .prop_map(|pieces| pieces.concat())
+    prop::collection::vec(prop::sample::select(pieces.to_vec()), 0..12).prop_map(|pieces| pieces.concat())
 }
 
 proptest! {

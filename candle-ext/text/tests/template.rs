@@ -16,8 +16,7 @@ fn snippets_print_what_transformers_prints() {
     let fixture: Json = serde_json::from_str(fixture).unwrap();
     let messages = fixture["chat"]["messages"].as_array().unwrap().iter();
     let message = |it: &Json| Message::from_fields(it.as_object().unwrap().clone()).unwrap();
-    let chat = Conversation::new(messages.map(message))
-        .with_tools(fixture["chat"]["tools"].clone());
+    let chat = Conversation::new(messages.map(message)).with_tools(fixture["chat"]["tools"].clone());
     let mut differences = Vec::new();
     for snippet in fixture["snippets"].as_array().unwrap() {
         let (source, want) = (snippet[0].as_str().unwrap(), snippet[1].as_str());
@@ -46,8 +45,7 @@ fn check(source: &str, messages: &[(&str, &str)], want: Result<&[&str], &str>) {
     }
 }
 
-const TALK: [(&str, &str); 4] =
-    [("user", "same"), ("assistant", "same"), ("user", "same"), ("assistant", "same")];
+const TALK: [(&str, &str); 4] = [("user", "same"), ("assistant", "same"), ("user", "same"), ("assistant", "same")];
 
 #[test]
 fn a_template_without_roles_or_prompt_gives_the_whole_turn() {
@@ -70,6 +68,25 @@ fn a_prompt_printed_in_the_turn_before_is_no_target() {
                   {% if not loop.last %}\nA:{% endif %}{% else %}{{ m.content }}</s>{% endif %}\
                   {% endfor %}{% if add_generation_prompt %}\nA:{% endif %}";
     check(source, &TALK, Ok(&["same</s>", "same</s>"]));
+}
+
+#[test]
+fn blank_lines_between_turns_are_no_targets() {
+    let source = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\
+                  {% if m.role == 'assistant' %}</s>{% endif %}{% if not loop.last %}{{ '\n\n' }}\
+                  {% endif %}{% endfor %}{% if add_generation_prompt %}{{ '\n\n### assistant:\n' }}\
+                  {% endif %}";
+    check(source, &TALK, Ok(&["same</s>", "same</s>"]));
+}
+
+#[test]
+fn an_end_of_turn_printed_between_turns_is_a_target() {
+    let source = "{% for m in messages %}{% if not loop.first %}<end>\n{% endif %}<{{ m.role }}>\
+                  {{ m.content }}{% endfor %}<end>{% if add_generation_prompt %}{{ '\n<assistant>' }}\
+                  {% endif %}";
+    check(source, &TALK, Ok(&["same<end>", "same<end>"]));
+    let eos_at_last = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}</s>";
+    check(eos_at_last, &TALK, Ok(&["<assistant>same", "<assistant>same"]));
 }
 
 #[test]
@@ -113,9 +130,16 @@ fn sliced_reversed_and_filtered_messages_are_still_messages() {
 }
 
 #[test]
+fn counted_messages_are_still_messages() {
+    let source = "{% for i in range(messages | length) %}{% set m = messages[i] %}<{{ m.role }}>\
+                  {{ m.content }}{% for n in range(2) %}{{ n }}{% endfor %}{% endfor %}";
+    check(source, &TALK, Ok(&["<assistant>same01", "<assistant>same01"]));
+}
+
+#[test]
 fn what_is_unclear_is_an_error() {
-    let by_index = "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}";
-    check(by_index, &TALK, Err("message 1 (assistant) leaves no text"));
+    let rebuilt = "{% for text in messages | map(attribute='content') %}{{ text }}{% endfor %}";
+    check(rebuilt, &TALK, Err("message 1 (assistant) leaves no text"));
     let twice = "{% for m in messages %}{{ m.content }}{% endfor %}\
                  {% for m in messages %}{{ m.content }}{% endfor %}";
     check(twice, &TALK, Err("message 1 (assistant) is printed in several places"));
@@ -151,8 +175,8 @@ fn characters_set_aside_for_markers_may_be_in_the_text() {
 
 #[track_caller]
 fn fails(source: &str, want: &str) {
-    let rendered = ChatTemplate::new("test.jinja", source)
-        .and_then(|template| template.render(&chat(&TALK), Ending::Closed));
+    let rendered =
+        ChatTemplate::new("test.jinja", source).and_then(|template| template.render(&chat(&TALK), Ending::Closed));
     assert_eq!(rendered.unwrap_err().to_string(), want);
 }
 
@@ -166,10 +190,7 @@ fn errors_name_the_template_the_line_and_the_reason() {
         "a\nb\n{{ strftime_now('%Q') }}",
         "render chat template test.jinja, line 3: strftime_now does not know the directive `%Q`",
     );
-    fails(
-        "{% generation %}\n{% for x in %}",
-        "parse chat template test.jinja, line 2: unexpected end of block",
-    );
+    fails("{% generation %}\n{% for x in %}", "parse chat template test.jinja, line 2: unexpected end of block");
     let template = ChatTemplate::new("test.jinja", "{{ messages }}").unwrap();
     let error = template.render(&Conversation::default(), Ending::Closed).unwrap_err();
     assert_eq!(error.to_string(), "render chat template test.jinja: the conversation has no messages");

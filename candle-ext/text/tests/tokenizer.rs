@@ -130,7 +130,7 @@ fn a_chat_template_is_found_in_each_of_its_places() {
     let json = ("chat_template.json", json!({"chat_template": "json"}));
     let jinja = ("chat_template.jinja", json!("jinja"));
     let config = ("tokenizer_config.json", config);
-    assert_eq!(render(&load(&[config.clone()]), None, false), "config </s></s>");
+    assert_eq!(render(&load(std::slice::from_ref(&config)), None, false), "config </s></s>");
     assert_eq!(render(&load(&[config.clone(), json.clone()]), None, false), "json");
     assert_eq!(render(&load(&[config, json, jinja]), None, false), "jinja");
 }
@@ -152,7 +152,7 @@ fn named_templates_are_chosen_by_name_or_by_tools() {
         assert_eq!(render(&tokenizer, Some("default"), true), "plain");
         assert_eq!(render(&tokenizer, Some("rag"), false), "None");
         let error = tokenizer.chat_template(Some("rug")).unwrap_err().to_string();
-        assert!(error.contains("\"rug\"") && error.contains("default, ") , "{error}");
+        assert!(error.contains("\"rug\"") && error.contains("default, "), "{error}");
     }
 }
 

@@ -67,9 +67,9 @@ impl CheckpointPlan {
         self.output_dir.join(self.kind.dir_name(tag))
     }
 
-    /// Counts the saves of a whole run whose epochs end at the steps `epoch_ends`.
-    pub fn n_saves(&self, total_steps: usize, epoch_ends: &[usize]) -> usize {
-        (1..=total_steps).filter(|&step| self.due(Moment::of(step, total_steps, epoch_ends))).count()
+    /// Counts the saves that are still to come after `done` steps of a run whose epochs end at the steps `epoch_ends`.
+    pub fn n_saves(&self, done: usize, total_steps: usize, epoch_ends: &[usize]) -> usize {
+        (done + 1..=total_steps).filter(|&step| self.due(Moment::of(step, total_steps, epoch_ends))).count()
     }
 }
 
@@ -142,7 +142,7 @@ mod tests {
         let ends = [4, 8, 10];
         let due: Vec<usize> = (0..=10).filter(|&s| plan.due(Moment::of(s, 10, &ends))).collect();
         assert_eq!(due, want);
-        assert_eq!(plan.n_saves(10, &ends), want.len());
+        assert_eq!(plan.n_saves(0, 10, &ends), want.len());
     }
 
     #[test]

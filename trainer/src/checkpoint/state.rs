@@ -63,7 +63,8 @@ pub struct RunState {
 pub struct BestEval {
     /// Optimizer steps done before it.
     pub step: usize,
-    /// Mean loss over its target tokens.
+    /// Mean loss over its target tokens. JSON has no NaN: it is written as null and read back from it.
+    #[serde(deserialize_with = "nan_from_null")]
     pub loss: f64,
 }
 
@@ -79,4 +80,8 @@ impl RunState {
     pub fn tag(&self) -> Tag {
         Tag { step: self.step, epoch: self.epoch }
     }
+}
+
+fn nan_from_null<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::<f64>::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }

@@ -27,12 +27,12 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan) -> Result<()> {
     };
     let stderr = plan.print.then(|| tracing_subscriber::fmt::layer().with_writer(std::io::stderr).without_time());
     let file = match &plan.file {
-        Some(path) => {
-            path.parent().map_or(Ok(()), fs::create_dir_all)
-                .and_then(|()| File::options().create(true).append(true).open(path))
-                .map(|file| Some(tracing_subscriber::fmt::layer().with_ansi(false).with_writer(Mutex::new(file))))
-                .with_context(|| format!("failed to open the log file {} (logger.output_dir)", path.display()))?
-        }
+        Some(path) => path
+            .parent()
+            .map_or(Ok(()), fs::create_dir_all)
+            .and_then(|()| File::options().create(true).append(true).open(path))
+            .map(|file| Some(tracing_subscriber::fmt::layer().with_ansi(false).with_writer(Mutex::new(file))))
+            .with_context(|| format!("failed to open the log file {} (logger.output_dir)", path.display()))?,
         None => None,
     };
     // A second start in one process (tests) keeps the first.

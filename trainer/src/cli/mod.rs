@@ -1,7 +1,7 @@
 //! The command line: what can be asked, and how an answer or an error reaches the person who asked.
 
 mod check;
-mod failure;
+mod data;
 mod logging;
 mod train;
 mod ui;
@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::exit::{ExitCode, classify};
+use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
 
 pub use ui::Ui;
@@ -33,8 +33,9 @@ Examples:
   trainer schema > recipe.schema.json
 
 Exit codes:
-  0 done, 1 failed, 2 wrong command line or recipe, 3 wrong data, 4 out of memory, 5 loss not finite,
-  6 checkpoint or disk, 7 another rank, 75 stopped on request with a checkpoint saved, 128+n signal n";
+  0 done, 1 failed, 2 wrong command line or recipe, 3 wrong data, 4 out of memory,
+  5 loss not finite, 6 checkpoint or disk, 7 another rank failed,
+  75 stopped on request with a checkpoint saved, 128+n ended by signal n";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -44,6 +45,9 @@ enum Command {
     /// Resolve a recipe and print what would happen: no device, no network
     #[command(after_long_help = CHECK_EXAMPLES)]
     Check(Check),
+    /// Read the data as a run would and print what the model will learn; nothing is trained
+    #[command(visible_alias = "process-data", after_long_help = DATA_EXAMPLES)]
+    Data(Data),
     /// Print the JSON schema of recipes, for editors
     Schema,
     /// Print the version
@@ -55,13 +59,19 @@ Examples:
   trainer train recipe.yaml
   trainer train recipe.yaml train_iters=100 model.dtype=f32
   trainer train recipe.yaml 'data.sources=[mine.jsonl]' checkpoint.0.output_dir=out
-A second run of the same command goes on where the first one stopped, if a checkpoint has auto_resume: true.";
+The same command goes on where the last run stopped, if a checkpoint has auto_resume: true.";
 
 const CHECK_EXAMPLES: &str = "\
 Examples:
   trainer check recipe.yaml
   trainer check recipe.yaml --offline
   trainer check recipe.yaml --output-format json optimizer.lr=1e-4";
+
+const DATA_EXAMPLES: &str = "\
+Examples:
+  trainer data recipe.yaml
+  trainer data recipe.yaml --steps 2
+  trainer data recipe.yaml --steps 2 --output-format json data.max_length=512";
 
 #[derive(Debug, Args)]
 struct Recipe {
@@ -85,12 +95,24 @@ struct Check {
     output_format: Format,
 }
 
-/// How a plan is printed.
+#[derive(Debug, Args)]
+struct Data {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Print the first N steps too: texts with what is learned in [[ ]], or with json their token ids
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    steps: usize,
+    /// How the data are printed
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    output_format: Format,
+}
+
+/// How an answer is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// A table for people.
+    /// For people.
     Text,
-    /// What run.json holds under `plan`.
+    /// For programs: the plan as run.json holds it, or a line a step.
     Json,
 }
 
@@ -127,7 +149,7 @@ pub fn main() -> ExitCode {
     match run(&cli) {
         Ok(code) => code,
         Err(error) => {
-            eprint!("{}", failure::report(&error));
+            eprint!("{}", report(&error));
             classify(&error)
         }
     }
@@ -138,6 +160,11 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     match &cli.command {
         Command::Train(recipe) => train::run(recipe, cli.verbosity, &ui),
         Command::Check(check) => check::run(check, cli.verbosity, &ui),
+        Command::Data(data) => {
+            let plan = train::plan(&data.recipe, cli.verbosity)?;
+            logging::start(cli.verbosity, &plan.logger)?;
+            data::show(&plan, &train::hub(&ui)?, data.steps, data.output_format)
+        }
         Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
         Command::Version => ui.answer(&format!("trainer {}", env!("CARGO_PKG_VERSION"))),
     }
@@ -159,7 +186,7 @@ mod tests {
 
     #[test]
     fn every_example_parses() {
-        let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES].concat();
+        let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES, DATA_EXAMPLES].concat();
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));
             assert!(Cli::try_parse_from(words).is_ok(), "{line}");
@@ -168,7 +195,8 @@ mod tests {
 
     #[test]
     fn an_argument_without_a_value_is_refused() {
-        let error = Cli::try_parse_from(["trainer", "train", "r.yaml", "optimizer.lr"]).map(drop).map_err(|e| e.to_string());
+        let error =
+            Cli::try_parse_from(["trainer", "train", "r.yaml", "optimizer.lr"]).map(drop).map_err(|e| e.to_string());
         assert!(error.is_err_and(|text| text.contains("expected KEY=VALUE")));
     }
 }

@@ -5,7 +5,7 @@ use candlewick_text::hub::{Hub, HubSettings};
 
 use super::{Recipe, Ui, Verbosity, logging};
 use crate::exit::ExitCode;
-use crate::plan::{Known, Plan, Reach};
+use crate::plan::{Known, KnownError, Plan, Reach};
 use crate::recipe::Loaded;
 
 pub(super) fn run(recipe: &Recipe, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
@@ -14,18 +14,30 @@ pub(super) fn run(recipe: &Recipe, verbosity: Verbosity, ui: &Ui) -> Result<Exit
     for note in &plan.notes {
         ui.remark(&format!("note: {note}"));
     }
-    let hub = Hub::new(HubSettings::from_env())?.with_progress(ui.downloads());
-    crate::run::train(&plan, &hub)
+    crate::run::train(&plan, &hub(ui)?)
 }
 
-/// What is wrong with the recipe alone is said before the Hub is asked for the model's config.
-fn plan(recipe: &Recipe, verbosity: Verbosity) -> Result<Plan> {
+/// The Hub as the environment describes it, with a bar for each download.
+pub(super) fn hub(ui: &Ui) -> Result<Hub> {
+    Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
+}
+
+/// Resolves a recipe. What is wrong with the recipe alone is said before the Hub is asked for the model's config.
+pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity) -> Result<Plan> {
     let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
-    let here = Known::gather(&loaded, Reach::ThisMachine, verbosity.console())?;
+    let here = known(&loaded, Reach::ThisMachine, verbosity)?;
     let plan = Plan::resolve(&loaded, &here)?;
     if here.config.is_some() {
         return Ok(plan);
     }
-    let known = Known::gather(&loaded, Reach::Network, verbosity.console())?;
+    let known = known(&loaded, Reach::Network, verbosity)?;
     Ok(Plan::resolve(&loaded, &known)?)
+}
+
+/// Looks at the machine and the Hub, and says what for if that fails.
+pub(super) fn known(loaded: &Loaded, reach: Reach, verbosity: Verbosity) -> Result<Known> {
+    Known::gather(loaded, reach, verbosity.console()).map_err(|error| match error {
+        KnownError::Recipe(error) => error.into(),
+        error => anyhow::Error::new(error).context("failed to find the model's config"),
+    })
 }

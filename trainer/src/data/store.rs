@@ -75,7 +75,7 @@ impl Store {
 
     fn check(&self) -> io::Result<()> {
         let damaged = |what: &str| Err(io::Error::new(io::ErrorKind::InvalidData, what));
-        if self.index.len() % INDEX_ENTRY != 0 || self.ids.len() % 4 != 0 {
+        if !self.index.len().is_multiple_of(INDEX_ENTRY) || !self.ids.len().is_multiple_of(4) {
             return damaged("a file was cut off");
         }
         let mut end = 0;
@@ -120,7 +120,7 @@ impl StoreWriter {
 
     /// Writes what is still held back.
     pub(crate) fn finish(mut self) -> io::Result<()> {
-        if self.n_tokens % 8 != 0 {
+        if !self.n_tokens.is_multiple_of(8) {
             self.targets.write_all(&[self.bits])?;
         }
         for file in [self.ids, self.targets, self.index] {
@@ -132,7 +132,7 @@ impl StoreWriter {
     fn push_bit(&mut self, bit: bool) -> io::Result<()> {
         self.bits |= u8::from(bit) << (self.n_tokens % 8);
         self.n_tokens += 1;
-        if self.n_tokens % 8 == 0 {
+        if self.n_tokens.is_multiple_of(8) {
             self.targets.write_all(&[self.bits])?;
             self.bits = 0;
         }

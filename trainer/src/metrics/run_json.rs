@@ -1,8 +1,8 @@
 //! run.json: what ran, on what, how it ended. Replaced as a whole at every change, so that a
 //! reader never sees half of it.
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -133,15 +133,14 @@ impl Host {
     }
 }
 
-/// Puts `bytes` in the place of the file at once.
+/// Puts `bytes` in the place of the file at once. Not synced: it happens every step, and a power
+/// cut may cost the last of them.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let temporary = path.with_extension("json.tmp");
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
     }
-    let mut file = File::create(&temporary)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
+    fs::write(&temporary, bytes)?;
     fs::rename(&temporary, path)
 }
 

@@ -68,11 +68,15 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
     match (given, limit) {
         (Some(given), Some(limit)) if given.0 > limit => {
             let message = format!("{KEY}: {} is longer than the model's max_position_embeddings, {limit}", given.0);
-            let advice = "lower it; or raise model.hf_config_kwargs.max_position_embeddings, with a fitting rope scaling";
+            let advice =
+                "lower it; or raise model.hf_config_kwargs.max_position_embeddings, with a fitting rope scaling";
             resolver.wrong_because(&[KEY], message, advice);
         }
         (Some(given), _) if given.0 < 2 => {
-            resolver.wrong(&[KEY], format!("{KEY}: expected at least 2, found {}: the first token predicts the second", given.0));
+            resolver.wrong(
+                &[KEY],
+                format!("{KEY}: expected at least 2, found {}: the first token predicts the second", given.0),
+            );
         }
         _ => {}
     }
@@ -81,7 +85,9 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
         (None, Some(limit)) => resolver.record(KEY, limit, Origin::Derived),
         (None, None) => {
             // Only a check comes here: a run has downloaded the config.
-            resolver.note(format!("{KEY} will be the model's max_position_embeddings: its config.json is not on this machine yet"));
+            resolver.note(format!(
+                "{KEY} will be the model's max_position_embeddings: its config.json is not on this machine yet"
+            ));
             0
         }
     }
@@ -115,7 +121,11 @@ fn overlong(resolver: &mut Resolver, packing: Packing) -> Overlong {
         && (asked == Overlong::Drop) != filter
     {
         let message = "data.filter_samples contradicts data.overlong";
-        resolver.wrong_because(&["data.filter_samples"], message, "keep data.overlong; filter_samples: true is its `drop`");
+        resolver.wrong_because(
+            &["data.filter_samples"],
+            message,
+            "keep data.overlong; filter_samples: true is its `drop`",
+        );
     }
     if packing == Packing::Exact {
         if asked.is_some_and(|asked| asked != Overlong::Split) {
@@ -175,7 +185,8 @@ fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
     let recipe = resolver.recipe();
     let micro_batch_size = resolver.positive("micro_batch_size", recipe.micro_batch_size, 1);
     if packing != Packing::Off && recipe.data.pack_samples == Some(true) && micro_batch_size > 1 {
-        let message = format!("micro_batch_size: {micro_batch_size} rows of packed samples; with data.pack_samples it must be 1");
+        let message =
+            format!("micro_batch_size: {micro_batch_size} rows of packed samples; with data.pack_samples it must be 1");
         let advice = "raise data.max_length for larger packs, or gradient_accumulation_steps for more of them";
         resolver.wrong_because(&["micro_batch_size"], message, advice);
     }

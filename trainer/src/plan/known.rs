@@ -100,10 +100,8 @@ fn read_file(path: &str) -> Result<Config, ModelError> {
     }
     let read = |source| ModelError::Io { doing: "read", path: path.clone(), source };
     let bytes = std::fs::read(&path).map_err(read)?;
-    let value = serde_json::from_slice(&bytes).map_err(|error| ModelError::Malformed {
-        path: path.clone(),
-        problem: format!("not JSON: {error}"),
-    })?;
+    let value = serde_json::from_slice(&bytes)
+        .map_err(|error| ModelError::Malformed { path: path.clone(), problem: format!("not JSON: {error}") })?;
     Config::from_json(value).map_err(|source| ModelError::In { path: path.clone(), source: Box::new(source) })
 }
 

@@ -1,8 +1,8 @@
 //! The optimizer and its learning rate.
 
+use super::OptimizerPlan;
 use super::deepspeed;
 use super::resolver::Resolver;
-use super::OptimizerPlan;
 use crate::data::{DataPlan, Horizon};
 use crate::recipe::{HumanFloat, OptimizerType, Origin, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
 use crate::schedule::{Floor, Ramp, Schedule, Shape, Span};
@@ -22,7 +22,8 @@ pub(super) fn resolve(resolver: &mut Resolver) -> OptimizerPlan {
     let (beta1, beta2) = optimizer.betas.map_or((0.9, 0.999), |(beta1, beta2)| (beta1.0, beta2.0));
     resolver.pick("optimizer.betas", optimizer.betas, (HumanFloat(beta1), HumanFloat(beta2)));
     if ![beta1, beta2].iter().all(|beta| (0.0..1.0).contains(beta)) {
-        let message = format!("optimizer.betas: expected two numbers of at least 0 and below 1, found [{beta1}, {beta2}]");
+        let message =
+            format!("optimizer.betas: expected two numbers of at least 0 and below 1, found [{beta1}, {beta2}]");
         resolver.wrong(&["optimizer.betas"], message);
     }
     let eps = resolver.pick("optimizer.eps", optimizer.eps.map(|eps| eps.0), 1e-8);
@@ -134,7 +135,9 @@ fn refuse_foreign_numbers(resolver: &mut Resolver, name: SchedulerName) {
         };
         resolver.wrong_because(&[&path], format!("{path} is not a number of this schedule"), advice);
     }
-    for (key, given) in [("num_decay_steps", scheduler.num_decay_steps.is_some()), ("min_lr_ratio", scheduler.min_lr_ratio.is_some())] {
+    for (key, given) in
+        [("num_decay_steps", scheduler.num_decay_steps.is_some()), ("min_lr_ratio", scheduler.min_lr_ratio.is_some())]
+    {
         if given && name != WarmupStableDecay {
             let path = format!("scheduler.{key}");
             resolver.wrong(&[&path], format!("{path} belongs to the warmup_stable_decay schedule"));

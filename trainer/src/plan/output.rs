@@ -170,7 +170,8 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
     let recipe = resolver.recipe();
     let generate = recipe.generate.as_ref()?;
     if generate.prompts.is_empty() || generate.prompts.iter().any(String::is_empty) {
-        resolver.wrong(&["generate.prompts", "generate"], "generate.prompts: expected a list of texts that are not empty");
+        resolver
+            .wrong(&["generate.prompts", "generate"], "generate.prompts: expected a list of texts that are not empty");
     }
     resolver.pick("generate.prompts", Some(&generate.prompts), &generate.prompts);
     let top_p = resolver.number("generate.top_p", generate.top_p, 1.0, 0.0, 1.0);

@@ -50,7 +50,10 @@ impl Failure {
         match self.kind {
             Kind::Message(message) => Fault::new(mark, in_words(&path, &message)),
             Kind::Type { found, expected } => {
-                let quote = expected.starts_with("text") && (found.starts_with("the integer") || found.starts_with("the number") || found.starts_with("the boolean"));
+                let quote = expected.starts_with("text")
+                    && (found.starts_with("the integer")
+                        || found.starts_with("the number")
+                        || found.starts_with("the boolean"));
                 let fault = Fault::new(mark, in_words(&path, &format!("expected {expected}, found {found}")));
                 if quote { fault.note("put it in quotes to make it text") } else { fault }
             }
@@ -60,7 +63,9 @@ impl Failure {
                 suggest(fault, &name, known).note(format!("values: {}", known.join(", ")))
             }
             Kind::Missing(key) => Fault::new(mark, format!("the key `{}` is missing", join(&path, key))),
-            Kind::Twice(key) => Fault::new(mark, format!("{}: given twice, the other time by its second name", join(parent, key))),
+            Kind::Twice(key) => {
+                Fault::new(mark, format!("{}: given twice, the other time by its second name", join(parent, key)))
+            }
         }
     }
 }
@@ -182,9 +187,11 @@ impl<'a> NodeDeserializer<'a> {
     fn map<'de, V: Visitor<'de>>(self, entries: &[Entry], visitor: V) -> Result<V::Value, Failure> {
         let place = if self.path.is_empty() { self.node.mark } else { self.key };
         let mut access = Entries { entries, next: 0, path: &self.path };
-        visitor.visit_map(&mut access).map_err(|failure| match (&failure.kind, entries.get(access.next.wrapping_sub(1))) {
-            (Kind::Twice(_), Some(entry)) => failure.or_at(&join(&self.path, &entry.key), entry.mark),
-            _ => failure.or_at(&self.path, place),
+        visitor.visit_map(&mut access).map_err(|failure| {
+            match (&failure.kind, entries.get(access.next.wrapping_sub(1))) {
+                (Kind::Twice(_), Some(entry)) => failure.or_at(&join(&self.path, &entry.key), entry.mark),
+                _ => failure.or_at(&self.path, place),
+            }
         })
     }
 }

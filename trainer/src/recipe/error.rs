@@ -124,7 +124,9 @@ pub(crate) fn did_you_mean<'a>(word: &str, candidates: impl IntoIterator<Item = 
     candidates
         .into_iter()
         .map(|candidate| (strsim::jaro_winkler(&lower, &candidate.to_lowercase()), candidate))
-        .filter(|(score, candidate)| *score > 0.84 || strsim::damerau_levenshtein(&lower, candidate) <= 2 && word.len() > 3)
+        .filter(|(score, candidate)| {
+            *score > 0.84 || strsim::damerau_levenshtein(&lower, candidate) <= 2 && word.len() > 3
+        })
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, candidate)| candidate)
 }

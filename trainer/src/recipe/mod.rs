@@ -12,6 +12,7 @@ mod number;
 mod optimizer;
 mod output;
 mod overrides;
+mod schema;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -24,12 +25,9 @@ pub use model::{
 };
 pub use node::{Entry, Mark, Node, Value};
 pub use number::{HumanFloat, HumanInt, parse_number};
-pub use optimizer::{
-    DeepSpeed, Optimizer, OptimizerType, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType,
-};
-pub use output::{
-    AllRanks, Checkpoint, CheckpointType, Generate, LogLevel, Logger, OnNonfinite, Ranks, Wandb,
-};
+pub use optimizer::{DeepSpeed, Optimizer, OptimizerType, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
+pub use output::{AllRanks, Checkpoint, CheckpointType, Generate, LogLevel, Logger, OnNonfinite, Ranks, Wandb};
+pub use schema::json_schema;
 
 /// A training recipe: ArcticTraining's schema with Candlewick's extensions.
 ///
@@ -146,11 +144,6 @@ pub enum ArcticMoe {
     On,
     /// `auto`: if the model has experts.
     Auto,
-}
-
-/// Returns the JSON schema of recipes, for editors.
-pub fn json_schema() -> serde_json::Value {
-    schemars::schema_for!(Recipe).to_value()
 }
 
 impl<'de> Deserialize<'de> for ArcticMoe {

@@ -42,9 +42,7 @@ impl Assets {
     /// Compiles the chat template: the recipe's, else the tokenizer's, if there is one.
     pub fn template(&self) -> Result<Option<ChatTemplate>> {
         let template = match &self.template {
-            Some((name, source)) => {
-                Some(self.tokenizer.with_special_tokens(ChatTemplate::new(name.as_str(), source)?))
-            }
+            Some((name, source)) => Some(self.tokenizer.with_special_tokens(ChatTemplate::new(name.as_str(), source)?)),
             None => self.tokenizer.chat_template(None)?,
         };
         let with = |template, (name, value): (&String, &serde_json::Value)| {

@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use candlewick_comm::Solo;
 use candlewick_model::Model;
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_parallel::{Engine, Mode, Resident, Residency};
+use candlewick_parallel::{Engine, Mode, Residency, Resident};
 use evaluator::weights::{Origin, fill};
 
 use crate::plan::{Activations, ComputeDtype, Init, Plan};

@@ -41,7 +41,8 @@ enum End {
 
 /// Trains as `plan` says and returns how the run ended. `run.json` tells the end in any case.
 pub fn train(plan: &Plan, hub: &Hub) -> Result<ExitCode> {
-    let stop = StopRequests::install(Some(plan.exit.kill_switch_path.clone())).context("failed to watch for signals")?;
+    let stop =
+        StopRequests::install(Some(plan.exit.kill_switch_path.clone())).context("failed to watch for signals")?;
     let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(|source| {
         let path = plan.log.output_dir.clone().unwrap_or_default();
         CheckpointError::Io { action: "write run.json into", path, source }
@@ -78,6 +79,9 @@ fn steps(session: &mut Session, stop: &StopRequests) -> Result<End> {
     let first_step = session.stream.cursor().step;
     loop {
         let done = session.stream.cursor().step;
+        if done >= session.stream.total_steps() {
+            return Ok(End::Horizon);
+        }
         if let Some(request) = stop.poll() {
             return Ok(End::Stop(request));
         }
@@ -115,4 +119,3 @@ impl End {
         }
     }
 }
-

@@ -55,8 +55,12 @@ impl<'a> Saves<'a> {
         let exported = self.n_export_bytes();
         let ends = epoch_ends(stream);
         let planned = |plan: &'a CheckpointPlan| {
-            let bytes_per_save = if plan.kind == Kind::Sharded { sharded } else { exported };
-            PlannedSaves { plan, bytes_per_save, n_saves: plan.n_saves(stream.total_steps(), &ends) }
+            let n_saves = plan.n_saves(stream.cursor().step, stream.total_steps(), &ends);
+            match plan.kind {
+                // One may be asked for at any time, by a signal.
+                Kind::Sharded => PlannedSaves { plan, bytes_per_save: sharded, n_saves: n_saves.max(1) },
+                Kind::HuggingFace => PlannedSaves { plan, bytes_per_save: exported, n_saves },
+            }
         };
         Ok(preflight(&self.plan.checkpoints.iter().map(planned).collect::<Vec<_>>())?)
     }
@@ -125,9 +129,15 @@ impl<'a> Saves<'a> {
             AdapterFolder::save(&dir, model, dtype, fetch).context("failed to write the adapter")?;
         } else {
             let tokenizer = self.assets.tokenizer.directory();
-            let companions: Vec<&Path> = [Some(tokenizer), self.assets.model_folder.as_deref()].into_iter().flatten().collect();
-            let export =
-                Export { folder: &dir, config: model.config(), companions: &companions, dtype, shard_bytes: DEFAULT_SHARD_BYTES };
+            let companions: Vec<&Path> =
+                [Some(tokenizer), self.assets.model_folder.as_deref()].into_iter().flatten().collect();
+            let export = Export {
+                folder: &dir,
+                config: model.config(),
+                companions: &companions,
+                dtype,
+                shard_bytes: DEFAULT_SHARD_BYTES,
+            };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
         if let Some(keep) = checkpoint.keep {

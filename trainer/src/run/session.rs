@@ -12,9 +12,9 @@ use crate::data::{Cursor, EvalStream, Prepared, Step, Stream};
 use crate::metrics::{EvalRecord, Memory, ModelShape, Pass, Reporter, RunJson, Start, StepRecord, Visibility, flops};
 use crate::plan::{Activations, Plan};
 
+use super::Assets;
 use super::saves::Saves;
 use super::step::{self, Outcome, Update};
-use super::Assets;
 
 pub(super) struct Session<'a> {
     pub(super) plan: &'a Plan,
@@ -62,7 +62,11 @@ impl<'a> Session<'a> {
             report.resumed_from = resumed.as_ref().map(|resumed| resumed.dir.clone());
         })?;
         if let Some(resumed) = &resumed {
-            reporter.terminal().line(&format!("resumed after step {} from {}", resumed.run.step, resumed.dir.display()));
+            reporter.terminal().line(&format!(
+                "resumed after step {} from {}",
+                resumed.run.step,
+                resumed.dir.display()
+            ));
         }
         let before = Duration::from_secs_f64(run.map_or(0.0, |run| run.elapsed_s));
         let best_eval = run.and_then(|run| run.best_eval);
@@ -147,7 +151,7 @@ impl<'a> Session<'a> {
         let (epoch, iter, eval_time) = (cursor.epoch, cursor.step, began.elapsed().as_secs_f64());
         let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
         self.reporter.eval(&record);
-        if self.best_eval.is_none_or(|best| loss < best.loss) {
+        if loss.is_finite() && self.best_eval.is_none_or(|best| loss < best.loss) {
             self.best_eval = Some(BestEval { step: iter, loss });
         }
         self.remember("eval", json!(record));

@@ -38,6 +38,7 @@ impl Run {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         command.arg(subcommand).arg(self.path().join("recipe.yaml")).args(overrides);
         command.current_dir(self.path()).stdin(Stdio::null()).env("RAYON_NUM_THREADS", "2").env("HF_HUB_OFFLINE", "1");
+        command.env_remove("RUST_BACKTRACE").env_remove("RUST_LOG");
         command
     }
 

@@ -60,6 +60,11 @@ impl<'a> Keys<'a> {
         self.read(key, "an object", Value::as_object)
     }
 
+    /// The first key whose value is an object.
+    pub(crate) fn first_object(&self) -> Option<&'a str> {
+        self.map.iter().find(|(_, value)| value.is_object()).map(|(key, _)| key.as_str())
+    }
+
     pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, ModelError> {
         self.read(key, "a list of strings", |v| v.as_array()?.iter().map(Value::as_str).collect())
     }

@@ -1,7 +1,5 @@
 //! The rotary keys in both spellings: `rope_theta` beside `rope_scaling`, or all of it in `rope_parameters`.
 
-use serde_json::{Map, Value};
-
 use super::json::Keys;
 use crate::ModelError;
 
@@ -17,10 +15,10 @@ pub(crate) enum RopeKind {
 }
 
 /// The object with the scaling keys. Where both spellings stand, transformers lets `rope_scaling` win.
-fn parameters(keys: Keys<'_>) -> Result<Option<(&'static str, &Map<String, Value>)>, ModelError> {
-    for name in ["rope_scaling", "rope_parameters"] {
+fn parameters(keys: Keys<'_>) -> Result<Option<Keys<'_>>, ModelError> {
+    for (name, prefix) in [("rope_scaling", "rope_scaling."), ("rope_parameters", "rope_parameters.")] {
         if let Some(map) = keys.object(name)?.filter(|map| !map.is_empty()) {
-            return Ok(Some((name, map)));
+            return Ok(Some(Keys::nested(map, prefix)));
         }
     }
     Ok(None)
@@ -28,7 +26,7 @@ fn parameters(keys: Keys<'_>) -> Result<Option<(&'static str, &Map<String, Value
 
 pub(super) fn theta(keys: Keys) -> Result<f64, ModelError> {
     let nested = match parameters(keys)? {
-        Some((name, map)) => nested(name, map).number("rope_theta")?,
+        Some(nested) => nested.number("rope_theta")?,
         None => None,
     };
     let theta = match nested {
@@ -42,10 +40,9 @@ pub(super) fn theta(keys: Keys) -> Result<f64, ModelError> {
 }
 
 pub(super) fn kind(keys: Keys, max_positions: usize) -> Result<RopeKind, ModelError> {
-    let Some((name, map)) = parameters(keys)? else { return Ok(RopeKind::Default) };
-    let nested = nested(name, map);
-    if map.values().any(Value::is_object) {
-        return Err(keys.error(name, "rotary parameters that differ by layer type are not supported"));
+    let Some(nested) = parameters(keys)? else { return Ok(RopeKind::Default) };
+    if let Some(layer_type) = nested.first_object() {
+        return Err(nested.error(layer_type, "rotary parameters that differ by layer type are not supported"));
     }
     if nested.number("partial_rotary_factor")?.is_some_and(|f| f != 1.0) {
         return Err(nested.error("partial_rotary_factor", "only 1.0 is supported"));
@@ -71,10 +68,6 @@ pub(super) fn kind(keys: Keys, max_positions: usize) -> Result<RopeKind, ModelEr
             Err(nested.error("rope_type", format!("`{other}` is not supported; supported: default, linear, llama3")))
         }
     }
-}
-
-fn nested<'a>(name: &str, map: &'a Map<String, Value>) -> Keys<'a> {
-    Keys::nested(map, if name == "rope_scaling" { "rope_scaling." } else { "rope_parameters." })
 }
 
 fn positive(keys: Keys, key: &str) -> Result<f64, ModelError> {

@@ -98,6 +98,8 @@ fn impossible_numbers_are_refused_with_their_key() {
 fn what_is_not_implemented_is_refused_by_name() {
     refused(json!({"hidden_act": "gelu"}), &["hidden_act", "gelu", "silu"]);
     refused(json!({"rope_scaling": {"rope_type": "yarn", "factor": 4}}), &["rope_scaling.rope_type", "yarn", "llama3"]);
+    let by_layer = json!({"full_attention": {"rope_type": "default"}});
+    refused(json!({"rope_parameters": by_layer}), &["rope_parameters.full_attention", "layer type"]);
     refused(json!({"attention_dropout": 0.1}), &["attention_dropout"]);
     refused(json!({"quantization_config": {"bits": 4}}), &["quantization_config"]);
     refused(json!({"torch_dtype": "float8_e4m3fn"}), &["torch_dtype", "float8_e4m3fn"]);

@@ -58,8 +58,7 @@ fn history(row: &Row, column: &str) -> Result<Vec<Message>, Fault> {
     };
     let mut messages = Vec::new();
     for (idx, turn) in turns.iter().enumerate() {
-        let texts: Option<Vec<&str>> =
-            turn.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
+        let texts: Option<Vec<&str>> = turn.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
         let Some(&[user, assistant]) = texts.as_deref() else {
             let problem = format!("column `{column}`, item {idx} is not a pair of texts");
             return Err(Fault::new(problem, "write earlier turns as [[\"user\", \"assistant\"], ...]"));

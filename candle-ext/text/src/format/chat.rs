@@ -38,11 +38,7 @@ pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, Fault> {
 
 /// One message's fields, made regular: no null fields, text parts joined into one text, tool
 /// call arguments as objects, one name for the weight.
-pub(crate) fn message(
-    column: &str,
-    message_idx: usize,
-    fields: Map<String, Value>,
-) -> Result<Message, Fault> {
+pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, Fault> {
     let mut clean = Map::new();
     for (key, value) in fields {
         match key.as_str() {
@@ -63,6 +59,9 @@ pub(crate) fn message(
             }
         }
     }
+    if clean.get("role").is_none_or(|role| role != "assistant") {
+        clean.shift_remove("weight");
+    }
     Message::from_fields(clean).map_err(|error| {
         let fix = "correct the row, or say with role_mapping and content_key where roles and texts are";
         let reason = error.to_string();
@@ -72,11 +71,7 @@ pub(crate) fn message(
 }
 
 /// The object in item `item_idx` of a list.
-pub(crate) fn object(
-    column: &str,
-    item_idx: usize,
-    item: Value,
-) -> Result<Map<String, Value>, Fault> {
+pub(crate) fn object(column: &str, item_idx: usize, item: Value) -> Result<Map<String, Value>, Fault> {
     match item {
         Value::Object(fields) => Ok(fields),
         other => Err(Fault::new(
@@ -136,8 +131,7 @@ fn tool_calls(mut calls: Value) -> Value {
             None => call.get_mut("arguments"),
         };
         if let Some(arguments) = arguments
-            && let Some(object @ Value::Object(_)) =
-                arguments.as_str().and_then(|text| serde_json::from_str(text).ok())
+            && let Some(object @ Value::Object(_)) = arguments.as_str().and_then(|text| serde_json::from_str(text).ok())
         {
             *arguments = object;
         }

@@ -35,8 +35,7 @@ pub enum Purpose {
 
 /// The names a recipe may give.
 const NAMES: [&str; 5] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text"];
-const CHAT_COLUMNS: [&str; 6] =
-    ["messages", "conversations", "conversation", "chat", "dialogue", "dialog"];
+const CHAT_COLUMNS: [&str; 6] = ["messages", "conversations", "conversation", "chat", "dialogue", "dialog"];
 const INPUTS: [&str; 2] = ["input", "context"];
 const OUTPUTS: [&str; 2] = ["output", "response"];
 const PAIRS: [(&str, &str); 9] = [
@@ -125,8 +124,7 @@ impl Sight {
     fn near(&self, wanted: &str) -> String {
         let score = |own: &String| strsim::jaro_winkler(&own.to_lowercase(), wanted);
         let near = self.columns.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
-        near.filter(|own| score(own) > 0.8)
-            .map_or(String::new(), |own| format!("; did you mean {own:?}?"))
+        near.filter(|own| score(own) > 0.8).map_or(String::new(), |own| format!("; did you mean {own:?}?"))
     }
 
     fn unknown(&self, problem: String) -> FormatError {
@@ -163,14 +161,10 @@ fn by_name(sight: &Sight, name: &str, request: &FormatRequest) -> Result<Format,
         }
         "text" => text(sight, request),
         other => {
-            let near = NAMES.iter().max_by(|a, b| {
-                strsim::jaro_winkler(a, other).total_cmp(&strsim::jaro_winkler(b, other))
-            });
+            let near =
+                NAMES.iter().max_by(|a, b| strsim::jaro_winkler(a, other).total_cmp(&strsim::jaro_winkler(b, other)));
             let near = near.map_or("", |near| near);
-            let problem = format!(
-                "{other:?} is not a format; did you mean {near:?}? There are: {}",
-                NAMES.join(", ")
-            );
+            let problem = format!("{other:?} is not a format; did you mean {near:?}? There are: {}", NAMES.join(", "));
             Err(FormatError::Request { key: "format", problem })
         }
     }
@@ -196,10 +190,17 @@ fn by_sight(sight: &Sight) -> Result<Format, FormatError> {
     Err(sight.unknown(format!("its columns are of no known format{}", nearest(sight))))
 }
 
-/// The column that is nearly one that would do.
+/// The column that would do if another stood beside it, or is nearly one that would.
 fn nearest(sight: &Sight) -> String {
-    let known = CHAT_COLUMNS.iter().chain(&["instruction", "prompt", "completion", "question", "text"]);
-    let near = known
+    let halves =
+        ["instruction"].into_iter().chain(PAIRS.iter().flat_map(|(prompt, completion)| [*prompt, *completion]));
+    if let Some(half) = halves.clone().find(|half| sight.has(half)) {
+        return format!("; {half:?} is there, but not what goes with it");
+    }
+    let near = CHAT_COLUMNS
+        .into_iter()
+        .chain(halves)
+        .chain(["text"])
         .flat_map(|known| sight.columns.iter().map(move |own| (known, own)))
         .map(|(known, own)| (strsim::jaro_winkler(known, &own.to_lowercase()), known, own))
         .filter(|(score, ..)| *score > 0.85)
@@ -208,10 +209,8 @@ fn nearest(sight: &Sight) -> String {
 }
 
 fn chat(sight: &Sight) -> Result<Option<Format>, FormatError> {
-    let found: Vec<(&str, Format)> = CHAT_COLUMNS
-        .iter()
-        .filter_map(|column| Some((*column, chat_in(sight, column)?)))
-        .collect();
+    let found: Vec<(&str, Format)> =
+        CHAT_COLUMNS.iter().filter_map(|column| Some((*column, chat_in(sight, column)?))).collect();
     match found.as_slice() {
         [] => Ok(None),
         [(_, format)] => Ok(Some(format.clone())),
@@ -260,16 +259,12 @@ fn pairs(sight: &Sight) -> Result<Option<Format>, FormatError> {
     let found: Vec<_> = PAIRS.iter().filter(|(p, c)| sight.has(p) && sight.has(c)).collect();
     match found.as_slice() {
         [] => Ok(None),
-        [(prompt, completion)] => Ok(Some(Format::Pairs(Pairs {
-            prompt: (*prompt).into(),
-            completion: (*completion).into(),
-        }))),
+        [(prompt, completion)] => {
+            Ok(Some(Format::Pairs(Pairs { prompt: (*prompt).into(), completion: (*completion).into() })))
+        }
         several => {
             let names: Vec<_> = several.iter().map(|(p, c)| format!("{p} and {c}")).collect();
-            Err(sight.unknown(format!(
-                "several of its columns could be prompt and completion: {}",
-                names.join("; ")
-            )))
+            Err(sight.unknown(format!("several of its columns could be prompt and completion: {}", names.join("; "))))
         }
     }
 }
@@ -282,11 +277,7 @@ fn text_in(column: &str) -> Format {
     Format::Text(TextColumn { column: column.to_owned() })
 }
 
-fn mapped(
-    sight: &Sight,
-    roles: &[(String, String)],
-    content_key: Option<&str>,
-) -> Result<Format, FormatError> {
+fn mapped(sight: &Sight, roles: &[(String, String)], content_key: Option<&str>) -> Result<Format, FormatError> {
     let mapping = RoleMapping::new(roles, content_key)?;
     for column in mapping.columns() {
         sight.require(column)?;

@@ -2,19 +2,14 @@
 
 /// Roles and paths of a well-known data set, in the order the roles speak.
 pub fn known_role_mapping(id: &str) -> Option<&'static [(&'static str, &'static str)]> {
-    const MESSAGES: &[(&str, &str)] =
-        &[("user", "messages.role.user"), ("assistant", "messages.role.assistant")];
+    const MESSAGES: &[(&str, &str)] = &[("user", "messages.role.user"), ("assistant", "messages.role.assistant")];
     Some(match id {
         "HuggingFaceH4/ultrachat_200k" | "THUDM/LongAlign-10k" => MESSAGES,
         // Its messages end with the question; the answer is a column of its own.
-        "nvidia/AceMath-Instruct-Training-Data" => &[
-            ("user", "messages.role.user"),
-            ("assistant", "messages.role.assistant"),
-            ("assistant", "answer"),
-        ],
-        "Open-Orca/OpenOrca" => {
-            &[("system", "system_prompt"), ("user", "question"), ("assistant", "response")]
+        "nvidia/AceMath-Instruct-Training-Data" => {
+            &[("user", "messages.role.user"), ("assistant", "messages.role.assistant"), ("assistant", "answer")]
         }
+        "Open-Orca/OpenOrca" => &[("system", "system_prompt"), ("user", "question"), ("assistant", "response")],
         "Open-Orca/SlimOrca" => &[
             ("system", "conversations.from.system"),
             ("user", "conversations.from.human"),
@@ -23,9 +18,7 @@ pub fn known_role_mapping(id: &str) -> Option<&'static [(&'static str, &'static 
         "Yukang/LongAlpaca-12k" => &[("user", "instruction"), ("assistant", "output")],
         "meta-math/MetaMathQA" => &[("user", "query"), ("assistant", "response")],
         "ise-uiuc/Magicoder-OSS-Instruct-75K" => &[("user", "problem"), ("assistant", "solution")],
-        "lmsys/lmsys-chat-1m" => {
-            &[("user", "conversation.role.user"), ("assistant", "conversation.role.assistant")]
-        }
+        "lmsys/lmsys-chat-1m" => &[("user", "conversation.role.user"), ("assistant", "conversation.role.assistant")],
         _ => return None,
     })
 }
@@ -34,9 +27,7 @@ pub fn known_role_mapping(id: &str) -> Option<&'static [(&'static str, &'static 
 pub fn known_split_mapping(id: &str) -> &'static [(&'static str, &'static str)] {
     match id {
         "HuggingFaceH4/ultrachat_200k" => &[("train", "train_sft"), ("eval", "test_sft")],
-        "HuggingFaceH4/ultrafeedback_binarized" => {
-            &[("train", "train_prefs"), ("eval", "test_prefs")]
-        }
+        "HuggingFaceH4/ultrafeedback_binarized" => &[("train", "train_prefs"), ("eval", "test_prefs")],
         "nvidia/AceMath-Instruct-Training-Data" => &[("train", "general_sft_stage2")],
         _ => &[],
     }

@@ -68,11 +68,11 @@ impl RoleMapping {
         let mut read: Vec<&str> = Vec::new();
         for (role, path) in &self.roles {
             match path {
-                RolePath::Column(column) => messages.extend(self.from_column(row, role, column)?),
+                RolePath::Column(column) => messages.extend(self.turn_in(row, role, column)?),
                 RolePath::Items { list, .. } if read.contains(&list.as_str()) => {}
                 RolePath::Items { list, .. } => {
                     read.push(list);
-                    messages.extend(self.from_list(row, list)?);
+                    messages.extend(self.turns_in(row, list)?);
                 }
             }
         }
@@ -83,13 +83,12 @@ impl RoleMapping {
         Ok(Document::Conversation(Conversation::new(messages)))
     }
 
-    fn from_column(&self, row: &Row, role: &str, column: &str) -> Result<Option<Message>, Fault> {
-        let text = plain(row.get(column))
-            .map_err(|found| Fault::type_of(column, Some(found), "a text"))?;
+    fn turn_in(&self, row: &Row, role: &str, column: &str) -> Result<Option<Message>, Fault> {
+        let text = plain(row.get(column)).map_err(|found| Fault::type_of(column, Some(found), "a text"))?;
         Ok(text.map(|text| Message::new(role, text)))
     }
 
-    fn from_list(&self, row: &Row, list: &str) -> Result<Vec<Message>, Fault> {
+    fn turns_in(&self, row: &Row, list: &str) -> Result<Vec<Message>, Fault> {
         let items = match row.get(list) {
             None | Some(Value::Null) => return Ok(Vec::new()),
             Some(Value::Array(items)) => items,
@@ -121,9 +120,7 @@ impl RoleMapping {
     fn content<'a>(&self, item: &'a Value) -> Option<&'a Value> {
         match &self.content_key {
             Some(key) => item.get(key),
-            None => CONTENT_KEYS
-                .iter()
-                .find_map(|key| item.get(*key).filter(|content| !content.is_null())),
+            None => CONTENT_KEYS.iter().find_map(|key| item.get(*key).filter(|content| !content.is_null())),
         }
     }
 }
@@ -133,11 +130,9 @@ impl RolePath {
         let parts: Vec<&str> = path.split('.').collect();
         match parts.as_slice() {
             [column] if !column.is_empty() => Ok(Self::Column((*column).to_owned())),
-            [list, field, value] if parts.iter().all(|part| !part.is_empty()) => Ok(Self::Items {
-                list: (*list).to_owned(),
-                field: (*field).to_owned(),
-                value: (*value).to_owned(),
-            }),
+            [list, field, value] if parts.iter().all(|part| !part.is_empty()) => {
+                Ok(Self::Items { list: (*list).to_owned(), field: (*field).to_owned(), value: (*value).to_owned() })
+            }
             _ => Err(FormatError::Request {
                 key: "role_mapping",
                 problem: format!(

@@ -1,8 +1,8 @@
 //! OpenAI's form: a list of `{role, content}`, with tool calls and tools.
 
+use super::Document;
 use super::chat::{conversation, list, message, object};
 use super::error::Fault;
-use super::Document;
 use crate::source::Row;
 
 /// A column with a list of `{role, content, ...}`.

@@ -50,12 +50,10 @@ impl Document {
     #[must_use]
     pub fn into_chat(self) -> Self {
         match self {
-            Self::PromptCompletion { prompt, completion } => {
-                Self::Conversation(Conversation::new([
-                    Message::new("user", prompt),
-                    Message::new("assistant", completion),
-                ]))
-            }
+            Self::PromptCompletion { prompt, completion } => Self::Conversation(Conversation::new([
+                Message::new("user", prompt),
+                Message::new("assistant", completion),
+            ])),
             other => other,
         }
     }

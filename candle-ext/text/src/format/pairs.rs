@@ -32,9 +32,7 @@ impl Pairs {
             (Some(Value::Array(_)), other) => {
                 Err(Fault::type_of(&self.completion, other, "a list of messages, as the prompt is"))
             }
-            (Some(Value::String(_)), other) => {
-                Err(Fault::type_of(&self.completion, other, "a text, as the prompt is"))
-            }
+            (Some(Value::String(_)), other) => Err(Fault::type_of(&self.completion, other, "a text, as the prompt is")),
             (other, _) => Err(Fault::type_of(&self.prompt, other, "a text or a list of messages")),
         }
     }

@@ -27,9 +27,8 @@ const CALLS: [&str; 4] = ["function_call", "function-call", "tool_call", "tool_c
 impl ShareGpt {
     pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
         let items = list(row, &self.column)?.into_iter().enumerate();
-        let messages = items
-            .map(|(idx, item)| self.turn(idx, object(&self.column, idx, item)?))
-            .collect::<Result<_, _>>()?;
+        let messages =
+            items.map(|(idx, item)| self.turn(idx, object(&self.column, idx, item)?)).collect::<Result<_, _>>()?;
         Ok(Document::Conversation(conversation(row, messages)?))
     }
 
@@ -64,20 +63,12 @@ impl ShareGpt {
                 self.column,
                 known.join(", ")
             );
-            let fix = format!(
-                "correct the row, or map it: role_mapping: {{user: {}.from.{from}}}",
-                self.column
-            );
+            let fix = format!("correct the row, or map it: role_mapping: {{user: {}.from.{from}}}", self.column);
             Fault::new(problem, fix)
         })
     }
 
-    fn take_text(
-        &self,
-        idx: usize,
-        fields: &mut Map<String, Value>,
-        key: &str,
-    ) -> Result<String, Fault> {
+    fn take_text(&self, idx: usize, fields: &mut Map<String, Value>, key: &str) -> Result<String, Fault> {
         match fields.shift_remove(key) {
             Some(Value::String(text)) => Ok(text),
             other => {

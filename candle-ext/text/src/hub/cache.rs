@@ -38,12 +38,7 @@ impl Cache {
     }
 
     /// Notes that `revision` is `commit` now.
-    pub(crate) fn set_commit(
-        &self,
-        repo: &RepoId,
-        revision: &str,
-        commit: &str,
-    ) -> Result<(), HubError> {
+    pub(crate) fn set_commit(&self, repo: &RepoId, revision: &str, commit: &str) -> Result<(), HubError> {
         match self.ref_path(repo, revision).filter(|_| !is_commit(revision)) {
             Some(path) => replace(&path, |temporary| fs::write(temporary, commit)),
             None => Ok(()),
@@ -75,12 +70,7 @@ impl Cache {
     }
 
     /// Says whether the file is here with its listed size. One of another size is removed.
-    pub(crate) fn holds(
-        &self,
-        repo: &RepoId,
-        commit: &str,
-        listed: &Listed,
-    ) -> Result<bool, HubError> {
+    pub(crate) fn holds(&self, repo: &RepoId, commit: &str, listed: &Listed) -> Result<bool, HubError> {
         let pointer = self.pointer(repo, commit, &listed.path);
         match fs::metadata(&pointer) {
             Ok(found) if found.len() == listed.size => Ok(true),
@@ -112,13 +102,7 @@ impl Cache {
     }
 
     /// Puts the link to a blob into a snapshot.
-    pub(crate) fn link(
-        &self,
-        repo: &RepoId,
-        commit: &str,
-        path: &str,
-        etag: &str,
-    ) -> Result<(), HubError> {
+    pub(crate) fn link(&self, repo: &RepoId, commit: &str, path: &str, etag: &str) -> Result<(), HubError> {
         let pointer = self.pointer(repo, commit, path);
         let blob = self.blob(repo, etag);
         let up = "../".repeat(2 + path.split('/').count() - 1);
@@ -153,9 +137,7 @@ fn replace(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) -> Result<(
     let thread = std::thread::current().id();
     let temporary = path.with_file_name(format!(".{name}.{}.{thread:?}", std::process::id()));
     let _ = fs::remove_file(&temporary);
-    write(&temporary)
-        .and_then(|()| fs::rename(&temporary, path))
-        .map_err(|e| HubError::cache(path, e))
+    write(&temporary).and_then(|()| fs::rename(&temporary, path)).map_err(|e| HubError::cache(path, e))
 }
 
 #[cfg(unix)]

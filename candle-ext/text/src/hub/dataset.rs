@@ -5,8 +5,8 @@ use std::path::Path;
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::format::known_split_mapping;
 use crate::source::{
-    Card, Kind, LocalRequest, ReadOptions, Source, Spec, SplitPart, SplitQuery, choose, join,
-    open_files, open_local, slice,
+    Card, Kind, LocalRequest, ReadOptions, Source, Spec, SplitPart, SplitQuery, choose, join, open_files, open_local,
+    slice,
 };
 
 /// A data set and the rows wanted of it.
@@ -106,8 +106,8 @@ impl Hub {
                 config: request.config.as_deref(),
                 data_files: &request.data_files,
             };
-            let selection = choose(&listing.paths(), card.as_ref(), &query)
-                .map_err(|problem| listing.unfit(problem))?;
+            let selection =
+                choose(&listing.paths(), card.as_ref(), &query).map_err(|problem| listing.unfit(problem))?;
             let files = self.fetch(&listing, &selection.files)?;
             sources.push(slice(open_files(&files, &request.read)?, &part)?);
         }
@@ -121,10 +121,7 @@ impl Hub {
     fn card(&self, listing: &Listing) -> Option<Card> {
         let readme = "README.md".to_owned();
         let places = listing.has(&readme).then(|| self.fetch(listing, &[readme]))?;
-        let place = places
-            .inspect_err(|error| tracing::warn!("the README is left aside: {error}"))
-            .ok()?
-            .remove(0);
+        let place = places.inspect_err(|error| tracing::warn!("the README is left aside: {error}")).ok()?.remove(0);
         Card::parse(&std::fs::read_to_string(place).ok()?)
     }
 }

@@ -12,8 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use reqwest::header::{
-    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap, IF_NONE_MATCH, LOCATION, RANGE,
-    RETRY_AFTER,
+    ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap, IF_NONE_MATCH, LOCATION, RANGE, RETRY_AFTER,
 };
 use reqwest::{Client, Response, StatusCode, Url};
 use sha2::{Digest, Sha256};
@@ -66,10 +65,8 @@ impl Wire {
                 .connect_timeout(CONNECT_TIMEOUT)
                 .read_timeout(READ_TIMEOUT)
         };
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(|e| lost(e.to_string()))?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|e| lost(e.to_string()))?;
         let redirect = reqwest::redirect::Policy::none();
         Ok(Self {
             on_progress: None,
@@ -91,9 +88,8 @@ impl Wire {
     ) -> Result<(), HubError> {
         let asked = Asked { repo, revision: commit, file: Some(&listed.path) };
         let url = self.url(repo, commit, &listed.path)?;
-        let announced = patiently(&self.settings, &asked, || {
-            self.runtime.block_on(self.head(&url, listed, known.as_deref()))
-        })?;
+        let announced =
+            patiently(&self.settings, &asked, || self.runtime.block_on(self.head(&url, listed, known.as_deref())))?;
         let _lock = cache.lock(repo, &announced.etag)?;
         let blob = cache.blob(repo, &announced.etag);
         if fs::metadata(&blob).is_ok_and(|found| found.len() == announced.size) {
@@ -131,12 +127,7 @@ impl Wire {
     }
 
     /// Asks for etag and size, following redirects within the Hub only.
-    async fn head(
-        &self,
-        url: &Url,
-        listed: &Listed,
-        known: Option<&str>,
-    ) -> Result<Announced, Failure> {
+    async fn head(&self, url: &Url, listed: &Listed, known: Option<&str>) -> Result<Announced, Failure> {
         let mut url = url.clone();
         for _ in 0..MAX_REDIRECTS {
             let mut request = self.unredirected.head(url.clone()).headers(self.headers());
@@ -162,13 +153,7 @@ impl Wire {
     }
 
     /// Brings the body to `partial` and proves it.
-    async fn body(
-        &self,
-        url: &Url,
-        partial: &Path,
-        announced: &Announced,
-        path: &str,
-    ) -> Result<(), Failure> {
+    async fn body(&self, url: &Url, partial: &Path, announced: &Announced, path: &str) -> Result<(), Failure> {
         let mut body = Body::resume(partial, announced)?;
         let mut request = self.client.get(url.clone()).headers(self.headers());
         if body.n_bytes > 0 {
@@ -223,8 +208,7 @@ impl<'a> Body<'a> {
         let told = |e| Failure::Told(HubError::cache(path, e));
         let file = OpenOptions::new().create(true).truncate(false).read(true).append(true).open(path);
         let file = file.map_err(told)?;
-        let mut body =
-            Self { path: path.to_owned(), file, hash: Sha256::new(), n_bytes: 0, announced };
+        let mut body = Self { path: path.to_owned(), file, hash: Sha256::new(), n_bytes: 0, announced };
         let n_here = body.file.metadata().map_err(told)?.len();
         if n_here >= announced.size || announced.sha256().is_none() {
             body.restart()?;

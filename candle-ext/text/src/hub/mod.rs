@@ -123,12 +123,7 @@ impl Hub {
         Ok(paths.iter().map(pointer).collect())
     }
 
-    fn fetch_one(
-        &self,
-        listing: &Listing,
-        path: &str,
-        previous: Option<&str>,
-    ) -> Result<(), HubError> {
+    fn fetch_one(&self, listing: &Listing, path: &str, previous: Option<&str>) -> Result<(), HubError> {
         let (repo, commit) = (&listing.repo, listing.commit.as_str());
         let listed = listing.files.iter().find(|file| file.path == path);
         let (Some(listed), Some((_, wire))) = (listed, &self.online) else {
@@ -174,11 +169,7 @@ impl Listing {
         if self.is_cached {
             return HubError::offline(&self.repo, &self.revision, format!("{path} is"));
         }
-        HubError::FileNotFound {
-            id: self.repo.to_string(),
-            revision: self.revision.clone(),
-            file: path.to_owned(),
-        }
+        HubError::FileNotFound { id: self.repo.to_string(), revision: self.revision.clone(), file: path.to_owned() }
     }
 
     /// What is there does not do.

@@ -40,12 +40,7 @@ const SMALL: [&str; 13] = [
 impl Hub {
     /// The folder of a model: `name` itself if it is a folder here, else the Hub's model of that
     /// id, downloaded as far as `part` says.
-    pub fn model(
-        &self,
-        name: &str,
-        revision: Option<&str>,
-        part: ModelPart,
-    ) -> Result<PathBuf, HubError> {
+    pub fn model(&self, name: &str, revision: Option<&str>, part: ModelPart) -> Result<PathBuf, HubError> {
         if Path::new(name).is_dir() {
             return Ok(PathBuf::from(name));
         }
@@ -86,12 +81,11 @@ impl Hub {
 }
 
 fn small_files(listing: &Listing, part: ModelPart) -> Result<Vec<String>, HubError> {
-    let is_wanted = |path: &&str| part == ModelPart::Whole || **path != *INDEX;
-    let found: Vec<String> = SMALL
-        .iter()
-        .filter(|path| listing.has(path) && is_wanted(path))
-        .map(ToString::to_string)
-        .collect();
+    // An index beside a whole file would promise shards that are not fetched.
+    let takes_index = part == ModelPart::Whole && !listing.has(WEIGHTS);
+    let is_wanted = |path: &&str| takes_index || **path != *INDEX;
+    let found: Vec<String> =
+        SMALL.iter().filter(|path| listing.has(path) && is_wanted(path)).map(ToString::to_string).collect();
     if part == ModelPart::Whole && !listing.has(CONFIG) && !listing.has(ADAPTER_CONFIG) {
         return Err(match listing.is_cached {
             true => listing.lacks(CONFIG),

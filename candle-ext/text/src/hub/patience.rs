@@ -106,9 +106,7 @@ fn not_found(asked: &Asked, refusal: &Refusal) -> HubError {
     match (refusal.code.as_str(), asked.file) {
         ("EntryNotFound", Some(file)) => HubError::FileNotFound { id, revision, file: file.into() },
         ("RevisionNotFound", _) => HubError::RevisionNotFound { id, revision },
-        ("RepoNotFound", _) | (_, None) => {
-            HubError::RepoNotFound { id, kind: asked.repo.kind() }
-        }
+        ("RepoNotFound", _) | (_, None) => HubError::RepoNotFound { id, kind: asked.repo.kind() },
         (_, Some(file)) => HubError::FileNotFound { id, revision, file: file.into() },
     }
 }

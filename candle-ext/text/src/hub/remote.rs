@@ -21,6 +21,7 @@ impl Remote {
             .endpoint(settings.endpoint.clone())
             .cache_dir(settings.cache.clone())
             .retry_max_attempts(0);
+        // Without a token hf-hub looks for one itself, in the places `HubSettings::from_env` knows.
         if let Some(token) = &settings.token {
             builder = builder.token(token.clone());
         }
@@ -32,22 +33,14 @@ impl Remote {
     }
 
     /// The commit of `revision` and its files.
-    pub(crate) fn list(
-        &self,
-        repo: &RepoId,
-        revision: &str,
-    ) -> Result<(String, Vec<Listed>), HubError> {
+    pub(crate) fn list(&self, repo: &RepoId, revision: &str) -> Result<(String, Vec<Listed>), HubError> {
         let asked = Asked { repo, revision, file: None };
-        let commit = patiently(&self.settings, &asked, || {
-            self.commit(repo, revision).map_err(failure)
-        })?;
+        let commit = patiently(&self.settings, &asked, || self.commit(repo, revision).map_err(failure))?;
         if !is_commit(&commit) {
             let problem = format!("the Hub names {commit:?} as the commit of {revision:?}");
             return Err(HubError::Contents { id: repo.to_string(), problem });
         }
-        let entries = patiently(&self.settings, &asked, || {
-            self.tree(repo, &commit).map_err(failure)
-        })?;
+        let entries = patiently(&self.settings, &asked, || self.tree(repo, &commit).map_err(failure))?;
         let files = entries.into_iter().filter_map(|entry| match entry {
             RepoTreeEntry::File { path, size, .. } if is_inside(&path) => Some(Listed { path, size }),
             _ => None,

@@ -45,9 +45,8 @@ impl HubSettings {
     /// The same from any table of variables.
     pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Self {
         let var = |name: &str| var(name).map(|v| v.trim().to_owned()).filter(|v| !v.is_empty());
-        let is_set = |name: &str| {
-            var(name).is_some_and(|v| ["1", "true", "yes", "on"].contains(&v.to_lowercase().as_str()))
-        };
+        let is_set =
+            |name: &str| var(name).is_some_and(|v| ["1", "true", "yes", "on"].contains(&v.to_lowercase().as_str()));
         let user = PathBuf::from(var("HOME").unwrap_or_else(|| ".".into()));
         let home = match (var("HF_HOME"), var("XDG_CACHE_HOME")) {
             (Some(home), _) => PathBuf::from(home),
@@ -90,9 +89,7 @@ mod tests {
     use super::*;
 
     fn from(vars: &[(&str, &str)]) -> HubSettings {
-        HubSettings::from_vars(|name| {
-            vars.iter().find(|(own, _)| *own == name).map(|(_, value)| (*value).to_owned())
-        })
+        HubSettings::from_vars(|name| vars.iter().find(|(own, _)| *own == name).map(|(_, value)| (*value).to_owned()))
     }
 
     #[test]
@@ -116,11 +113,7 @@ mod tests {
 
     #[test]
     fn offline_endpoint_and_a_token_kept_out_of_debug_output() {
-        let settings = from(&[
-            ("HF_HUB_OFFLINE", "YES"),
-            ("HF_ENDPOINT", "http://mirror/"),
-            ("HF_TOKEN", "hf_secret"),
-        ]);
+        let settings = from(&[("HF_HUB_OFFLINE", "YES"), ("HF_ENDPOINT", "http://mirror/"), ("HF_TOKEN", "hf_secret")]);
         assert!(settings.offline);
         assert_eq!(settings.endpoint, "http://mirror");
         assert!(!format!("{settings:?}").contains("hf_secret"));

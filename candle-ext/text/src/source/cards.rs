@@ -68,9 +68,7 @@ impl Card {
         let found = match (name, self.configs.as_slice()) {
             (Some(name), configs) => configs.iter().find(|c| c.config_name == name),
             (None, [only]) => Some(only),
-            (None, configs) => {
-                configs.iter().find(|c| c.default || c.config_name == "default")
-            }
+            (None, configs) => configs.iter().find(|c| c.default || c.config_name == "default"),
         };
         found.ok_or_else(|| match name {
             Some(name) => format!("it has no configuration {name:?}; there are: {}", names()),

@@ -18,11 +18,8 @@ pub(crate) struct CsvFile {
 
 impl CsvFile {
     pub(crate) fn index(file: Mapped, delimiter: u8) -> Result<Self, SourceError> {
-        let mut reader = ReaderBuilder::new()
-            .delimiter(delimiter)
-            .has_headers(false)
-            .flexible(true)
-            .from_reader(file.bytes());
+        let mut reader =
+            ReaderBuilder::new().delimiter(delimiter).has_headers(false).flexible(true).from_reader(file.bytes());
         let mut record = ByteRecord::new();
         let mut starts = Vec::new();
         while reader.read_byte_record(&mut record).map_err(|e| broken(&file, 0, &e))? {
@@ -33,7 +30,7 @@ impl CsvFile {
         }
         let first = starts.remove(0) as usize;
         let header = read_record(&file, delimiter, first)?;
-        let header = header.iter().map(|name| name.trim().to_owned()).collect();
+        let header: Vec<String> = header.iter().map(|name| name.trim().to_owned()).collect();
         check_header(file.path(), &header)?;
         Ok(Self { file, delimiter, header, starts })
     }
@@ -63,11 +60,8 @@ impl Source for CsvFile {
 }
 
 fn read_record(file: &Mapped, delimiter: u8, start: usize) -> Result<StringRecord, SourceError> {
-    let mut reader = ReaderBuilder::new()
-        .delimiter(delimiter)
-        .has_headers(false)
-        .flexible(true)
-        .from_reader(&file.bytes()[start..]);
+    let mut reader =
+        ReaderBuilder::new().delimiter(delimiter).has_headers(false).flexible(true).from_reader(&file.bytes()[start..]);
     let mut record = StringRecord::new();
     reader.read_record(&mut record).map_err(|e| broken(file, start, &e))?;
     Ok(record)
@@ -83,7 +77,7 @@ fn broken(file: &Mapped, start: usize, error: &csv::Error) -> SourceError {
     SourceError::bad(file.place(start), problem, fix)
 }
 
-fn check_header(path: &Path, header: &Vec<String>) -> Result<(), SourceError> {
+fn check_header(path: &Path, header: &[String]) -> Result<(), SourceError> {
     for (idx, name) in header.iter().enumerate() {
         if header[..idx].contains(name) {
             return Err(SourceError::bad(

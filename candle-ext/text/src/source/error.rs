@@ -62,11 +62,7 @@ impl SourceError {
         Self::Empty { place: place.to_string(), problem: problem.into() }
     }
 
-    pub(crate) fn bad(
-        place: impl ToString,
-        problem: impl Into<String>,
-        fix: impl Into<String>,
-    ) -> Self {
+    pub(crate) fn bad(place: impl ToString, problem: impl Into<String>, fix: impl Into<String>) -> Self {
         Self::Bad { place: place.to_string(), problem: problem.into(), fix: fix.into() }
     }
 }

@@ -100,11 +100,7 @@ fn one_after_another(file: &Mapped) -> Result<Vec<Range<usize>>, SourceError> {
 }
 
 /// Where the list of rows begins, if the file is one object that holds it.
-fn list_inside(
-    file: &Mapped,
-    objects: &[Range<usize>],
-    field: Option<&str>,
-) -> Result<Option<usize>, SourceError> {
+fn list_inside(file: &Mapped, objects: &[Range<usize>], field: Option<&str>) -> Result<Option<usize>, SourceError> {
     let [span] = objects else {
         return match field {
             None => Ok(None),
@@ -128,9 +124,8 @@ fn list_inside(
 }
 
 fn key_of_rows<'a>(row: &'a Row, field: Option<&str>) -> Option<&'a str> {
-    let holds_rows = |value: &Value| {
-        value.as_array().is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_object))
-    };
+    let holds_rows =
+        |value: &Value| value.as_array().is_some_and(|items| !items.is_empty() && items.iter().all(Value::is_object));
     let (key, _) = row.iter().find(|(key, value)| match field {
         Some(field) => *key == field && value.is_array(),
         None if CHAT_KEYS.contains(&key.as_str()) => false,

@@ -1,7 +1,5 @@
 //! JSON lines: an index of line starts over a map; a row is parsed when it is asked for.
 
-use std::path::Path;
-
 use super::mapped::{Mapped, find_break, is_blank};
 use super::strict::{MAX_ROW_BYTES, parse_row, too_long};
 use super::{Row, Source, SourceError};
@@ -30,10 +28,6 @@ impl JsonLines {
         }
         Ok(Self { file, starts })
     }
-
-    pub(crate) fn path(&self) -> &Path {
-        self.file.path()
-    }
 }
 
 impl Source for JsonLines {
@@ -43,8 +37,7 @@ impl Source for JsonLines {
 
     fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
         let line = self.file.line_at(self.starts[row_idx] as usize);
-        parse_row(line)
-            .map_err(|fault| SourceError::bad(self.locate(row_idx), fault.problem, fault.fix))
+        parse_row(line).map_err(|fault| SourceError::bad(self.locate(row_idx), fault.problem, fault.fix))
     }
 
     fn locate(&self, row_idx: usize) -> String {

@@ -56,10 +56,7 @@ pub fn open_files(files: &[PathBuf], options: &ReadOptions) -> Result<Box<dyn So
     Ok(source)
 }
 
-pub(crate) fn slice(
-    source: Box<dyn Source>,
-    part: &SplitPart,
-) -> Result<Box<dyn Source>, SourceError> {
+pub(crate) fn slice(source: Box<dyn Source>, part: &SplitPart) -> Result<Box<dyn Source>, SourceError> {
     let range = part
         .slice
         .resolve(source.len())
@@ -101,11 +98,7 @@ fn walk(folder: &Path, prefix: &str, depth: usize, paths: &mut Vec<String>) -> R
     Ok(())
 }
 
-fn files_of_split(
-    folder: &Path,
-    split: &str,
-    request: &LocalRequest,
-) -> Result<Vec<PathBuf>, SourceError> {
+fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<Vec<PathBuf>, SourceError> {
     let card = std::fs::read_to_string(folder.join("README.md")).ok();
     let query = SplitQuery {
         split,
@@ -118,11 +111,7 @@ fn files_of_split(
     Ok(selection.files.iter().map(|file| folder.join(file)).collect())
 }
 
-fn check_split_of_file(
-    path: &Path,
-    part: &SplitPart,
-    request: &LocalRequest,
-) -> Result<(), SourceError> {
+fn check_split_of_file(path: &Path, part: &SplitPart, request: &LocalRequest) -> Result<(), SourceError> {
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     if request.parts.is_empty() || ["train", "all", stem.as_ref()].contains(&part.split.as_str()) {
         return Ok(());

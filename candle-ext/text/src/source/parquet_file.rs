@@ -120,9 +120,7 @@ fn place(path: &Path, row_idx: usize) -> String {
 }
 
 /// The record API panics on column types it has no rule for; that is an error like any other.
-fn guarded<T>(
-    read: impl FnOnce() -> Result<T, parquet::errors::ParquetError>,
-) -> Result<T, String> {
+fn guarded<T>(read: impl FnOnce() -> Result<T, parquet::errors::ParquetError>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
         Ok(result) => result.map_err(|e| e.to_string()),
         Err(_) => Err("a column has a type that cannot be read".into()),

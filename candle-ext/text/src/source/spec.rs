@@ -123,10 +123,7 @@ impl Bound {
                 .filter(|p: &f64| p.abs() <= 100.0)
                 .map(Self::Percent)
                 .ok_or_else(|| format!("{text:?} is not a percentage between -100 and 100"))?,
-            None => text
-                .parse()
-                .map(Self::Row)
-                .map_err(|_| format!("{text:?} is not a row number or a percentage"))?,
+            None => text.parse().map(Self::Row).map_err(|_| format!("{text:?} is not a row number or a percentage"))?,
         };
         Ok(Some(bound))
     }

@@ -38,11 +38,7 @@ const SPELLINGS: [(&str, &[&str]); 3] = [
 ];
 
 /// Picks the files for `query` out of `paths` (relative, with `/`). The error says what is there.
-pub fn choose(
-    paths: &[String],
-    card: Option<&Card>,
-    query: &SplitQuery,
-) -> Result<Selection, String> {
+pub fn choose(paths: &[String], card: Option<&Card>, query: &SplitQuery) -> Result<Selection, String> {
     let files = data_files(paths.iter().cloned());
     if files.is_empty() {
         return Err(nothing_to_read(paths));
@@ -60,18 +56,14 @@ pub fn choose(
 }
 
 /// The paths that match a pattern; `*` stops at a `/`, `**` does not.
-pub(crate) fn matching<'a>(
-    pattern: &str,
-    paths: impl IntoIterator<Item = &'a String>,
-) -> Result<Vec<String>, String> {
+pub(crate) fn matching<'a>(pattern: &str, paths: impl IntoIterator<Item = &'a String>) -> Result<Vec<String>, String> {
     let pattern = pattern.trim_start_matches("./");
     let glob = GlobBuilder::new(pattern)
         .literal_separator(true)
         .build()
         .map_err(|e| format!("the pattern {pattern:?} is not one: {}", e.kind()))?
         .compile_matcher();
-    let mut found: Vec<String> =
-        paths.into_iter().filter(|path| glob.is_match(path)).cloned().collect();
+    let mut found: Vec<String> = paths.into_iter().filter(|path| glob.is_match(path)).cloned().collect();
     found.sort();
     Ok(found)
 }
@@ -107,8 +99,7 @@ fn by_card(files: &[String], config: &Config, query: &SplitQuery) -> Result<Sele
 }
 
 fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
-    let exact: Vec<String> =
-        files.iter().filter(|path| own_name(path) == query.split).cloned().collect();
+    let exact: Vec<String> = files.iter().filter(|path| own_name(path) == query.split).cloned().collect();
     if !exact.is_empty() {
         return Ok(Selection { files: exact, split: query.split.to_owned() });
     }
@@ -136,9 +127,8 @@ fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
 /// `eval` whatever the data set keeps for evaluation.
 fn pick<'a>(names: &[&'a str], query: &SplitQuery) -> Result<&'a str, String> {
     let find = |wanted: &str| names.iter().copied().find(|name| *name == wanted);
-    let other = || canonical(query.split).and_then(|wanted| {
-        names.iter().copied().find(|name| canonical(name) == Some(wanted))
-    });
+    let other =
+        || canonical(query.split).and_then(|wanted| names.iter().copied().find(|name| canonical(name) == Some(wanted)));
     let held_out = || match query.split {
         "eval" => ["validation", "test"].into_iter().find_map(find),
         _ => None,
@@ -303,11 +293,7 @@ mod tests {
 
     #[test]
     fn a_missing_shard_is_noticed() {
-        refused(
-            &["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"],
-            "train",
-            "number 00001",
-        );
+        refused(&["data/train-00000-of-00003.parquet", "data/train-00002-of-00003.parquet"], "train", "number 00001");
     }
 
     #[test]

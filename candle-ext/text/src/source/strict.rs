@@ -95,9 +95,11 @@ fn offset_of(text: &str, line: usize, column: usize) -> usize {
     (start + column).min(text.len())
 }
 
+/// The two dozen bytes before `end`, widened to whole characters.
 fn excerpt(text: &str, end: usize) -> &str {
-    let end = text.floor_char_boundary(end);
-    let start = text.ceil_char_boundary(end.saturating_sub(24));
+    let whole = |at: &usize| text.is_char_boundary(*at);
+    let end = (end..=text.len()).find(whole).unwrap_or(text.len());
+    let start = (0..=end.saturating_sub(24)).rev().find(whole).unwrap_or(0);
     &text[start..end]
 }
 

@@ -2,8 +2,8 @@
 //! and tests, and the Python methods that templates call on text, lists and dicts.
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Rest, Tuple, ValueKind, from_args};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
+use minijinja::value::{Kwargs, Rest, Tuple, ValueKind, from_args};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters};
 use minijinja_contrib::pycompat;
 
 use super::clock::Clock;
@@ -18,6 +18,8 @@ pub(super) fn environment(clock: Clock) -> Environment<'static> {
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", json::tojson);
     environment.add_function("raise_exception", raise_exception);
+    environment.add_filter("int", int);
+    environment.add_filter("float", float);
     environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
     environment.add_test("sequence", is_sequence);
     environment.add_test("number", |value: &Value| value.is_number() || is_bool(value));
@@ -29,9 +31,9 @@ pub(super) fn environment(clock: Clock) -> Environment<'static> {
 /// Makes `strftime_now` tell this clock's time.
 pub(super) fn set_clock(environment: &mut Environment<'_>, clock: Clock) {
     environment.add_function("strftime_now", move |format: &str| {
-        clock.format(format).map_err(|directive| {
-            invalid(format!("strftime_now does not know the directive `%{directive}`"))
-        })
+        clock
+            .format(format)
+            .map_err(|directive| invalid(format!("strftime_now does not know the directive `%{directive}`")))
     });
 }
 
@@ -41,6 +43,32 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
 
 fn invalid(message: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, message)
+}
+
+/// What is no number is the default, which is 0 as in Jinja; minijinja refuses it.
+fn int(
+    state: &mut State<'_, '_>,
+    value: &Value,
+    default: Option<Value>,
+    base: Option<u32>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    let default = default_or(default, &options, Value::from(0))?;
+    filters::int(state, &trimmed(value), Some(default), base, options)
+}
+
+fn float(state: &mut State<'_, '_>, value: &Value, default: Option<Value>, options: Kwargs) -> Result<Value, Error> {
+    let default = default_or(default, &options, Value::from(0.0))?;
+    filters::float(state, &trimmed(value), Some(default), options)
+}
+
+fn trimmed(value: &Value) -> Value {
+    value.as_str().map_or_else(|| value.clone(), |text| Value::from(text.trim()))
+}
+
+fn default_or(given: Option<Value>, options: &Kwargs, otherwise: Value) -> Result<Value, Error> {
+    let named = options.get::<Option<Value>>("default")?;
+    Ok(given.or(named).unwrap_or(otherwise))
 }
 
 fn is_bool(value: &Value) -> bool {
@@ -54,12 +82,7 @@ fn is_sequence(value: &Value) -> bool {
 }
 
 /// Python's methods: those that minijinja-contrib has, and a few it lacks.
-fn method(
-    state: &mut State<'_, '_>,
-    value: &Value,
-    name: &str,
-    args: &[Value],
-) -> Result<Value, Error> {
+fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let own = match value.as_str() {
         Some(text) => text_method(text, name, args)?,
         None => None,
@@ -83,18 +106,12 @@ fn text_method(text: &str, name: &str, args: &[Value]) -> Result<Option<Value>, 
         "partition" => {
             let (separator,): (&str,) = from_args(args)?;
             let parts = text.split_once(separator).filter(|_| !separator.is_empty());
-            parts.map_or_else(
-                || three(text, "", ""),
-                |(before, after)| three(before, separator, after),
-            )
+            parts.map_or_else(|| three(text, "", ""), |(before, after)| three(before, separator, after))
         }
         "rpartition" => {
             let (separator,): (&str,) = from_args(args)?;
             let parts = text.rsplit_once(separator).filter(|_| !separator.is_empty());
-            parts.map_or_else(
-                || three("", "", text),
-                |(before, after)| three(before, separator, after),
-            )
+            parts.map_or_else(|| three("", "", text), |(before, after)| three(before, separator, after))
         }
         "rsplit" => return rsplit(text, args),
         _ => return Ok(None),

@@ -23,8 +23,13 @@ pub(super) enum Mark {
     GenerationOpens,
     GenerationCloses,
     /// An iteration over the messages has come to this one.
-    Turn { loop_id: usize, message: usize },
-    LoopCloses { loop_id: usize },
+    Turn {
+        loop_id: usize,
+        message: usize,
+    },
+    LoopCloses {
+        loop_id: usize,
+    },
 }
 
 /// A character that `text` does not hold, for fencing markers in it. Unicode sets these aside for
@@ -60,9 +65,7 @@ fn parse(command: &str) -> Option<Mark> {
 
 /// Gives templates the calls that `source` writes into them.
 pub(super) fn install(environment: &mut Environment<'_>) {
-    environment.add_function(GENERATION, |fence: &str, opens: bool| {
-        fenced(fence, if opens { "0" } else { "1" })
-    });
+    environment.add_function(GENERATION, |fence: &str, opens: bool| fenced(fence, if opens { "0" } else { "1" }));
     environment.add_function(TURN, turn);
     environment.add_function(CLOSE_LOOP, close_loop);
 }

@@ -27,7 +27,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::conversation::{Conversation, Message};
 use markers::Turn;
-use turns::{Frame, Piece, Probe};
+use turns::{Frame, Piece, Probe, Prompts};
 
 pub use clock::Clock;
 pub use turns::TurnError;
@@ -112,11 +112,8 @@ impl ChatTemplate {
         // Jinja reads every kind of line end as "\n".
         let source = source.replace("\r\n", "\n").replace('\r', "\n");
         let has_generation = source::has_generation(&source);
-        let marked = if has_generation {
-            source::with_generation_marks(&source)
-        } else {
-            source::with_loop_marks(&source)
-        };
+        let marked =
+            if has_generation { source::with_generation_marks(&source) } else { source::with_loop_marks(&source) };
         let mut environment = environment::environment(Clock::System);
         let syntax = |error: minijinja::Error| TemplateError::Syntax {
             name: name.clone(),
@@ -140,8 +137,7 @@ impl ChatTemplate {
     pub fn with_variable(mut self, name: impl Into<String>, value: impl Into<Json>) -> Self {
         let (name, value) = (name.into(), value.into());
         let with_tools = self.with_tools.take();
-        self.with_tools =
-            with_tools.map(|it| Box::new(it.with_variable(name.clone(), value.clone())));
+        self.with_tools = with_tools.map(|it| Box::new(it.with_variable(name.clone(), value.clone())));
         self.variables.insert(name, value);
         self.frame = OnceLock::new();
         self
@@ -177,11 +173,7 @@ impl ChatTemplate {
     /// Prints a conversation and says which part of it the assistant wrote.
     pub fn render_turns(&self, chat: &Conversation) -> Result<Rendered, TemplateError> {
         let text = self.render(chat, Ending::Closed)?;
-        let spans = if chat.has_assistant() {
-            self.for_chat(chat).spans(chat, &text)?
-        } else {
-            Vec::new()
-        };
+        let spans = if chat.has_assistant() { self.for_chat(chat).spans(chat, &text)? } else { Vec::new() };
         Ok(Rendered { text, spans })
     }
 
@@ -193,7 +185,7 @@ impl ChatTemplate {
     }
 
     fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<Range<usize>>, TemplateError> {
-        let marks = self.marks(chat, text)?;
+        let marks = self.marks(chat, Ending::Closed, text)?;
         if self.has_generation {
             turns::generation_spans(&marks).map_err(|reason| self.unclear(reason))
         } else {
@@ -228,18 +220,23 @@ impl ChatTemplate {
         let question = Conversation::new([Message::new("user", "question")]);
         let closed = self.run(TEXT, self.context(&question, Ending::Closed, None))?;
         let open = self.run(TEXT, self.context(&question, Ending::GenerationPrompt, None))?;
-        let prompt = open.strip_prefix(closed.as_str()).unwrap_or_default();
-        let marks = self.marks(&question, &closed)?;
-        let tail = &closed[marks.last().map_or(closed.len(), |(at, _)| *at)..];
-
-        let (first, second) = (self.probe("alpha", "omega")?, self.probe("beta", "psi")?);
-        let probes: Vec<Probe> =
-            first.into_iter().zip(second).map(|(first, second)| Probe { first, second }).collect();
-        Ok(self.frame.get_or_init(|| Frame::learn(prompt, tail, &probes)))
+        let added = open.strip_prefix(closed.as_str()).unwrap_or_default();
+        let marks = self.marks(&question, Ending::GenerationPrompt, &open)?;
+        let tail = &open[marks.last().map_or(open.len(), |(at, _)| *at)..];
+        // Each pair differs from its first letter to its last.
+        let (first, second) = (self.probe("one", "two")?, self.probe("six", "four")?);
+        let pairs = first.into_iter().zip(second);
+        let probes: Vec<Probe> = pairs
+            .map(|((text, piece), (other, other_piece))| {
+                let other = other[other_piece.range].to_owned();
+                Probe { text, piece, other }
+            })
+            .collect();
+        Ok(self.frame.get_or_init(|| Frame::learn(&Prompts { added, tail }, &probes)))
     }
 
     /// The assistant's two turns in a chat where it says these words.
-    fn probe(&self, early: &str, late: &str) -> Result<Vec<String>, TemplateError> {
+    fn probe(&self, early: &str, late: &str) -> Result<Vec<(String, Piece)>, TemplateError> {
         let chat = Conversation::new([
             Message::new("user", "question"),
             Message::new("assistant", early),
@@ -247,8 +244,8 @@ impl ChatTemplate {
             Message::new("assistant", late),
         ]);
         let text = self.run(TEXT, self.context(&chat, Ending::Closed, None))?;
-        let pieces = turns::pieces(&self.marks(&chat, &text)?);
-        let turn = |message| piece_of(&pieces, message).map(|piece| text[piece.range.clone()].into());
+        let pieces = turns::pieces(&self.marks(&chat, Ending::Closed, &text)?);
+        let turn = |message| piece_of(&pieces, message).map(|piece| (text.clone(), piece.clone()));
         [1, 3].into_iter().map(turn).collect::<Result<_, _>>().map_err(|reason| self.unclear(reason))
     }
 
@@ -256,11 +253,12 @@ impl ChatTemplate {
     fn marks(
         &self,
         chat: &Conversation,
+        ending: Ending,
         text: &str,
     ) -> Result<Vec<(usize, markers::Mark)>, TemplateError> {
         let disturbed = || self.unclear(TurnError::Disturbed);
         let fence = markers::fence(text).ok_or_else(disturbed)?;
-        let marked = self.run(MARKED, self.context(chat, Ending::Closed, Some(fence)))?;
+        let marked = self.run(MARKED, self.context(chat, ending, Some(fence)))?;
         let (unmarked, marks) = markers::extract(&marked, fence).ok_or_else(disturbed)?;
         if unmarked == text { Ok(marks) } else { Err(disturbed()) }
     }

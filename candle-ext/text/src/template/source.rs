@@ -39,8 +39,12 @@ pub(super) fn with_loop_marks(source: &str) -> String {
         "for" => {
             n_loops += 1;
             open_loops.push(n_loops);
-            let variables = loop_variables(tag.body)?;
-            Some(tag.followed_by(&format!("{TURN}({FENCE}, {n_loops}, {variables})")))
+            let mut arguments = loop_variables(tag.body)?;
+            // Some templates count: `for i in range(messages | length)`, then `messages[i]`.
+            if source.contains(&format!("messages[{arguments}]")) {
+                arguments = format!("messages[{arguments}]");
+            }
+            Some(tag.followed_by(&format!("{TURN}({FENCE}, {n_loops}, {arguments})")))
         }
         "endfor" => {
             let loop_id = open_loops.pop()?;
@@ -64,13 +68,10 @@ pub(super) fn has_generation(source: &str) -> bool {
 fn loop_variables(body: &str) -> Option<String> {
     let target = body.strip_prefix("for")?;
     let end = target.match_indices("in").map(|(at, _)| at).find(|at| {
-        target[..*at].ends_with(char::is_whitespace)
-            && target[at + 2..].starts_with(|next: char| !is_word(next))
+        target[..*at].ends_with(char::is_whitespace) && target[at + 2..].starts_with(|next: char| !is_word(next))
     })?;
-    let names: Vec<&str> = target[..end]
-        .split(|letter: char| !is_word(letter))
-        .filter(|name| !name.is_empty())
-        .collect();
+    let names: Vec<&str> =
+        target[..end].split(|letter: char| !is_word(letter)).filter(|name| !name.is_empty()).collect();
     (!names.is_empty()).then(|| names.join(", "))
 }
 
@@ -192,9 +193,17 @@ mod tests {
     #[test]
     fn nothing_to_change_changes_nothing() {
         for source in [
-            "", "{", "{%", "{{", "{#", "a{%- if x -%}\n {{ {'a': {}} }} {% endif +%}b", "é{é{%é",
-            "{% raw %}{% generation %}{{ '{%' }}{% endraw %}", "{# {% generation %} #}",
-            "{{ '{% generation %}' }}", "{% if '%}' == \"\\\"%}\" %}x{% endif %}",
+            "",
+            "{",
+            "{%",
+            "{{",
+            "{#",
+            "a{%- if x -%}\n {{ {'a': {}} }} {% endif +%}b",
+            "é{é{%é",
+            "{% raw %}{% generation %}{{ '{%' }}{% endraw %}",
+            "{# {% generation %} #}",
+            "{{ '{% generation %}' }}",
+            "{% if '%}' == \"\\\"%}\" %}x{% endif %}",
         ] {
             assert_eq!(plain(source), source);
             assert!(!has_generation(source), "{source}");

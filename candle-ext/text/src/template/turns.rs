@@ -105,65 +105,128 @@ pub(super) struct Frame {
     /// What stands behind the words of every turn, longest first: the end of turn, which is the
     /// model's to write, and white space, which is not.
     footers: Vec<String>,
+    /// The end of turn of templates that print it between turns and behind the last one.
+    closing: String,
 }
 
-/// The same place of a chat filled with two different words.
+/// An assistant's turn in two chats that differ in its words only.
 pub(super) struct Probe {
-    pub(super) first: String,
-    pub(super) second: String,
+    /// The first chat's text and the turn's place in it.
+    pub(super) text: String,
+    pub(super) piece: Piece,
+    /// The turn as the second chat has it.
+    pub(super) other: String,
+}
+
+impl Probe {
+    fn turn(&self) -> &str {
+        &self.text[self.piece.range.clone()]
+    }
+
+    /// The beginning that is not the words.
+    fn head(&self) -> &str {
+        common_prefix(self.turn(), &self.other)
+    }
+}
+
+/// How a chat that waits for an answer ends.
+pub(super) struct Prompts<'a> {
+    /// What `add_generation_prompt` adds.
+    pub(super) added: &'a str,
+    /// All that stands behind the last turn. More than what is added in templates that print the
+    /// prompt, or its beginning, unasked; or something else, such as EOS.
+    pub(super) tail: &'a str,
 }
 
 impl Frame {
-    /// Learns from the generation prompt and from turns that differ in their words only: what two
-    /// such turns share at their beginning is not the words, and is a header as far as the prompt
-    /// says it too. `tail` is what the template prints behind the last turn unasked; templates
-    /// older than `add_generation_prompt` always print the prompt there.
-    pub(super) fn learn(prompt: &str, tail: &str, probes: &[Probe]) -> Self {
-        let shared = |probe: &Probe| common_prefix(&probe.first, &probe.second).to_owned();
-        let mut headers: Vec<String> = if prompt.is_empty() {
-            let is_prompt = !tail.is_empty()
-                && probes.iter().any(|probe| shared(probe).starts_with(tail));
-            is_prompt.then(|| tail.to_owned()).into_iter().collect()
-        } else {
-            let starts = probes.iter().map(|probe| common_prefix(prompt, &shared(probe)).to_owned());
-            starts.chain([prompt.to_owned()]).collect()
-        };
-        let mut footers: Vec<String> = probes
-            .iter()
-            .map(|probe| common_suffix(&probe.first, &probe.second).to_owned())
-            .filter(|footer| !footer.trim_end().is_empty())
-            .collect();
-        headers.retain(|header| !header.is_empty());
-        headers.sort_by_key(String::len);
-        headers.dedup();
+    /// Learns from how chats end and from turns that differ in their words only: what two such
+    /// turns share at their beginning is a header as far as the prompt says it too.
+    pub(super) fn learn(prompts: &Prompts<'_>, probes: &[Probe]) -> Self {
+        let footers = probes.iter().map(|probe| common_suffix(probe.turn(), &probe.other).to_owned());
+        let mut footers: Vec<String> = footers.filter(|footer| !footer.trim_end().is_empty()).collect();
         footers.sort_by_key(|footer| std::cmp::Reverse(footer.len()));
         footers.dedup();
-        Self { headers, footers }
+        let closing = if footers.is_empty() { closing(probes) } else { String::new() };
+
+        let candidates = [prompts.tail, prompts.added].into_iter().filter(|prompt| !prompt.is_empty());
+        let with = |headers| Self { headers, footers: footers.clone(), closing: closing.clone() };
+        let fitting = candidates
+            .map(|prompt| with(headers(prompt, probes)))
+            .find(|frame| probes.iter().all(|probe| frame.fits(probe)));
+        // A prompt that fits nowhere is kept, so that every turn is refused.
+        let added = [prompts.added.to_owned()].into_iter().filter(|prompt| !prompt.is_empty());
+        fitting.unwrap_or_else(|| with(added.collect()))
+    }
+
+    fn fits(&self, probe: &Probe) -> bool {
+        let end = self.end_of_header(&probe.text, &probe.piece.range);
+        end.is_some_and(|end| end <= probe.piece.range.start + probe.head().len())
     }
 
     /// The part of an assistant's piece that the model writes: its words and the end of its turn.
     pub(super) fn written(&self, text: &str, piece: &Piece) -> Result<Range<usize>, TurnError> {
-        let (before, turn) = (&text[..piece.range.start], &text[piece.range.clone()]);
-        let message = piece.message;
-        let start = self.end_of_header(before, turn).ok_or_else(|| TurnError::Header {
-            message,
-            prompt: self.headers.last().cloned().unwrap_or_default(),
-        })?;
-        let footer = self.footers.iter().find(|footer| turn[start..].ends_with(footer.as_str()));
+        let Piece { message, range } = piece.clone();
+        let start = self
+            .end_of_header(text, &range)
+            .ok_or_else(|| TurnError::Header { message, prompt: self.headers.last().cloned().unwrap_or_default() })?;
+        let words = &text[start..range.end];
+        let footer = self.footers.iter().find(|footer| words.ends_with(footer.as_str()));
         let blank = footer.map_or(0, |footer| footer.len() - footer.trim_end().len());
-        let written = piece.range.start + start..piece.range.end - blank;
+        let closing = if text[range.end..].starts_with(&self.closing) { self.closing.len() } else { 0 };
+        let written = start..range.end - blank + closing;
         if written.is_empty() { Err(TurnError::Missing { message }) } else { Ok(written) }
     }
 
-    fn end_of_header(&self, before: &str, turn: &str) -> Option<usize> {
-        let Some(shortest) = self.headers.first() else { return Some(0) };
-        let Some(at) = turn.find(shortest.as_str()) else {
-            // Some templates print it at the end of the turn before.
-            return self.headers.iter().any(|header| before.ends_with(header.as_str())).then_some(0);
+    /// Where the first header ends that ends in this piece. It may begin in the one before: some
+    /// templates print it, or the line break it begins with, at the end of the turn before.
+    fn end_of_header(&self, text: &str, piece: &Range<usize>) -> Option<usize> {
+        let (Some(shortest), Some(longest)) = (self.headers.first(), self.headers.last()) else {
+            return Some(piece.start);
         };
-        let longest = self.headers.iter().rfind(|header| turn[at..].starts_with(header.as_str()));
-        longest.map(|header| at + header.len())
+        let mut from = piece.start.saturating_sub(longest.len());
+        while !text.is_char_boundary(from) {
+            from -= 1;
+        }
+        let places = text[from..piece.end].match_indices(shortest.as_str());
+        let ends = places.filter_map(|(at, _)| {
+            let (at, found) = (from + at, &text[from + at..piece.end]);
+            let header = self.headers.iter().rfind(|header| found.starts_with(header.as_str()));
+            header.map(|header| at + header.len())
+        });
+        ends.into_iter().find(|end| *end >= piece.start)
     }
+}
+
+/// What stands behind the last turn of a chat, if it stands behind every other one too.
+fn closing(probes: &[Probe]) -> String {
+    let behind = |probe: &'_ Probe| probe.text[probe.piece.range.end..].to_owned();
+    let last = probes.last().map(behind).unwrap_or_default();
+    let closing = last.trim_end();
+    let is_closing = probes.iter().all(|probe| behind(probe).starts_with(closing));
+    if is_closing { closing.to_owned() } else { String::new() }
+}
+
+/// The generation prompt, and the shorter forms of it that turns begin with (without an opened
+/// thought, for one).
+fn headers(prompt: &str, probes: &[Probe]) -> Vec<String> {
+    let starts = probes.iter().map(|probe| whole_words(prompt, common_prefix(prompt, probe.head())));
+    let mut headers: Vec<String> = starts.chain([prompt]).map(str::to_owned).collect();
+    headers.retain(|header| !header.is_empty());
+    headers.sort_by_key(String::len);
+    headers.dedup();
+    headers
+}
+
+/// As much of a prompt's beginning as ends with a word: `<|START_` is no header, though two
+/// different tokens begin with it.
+fn whole_words<'a>(prompt: &'a str, start: &str) -> &'a str {
+    let is_end = |at: usize| {
+        let closes = |letter: char| letter.is_whitespace() || ">]}):".contains(letter);
+        prompt[..at].ends_with(closes) && !prompt[at..].starts_with(char::is_alphanumeric)
+    };
+    let ends = prompt.char_indices().map(|(at, _)| at).chain([prompt.len()]);
+    let end = ends.take_while(|at| *at <= start.len()).filter(|at| is_end(*at)).last();
+    &prompt[..end.unwrap_or(0)]
 }
 
 fn common_prefix<'a>(left: &'a str, right: &str) -> &'a str {
@@ -194,8 +257,14 @@ mod tests {
     #[test]
     fn text_belongs_to_the_innermost_turn() {
         let marks = [
-            (3, turn(1, 0)), (3, turn(1, 1)), (3, close(1)), // a scan that prints nothing
-            (3, turn(2, 0)), (5, turn(3, 1)), (7, turn(3, 2)), (7, close(3)), (8, turn(2, 3)),
+            (3, turn(1, 0)),
+            (3, turn(1, 1)),
+            (3, close(1)), // a scan that prints nothing
+            (3, turn(2, 0)),
+            (5, turn(3, 1)),
+            (7, turn(3, 2)),
+            (7, close(3)),
+            (8, turn(2, 3)),
             (9, close(2)),
         ];
         let got: Vec<_> = pieces(&marks).into_iter().map(|p| (p.message, p.range)).collect();
@@ -205,18 +274,23 @@ mod tests {
     #[test]
     fn unbalanced_generation_blocks_are_refused() {
         let (open, close) = (Mark::GenerationOpens, Mark::GenerationCloses);
-        assert_eq!(generation_spans(&[(1, open), (4, close), (4, open), (4, close)]), Ok(vec![1..4]));
+        assert_eq!(
+            generation_spans(&[(1, open), (4, close), (4, open), (4, close), (4, open), (5, close)]),
+            Ok(vec![1..4, 4..5])
+        );
         assert_eq!(generation_spans(&[(1, open), (2, open)]), Err(TurnError::Blocks));
         assert_eq!(generation_spans(&[(1, close)]), Err(TurnError::Blocks));
         assert_eq!(generation_spans(&[(1, open)]), Err(TurnError::Blocks));
     }
 
-    fn frame(prompt: &str, tail: &str, probes: &[(&str, &str)]) -> Frame {
-        let probe = |(first, second): &(&str, &str)| Probe {
-            first: (*first).to_owned(),
-            second: (*second).to_owned(),
+    /// `probes`: what stands before a turn, and the turn with two different words.
+    fn frame(added: &str, tail: &str, probes: &[(&str, &str, &str)]) -> Frame {
+        let probe = |(before, turn, other): &(&str, &str, &str)| Probe {
+            text: format!("{before}{turn}"),
+            piece: Piece { message: 1, range: before.len()..before.len() + turn.len() },
+            other: (*other).to_owned(),
         };
-        Frame::learn(prompt, tail, &probes.iter().map(probe).collect::<Vec<_>>())
+        Frame::learn(&Prompts { added, tail }, &probes.iter().map(probe).collect::<Vec<_>>())
     }
 
     #[track_caller]
@@ -226,28 +300,51 @@ mod tests {
         assert_eq!(&text[frame.written(&text, &piece).unwrap()], want);
     }
 
+    #[track_caller]
+    fn refuses(frame: &Frame, turn: &str, prompt: &str) {
+        let error = frame.written(turn, &Piece { message: 5, range: 0..turn.len() }).unwrap_err();
+        assert_eq!(error, TurnError::Header { message: 5, prompt: prompt.into() });
+    }
+
     #[test]
     fn a_header_is_as_much_of_the_prompt_as_the_turn_repeats() {
-        let frame = frame("<a><think>", "", &[("<a>xx</a>\n", "<a>yy</a>\n")]);
+        let prompt = "<a><think>";
+        let frame = frame(prompt, prompt, &[("", "<a>xx</a>\n", "<a>yy</a>\n")]);
         check(&frame, "", "<a>hi</a>\n", "hi</a>");
         check(&frame, "", "<a><think>hi</a>\n", "hi</a>");
         check(&frame, "", "<s>system</s><a>hi <a></a>\n", "hi <a></a>");
         check(&frame, "<a>", "hi \n", "hi \n");
-        let piece = Piece { message: 5, range: 0..2 };
-        let error = frame.written("hi", &piece).unwrap_err();
-        assert_eq!(error, TurnError::Header { message: 5, prompt: "<a><think>".into() });
+        refuses(&frame, "hi", prompt);
     }
 
     #[test]
-    fn a_prompt_that_is_always_printed_is_a_prompt() {
-        let turns = [("<a>xx</a>", "<a>yy</a>")];
-        check(&frame("", "<a>", &turns), "", "<a>hi</a>", "hi</a>");
-        check(&frame("", "</s>", &turns), "", "<a>hi</a>", "<a>hi</a>");
+    fn a_header_may_begin_in_the_turn_before() {
+        let turns = [("q\n\n", "Answer:\nxx", "Answer:\nyy"), ("é\n\n", "Answer:\nxx", "Answer:\nyy")];
+        let frame = frame("\n\nAnswer:\n", "", &turns);
+        check(&frame, "é\n\n", "Answer:\nAnswer:\n", "Answer:\n");
+        refuses(&frame, "Answer:\nhi", "\n\nAnswer:\n");
+    }
+
+    #[test]
+    fn a_prompt_that_is_printed_unasked_is_a_prompt() {
+        let turns = [("", "<a><say>xx</a>", "<a><say>yy</a>")];
+        check(&frame("", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
+        check(&frame("<say>", "<a><say>", &turns), "", "<a><say>hi</a>", "hi</a>");
+        check(&frame("", "</a>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
+        check(&frame("", "</s>", &turns), "", "<a><say>hi</a>", "<a><say>hi</a>");
+    }
+
+    #[test]
+    fn half_a_token_is_no_header() {
+        let turns = [("", "<|START_TURN|>xx", "<|START_TURN|>yy")];
+        refuses(&frame("<|START_ANSWER|>", "", &turns), "<|START_TURN|>hi", "<|START_ANSWER|>");
+        let turns = [("", "<|start|>assistant xx", "<|start|>assistant yy")];
+        refuses(&frame("<|start|>model", "", &turns), "<|start|>assistant hi", "<|start|>model");
     }
 
     #[test]
     fn white_space_behind_nothing_else_is_the_models_own() {
-        check(&frame("", "", &[("xx\n", "yy\n")]), "", "hi\n", "hi\n");
+        check(&frame("", "", &[("", "xx\n", "yy\n")]), "", "hi\n", "hi\n");
     }
 
     #[test]

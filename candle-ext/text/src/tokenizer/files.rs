@@ -74,10 +74,7 @@ fn additional_templates(directory: &Path) -> Result<Vec<NamedTemplate>, Tokenize
     Ok(templates)
 }
 
-fn templates_of_key(
-    path: &Path,
-    object: &Map<String, Json>,
-) -> Result<Vec<NamedTemplate>, TokenizerError> {
+fn templates_of_key(path: &Path, object: &Map<String, Json>) -> Result<Vec<NamedTemplate>, TokenizerError> {
     let named = |name: &str, source: &str| NamedTemplate {
         name: name.to_owned(),
         origin: format!("{} (key `chat_template`)", path.display()),

@@ -192,9 +192,8 @@ impl Tokenizer {
     /// Gives a chat template this tokenizer's special tokens (`bos_token`, ...) as variables.
     #[must_use]
     pub fn with_special_tokens(&self, template: ChatTemplate) -> ChatTemplate {
-        let given = |template: ChatTemplate, (key, text): &(String, String)| {
-            template.with_variable(key.clone(), text.clone())
-        };
+        let given =
+            |template: ChatTemplate, (key, text): &(String, String)| template.with_variable(key.clone(), text.clone());
         let template = self.named.iter().rev().fold(template, given);
         match &self.pad {
             Some(pad) => template.with_variable("pad_token", pad.text.clone()),
@@ -223,8 +222,7 @@ impl Tokenizer {
 
     /// The ids of a text without added specials, and the bytes each stands for.
     pub fn encode_with_offsets(&self, text: &str) -> Result<Encoded, TokenizerError> {
-        let encoding =
-            self.inner.encode(text, false).map_err(|error| self.refused("encode", error))?;
+        let encoding = self.inner.encode(text, false).map_err(|error| self.refused("encode", error))?;
         let mut offsets = Vec::with_capacity(encoding.len());
         let mut covered = 0;
         for (start, end) in encoding.get_offsets() {
@@ -343,9 +341,7 @@ fn what_is_there(directory: &Path) -> &'static str {
     let has = |name: &str| directory.join(name).exists();
     match () {
         () if !directory.exists() => " (the folder does not exist)",
-        () if has("tokenizer.model") => {
-            " (only tokenizer.model, the sentencepiece form, which has to be converted)"
-        }
+        () if has("tokenizer.model") => " (only tokenizer.model, the sentencepiece form, which has to be converted)",
         () if has("vocab.json") => " (only vocab.json, the older form, which has to be converted)",
         () => "",
     }
@@ -360,10 +356,6 @@ fn find(
     let Some(text) = text else { return Ok(None) };
     match inner.token_to_id(text) {
         Some(id) => Ok(Some(SpecialToken { text: text.to_owned(), id })),
-        None => Err(TokenizerError::UnknownToken {
-            directory: directory.to_owned(),
-            key,
-            text: text.to_owned(),
-        }),
+        None => Err(TokenizerError::UnknownToken { directory: directory.to_owned(), key, text: text.to_owned() }),
     }
 }

@@ -59,10 +59,8 @@ fn only_the_splits_own_files_are_downloaded() {
 fn the_readme_names_the_files_of_a_configuration() {
     let card = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/*.jsonl\n- config_name: extra\n  data_files: extra/*.jsonl\n---\n";
     let (main, extra) = (rows(3, "main"), rows(1, "extra"));
-    let repo = Repo::new(
-        "datasets/tiny/rows",
-        &[("README.md", card), ("main/a b.jsonl", &main), ("extra/b.jsonl", &extra)],
-    );
+    let repo =
+        Repo::new("datasets/tiny/rows", &[("README.md", card), ("main/a b.jsonl", &main), ("extra/b.jsonl", &extra)]);
     let bench = Bench::new(HubServer::start([repo]));
     let mut request = DatasetRequest::parse("tiny/rows", "train").unwrap();
     let error = bench.hub().dataset(&request).err().unwrap().to_string();

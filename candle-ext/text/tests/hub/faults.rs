@@ -3,7 +3,7 @@
 use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
 
 use super::Bench;
-use super::server::{FOREVER, HubServer, Repo, Reply, etag};
+use super::server::{FOREVER, HubServer, Reply, Repo, etag};
 
 const ID: &str = "tiny/llama";
 const WEIGHTS: &str = "all the weights";

@@ -8,7 +8,8 @@ use super::{Bench, names_in};
 const ID: &str = "tiny/llama";
 
 fn sharded() -> Repo {
-    let index = r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}"#;
+    let index =
+        r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}"#;
     Repo::new(
         "models/tiny/llama",
         &[
@@ -38,17 +39,18 @@ fn the_index_decides_which_shards_come() {
     let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
     assert_eq!(
         names_in(&folder),
-        [
-            "config.json",
-            "model-1.safetensors",
-            "model-2.safetensors",
-            "model.safetensors.index.json",
-            "tokenizer.json"
-        ]
+        ["config.json", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json", "tokenizer.json"]
     );
     let shard = std::fs::read_to_string(folder.join("model-2.safetensors")).unwrap();
     assert_eq!(shard, "second shard");
     assert!(bench.blobs().contains(&etag("model-2.safetensors", b"second shard")));
+}
+
+#[test]
+fn a_whole_file_is_preferred_to_shards() {
+    let bench = Bench::new(HubServer::start([sharded().with("model.safetensors", b"all weights")]));
+    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert_eq!(names_in(&folder), ["config.json", "model.safetensors", "tokenizer.json"]);
 }
 
 #[test]

@@ -198,9 +198,9 @@ impl State {
 
     fn scripted(&self, request: &Request) -> Option<Reply> {
         let mut rules = self.rules.lock().unwrap();
-        let rule = rules.iter_mut().find(|rule| {
-            rule.n_left > 0 && rule.method == request.method && request.target.contains(&rule.part)
-        })?;
+        let rule = rules
+            .iter_mut()
+            .find(|rule| rule.n_left > 0 && rule.method == request.method && request.target.contains(&rule.part))?;
         if rule.n_left != FOREVER {
             rule.n_left -= 1;
         }
@@ -242,8 +242,7 @@ impl State {
         if let Some(revision) = rest.strip_prefix("revision/") {
             return match revision == "main" || revision == repo.commit {
                 true => Reply::new(200, &format!("{{\"id\":\"x\",\"sha\":\"{}\"}}", repo.commit)),
-                false => Reply::new(404, "{\"error\":\"Invalid rev id\"}")
-                    .header("X-Error-Code", "RevisionNotFound"),
+                false => Reply::new(404, "{\"error\":\"Invalid rev id\"}").header("X-Error-Code", "RevisionNotFound"),
             };
         }
         let start: usize = query.split("cursor=").nth(1).map_or(0, |cursor| cursor.parse().unwrap());

@@ -43,7 +43,7 @@ fn broken_json_lines_name_the_line_and_the_way_out() {
     refused("a.jsonl", b"{\"a\":1}\n{\"a\" 2}\n", "read a.jsonl:2: not valid JSON at column 6");
     refused("a.jsonl", b"{\"a\":1}\n{\"a\": \"cut", "a.jsonl:2: the row breaks off");
     refused("a.jsonl", b"{\"a\":1}\n\n{\"a\":\"\xFF\"}\n", "a.jsonl:3: byte 0xFF at column 7 is not UTF-8; save");
-    refused("a.jsonl", b"{\"a\":1,\"a\":2}\n", "a.jsonl:1: not valid JSON at column 11: key \"a\" appears twice");
+    refused("a.jsonl", b"{\"a\":1,\"a\":2}\n", "a.jsonl:1: not valid JSON at column 10: key \"a\" appears twice");
     refused("a.jsonl", b"1\n", "a.jsonl:1: the row is a number, not an object; write each row as");
     refused("a.jsonl", b"\xFF\xFE{\0}\0", "the text is UTF-16LE; convert it: iconv -f UTF-16LE");
 }

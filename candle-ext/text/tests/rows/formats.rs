@@ -65,13 +65,8 @@ fn messages() {
 #[test]
 fn messages_lose_null_fields_and_join_text_parts() {
     check(
-        r#"{"messages":[{"role":"user","content":[{"type":"text","text":"h"},{"type":"text","value":"i"}],"name":null,"tool_calls":null},{"role":"assistant","content":"yo","loss_weight":0.0},{"role":"assistant","content":"yo","weight":1}]}"#,
-        &[
-            "reads as messages: messages",
-            USER,
-            r#"{"role":"assistant","content":"yo","weight":0}"#,
-            ASSISTANT,
-        ],
+        r#"{"messages":[{"role":"user","content":[{"type":"text","text":"h"},{"type":"text","value":"i"}],"name":null,"tool_calls":null,"loss_weight":0.0},{"role":"assistant","content":"yo","loss_weight":0.0},{"role":"assistant","content":"yo","weight":1}]}"#,
+        &["reads as messages: messages", USER, r#"{"role":"assistant","content":"yo","weight":0}"#, ASSISTANT],
     );
 }
 
@@ -132,10 +127,7 @@ fn alpaca_with_input_history_and_system() {
 
 #[test]
 fn prompts_and_completions() {
-    check(
-        r#"{"question":"1+1?","answer":"2"}"#,
-        &["reads as prompt/completion: question, answer", "1+1? -> 2"],
-    );
+    check(r#"{"question":"1+1?","answer":"2"}"#, &["reads as prompt/completion: question, answer", "1+1? -> 2"]);
     check(
         r#"{"prompt":[{"role":"user","content":"hi"},{"role":"assistant","content":"yo"},{"role":"user","content":"hi"}],"completion":[{"role":"assistant","content":"yo"}]}"#,
         &[
@@ -218,7 +210,12 @@ fn unknown_and_ambiguous_columns_list_what_is_there() {
     refused(
         r#"{"id":1,"mesages":[]}"#,
         &request(),
-        &["tell the format of a.jsonl:1", "\"mesages\" is near \"messages\"", "columns: id, mesages", "known: messages (role, content), sharegpt"],
+        &[
+            "tell the format of a.jsonl:1",
+            "\"mesages\" is near \"messages\"",
+            "columns: id, mesages",
+            "known: messages (role, content), sharegpt",
+        ],
     );
     let row = format!("{{\"messages\":[{USER}],\"conversations\":[{USER}]}}");
     refused(&row, &request(), &["messages and conversations both hold chats"]);
@@ -227,6 +224,7 @@ fn unknown_and_ambiguous_columns_list_what_is_there() {
         &request(),
         &["prompt and completion; question and answer"],
     );
+    refused(r#"{"question":"a","options":"b"}"#, &request(), &["\"question\" is there, but not what goes with it"]);
     refused(r#"{"prompt":"a","chosen":"b","rejected":"c"}"#, &request(), &["preferences"]);
 }
 

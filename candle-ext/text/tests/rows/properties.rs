@@ -15,27 +15,46 @@ fn value() -> impl Strategy<Value = Value> {
         any::<i32>().prop_map(Value::from),
         any::<f64>().prop_map(Value::from),
         "[a-zé\"{}\\[\\]:, ]{0,12}".prop_map(Value::from),
-        prop::sample::select(vec!["user", "human", "gpt", "assistant", "function_call", "[]"])
-            .prop_map(Value::from),
+        prop::sample::select(vec!["user", "human", "gpt", "assistant", "function_call", "[]"]).prop_map(Value::from),
     ];
     leaf.prop_recursive(4, 32, 4, |inner| {
         let key = prop::sample::select(vec![
-            "role", "content", "from", "value", "type", "text", "tool_calls", "function", "arguments",
-            "name", "weight",
+            "role",
+            "content",
+            "from",
+            "value",
+            "type",
+            "text",
+            "tool_calls",
+            "function",
+            "arguments",
+            "name",
+            "weight",
         ]);
         prop_oneof![
             prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-            prop::collection::vec((key, inner), 0..4).prop_map(|pairs| {
-                Value::Object(pairs.into_iter().map(|(k, v)| (k.to_owned(), v)).collect())
-            }),
+            prop::collection::vec((key, inner), 0..4)
+                .prop_map(|pairs| { Value::Object(pairs.into_iter().map(|(k, v)| (k.to_owned(), v)).collect()) }),
         ]
     })
 }
 
 fn row() -> impl Strategy<Value = Value> {
     let column = prop::sample::select(vec![
-        "messages", "conversations", "instruction", "input", "output", "history", "system", "tools",
-        "prompt", "completion", "question", "answer", "text", "other",
+        "messages",
+        "conversations",
+        "instruction",
+        "input",
+        "output",
+        "history",
+        "system",
+        "tools",
+        "prompt",
+        "completion",
+        "question",
+        "answer",
+        "text",
+        "other",
     ]);
     prop::collection::vec((column, value()), 0..5)
         .prop_map(|pairs| pairs.into_iter().map(|(k, v)| (k.to_owned(), v)).collect())

@@ -132,6 +132,16 @@ fn a_save_reads_back_to_the_bit_and_is_safetensors() {
 }
 
 #[test]
+fn a_loss_that_is_not_a_number_does_not_spoil_a_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    let best_eval = Some(BestEval { step: 1, loss: f64::NAN });
+    save(&plan, &RunState { best_eval, ..run(1) }, &Toy::at(1)).unwrap();
+    let resumed = resume(&plan, &fingerprint(), &mut Toy::at(0)).unwrap().unwrap();
+    assert!(resumed.run.best_eval.unwrap().loss.is_nan());
+}
+
+#[test]
 fn a_tensor_larger_than_a_piece_reads_back() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);

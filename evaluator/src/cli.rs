@@ -1,0 +1,181 @@
+//! The command line: asks a model on this machine, or from the Hub, and prints its answer to stdout.
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use candle_core::DType;
+use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
+use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde_json::json;
+
+use crate::exit::{ExitCode, classify, report};
+use crate::generate::GenerateOptions;
+use crate::lm::Lm;
+
+/// Evaluates language models.
+#[derive(Debug, Parser)]
+#[command(name = "evaluator", version, propagate_version = true, after_long_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
+  evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
+  evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Answer a prompt as a turn of a chat, or continue it with --raw
+    Generate(Generate),
+    /// Print the loss and perplexity of texts, weighted by tokens, as JSON
+    Perplexity(Perplexity),
+    /// Print the log-probability of every token of a text as JSON
+    Score(Score),
+}
+
+#[derive(Debug, Args)]
+struct Model {
+    /// A Hugging Face folder or a Hub id
+    #[arg(long)]
+    model: String,
+    /// The branch, tag or commit of a Hub id
+    #[arg(long)]
+    revision: Option<String>,
+    /// A PEFT adapter folder on top of the model
+    #[arg(long)]
+    adapter: Option<PathBuf>,
+    /// The number format to compute in
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    dtype: Dtype,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Dtype {
+    #[value(alias = "float32")]
+    F32,
+    #[value(alias = "bfloat16")]
+    Bf16,
+}
+
+#[derive(Debug, Args)]
+struct Generate {
+    #[command(flatten)]
+    model: Model,
+    /// What the model answers
+    #[arg(long)]
+    prompt: String,
+    /// Continue the prompt as it stands, without a chat template
+    #[arg(long)]
+    raw: bool,
+    /// The most tokens to generate
+    #[arg(long, default_value_t = 64)]
+    max_new_tokens: usize,
+    /// 0 takes the likeliest token
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f64,
+    /// Sample from the likeliest tokens whose probabilities reach this sum
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f64,
+    /// Seeds the sampling
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+}
+
+#[derive(Debug, Args)]
+struct Perplexity {
+    #[command(flatten)]
+    model: Model,
+    /// A file, a folder or a Hub data set, with `:split` behind it if wanted
+    #[arg(long)]
+    data: String,
+    /// The column that holds the text
+    #[arg(long)]
+    column: Option<String>,
+    /// The most rows to read
+    #[arg(long)]
+    limit: Option<usize>,
+}
+
+#[derive(Debug, Args)]
+struct Score {
+    #[command(flatten)]
+    model: Model,
+    /// The text
+    #[arg(long)]
+    text: String,
+}
+
+/// Runs the program with the process's arguments.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok };
+        }
+    };
+    tracing_subscriber::fmt().with_writer(io::stderr).without_time().with_max_level(tracing::Level::WARN).init();
+    match run(&cli.command) {
+        Ok(()) => ExitCode::Ok,
+        Err(error) => {
+            eprint!("{}", report(&error));
+            classify(&error)
+        }
+    }
+}
+
+fn run(command: &Command) -> Result<()> {
+    let hub = Hub::new(HubSettings::from_env())?;
+    match command {
+        Command::Generate(args) => {
+            let lm = args.model.load(&hub)?;
+            let options = GenerateOptions {
+                max_new_tokens: args.max_new_tokens,
+                temperature: args.temperature,
+                top_p: args.top_p,
+                seed: args.seed,
+            };
+            answer(&if args.raw { lm.complete(&args.prompt, &options)? } else { lm.chat(&args.prompt, &options)? })
+        }
+        Command::Perplexity(args) => perplexity(args, &hub),
+        Command::Score(args) => answer(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
+    }
+}
+
+fn perplexity(args: &Perplexity, hub: &Hub) -> Result<()> {
+    let source = hub.dataset(&DatasetRequest::parse(&args.data, "test")?)?;
+    let request = FormatRequest { purpose: Purpose::Causal, column: args.column.clone(), ..FormatRequest::default() };
+    let format = Format::find(&request, &*source)?;
+    let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
+    let texts = (0..n_rows).map(|row_idx| match format.read(&*source, row_idx)? {
+        Document::Text(text) => Ok(text),
+        _ => anyhow::bail!("failed to read {} as text: it {}", source.locate(row_idx), format.describe()),
+    });
+    let held_out = args.model.load(hub)?.held_out(texts)?;
+    let (loss, n_targets) = (held_out.loss, held_out.n_targets);
+    answer(&json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_rows}).to_string())
+}
+
+impl Model {
+    fn load(&self, hub: &Hub) -> Result<Lm> {
+        let folder = hub.model(&self.model, self.revision.as_deref(), ModelPart::Whole)?;
+        let dtype = match self.dtype {
+            Dtype::F32 => DType::F32,
+            Dtype::Bf16 => DType::BF16,
+        };
+        Lm::load(&folder, self.adapter.as_deref(), dtype)
+    }
+}
+
+fn answer(text: &str) -> Result<()> {
+    match writeln!(io::stdout().lock(), "{text}") {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("failed to write to stdout"),
+    }
+}

@@ -1,0 +1,81 @@
+//! `trainer data`: what the model will read and learn, before anything is trained. Fills the token cache.
+
+use std::io::{self, Write};
+
+use anyhow::{Context, Result};
+use candlewick_text::hub::Hub;
+use candlewick_text::tokenizer::{Specials, Tokenizer};
+use serde_json::json;
+
+use super::Format;
+use crate::data::{Batch, Cursor, IGNORE_INDEX, Prepared, Step, Stream};
+use crate::exit::ExitCode;
+use crate::plan::Plan;
+use crate::run::prepare_data;
+
+/// Prepares the data of `plan` and prints the ledger, or the first `n_steps` steps.
+pub(super) fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCode> {
+    let (assets, prepared) = prepare_data(plan, hub)?;
+    let mut out = io::stdout().lock();
+    let shown = match format {
+        Format::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),
+        Format::Json => steps(plan, &prepared, n_steps)?.try_for_each(|step| writeln!(out, "{}", to_json(&step))),
+    };
+    match shown {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("failed to write to stdout"),
+        _ => Ok(ExitCode::Ok),
+    }
+}
+
+fn steps(plan: &Plan, prepared: &Prepared, n_steps: usize) -> Result<impl Iterator<Item = Step>> {
+    let mut stream = Stream::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?;
+    Ok(std::iter::from_fn(move || stream.next_step()).take(n_steps))
+}
+
+fn text(
+    out: &mut impl Write,
+    plan: &Plan,
+    tokenizer: &Tokenizer,
+    prepared: &Prepared,
+    n_steps: usize,
+) -> io::Result<()> {
+    prepared.notes.iter().try_for_each(|note| writeln!(out, "{note}"))?;
+    writeln!(out, "\n{}", prepared.ledger)?;
+    for (i, step) in steps(plan, prepared, n_steps).map_err(io::Error::other)?.enumerate() {
+        writeln!(
+            out,
+            "\nstep {}: {} tokens, {} targets; targets are in [[ ]]",
+            i + 1,
+            step.n_tokens(),
+            step.n_targets
+        )?;
+        for batch in &step.micro_batches {
+            for pair in batch.cu_seqlens.windows(2) {
+                writeln!(out, "---\n{}", marked(tokenizer, batch, pair[0]..pair[1]))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A sequence's text with what is learned from it in brackets.
+fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -> String {
+    let is_target = |i: usize| i > range.start && batch.targets[i - 1] != IGNORE_INDEX;
+    let mut text = String::new();
+    let mut start = range.start;
+    for i in range.clone() {
+        let ends = i + 1 == range.end || is_target(i + 1) != is_target(start);
+        if ends {
+            let piece = tokenizer.decode(&batch.ids[start..=i], Specials::Add).unwrap_or_default();
+            text += &if is_target(start) { format!("[[{piece}]]") } else { piece };
+            start = i + 1;
+        }
+    }
+    text
+}
+
+fn to_json(step: &Step) -> serde_json::Value {
+    let batch = |batch: &Batch| json!({"ids": batch.ids, "targets": batch.targets, "cu_seqlens": batch.cu_seqlens});
+    let micro_batches: Vec<_> = step.micro_batches.iter().map(batch).collect();
+    json!({"epoch": step.epoch, "n_targets": step.n_targets, "micro_batches": micro_batches})
+}

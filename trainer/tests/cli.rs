@@ -1,0 +1,116 @@
+//! The program from outside: what it prints, where, and its exit code.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+const RECIPE: &str = "\
+model:
+  config: {model_type: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+           num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 128, rms_norm_eps: 1e-5}
+tokenizer: {name_or_path: tok}
+data: {sources: [a.jsonl]}
+";
+
+/// A folder of its own, with an empty Hub cache, so that nothing outside is read.
+struct Room(PathBuf);
+
+impl Room {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("candlewick-cli-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        std::fs::write(path.join("r.yaml"), RECIPE).unwrap();
+        Self(path)
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_trainer"))
+            .args(arguments)
+            .current_dir(&self.0)
+            .env("HF_HOME", self.0.join("hf"))
+            .env("HF_ENDPOINT", "http://127.0.0.1:1")
+            .env_remove("RUST_BACKTRACE")
+            .output()
+            .unwrap()
+    }
+
+    /// Runs, and compares the exit code and a part of what is printed (stdout and stderr together).
+    #[track_caller]
+    fn check(&self, arguments: &[&str], code: i32, part: &str) -> Output {
+        let output = self.run(arguments);
+        let text = [&output.stdout[..], &output.stderr[..]].concat();
+        let text = String::from_utf8_lossy(&text);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}:\n{text}");
+        assert!(text.contains(part), "no {part:?} in:\n{text}");
+        assert!(!text.contains("panicked"), "{text}");
+        output
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn a_check_prints_the_plan_and_touches_nothing() {
+    let room = Room::new("check");
+    let output = room.check(&["check", "r.yaml", "optimizer.lr=1e-4"], 0, "optimizer.learning_rate");
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.lines().any(|line| line.contains("0.0001") && line.ends_with("argument")), "{text}");
+    let files: Vec<_> = std::fs::read_dir(&room.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(files, ["r.yaml"]);
+}
+
+#[test]
+fn a_check_speaks_json() {
+    let room = Room::new("json");
+    let output = room.check(&["check", "--output-format", "json", "r.yaml"], 0, "settings");
+    let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(plan["data"]["max_length"], 128);
+    assert_eq!(plan["model"]["init"], "random");
+    assert_eq!(plan["optimizer"]["learning_rate"], 5e-4);
+}
+
+#[test]
+fn a_wrong_recipe_exits_with_2_before_anything_is_written() {
+    let room = Room::new("wrong");
+    room.check(&["check", "missing.yaml"], 2, "missing.yaml: cannot read the recipe");
+    for command in ["check", "train"] {
+        room.check(&[command, "r.yaml", "optimizer.lrr=1"], 2, "error: argument `optimizer.lrr=1`: unknown key");
+        room.check(&[command, "r.yaml", "tiled_mlp_compute=true"], 2, "not implemented yet");
+        room.check(&[command, "r.yaml", "model={name_or_path: ./none}"], 2, "there is no folder ./none");
+        room.check(&[command, "r.yaml", "model.config.model_type=bert"], 2, "r.yaml");
+    }
+    assert!(!Path::new(&room.0.join("runs")).exists());
+}
+
+#[test]
+fn a_model_of_the_hub_may_be_missing_from_a_check_unless_it_is_offline() {
+    let room = Room::new("hub");
+    let model = "model={name_or_path: org/model}";
+    room.check(&["check", "r.yaml", model], 0, "note: data.max_length will be the model's");
+    room.check(&["check", "--offline", "r.yaml", model], 3, "org/model");
+}
+
+#[test]
+fn a_wrong_command_line_exits_with_2() {
+    let room = Room::new("usage");
+    room.check(&["trian", "r.yaml"], 2, "a similar subcommand exists: 'train'");
+    room.check(&["check", "r.yaml", "--oflfine"], 2, "--offline");
+    room.check(&["check", "r.yaml", "-q", "-v"], 2, "cannot be used with");
+    room.check(&["check", "r.yaml", "lr"], 2, "expected KEY=VALUE");
+    room.check(&["check"], 2, "<RECIPE>");
+}
+
+#[test]
+fn questions_about_the_program_exit_with_0() {
+    let room = Room::new("help");
+    room.check(&["--help"], 0, "Exit codes:");
+    room.check(&["train", "--help"], 0, "Examples:");
+    room.check(&["--version"], 0, env!("CARGO_PKG_VERSION"));
+    room.check(&["version"], 0, env!("CARGO_PKG_VERSION"));
+    let output = room.check(&["schema"], 0, "additionalProperties");
+    serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap();
+}
