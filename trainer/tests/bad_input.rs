@@ -168,5 +168,5 @@ fn a_missing_tensor_is_named() {
 fn a_broken_config_is_named() {
     let (run, model) = run_from_checkpoint();
     fs::write(model.join("config.json"), "{\"hidden_size\": ").unwrap();
-    check(&run, &[], 6, &["config.json"]);
+    check(&run, &[], 2, &["config.json: line 1", "model.name_or_path"]);
 }
