@@ -169,7 +169,7 @@ impl Resident {
 
     /// Takes one AdamW step. Parameters that the model exempts (norms, biases) get no weight decay.
     pub fn step(&self, hyper: &AdamW) -> Result<()> {
-        let exempt = AdamW { weight_decay: 0.0, ..hyper.clone() };
+        let exempt = AdamW { weight_decay: 0.0, ..*hyper };
         for flat in self.trainables() {
             let n = flat.master.elem_count();
             flat.step(hyper, 0..flat.n_decayed)?;

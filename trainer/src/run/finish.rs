@@ -31,7 +31,7 @@ pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
         }
     };
     let mut ledger = session.prepared.ledger.clone();
-    ledger.seen = session.stream.cursor().seen.clone();
+    ledger.seen = session.stream.cursor().seen;
     session.reporter.terminal().line(&format!("{ledger}"));
     session.run_json.update(|report| report.ledger = serde_json::json!(ledger))?;
     if let (End::Horizon, Some(generate)) = (end, &session.plan.generate) {

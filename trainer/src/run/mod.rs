@@ -103,7 +103,7 @@ fn one_step(session: &mut Session, step: &Step, began: Instant) -> Result<()> {
     session.report(step, &outcome, began.elapsed());
     let done = session.stream.cursor().step;
     let total = session.stream.total_steps();
-    if session.plan.eval.as_ref().is_some_and(|eval| done % eval.interval == 0 || done == total) {
+    if session.plan.eval.as_ref().is_some_and(|eval| done.is_multiple_of(eval.interval) || done == total) {
         session.evaluate()?;
     }
     let finished_epoch = (session.stream.cursor().step_in_epoch == 0).then_some(session.stream.cursor().epoch);
