@@ -129,6 +129,7 @@ fn deepspeed_may_not_contradict_the_recipe() {
 fn an_evaluation_interval_and_evaluation_data_need_each_other() {
     refused(&["eval_interval=10"], &["eval_interval: 10, but there are no evaluation data"]);
     refused(&["data.eval_sources=[b.jsonl]"], &["eval_interval is missing"]);
+    refused(&["eval_on_start=true"], &["eval_on_start: there are no evaluation data"]);
     refused(&["data.train_eval_split=[0.9, 0.1]"], &["eval_interval is missing"]);
     let plan = plan(&["data.train_eval_split=[90%, 10%]", "eval_interval=10"]);
     assert_eq!(plan.eval.unwrap().interval, 10);

@@ -71,3 +71,13 @@ fn a_termination_signal_saves_and_asks_to_be_run_again() {
     stopped.train_ok(&[]);
     assert!(whole.exported() == stopped.exported());
 }
+
+#[test]
+fn an_evaluation_on_start_comes_before_the_first_step_and_only_there() {
+    let run = Run::new();
+    run.train_ok(&["eval_on_start=true", "exit_iteration=5"]);
+    run.train_ok(&["eval_on_start=true"]);
+    let evals: Vec<_> = run.metrics().iter().filter(|it| !it["loss/eval"].is_null()).map(|it| it["iter"].clone()).collect();
+    assert_eq!(evals, [0, 12, 24]);
+    assert_eq!(run.metrics()[0]["iter"], 0);
+}

@@ -170,6 +170,8 @@ pub struct OptimizerPlan {
 pub struct EvalPlan {
     /// Steps between evaluations. The last step is always evaluated.
     pub interval: usize,
+    /// Whether a fresh run is evaluated before its first step.
+    pub on_start: bool,
 }
 
 /// When a run ends before its horizon.

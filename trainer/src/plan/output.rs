@@ -28,7 +28,12 @@ pub(super) fn resolve_eval(resolver: &mut Resolver, data: &DataPlan) -> Option<E
         }
         _ => {}
     }
-    (interval > 0).then_some(EvalPlan { interval })
+    let on_start = resolver.pick("eval_on_start", resolver.recipe().eval_on_start, false);
+    if on_start && !has_data {
+        let advice = "give data.eval_sources or data.train_eval_split, or remove eval_on_start";
+        resolver.wrong_because(&["eval_on_start"], "eval_on_start: there are no evaluation data", advice);
+    }
+    (interval > 0).then_some(EvalPlan { interval, on_start })
 }
 
 pub(super) fn resolve_exit(resolver: &mut Resolver) -> ExitPlan {

@@ -104,6 +104,8 @@ pub struct Recipe {
     pub train_log_metrics_path: Option<String>,
     /// Evaluates every so many steps, and at the end. Must be above 0 if and only if evaluation data are configured.
     pub eval_interval: Option<HumanInt>,
+    /// Also evaluates before the first step of a fresh run, to show where it began. Default false.
+    pub eval_on_start: Option<bool>,
     /// Shows every so many evaluations; 0 turns them off. Default 1.
     pub eval_log_iter_interval: Option<HumanInt>,
     /// Trains on repetitions of the first step only. Default false.

@@ -77,6 +77,9 @@ fn run(plan: &Plan, hub: &Hub, stop: &StopRequests, run_json: &mut RunJson) -> R
 
 fn steps(session: &mut Session, stop: &StopRequests) -> Result<End> {
     let first_step = session.stream.cursor().step;
+    if first_step == 0 && session.plan.eval.as_ref().is_some_and(|eval| eval.on_start) {
+        session.evaluate()?;
+    }
     loop {
         let done = session.stream.cursor().step;
         if done >= session.stream.total_steps() {
