@@ -22,7 +22,9 @@ pub enum Origin<'a> {
 /// Returns what the user should know, such as tensors that are there but not used.
 pub fn fill(store: &Resident, model: &Model, base: Origin, adapter: Origin) -> Result<Vec<String>, ModelError> {
     let mut notes = base.check(model.base_params())?;
-    notes.extend(adapter.check(model.adapter_params())?);
+    if model.lora().is_some() {
+        notes.extend(adapter.check(model.adapter_params())?);
+    }
     store.fill(|spec| if Adapter::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) })?;
     Ok(notes)
 }

@@ -18,7 +18,7 @@ fn a_run_killed_several_times_ends_with_the_same_weights() {
     // Each start lives a little longer than the one before, so that the kills land in loading, stepping and saving.
     for attempt in 0u64.. {
         let mut child = killed.command("train", &[]).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        let deadline = std::time::Instant::now() + Duration::from_millis(150 + 120 * attempt);
+        let deadline = std::time::Instant::now() + Duration::from_millis(30 + 25 * attempt);
         let status = loop {
             if let Some(status) = child.try_wait().unwrap() {
                 break Some(status);
@@ -77,7 +77,8 @@ fn an_evaluation_on_start_comes_before_the_first_step_and_only_there() {
     let run = Run::new();
     run.train_ok(&["eval_on_start=true", "exit_iteration=5"]);
     run.train_ok(&["eval_on_start=true"]);
-    let evals: Vec<_> = run.metrics().iter().filter(|it| !it["loss/eval"].is_null()).map(|it| it["iter"].clone()).collect();
+    let evals: Vec<_> =
+        run.metrics().iter().filter(|it| !it["loss/eval"].is_null()).map(|it| it["iter"].clone()).collect();
     assert_eq!(evals, [0, 12, 24]);
     assert_eq!(run.metrics()[0]["iter"], 0);
 }

@@ -231,3 +231,19 @@ fn the_tokens_of_one_character_have_one_mask() {
     }
     assert_eq!(covered, 2 + family.len());
 }
+
+#[test]
+fn a_turn_of_weight_0_is_context_and_not_learned() {
+    let tokenizer = tokenizer("smollm2");
+    let template = stock_template(&tokenizer);
+    let turn = |weight: Json| Message::new("assistant", "yes").with("weight", weight);
+    let chat = |first: Json| {
+        Conversation::new([Message::new("user", "a"), turn(first), Message::new("user", "b"), turn(1.into())])
+    };
+    let render = |chat| render_chat(&tokenizer, &template, &chat, RenderOptions::default()).unwrap();
+    let (both, last) = (render(chat(1.into())), render(chat(0.into())));
+    assert_eq!(both.ids, last.ids);
+    assert_eq!(both.n_targets(), 2 * last.n_targets());
+    let first_target = |sample: &Sample| sample.is_target.iter().position(|it| *it).unwrap();
+    assert!(first_target(&both) < first_target(&last));
+}
