@@ -215,7 +215,7 @@ fn num_proc(resolver: &mut Resolver) -> usize {
     let data = &resolver.recipe().data;
     let most = resolver.known.n_cores.max(1);
     if data.dl_num_workers.is_some_and(|n| n.0 > 0) {
-        resolver.note("data.dl_num_workers has no effect: batches are made on one thread ahead of the step");
+        resolver.note("data.dl_num_workers has no effect: a batch is made from mapped tokens in the step itself");
     }
     resolver.positive("data.num_proc", data.num_proc, most.min(16)).min(most)
 }

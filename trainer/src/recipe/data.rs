@@ -56,7 +56,7 @@ pub struct Data {
     pub div_length: Option<HumanInt>,
     /// Threads that tokenise. Default: 16, or as many as there are cores if fewer.
     pub num_proc: Option<HumanInt>,
-    /// ArcticTraining's loader processes. Accepted; batches are made on one thread ahead of the step.
+    /// ArcticTraining's loader processes. Accepted; a batch is made from mapped tokens in the step itself.
     pub dl_num_workers: Option<HumanInt>,
     /// Seeds the split, the shuffle and the packing. Default 42.
     pub seed: Option<HumanInt>,
