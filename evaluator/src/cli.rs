@@ -10,7 +10,7 @@ use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde_json::json;
 
-use crate::exit::{ExitCode, classify, report};
+use crate::exit::{ExitCode, classify, parse_arguments, report};
 use crate::generate::GenerateOptions;
 use crate::lm::Lm;
 
@@ -112,13 +112,9 @@ struct Score {
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli: Cli = match parse_arguments() {
         Ok(cli) => cli,
-        Err(error) => {
-            // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
-            let _ = error.print();
-            return if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok };
-        }
+        Err(code) => return code,
     };
     tracing_subscriber::fmt().with_writer(io::stderr).without_time().with_max_level(tracing::Level::WARN).init();
     match run(&cli.command) {

@@ -98,6 +98,15 @@ fn io_code(error: &io::Error) -> Option<ExitCode> {
     }
 }
 
+/// Reads the process's arguments, or prints what clap has to say and returns the code to exit with.
+pub fn parse_arguments<C: clap::Parser>() -> Result<C, ExitCode> {
+    C::try_parse().map_err(|error| {
+        // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
+        let _ = error.print();
+        if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }
+    })
+}
+
 /// Writes an error and its causes, each once. A backtrace follows only if RUST_BACKTRACE asks for one.
 pub fn report(error: &anyhow::Error) -> String {
     let mut text = String::from("error: ");

@@ -9,6 +9,7 @@ mod ui;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use evaluator::exit::parse_arguments;
 
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
@@ -138,13 +139,9 @@ impl Verbosity {
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli: Cli = match parse_arguments() {
         Ok(cli) => cli,
-        Err(error) => {
-            // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
-            let _ = error.print();
-            return if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok };
-        }
+        Err(code) => return code,
     };
     match run(&cli) {
         Ok(code) => code,
