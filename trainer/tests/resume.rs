@@ -82,3 +82,14 @@ fn an_evaluation_on_start_comes_before_the_first_step_and_only_there() {
     assert_eq!(evals, [0, 12, 24]);
     assert_eq!(run.metrics()[0]["iter"], 0);
 }
+
+#[test]
+fn a_run_that_died_before_its_export_exports_when_started_again() {
+    let run = Run::new();
+    let at_the_end = "checkpoint.0.save_end_of_training=true";
+    run.train_ok(&[at_the_end]);
+    let exported = run.exported();
+    std::fs::remove_dir_all(run.path().join("hf")).unwrap();
+    run.train_ok(&[at_the_end]);
+    assert!(run.exported() == exported);
+}

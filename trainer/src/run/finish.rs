@@ -18,7 +18,10 @@ use super::session::Session;
 /// Settles a run that ended as `end` says, and returns its exit code.
 pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
     let code = match end {
-        End::Horizon => ExitCode::Ok,
+        End::Horizon => {
+            session.save_missing()?;
+            ExitCode::Ok
+        }
         End::Exit(_) | End::Stop(Stop::KillSwitch(_)) => {
             session.save_to_resume()?;
             ExitCode::Ok

@@ -7,7 +7,7 @@ use candlewick_parallel::Engine;
 use evaluator::held_out::{HeldOut, held_out_loss};
 use serde_json::json;
 
-use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Fingerprint, Kind, Moment};
+use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Fingerprint, Kind, Moment, Tag};
 use crate::data::{Cursor, EvalStream, Prepared, Step, Stream};
 use crate::metrics::{EvalRecord, Memory, ModelShape, Pass, Reporter, RunJson, Start, StepRecord, Visibility, flops};
 use crate::plan::{Activations, Plan};
@@ -168,6 +168,16 @@ impl<'a> Session<'a> {
     /// Makes every save that is due.
     pub(super) fn save_due(&mut self, moment: Moment) -> Result<()> {
         for checkpoint in self.plan.checkpoints.iter().filter(|checkpoint| checkpoint.due(moment)) {
+            self.save(checkpoint)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the saves of the end that are not there: of a run that died between its last step and one of them.
+    pub(super) fn save_missing(&mut self) -> Result<()> {
+        let Cursor { step, epoch, .. } = *self.stream.cursor();
+        let plans = self.plan.checkpoints.iter();
+        for checkpoint in plans.filter(|plan| plan.save_end_of_training && !plan.dir(Tag { step, epoch }).exists()) {
             self.save(checkpoint)?;
         }
         Ok(())
