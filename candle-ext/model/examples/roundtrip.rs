@@ -13,7 +13,7 @@ use std::{collections::HashMap, path::Path};
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
     AdapterFolder, Config, Cx, Model, OneDevice, ParamSpec, Weights,
-    checkpoint::{Checkpoint, Export},
+    checkpoint::{Checkpoint, Companions, Export},
 };
 use candlewick_ops::{Seqs, Weight};
 
@@ -43,13 +43,15 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let export = Export {
         folder: &out.join("model"),
         config: model.config(),
-        companions: &[folder],
+        companions: Companions { folders: &[folder], chat_template: None },
         dtype: DType::F32,
         shard_bytes: checkpoint.n_bytes() as u64,
     };
     export.save(model.base_params(), |param| model.merged(&param.name, |name| Ok(values[name].clone())))?;
     if adapter.is_some() {
-        AdapterFolder::save(&out.join("adapter"), &model, DType::F32, |param| Ok(values[&param.name].clone()))?;
+        AdapterFolder::save(&out.join("adapter"), &model, DType::F32, Companions::default(), |param| {
+            Ok(values[&param.name].clone())
+        })?;
     }
     Ok(())
 }
@@ -73,7 +75,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
     let positions: Vec<u32> = (0..ids.len() as u32).collect();
     let (cos, sin) = model.rope(&positions, &Device::Cpu)?;
     let seqs = Seqs::packed(vec![0, ids.len()])?;
-    let cx = Cx { cos: &cos, sin: &sin, seqs: &seqs, seams: &OneDevice };
+    let cx = Cx { cos: &cos, sin: &sin, seqs: &seqs, dropout_key: None, seams: &OneDevice };
     let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?)?;
     for block_idx in 0..model.n_blocks() {
         x = model.block(block_idx, &units[block_idx + 1], &x, &cx)?;

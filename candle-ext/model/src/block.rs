@@ -39,6 +39,8 @@ pub struct Cx<'a> {
     pub sin: &'a Tensor,
     /// Where the sequences begin and end.
     pub seqs: &'a Seqs,
+    /// Chooses what dropout drops; `None` outside of training, where nothing is.
+    pub dropout_key: Option<u64>,
     /// The world around the block.
     pub seams: &'a dyn Seams,
 }
@@ -49,7 +51,7 @@ pub(crate) fn forward(config: &Config, block_idx: usize, w: &Weights, x_td: &Ten
     let normed_td = block.norm("input_layernorm", x_td)?;
     let x_td = (x_td + block.attention(&normed_td, cx)?)?;
     let normed_td = block.norm("post_attention_layernorm", &x_td)?;
-    &x_td + block.mlp(&normed_td)?
+    &x_td + block.mlp(&normed_td, cx)?
 }
 
 struct Block<'a> {
@@ -61,34 +63,34 @@ struct Block<'a> {
 
 impl Block<'_> {
     fn attention(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let q_thk = self.turn(&self.heads("q_proj", "q_norm", x_td)?, cx)?;
-        let k_tgk = self.turn(&self.heads("k_proj", "k_norm", x_td)?, cx)?;
-        let v_tgk = self.split("v_proj", x_td)?;
+        let q_thk = self.turn(&self.heads("q_proj", "q_norm", x_td, cx)?, cx)?;
+        let k_tgk = self.turn(&self.heads("k_proj", "k_norm", x_td, cx)?, cx)?;
+        let v_tgk = self.split("v_proj", x_td, cx)?;
         let spec = AttentionSpec {
             scale: (self.config.head_dim() as f64).powf(-0.5) as f32,
             causal: true,
             window: self.config.window(self.block_idx),
         };
         let y_thk = cx.seams.attend(self.block_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
-        self.linear("self_attn.o_proj", &y_thk.flatten_from(1)?)
+        self.linear("self_attn.o_proj", &y_thk.flatten_from(1)?, cx)
     }
 
-    fn mlp(&self, x_td: &Tensor) -> Result<Tensor> {
-        let (gate_tf, up_tf) = (self.linear("mlp.gate_proj", x_td)?, self.linear("mlp.up_proj", x_td)?);
-        self.linear("mlp.down_proj", &ops::swiglu(&gate_tf, &up_tf)?)
+    fn mlp(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let (gate_tf, up_tf) = (self.linear("mlp.gate_proj", x_td, cx)?, self.linear("mlp.up_proj", x_td, cx)?);
+        self.linear("mlp.down_proj", &ops::swiglu(&gate_tf, &up_tf)?, cx)
     }
 
     /// A projection split into heads, each normalised if the family does so.
-    fn heads(&self, projection: &str, norm: &str, x_td: &Tensor) -> Result<Tensor> {
-        let y_thk = self.split(projection, x_td)?;
+    fn heads(&self, projection: &str, norm: &str, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let y_thk = self.split(projection, x_td, cx)?;
         match self.config.typed.qk_norm {
             true => self.norm(&format!("self_attn.{norm}"), &y_thk),
             false => Ok(y_thk),
         }
     }
 
-    fn split(&self, projection: &str, x_td: &Tensor) -> Result<Tensor> {
-        let y = self.linear(&format!("self_attn.{projection}"), x_td)?;
+    fn split(&self, projection: &str, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let y = self.linear(&format!("self_attn.{projection}"), x_td, cx)?;
         let n_heads = y.dim(D::Minus1)? / self.config.head_dim();
         y.reshape((y.dim(0)?, n_heads, self.config.head_dim()))
     }
@@ -97,8 +99,8 @@ impl Block<'_> {
         ops::rope(x_thk, cx.cos, cx.sin)
     }
 
-    fn linear(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        self.w.linear(&format!("{}.{name}", self.prefix), x)
+    fn linear(&self, name: &str, x: &Tensor, cx: &Cx) -> Result<Tensor> {
+        self.w.linear(&format!("{}.{name}", self.prefix), x, cx.dropout_key)
     }
 
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {

@@ -89,12 +89,17 @@ fn box_muller(a: f64, b: f64) -> [f64; 2] {
     [radius * cos, radius * sin]
 }
 
-/// FNV-1a of the name, twice with different starts, beside the seed.
+/// FNV-1a's usual start.
+pub(crate) const FNV_START: u64 = 0xcbf2_9ce4_8422_2325;
+
+/// FNV-1a of a text.
+pub(crate) fn fnv1a(start: u64, text: &str) -> u64 {
+    text.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
+}
+
+/// The name's hash, twice with different starts, beside the seed.
 fn stream_key(seed: u64, name: &str) -> [u8; 32] {
-    let hash = |start: u64| {
-        name.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3))
-    };
-    let words = [seed, hash(0xcbf2_9ce4_8422_2325), hash(0x6c62_272e_07bb_0142), name.len() as u64];
+    let words = [seed, fnv1a(FNV_START, name), fnv1a(0x6c62_272e_07bb_0142, name), name.len() as u64];
     let mut key = [0; 32];
     key.chunks_exact_mut(8).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
     key

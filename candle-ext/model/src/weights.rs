@@ -3,15 +3,18 @@
 use std::collections::HashMap;
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, Precision, Weight};
+use candlewick_ops::{self as ops, Dropout, Precision, Weight};
 
-use crate::Unit;
+use crate::{
+    Adapter, Unit,
+    param::{FNV_START, fnv1a},
+};
 
 /// Name -> weight for one unit: what it owns and what it borrows.
 #[derive(Clone)]
 pub struct Weights {
     weights: HashMap<String, Weight>,
-    scalings: HashMap<String, f64>,
+    adapters: HashMap<String, Adapter>,
 }
 
 impl Weights {
@@ -22,8 +25,8 @@ impl Weights {
         if let Some(missing) = names.into_iter().find(|name| !weights.contains_key(*name)) {
             candle_core::bail!("the weights of {} lack `{missing}`", unit.name);
         }
-        let scalings = unit.adapters.iter().map(|a| (a.module.clone(), a.scaling)).collect();
-        Ok(Self { weights, scalings })
+        let adapters = unit.adapters.iter().map(|a| (a.module.clone(), a.clone())).collect();
+        Ok(Self { weights, adapters })
     }
 
     /// Returns the weight called `name`.
@@ -34,13 +37,22 @@ impl Weights {
         }
     }
 
-    /// y = x W^T + b, plus scaling * (x A^T) B^T where the module has an adapter.
-    pub fn linear(&self, module: &str, x: &Tensor) -> Result<Tensor> {
+    /// y = x W^T + b, plus scaling * (dropout(x) A^T) B^T where the module has an adapter. Without a key nothing is
+    /// dropped.
+    pub fn linear(&self, module: &str, x: &Tensor, dropout_key: Option<u64>) -> Result<Tensor> {
         let part = |name: &str| self.weights.get(&format!("{module}.{name}"));
         let base = ops::linear(x, self.get(&format!("{module}.weight"))?, part("bias"), Precision::Compute)?;
-        let Some(&scaling) = self.scalings.get(module) else { return Ok(base) };
-        let down = ops::linear(x, self.get(&format!("{module}.lora_A.weight"))?, None, Precision::Compute)?;
-        let up = ops::linear(&down, self.get(&format!("{module}.lora_B.weight"))?, None, Precision::Compute)?;
-        base + up.affine(scaling, 0.0)?
+        let Some(adapter) = self.adapters.get(module) else { return Ok(base) };
+        let x = match dropout_key {
+            Some(key) => {
+                let key = ops::derive_key(key, fnv1a(FNV_START, module));
+                ops::dropout(x, Dropout { p: adapter.dropout, key })?
+            }
+            None => x.clone(),
+        };
+        // Scaled while it is small and unrounded.
+        let down = ops::linear(&x, self.get(&format!("{module}.lora_A.weight"))?, None, Precision::Full)?;
+        let down = down.affine(adapter.scaling, 0.0)?.to_dtype(x.dtype())?;
+        base + ops::linear(&down, self.get(&format!("{module}.lora_B.weight"))?, None, Precision::Compute)?
     }
 }

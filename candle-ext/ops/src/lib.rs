@@ -7,6 +7,7 @@
 pub mod adamw;
 pub mod attention;
 mod dot;
+pub mod dropout;
 pub mod embedding;
 mod exp;
 mod floats;
@@ -24,6 +25,7 @@ pub mod weight;
 
 pub use adamw::{AdamW, adamw};
 pub use attention::{AttentionSpec, Seqs, attention};
+pub use dropout::{Dropout, derive_key, dropout};
 pub use embedding::embedding;
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{Precision, linear};

@@ -41,6 +41,19 @@ impl Micro {
     pub const IGNORED: i64 = -100;
 }
 
+/// What a sum of token losses is multiplied by: one over the number of target tokens of the whole step.
+///
+/// Only a step's count can make one, so that no micro-batch or rank is normalised by its own.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale(f64);
+
+impl LossScale {
+    /// The mean over the target tokens of a step: those of all its micro-batches on all ranks.
+    pub fn mean_over(n_targets_of_step: f64) -> Self {
+        Self(1.0 / n_targets_of_step.max(1.0))
+    }
+}
+
 /// The model, its parameters and the plan of what each block keeps.
 pub struct Engine {
     model: Model,
@@ -94,11 +107,11 @@ impl Engine {
 
     /// Runs forward and backward and returns `scale` times the sum of the token losses of this micro-batch.
     ///
-    /// The gradient of that number is added to the main gradients. `scale` is 1 / the number of target tokens of the
-    /// whole step, over all micro-batches and ranks: the one place where the loss is normalised.
-    pub fn forward_backward(&self, micro: &Micro, scale: f64) -> Result<f64> {
+    /// The gradient of that number is added to the main gradients. `dropout_key` chooses what dropout drops.
+    pub fn forward_backward(&self, micro: &Micro, scale: LossScale, dropout_key: u64) -> Result<f64> {
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
-        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, seams: &OneDevice };
+        let dropout_key = Some(dropout_key);
+        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, dropout_key, seams: &OneDevice };
 
         let embedded = self.model.embed(&self.store.fetch(0)?, &micro.ids)?;
         let mut x = embedded.detach();
@@ -145,7 +158,7 @@ impl Engine {
     }
 
     /// Returns the scaled loss and its gradient with respect to the last block's output.
-    fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, scale: f64) -> Result<(f64, Tensor)> {
+    fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, LossScale(scale): LossScale) -> Result<(f64, Tensor)> {
         let weights = self.store.fetch(self.head())?;
         let tape = Tape::record(x_td, |x| self.model.norm(&weights, x))?;
         let lm_head = self.model.lm_head(&weights)?;
@@ -186,7 +199,7 @@ impl Engine {
 
     fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
-        let cx = Cx { cos: &cos, sin: &sin, seqs, seams };
+        let cx = Cx { cos: &cos, sin: &sin, seqs, dropout_key: None, seams };
         let mut x = self.model.embed(&self.store.fetch_frozen(0)?, ids)?;
         for block_idx in 0..self.model.n_blocks() {
             x = self.model.block(block_idx, &self.store.fetch_frozen(block_idx + 1)?, &x, &cx)?;

@@ -8,6 +8,6 @@ mod offload;
 mod store;
 mod tape;
 
-pub use engine::{Engine, Micro, Residency};
+pub use engine::{Engine, LossScale, Micro, Residency};
 pub use kv_cache::KvCache;
 pub use store::{Mode, ParamState, Resident};

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Cx, LoraConfig, Model, OneDevice};
 use candlewick_ops::{AdamW, CrossEntropy, Reduction, Seqs, Upstream, cotangent, linear_cross_entropy};
-use candlewick_parallel::{Engine, KvCache, Micro, Mode, Residency, Resident};
+use candlewick_parallel::{Engine, KvCache, LossScale, Micro, Mode, Residency, Resident};
 use rand::{Rng, SeedableRng};
 use serde_json::json;
 
@@ -67,6 +67,10 @@ fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
     lengths.iter().map(|&n| (0..n).map(|_| token()).collect()).collect()
 }
 
+fn scale_of(sequences: &[Vec<(u32, i64)>]) -> LossScale {
+    LossScale::mean_over(n_targets(sequences))
+}
+
 fn n_targets(sequences: &[Vec<(u32, i64)>]) -> f64 {
     sequences.iter().flatten().filter(|(_, target)| *target != Micro::IGNORED).count() as f64
 }
@@ -96,7 +100,7 @@ fn what_a_block_keeps_changes_nothing() {
     let batch = sequences(&[7, 1, 12]);
     let run = |residency| {
         let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, residency);
-        let loss = engine.forward_backward(&micro(&batch), 1.0 / n_targets(&batch)).unwrap();
+        let loss = engine.forward_backward(&micro(&batch), scale_of(&batch), 5).unwrap();
         (loss, grads(&engine))
     };
     let keep = run(Residency::Keep);
@@ -109,14 +113,14 @@ fn what_a_block_keeps_changes_nothing() {
 fn the_engines_gradient_is_the_whole_graphs_gradient() {
     for tied in [true, false] {
         let batch = sequences(&[9, 5]);
-        let scale = 1.0 / n_targets(&batch);
+        let scale = scale_of(&batch);
         let by_block = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
-        by_block.forward_backward(&micro(&batch), scale).unwrap();
+        by_block.forward_backward(&micro(&batch), scale, 5).unwrap();
 
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
         let (cos, sin) = model.rope(&micro.positions, &Device::Cpu).unwrap();
-        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, seams: &OneDevice };
+        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, dropout_key: None, seams: &OneDevice };
         let mut x = model.embed(&store.fetch(0).unwrap(), &micro.ids).unwrap();
         for block_idx in 0..model.n_blocks() {
             x = model.block(block_idx, &store.fetch(block_idx + 1).unwrap(), &x, &cx).unwrap();
@@ -125,7 +129,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         let normed = model.norm(&head, &x).unwrap();
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 3 };
         let lm_head = model.lm_head(&head).unwrap();
-        let upstream = Upstream::Scalar(scale);
+        let upstream = Upstream::Scalar(1.0 / n_targets(&batch));
         let out = linear_cross_entropy(&normed.detach(), &lm_head, &micro.targets, &spec, upstream).unwrap();
         cotangent(&normed, &out.dx.unwrap()).unwrap().backward().unwrap();
         assert_close(&grads(&by_block), &grads(&whole), 1e-6);
@@ -146,8 +150,8 @@ fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {
         .collect();
     let run = |micros: Vec<Micro>| {
         let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, Residency::Recompute);
-        let scale = 1.0 / n_targets(&batch);
-        let loss: f64 = micros.iter().map(|micro| engine.forward_backward(micro, scale).unwrap()).sum();
+        let scale = scale_of(&batch);
+        let loss: f64 = micros.iter().map(|micro| engine.forward_backward(micro, scale, 5).unwrap()).sum();
         (loss, grads(&engine))
     };
     let together = run(vec![micro(&batch)]);
@@ -164,7 +168,7 @@ fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {
 fn the_loss_without_a_tape_is_the_loss_with_one() {
     let batch = sequences(&[6, 9]);
     let engine = engine(Model::new(config(false), None).unwrap(), DType::F32, Residency::Keep);
-    let with = engine.forward_backward(&micro(&batch), 1.0).unwrap();
+    let with = engine.forward_backward(&micro(&batch), LossScale::mean_over(1.0), 5).unwrap();
     let before = grads(&engine);
     assert_eq!(engine.loss(&micro(&batch)).unwrap(), with);
     assert!(before == grads(&engine), "an evaluation touched the gradients");
@@ -177,7 +181,7 @@ fn an_adapters_base_has_no_gradient_and_its_factors_do() {
     let model = Model::new(config(true), Some(lora.unwrap())).unwrap();
     let engine = engine(model, DType::F32, Residency::Recompute);
     let batch = sequences(&[8]);
-    engine.forward_backward(&micro(&batch), 1.0).unwrap();
+    engine.forward_backward(&micro(&batch), LossScale::mean_over(1.0), 5).unwrap();
     let grads = grads(&engine);
     assert_eq!(grads.len(), 3 * 7 * 2);
     for (name, grad) in &grads {
@@ -187,14 +191,35 @@ fn an_adapters_base_has_no_gradient_and_its_factors_do() {
 }
 
 #[test]
+fn dropout_is_the_same_when_recomputed_and_absent_in_evaluation() {
+    let run = |p: f64, residency, key| {
+        let lora = json!({"r": 4, "lora_alpha": 16, "lora_dropout": p, "target_modules": "all-linear"});
+        let model = Model::new(config(true), Some(LoraConfig::from_json(&lora).unwrap())).unwrap();
+        let engine = engine(model, DType::F32, residency);
+        let batch = sequences(&[12, 7]);
+        let loss = engine.forward_backward(&micro(&batch), scale_of(&batch), key).unwrap();
+        (loss, grads(&engine), engine.loss(&micro(&batch)).unwrap())
+    };
+    let (loss, gradients, held_out) = run(0.5, Residency::Keep, 5);
+    assert!((loss, gradients.clone(), held_out) == run(0.5, Residency::Recompute, 5));
+    assert!((loss, gradients.clone(), held_out) == run(0.5, Residency::Offload, 5));
+    let (other_loss, _, other_held_out) = run(0.5, Residency::Keep, 6);
+    assert_ne!(loss, other_loss, "another key drops others");
+    assert_eq!(held_out, other_held_out);
+    let (undropped, _, plain) = run(0.0, Residency::Keep, 5);
+    assert_eq!(plain, held_out, "evaluation drops nothing");
+    assert_ne!(loss, undropped);
+}
+
+#[test]
 fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
     let engine = engine(Model::new(config(true), None).unwrap(), DType::BF16, Residency::Keep);
     let batch = sequences(&[10, 10]);
-    let scale = 1.0 / n_targets(&batch);
+    let scale = scale_of(&batch);
     let mut losses = Vec::new();
     for step in 1..=8 {
         engine.store().zero_grads().unwrap();
-        losses.push(engine.forward_backward(&micro(&batch), scale).unwrap());
+        losses.push(engine.forward_backward(&micro(&batch), scale, 5).unwrap());
         let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, step, grad_scale: 1.0 };
         engine.store().step(&hyper).unwrap();
     }

@@ -13,5 +13,5 @@ mod writer;
 pub use element::Element;
 pub use reader::Checkpoint;
 pub use staging::Staging;
-pub use writer::{DEFAULT_SHARD_BYTES, Export};
+pub use writer::{Companions, DEFAULT_SHARD_BYTES, Export};
 pub(crate) use writer::{ShardTensor, write_json, write_shard};

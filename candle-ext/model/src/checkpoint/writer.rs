@@ -18,7 +18,7 @@ use crate::{Config, ModelError, ParamSpec};
 /// The largest shard unless the caller says otherwise: 5 GB, as transformers has it.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// The files around the weights: copied if a source has them.
+/// The files that say how a model of this kind generates and reads: copied if a folder has them.
 const COMPANIONS: &[&str] = &[
     "generation_config.json",
     "tokenizer.json",
@@ -32,6 +32,15 @@ const COMPANIONS: &[&str] = &[
     "chat_template.json",
 ];
 
+/// The files around the weights.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Companions<'a> {
+    /// Folders with tokenizer files and generation_config.json; the first that has a file gives it.
+    pub folders: &'a [&'a Path],
+    /// The chat template, where it is not the one of those folders.
+    pub chat_template: Option<&'a str>,
+}
+
 /// What to save and how.
 #[derive(Clone, Debug)]
 pub struct Export<'a> {
@@ -39,8 +48,8 @@ pub struct Export<'a> {
     pub folder: &'a Path,
     /// The model's config; its dtype becomes the file's.
     pub config: &'a Config,
-    /// Folders with tokenizer files and generation_config.json; the first that has a file gives it.
-    pub companions: &'a [&'a Path],
+    /// The files around the weights.
+    pub companions: Companions<'a>,
     /// The number format on disk: F32, BF16 or F16.
     pub dtype: DType,
     /// The largest shard; [`DEFAULT_SHARD_BYTES`] if there is no wish.
@@ -74,7 +83,7 @@ impl Export<'_> {
             write_json(&staging.folder().join("model.safetensors.index.json"), &index)?;
         }
         write_json(&staging.folder().join("config.json"), &self.config.to_json_as(self.dtype))?;
-        copy_companions(self.companions, staging.folder())?;
+        self.companions.copy_into(staging.folder())?;
         staging.commit()
     }
 }
@@ -170,11 +179,18 @@ pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     fs::write(path, format!("{value:#}\n")).map_err(ModelError::io("write", path))
 }
 
-fn copy_companions(sources: &[&Path], folder: &Path) -> Result<(), ModelError> {
-    for name in COMPANIONS {
-        if let Some(source) = sources.iter().map(|source| source.join(name)).find(|path| path.is_file()) {
-            fs::copy(&source, folder.join(name)).map_err(ModelError::io("copy", &source))?;
+impl Companions<'_> {
+    pub(crate) fn copy_into(&self, folder: &Path) -> Result<(), ModelError> {
+        for name in COMPANIONS {
+            if self.chat_template.is_some() && name.starts_with("chat_template") {
+                continue;
+            }
+            if let Some(source) = self.folders.iter().map(|source| source.join(name)).find(|path| path.is_file()) {
+                fs::copy(&source, folder.join(name)).map_err(ModelError::io("copy", &source))?;
+            }
         }
+        let Some(template) = self.chat_template else { return Ok(()) };
+        let path = folder.join("chat_template.jinja");
+        fs::write(&path, template).map_err(ModelError::io("write", &path))
     }
-    Ok(())
 }

@@ -16,6 +16,7 @@ use crate::{
 pub struct LoraConfig {
     pub(super) r: usize,
     pub(super) lora_alpha: f64,
+    pub(super) lora_dropout: f64,
     pub(super) use_rslora: bool,
     pub(super) target_modules: Names,
     pub(super) exclude_modules: Option<Names>,
@@ -30,6 +31,7 @@ pub struct LoraConfig {
 const READ: &[&str] = &[
     "r",
     "lora_alpha",
+    "lora_dropout",
     "use_rslora",
     "target_modules",
     "exclude_modules",
@@ -60,7 +62,6 @@ const FIXED: &[(&str, &str, &str)] = &[
 ];
 
 const NOT_IMPLEMENTED: &[(&str, &str)] = &[
-    ("lora_dropout", "dropout is not implemented; set it to 0"),
     ("modules_to_save", "training whole modules beside an adapter is not implemented"),
     ("use_dora", "DoRA is not implemented"),
     ("lora_bias", "a bias on B is not implemented"),
@@ -92,7 +93,8 @@ impl LoraConfig {
         let keys = Keys::new(map);
         let config = Self {
             r: rank("r", keys.count("r")?.unwrap_or(8))?,
-            lora_alpha: keys.number("lora_alpha")?.unwrap_or(8.0),
+            lora_alpha: alpha("lora_alpha", keys.number("lora_alpha")?.unwrap_or(8.0))?,
+            lora_dropout: dropout(keys.number("lora_dropout")?.unwrap_or(0.0))?,
             use_rslora: keys.flag("use_rslora")?.unwrap_or(false),
             // PEFT's choice for these families.
             target_modules: Names::read(keys, "target_modules")?
@@ -104,6 +106,7 @@ impl LoraConfig {
             base_model: keys.text("base_model_name_or_path")?.map(str::to_string),
         };
         config.rank_pattern.iter().try_for_each(|(_, r)| rank("rank_pattern", *r).map(drop))?;
+        config.alpha_pattern.iter().try_for_each(|(_, a)| alpha("alpha_pattern", *a).map(drop))?;
         match (&config.target_modules, &config.layers_to_transform) {
             (Names::Regex(_) | Names::AllLinear, Some(_)) => Err(ModelError::lora(
                 "layers_to_transform",
@@ -133,7 +136,7 @@ impl LoraConfig {
             "inference_mode": true,
             "r": self.r,
             "lora_alpha": whole(self.lora_alpha),
-            "lora_dropout": 0.0,
+            "lora_dropout": self.lora_dropout,
             "use_rslora": self.use_rslora,
             "target_modules": self.target_modules.to_json(),
             "exclude_modules": self.exclude_modules.as_ref().map(Names::to_json),
@@ -182,6 +185,22 @@ fn rank(key: &str, r: usize) -> Result<usize, ModelError> {
     match r {
         1..=65536 => Ok(r),
         _ => Err(ModelError::lora(key, format!("expected a rank of 1 to 65536, found {r}"))),
+    }
+}
+
+fn alpha(key: &str, alpha: f64) -> Result<f64, ModelError> {
+    match alpha.is_finite() && alpha != 0.0 {
+        true => Ok(alpha),
+        false => {
+            Err(ModelError::lora(key, format!("expected a number other than 0, found {alpha}: nothing would train")))
+        }
+    }
+}
+
+fn dropout(p: f64) -> Result<f64, ModelError> {
+    match (0.0..1.0).contains(&p) {
+        true => Ok(p),
+        false => Err(ModelError::lora("lora_dropout", format!("expected a probability from 0 to below 1, found {p}"))),
     }
 }
 

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use super::LoraConfig;
 use crate::{
     Model, ModelError, ParamSpec,
-    checkpoint::{Checkpoint, ShardTensor, Staging, write_json, write_shard},
+    checkpoint::{Checkpoint, Companions, ShardTensor, Staging, write_json, write_shard},
 };
 
 /// PEFT's wrapper of a transformers model puts this before every name.
@@ -30,12 +30,13 @@ impl AdapterFolder {
         Ok(Self { config, weights })
     }
 
-    /// Writes the adapter of `model` in number format `dtype`, asking `fetch` for one factor at a time. The folder
-    /// appears when all of it is on disk.
+    /// Writes the adapter of `model` in number format `dtype`, asking `fetch` for one factor at a time, and the files that
+    /// tell how it was prompted. The folder appears when all of it is on disk.
     pub fn save(
         folder: &Path,
         model: &Model,
         dtype: DType,
+        companions: Companions,
         fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
     ) -> Result<(), ModelError> {
         let Some(config) = model.lora() else {
@@ -48,6 +49,7 @@ impl AdapterFolder {
             .collect();
         write_shard(&staging.folder().join("adapter_model.safetensors"), &tensors, dtype, fetch)?;
         write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
+        companions.copy_into(staging.folder())?;
         staging.commit()
     }
 }

@@ -20,6 +20,8 @@ pub struct Adapter {
     pub r: usize,
     /// What B A is multiplied by: alpha / r, or alpha / sqrt(r).
     pub scaling: f64,
+    /// The probability with which each input of A is dropped in training.
+    pub dropout: f64,
 }
 
 impl Adapter {

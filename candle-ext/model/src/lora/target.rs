@@ -80,6 +80,7 @@ impl LoraConfig {
     pub(crate) fn targets(&self, config: &Config) -> Result<Vec<Adapter>, ModelError> {
         self.refuse_embeddings()?;
         self.refuse_unmatched(config)?;
+        self.refuse_idle(config)?;
         let mut adapters = Vec::new();
         for block_idx in (0..config.n_layers()).filter(|block_idx| self.transforms(*block_idx)) {
             for linear in unit::linears(config, block_idx) {
@@ -111,7 +112,7 @@ impl LoraConfig {
         let r = first_match("rank_pattern", &self.rank_pattern, &module)?.unwrap_or(self.r);
         let alpha = first_match("alpha_pattern", &self.alpha_pattern, &module)?.unwrap_or(self.lora_alpha);
         let scaling = alpha / if self.use_rslora { (r as f64).sqrt() } else { r as f64 };
-        Ok(Adapter { module, r, scaling })
+        Ok(Adapter { module, r, scaling, dropout: self.lora_dropout })
     }
 
     /// The loss is fused with the output layer, and the embedding is no matrix product: neither can carry an adapter.
@@ -137,6 +138,40 @@ impl LoraConfig {
                 let hint = did_you_mean(name, short_names(config).iter().map(String::as_str));
                 let problem = format!("`{name}` matches no module{hint}; {}", these_are_there(config));
                 Err(ModelError::lora("target_modules", problem))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl LoraConfig {
+    /// A pattern, an exclusion or a layer that matches nothing is a slip of the pen.
+    fn refuse_idle(&self, config: &Config) -> Result<(), ModelError> {
+        let last = config.n_layers() - 1;
+        if let Some(layer) = self.layers_to_transform.iter().flatten().find(|layer| **layer > last) {
+            let problem = format!("there is no layer {layer}; the last one is {last}");
+            return Err(ModelError::lora("layers_to_transform", problem));
+        }
+        let modules: Vec<String> = (0..config.n_layers())
+            .flat_map(|block_idx| unit::linears(config, block_idx))
+            .map(|linear| linear.module)
+            .collect();
+        let ranks = self.rank_pattern.iter().map(|(name, _)| ("rank_pattern", name));
+        let alphas = self.alpha_pattern.iter().map(|(name, _)| ("alpha_pattern", name));
+        for (key, name) in ranks.chain(alphas) {
+            let pattern = [(name.clone(), ())];
+            let hits = modules.iter().map(|module| first_match(key, &pattern, module));
+            if hits.collect::<Result<Vec<_>, _>>()?.iter().all(Option::is_none) {
+                return Err(ModelError::lora(key, format!("`{name}` matches no module; {}", these_are_there(config))));
+            }
+        }
+        let Some(Names::List(excluded)) = &self.exclude_modules else { return Ok(()) };
+        let outside = ["lm_head", "model.embed_tokens"].map(str::to_string);
+        let all: Vec<&String> = modules.iter().chain(&outside).collect();
+        match excluded.iter().find(|name| !all.iter().any(|module| has_suffix(module, name))) {
+            Some(name) => {
+                let problem = format!("`{name}` matches no module; {}", these_are_there(config));
+                Err(ModelError::lora("exclude_modules", problem))
             }
             None => Ok(()),
         }

@@ -1,7 +1,10 @@
 //! LoRA against peft: forward, gradients, files, merging, and what is refused.
 
 use candle_core::{DType, Device};
-use candlewick_model::{AdapterFolder, Config, LoraConfig, Model, checkpoint::Export};
+use candlewick_model::{
+    AdapterFolder, Config, LoraConfig, Model,
+    checkpoint::{Companions, Export},
+};
 use serde_json::{Value, json};
 
 use crate::tiny::{Reference, Tiny, assert_close, fixture};
@@ -35,7 +38,8 @@ fn an_adapter_folder_survives_a_round_trip() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("adapter");
     let value = |name: &str| tiny.weights.iter().find_map(|w| w.get(name).ok()).unwrap().value().clone();
-    AdapterFolder::save(&target, &tiny.model, DType::F32, |param| Ok(value(&param.name))).unwrap();
+    AdapterFolder::save(&target, &tiny.model, DType::F32, Companions::default(), |param| Ok(value(&param.name)))
+        .unwrap();
     let again = Tiny::load_with_adapter("qwen2", &target);
     assert_eq!(again.model.lora().unwrap(), tiny.model.lora().unwrap());
     let logits = |tiny: &Tiny| tiny.logits(&reference.ids, &reference.lengths).to_vec2::<f32>().unwrap();
@@ -48,8 +52,13 @@ fn a_merged_export_computes_what_the_adapter_did() {
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("merged");
     let value = |name: &str| Ok(tiny.weights.iter().find_map(|w| w.get(name).ok()).unwrap().value().clone());
-    let export =
-        Export { folder: &target, config: tiny.model.config(), companions: &[], dtype: DType::F32, shard_bytes: 4000 };
+    let export = Export {
+        folder: &target,
+        config: tiny.model.config(),
+        companions: Companions::default(),
+        dtype: DType::F32,
+        shard_bytes: 4000,
+    };
     export.save(tiny.model.base_params(), |param| tiny.model.merged(&param.name, value)).unwrap();
     let checkpoint = candlewick_model::checkpoint::Checkpoint::open(&target).unwrap();
     let plain = Model::new(Config::read(&target).unwrap(), None).unwrap();
@@ -97,7 +106,12 @@ fn refused(peft_config: Value, parts: &[&str]) {
 
 #[test]
 fn what_is_not_implemented_is_refused_by_name() {
-    refused(json!({"lora_dropout": 0.1}), &["lora_dropout", "0.1", "set it to 0"]);
+    refused(json!({"lora_dropout": 1.0}), &["lora_dropout", "from 0 to below 1", "1"]);
+    refused(json!({"lora_dropout": -0.5}), &["lora_dropout", "-0.5"]);
+    refused(json!({"lora_alpha": 0}), &["lora_alpha", "nothing would train"]);
+    refused(json!({"rank_pattern": {"up_prj": 4}}), &["rank_pattern", "`up_prj` matches no module"]);
+    refused(json!({"exclude_modules": ["up_prj"]}), &["exclude_modules", "`up_prj` matches no module"]);
+    refused(json!({"layers_to_transform": [99]}), &["layers_to_transform", "there is no layer 99"]);
     refused(json!({"use_dora": true}), &["use_dora", "DoRA"]);
     refused(json!({"peft_type": "IA3"}), &["peft_type", "IA3"]);
     refused(json!({"bias": "all"}), &["bias", "all", "none"]);
@@ -114,7 +128,7 @@ fn a_target_that_cannot_be_met_is_refused_with_the_modules_there_are() {
     refused(json!({"target_modules": ["q_prj"]}), &["q_prj", "did you mean `q_proj`?", "gate_proj"]);
     refused(json!({"target_modules": "nothing"}), &["no module matches", "q_proj", "layers 0 to 1"]);
     refused(json!({"target_modules": []}), &["no module matches"]);
-    refused(json!({"target_modules": ["up_proj"], "layers_to_transform": [7]}), &["no module matches"]);
+    refused(json!({"target_modules": ["up_proj"], "layers_to_transform": [7]}), &["there is no layer 7"]);
     refused(json!({"target_modules": ["lm_head"]}), &["lm_head", "not supported"]);
     refused(json!({"target_modules": ".*embed_tokens"}), &["model.embed_tokens"]);
     refused(json!({"target_modules": "("}), &["target_modules", "regular expression"]);

@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
     Config, Model, ParamSpec,
-    checkpoint::{Checkpoint, Export},
+    checkpoint::{Checkpoint, Companions, Export},
 };
 use serde_json::{Value, json};
 
@@ -28,7 +28,7 @@ impl Source {
 
     fn save(&self, folder: &Path, dtype: DType, shard_bytes: u64) {
         let config = self.model.config();
-        let export = Export { folder, config, companions: &[], dtype, shard_bytes };
+        let export = Export { folder, config, companions: Companions::default(), dtype, shard_bytes };
         export.save(self.model.base_params(), |param| Ok(self.read(param, DType::F32))).unwrap();
     }
 }
@@ -77,7 +77,7 @@ fn shards_are_bounded_indexed_and_named_as_transformers_names_them() {
     let export = Export {
         folder: &target,
         config: source.model.config(),
-        companions: &[],
+        companions: Companions::default(),
         dtype: DType::F32,
         shard_bytes: 6000,
     };
@@ -106,13 +106,20 @@ fn companions_are_copied_from_the_first_folder_that_has_them() {
     let export = Export {
         folder: &target,
         config: source.model.config(),
-        companions: &[&a, &b],
+        companions: Companions { folders: &[&a, &b], chat_template: None },
         dtype: DType::F32,
         shard_bytes: 1 << 30,
     };
     export.save(source.model.base_params(), |param| Ok(source.read(param, DType::F32))).unwrap();
     assert_eq!(fs::read_to_string(target.join("tokenizer.json")).unwrap(), a.to_str().unwrap());
     assert!(target.join("generation_config.json").is_file() && !target.join("x.py").exists());
+
+    fs::write(a.join("chat_template.json"), "{}").unwrap();
+    let companions = Companions { folders: &[&a], chat_template: Some("{{ messages }}") };
+    let export = Export { companions, ..export };
+    export.save(source.model.base_params(), |param| Ok(source.read(param, DType::F32))).unwrap();
+    assert_eq!(fs::read_to_string(target.join("chat_template.jinja")).unwrap(), "{{ messages }}");
+    assert!(!target.join("chat_template.json").exists(), "the template of the folder is not the one trained with");
 }
 
 #[test]
@@ -125,7 +132,7 @@ fn a_save_that_fails_leaves_the_old_folder() {
     let export = Export {
         folder: &target,
         config: source.model.config(),
-        companions: &[],
+        companions: Companions::default(),
         dtype: DType::F16,
         shard_bytes: 1000,
     };

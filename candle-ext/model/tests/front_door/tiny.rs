@@ -74,7 +74,7 @@ impl Tiny {
         let positions: Vec<u32> = lengths.iter().flat_map(|&n| 0..n as u32).collect();
         let (cos, sin) = self.model.rope(&positions, &Device::Cpu)?;
         let seqs = Seqs::packed(cu)?;
-        let cx = Cx { cos: &cos, sin: &sin, seqs: &seqs, seams: &OneDevice };
+        let cx = Cx { cos: &cos, sin: &sin, seqs: &seqs, dropout_key: None, seams: &OneDevice };
         let mut x = self.model.embed(&self.weights[0], ids)?;
         for block_idx in 0..self.model.n_blocks() {
             x = self.model.block(block_idx, &self.weights[block_idx + 1], &x, &cx)?;

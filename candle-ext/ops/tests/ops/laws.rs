@@ -163,6 +163,7 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
         pool.install(|| {
             let mut all: Vec<Vec<u64>> = ops().iter().flat_map(run).map(|x| bits(&x)).collect();
             all.extend(head());
+            all.extend(large_linear());
             all.push(vec![sum_of_squares(&randn(100_001, 1)).unwrap().to_bits()]);
             all
         })
@@ -171,6 +172,17 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
     for n_threads in [2, 3] {
         assert!(on(n_threads) == one, "{n_threads} threads");
     }
+}
+
+/// A product large enough to be shared out among threads.
+fn large_linear() -> Vec<Vec<u64>> {
+    let op = Op {
+        name: "linear",
+        inputs: vec![randn((600, 300), 1)],
+        weights: vec![randn((500, 300), 2), randn(500, 3)],
+        run: |x, w| linear(&x[0], &w[0], Some(&w[1]), Precision::Compute),
+    };
+    run(&op).iter().map(bits).collect()
 }
 
 fn head() -> [Vec<u64>; 3] {

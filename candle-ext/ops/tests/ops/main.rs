@@ -5,6 +5,7 @@
 mod adamw;
 mod attention;
 mod cases;
+mod dropout;
 mod embedding;
 mod in_place;
 mod laws;

@@ -1,0 +1,68 @@
+use candle_core::{DType, Device, Tensor, Var};
+use candlewick_ops::{Dropout, derive_key, dropout};
+
+use crate::cases::{Case, assert_close, assert_error, backward, bits, bound, randn, values};
+
+const SPEC: Dropout = Dropout { p: 0.25, key: 7 };
+
+fn ones(n: usize) -> Tensor {
+    Tensor::ones(n, DType::F32, &Device::Cpu).unwrap()
+}
+
+#[test]
+fn it_drops_the_share_asked_for_and_scales_the_rest() {
+    let n = 1 << 20;
+    for p in [0.05, 0.25, 0.9] {
+        let y = values(&dropout(&ones(n), Dropout { p, key: 3 }).unwrap());
+        let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / n as f64;
+        // Five standard deviations of a binomial.
+        assert!((dropped - p).abs() < 5.0 * (p * (1.0 - p) / n as f64).sqrt(), "{dropped} of {p}");
+        assert!(y.iter().all(|y| *y == 0.0 || (y * (1.0 - p) - 1.0).abs() < 1e-6));
+        let both = y.windows(2).filter(|pair| pair == &[0.0, 0.0]).count() as f64 / n as f64;
+        assert!((both - p * p).abs() < 0.005, "neighbours fall independently: {both} of {}", p * p);
+    }
+}
+
+#[test]
+fn the_key_decides_and_nothing_else_does() {
+    let x = randn((37, 129), 1);
+    let once = bits(&dropout(&x, SPEC).unwrap());
+    assert_eq!(once, bits(&dropout(&x, SPEC).unwrap()));
+    let other = Dropout { key: derive_key(SPEC.key, 0), ..SPEC };
+    assert_ne!(once, bits(&dropout(&x, other).unwrap()));
+    assert_ne!(derive_key(1, 2), derive_key(2, 1));
+    assert_ne!(derive_key(1, 2), derive_key(1, 3));
+}
+
+#[test]
+fn backward_uses_the_mask_of_forward() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let x = Var::from_tensor(&randn((9, 700), 1).to_dtype(dtype).unwrap()).unwrap();
+        let dy = randn((9, 700), 2).to_dtype(dtype).unwrap();
+        let grads = backward(&dropout(x.as_tensor(), SPEC).unwrap(), &dy);
+        let mask = dropout(&x.ones_like().unwrap().to_dtype(DType::F32).unwrap(), SPEC).unwrap();
+        let want = (dy.to_dtype(DType::F32).unwrap() * mask).unwrap();
+        assert_close("dropout dx", grads.get(&x).unwrap(), &want, bound(dtype));
+    }
+}
+
+#[test]
+fn the_gradient_is_the_slope() {
+    Case {
+        name: "dropout",
+        inputs: vec![randn((6, 20), 1)],
+        weights: vec![],
+        op: &|x, _| dropout(&x[0], SPEC),
+        reference: &|x| Ok(x[0].clone()),
+    }
+    .check_finite_difference();
+}
+
+#[test]
+fn a_probability_of_nothing_changes_nothing_and_of_one_is_refused() {
+    let x = randn((3, 5), 1);
+    assert_eq!(bits(&dropout(&x, Dropout { p: 0.0, key: 1 }).unwrap()), bits(&x));
+    for p in [1.0, -0.1, f64::NAN] {
+        assert_error(dropout(&x, Dropout { p, key: 1 }), "want a probability in [0, 1)");
+    }
+}
