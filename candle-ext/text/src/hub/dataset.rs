@@ -6,7 +6,7 @@ use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::format::known_split_mapping;
 use crate::source::{
     Card, Kind, LocalRequest, ReadOptions, Source, Spec, SplitPart, SplitQuery, choose, join, open_files, open_local,
-    slice,
+    patterns_of, slice,
 };
 
 /// A data set and the rows wanted of it.
@@ -22,8 +22,8 @@ pub struct DatasetRequest {
     pub default_split: String,
     /// What splits are called in this data set, such as `train` to `train_sft`.
     pub split_mapping: Vec<(String, String)>,
-    /// Patterns that name the files outright.
-    pub data_files: Vec<String>,
+    /// Patterns that name the files outright, each for one split or for any.
+    pub data_files: Vec<(Option<String>, String)>,
     /// How files are read.
     pub read: ReadOptions,
 }
@@ -74,14 +74,21 @@ impl DatasetRequest {
             parts: if written { self.parts() } else { Vec::new() },
             default_split: self.mapped(&self.default_split),
             data_files: self.data_files.clone(),
+            is_pattern_list: self.is_loader(),
             read: self.read.clone(),
         }
+    }
+
+    /// The name of one of `datasets`' loaders instead of a data set: the files are all in `data_files`.
+    fn is_loader(&self) -> bool {
+        !self.data_files.is_empty() && ["json", "csv", "parquet", "text"].contains(&self.spec.name.as_str())
     }
 
     /// A name that can only be meant for this machine.
     fn is_local(&self) -> bool {
         let name = &self.spec.name;
-        Path::new(name).exists()
+        self.is_loader()
+            || Path::new(name).exists()
             || name.starts_with(['.', '/', '~'])
             || name.contains(['*', '?', '[', '{'])
             || Kind::of(name).is_some()
@@ -100,11 +107,12 @@ impl Hub {
         let card = self.card(&listing);
         let mut sources = Vec::new();
         for part in request.parts() {
+            let data_files = patterns_of(&request.data_files, &part.split).map_err(|problem| listing.unfit(problem))?;
             let query = SplitQuery {
                 split: &part.split,
                 is_default: request.spec.parts.is_empty(),
                 config: request.config.as_deref(),
-                data_files: &request.data_files,
+                data_files: &data_files,
             };
             let selection =
                 choose(&listing.paths(), card.as_ref(), &query).map_err(|problem| listing.unfit(problem))?;

@@ -84,8 +84,8 @@ pub(crate) fn open_file(path: &Path, options: &ReadOptions) -> Result<Box<dyn So
         Some(Kind::Json) => open_json(path, options)?,
         Some(Kind::Parquet) => Box::new(ParquetFile::open(path)?),
         Some(Kind::Csv) => {
-            let delimiter = if ending(&name) == "tsv" { b'\t' } else { b',' };
-            Box::new(CsvFile::index(Mapped::open(path)?, delimiter)?)
+            let usual = if ending(&name) == "tsv" { b'\t' } else { b',' };
+            Box::new(CsvFile::index(Mapped::open(path)?, options.delimiter.unwrap_or(usual))?)
         }
         Some(Kind::Text) => Box::new(TextFile::index(Mapped::open(path)?, options.sample_by)),
         None => return Err(unknown(path)),

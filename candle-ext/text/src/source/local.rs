@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::kind::open_file;
-use super::splits::{SplitQuery, choose, matching};
+use super::splits::{SplitQuery, choose, matching, patterns_of};
 use super::{Card, Joined, ReadOptions, Sliced, Source, SourceError, SplitPart};
 
 /// A data set on this machine and the rows wanted of it.
@@ -17,8 +17,10 @@ pub struct LocalRequest {
     pub parts: Vec<SplitPart>,
     /// The split to take when none is written.
     pub default_split: String,
-    /// Patterns below a folder that name the files outright.
-    pub data_files: Vec<String>,
+    /// Patterns below a folder that name the files outright, each for one split or for any.
+    pub data_files: Vec<(Option<String>, String)>,
+    /// The patterns are all there is: they are paths of their own, and `path` is none.
+    pub is_pattern_list: bool,
     /// How the files are read.
     pub read: ReadOptions,
 }
@@ -32,9 +34,17 @@ pub fn open_local(request: &LocalRequest) -> Result<Box<dyn Source>, SourceError
     let default = [SplitPart { split: request.default_split.clone(), slice: Default::default() }];
     let parts = if request.parts.is_empty() { &default[..] } else { &request.parts };
     let sources = parts.iter().map(|part| {
-        let files = if path.is_dir() {
+        let files = if request.is_pattern_list {
+            let patterns = patterns_of(&request.data_files, &part.split)
+                .map_err(|problem| SourceError::choice(&request.path, problem))?;
+            patterns.iter().map(|pattern| expand(pattern)).collect::<Result<Vec<_>, _>>()?.concat()
+        } else if path.is_dir() {
             files_of_split(path, &part.split, request)?
         } else if path.exists() {
+            if !request.data_files.is_empty() {
+                let problem = "it is a file; data_files name files of a folder. Remove one of the two".to_owned();
+                return Err(SourceError::choice(&request.path, problem));
+            }
             check_split_of_file(path, part, request)?;
             vec![path.to_owned()]
         } else {
@@ -99,12 +109,14 @@ fn walk(folder: &Path, prefix: &str, depth: usize, paths: &mut Vec<String>) -> R
 }
 
 fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<Vec<PathBuf>, SourceError> {
+    let data_files =
+        patterns_of(&request.data_files, split).map_err(|problem| SourceError::choice(folder.display(), problem))?;
     let card = std::fs::read_to_string(folder.join("README.md")).ok();
     let query = SplitQuery {
         split,
         is_default: request.parts.is_empty(),
         config: request.config.as_deref(),
-        data_files: &request.data_files,
+        data_files: &data_files,
     };
     let selection = choose(&list(folder)?, card.as_deref().and_then(Card::parse).as_ref(), &query)
         .map_err(|problem| SourceError::choice(folder.display(), problem))?;
@@ -128,6 +140,9 @@ fn check_split_of_file(path: &Path, part: &SplitPart, request: &LocalRequest) ->
 /// The files that a pattern names.
 fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
     let is_pattern = |text: &str| text.contains(['*', '?', '[', '{']);
+    if Path::new(pattern).is_file() {
+        return Ok(vec![pattern.into()]);
+    }
     if !is_pattern(pattern) {
         return Err(SourceError::choice(pattern, missing(Path::new(pattern))));
     }

@@ -28,6 +28,7 @@ pub use splits::{Selection, SplitQuery, choose};
 pub use text_file::SampleBy;
 
 pub(crate) use local::{join, slice};
+pub(crate) use splits::patterns_of;
 
 /// One row: column names to values, in the file's order.
 pub type Row = serde_json::Map<String, serde_json::Value>;
@@ -56,4 +57,6 @@ pub struct ReadOptions {
     pub sample_by: SampleBy,
     /// The key of a `.json` object that holds the list of rows.
     pub field: Option<String>,
+    /// What stands between the columns of a `.csv` or `.tsv` file; `None`: a comma, or a tab.
+    pub delimiter: Option<u8>,
 }

@@ -68,6 +68,17 @@ pub(crate) fn matching<'a>(pattern: &str, paths: impl IntoIterator<Item = &'a St
     Ok(found)
 }
 
+/// The patterns for `split`, of those that are for one split or for any.
+pub(crate) fn patterns_of(data_files: &[(Option<String>, String)], split: &str) -> Result<Vec<String>, String> {
+    let is_for = |of: &Option<String>| of.as_ref().is_none_or(|of| of == split);
+    let patterns: Vec<String> = data_files.iter().filter(|(of, _)| is_for(of)).map(|(_, p)| p.clone()).collect();
+    if patterns.is_empty() && !data_files.is_empty() {
+        let names: Vec<&str> = data_files.iter().filter_map(|(of, _)| of.as_deref()).collect();
+        return Err(format!("data_files names no files of the split {split:?}; it has {}", names.join(", ")));
+    }
+    Ok(patterns)
+}
+
 fn named_outright(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
     let mut chosen = Vec::new();
     for pattern in query.data_files {

@@ -12,6 +12,7 @@
 
 mod clock;
 mod environment;
+mod identity;
 mod json;
 mod markers;
 mod source;
@@ -35,6 +36,7 @@ pub use turns::TurnError;
 /// A compiled chat template with the values it prints besides the messages.
 pub struct ChatTemplate {
     name: String,
+    source: String,
     environment: Environment<'static>,
     variables: Map<String, Json>,
     has_generation: bool,
@@ -123,7 +125,7 @@ impl ChatTemplate {
         environment.add_template_owned(TEXT, source::plain(&source)).map_err(syntax)?;
         environment.add_template_owned(MARKED, marked).map_err(syntax)?;
         let (variables, frame, with_tools) = (Map::new(), OnceLock::new(), None);
-        Ok(Self { name, environment, variables, has_generation, frame, with_tools })
+        Ok(Self { name, source, environment, variables, has_generation, frame, with_tools })
     }
 
     /// Uses another template for conversations that offer tools.

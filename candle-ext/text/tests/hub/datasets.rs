@@ -86,8 +86,33 @@ fn shards_come_in_order_and_a_split_may_have_another_name() {
 fn files_named_outright_win() {
     let bench = Bench::new(HubServer::start([by_name()]));
     let mut request = DatasetRequest::parse("tiny/rows", "train").unwrap();
-    request.data_files = vec!["te*.jsonl".into()];
+    request.data_files = vec![(None, "te*.jsonl".into())];
     assert_eq!(texts(&*bench.hub().dataset(&request).unwrap()), ["test 0", "test 1"]);
+}
+
+#[test]
+fn a_loaders_name_stands_for_the_files_of_this_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    for (name, n_rows) in [("a.jsonl", 2), ("b.jsonl", 1), ("c.jsonl", 3)] {
+        std::fs::write(path(name), rows(n_rows, name)).unwrap();
+    }
+    let bench = Bench::new(HubServer::start([]));
+    let ask = |spec: &str, files: &[(Option<&str>, String)]| {
+        let mut request = DatasetRequest::parse(spec, "train").unwrap();
+        request.data_files = files.iter().map(|(split, file)| (split.map(str::to_owned), file.clone())).collect();
+        bench.hub().dataset(&request).map(|source| texts(&*source)).map_err(|error| error.to_string())
+    };
+    let any = [(None, path("b.jsonl")), (None, path("[a]*.jsonl"))];
+    assert_eq!(ask("json", &any).unwrap(), ["b.jsonl 0", "a.jsonl 0", "a.jsonl 1"]);
+    let by_split = [(Some("train"), path("a.jsonl")), (Some("test"), path("c.jsonl"))];
+    assert_eq!(ask("json", &by_split).unwrap().len(), 2);
+    assert_eq!(ask("json:test[1:]", &by_split).unwrap(), ["c.jsonl 1", "c.jsonl 2"]);
+    let error = ask("json:dev", &by_split).unwrap_err();
+    assert!(error.contains("no files of the split \"dev\"; it has train, test"), "{error}");
+    let error = ask(&path("a.jsonl"), &any).unwrap_err();
+    assert!(error.contains("data_files name files of a folder"), "{error}");
+    assert!(bench.server.log().is_empty());
 }
 
 #[test]

@@ -113,6 +113,14 @@ fn csv_with_quotes_breaks_and_tabs() {
 }
 
 #[test]
+fn csv_with_another_delimiter() {
+    let folder = Folder::new(&[("a.csv", b"q;a\n1,5;2\n")]);
+    let options = ReadOptions { delimiter: Some(b';'), ..ReadOptions::default() };
+    let source = folder.open("a.csv", &options).unwrap();
+    assert_eq!(show(&*source).unwrap(), [r#"{"q":"1,5","a":"2"}"#]);
+}
+
+#[test]
 fn text_by_line_paragraph_and_document() {
     let text = b"one\r\n\r\ntwo\nthree\n\n \nfour";
     let folder = Folder::new(&[("a.txt", text)]);
