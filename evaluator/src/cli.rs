@@ -10,7 +10,7 @@ use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde_json::json;
 
-use crate::exit::{ExitCode, classify, parse_arguments, report};
+use crate::exit::{ExitCode, classify, completions, parse_arguments, report};
 use crate::generate::GenerateOptions;
 use crate::lm::Lm;
 
@@ -36,6 +36,11 @@ enum Command {
     Perplexity(Perplexity),
     /// Print the log-probability of every token of a text as JSON
     Score(Score),
+    /// Print a script that completes this program's commands in a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -140,6 +145,7 @@ fn run(command: &Command) -> Result<()> {
             answer(&if args.raw { lm.complete(&args.prompt, &options)? } else { lm.chat(&args.prompt, &options)? })
         }
         Command::Perplexity(args) => perplexity(args, &hub),
+        Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
         Command::Score(args) => answer(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
     }
 }

@@ -107,10 +107,22 @@ pub fn parse_arguments<C: clap::Parser>() -> Result<C, ExitCode> {
     })
 }
 
+/// Writes the script that completes the commands of `C` in a shell.
+pub fn completions<C: clap::CommandFactory>(shell: clap_complete::Shell) -> String {
+    let mut command = C::command();
+    let name = command.get_name().to_owned();
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut command, name, &mut script);
+    String::from_utf8_lossy(&script).into_owned()
+}
+
 /// Writes an error and its causes, each once. A backtrace follows only if RUST_BACKTRACE asks for one.
 pub fn report(error: &anyhow::Error) -> String {
     let mut text = String::from("error: ");
-    for (depth, cause) in error.chain().enumerate() {
+    // An exit code that the error carries is no cause.
+    let carried = usize::from(error.downcast_ref::<ExitCode>().is_some());
+    let n_skipped = carried.min(error.chain().count() - 1);
+    for (depth, cause) in error.chain().skip(n_skipped).enumerate() {
         let cause = cause.to_string();
         if depth == 0 {
             text += &cause;

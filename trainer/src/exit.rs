@@ -9,8 +9,18 @@ use crate::data::DataError;
 use crate::plan::KnownError;
 use crate::recipe::RecipeError;
 use crate::run::NonFinite;
+use crate::schedule::ScheduleError;
 
-pub use evaluator::exit::{ExitCode, report};
+pub use evaluator::exit::ExitCode;
+
+/// Writes an error and its causes. Most errors of the program say what could not be done: "keep tokens in /tmp".
+pub fn report(error: &anyhow::Error) -> String {
+    let outermost = error.chain().next();
+    let completes = outermost
+        .is_some_and(|error| error.is::<DataError>() || error.is::<CheckpointError>() || error.is::<ScheduleError>());
+    let text = evaluator::exit::report(error);
+    if completes { text.replacen("error: ", "error: failed to ", 1) } else { text }
+}
 
 /// Finds the exit code of an error: the one that it carries, or that of the part that failed.
 pub fn classify(error: &anyhow::Error) -> ExitCode {
@@ -25,11 +35,15 @@ fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
             KnownError::Model(error) => model_code(error),
         });
     }
+    if let Some(DataError::Cache { .. }) = error.downcast_ref::<DataError>() {
+        return Some(ExitCode::Checkpoint);
+    }
     let codes = [
         (error.is::<RecipeError>(), ExitCode::Usage),
         (error.is::<DataError>(), ExitCode::Data),
         (error.is::<NonFinite>(), ExitCode::NonFinite),
         (error.is::<CheckpointError>(), ExitCode::Checkpoint),
+        (error.is::<ScheduleError>(), ExitCode::Usage),
     ];
     codes.into_iter().find_map(|(is_it, code)| is_it.then_some(code))
 }
@@ -46,6 +60,10 @@ mod tests {
         for (error, code) in [
             (anyhow::Error::new(recipe), ExitCode::Usage),
             (known.into(), ExitCode::Usage),
+            (
+                DataError::Cache { path: "/tmp".into(), source: std::io::ErrorKind::StorageFull.into() }.into(),
+                ExitCode::Checkpoint,
+            ),
             (anyhow::anyhow!("something"), ExitCode::Failed),
             (anyhow::anyhow!("something").context(ExitCode::Preempted), ExitCode::Preempted),
         ] {

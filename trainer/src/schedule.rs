@@ -116,7 +116,7 @@ pub enum ScheduleError {
         ratio: f64,
     },
     /// A span longer than the run, or several that do not fit in it together.
-    #[error("fit {asked} {what} steps into a run of {total_steps} steps")]
+    #[error("fit {asked} {what} steps into a run of {total_steps} steps; shorten them in `scheduler`, or train longer")]
     TooLong {
         /// Which span.
         what: &'static str,
@@ -187,12 +187,13 @@ impl Schedule {
         let Shape::WarmupStableDecay { stable, decay, .. } = self.shape else { return Ok(()) };
         decay.check("decay", total_steps)?;
         stable.map_or(Ok(()), |span| span.check("stable", total_steps))?;
-        let asked = [Some(self.warmup), stable, Some(decay)]
-            .into_iter()
-            .flatten()
-            .fold(0usize, |sum, span| sum.saturating_add(span.steps(total_steps)));
+        let spans = || [Some(self.warmup), stable, Some(decay)].into_iter().flatten();
+        let asked = spans().fold(0usize, |sum, span| sum.saturating_add(span.steps(total_steps)));
+        // Shares are rounded up; a decay that is one gives back what that is too much.
+        let n_shares = spans().filter(|span| matches!(span, Span::Ratio(_))).count();
+        let too_much = if matches!(decay, Span::Ratio(_)) { n_shares - 1 } else { 0 };
         let what = "warm-up, stable and decay";
-        (asked <= total_steps).then_some(()).ok_or(ScheduleError::TooLong { what, asked, total_steps })
+        (asked <= total_steps + too_much).then_some(()).ok_or(ScheduleError::TooLong { what, asked, total_steps })
     }
 
     fn factor(&self, step: usize, total_steps: usize, base_lr: f64) -> f64 {
@@ -234,7 +235,12 @@ impl Schedule {
         else {
             return 1.0;
         };
-        let (warmup, decay) = (self.warmup_steps(total_steps), decay.steps(total_steps));
+        let warmup = self.warmup_steps(total_steps);
+        let after_plateau = total_steps.saturating_sub(warmup + stable.map_or(0, |span| span.steps(total_steps)));
+        let decay = match decay {
+            Span::Steps(steps) => steps,
+            share => share.steps(total_steps).min(after_plateau),
+        };
         let left_over = total_steps.saturating_sub(warmup + decay);
         let decay_start = warmup + stable.map_or(left_over, |span| span.steps(total_steps));
         if step < warmup {

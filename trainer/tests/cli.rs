@@ -20,6 +20,7 @@ impl Room {
         let path = std::env::temp_dir().join(format!("candlewick-cli-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
         std::fs::write(path.join("r.yaml"), RECIPE).unwrap();
+        std::fs::write(path.join("a.jsonl"), "{}").unwrap();
         Self(path)
     }
 
@@ -59,8 +60,9 @@ fn a_check_prints_the_plan_and_touches_nothing() {
     let output = room.check(&["check", "r.yaml", "optimizer.lr=1e-4"], 0, "optimizer.learning_rate");
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.lines().any(|line| line.contains("0.0001") && line.ends_with("argument")), "{text}");
-    let files: Vec<_> = std::fs::read_dir(&room.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
-    assert_eq!(files, ["r.yaml"]);
+    let mut files: Vec<_> = std::fs::read_dir(&room.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    files.sort();
+    assert_eq!(files, ["a.jsonl", "r.yaml"]);
 }
 
 #[test]
@@ -92,6 +94,24 @@ fn a_model_of_the_hub_may_be_missing_from_a_check_unless_it_is_offline() {
     let model = "model={name_or_path: org/model}";
     room.check(&["check", "r.yaml", model], 0, "note: data.max_length will be the model's");
     room.check(&["check", "--offline", "r.yaml", model], 3, "org/model");
+}
+
+#[test]
+fn a_check_misses_files_that_are_not_there() {
+    let room = Room::new("files");
+    room.check(&["check", "r.yaml", "data.sources=[b.jsonl]"], 3, "failed to find b.jsonl");
+    room.check(&["check", "r.yaml", "data.sources=['b.jsonl:train[:3]']"], 3, "failed to find b.jsonl");
+    room.check(&["check", "r.yaml", "tokenizer.name_or_path=./none"], 3, "failed to find ./none");
+    room.check(&["check", "--offline", "r.yaml"], 3, "tok");
+    room.check(&["check", "r.yaml", "model.peft_config={target_modules: [q_prj]}"], 2, "`q_prj` matches no module");
+}
+
+#[test]
+fn a_shell_completes_the_commands() {
+    let room = Room::new("completions");
+    for shell in ["bash", "zsh", "fish"] {
+        room.check(&["completions", shell], 0, "process-data");
+    }
 }
 
 #[test]

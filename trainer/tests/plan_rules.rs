@@ -68,7 +68,7 @@ fn what_is_not_implemented_is_refused_by_name() {
         "data.max_prompt_length=4K",
         "data.sources.0.type=snowflake",
         "data.sources.0.process=false",
-        "data.sources.0.kwargs={trust_remote_code: true}",
+        "data.sources.0.kwargs={streaming: true}",
         "data.sources.0.sql=select",
         "deepspeed.zero_optimization.offload_optimizer.device=cpu",
         "deepspeed.bf16.bf16_optimizer_states=true",
@@ -301,6 +301,28 @@ fn sources_are_checked_one_by_one() {
     let plan = plan(&["data.sources.0.sample_count=10", "data.sources.0.role_mapping={user: q, assistant: a}"]);
     assert_eq!(plan.data.sources[0].sampling, Sampling::Count(10));
     assert_eq!(plan.data.sources[0].role_mapping[1], ("assistant".into(), "a".into()));
+}
+
+#[test]
+fn the_arguments_of_load_dataset_are_read() {
+    let given = "data.sources.0.kwargs={name: main, data_files: {train: [a.json, b.json], test: c.json}, field: rows, \
+                 sample_by: document, sep: ';', trust_remote_code: true}";
+    let source = plan(&[given]).data.sources.remove(0);
+    let files = [("train", "a.json"), ("train", "b.json"), ("test", "c.json")];
+    assert_eq!(source.data_files, files.map(|(split, file)| (Some(split.to_owned()), file.to_owned())));
+    assert_eq!((source.subset.as_deref(), source.field.as_deref()), (Some("main"), Some("rows")));
+    assert_eq!((source.sample_by.as_deref(), source.delimiter), (Some("document"), Some(b';')));
+    let source = plan(&["data.sources.0.kwargs={data_files: 'x/*.json'}"]).data.sources.remove(0);
+    assert_eq!(source.data_files, [(None, "x/*.json".to_owned())]);
+    for (argument, want) in [
+        ("{data_files: 3}", "kwargs.data_files: expected a path or pattern, a list of them"),
+        ("{data_files: []}", "a map from splits to them, found []"),
+        ("{sample_by: word}", "kwargs.sample_by: expected line, paragraph or document"),
+        ("{sep: '||'}", "kwargs.sep: expected one ASCII character"),
+        ("{name: 3}", "kwargs.name: expected the name of a configuration"),
+    ] {
+        refused(&[&format!("data.sources.0.kwargs={argument}")], &[want]);
+    }
 }
 
 #[test]

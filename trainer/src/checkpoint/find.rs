@@ -27,7 +27,7 @@ pub struct Skipped {
 /// The saves of a folder.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Search {
-    /// Newest first.
+    /// Newest first: those of the run that began last, most steps first, then those of earlier runs.
     pub complete: Vec<Complete>,
     /// Newest first.
     pub skipped: Vec<Skipped>,
@@ -44,10 +44,11 @@ pub fn search(output_dir: &Path) -> Result<Search, CheckpointError> {
             Err(reason) => search.skipped.push(Skipped { dir, reason }),
         }
     }
+    search.complete.sort_by_key(|save| std::cmp::Reverse((save.manifest.began, save.manifest.tag())));
     Ok(search)
 }
 
-/// Returns the usable save with the most steps, and warns of newer ones that are not usable.
+/// Returns the newest usable save, and warns of newer ones that are not usable.
 pub fn newest_complete(output_dir: &Path) -> Result<Option<Complete>, CheckpointError> {
     let search = search(output_dir)?;
     let newest = search.complete.into_iter().next();

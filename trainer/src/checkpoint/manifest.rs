@@ -25,6 +25,8 @@ pub struct Manifest {
     pub step: usize,
     /// Epochs done.
     pub epoch: usize,
+    /// When the run began, in milliseconds since 1970: tells the saves of one run from those of another.
+    pub began: u64,
     /// Every file but the manifest.
     pub files: Vec<FileEntry>,
     /// Every tensor, or every piece of one.
@@ -59,9 +61,9 @@ pub struct TensorEntry {
 
 impl Manifest {
     /// Collects the lists of a save.
-    pub(crate) fn new(tag: Tag, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Self {
+    pub(crate) fn new(tag: Tag, began: u64, files: Vec<FileEntry>, tensors: Vec<TensorEntry>) -> Self {
         let Tag { step, epoch } = tag;
-        Self { format: FORMAT.to_owned(), version: VERSION, step, epoch, files, tensors }
+        Self { format: FORMAT.to_owned(), version: VERSION, step, epoch, began, files, tensors }
     }
 
     /// Reads a manifest and checks that it makes sense in itself. The error says what does not.

@@ -24,7 +24,7 @@ pub struct CheckpointPlan {
 }
 
 /// Names what a save holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
     /// Everything that a bit-exact resume needs.

@@ -81,7 +81,7 @@ fn write_all(
         }));
     }
     files.push(write_json(storage, dir, STATE, run)?);
-    let manifest = Manifest::new(run.tag(), files, entries);
+    let manifest = Manifest::new(run.tag(), run.began, files, entries);
     let written = write_json(storage, dir, MANIFEST, &manifest)?;
     storage.sync_dir(dir).map_err(CheckpointError::io("sync", dir))?;
     Ok(manifest.n_bytes() + written.size)

@@ -56,6 +56,14 @@ pub struct RunState {
     pub ledger: Value,
     /// What of the plan must not change.
     pub fingerprint: Fingerprint,
+    /// When the run began, in milliseconds since 1970. A run that is taken up keeps it.
+    pub began: u64,
+    /// Steps that were skipped because a loss or gradient was not finite.
+    #[serde(default)]
+    pub n_skipped: usize,
+    /// What a later start may change, but is told of: the optimizer, the schedule, the seed.
+    #[serde(default)]
+    pub settings: Fingerprint,
 }
 
 /// Records an evaluation.

@@ -1,12 +1,18 @@
-//! `trainer check`: the plan, printed.
+//! `trainer check`: the plan, printed, and whether what it names is there.
 
-use anyhow::{Context, Result};
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow};
+use candlewick_text::hub::{Hub, HubSettings};
+use candlewick_text::source::Kind;
 
 use super::train::known;
 use super::{Check, Format, Ui, Verbosity};
+use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::{Plan, Reach};
 use crate::recipe::Loaded;
+use crate::run::{Assets, Began};
 
 pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&check.recipe.path, &check.recipe.overrides)?;
@@ -14,7 +20,40 @@ pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
     let known = known(&loaded, reach, verbosity)?;
     let plan = Plan::resolve(&loaded, &known)?;
     match check.output_format {
-        Format::Text => ui.answer(plan.to_string().trim_end()),
-        Format::Json => ui.answer(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?),
+        Format::Text => ui.answer(plan.to_string().trim_end())?,
+        Format::Json => ui.answer(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?)?,
+    };
+    if check.offline {
+        open_everything(&plan)?;
+    } else {
+        stat_local_files(&plan)?;
     }
+    Ok(ExitCode::Ok)
+}
+
+fn sources(plan: &Plan) -> impl Iterator<Item = &SourcePlan> {
+    plan.data.sources.iter().chain(&plan.data.eval_sources)
+}
+
+/// A name that can only be meant for this machine must be there. What might be on the Hub is not asked for.
+fn stat_local_files(plan: &Plan) -> Result<()> {
+    let names = sources(plan).filter(|source| source.data_files.is_empty()).map(|source| source.name_or_path.as_str());
+    for name in names.chain([plan.tokenizer.name_or_path.as_str()]) {
+        let path = if Path::new(name).exists() { name } else { name.split(':').next().unwrap_or(name) };
+        let is_local = path.starts_with(['.', '/']) || Kind::of(path).is_some();
+        if is_local && !path.contains(['*', '?', '[', '{']) && !Path::new(path).exists() {
+            return Err(anyhow!("failed to find {path}: it is not on this machine").context(ExitCode::Data));
+        }
+    }
+    Ok(())
+}
+
+/// Opens the tokenizer and every data set as a run would, from this machine alone.
+fn open_everything(plan: &Plan) -> Result<()> {
+    let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() })?;
+    Assets::find(plan, &hub, Began::now())?;
+    for source in sources(plan) {
+        crate::data::open(source, &hub)?;
+    }
+    Ok(())
 }

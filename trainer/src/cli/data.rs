@@ -11,11 +11,11 @@ use super::Format;
 use crate::data::{Batch, Cursor, IGNORE_INDEX, Prepared, Step, Stream};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
-use crate::run::prepare_data;
+use crate::run::{Began, prepare_data};
 
 /// Prepares the data of `plan` and prints the ledger, or the first `n_steps` steps.
 pub(super) fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCode> {
-    let (assets, prepared) = prepare_data(plan, hub)?;
+    let (assets, prepared) = prepare_data(plan, hub, Began::now())?;
     let mut out = io::stdout().lock();
     let shown = match format {
         Format::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),

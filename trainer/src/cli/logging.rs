@@ -1,6 +1,7 @@
 //! Log messages: to stderr, and to a file if the recipe names one.
 
 use std::fs::{self, File};
+use std::io::IsTerminal;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
@@ -9,6 +10,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
 use super::Verbosity;
+use crate::metrics::AboveBars;
 use crate::plan::LoggerPlan;
 
 /// Starts logging for the rest of the process.
@@ -25,7 +27,12 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan) -> Result<()> {
         Ok(filter) => filter,
         Err(_) => EnvFilter::new(level),
     };
-    let stderr = plan.print.then(|| tracing_subscriber::fmt::layer().with_writer(std::io::stderr).without_time());
+    let stderr = plan.print.then(|| {
+        tracing_subscriber::fmt::layer()
+            .with_writer(|| AboveBars)
+            .with_ansi(std::io::stderr().is_terminal())
+            .without_time()
+    });
     let file = match &plan.file {
         Some(path) => path
             .parent()

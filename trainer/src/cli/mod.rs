@@ -9,7 +9,7 @@ mod ui;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use evaluator::exit::parse_arguments;
+use evaluator::exit::{completions, parse_arguments};
 
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
@@ -51,6 +51,11 @@ enum Command {
     Data(Data),
     /// Print the JSON schema of recipes, for editors
     Schema,
+    /// Print a script that completes this program's commands in a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
     /// Print the version
     Version,
 }
@@ -158,11 +163,14 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Train(recipe) => train::run(recipe, cli.verbosity, &ui),
         Command::Check(check) => check::run(check, cli.verbosity, &ui),
         Command::Data(data) => {
-            let plan = train::plan(&data.recipe, cli.verbosity)?;
+            let mut plan = train::plan(&data.recipe, cli.verbosity)?;
+            // It is this command that fills the cache.
+            plan.data.fail_on_missing_cache = false;
             logging::start(cli.verbosity, &plan.logger)?;
             data::show(&plan, &train::hub(&ui)?, data.steps, data.output_format)
         }
         Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
+        Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
         Command::Version => ui.answer(&format!("trainer {}", env!("CARGO_PKG_VERSION"))),
     }
 }

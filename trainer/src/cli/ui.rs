@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use candlewick_text::hub::OnProgress;
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::exit::ExitCode;
+use crate::metrics::{AboveBars, show_bar};
 
 /// Speaks to the person at the terminal. Metrics have their own way ([`crate::metrics::Reporter`]).
 #[derive(Clone, Copy, Debug)]
@@ -36,14 +37,14 @@ impl Ui {
     /// Prints a remark to stderr, unless quiet.
     pub fn remark(&self, text: &str) {
         if !self.quiet {
-            eprintln!("{text}");
+            // A reader that has gone away is no failure.
+            let _ = AboveBars.write_all(format!("{text}\n").as_bytes());
         }
     }
 
     /// Shows a bar for each file that is downloaded; none if quiet or if stderr is no terminal.
     pub fn downloads(&self) -> OnProgress {
         const BAR: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}";
-        let bars = MultiProgress::new();
         let by_file: Mutex<HashMap<String, ProgressBar>> = Mutex::default();
         let quiet = self.quiet;
         Arc::new(move |progress| {
@@ -53,7 +54,7 @@ impl Ui {
             let mut by_file = by_file.lock().unwrap_or_else(PoisonError::into_inner);
             let bar = by_file.entry(progress.file.to_owned()).or_insert_with(|| {
                 let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
-                bars.add(ProgressBar::new(progress.total).with_style(style).with_message(progress.file.to_owned()))
+                show_bar(ProgressBar::new(progress.total).with_style(style).with_message(progress.file.to_owned()))
             });
             bar.set_position(progress.done);
             if progress.done >= progress.total {

@@ -7,12 +7,14 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::DataError;
 use super::key::Key;
 use super::store::{Store, StoreWriter};
 
 const KEY_FILE: &str = "key.json";
+const UNFINISHED: &str = ".incomplete";
 
 /// A folder of stores.
 pub(crate) struct Cache {
@@ -30,6 +32,7 @@ impl Cache {
     pub(crate) fn open(folder: &Path) -> Result<Self, DataError> {
         let cache = Self { folder: folder.to_owned() };
         std::fs::create_dir_all(folder).map_err(|source| cache.failed(source))?;
+        remove_abandoned(folder);
         Ok(cache)
     }
 
@@ -60,7 +63,7 @@ impl Cache {
     ) -> Result<Arc<Store>, DataError> {
         let failed = |source| self.failed(source);
         let unfinished =
-            tempfile::Builder::new().prefix(".").suffix(".incomplete").tempdir_in(&self.folder).map_err(failed)?;
+            tempfile::Builder::new().prefix(".").suffix(UNFINISHED).tempdir_in(&self.folder).map_err(failed)?;
         let mut writer = StoreWriter::create(unfinished.path()).map_err(failed)?;
         fill(&mut writer, &failed)?;
         writer.finish().map_err(failed)?;
@@ -95,6 +98,26 @@ impl Cache {
     fn failed(&self, source: io::Error) -> DataError {
         DataError::Cache { path: self.folder.clone(), source }
     }
+}
+
+/// Removes what runs that were killed left unfinished: entries that nobody has written to for a day.
+fn remove_abandoned(folder: &Path) {
+    const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let is_unfinished = name.to_string_lossy().starts_with('.') && name.to_string_lossy().ends_with(UNFINISHED);
+        if is_unfinished && last_written(&entry.path()).is_some_and(|since| since > ABANDONED) {
+            // Another user's stay: the folder may be shared.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// The time since the last write to a file of a folder.
+fn last_written(folder: &Path) -> Option<Duration> {
+    let files = std::fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path());
+    let times = files.chain([folder.to_owned()]).filter_map(|path| std::fs::metadata(path).ok()?.modified().ok());
+    times.max()?.elapsed().ok()
 }
 
 /// Waits until the files of a folder are on the disk.
@@ -159,6 +182,22 @@ mod tests {
         let error = cache.write(&key("a"), |_, failed| Err(failed(full()))).unwrap_err();
         assert!(error.to_string().contains("data.cache_dir"), "{error}");
         assert_eq!(names(folder.path()), Vec::<String>::new());
+    }
+
+    #[test]
+    fn what_a_killed_run_left_goes_after_a_day() {
+        let folder = tempfile::tempdir().unwrap();
+        let (old, new) = (folder.path().join(".a.incomplete"), folder.path().join(".b.incomplete"));
+        for unfinished in [&old, &new] {
+            std::fs::create_dir(unfinished).unwrap();
+            std::fs::write(unfinished.join("ids"), [0; 8]).unwrap();
+        }
+        let two_days_ago = std::time::SystemTime::now() - Duration::from_secs(48 * 3600);
+        for path in [old.join("ids"), old] {
+            File::open(path).unwrap().set_modified(two_days_ago).unwrap();
+        }
+        Cache::open(folder.path()).unwrap();
+        assert_eq!(names(folder.path()), [".b.incomplete"]);
     }
 
     #[test]

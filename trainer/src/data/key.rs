@@ -20,8 +20,7 @@ const RENDERING: &str = "1";
 const ROWS: usize = 1024;
 
 /// Files of a tokenizer's folder that decide which ids a text has.
-const TOKENIZER_FILES: [&str; 5] =
-    ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"];
+const TOKENIZER_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"];
 
 /// Names one source's tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,19 +109,15 @@ pub(crate) fn of_tokenizer(tokenizer: &Tokenizer) -> String {
     hash.finish()
 }
 
-/// Hashes a template: its file, its variables, and what it prints (which may hold today's date).
+/// Hashes a template: its source and variables, and what it prints, if that holds a date.
 pub(crate) fn of_template(template: &ChatTemplate) -> String {
     let mut hash = Hash::default();
-    hash.add(format!("{template:?}").as_bytes());
-    add_file(&mut hash, Path::new(template.name()));
-    let system = Message::new("system", "Be brief.");
-    let turns = [("user", "Two?"), ("assistant", "2"), ("user", "Three?"), ("assistant", "3")];
-    let turns: Vec<Message> = turns.iter().map(|(role, text)| Message::new(*role, *text)).collect();
-    for chat in [turns.clone(), [vec![system], turns].concat()] {
-        for ending in [Ending::Closed, Ending::GenerationPrompt] {
-            let printed = template.render(&Conversation::new(chat.clone()), ending);
-            hash.add(printed.unwrap_or_else(|error| error.to_string()).as_bytes());
-        }
+    hash.add(template.identity().as_bytes());
+    if template.reads_clock() {
+        let turns = [("system", "Be brief."), ("user", "Two?"), ("assistant", "2")];
+        let chat = Conversation::new(turns.map(|(role, text)| Message::new(role, text)));
+        let printed = template.render(&chat, Ending::GenerationPrompt);
+        hash.add(printed.unwrap_or_else(|error| error.to_string()).as_bytes());
     }
     hash.finish()
 }

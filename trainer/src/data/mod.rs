@@ -36,4 +36,5 @@ pub use ledger::{Count, Counts, Ledger, Seen};
 pub use plan::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding, Sampling, SourcePlan};
 pub use prepare::{Prepared, prepare};
 pub use rows::Fill;
+pub use source::open;
 pub use stream::{Cursor, EvalStream, Stream};

@@ -74,6 +74,18 @@ pub struct SourcePlan {
     pub split_mapping: Vec<(String, String)>,
     /// The Hub's branch, tag or commit. `None`: `main`.
     pub revision: Option<String>,
+    /// Patterns that name the files outright, each for one split or for any.
+    #[serde(default)]
+    pub data_files: Vec<(Option<String>, String)>,
+    /// The key of a `.json` object that holds the list of rows.
+    #[serde(default)]
+    pub field: Option<String>,
+    /// What a row of a `.txt` file is: `line` (if `None`), `paragraph` or `document`.
+    #[serde(default)]
+    pub sample_by: Option<String>,
+    /// What stands between the columns of a `.csv` file.
+    #[serde(default)]
+    pub delimiter: Option<u8>,
     /// The row format by name. `None`: detected, and said aloud.
     pub format: Option<String>,
     /// Role to column (`user: question`), or role to a path (`user: messages.role.user`), in the

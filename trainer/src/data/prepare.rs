@@ -47,6 +47,12 @@ pub fn prepare(
         let eval = parts(&opener, &plan.eval_sources, Split::Eval, &mut notes)?;
         Ok::<_, DataError>((train, eval))
     })?;
+    for part in &eval {
+        if train.iter().any(|other| other.key == part.key) {
+            let place = part.source.locate(0);
+            notes.push(format!("the evaluation data that begin at {place} are training data, row by row"));
+        }
+    }
     let pad_id = tokenizer.pad().map_or(0, |pad| pad.id);
     let (train, eval) = split(plan, train, eval, pad_id)?;
     let train = cut(train, plan, plan.drop_last)?;

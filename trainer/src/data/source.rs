@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candlewick_text::format::{Format, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::source::{Source, SplitPart};
+use candlewick_text::source::{ReadOptions, SampleBy, Source, SplitPart};
 
 use super::DataError;
 use super::cache::{Cache, Found};
@@ -20,6 +20,12 @@ use super::store::Store;
 pub(crate) enum Split {
     Train,
     Eval,
+}
+
+/// Opens a source for a look at it: as training data would be, or where there is none of that split, as evaluation data.
+pub fn open(plan: &SourcePlan, hub: &Hub) -> Result<Arc<dyn Source>, DataError> {
+    let as_split = |split| Ok::<_, DataError>(hub.dataset(&request(plan, split)?)?.into());
+    as_split(Split::Train).or_else(|error| as_split(Split::Eval).map_err(|_| error))
 }
 
 /// What it takes to turn a source into tokens.
@@ -108,8 +114,19 @@ fn request(plan: &SourcePlan, split: Split) -> Result<DatasetRequest, DataError>
         }
         request.spec.parts = SplitPart::parse_all(split)?;
     }
-    let (revision, config) = (plan.revision.clone(), plan.subset.clone());
-    Ok(DatasetRequest { revision, config, split_mapping: plan.split_mapping.clone(), ..request })
+    let read = ReadOptions {
+        sample_by: plan.sample_by.as_deref().map_or(Ok(SampleBy::default()), str::parse)?,
+        field: plan.field.clone(),
+        delimiter: plan.delimiter,
+    };
+    Ok(DatasetRequest {
+        revision: plan.revision.clone(),
+        config: plan.subset.clone(),
+        split_mapping: plan.split_mapping.clone(),
+        data_files: plan.data_files.clone(),
+        read,
+        ..request
+    })
 }
 
 /// The rows that are used, in the order they are used.

@@ -2,13 +2,37 @@
 //! All of it goes to stderr; stdout belongs to results.
 
 use std::io::{self, IsTerminal, Write};
+use std::sync::LazyLock;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use super::format::{duration, exponent, gigabytes, quantity, tflops};
 use super::memory::Memory;
 use super::plan::Console;
 use super::record::{EvalRecord, StepRecord};
+
+/// All bars of the process. They show themselves only where stderr is a terminal.
+static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
+
+/// Shows a bar among the others.
+pub fn show_bar(bar: ProgressBar) -> ProgressBar {
+    BARS.add(bar)
+}
+
+/// Writes to stderr above the bars, so that neither breaks the other.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AboveBars;
+
+impl Write for AboveBars {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        BARS.suspend(|| io::stderr().write_all(bytes))?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
 
 /// Shows lines and progress. Clones share the bar.
 #[derive(Clone, Debug)]
@@ -21,10 +45,8 @@ impl Terminal {
     /// Shows a bar of `total_steps`, of which `done` are done, where stderr is a terminal.
     pub fn new(console: Console, done: usize, total_steps: usize) -> Self {
         let has_bar = console == Console::Full && io::stderr().is_terminal();
-        let target = if has_bar { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let bar = ProgressBar::with_draw_target(Some(total_steps as u64), target)
-            .with_style(style())
-            .with_position(done as u64);
+        let bar = if has_bar { show_bar(ProgressBar::new(total_steps as u64)) } else { ProgressBar::hidden() };
+        let bar = bar.with_style(style()).with_position(done as u64);
         bar.reset_eta();
         Self { bar, console }
     }
@@ -33,7 +55,7 @@ impl Terminal {
     pub fn line(&self, text: &str) {
         if self.console != Console::Quiet {
             // A reader that went away is no reason to stop training.
-            self.bar.suspend(|| _ = writeln!(io::stderr(), "{text}"));
+            let _ = AboveBars.write_all(format!("{text}\n").as_bytes());
         }
     }
 

@@ -35,6 +35,8 @@ impl MetricsFile {
         }
         match start {
             _ if !path.exists() => {}
+            // A pipe or a device is written to as it is.
+            _ if !path.is_file() => {}
             Start::Fresh => fs::rename(path, unused_name(path))?,
             Start::Resumed(step) => cut_after(path, step)?,
         }
@@ -49,7 +51,8 @@ impl MetricsFile {
     }
 }
 
-fn unused_name(path: &Path) -> PathBuf {
+/// The first of `<name>.1.<ending>`, `.2`, ... that is not taken.
+pub(super) fn unused_name(path: &Path) -> PathBuf {
     let extension = path.extension().map_or(String::new(), |e| format!(".{}", e.to_string_lossy()));
     let stem = path.file_stem().map_or(String::new(), |stem| stem.to_string_lossy().into_owned());
     (1..)

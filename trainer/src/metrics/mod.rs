@@ -11,7 +11,7 @@ mod record;
 mod reporter;
 mod run_json;
 
-pub use console::{Terminal, eval_line, step_line};
+pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line};
 pub use flops::{ModelShape, Pass, Visibility, flops, model_flops_utilization};
 pub use format::{duration, quantity};
 pub use jsonl::{MetricsFile, Start};

@@ -9,6 +9,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde::Serialize;
 use serde_json::Value;
 
+use super::jsonl::unused_name;
 use super::memory::Memory;
 use super::plan::LogPlan;
 
@@ -41,8 +42,12 @@ pub struct RunReport {
     pub versions: Versions,
     /// On what it ran.
     pub host: Host,
+    /// What was found out about the data: detected formats, cache hits, oddities.
+    pub notes: Vec<String>,
     /// The token ledger.
     pub ledger: Value,
+    /// Steps that were skipped because the loss or the gradient was not finite.
+    pub skipped_steps: usize,
     /// The last step's record, the last evaluation's, and what else the loop adds.
     pub metrics: Value,
 }
@@ -81,7 +86,8 @@ pub struct Host {
 }
 
 impl RunJson {
-    /// Writes the first version into `plan.output_dir`; nothing at all where that is `None`.
+    /// Writes the first version into `plan.output_dir`; nothing at all where that is `None`. The report of a run that was
+    /// done is kept as `run.1.json`, `.2`, and so on.
     pub fn start(log: &LogPlan, plan: Value) -> io::Result<Self> {
         let now = utc(SystemTime::now());
         let report = RunReport {
@@ -94,10 +100,15 @@ impl RunJson {
             plan,
             versions: Versions { candlewick: env!("CARGO_PKG_VERSION"), commit: option_env!("CANDLEWICK_COMMIT") },
             host: Host::this(),
+            notes: Vec::new(),
             ledger: Value::Null,
+            skipped_steps: 0,
             metrics: Value::Null,
         };
         let path = log.output_dir.as_ref().map(|dir| dir.join("run.json"));
+        if let Some(path) = path.as_deref().filter(|path| is_done(path)) {
+            fs::rename(path, unused_name(path))?;
+        }
         let mut run_json = Self { path, report, started: Instant::now() };
         run_json.update(|_| ())?;
         Ok(run_json)
@@ -131,6 +142,12 @@ impl Host {
             memory_bytes: Memory::now().map(|memory| memory.node_total_bytes),
         }
     }
+}
+
+/// Tells whether a report says that its run did all it was to do.
+fn is_done(path: &Path) -> bool {
+    let report = fs::read(path).ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok());
+    report.is_some_and(|report| report["exit"]["code"] == 0)
 }
 
 /// Puts `bytes` in the place of the file at once. Not synced: it happens every step, and a power

@@ -85,6 +85,7 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
         (None, Some(limit)) => resolver.record(KEY, limit, Origin::Derived),
         (None, None) => {
             // Only a check comes here: a run has downloaded the config.
+            resolver.record(KEY, "the model's max_position_embeddings", Origin::Derived);
             resolver.note(format!(
                 "{KEY} will be the model's max_position_embeddings: its config.json is not on this machine yet"
             ));

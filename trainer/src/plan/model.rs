@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candlewick_model::{Config, LoraConfig};
+use candlewick_model::{Config, LoraConfig, Model};
 use serde_json::Value;
 
 use super::resolver::Resolver;
@@ -30,6 +30,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     if !matches!(model.attn_implementation, None | Some(Attention::Sdpa)) {
         resolver.note("model.attn_implementation: there is one attention here; every value computes the same numbers");
     }
+    let adapter = adapter(resolver, config.as_ref());
     ModelPlan {
         name_or_path: model.name_or_path.clone(),
         revision: model.revision.clone(),
@@ -37,7 +38,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         config,
         hf_config_kwargs: model.hf_config_kwargs.clone(),
         dtype,
-        adapter: adapter(resolver),
+        adapter,
         activations: activations(resolver),
     }
 }
@@ -104,11 +105,17 @@ fn init(resolver: &mut Resolver, reshaped: &[String]) -> Init {
     resolver.record("weights", Init::Load, Origin::Derived)
 }
 
-fn adapter(resolver: &mut Resolver) -> Option<LoraConfig> {
+fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfig> {
     let model = &resolver.recipe().model;
     let map = model.peft_config.as_ref()?;
     resolver.pick("model.peft_config", Some(map), map);
-    match LoraConfig::from_json(&Value::Object(map.clone())) {
+    let adapter = LoraConfig::from_json(&Value::Object(map.clone()));
+    // Whether the modules are there can be told where the config is known.
+    let adapter = adapter.and_then(|adapter| match config {
+        Some(config) => Model::new(config.clone(), Some(adapter.clone())).map(|_| adapter),
+        None => Ok(adapter),
+    });
+    match adapter {
         Ok(adapter) => Some(match &model.name_or_path {
             Some(name) => adapter.with_base_model(name),
             None => adapter,

@@ -186,6 +186,14 @@ fn floor(resolver: &mut Resolver, kwargs: &SchedulerKwargs) -> Floor {
 
 fn wsd(resolver: &mut Resolver, scheduler: &Scheduler) -> Shape {
     let kwargs = &scheduler.scheduler_specific_kwargs;
+    let both = [
+        ("num_decay_steps", kwargs.num_decay_steps.is_some() && scheduler.num_decay_steps.is_some()),
+        ("min_lr_ratio", kwargs.min_lr_ratio.is_some() && scheduler.min_lr_ratio.is_some()),
+    ];
+    for (key, _) in both.into_iter().filter(|(_, is_twice)| *is_twice) {
+        let path = format!("scheduler.{key}");
+        resolver.wrong(&[&path], format!("{path} and {KWARGS}.{key} are the same number; keep one of them"));
+    }
     let steps = kwargs.num_decay_steps.or(scheduler.num_decay_steps);
     let decay = match (steps, kwargs.decay_ratio) {
         (Some(steps), None) => Span::Steps(steps.0),

@@ -14,6 +14,7 @@ pub(super) fn check(resolver: &mut Resolver) {
         }
     }
     code(resolver);
+    without_effect(resolver);
 }
 
 fn top_level(resolver: &mut Resolver) {
@@ -81,8 +82,31 @@ fn check_source(resolver: &mut Resolver, path: &str, source: &DataSource) {
         let key = format!("{path}.{key}");
         refuse(resolver, &key, resolver.loaded.is_set(&key));
     }
-    for key in source.kwargs.keys().filter(|key| !["name", "verification_mode"].contains(&key.as_str())) {
-        refuse(resolver, &format!("{path}.kwargs.{key}"), true);
+}
+
+/// Keys that are accepted so that recipes written for ArcticTraining run, and that change nothing here. It is said.
+fn without_effect(resolver: &mut Resolver) {
+    for key in [
+        "skip_validation",
+        "mem_profiler_dir",
+        "mem_profiler_max_entries",
+        "data.cache_fs_type",
+        "data.use_data_cache",
+        "data.cache_processed_data",
+        "wandb.entity",
+        "wandb.project",
+        "wandb.name",
+    ] {
+        if resolver.loaded.is_set(key) {
+            resolver.note(format!("{key} has no effect here"));
+        }
+    }
+    if resolver.recipe().kind == Some(DataType::Causal) {
+        for key in ["data.mask_inputs", "data.ignore_empty_think", "tokenizer.chat_template"] {
+            if resolver.loaded.is_set(key) {
+                resolver.note(format!("{key} has no effect on `type: causal`: every token of a text is learned"));
+            }
+        }
     }
 }
 

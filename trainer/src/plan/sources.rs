@@ -1,8 +1,11 @@
 //! Which data sets are trained and evaluated on.
 
+use candlewick_text::source::SampleBy;
+use serde_json::Value;
+
 use super::resolver::Resolver;
 use crate::data::{Kind, Sampling, SourcePlan};
-use crate::recipe::{DataSource, HumanFloat, SourceMap, SourceType};
+use crate::recipe::{DataSource, Free, HumanFloat, SourceMap, SourceType};
 
 /// Training sources, evaluation sources, and the share of the former that is held out.
 pub(super) fn resolve(resolver: &mut Resolver, kind: Kind) -> (Vec<SourcePlan>, Vec<SourcePlan>, f64) {
@@ -41,12 +44,18 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) -> S
         }
         (subset, name) => subset.clone().or_else(|| name.map(str::to_owned)),
     };
+    let Loading { data_files, field, sample_by, delimiter } =
+        loading(resolver, &format!("{path}.kwargs"), &source.kwargs);
     SourcePlan {
         name_or_path: source.name_or_path.clone().unwrap_or_default(),
         revision: source.revision.clone(),
         split: source.split.clone(),
         split_mapping: source.split_mapping.0.clone(),
         subset,
+        data_files,
+        field,
+        sample_by,
+        delimiter,
         format: source.format.clone(),
         role_mapping: source.role_mapping.0.clone(),
         content_key: source.content_key.clone(),
@@ -54,6 +63,74 @@ fn one(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) -> S
         sampling: sampling(resolver, path, source),
         sample_seed: source.sample_seed.map_or(42, |seed| seed.0 as u64),
     }
+}
+
+/// What `datasets.load_dataset` would be told about files.
+#[derive(Default)]
+struct Loading {
+    data_files: Vec<(Option<String>, String)>,
+    field: Option<String>,
+    sample_by: Option<String>,
+    delimiter: Option<u8>,
+}
+
+fn loading(resolver: &mut Resolver, path: &str, kwargs: &Free) -> Loading {
+    /// They change how `datasets` works, not what the rows are.
+    const INERT: [&str; 4] = ["verification_mode", "trust_remote_code", "num_proc", "keep_in_memory"];
+    const READ: [&str; 6] = ["name", "data_files", "field", "sample_by", "delimiter", "sep"];
+    let mut loading = Loading::default();
+    for (key, value) in kwargs.iter().filter(|(key, value)| !INERT.contains(&key.as_str()) && !value.is_null()) {
+        let text = value.as_str().map(str::to_owned);
+        let (want, is_right) = match key.as_str() {
+            "name" => ("the name of a configuration", text.is_some()),
+            "field" => {
+                loading.field = text;
+                ("the name of a key", loading.field.is_some())
+            }
+            "sample_by" => {
+                loading.sample_by = text.filter(|text| text.parse::<SampleBy>().is_ok());
+                ("line, paragraph or document", loading.sample_by.is_some())
+            }
+            "delimiter" | "sep" => {
+                loading.delimiter = text.filter(|text| text.len() == 1).map(|text| text.as_bytes()[0]);
+                ("one ASCII character", loading.delimiter.is_some())
+            }
+            "data_files" => match data_files(value) {
+                Some(files) => {
+                    loading.data_files = files;
+                    ("", true)
+                }
+                None => ("a path or pattern, a list of them, or a map from splits to them", false),
+            },
+            _ => {
+                let at = format!("{path}.{key}");
+                let advice = format!("remove the key; those that are read: {}", READ.join(", "));
+                resolver.wrong_because(&[&at], format!("`{at}` is not implemented yet"), advice);
+                continue;
+            }
+        };
+        if !is_right {
+            resolver.wrong(&[&format!("{path}.{key}")], format!("{path}.{key}: expected {want}, found {value}"));
+        }
+    }
+    loading
+}
+
+/// Every pattern with its split, if it has one.
+fn data_files(value: &Value) -> Option<Vec<(Option<String>, String)>> {
+    let patterns = |value: &Value| match value {
+        Value::String(one) => Some(vec![one.clone()]),
+        Value::Array(list) if !list.is_empty() => list.iter().map(|v| v.as_str().map(str::to_owned)).collect(),
+        _ => None,
+    };
+    let Value::Object(by_split) = value else {
+        return Some(patterns(value)?.into_iter().map(|pattern| (None, pattern)).collect());
+    };
+    let mut files = Vec::new();
+    for (split, value) in by_split {
+        files.extend(patterns(value)?.into_iter().map(|pattern| (Some(split.clone()), pattern)));
+    }
+    (!files.is_empty()).then_some(files)
 }
 
 fn check_kind(resolver: &mut Resolver, path: &str, source: &SourceMap, kind: Kind) {

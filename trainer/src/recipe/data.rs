@@ -178,7 +178,10 @@ pub struct SourceMap {
     pub sample_seed: Option<HumanInt>,
     /// `false` reads rows that are tokenised already. Not implemented yet.
     pub process: Option<bool>,
-    /// Arguments of `datasets.load_dataset`. `verification_mode` has no effect here; others are not implemented yet.
+    /// Arguments of `datasets.load_dataset`: `name` (as `subset`), `data_files` (patterns, or a map from splits to them;
+    /// with `name_or_path: json`, `csv`, `parquet` or `text` they are paths of their own), `field` (json), `sample_by`
+    /// (text: line, paragraph or document), `delimiter` or `sep` (csv). `verification_mode`, `trust_remote_code`,
+    /// `num_proc` and `keep_in_memory` change nothing here.
     pub kwargs: Free,
     /// Split names by their usual names: `{train: train_sft}`.
     pub split_mapping: Pairs,

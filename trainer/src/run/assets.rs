@@ -5,9 +5,10 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use candlewick_text::hub::{Hub, ModelPart};
-use candlewick_text::template::ChatTemplate;
+use candlewick_text::template::{ChatTemplate, Clock};
 use candlewick_text::tokenizer::Tokenizer;
 
+use super::Began;
 use crate::plan::{ChatTemplateSource, Init, Plan, TokenizerPlan};
 
 /// What a run reads besides its data.
@@ -18,11 +19,13 @@ pub struct Assets {
     pub tokenizer: Tokenizer,
     template: Option<(String, String)>,
     kwargs: serde_json::Map<String, serde_json::Value>,
+    clock: Clock,
 }
 
 impl Assets {
-    /// Finds the model's and the tokenizer's folders, downloading what is not here.
-    pub fn find(plan: &Plan, hub: &Hub) -> Result<Self> {
+    /// Finds the model's and the tokenizer's folders, downloading what is not here. A chat template that prints the date
+    /// prints that of `began`.
+    pub fn find(plan: &Plan, hub: &Hub, began: Began) -> Result<Self> {
         let part = match plan.model.init {
             Init::Load => ModelPart::Whole,
             Init::Random => ModelPart::WithoutWeights,
@@ -36,7 +39,13 @@ impl Assets {
             tokenizer: Tokenizer::from_directory(tokenizer_folder)?,
             template: chat_template.as_ref().map(own_template).transpose()?,
             kwargs: chat_template_kwargs.clone(),
+            clock: began.clock(),
         })
+    }
+
+    /// Returns the source of the recipe's own chat template.
+    pub fn own_template(&self) -> Option<&str> {
+        self.template.as_ref().map(|(_, source)| source.as_str())
     }
 
     /// Compiles the chat template: the recipe's, else the tokenizer's, if there is one.
@@ -48,7 +57,7 @@ impl Assets {
         let with = |template, (name, value): (&String, &serde_json::Value)| {
             ChatTemplate::with_variable(template, name.as_str(), value.clone())
         };
-        Ok(template.map(|template| self.kwargs.iter().fold(template, with)))
+        Ok(template.map(|template| self.kwargs.iter().fold(template, with).with_clock(self.clock)))
     }
 }
 

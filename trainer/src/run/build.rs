@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_comm::Solo;
 use candlewick_model::Model;
@@ -10,6 +10,7 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_parallel::{Engine, Mode, Residency, Resident};
 use evaluator::weights::{Origin, fill};
 
+use crate::exit::ExitCode;
 use crate::plan::{Activations, ComputeDtype, Init, Plan};
 
 use super::Assets;
@@ -18,13 +19,15 @@ use super::Assets;
 pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
     let config = plan.model.config.clone().context("failed to build the model: its config is not known")?;
     let n_ids = assets.tokenizer.id_bound() as usize;
-    ensure!(
-        n_ids <= config.vocab_size(),
-        "failed to fit the tokenizer to the model: it has ids up to {}, the model's vocab_size is {}; use the \
-         tokenizer that the model was trained with",
-        n_ids - 1,
-        config.vocab_size()
-    );
+    if n_ids > config.vocab_size() {
+        let error = anyhow!(
+            "failed to fit the tokenizer to the model: it has ids up to {}, the model's vocab_size is {}; use the \
+             tokenizer that the model was trained with",
+            n_ids - 1,
+            config.vocab_size()
+        );
+        return Err(error.context(ExitCode::Data));
+    }
     let model = Model::new(config, plan.model.adapter.clone())?;
     let device = Device::Cpu;
     let store = Resident::new(&model, dtype(plan.model.dtype), Mode::Train, &device)?;

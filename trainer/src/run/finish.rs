@@ -13,31 +13,33 @@ use crate::plan::GeneratePlan;
 use crate::signals::Stop;
 
 use super::End;
-use super::session::Session;
+use super::session::{Run, Session, Stopped};
 
 /// Settles a run that ended as `end` says, and returns its exit code.
 pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
     let code = match end {
-        End::Horizon => {
-            session.save_missing()?;
-            ExitCode::Ok
-        }
+        End::Horizon => ExitCode::Ok,
         End::Exit(_) | End::Stop(Stop::KillSwitch(_)) => {
-            session.save_to_resume()?;
+            let n_saves = session.save_early_end()?;
+            let what = if n_saves > 0 { "" } else { "; nothing was saved: the recipe has no checkpoint" };
+            session.reporter.terminal().line(&format!("{}{what}", end.reason()));
             ExitCode::Ok
         }
         End::Stop(Stop::Signal(_)) => {
-            let is_saved = session.save_to_resume()?;
-            let what = if is_saved { "saved, ready to be started again" } else { "no sharded checkpoint to save to" };
+            let (what, code) = match session.save_to_resume()? {
+                Stopped::Resumable => ("saved, ready to be started again", ExitCode::Preempted),
+                Stopped::Saved => {
+                    ("saved; to go on from there, start again with checkpoint.N.auto_resume=true", ExitCode::Failed)
+                }
+                Stopped::Exported => ("the weights are saved; a run cannot go on from them", ExitCode::Failed),
+                Stopped::Lost => ("nothing was saved: the recipe has no checkpoint", ExitCode::Failed),
+            };
             session.reporter.terminal().line(&format!("{}: {what}", end.reason()));
-            return Ok(if is_saved { ExitCode::Preempted } else { ExitCode::Failed });
+            return Ok(code);
         }
     };
-    let mut ledger = session.prepared.ledger.clone();
-    ledger.seen = session.stream.cursor().seen;
-    session.reporter.terminal().line(&format!("{ledger}"));
-    session.run_json.update(|report| report.ledger = serde_json::json!(ledger))?;
-    if let (End::Horizon, Some(generate)) = (end, &session.plan.generate) {
+    session.print_ledger();
+    if let (End::Horizon, Some(generate)) = (end, &session.run.plan.generate) {
         session.reporter.terminal().finish();
         samples(session, generate)?;
     }
@@ -52,13 +54,14 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
         top_p: plan.top_p,
         seed: plan.seed,
     };
-    let template = session.assets.template()?;
-    let tokenizer = &session.assets.tokenizer;
+    let Run { plan: whole, assets, engine, stop, .. } = session.run;
+    let template = assets.template()?;
+    let tokenizer = &assets.tokenizer;
     let mut out = std::io::stdout().lock();
-    for prompt in &plan.prompts {
-        let answer = match (session.plan.data.kind, &template) {
-            (Kind::Sft, Some(template)) => lm::chat(session.engine, tokenizer, template, prompt, &options)?,
-            _ => lm::complete(session.engine, tokenizer, &tokenizer.encode(prompt, Specials::Add)?, &options)?,
+    for prompt in plan.prompts.iter().take_while(|_| stop.poll().is_none()) {
+        let answer = match (whole.data.kind, &template) {
+            (Kind::Sft, Some(template)) => lm::chat(engine, tokenizer, template, prompt, &options)?,
+            _ => lm::complete(engine, tokenizer, &tokenizer.encode(prompt, Specials::Add)?, &options)?,
         };
         writeln!(out, "> {prompt}\n{}\n", answer.trim()).context("failed to print a sample")?;
     }

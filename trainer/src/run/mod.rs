@@ -6,15 +6,17 @@
 mod assets;
 mod build;
 mod finish;
+mod lock;
 mod saves;
 mod session;
 mod state;
 mod step;
 
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candlewick_text::hub::Hub;
+use candlewick_text::template::Clock;
 use evaluator::exit::ExitCode;
 
 use crate::checkpoint::{CheckpointError, Moment};
@@ -39,15 +41,30 @@ enum End {
     Stop(Stop),
 }
 
+/// The moment at which a run began, in milliseconds since 1970: its name among others, and the date that its chat
+/// template prints. A run that is taken up keeps it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Began(u64);
+
+impl Began {
+    /// A run that begins now.
+    pub fn now() -> Self {
+        Self(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64))
+    }
+
+    fn clock(self) -> Clock {
+        Clock::Fixed((self.0 / 1000).cast_signed())
+    }
+}
+
 /// Trains as `plan` says and returns how the run ended. `run.json` tells the end in any case.
 pub fn train(plan: &Plan, hub: &Hub) -> Result<ExitCode> {
-    let stop =
-        StopRequests::install(Some(plan.exit.kill_switch_path.clone())).context("failed to watch for signals")?;
+    let _locks = lock::lock(plan)?;
     let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(|source| {
         let path = plan.log.output_dir.clone().unwrap_or_default();
         CheckpointError::Io { action: "write run.json into", path, source }
     })?;
-    let ended = run(plan, hub, &stop, &mut run_json);
+    let ended = run(plan, hub, &mut run_json);
     let exit = match &ended {
         Ok((code, reason)) => Exit { code: *code as u8, reason: reason.clone() },
         Err(error) => Exit { code: crate::exit::classify(error) as u8, reason: format!("{error:#}") },
@@ -59,25 +76,30 @@ pub fn train(plan: &Plan, hub: &Hub) -> Result<ExitCode> {
 }
 
 /// Reads and renders the data of `plan`, as a run does before its first step.
-pub fn prepare_data(plan: &Plan, hub: &Hub) -> Result<(Assets, Prepared)> {
-    let assets = Assets::find(plan, hub)?;
+pub fn prepare_data(plan: &Plan, hub: &Hub, began: Began) -> Result<(Assets, Prepared)> {
+    let assets = Assets::find(plan, hub, began)?;
     let prepared = prepare(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
     Ok((assets, prepared))
 }
 
-fn run(plan: &Plan, hub: &Hub, stop: &StopRequests, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
-    let (assets, prepared) = prepare_data(plan, hub)?;
-    prepared.notes.iter().for_each(|note| tracing::info!("{note}"));
+fn run(plan: &Plan, hub: &Hub, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+    let began = saves::began(plan)?.unwrap_or_else(Began::now);
+    let (assets, prepared) = prepare_data(plan, hub, began)?;
     let engine = build::engine(plan, &assets)?;
-    let mut session = Session::begin(plan, &assets, &engine, &prepared, run_json)?;
-    let end = steps(&mut session, stop)?;
+    let kill_switch = &plan.exit.kill_switch_path;
+    ensure!(!kill_switch.exists(), "failed to start: the kill switch {} is on; remove the file", kill_switch.display());
+    // Until here a signal ends the process at once: there is nothing to save.
+    let stop = StopRequests::install(Some(kill_switch.clone())).context("failed to watch for signals")?;
+    let run = session::Run { plan, assets: &assets, engine: &engine, prepared: &prepared, began, stop: &stop };
+    let mut session = Session::begin(run, run_json)?;
+    let end = steps(&mut session)?;
     let code = finish::finish(&mut session, &end)?;
     Ok((code, end.reason()))
 }
 
-fn steps(session: &mut Session, stop: &StopRequests) -> Result<End> {
+fn steps(session: &mut Session) -> Result<End> {
     let first_step = session.stream.cursor().step;
-    if first_step == 0 && session.plan.eval.as_ref().is_some_and(|eval| eval.on_start) {
+    if first_step == 0 && session.run.plan.eval.as_ref().is_some_and(|eval| eval.on_start) {
         session.evaluate()?;
     }
     loop {
@@ -85,10 +107,10 @@ fn steps(session: &mut Session, stop: &StopRequests) -> Result<End> {
         if done >= session.stream.total_steps() {
             return Ok(End::Horizon);
         }
-        if let Some(request) = stop.poll() {
+        if let Some(request) = session.run.stop.poll() {
             return Ok(End::Stop(request));
         }
-        let exit = &session.plan.exit;
+        let exit = &session.run.plan.exit;
         if exit.iteration_this_run.is_some_and(|n| done - first_step >= n) {
             return Ok(End::Exit("exit_iteration_this_run"));
         }
@@ -106,7 +128,7 @@ fn one_step(session: &mut Session, step: &Step, began: Instant) -> Result<()> {
     session.report(step, &outcome, began.elapsed());
     let done = session.stream.cursor().step;
     let total = session.stream.total_steps();
-    if session.plan.eval.as_ref().is_some_and(|eval| done.is_multiple_of(eval.interval) || done == total) {
+    if session.run.plan.eval.as_ref().is_some_and(|eval| done.is_multiple_of(eval.interval) || done == total) {
         session.evaluate()?;
     }
     let finished_epoch = (session.stream.cursor().step_in_epoch == 0).then_some(session.stream.cursor().epoch);

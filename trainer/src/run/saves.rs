@@ -1,57 +1,78 @@
 //! What a run writes: resumable saves, and folders of weights that transformers or peft load.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use candle_core::Tensor;
-use candlewick_model::checkpoint::{DEFAULT_SHARD_BYTES, Export};
+use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
 use candlewick_model::{AdapterFolder, ParamSpec};
-use candlewick_parallel::Engine;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{
-    BestEval, CheckpointPlan, Fingerprint, Kind, PlannedSaves, Resumed, RunState, Tag, TrainState, bytes_needed,
+    CheckpointPlan, Fingerprint, Kind, PlannedSaves, Resumed, RunState, Tag, TrainState, bytes_needed, newest_complete,
     preflight, prune, resume, save,
 };
 use crate::data::Stream;
 use crate::plan::Plan;
 
+use super::session::{Progress, Run};
 use super::state::EngineState;
-use super::{Assets, build};
+use super::{Began, build};
 
 pub(super) struct Saves<'a> {
-    plan: &'a Plan,
-    assets: &'a Assets,
-    engine: &'a Engine,
+    run: Run<'a>,
     fingerprint: Fingerprint,
-    /// The last tag that each folder got.
-    last: HashMap<PathBuf, Tag>,
+    settings: Fingerprint,
+    /// The last step that each checkpoint of the plan has.
+    last: HashMap<(Kind, PathBuf), usize>,
+}
+
+/// When the run began that a run of `plan` will take up, if it will take up one.
+pub(super) fn began(plan: &Plan) -> Result<Option<Began>> {
+    let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
+    Ok(newest_complete(&checkpoint.output_dir)?.map(|save| Began(save.manifest.began)))
+}
+
+/// Tells whether there is a save that was made after this run began: one of its own, not of an earlier run.
+pub(super) fn is_of_run(dir: &Path, began: Began) -> bool {
+    let modified = std::fs::metadata(dir).and_then(|metadata| metadata.modified());
+    modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(began.0))
 }
 
 impl<'a> Saves<'a> {
-    pub(super) fn new(plan: &'a Plan, assets: &'a Assets, engine: &'a Engine, fingerprint: Fingerprint) -> Self {
-        Self { plan, assets, engine, fingerprint, last: HashMap::new() }
+    pub(super) fn new(run: Run<'a>) -> Self {
+        let base = run.assets.model_folder.as_deref().filter(|_| run.plan.model.adapter.is_some());
+        let fingerprint = fingerprint(run.plan, base);
+        Self { run, fingerprint, settings: settings(run.plan), last: HashMap::new() }
     }
 
     /// Takes up the newest whole save of the checkpoint that resumes, if there is one.
     pub(super) fn resume(&mut self) -> Result<Option<Resumed>> {
-        let Some(checkpoint) = self.plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else {
+        let Some(checkpoint) = self.run.plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else {
             return Ok(None);
         };
-        let mut state = EngineState::of(self.engine.store())?;
+        let mut state = EngineState::of(self.run.engine.store())?;
         let resumed = resume(checkpoint, &self.fingerprint, &mut state)?;
         if let Some(resumed) = &resumed {
-            self.engine.store().refresh()?;
-            self.last.insert(checkpoint.output_dir.clone(), resumed.run.tag());
+            self.run.engine.store().refresh()?;
+            self.last.insert((checkpoint.kind, checkpoint.output_dir.clone()), resumed.run.step);
         }
         Ok(resumed)
     }
 
+    /// What the run is trained with from here on and was not before, one line a key.
+    pub(super) fn new_settings(&self, run: &RunState) -> Vec<String> {
+        run.settings.differences(&self.settings)
+    }
+
     /// Checks before the first step that every folder can be written and everything fits on disk.
     pub(super) fn preflight(&self, stream: &Stream) -> Result<()> {
-        let sharded = bytes_needed(&EngineState::of(self.engine.store())?.tensors());
+        let sharded = bytes_needed(&EngineState::of(self.run.engine.store())?.tensors());
         let exported = self.n_export_bytes();
         let ends = epoch_ends(stream);
         let planned = |plan: &'a CheckpointPlan| {
@@ -62,17 +83,17 @@ impl<'a> Saves<'a> {
                 Kind::HuggingFace => PlannedSaves { plan, bytes_per_save: exported, n_saves },
             }
         };
-        Ok(preflight(&self.plan.checkpoints.iter().map(planned).collect::<Vec<_>>())?)
+        Ok(preflight(&self.run.plan.checkpoints.iter().map(planned).collect::<Vec<_>>())?)
     }
 
     fn n_export_bytes(&self) -> u64 {
-        let model = self.engine.model();
+        let model = self.run.engine.model();
         let numel = |params: &mut dyn Iterator<Item = &ParamSpec>| params.map(ParamSpec::numel).sum::<usize>();
         let n = match model.lora() {
             Some(_) => numel(&mut model.adapter_params()),
             None => numel(&mut model.base_params()),
         };
-        (n * build::dtype(self.plan.model.dtype).size_in_bytes()) as u64
+        (n * build::dtype(self.run.plan.model.dtype).size_in_bytes()) as u64
     }
 
     /// Makes one save and returns a line about it; nothing if this step is saved there already.
@@ -80,23 +101,22 @@ impl<'a> Saves<'a> {
         &mut self,
         checkpoint: &CheckpointPlan,
         stream: &Stream,
-        best_eval: Option<BestEval>,
-        elapsed: Duration,
+        progress: Progress,
     ) -> Result<Option<String>> {
-        let run = self.run_state(stream, best_eval, elapsed);
-        let tag = run.tag();
-        if self.last.get(&checkpoint.output_dir).is_some_and(|last| last.step == tag.step) {
+        let state = self.run_state(stream, progress);
+        let place = (checkpoint.kind, checkpoint.output_dir.clone());
+        if self.last.get(&place) == Some(&state.step) {
             return Ok(None);
         }
         let dir = match checkpoint.kind {
-            Kind::Sharded => save(checkpoint, &run, &EngineState::of(self.engine.store())?)?.dir,
-            Kind::HuggingFace => self.export(checkpoint, tag)?,
+            Kind::Sharded => save(checkpoint, &state, &EngineState::of(self.run.engine.store())?)?.dir,
+            Kind::HuggingFace => self.export(checkpoint, state.tag())?,
         };
-        self.last.insert(checkpoint.output_dir.clone(), tag);
+        self.last.insert(place, state.step);
         Ok(Some(format!("saved {}", dir.display())))
     }
 
-    fn run_state(&self, stream: &Stream, best_eval: Option<BestEval>, elapsed: Duration) -> RunState {
+    fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {
         let cursor = stream.cursor();
         RunState {
             step: cursor.step,
@@ -106,10 +126,13 @@ impl<'a> Saves<'a> {
             rng: Value::Null,
             tokens: cursor.seen.read.tokens,
             target_tokens: cursor.seen.supervised,
-            elapsed_s: elapsed.as_secs_f64(),
-            best_eval,
+            elapsed_s: progress.before.as_secs_f64(),
+            best_eval: progress.best_eval,
+            n_skipped: progress.n_skipped,
             ledger: json!(cursor.seen),
+            began: self.run.began.0,
             fingerprint: self.fingerprint.clone(),
+            settings: self.settings.clone(),
         }
     }
 
@@ -117,27 +140,23 @@ impl<'a> Saves<'a> {
     fn export(&self, checkpoint: &CheckpointPlan, tag: Tag) -> Result<PathBuf> {
         let dir = checkpoint.dir(tag);
         let masters: HashMap<String, Tensor> = self
+            .run
             .engine
             .store()
             .masters()
             .map(|master| master.map(|(spec, value)| (spec.name.clone(), value)))
             .collect::<candle_core::Result<_>>()?;
         let fetch = |spec: &ParamSpec| Ok(masters[&spec.name].clone());
-        let model = self.engine.model();
-        let dtype = build::dtype(self.plan.model.dtype);
+        let model = self.run.engine.model();
+        let dtype = build::dtype(self.run.plan.model.dtype);
+        let folders = [Some(self.run.assets.tokenizer.directory()), self.run.assets.model_folder.as_deref()];
+        let folders: Vec<&Path> = folders.into_iter().flatten().collect();
+        let companions = Companions { folders: &folders, chat_template: self.run.assets.own_template() };
         if model.lora().is_some() {
-            AdapterFolder::save(&dir, model, dtype, fetch).context("failed to write the adapter")?;
+            AdapterFolder::save(&dir, model, dtype, companions, fetch).context("failed to write the adapter")?;
         } else {
-            let tokenizer = self.assets.tokenizer.directory();
-            let companions: Vec<&Path> =
-                [Some(tokenizer), self.assets.model_folder.as_deref()].into_iter().flatten().collect();
-            let export = Export {
-                folder: &dir,
-                config: model.config(),
-                companions: &companions,
-                dtype,
-                shard_bytes: DEFAULT_SHARD_BYTES,
-            };
+            let (config, shard_bytes) = (model.config(), DEFAULT_SHARD_BYTES);
+            let export = Export { folder: &dir, config, companions, dtype, shard_bytes };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
         if let Some(keep) = checkpoint.keep {
@@ -145,6 +164,51 @@ impl<'a> Saves<'a> {
         }
         Ok(dir)
     }
+}
+
+/// What must be the same for a run to go on from a save. The data cursor guards what decides the order of the data.
+///
+/// `base` holds the frozen weights of an adapter: they are in no save. Where it lies does not matter, what it holds does.
+fn fingerprint(plan: &Plan, base: Option<&Path>) -> Fingerprint {
+    let config = plan.model.config.as_ref().map(|config| config.to_json());
+    let mut adapter = plan.model.adapter.as_ref().map(|adapter| adapter.to_json());
+    if let Some(Value::Object(adapter)) = &mut adapter {
+        adapter.remove("base_model_name_or_path");
+    }
+    let base = base.map(|folder| weights_digest(folder).unwrap_or_else(|error| error.to_string()));
+    let model = json!({"config": config, "dtype": plan.model.dtype, "peft_config": adapter, "frozen weights": base});
+    Fingerprint::of(&json!({"model": model}))
+}
+
+/// Hashes the ends of every safetensors file of a folder and its length: enough to tell two checkpoints apart.
+fn weights_digest(folder: &Path) -> std::io::Result<String> {
+    const END: u64 = 1 << 20;
+    let mut names: Vec<_> =
+        std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
+    names.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
+    names.sort();
+    let mut hash = Sha256::new();
+    for path in names {
+        let mut file = File::open(path)?;
+        let len = file.metadata()?.len();
+        hash.update(len.to_le_bytes());
+        for start in [0, len.saturating_sub(END)] {
+            let mut bytes = Vec::new();
+            file.seek(SeekFrom::Start(start))?;
+            (&mut file).take(END).read_to_end(&mut bytes)?;
+            hash.update(&bytes);
+        }
+    }
+    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// What may change between a save and going on from it (people lower learning rates), but not unnoticed.
+fn settings(plan: &Plan) -> Fingerprint {
+    let (optimizer, scheduler, horizon) = (&plan.optimizer, &plan.schedule, plan.data.horizon);
+    let model = plan.model.name_or_path.as_deref();
+    Fingerprint::of(&json!({
+        "optimizer": optimizer, "scheduler": scheduler, "horizon": horizon, "seed": plan.seed, "model": model,
+    }))
 }
 
 /// The steps at which epochs end, as far as they can be told now.

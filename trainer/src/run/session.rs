@@ -3,47 +3,63 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use candlewick_ops::derive_key;
 use candlewick_parallel::Engine;
 use evaluator::held_out::{HeldOut, held_out_loss};
 use serde_json::json;
 
-use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Fingerprint, Kind, Moment, Tag};
-use crate::data::{Cursor, EvalStream, Prepared, Step, Stream};
-use crate::metrics::{EvalRecord, Memory, ModelShape, Pass, Reporter, RunJson, Start, StepRecord, Visibility, flops};
+use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Tag};
+use crate::data::{Cursor, EvalStream, Ledger, Prepared, Step, Stream};
+use crate::metrics::{
+    EvalRecord, Memory, ModelShape, Pass, Reporter, RunJson, RunReport, Start, StepRecord, Visibility, flops,
+};
 use crate::plan::{Activations, Plan};
+use crate::signals::StopRequests;
 
-use super::Assets;
-use super::saves::Saves;
+use super::saves::{self, Saves};
 use super::step::{self, Outcome, Update};
+use super::{Assets, Began};
 
-pub(super) struct Session<'a> {
+/// What a run consists of before its first step.
+#[derive(Clone, Copy)]
+pub(super) struct Run<'a> {
     pub(super) plan: &'a Plan,
     pub(super) assets: &'a Assets,
     pub(super) engine: &'a Engine,
     pub(super) prepared: &'a Prepared,
+    pub(super) began: Began,
+    pub(super) stop: &'a StopRequests,
+}
+
+pub(super) struct Session<'a> {
+    pub(super) run: Run<'a>,
     pub(super) run_json: &'a mut RunJson,
     pub(super) stream: Stream,
     pub(super) reporter: Reporter,
-    pub(super) best_eval: Option<BestEval>,
+    progress: Progress,
     saves: Saves<'a>,
-    before: Duration,
-    began: Instant,
+    started: Instant,
+}
+
+/// What a run remembers besides its weights and its place in the data.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Progress {
+    /// The time of the processes before this one; in a save, the whole time.
+    pub(super) before: Duration,
+    pub(super) best_eval: Option<BestEval>,
+    /// Steps that were skipped because something was not finite.
+    pub(super) n_skipped: usize,
 }
 
 impl<'a> Session<'a> {
     /// Takes up the newest save if the plan says so, checks that all saves will fit on disk, and opens the reports.
-    pub(super) fn begin(
-        plan: &'a Plan,
-        assets: &'a Assets,
-        engine: &'a Engine,
-        prepared: &'a Prepared,
-        run_json: &'a mut RunJson,
-    ) -> Result<Self> {
-        let mut saves = Saves::new(plan, assets, engine, fingerprint(plan));
+    pub(super) fn begin(run: Run<'a>, run_json: &'a mut RunJson) -> Result<Self> {
+        let Run { plan, prepared, .. } = run;
+        let mut saves = Saves::new(run);
         let resumed = saves.resume()?;
-        let run = resumed.as_ref().map(|resumed| &resumed.run);
-        let cursor: Cursor = match run {
-            Some(run) => serde_json::from_value(run.cursor.clone()).context("failed to read the data cursor")?,
+        let state = resumed.as_ref().map(|resumed| &resumed.run);
+        let cursor: Cursor = match state {
+            Some(state) => serde_json::from_value(state.cursor.clone()).context("failed to read the data cursor")?,
             None => Cursor::default(),
         };
         let stream = Stream::new(prepared.train.clone(), plan.data.clone(), cursor)?;
@@ -51,41 +67,70 @@ impl<'a> Session<'a> {
         plan.schedule.check(total_steps, plan.optimizer.learning_rate)?;
         saves.preflight(&stream)?;
 
-        let start = run.map_or(Start::Fresh, |run| Start::Resumed(run.step));
+        let start = state.map_or(Start::Fresh, |state| Start::Resumed(state.step));
         let reporter = Reporter::open(&plan.log, start, total_steps).map_err(|source| {
             let path = plan.log.metrics_path.clone().unwrap_or_default();
             CheckpointError::Io { action: "open the metrics file", path, source }
         })?;
-        reporter.terminal().line(&format!("{}", prepared.ledger));
-        run_json.update(|report| {
-            report.ledger = json!(prepared.ledger);
-            report.resumed_from = resumed.as_ref().map(|resumed| resumed.dir.clone());
-        })?;
-        if let Some(resumed) = &resumed {
-            reporter.terminal().line(&format!(
-                "resumed after step {} from {}",
-                resumed.run.step,
-                resumed.dir.display()
-            ));
+        let progress = state.map_or(Progress::default(), Progress::of);
+        let mut session = Self { run, run_json, stream, reporter, progress, saves, started: Instant::now() };
+        session.announce(resumed.as_ref())?;
+        if resumed.is_some() {
+            session.save_missing()?;
         }
-        let before = Duration::from_secs_f64(run.map_or(0.0, |run| run.elapsed_s));
-        let best_eval = run.and_then(|run| run.best_eval);
-        let began = Instant::now();
-        Ok(Self { plan, assets, engine, prepared, run_json, stream, reporter, best_eval, saves, before, began })
+        Ok(session)
+    }
+
+    /// Says what was found out before the first step.
+    fn announce(&mut self, resumed: Option<&Resumed>) -> Result<()> {
+        let (terminal, prepared) = (self.reporter.terminal(), self.run.prepared);
+        prepared.notes.iter().for_each(|note| terminal.line(note));
+        terminal.line(&prepared.ledger.to_string());
+        if let Some(Resumed { run, dir, .. }) = resumed {
+            terminal.line(&format!("resumed after step {} from {}", run.step, dir.display()));
+            for difference in self.saves.new_settings(run) {
+                terminal.line(&format!("changed since that save: {difference}"));
+            }
+            if run.step >= self.stream.total_steps() {
+                terminal.line("there is nothing left to train: all steps are done");
+            }
+        }
+        let ledger = json!(self.ledger());
+        self.run_json.update(|report| {
+            report.ledger = ledger;
+            report.notes = prepared.notes.clone();
+            report.resumed_from = resumed.map(|resumed| resumed.dir.clone());
+        })?;
+        Ok(())
+    }
+
+    /// Prints where every token went.
+    pub(super) fn print_ledger(&self) {
+        self.reporter.terminal().line(&self.ledger().to_string());
+    }
+
+    fn ledger(&self) -> Ledger {
+        Ledger { seen: self.stream.cursor().seen, ..self.run.prepared.ledger.clone() }
     }
 
     /// Computes one step.
     pub(super) fn train_step(&mut self, step: &Step) -> Result<Outcome> {
-        let number = self.stream.cursor().step;
-        step::take(self.engine, &self.prepared.train, step, &self.update(number))
+        let outcome = step::take(self.run.engine, &self.run.prepared.train, step, &self.update())?;
+        self.progress.n_skipped += usize::from(outcome.is_skipped);
+        Ok(outcome)
     }
 
-    fn update(&self, number: usize) -> Update<'a> {
+    fn update(&self) -> Update<'a> {
+        let plan = self.run.plan;
+        let number = self.stream.cursor().step;
         Update {
-            plan: &self.plan.optimizer,
-            on_nonfinite: self.plan.on_nonfinite,
-            lr: self.plan.schedule.lr(number - 1, self.stream.total_steps(), self.plan.optimizer.learning_rate),
+            plan: &plan.optimizer,
+            on_nonfinite: plan.on_nonfinite,
+            lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
+            // AdamW's moments have seen nothing of the steps that were skipped.
+            n_updates: number - self.progress.n_skipped,
+            dropout_key: derive_key(plan.seed, number as u64),
         }
     }
 
@@ -99,7 +144,7 @@ impl<'a> Session<'a> {
         let record = StepRecord {
             epoch: step.epoch,
             iter: number,
-            lr: self.update(number).lr,
+            lr: self.update().lr,
             loss: outcome.loss,
             grad_norm: outcome.grad_norm,
             seqlen: padded as f64 / n_micro,
@@ -114,11 +159,16 @@ impl<'a> Session<'a> {
             memory: Memory::now(),
         };
         self.reporter.step(&record);
-        self.remember("step", json!(record));
+        let (ledger, n_skipped) = (json!(self.ledger()), self.progress.n_skipped);
+        self.remember(|report| {
+            report.metrics["step"] = json!(record);
+            report.ledger = ledger;
+            report.skipped_steps = n_skipped;
+        });
     }
 
     fn flops(&self, step: &Step) -> f64 {
-        let config = self.engine.model().config();
+        let config = self.run.engine.model().config();
         let shape = ModelShape {
             n_layers: config.n_layers(),
             hidden: config.hidden_size(),
@@ -128,7 +178,7 @@ impl<'a> Session<'a> {
             head_dim: config.head_dim(),
             vocab: config.vocab_size(),
         };
-        let pass = match (&self.plan.model.adapter, self.plan.model.activations) {
+        let pass = match (&self.run.plan.model.adapter, self.run.plan.model.activations) {
             (None, Activations::Keep) => Pass::TRAIN,
             (None, _) => Pass::TRAIN_RECOMPUTE,
             (Some(_), Activations::Keep) => Pass::ADAPTER,
@@ -139,72 +189,95 @@ impl<'a> Session<'a> {
         batches.map(|batch| flops(&shape, pass, Visibility::Full, &lengths(&batch.cu_seqlens))).sum()
     }
 
-    /// Evaluates on the held-out data, if there are any.
+    /// Evaluates on the held-out data, if there are any. A request to stop ends it without a result.
     pub(super) fn evaluate(&mut self) -> Result<()> {
-        let Some(eval) = &self.prepared.eval else { return Ok(()) };
-        let began = Instant::now();
-        let engine = self.engine;
-        let batches = EvalStream::new(eval.clone(), &self.plan.data)
+        let Some(eval) = &self.run.prepared.eval else { return Ok(()) };
+        let started = Instant::now();
+        let Run { plan, engine, stop, .. } = self.run;
+        let batches = EvalStream::new(eval.clone(), &plan.data)
+            .take_while(|_| stop.poll().is_none())
             .map(|batch| Ok((step::micro(&batch, engine)?, batch.n_targets)));
         let HeldOut { loss, n_targets } = held_out_loss(engine, batches)?;
+        if stop.poll().is_some() {
+            return Ok(());
+        }
         let cursor = self.stream.cursor();
-        let (epoch, iter, eval_time) = (cursor.epoch, cursor.step, began.elapsed().as_secs_f64());
+        let (epoch, iter, eval_time) = (cursor.epoch, cursor.step, started.elapsed().as_secs_f64());
         let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
         self.reporter.eval(&record);
-        if loss.is_finite() && self.best_eval.is_none_or(|best| loss < best.loss) {
-            self.best_eval = Some(BestEval { step: iter, loss });
+        if loss.is_finite() && self.progress.best_eval.is_none_or(|best| loss < best.loss) {
+            self.progress.best_eval = Some(BestEval { step: iter, loss });
         }
-        self.remember("eval", json!(record));
+        self.remember(|report| report.metrics["eval"] = json!(record));
         Ok(())
     }
 
-    fn remember(&mut self, name: &str, value: serde_json::Value) {
-        let written = self.run_json.update(|report| report.metrics[name] = value);
-        if let Err(error) = written {
+    /// A report that cannot be written must not end a run that could still save.
+    fn remember(&mut self, change: impl FnOnce(&mut RunReport)) {
+        if let Err(error) = self.run_json.update(change) {
             tracing::warn!("failed to write run.json: {error}");
         }
     }
 
     /// Makes every save that is due.
     pub(super) fn save_due(&mut self, moment: Moment) -> Result<()> {
-        for checkpoint in self.plan.checkpoints.iter().filter(|checkpoint| checkpoint.due(moment)) {
-            self.save(checkpoint)?;
-        }
-        Ok(())
+        self.save_all(|checkpoint| checkpoint.due(moment)).map(drop)
     }
 
-    /// Makes the saves of the end that are not there: of a run that died between its last step and one of them.
-    pub(super) fn save_missing(&mut self) -> Result<()> {
-        let Cursor { step, epoch, .. } = *self.stream.cursor();
-        let plans = self.plan.checkpoints.iter();
-        for checkpoint in plans.filter(|plan| plan.save_end_of_training && !plan.dir(Tag { step, epoch }).exists()) {
-            self.save(checkpoint)?;
-        }
-        Ok(())
+    /// Makes the saves that this step should have and has not: of a run that died between two of them.
+    fn save_missing(&mut self) -> Result<()> {
+        let Cursor { step, epoch, step_in_epoch, .. } = *self.stream.cursor();
+        let finished_epoch = (step_in_epoch == 0).then_some(epoch);
+        let moment = Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() };
+        let began = self.run.began;
+        let is_missing = |plan: &CheckpointPlan| !saves::is_of_run(&plan.dir(Tag { step, epoch }), began);
+        self.save_all(|plan| plan.due(moment) && is_missing(plan)).map(drop)
     }
 
-    /// Saves what a later start needs, unless this step is saved already. Tells whether there is such a save.
-    pub(super) fn save_to_resume(&mut self) -> Result<bool> {
-        let mut is_saved = false;
-        for checkpoint in self.plan.checkpoints.iter().filter(|checkpoint| checkpoint.kind == Kind::Sharded) {
-            self.save(checkpoint)?;
-            is_saved = true;
-        }
-        Ok(is_saved)
+    /// Saves everything that a run which ends early is worth: what a later start needs, and what the end would export.
+    pub(super) fn save_early_end(&mut self) -> Result<usize> {
+        self.save_all(|plan| plan.kind == Kind::Sharded || plan.save_end_of_training)
     }
 
-    fn save(&mut self, checkpoint: &CheckpointPlan) -> Result<()> {
-        let elapsed = self.before + self.began.elapsed();
-        if let Some(line) = self.saves.save(checkpoint, &self.stream, self.best_eval, elapsed)? {
-            self.reporter.terminal().line(&line);
+    /// Saves what a later start needs; without a checkpoint for that, the weights at least.
+    pub(super) fn save_to_resume(&mut self) -> Result<Stopped> {
+        if self.save_all(|plan| plan.kind == Kind::Sharded)? == 0 {
+            return Ok(if self.save_all(|_| true)? == 0 { Stopped::Lost } else { Stopped::Exported });
         }
-        Ok(())
+        let resumes = self.run.plan.checkpoints.iter().any(|plan| plan.auto_resume);
+        Ok(if resumes { Stopped::Resumable } else { Stopped::Saved })
+    }
+
+    /// Makes the saves that are `wanted` and counts them, those that were there already included.
+    fn save_all(&mut self, wanted: impl Fn(&CheckpointPlan) -> bool) -> Result<usize> {
+        let mut n_saves = 0;
+        for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
+            let progress = Progress { before: self.progress.before + self.started.elapsed(), ..self.progress };
+            if let Some(line) = self.saves.save(checkpoint, &self.stream, progress)? {
+                self.reporter.terminal().line(&line);
+            }
+            n_saves += 1;
+        }
+        Ok(n_saves)
     }
 }
 
-/// What must be the same for a run to go on from a save. The data cursor guards what decides the order of the data.
-fn fingerprint(plan: &Plan) -> Fingerprint {
-    let config = plan.model.config.as_ref().map(|config| config.to_json());
-    let adapter = plan.model.adapter.as_ref().map(|adapter| adapter.to_json());
-    Fingerprint::of(&json!({"model": {"config": config, "dtype": plan.model.dtype, "peft_config": adapter}}))
+/// What is left of a run that was asked to stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stopped {
+    /// The same command goes on with it.
+    Resumable,
+    /// It is saved, but the recipe does not resume.
+    Saved,
+    /// Its weights.
+    Exported,
+    /// Nothing: the recipe has no checkpoint.
+    Lost,
+}
+
+impl Progress {
+    fn of(state: &RunState) -> Self {
+        let before = Duration::from_secs_f64(state.elapsed_s);
+        Self { before, best_eval: state.best_eval, n_skipped: state.n_skipped }
+    }
 }

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::Tensor;
 use candlewick_comm::sum;
-use candlewick_ops::{AdamW, Seqs};
-use candlewick_parallel::{Engine, Micro};
+use candlewick_ops::{AdamW, Seqs, derive_key};
+use candlewick_parallel::{Engine, LossScale, Micro};
 
 use crate::data::{Batch, Dataset, Step};
 use crate::plan::OptimizerPlan;
@@ -19,6 +19,8 @@ pub(super) struct Outcome {
     pub(super) loss: f64,
     /// The norm of the gradient before clipping.
     pub(super) grad_norm: f64,
+    /// Whether the weights stayed as they were, because the loss or the gradient was not finite.
+    pub(super) is_skipped: bool,
     /// The time of forward and backward, all micro-batches together.
     pub(super) compute: Duration,
 }
@@ -43,20 +45,26 @@ pub(super) struct Update<'a> {
     pub(super) lr: f64,
     /// The step's number, counted from 1.
     pub(super) number: usize,
+    /// Updates of the weights up to and with this one: the step without those that were skipped.
+    pub(super) n_updates: usize,
+    /// Chooses what dropout drops in this step.
+    pub(super) dropout_key: u64,
 }
 
 /// Computes the gradient of `step` and updates the weights with it.
 ///
-/// Every partial sum of losses is divided by the number of target tokens of the whole step over all ranks, so that
-/// accumulation, packing and padding give one number.
+/// Every partial sum of losses is scaled by the target tokens of the whole step over all ranks, so that accumulation,
+/// packing and padding give one number.
 pub(super) fn take(engine: &Engine, dataset: &Dataset, step: &Step, update: &Update) -> Result<Outcome> {
     let n_targets = sum(engine.group(), step.n_targets as f64)?;
-    let scale = 1.0 / n_targets.max(1.0);
+    let scale = LossScale::mean_over(n_targets);
     let began = Instant::now();
     engine.store().zero_grads()?;
     let (mut loss, mut suspects) = (0.0, Vec::new());
-    for batch in &step.micro_batches {
-        let partial = engine.forward_backward(&micro(batch, engine)?, scale).context("failed to compute the loss")?;
+    for (micro_idx, batch) in step.micro_batches.iter().enumerate() {
+        let key = derive_key(update.dropout_key, micro_idx as u64);
+        let partial =
+            engine.forward_backward(&micro(batch, engine)?, scale, key).context("failed to compute the loss")?;
         if !partial.is_finite() {
             suspects.extend(&batch.samples);
         }
@@ -65,14 +73,15 @@ pub(super) fn take(engine: &Engine, dataset: &Dataset, step: &Step, update: &Upd
     let loss = sum(engine.group(), loss)?;
     let compute = began.elapsed();
     let grad_norm = engine.store().grad_norm()?;
-    if loss.is_finite() && grad_norm.is_finite() {
+    let is_skipped = !(loss.is_finite() && grad_norm.is_finite());
+    if !is_skipped {
         engine.store().step(&update.hyper(grad_norm))?;
     } else {
         let what = if loss.is_finite() { "gradient" } else { "loss" };
         let rows = locate(dataset, step, &suspects);
         refuse(NonFinite { step: update.number, what, rows }, update.on_nonfinite)?;
     }
-    Ok(Outcome { loss, grad_norm, compute })
+    Ok(Outcome { loss, grad_norm, is_skipped, compute })
 }
 
 fn refuse(found: NonFinite, on_nonfinite: OnNonfinite) -> Result<()> {
@@ -106,7 +115,7 @@ impl Update<'_> {
             beta2: self.plan.beta2,
             eps: self.plan.eps,
             weight_decay: self.plan.weight_decay,
-            step: self.number,
+            step: self.n_updates,
             grad_scale: clip.map_or(1.0, |max| clip_factor(max, grad_norm)),
         }
     }

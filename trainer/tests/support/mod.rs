@@ -52,6 +52,18 @@ impl Run {
         assert!(output.status.success(), "{}", stderr(&output));
     }
 
+    /// What run.json says of the last start.
+    pub fn report(&self) -> serde_json::Value {
+        serde_json::from_slice(&fs::read(self.path().join("run/run.json")).unwrap()).unwrap()
+    }
+
+    /// The last start went on from a save, and no metrics were begun anew.
+    #[track_caller]
+    pub fn assert_resumed(&self) {
+        assert!(self.report()["resumed_from"].is_string(), "{}", self.report()["resumed_from"]);
+        assert!(!self.path().join("run/metrics.1.jsonl").exists(), "the metrics began anew");
+    }
+
     pub fn metrics(&self) -> Vec<serde_json::Value> {
         let text = fs::read_to_string(self.path().join("run/metrics.jsonl")).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -64,13 +76,15 @@ impl Run {
 
     /// The bytes of the weights that were exported at the end.
     pub fn exported(&self) -> Vec<u8> {
-        fs::read(self.export_folder().join("model.safetensors")).unwrap()
+        let weights = ["model.safetensors", "adapter_model.safetensors"].map(|name| self.export_folder().join(name));
+        fs::read(weights.iter().find(|path| path.exists()).unwrap()).unwrap()
     }
 
+    /// The export of the most steps.
     pub fn export_folder(&self) -> PathBuf {
-        let mut folders: Vec<_> = fs::read_dir(self.path().join("hf")).unwrap().map(|e| e.unwrap().path()).collect();
-        assert_eq!(folders.len(), 1, "{folders:?}");
-        folders.pop().unwrap()
+        let folders = fs::read_dir(self.path().join("hf")).unwrap().map(|entry| entry.unwrap().path());
+        let step = |path: &PathBuf| path.to_str().unwrap().rsplit('_').next().unwrap().parse::<usize>().unwrap();
+        folders.max_by_key(step).unwrap()
     }
 }
 

@@ -82,6 +82,9 @@ fn run(step: usize) -> RunState {
         best_eval: Some(BestEval { step: 1, loss: 0.1 }),
         ledger: json!({"read": 3}),
         fingerprint: fingerprint(),
+        began: 1,
+        n_skipped: 0,
+        settings: Fingerprint::default(),
     }
 }
 

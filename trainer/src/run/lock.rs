@@ -1,0 +1,76 @@
+//! One run at a time in a folder: two would take each other's saves and metrics for their own.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+use crate::checkpoint::{CheckpointError, Kind};
+use crate::plan::Plan;
+
+/// Locks that hold until they are dropped, or the process ends in whatever way.
+pub(super) struct Locks {
+    _files: Vec<File>,
+}
+
+const NAME: &str = ".lock";
+
+/// Locks the folders that a run of `plan` is taken up from or reports to.
+pub(super) fn lock(plan: &Plan) -> Result<Locks> {
+    let sharded = plan.checkpoints.iter().filter(|checkpoint| checkpoint.kind == Kind::Sharded);
+    let folders = plan.log.output_dir.iter().chain(sharded.map(|checkpoint| &checkpoint.output_dir));
+    // One folder may have two names.
+    let folders: BTreeSet<PathBuf> = folders.map(|folder| made(folder)).collect::<Result<_>>()?;
+    let locks = folders.into_iter().map(lock_folder).collect::<Result<Vec<_>>>()?;
+    Ok(Locks { _files: locks.into_iter().flatten().collect() })
+}
+
+fn made(folder: &Path) -> Result<PathBuf> {
+    let made = fs::create_dir_all(folder).and_then(|()| folder.canonicalize());
+    made.map_err(|source| CheckpointError::Io { action: "create", path: folder.to_owned(), source }.into())
+}
+
+fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
+    let path = folder.join(NAME);
+    let open = || File::options().create(true).write(true).truncate(false).open(&path);
+    let failed = |source: io::Error| CheckpointError::Io { action: "lock", path: path.clone(), source };
+    let file = open().map_err(failed)?;
+    match file.try_lock() {
+        Ok(()) => Ok(Some(file)),
+        Err(TryLockError::WouldBlock) => {
+            let error = anyhow::anyhow!(
+                "failed to start: another run is writing to {}. Wait for it, or give this one another output_dir",
+                folder.display()
+            );
+            bail!(error.context(crate::exit::ExitCode::Checkpoint))
+        }
+        // Some network file systems have no locks.
+        Err(TryLockError::Error(error)) => {
+            tracing::warn!("cannot lock {}: {error}; do not start a second run there", folder.display());
+            Ok(None)
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_run_is_refused_while_the_first_one_lasts() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = made(&dir.path().join("runs/a")).unwrap();
+        assert_eq!(made(&dir.path().join("./runs/../runs/a")).unwrap(), folder);
+        let first = lock_folder(folder.clone()).unwrap();
+        assert!(first.is_some());
+        let error = lock_folder(folder.clone()).unwrap_err();
+        let text = format!("{error:#}");
+        assert!(text.contains("another run is writing to") && text.contains("runs/a"), "{text}");
+        assert_eq!(crate::exit::classify(&error), crate::exit::ExitCode::Checkpoint);
+        drop(first);
+        assert!(lock_folder(folder).unwrap().is_some());
+    }
+}
