@@ -103,6 +103,8 @@ fn a_check_misses_files_that_are_not_there() {
     room.check(&["check", "r.yaml", "data.sources=['b.jsonl:train[:3]']"], 3, "failed to find b.jsonl");
     room.check(&["check", "r.yaml", "tokenizer.name_or_path=./none"], 3, "failed to find ./none");
     room.check(&["check", "--offline", "r.yaml"], 3, "tok");
+    room.check(&["check", "r.yaml", "model.config.num_hiden_layers=3"], 2, "did you mean `num_hidden_layers`?");
+    room.check(&["check", "r.yaml", "model.adapter_name_or_path=none"], 2, "model.adapter_name_or_path: ");
     room.check(&["check", "r.yaml", "model.peft_config={target_modules: [q_prj]}"], 2, "`q_prj` matches no module");
 }
 

@@ -74,6 +74,14 @@ fn an_adapter_with_dropout_in_bf16_on_packed_rows_resumes_to_the_bit() {
     let folder = AdapterFolder::open(&parts.export_folder()).unwrap();
     assert_eq!(folder.config.to_json()["lora_dropout"], 0.2);
     assert!(parts.export_folder().join("tokenizer.json").is_file());
+
+    // Its first step has the loss with which the first run would have gone on, not that of a new adapter.
+    let next = Run::new();
+    let from = format!("model.adapter_name_or_path={}", parts.export_folder().display());
+    next.train_ok(&[&from, "model.dtype=bf16", "train_iters=1"]);
+    let fresh = Run::new();
+    fresh.train_ok(&[lora, "model.dtype=bf16", "train_iters=1"]);
+    assert!(next.losses()[0] < fresh.losses()[0] - 0.1, "{:?} {:?}", next.losses(), fresh.losses());
 }
 
 #[test]

@@ -67,7 +67,7 @@ fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<O
     };
     match (&model.config, &model.name_or_path) {
         (Some(ConfigSource::Inline(map)), _) => {
-            Config::from_json(map.clone().into()).map(Some).map_err(|e| blame("model.config", e))
+            Config::from_handwritten(map).map(Some).map_err(|e| blame("model.config", e))
         }
         (Some(ConfigSource::Path(path)), _) => read_file(path).map(Some).map_err(|e| blame("model.config", e)),
         (None, Some(name)) if Path::new(name).is_dir() => {

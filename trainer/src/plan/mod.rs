@@ -87,6 +87,8 @@ pub struct ModelPlan {
     /// LoRA, if only an adapter is trained.
     #[serde(serialize_with = "adapter_json")]
     pub adapter: Option<LoraConfig>,
+    /// The folder whose adapter is trained on; `None` draws a new one.
+    pub adapter_folder: Option<PathBuf>,
     /// What blocks keep for backward.
     pub activations: Activations,
 }

@@ -39,6 +39,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         hf_config_kwargs: model.hf_config_kwargs.clone(),
         dtype,
         adapter,
+        adapter_folder: model.adapter_name_or_path.as_ref().map(PathBuf::from),
         activations: activations(resolver),
     }
 }
@@ -105,11 +106,27 @@ fn init(resolver: &mut Resolver, reshaped: &[String]) -> Init {
     resolver.record("weights", Init::Load, Origin::Derived)
 }
 
+const ADAPTER: &str = "model.adapter_name_or_path";
+
+/// The adapter that is trained: a new one by `peft_config`, or one that is there already.
 fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfig> {
     let model = &resolver.recipe().model;
-    let map = model.peft_config.as_ref()?;
-    resolver.pick("model.peft_config", Some(map), map);
-    let adapter = LoraConfig::from_json(&Value::Object(map.clone()));
+    let (key, adapter) = match (&model.peft_config, &model.adapter_name_or_path) {
+        (None, None) => return None,
+        (Some(_), Some(_)) => {
+            let message = format!("{ADAPTER} and model.peft_config exclude each other: the adapter has its own config");
+            resolver.wrong_because(&[ADAPTER], message, "keep model.peft_config to begin a new adapter");
+            return None;
+        }
+        (Some(map), None) => ("model.peft_config", LoraConfig::from_json(&Value::Object(map.clone()))),
+        (None, Some(folder)) => (ADAPTER, LoraConfig::read(Path::new(folder))),
+    };
+    if let Some(map) = &model.peft_config {
+        resolver.pick("model.peft_config", Some(map), map);
+    }
+    if let Some(folder) = &model.adapter_name_or_path {
+        resolver.pick(ADAPTER, Some(folder), folder);
+    }
     // Whether the modules are there can be told where the config is known.
     let adapter = adapter.and_then(|adapter| match config {
         Some(config) => Model::new(config.clone(), Some(adapter.clone())).map(|_| adapter),
@@ -121,7 +138,7 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
             None => adapter,
         }),
         Err(error) => {
-            resolver.wrong(&["model.peft_config"], format!("model.peft_config: {error}"));
+            resolver.wrong(&[key], format!("{key}: {error}"));
             None
         }
     }

@@ -48,6 +48,8 @@ pub struct Model {
     /// A PEFT LoRA config: `peft_type: LORA`, `r`, `lora_alpha`, `target_modules` (names or `all-linear`), ... Only the
     /// adapter is trained.
     pub peft_config: Option<Free>,
+    /// An adapter folder to go on from: its own config says what is trained, so `peft_config` stays away.
+    pub adapter_name_or_path: Option<String>,
     /// Overrides of the model's config.json. Changing `num_hidden_layers` draws the weights anew instead of loading
     /// them, as ArcticTraining does.
     pub hf_config_kwargs: Free,

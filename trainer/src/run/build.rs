@@ -5,8 +5,8 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_comm::Solo;
-use candlewick_model::Model;
 use candlewick_model::checkpoint::Checkpoint;
+use candlewick_model::{AdapterFolder, Model};
 use candlewick_parallel::{Engine, Mode, Residency, Resident};
 use evaluator::weights::{Origin, fill};
 
@@ -32,10 +32,13 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
     let device = Device::Cpu;
     let store = Resident::new(&model, dtype(plan.model.dtype), Mode::Train, &device)?;
     let random = Origin::Random { seed: plan.seed };
-    let notes = match (plan.model.init, &assets.model_folder) {
-        (Init::Load, Some(folder)) => fill(&store, &model, Origin::Checkpoint(&Checkpoint::open(folder)?), random)?,
-        _ => fill(&store, &model, random, random)?,
+    let base = match (plan.model.init, &assets.model_folder) {
+        (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
+        _ => None,
     };
+    let adapter = plan.model.adapter_folder.as_deref().map(AdapterFolder::open).transpose()?;
+    let base = base.as_ref().map_or(random, Origin::Checkpoint);
+    let notes = fill(&store, &model, base, adapter.as_ref().map_or(random, |it| Origin::Checkpoint(&it.weights)))?;
     notes.iter().for_each(|note| tracing::warn!("{note}"));
     let residency = (0..model.n_blocks()).map(|block_idx| residency(plan.model.activations, block_idx)).collect();
     Ok(Engine::new(model, store, residency, Arc::new(Solo), device))

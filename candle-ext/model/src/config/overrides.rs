@@ -40,6 +40,18 @@ const KNOWN: &[&str] = &[
 ];
 
 impl Config {
+    /// Reads a config that somebody wrote by hand: as [`Config::from_json`], but a key that is almost one of a config's
+    /// is taken for a slip of the pen. Other keys that mean nothing here are let pass.
+    pub fn from_handwritten(map: &Map<String, Value>) -> Result<Self, ModelError> {
+        let unknown = map.keys().filter(|key| !KNOWN.contains(&key.as_str()));
+        for key in unknown {
+            if let Some(meant) = KNOWN.iter().find(|known| strsim::jaro_winkler(key, known) > 0.93) {
+                return Err(ModelError::key(key, format!("not a key of a config; did you mean `{meant}`?")));
+            }
+        }
+        Self::from_json(Value::Object(map.clone()))
+    }
+
     /// Sets keys of config.json and checks the whole again. Returns the keys that changed which parameters there are or
     /// their shapes: unless it is empty, the checkpoint's weights no longer fit and the model must be initialised anew.
     pub fn apply_overrides(&mut self, overrides: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
