@@ -13,6 +13,8 @@ mod kind;
 mod local;
 mod mapped;
 mod parquet_file;
+mod parquet_groups;
+mod parquet_values;
 mod spec;
 mod splits;
 mod strict;

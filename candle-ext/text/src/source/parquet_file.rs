@@ -1,43 +1,47 @@
 //! Parquet through the record API: nested lists and structs come out as JSON lists and objects.
 //!
-//! Parquet can only be read a row group at a time, so decoded groups are kept, as compact JSON,
-//! up to a fixed number of bytes a file; reading in order decodes each group once.
+//! Parquet can only be read a row group at a time, so decoded groups are kept for a while, as
+//! compact JSON (see `parquet_groups`); reading in order decodes each group once.
 
 use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
 
+use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
+use super::parquet_groups::{Group, Groups};
+use super::parquet_values::{object, unreadable};
 use super::strict::parse_row;
 use super::{Row, Source, SourceError};
-
-/// Decoded rows kept in memory for one file.
-const MAX_KEPT_BYTES: usize = 1 << 30;
 
 pub(crate) struct ParquetFile {
     path: PathBuf,
     reader: SerializedFileReader<File>,
     /// The row after the last of each group.
     ends: Vec<usize>,
-    /// The most recently used group stands last.
-    kept: Mutex<Vec<(usize, Arc<Group>)>>,
+    groups: Groups,
 }
 
-/// Rows as JSON text, one after another.
-struct Group {
-    text: Vec<u8>,
-    ends: Vec<usize>,
+/// Why a file or a row of it cannot be read.
+struct Fault {
+    problem: String,
+    fix: &'static str,
 }
+
+const DAMAGED: &str = "the file is damaged or of an unread type: write it again";
 
 impl ParquetFile {
     pub(crate) fn open(path: &Path) -> Result<Self, SourceError> {
         let file = File::open(path).map_err(|e| SourceError::io(path, e))?;
-        let reader = guarded(|| SerializedFileReader::new(file)).map_err(|problem| {
+        let reader = guarded(|| Ok(SerializedFileReader::new(file)?)).map_err(|fault| {
             let fix = "it may be cut short or not be Parquet at all: fetch or write it again";
-            SourceError::bad(path.display(), problem, fix)
+            SourceError::bad(path.display(), fault.problem, fix)
         })?;
+        if let Some((column, name)) = unreadable(reader.metadata().file_metadata().schema()) {
+            let problem = format!("column `{column}` is of the type {name}, which is not read");
+            return Err(SourceError::bad(path.display(), problem, "write the file without it, or with text in it"));
+        }
         let mut ends = Vec::new();
         let mut end = 0_usize;
         for group in reader.metadata().row_groups() {
@@ -48,47 +52,36 @@ impl ParquetFile {
             })?;
             ends.push(end);
         }
-        Ok(Self { path: path.to_owned(), reader, ends, kept: Mutex::new(Vec::new()) })
-    }
-
-    fn group(&self, group_idx: usize) -> Result<Arc<Group>, SourceError> {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = kept.iter().position(|(idx, _)| *idx == group_idx) {
-            let entry = kept.remove(at);
-            let group = entry.1.clone();
-            kept.push(entry);
-            return Ok(group);
-        }
-        let group = Arc::new(self.decode(group_idx)?);
-        kept.push((group_idx, group.clone()));
-        let mut n_bytes: usize = kept.iter().map(|(_, group)| group.text.len()).sum();
-        while n_bytes > MAX_KEPT_BYTES && kept.len() > 1 {
-            n_bytes -= kept.remove(0).1.text.len();
-        }
-        Ok(group)
+        Ok(Self { path: path.to_owned(), reader, ends, groups: Groups::new() })
     }
 
     fn decode(&self, group_idx: usize) -> Result<Group, SourceError> {
         let first = self.first_row(group_idx);
-        let mut group = Group { text: Vec::new(), ends: Vec::new() };
-        let read = guarded(|| -> Result<(), parquet::errors::ParquetError> {
-            let reader = self.reader.get_row_group(group_idx)?;
-            for row in reader.get_row_iter(None)? {
-                let json = row?.to_json_value();
-                serde_json::to_writer(&mut group.text, &json)
-                    .map_err(|e| parquet::errors::ParquetError::External(Box::new(e)))?;
-                group.ends.push(group.text.len());
-            }
-            Ok(())
-        });
         let n_rows = self.ends[group_idx] - first;
-        let problem = match read {
-            Err(problem) => problem,
+        let mut group = Group::default();
+        let read = guarded(|| self.read_into(&mut group, group_idx));
+        let fault = match read {
+            Err(fault) => fault,
             Ok(()) if group.ends.len() == n_rows => return Ok(group),
-            Ok(()) => format!("{} rows where the file promises {n_rows}", group.ends.len()),
+            Ok(()) => {
+                let problem = format!("{} rows where the file promises {n_rows}", group.ends.len());
+                Fault { problem, fix: DAMAGED }
+            }
         };
-        let place = place(&self.path, first + group.ends.len());
-        Err(SourceError::bad(place, problem, "the file is damaged or of an unread type: write it again"))
+        Err(SourceError::bad(place(&self.path, first + group.ends.len()), fault.problem, fault.fix))
+    }
+
+    fn read_into(&self, group: &mut Group, group_idx: usize) -> Result<(), Fault> {
+        let reader = self.reader.get_row_group(group_idx)?;
+        for record in reader.get_row_iter(None)? {
+            let row = object(&record?).map_err(|bytes| Fault {
+                problem: format!("column `{}` holds bytes that are not UTF-8 text", bytes.column),
+                fix: "write the column as text, or the file without it",
+            })?;
+            serde_json::to_writer(&mut group.text, &row).expect("JSON is written into memory");
+            group.ends.push(group.text.len());
+        }
+        Ok(())
     }
 
     fn first_row(&self, group_idx: usize) -> usize {
@@ -103,7 +96,7 @@ impl Source for ParquetFile {
 
     fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
         let group_idx = self.ends.partition_point(|&end| end <= row_idx);
-        let group = self.group(group_idx)?;
+        let group = self.groups.get(group_idx, || self.decode(group_idx))?;
         let at = row_idx - self.first_row(group_idx);
         let start = if at == 0 { 0 } else { group.ends[at - 1] };
         parse_row(&group.text[start..group.ends[at]])
@@ -119,10 +112,14 @@ fn place(path: &Path, row_idx: usize) -> String {
     format!("{} row {row_idx}", path.display())
 }
 
-/// The record API panics on column types it has no rule for; that is an error like any other.
-fn guarded<T>(read: impl FnOnce() -> Result<T, parquet::errors::ParquetError>) -> Result<T, String> {
-    match catch_unwind(AssertUnwindSafe(read)) {
-        Ok(result) => result.map_err(|e| e.to_string()),
-        Err(_) => Err("a column has a type that cannot be read".into()),
+impl From<ParquetError> for Fault {
+    fn from(error: ParquetError) -> Self {
+        Self { problem: error.to_string(), fix: DAMAGED }
     }
+}
+
+/// The record API panics on schemas and pages that make no sense; that is an error like any other.
+fn guarded<T>(read: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
+    let panicked = |_| Err(Fault { problem: "its schema or its pages make no sense".into(), fix: DAMAGED });
+    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(panicked)
 }

@@ -13,7 +13,7 @@ fn check(name: &str, content: &[u8], want: &[&str]) {
 
 /// Opening or reading fails with a message that holds `want`.
 #[track_caller]
-fn refused(name: &str, content: &[u8], want: &str) {
+pub(crate) fn refused(name: &str, content: &[u8], want: &str) {
     let folder = Folder::new(&[(name, content)]);
     let opened = folder.open(name, &ReadOptions::default());
     let error = match opened {
@@ -134,36 +134,6 @@ fn text_by_line_paragraph_and_document() {
     assert_eq!(by(SampleBy::Document), ["one\n\ntwo\nthree\n\n \nfour"].map(line));
     refused("a.txt", b"fine\nfi\xE9ne\n", "a.txt:2: byte 0xE9 is not UTF-8");
     assert!("pages".parse::<SampleBy>().unwrap_err().to_string().contains("line, paragraph, document"));
-}
-
-#[test]
-fn parquet_lists_and_structs_come_out_as_json() {
-    let folder = Folder::new(&[("chat.parquet", include_bytes!("../fixtures/chat.parquet"))]);
-    let source = folder.open("chat.parquet", &ReadOptions::default()).unwrap();
-    let rows = show(&*source).unwrap();
-    assert_eq!(rows.len(), 5);
-    assert_eq!(
-        rows[1],
-        "{\"id\":1,\"messages\":[{\"role\":\"user\",\"content\":\"Was ist 1 plus eins? ü€\",\
-         \"tool_calls\":null},{\"role\":\"assistant\",\"content\":\"2\",\"tool_calls\":null}],\
-         \"score\":null,\"tags\":[\"sum\",\"1\"],\"meta\":{\"source\":\"generated\",\"checked\":false}}"
-    );
-    assert!(rows[2].contains("\"tags\":[]"));
-    assert!(rows[3].contains("\"content\":null,\"tool_calls\":[{\"type\":\"function\",\"function\":"));
-    assert_eq!(folder.short(source.locate(4)), "chat.parquet row 4");
-    let backwards: Vec<_> = (0..5).rev().map(|i| source.row(i).unwrap()["id"].clone()).collect();
-    assert_eq!(backwards, [4, 3, 2, 1, 0]);
-}
-
-#[test]
-fn broken_parquet_is_an_error() {
-    let whole = include_bytes!("../fixtures/chat.parquet");
-    refused("a.parquet", b"not parquet at all", "may be cut short or not be Parquet");
-    refused("a.parquet", &whole[..whole.len() - 100], "may be cut short");
-    refused("a.parquet", b"", "may be cut short");
-    let mut damaged = whole.to_vec();
-    damaged[40..400].fill(0x55);
-    refused("a.parquet", &damaged, "a.parquet row 0");
 }
 
 #[test]

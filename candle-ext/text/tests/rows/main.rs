@@ -4,6 +4,7 @@
 mod files;
 mod folders;
 mod formats;
+mod parquet;
 mod properties;
 
 use std::path::PathBuf;
