@@ -1,5 +1,6 @@
 //! The cache layout that all Hub tools share: `blobs/<etag>`, `snapshots/<commit>/<path>` links to
-//! them, `refs/<revision>` names the commit, `.locks` keeps two downloads of one blob apart.
+//! them, `refs/<revision>` names the commit, `.locks` keeps two downloads of one blob apart. Our own are
+//! `.listings/<commit>.json`.
 
 use std::fs::{self, File};
 use std::io;
@@ -45,6 +46,21 @@ impl Cache {
         }
     }
 
+    /// What the Hub listed for a commit, if it was asked from here.
+    pub(crate) fn listing(&self, repo: &RepoId, commit: &str) -> Option<Vec<Listed>> {
+        serde_json::from_slice(&fs::read(self.listing_path(repo, commit)).ok()?).ok()
+    }
+
+    /// Notes what the Hub lists for a commit: without it nobody could tell offline whether a
+    /// snapshot is whole.
+    pub(crate) fn set_listing(&self, repo: &RepoId, commit: &str, files: &[Listed]) -> Result<(), HubError> {
+        if self.listing(repo, commit).is_some_and(|known| known == files) {
+            return Ok(());
+        }
+        let text = serde_json::to_vec(files).expect("paths and sizes are JSON");
+        replace(&self.listing_path(repo, commit), |temporary| fs::write(temporary, text))
+    }
+
     /// All files of a snapshot that lead to a blob.
     pub(crate) fn files(&self, repo: &RepoId, commit: &str) -> Result<Vec<Listed>, HubError> {
         let root = self.snapshot(repo, commit);
@@ -86,6 +102,11 @@ impl Cache {
         }
     }
 
+    /// Says whether the file is here with its listed size, and leaves it be.
+    pub(crate) fn has(&self, repo: &RepoId, commit: &str, listed: &Listed) -> bool {
+        fs::metadata(self.pointer(repo, commit, &listed.path)).is_ok_and(|found| found.len() == listed.size)
+    }
+
     /// The etag under which a file of an earlier snapshot is kept.
     pub(crate) fn etag(&self, repo: &RepoId, commit: &str, path: &str) -> Option<String> {
         let blob = fs::canonicalize(self.pointer(repo, commit, path)).ok()?;
@@ -108,6 +129,10 @@ impl Cache {
         let up = "../".repeat(2 + path.split('/').count() - 1);
         let relative = format!("{up}blobs/{etag}");
         replace(&pointer, |temporary| point(&blob, &relative, temporary))
+    }
+
+    fn listing_path(&self, repo: &RepoId, commit: &str) -> PathBuf {
+        self.root.join(repo.folder()).join(".listings").join(format!("{commit}.json"))
     }
 
     fn ref_path(&self, repo: &RepoId, revision: &str) -> Option<PathBuf> {

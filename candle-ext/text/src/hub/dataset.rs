@@ -103,8 +103,11 @@ impl Hub {
         }
         let repo = RepoId::parse(RepoKind::Dataset, &request.spec.name)?;
         let revision = request.revision.as_deref().unwrap_or("main");
-        let listing = self.list(&repo, revision)?;
-        let card = self.card(&listing);
+        self.with_listing(&repo, revision, |listing| self.rows(listing, request))
+    }
+
+    fn rows(&self, listing: &Listing, request: &DatasetRequest) -> Result<Box<dyn Source>, HubError> {
+        let card = self.card(listing);
         let mut sources = Vec::new();
         for part in request.parts() {
             let data_files = patterns_of(&request.data_files, &part.split).map_err(|problem| listing.unfit(problem))?;
@@ -116,11 +119,8 @@ impl Hub {
             };
             let selection =
                 choose(&listing.paths(), card.as_ref(), &query).map_err(|problem| listing.unfit(problem))?;
-            let files = self.fetch(&listing, &selection.files)?;
+            let files = self.fetch(listing, &selection.files)?;
             sources.push(slice(open_files(&files, &request.read)?, &part)?);
-        }
-        if !listing.is_cached {
-            self.cache.set_commit(&repo, revision, &listing.commit)?;
         }
         Ok(join(sources))
     }

@@ -92,8 +92,18 @@ pub enum HubError {
         /// What the server said, with a colon before it.
         message: String,
     },
+    /// The connection broke, again and again without a byte more.
+    #[error("download {file} of {id}: {problem}")]
+    Interrupted {
+        /// The repository.
+        id: String,
+        /// The file.
+        file: String,
+        /// How far it came, and whether that was kept.
+        problem: String,
+    },
     /// What arrived is not what was announced, twice.
-    #[error("download {file} of {id}: {problem}; it was removed, try again later")]
+    #[error("download {file} of {id}: {problem}; try again later")]
     Unverified {
         /// The repository.
         id: String,
@@ -104,13 +114,13 @@ pub enum HubError {
     },
     /// Offline, and the cache does not have it.
     #[error(
-        "load {id} offline: {missing} not in the cache; fetch it once with a network: unset \
-         HF_HUB_OFFLINE, or run `{prefetch}`"
+        "load {id} offline: {missing}; fetch it once with a network: unset HF_HUB_OFFLINE, or run \
+         `{prefetch}`"
     )]
     Offline {
         /// The repository.
         id: String,
-        /// What is missing, with its verb.
+        /// What the cache lacks, as a sentence.
         missing: String,
         /// A command that fetches it.
         prefetch: String,
@@ -148,6 +158,15 @@ impl HubError {
         };
         let prefetch = format!("hf download {repo}{kind}{revision}");
         Self::Offline { id: repo.to_string(), missing, prefetch }
+    }
+
+    /// Whether the Hub is to blame and not the question: what the cache holds may stand in.
+    pub(crate) fn is_weather(&self) -> bool {
+        match self {
+            Self::Unreachable { .. } | Self::RateLimited { .. } => true,
+            Self::Status { status, .. } => *status >= 500,
+            _ => false,
+        }
     }
 
     pub(crate) fn cache(path: impl Into<PathBuf>, source: std::io::Error) -> Self {

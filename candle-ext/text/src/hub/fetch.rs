@@ -3,23 +3,23 @@
 //! A HEAD tells etag and size; the body goes to `<etag>.incomplete`, is counted and hashed on the
 //! way, and only a body of the announced size (and sha256, which is the etag of large files)
 //! becomes the blob. A wrong one is removed and asked for once more. What broke off is continued
-//! where it stopped if there is a hash to prove the whole.
+//! where it stopped if there is a hash to prove the whole, as often as some more of it arrives.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use reqwest::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap, IF_NONE_MATCH, LOCATION, RANGE, RETRY_AFTER,
 };
-use reqwest::{Client, Response, StatusCode, Url};
-use sha2::{Digest, Sha256};
+use reqwest::{Client, ClientBuilder, Response, StatusCode, Url};
 
+use super::body::{Announced, Body};
 use super::cache::{Cache, is_inside, make_parent};
 use super::patience::{Asked, Failure, Refusal, patiently};
 use super::remote::innermost;
+use super::retry_after::retry_after;
 use super::{HubError, HubSettings, Listed, RepoId};
 
 /// How far a download has come.
@@ -45,26 +45,26 @@ pub(crate) struct Wire {
     unredirected: Client,
 }
 
-/// What a HEAD tells about a file.
-struct Announced {
-    etag: String,
-    size: u64,
+/// A file on its way here.
+struct Download<'a> {
+    asked: Asked<'a>,
+    url: Url,
+    partial: &'a Path,
+    announced: &'a Announced,
+}
+
+impl Download<'_> {
+    fn path(&self) -> &str {
+        self.asked.file.unwrap_or_default()
+    }
 }
 
 const MAX_REDIRECTS: usize = 10;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
-/// The longest silence in a body.
-const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Wire {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
         let lost = |reason: String| HubError::Unreachable { endpoint: settings.endpoint.clone(), reason };
-        let client = || {
-            Client::builder()
-                .user_agent(concat!("candlewick/", env!("CARGO_PKG_VERSION")))
-                .connect_timeout(CONNECT_TIMEOUT)
-                .read_timeout(READ_TIMEOUT)
-        };
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|e| lost(e.to_string()))?;
         let redirect = reqwest::redirect::Policy::none();
@@ -72,8 +72,8 @@ impl Wire {
             on_progress: None,
             settings: settings.clone(),
             runtime,
-            client: client().build().map_err(|e| lost(innermost(&e)))?,
-            unredirected: client().redirect(redirect).build().map_err(|e| lost(innermost(&e)))?,
+            client: client(settings).build().map_err(|e| lost(innermost(&e)))?,
+            unredirected: client(settings).redirect(redirect).build().map_err(|e| lost(innermost(&e)))?,
         })
     }
 
@@ -98,21 +98,31 @@ impl Wire {
         make_parent(&blob)?;
         let partial = blob.with_file_name(format!("{}.incomplete", announced.etag));
         tracing::info!("downloading {} of {repo}, {} bytes", listed.path, announced.size);
-        let mut is_second = false;
-        patiently(&self.settings, &asked, || {
-            let body = self.body(&url, &partial, &announced, &listed.path);
-            match self.runtime.block_on(body) {
-                Err(Failure::Wrong(problem)) if !is_second => {
-                    tracing::warn!("{} of {repo}: {problem}; once more", listed.path);
-                    is_second = true;
-                    self.runtime.block_on(self.body(&url, &partial, &announced, &listed.path))
-                }
-                other => other,
-            }
-        })
-        .inspect_err(|error| drop_unless_resumable(error, &partial))?;
+        let download = Download { asked, url, partial: &partial, announced: &announced };
+        self.bring(&download).inspect_err(|_| drop_unless_resumable(&partial, &announced))?;
         fs::rename(&partial, &blob).map_err(|e| HubError::cache(&blob, e))?;
         cache.link(repo, commit, &listed.path, &announced.etag)
+    }
+
+    /// Brings the body in as many rounds of tries as it takes, while each round brings some of it.
+    fn bring(&self, download: &Download) -> Result<(), HubError> {
+        let Download { asked, partial, announced, .. } = download;
+        let mut is_second = false;
+        loop {
+            let n_before = n_bytes(partial);
+            let tried = patiently(&self.settings, asked, || match self.runtime.block_on(self.body(download)) {
+                Err(Failure::Wrong(problem)) if !is_second => {
+                    tracing::warn!("{} of {}: {problem}; once more", download.path(), asked.repo);
+                    is_second = true;
+                    self.runtime.block_on(self.body(download))
+                }
+                other => other,
+            });
+            let has_advanced = announced.sha256().is_some() && n_bytes(partial) > n_before;
+            if tried.is_ok() || !has_advanced {
+                return tried;
+            }
+        }
     }
 
     fn url(&self, repo: &RepoId, commit: &str, path: &str) -> Result<Url, HubError> {
@@ -152,10 +162,10 @@ impl Wire {
         Err(Failure::Wrong(format!("more than {MAX_REDIRECTS} redirects from {url}")))
     }
 
-    /// Brings the body to `partial` and proves it.
-    async fn body(&self, url: &Url, partial: &Path, announced: &Announced, path: &str) -> Result<(), Failure> {
-        let mut body = Body::resume(partial, announced)?;
-        let mut request = self.client.get(url.clone()).headers(self.headers());
+    /// Brings what is missing of the body, and proves the whole.
+    async fn body(&self, download: &Download<'_>) -> Result<(), Failure> {
+        let mut body = Body::resume(download.partial, download.announced)?;
+        let mut request = self.client.get(download.url.clone()).headers(self.headers());
         if body.n_bytes > 0 {
             request = request.header(RANGE, format!("bytes={}-", body.n_bytes));
         }
@@ -176,7 +186,7 @@ impl Wire {
                 Err(error) => return Err(body.broke_off(&innermost(&error))),
             }
             if let Some(on_progress) = &self.on_progress {
-                on_progress(Progress { file: path, done: body.n_bytes, total: announced.size });
+                on_progress(Progress { file: download.path(), done: body.n_bytes, total: download.announced.size });
             }
         }
     }
@@ -193,92 +203,21 @@ impl Wire {
     }
 }
 
-/// A body on its way into a file.
-struct Body<'a> {
-    path: PathBuf,
-    file: File,
-    hash: Sha256,
-    n_bytes: u64,
-    announced: &'a Announced,
+/// How both the listings and the bodies are asked for.
+pub(crate) fn client(settings: &HubSettings) -> ClientBuilder {
+    Client::builder()
+        .user_agent(concat!("candlewick/", env!("CARGO_PKG_VERSION")))
+        .connect_timeout(CONNECT_TIMEOUT)
+        .read_timeout(settings.longest_silence)
 }
 
-impl<'a> Body<'a> {
-    /// Opens `path`; what it already holds is kept if a hash will prove it in the end.
-    fn resume(path: &Path, announced: &'a Announced) -> Result<Self, Failure> {
-        let told = |e| Failure::Told(HubError::cache(path, e));
-        let file = OpenOptions::new().create(true).truncate(false).read(true).append(true).open(path);
-        let file = file.map_err(told)?;
-        let mut body = Self { path: path.to_owned(), file, hash: Sha256::new(), n_bytes: 0, announced };
-        let n_here = body.file.metadata().map_err(told)?.len();
-        if n_here >= announced.size || announced.sha256().is_none() {
-            body.restart()?;
-            return Ok(body);
-        }
-        let mut piece = vec![0; 1 << 20];
-        loop {
-            match body.file.read(&mut piece).map_err(told)? {
-                0 => return Ok(body),
-                n => {
-                    body.hash.update(&piece[..n]);
-                    body.n_bytes += n as u64;
-                }
-            }
-        }
-    }
-
-    fn restart(&mut self) -> Result<(), Failure> {
-        self.file.set_len(0).map_err(|e| Failure::Told(HubError::cache(&self.path, e)))?;
-        self.hash = Sha256::new();
-        self.n_bytes = 0;
-        Ok(())
-    }
-
-    fn write(&mut self, piece: &[u8]) -> Result<(), Failure> {
-        self.n_bytes += piece.len() as u64;
-        if self.n_bytes > self.announced.size {
-            let problem = format!("more than the {} bytes announced arrived", self.announced.size);
-            return self.discard(problem);
-        }
-        self.hash.update(piece);
-        self.file.write_all(piece).map_err(|e| Failure::Told(HubError::cache(&self.path, e)))
-    }
-
-    fn prove(mut self) -> Result<(), Failure> {
-        let (n_bytes, size) = (self.n_bytes, self.announced.size);
-        if n_bytes != size {
-            return self.discard(format!("{n_bytes} bytes arrived where {size} were announced"));
-        }
-        let found = hex(&self.hash.clone().finalize());
-        match self.announced.sha256() {
-            Some(sha256) if sha256 != found => {
-                self.discard(format!("its sha256 is {found} where {sha256} was announced"))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn broke_off(&self, reason: &str) -> Failure {
-        let (n_bytes, size) = (self.n_bytes, self.announced.size);
-        Failure::Wrong(format!("it broke off after {n_bytes} of {size} bytes ({reason})"))
-    }
-
-    fn discard(&mut self, problem: String) -> Result<(), Failure> {
-        self.restart()?;
-        Err(Failure::Wrong(problem))
-    }
+fn n_bytes(path: &Path) -> u64 {
+    fs::metadata(path).map_or(0, |found| found.len())
 }
 
-impl Announced {
-    fn sha256(&self) -> Option<&str> {
-        let is_sha256 = self.etag.len() == 64 && self.etag.bytes().all(|b| b.is_ascii_hexdigit());
-        is_sha256.then_some(self.etag.as_str())
-    }
-}
-
-/// What is proven wrong, or cannot be continued, is not left lying about.
-fn drop_unless_resumable(error: &HubError, partial: &Path) {
-    let is_empty = fs::metadata(partial).is_ok_and(|found| found.len() == 0);
-    if is_empty || !matches!(error, HubError::Unverified { .. } | HubError::Unreachable { .. }) {
+/// What cannot be continued is not left lying about.
+fn drop_unless_resumable(partial: &Path, announced: &Announced) {
+    if announced.sha256().is_none() || n_bytes(partial) == 0 {
         let _ = fs::remove_file(partial);
     }
 }
@@ -311,10 +250,6 @@ async fn refusal(answer: Response) -> Failure {
         code: header("x-error-code"),
         message: header("x-error-message"),
         url: answer.url().to_string(),
-        wait: header(RETRY_AFTER.as_str()).trim().parse().ok().map(Duration::from_secs),
+        wait: retry_after(&header(RETRY_AFTER.as_str()), SystemTime::now()),
     })
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -4,6 +4,7 @@
 //! a body without looking at its status, size or hash, and gives up on a lock after ten seconds.
 //! [`fetch`](fetch) does that part. Files land in the cache layout that all Hub tools share.
 
+mod body;
 mod cache;
 mod dataset;
 mod error;
@@ -12,6 +13,7 @@ mod model;
 mod patience;
 mod remote;
 mod repo;
+mod retry_after;
 mod settings;
 
 pub use dataset::DatasetRequest;
@@ -24,6 +26,8 @@ pub use settings::HubSettings;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde::{Deserialize, Serialize};
 
 use cache::Cache;
 use fetch::Wire;
@@ -43,12 +47,12 @@ pub(crate) struct Listing {
     revision: String,
     commit: String,
     files: Vec<Listed>,
-    /// Only what the cache holds, because the Hub was not or could not be asked.
+    /// As known from the cache, because the Hub was not or could not be asked: nothing can be fetched.
     is_cached: bool,
 }
 
 /// One file of a listing.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Listed {
     path: String,
     size: u64,
@@ -81,23 +85,35 @@ impl Hub {
         &self.settings
     }
 
-    /// The files of `repo`: what the Hub lists, or offline and out of reach what the cache holds.
-    pub(crate) fn list(&self, repo: &RepoId, revision: &str) -> Result<Listing, HubError> {
+    /// Does `work` with the files of `repo` as the Hub lists them; offline, or when the Hub cannot
+    /// answer and the cache holds all that `work` needs, as they are known here.
+    pub(crate) fn with_listing<T>(
+        &self,
+        repo: &RepoId,
+        revision: &str,
+        work: impl Fn(&Listing) -> Result<T, HubError>,
+    ) -> Result<T, HubError> {
         let Some((remote, _)) = &self.online else {
-            return self.cached(repo, revision);
+            return work(&self.cached(repo, revision)?);
         };
-        match remote.list(repo, revision) {
-            Ok((commit, files)) => {
-                let revision = revision.to_owned();
-                Ok(Listing { repo: repo.clone(), revision, commit, files, is_cached: false })
+        let (commit, files) = match remote.list(repo, revision) {
+            Ok(found) => found,
+            Err(error) if error.is_weather() => {
+                return match self.cached(repo, revision).and_then(|listing| work(&listing)) {
+                    Err(HubError::Offline { .. }) => Err(error),
+                    other => {
+                        tracing::warn!("{repo} is taken from the cache, for the Hub does not answer: {error}");
+                        other
+                    }
+                };
             }
-            Err(error @ HubError::Unreachable { .. }) => {
-                let listing = self.cached(repo, revision).map_err(|_| error)?;
-                tracing::warn!("the Hub is out of reach: {repo} is taken from the cache");
-                Ok(listing)
-            }
-            Err(error) => Err(error),
-        }
+            Err(error) => return Err(error),
+        };
+        self.cache.set_listing(repo, &commit, &files)?;
+        let listing = Listing { repo: repo.clone(), revision: revision.to_owned(), commit, files, is_cached: false };
+        let done = work(&listing)?;
+        self.cache.set_commit(repo, revision, &listing.commit)?;
+        Ok(done)
     }
 
     /// Brings `paths` of a listing here, several at once, and gives their places in that order.
@@ -125,14 +141,11 @@ impl Hub {
 
     fn fetch_one(&self, listing: &Listing, path: &str, previous: Option<&str>) -> Result<(), HubError> {
         let (repo, commit) = (&listing.repo, listing.commit.as_str());
-        let listed = listing.files.iter().find(|file| file.path == path);
-        let (Some(listed), Some((_, wire))) = (listed, &self.online) else {
-            return match listed {
-                Some(_) => Ok(()),
-                None => Err(listing.lacks(path)),
-            };
+        let listed = listing.files.iter().find(|file| file.path == path).ok_or_else(|| listing.lacks(path))?;
+        let Some((_, wire)) = self.online.as_ref().filter(|_| !listing.is_cached) else {
+            return if self.cache.has(repo, commit, listed) { Ok(()) } else { Err(listing.lacks(path)) };
         };
-        if listing.is_cached || self.cache.holds(repo, commit, listed)? {
+        if self.cache.holds(repo, commit, listed)? {
             return Ok(());
         }
         let old = previous.filter(|old| *old != commit);
@@ -145,10 +158,14 @@ impl Hub {
         let commit = self
             .cache
             .commit_of(repo, revision)
-            .ok_or_else(|| nothing(format!("nothing of revision {revision:?} is")))?;
-        let files = self.cache.files(repo, &commit)?;
+            .ok_or_else(|| nothing(format!("the cache holds nothing of revision {revision:?}")))?;
+        // A cache that other tools filled has no listing; there what is here counts as all there is.
+        let files = match self.cache.listing(repo, &commit) {
+            Some(files) => files,
+            None => self.cache.files(repo, &commit)?,
+        };
         if files.is_empty() {
-            return Err(nothing("no file is".into()));
+            return Err(nothing(format!("the cache holds nothing of revision {revision:?}")));
         }
         let revision = revision.to_owned();
         Ok(Listing { repo: repo.clone(), revision, commit, files, is_cached: true })
@@ -167,7 +184,7 @@ impl Listing {
     /// A file that is wanted is not there.
     pub(crate) fn lacks(&self, path: &str) -> HubError {
         if self.is_cached {
-            return HubError::offline(&self.repo, &self.revision, format!("{path} is"));
+            return HubError::offline(&self.repo, &self.revision, format!("{path} is not in the cache"));
         }
         HubError::FileNotFound { id: self.repo.to_string(), revision: self.revision.clone(), file: path.to_owned() }
     }
@@ -175,7 +192,7 @@ impl Listing {
     /// What is there does not do.
     pub(crate) fn unfit(&self, problem: String) -> HubError {
         if self.is_cached {
-            let missing = format!("not all that is needed is ({problem});");
+            let missing = format!("what the cache holds does not do: {problem}");
             return HubError::offline(&self.repo, &self.revision, missing);
         }
         HubError::Contents { id: self.repo.to_string(), problem }

@@ -46,16 +46,14 @@ impl Hub {
         }
         let repo = RepoId::parse(RepoKind::Model, name)?;
         let revision = revision.unwrap_or("main");
-        let listing = self.list(&repo, revision)?;
-        let folder = self.cache.snapshot(&repo, &listing.commit);
-        self.fetch(&listing, &small_files(&listing, part)?)?;
-        if part == ModelPart::Whole {
-            self.fetch(&listing, &self.weights(&listing, &folder)?)?;
-        }
-        if !listing.is_cached {
-            self.cache.set_commit(&repo, revision, &listing.commit)?;
-        }
-        Ok(folder)
+        self.with_listing(&repo, revision, |listing| {
+            let folder = self.cache.snapshot(&repo, &listing.commit);
+            self.fetch(listing, &small_files(listing, part)?)?;
+            if part == ModelPart::Whole {
+                self.fetch(listing, &self.weights(listing, &folder)?)?;
+            }
+            Ok(folder)
+        })
     }
 
     /// The safetensors files: one, or those that the index names, or an adapter's.

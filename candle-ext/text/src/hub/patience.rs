@@ -11,7 +11,9 @@ pub(crate) enum Failure {
     Status(Refusal),
     /// No answer came.
     Lost(String),
-    /// The answer began and broke off, or is not what was announced.
+    /// The answer began and broke off.
+    Cut(String),
+    /// The answer is not what was announced.
     Wrong(String),
     /// Already explained.
     Told(HubError),
@@ -62,7 +64,7 @@ impl Failure {
     fn may_pass(&self) -> bool {
         match self {
             Self::Status(refusal) => matches!(refusal.status, 408 | 429 | 500 | 502 | 503 | 504),
-            Self::Lost(_) => true,
+            Self::Lost(_) | Self::Cut(_) => true,
             Self::Wrong(_) | Self::Told(_) => false,
         }
     }
@@ -80,9 +82,8 @@ fn explain(settings: &HubSettings, asked: &Asked, failure: Failure, n_tries: usi
     match failure {
         Failure::Told(error) => error,
         Failure::Lost(reason) => HubError::Unreachable { endpoint: settings.endpoint.clone(), reason },
-        Failure::Wrong(problem) => {
-            HubError::Unverified { id, file: asked.file.unwrap_or("the listing").into(), problem }
-        }
+        Failure::Cut(problem) => HubError::Interrupted { id, file: name_of(asked), problem },
+        Failure::Wrong(problem) => HubError::Unverified { id, file: name_of(asked), problem },
         Failure::Status(refusal) => match refusal.status {
             401 | 403 if refusal.code != "RepoNotFound" => {
                 let (status, advice) = (refusal.status, advice(settings, asked, &refusal));
@@ -99,6 +100,10 @@ fn explain(settings: &HubSettings, asked: &Asked, failure: Failure, n_tries: usi
             }
         },
     }
+}
+
+fn name_of(asked: &Asked) -> String {
+    asked.file.unwrap_or("the listing").to_owned()
 }
 
 fn not_found(asked: &Asked, refusal: &Refusal) -> HubError {

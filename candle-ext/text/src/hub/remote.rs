@@ -6,6 +6,7 @@ use hf_hub::repository::{RepoTreeEntry, RepoTypeDataset, RepoTypeModel};
 use hf_hub::{HFClient, HFClientSync, HFError, HFResult};
 
 use super::cache::{is_commit, is_inside};
+use super::fetch::client;
 use super::patience::{Asked, Failure, Refusal, patiently};
 use super::{HubError, HubSettings, Listed, RepoId, RepoKind};
 
@@ -16,8 +17,10 @@ pub(crate) struct Remote {
 
 impl Remote {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
-        // Tries are counted here: hf-hub's own do not wait for as long as the Hub asks.
+        let lost = |reason: String| HubError::Unreachable { endpoint: settings.endpoint.clone(), reason };
+        // hf-hub's own client waits forever, and its own tries do not wait for as long as the Hub asks.
         let mut builder = HFClient::builder()
+            .client(client(settings).build().map_err(|e| lost(innermost(&e)))?)
             .endpoint(settings.endpoint.clone())
             .cache_dir(settings.cache.clone())
             .retry_max_attempts(0);
@@ -25,10 +28,7 @@ impl Remote {
         if let Some(token) = &settings.token {
             builder = builder.token(token.clone());
         }
-        let client = builder.build_sync().map_err(|error| HubError::Unreachable {
-            endpoint: settings.endpoint.clone(),
-            reason: error.to_string(),
-        })?;
+        let client = builder.build_sync().map_err(|error| lost(error.to_string()))?;
         Ok(Self { client, settings: settings.clone() })
     }
 

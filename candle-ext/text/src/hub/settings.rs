@@ -20,6 +20,8 @@ pub struct HubSettings {
     pub backoff: Duration,
     /// A longer wait than this, if the Hub asks for one, is reported instead.
     pub longest_wait: Duration,
+    /// The longest silence in the middle of an answer, or before one; then it is tried again.
+    pub longest_silence: Duration,
 }
 
 impl HubSettings {
@@ -33,6 +35,7 @@ impl HubSettings {
             n_tries: 5,
             backoff: Duration::from_millis(300),
             longest_wait: Duration::from_secs(300),
+            longest_silence: Duration::from_secs(60),
         }
     }
 
@@ -48,20 +51,21 @@ impl HubSettings {
         let is_set =
             |name: &str| var(name).is_some_and(|v| ["1", "true", "yes", "on"].contains(&v.to_lowercase().as_str()));
         let user = PathBuf::from(var("HOME").unwrap_or_else(|| ".".into()));
-        let home = match (var("HF_HOME"), var("XDG_CACHE_HOME")) {
-            (Some(home), _) => PathBuf::from(home),
-            (None, Some(caches)) => Path::new(&caches).join("huggingface"),
+        let path = |name: &str| var(name).map(|path| expanded(&path, &user));
+        let home = match (path("HF_HOME"), path("XDG_CACHE_HOME")) {
+            (Some(home), _) => home,
+            (None, Some(caches)) => caches.join("huggingface"),
             (None, None) => user.join(".cache/huggingface"),
         };
-        let cache = var("HF_HUB_CACHE").or_else(|| var("HUGGINGFACE_HUB_CACHE"));
-        let mut settings = Self::new(cache.map_or_else(|| home.join("hub"), PathBuf::from));
+        let cache = path("HF_HUB_CACHE").or_else(|| path("HUGGINGFACE_HUB_CACHE"));
+        let mut settings = Self::new(cache.unwrap_or_else(|| home.join("hub")));
         if let Some(endpoint) = var("HF_ENDPOINT") {
             settings.endpoint = endpoint.trim_end_matches('/').to_owned();
         }
         settings.offline = is_set("HF_HUB_OFFLINE") || is_set("TRANSFORMERS_OFFLINE");
         if !is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
-            let path = var("HF_TOKEN_PATH").map_or_else(|| home.join("token"), PathBuf::from);
-            settings.token = var("HF_TOKEN").or_else(|| token_in(&path));
+            let file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
+            settings.token = var("HF_TOKEN").or_else(|| token_in(&file));
         }
         settings
     }
@@ -75,6 +79,14 @@ impl std::fmt::Debug for HubSettings {
             .field("cache", &self.cache)
             .field("offline", &self.offline)
             .finish_non_exhaustive()
+    }
+}
+
+/// A path with `~` for the user's folder, which a shell leaves alone inside quotes.
+fn expanded(path: &str, user: &Path) -> PathBuf {
+    match path.strip_prefix('~').map(|rest| rest.strip_prefix('/').unwrap_or(rest)) {
+        Some(rest) if path == "~" || path.starts_with("~/") => user.join(rest),
+        _ => PathBuf::from(path),
     }
 }
 
@@ -98,6 +110,16 @@ mod tests {
         assert_eq!(from(&[("XDG_CACHE_HOME", "/x")]).cache, Path::new("/x/huggingface/hub"));
         assert_eq!(from(&[("HF_HOME", "/h"), ("XDG_CACHE_HOME", "/x")]).cache, Path::new("/h/hub"));
         assert_eq!(from(&[("HF_HOME", "/h"), ("HF_HUB_CACHE", "/c")]).cache, Path::new("/c"));
+    }
+
+    #[test]
+    fn a_tilde_is_the_users_folder() {
+        let cache = |name: &str, path: &str| from(&[("HOME", "/u"), (name, path)]).cache;
+        assert_eq!(cache("HF_HOME", "~/hf"), Path::new("/u/hf/hub"));
+        assert_eq!(cache("HF_HUB_CACHE", "~"), Path::new("/u"));
+        assert_eq!(cache("HUGGINGFACE_HUB_CACHE", "~/a/~"), Path::new("/u/a/~"));
+        assert_eq!(cache("XDG_CACHE_HOME", "~/x"), Path::new("/u/x/huggingface/hub"));
+        assert_eq!(cache("HF_HUB_CACHE", "~other/x"), Path::new("~other/x"));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::source::Source;
 
 use super::Bench;
-use super::server::{HubServer, Repo};
+use super::server::{HubServer, Reply, Repo};
 
 fn rows(n: usize, tag: &str) -> String {
     (0..n).map(|i| format!("{{\"text\": \"{tag} {i}\"}}\n")).collect()
@@ -124,6 +124,29 @@ fn offline_opens_what_was_opened_before() {
     assert_eq!(open(&bench.offline(), "tiny/rows:test").unwrap().len(), 2);
     refused(&bench.offline(), "tiny/rows:train", "offline");
     assert_eq!(bench.server.log().len(), n_requests);
+}
+
+#[test]
+fn offline_a_half_fetched_commit_is_not_whole() {
+    let (first, second) = (rows(1, "a"), rows(1, "b"));
+    let repo = Repo::new("datasets/tiny/two", &[("a.jsonl", &first), ("b.jsonl", &second)]);
+    let mut request = DatasetRequest::parse("tiny/two", "train").unwrap();
+    request.revision = Some(repo.commit().to_owned());
+    let bench = Bench::new(HubServer::start([repo]));
+    bench.server.answer("HEAD", "b.jsonl", 1, Reply::new(403, ""));
+    assert!(bench.hub().dataset(&request).is_err());
+    let error = bench.offline().dataset(&request).err().unwrap().to_string();
+    assert!(error.contains("offline: b.jsonl is not in the cache; fetch it once"), "{error}");
+    assert_eq!(bench.hub().dataset(&request).unwrap().len(), 2);
+    assert_eq!(bench.offline().dataset(&request).unwrap().len(), 2);
+}
+
+#[test]
+fn offline_a_cache_that_other_tools_filled_is_used() {
+    let bench = Bench::new(HubServer::start([by_name()]));
+    open(&bench.hub(), "tiny/rows:test").unwrap();
+    std::fs::remove_dir_all(bench.cache.path().join("datasets--tiny--rows/.listings")).unwrap();
+    assert_eq!(open(&bench.offline(), "tiny/rows:test").unwrap().len(), 2);
 }
 
 #[test]

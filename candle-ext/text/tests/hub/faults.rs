@@ -1,5 +1,7 @@
 //! What the Hub does wrong, and what is left behind: never a bad blob.
 
+use std::time::Duration;
+
 use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
 
 use super::Bench;
@@ -94,6 +96,7 @@ fn a_server_error_may_pass() {
     let bench = bench();
     bench.server.answer("GET", "/tree/", 2, Reply::new(503, ""));
     bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    let bench = self::bench();
     bench.server.answer("GET", "/revision/", FOREVER, Reply::new(500, "{\"error\":\"out of order\"}"));
     fails(&bench.hub(), ID, None, &["answers 500: out of order"]);
 }
@@ -117,11 +120,82 @@ fn a_cut_body_is_continued_where_it_stopped() {
 }
 
 #[test]
-fn a_body_cut_twice_is_an_error_and_no_blob() {
+fn a_body_is_continued_as_often_as_some_more_of_it_arrives() {
     let bench = bench();
-    bench.server.answer("GET", "model.safetensors", 2, Reply::new(200, WEIGHTS).cut_at(0));
-    fails(&bench.hub(), ID, None, &["model.safetensors", "broke off after 0 of 15 bytes"]);
+    bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, WEIGHTS).cut_at(1));
+    for n_bytes in 1..14 {
+        bench.server.answer("GET", "model.safetensors", 1, Reply::new(206, &WEIGHTS[n_bytes..]).cut_at(1));
+    }
+    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
+    assert_eq!(bench.server.log().last().unwrap().header("range"), Some("bytes=14-"));
+}
+
+#[test]
+fn a_body_that_never_comes_is_an_error_and_no_blob() {
+    let bench = bench();
+    bench.server.answer("GET", "model.safetensors", 5, Reply::new(200, WEIGHTS).cut_at(0));
+    fails(&bench.hub(), ID, None, &["model.safetensors", "broke off after 0 of 15 bytes", "starts over"]);
     recovers(&bench);
+}
+
+/// The weights' first 7 bytes are kept, and the rest is asked for when the Hub behaves again.
+#[track_caller]
+fn goes_on_after_7(bench: &Bench) {
+    let partial = format!("{}.incomplete", etag("model.safetensors", WEIGHTS.as_bytes()));
+    assert!(bench.blobs().contains(&partial), "{:?}", bench.blobs());
+    let folder = bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    assert_eq!(std::fs::read_to_string(folder.join("model.safetensors")).unwrap(), WEIGHTS);
+    assert_eq!(bench.server.log().last().unwrap().header("range"), Some("bytes=7-"));
+    assert_eq!(bench.blobs().len(), 2);
+}
+
+#[test]
+fn what_a_hash_can_prove_is_kept_whatever_went_wrong() {
+    for refusal in [Reply::new(403, ""), Reply::new(429, "").header("Retry-After", 86_400), Reply::new(501, "")] {
+        let bench = bench();
+        bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, WEIGHTS).cut_at(7));
+        bench.server.answer("GET", "model.safetensors", 2, refusal);
+        fails(&bench.hub(), ID, None, &[ID]);
+        goes_on_after_7(&bench);
+    }
+}
+
+#[test]
+fn a_broken_download_says_whether_its_bytes_were_kept() {
+    let bench = bench();
+    bench.server.answer("GET", "model.safetensors", 1, Reply::new(200, WEIGHTS).cut_at(7));
+    bench.server.answer("GET", "model.safetensors", 9, Reply::new(206, &WEIGHTS[7..]).cut_at(0));
+    fails(&bench.hub(), ID, None, &["broke off after 7 of 15 bytes", "they are kept"]);
+    goes_on_after_7(&bench);
+    let bench = self::bench();
+    bench.server.answer("GET", "config.json", 5, Reply::new(200, "{}").cut_at(1));
+    fails(&bench.hub(), ID, None, &["broke off after 1 of 2 bytes", "starts over"]);
+    assert!(bench.blobs().is_empty());
+}
+
+#[test]
+fn a_silent_hub_is_given_up() {
+    let bench = bench();
+    bench.server.answer("GET", "/revision/", FOREVER, Reply::silence());
+    let settings = HubSettings { longest_silence: Duration::from_millis(100), n_tries: 2, ..bench.settings() };
+    fails(&Hub::new(settings).unwrap(), ID, None, &["reach", "timed out"]);
+    assert_eq!(bench.server.count("GET", "/revision/"), 2);
+}
+
+#[test]
+fn a_hub_that_only_refuses_to_serve_leaves_the_cache() {
+    for (status, said) in [(429, "too many requests"), (503, "answers 503")] {
+        let bench = bench();
+        let small = bench.hub().model(ID, None, ModelPart::WithoutWeights).unwrap();
+        bench.server.answer("GET", "/revision/", FOREVER, Reply::new(status, "").header("Retry-After", 0));
+        assert_eq!(bench.hub().model(ID, None, ModelPart::WithoutWeights).unwrap(), small);
+        fails(&bench.hub(), ID, None, &[said]);
+    }
+    let bench = bench();
+    bench.hub().model(ID, None, ModelPart::Whole).unwrap();
+    bench.server.answer("GET", "/revision/", FOREVER, Reply::new(403, ""));
+    fails(&bench.hub(), ID, None, &["access is refused (403)"]);
 }
 
 #[test]
@@ -209,7 +283,12 @@ fn out_of_reach_without_a_cache_names_the_endpoint() {
 #[test]
 fn offline_uses_the_cache_and_only_the_cache() {
     let bench = bench();
-    fails(&bench.offline(), ID, None, &["nothing of revision \"main\"", "hf download tiny/llama`"]);
+    fails(
+        &bench.offline(),
+        ID,
+        None,
+        &["offline: the cache holds nothing of revision \"main\"; fetch", "hf download tiny/llama`"],
+    );
     let online = bench.hub().model(ID, None, ModelPart::WithoutWeights).unwrap();
     let n_requests = bench.server.log().len();
     assert_eq!(bench.offline().model(ID, None, ModelPart::WithoutWeights).unwrap(), online);

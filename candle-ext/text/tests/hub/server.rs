@@ -49,6 +49,8 @@ pub(crate) struct Reply {
     body: Vec<u8>,
     /// Close the connection after so many bytes of the body.
     cut_at: Option<usize>,
+    /// Say nothing until the other side hangs up.
+    is_silent: bool,
 }
 
 struct Rule {
@@ -105,6 +107,10 @@ impl Repo {
 impl Reply {
     pub(crate) fn new(status: u16, body: &str) -> Self {
         Self { status, body: body.as_bytes().to_owned(), ..Self::default() }
+    }
+
+    pub(crate) fn silence() -> Self {
+        Self { is_silent: true, ..Self::default() }
     }
 
     pub(crate) fn header(mut self, name: &str, value: impl ToString) -> Self {
@@ -193,7 +199,10 @@ impl State {
         let Some(request) = read_request(&stream, at_cdn) else { return };
         self.log.lock().unwrap().push(request.clone());
         let reply = self.scripted(&request).unwrap_or_else(|| self.reply(&request));
-        let _ = write_reply(stream, &request.method, &reply);
+        let _ = match reply.is_silent {
+            true => (&stream).read(&mut [0]).map(|_| ()),
+            false => write_reply(stream, &request.method, &reply),
+        };
     }
 
     fn scripted(&self, request: &Request) -> Option<Reply> {

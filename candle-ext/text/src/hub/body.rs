@@ -1,0 +1,107 @@
+//! A body on its way into the cache: counted, hashed, continued where it stopped, and proven.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use super::HubError;
+use super::patience::Failure;
+
+/// What a HEAD tells about a file.
+pub(super) struct Announced {
+    pub(super) etag: String,
+    pub(super) size: u64,
+}
+
+/// A body on its way into a file.
+pub(super) struct Body<'a> {
+    path: PathBuf,
+    file: File,
+    hash: Sha256,
+    pub(super) n_bytes: u64,
+    announced: &'a Announced,
+}
+
+impl<'a> Body<'a> {
+    /// Opens `path`; what it already holds is kept if a hash will prove it in the end.
+    pub(super) fn resume(path: &Path, announced: &'a Announced) -> Result<Self, Failure> {
+        let told = |e| Failure::Told(HubError::cache(path, e));
+        let file = OpenOptions::new().create(true).truncate(false).read(true).append(true).open(path);
+        let file = file.map_err(told)?;
+        let mut body = Self { path: path.to_owned(), file, hash: Sha256::new(), n_bytes: 0, announced };
+        let n_here = body.file.metadata().map_err(told)?.len();
+        if n_here >= announced.size || announced.sha256().is_none() {
+            body.restart()?;
+            return Ok(body);
+        }
+        let mut piece = vec![0; 1 << 20];
+        loop {
+            match body.file.read(&mut piece).map_err(told)? {
+                0 => return Ok(body),
+                n => {
+                    body.hash.update(&piece[..n]);
+                    body.n_bytes += n as u64;
+                }
+            }
+        }
+    }
+
+    pub(super) fn restart(&mut self) -> Result<(), Failure> {
+        self.file.set_len(0).map_err(|e| Failure::Told(HubError::cache(&self.path, e)))?;
+        self.hash = Sha256::new();
+        self.n_bytes = 0;
+        Ok(())
+    }
+
+    pub(super) fn write(&mut self, piece: &[u8]) -> Result<(), Failure> {
+        self.n_bytes += piece.len() as u64;
+        if self.n_bytes > self.announced.size {
+            let problem = format!("more than the {} bytes announced arrived", self.announced.size);
+            return self.discard(problem);
+        }
+        self.hash.update(piece);
+        self.file.write_all(piece).map_err(|e| Failure::Told(HubError::cache(&self.path, e)))
+    }
+
+    pub(super) fn prove(mut self) -> Result<(), Failure> {
+        let (n_bytes, size) = (self.n_bytes, self.announced.size);
+        if n_bytes != size {
+            return self.discard(format!("{n_bytes} bytes arrived where {size} were announced"));
+        }
+        let found = hex(&self.hash.clone().finalize());
+        match self.announced.sha256() {
+            Some(sha256) if sha256 != found => {
+                self.discard(format!("its sha256 is {found} where {sha256} was announced"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn broke_off(&self, reason: &str) -> Failure {
+        let (n_bytes, size) = (self.n_bytes, self.announced.size);
+        let next = match self.announced.sha256() {
+            Some(_) if n_bytes > 0 => "they are kept, and the next try continues there",
+            _ => "the next try starts over",
+        };
+        Failure::Cut(format!("it broke off after {n_bytes} of {size} bytes ({reason}); {next}"))
+    }
+
+    fn discard(&mut self, problem: String) -> Result<(), Failure> {
+        self.restart()?;
+        Err(Failure::Wrong(format!("{problem}; what arrived was removed")))
+    }
+}
+
+impl Announced {
+    /// The hash that proves the whole, if the etag is one.
+    pub(super) fn sha256(&self) -> Option<&str> {
+        let is_sha256 = self.etag.len() == 64 && self.etag.bytes().all(|b| b.is_ascii_hexdigit());
+        is_sha256.then_some(self.etag.as_str())
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
