@@ -151,6 +151,15 @@ CHATS = {
         ],
         "tools": [WEATHER],
     },
+    "tool_call_with_arguments_as_text": {
+        "messages": [
+            user("Weather in Zürich?"),
+            assistant("", tool_calls=[call("get_weather", '{"city": "Zürich", "days":2}')]),
+            tool("sun"),
+            assistant("Sun."),
+        ],
+        "tools": [WEATHER],
+    },
     "thoughts_in_text": {
         "messages": [
             user("1+1?"), assistant("<think>\nOne and one.\n</think>\n\n2"),

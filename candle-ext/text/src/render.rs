@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::conversation::{Conversation, Message};
-use crate::template::{ChatTemplate, Ending, TemplateError};
+use crate::template::{ChatTemplate, Ending, Span, TemplateError};
 use crate::tokenizer::{Specials, Tokenizer, TokenizerError};
 
 /// What the model reads, and which of it the model must learn to say.
@@ -85,6 +85,17 @@ pub enum RenderError {
     /// The chat template failed.
     #[error(transparent)]
     Template(#[from] TemplateError),
+    /// A turn is not to be learned, and it is not known which of the text it is.
+    #[error(
+        "leave out message {message} (weight 0): chat template {template} has generation blocks that are \
+         not printed in their own message's turn; put each inside the loop over the messages"
+    )]
+    Weight {
+        /// The first message that is to be left out, from 0.
+        message: usize,
+        /// Where the template is from.
+        template: String,
+    },
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
@@ -103,18 +114,38 @@ pub fn render_chat(
         let ids = tokenizer.encode(&text, Specials::Omit)?;
         return Ok(Sample { is_target: vec![true; ids.len()], ids });
     }
-    let mut rendered = template.render_turns(chat)?;
-    let mut is_learned = chat.messages.iter().filter(|message| message.is_assistant()).map(Message::is_learned);
-    rendered.spans.retain(|_| is_learned.next().unwrap_or(true));
+    let rendered = template.render_turns(chat)?;
+    let mut spans = learned_spans(template, chat, rendered.spans)?;
     if options.targets == Targets::LastAssistant {
-        rendered.spans.drain(..rendered.spans.len().saturating_sub(1));
+        keep_last_turn(&mut spans);
     }
+    let mut ranges: Vec<Range<usize>> = spans.into_iter().map(|span| span.range).collect();
     if options.empty_think == EmptyThink::Ignore {
-        for span in &mut rendered.spans {
-            span.start += empty_think_len(&rendered.text[span.clone()]);
+        for range in &mut ranges {
+            range.start += empty_think_len(&rendered.text[range.clone()]);
         }
     }
-    Ok(mark(tokenizer, &rendered.text, &rendered.spans)?)
+    Ok(mark(tokenizer, &rendered.text, &ranges)?)
+}
+
+/// Without the turns of weight 0.
+fn learned_spans(template: &ChatTemplate, chat: &Conversation, mut spans: Vec<Span>) -> Result<Vec<Span>, RenderError> {
+    let is_left_out = |message: &Message| message.is_assistant() && !message.is_learned();
+    let Some(message) = chat.messages.iter().position(is_left_out) else { return Ok(spans) };
+    let is_an_answer = |span: &Span| span.message.is_some_and(|message| chat.messages[message].is_assistant());
+    if !spans.iter().all(is_an_answer) {
+        return Err(RenderError::Weight { message, template: template.name().to_owned() });
+    }
+    spans.retain(|span| span.message.is_some_and(|message| chat.messages[message].is_learned()));
+    Ok(spans)
+}
+
+/// All spans of the last turn, or the last span if turns are not known.
+fn keep_last_turn(spans: &mut Vec<Span>) {
+    let last = spans.pop();
+    let message = last.as_ref().and_then(|span| span.message);
+    spans.retain(|span| message.is_some() && span.message == message);
+    spans.extend(last);
 }
 
 /// The ids that make the model answer a chat: rendered with the generation prompt.

@@ -114,9 +114,12 @@ fn spans_are_those_of_generation_blocks() {
             let show = |spans: &[Range<usize>]| -> Vec<String> {
                 spans.iter().map(|span| rendered.text[span.clone()].to_owned()).collect()
             };
+            let got: Vec<Range<usize>> = rendered.spans.iter().map(|span| span.range.clone()).collect();
             let want = spans_of(golden);
-            assert_eq!(show(&rendered.spans), show(&want), "{title}");
-            assert_eq!(rendered.spans, want, "{title}");
+            assert_eq!(show(&got), show(&want), "{title}");
+            assert_eq!(got, want, "{title}");
+            let is_answer = |message: usize| chat.messages[message].is_assistant();
+            assert!(rendered.spans.iter().all(|span| span.message.is_some_and(is_answer)), "{title}");
         }
     });
 }
@@ -235,15 +238,59 @@ fn the_tokens_of_one_character_have_one_mask() {
 #[test]
 fn a_turn_of_weight_0_is_context_and_not_learned() {
     let tokenizer = tokenizer("smollm2");
-    let template = stock_template(&tokenizer);
     let turn = |weight: Json| Message::new("assistant", "yes").with("weight", weight);
     let chat = |first: Json| {
         Conversation::new([Message::new("user", "a"), turn(first), Message::new("user", "b"), turn(1.into())])
     };
-    let render = |chat| render_chat(&tokenizer, &template, &chat, RenderOptions::default()).unwrap();
-    let (both, last) = (render(chat(1.into())), render(chat(0.into())));
-    assert_eq!(both.ids, last.ids);
-    assert_eq!(both.n_targets(), 2 * last.n_targets());
-    let first_target = |sample: &Sample| sample.is_target.iter().position(|it| *it).unwrap();
-    assert!(first_target(&both) < first_target(&last));
+    for template in [stock_template(&tokenizer), patched_template("smollm2", &tokenizer)] {
+        let render = |chat| render_chat(&tokenizer, &template, &chat, RenderOptions::default()).unwrap();
+        let (both, last) = (render(chat(1.into())), render(chat(0.into())));
+        assert_eq!(both.ids, last.ids);
+        assert_eq!(both.n_targets(), 2 * last.n_targets());
+        let first_target = |sample: &Sample| sample.is_target.iter().position(|it| *it).unwrap();
+        assert!(first_target(&both) < first_target(&last));
+    }
+}
+
+/// A turn with a thought and an answer has two blocks, one without a thought has one.
+#[test]
+fn a_weight_is_that_of_all_blocks_of_its_turn() {
+    let tokenizer = tokenizer("smollm2");
+    let source = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.thought }}\
+                  {% endgeneration %}|{% generation %}{{ m.content }}{% endgeneration %}|{% else %}\
+                  {{ m.content }}|{% endif %}{% endfor %}";
+    let template = ChatTemplate::new("blocks", source).unwrap();
+    let check = |weights: [i32; 3], targets: Targets, want: &[&str]| {
+        let turn = |text: &str, weight: i32| Message::new("assistant", text).with("weight", weight.into());
+        let thoughtful = |text, weight| turn(text, weight).with("thought", "hm".into());
+        let answers = [thoughtful("one", weights[0]), turn("two", weights[1]), thoughtful("three", weights[2])];
+        let chat = Conversation::new(answers.into_iter().flat_map(|answer| [Message::new("user", "go"), answer]));
+        let options = RenderOptions { targets, ..Default::default() };
+        let sample = render_chat(&tokenizer, &template, &chat, options).unwrap();
+        assert_eq!(self::targets(&tokenizer, &sample), want);
+    };
+    check([1, 1, 1], Targets::Assistant, &["hm", "one", "two", "hm", "three"]);
+    check([0, 1, 1], Targets::Assistant, &["two", "hm", "three"]);
+    check([1, 0, 1], Targets::Assistant, &["hm", "one", "hm", "three"]);
+    check([1, 1, 0], Targets::Assistant, &["hm", "one", "two"]);
+    check([1, 1, 1], Targets::LastAssistant, &["hm", "three"]);
+    check([1, 1, 0], Targets::LastAssistant, &["two"]);
+}
+
+#[test]
+fn a_weight_of_0_needs_blocks_inside_of_turns() {
+    let tokenizer = tokenizer("smollm2");
+    let source = "{% generation %}{{ messages[1].content }}{% endgeneration %}";
+    let template = ChatTemplate::new("outside", source).unwrap();
+    let chat = |weight: i32| {
+        Conversation::new([
+            Message::new("user", "a"),
+            Message::new("assistant", "yes").with("weight", weight.into()),
+            Message::new("assistant", "no"),
+        ])
+    };
+    let render = |weight| render_chat(&tokenizer, &template, &chat(weight), RenderOptions::default());
+    assert!(render(1).unwrap().n_targets() > 0);
+    let error = render(0).unwrap_err().to_string();
+    assert!(error.starts_with("leave out message 1 (weight 0): chat template outside has"), "{error}");
 }

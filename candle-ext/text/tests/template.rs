@@ -37,7 +37,7 @@ fn check(source: &str, messages: &[(&str, &str)], want: Result<&[&str], &str>) {
     let template = ChatTemplate::new("test.jinja", source).unwrap();
     match (template.render_turns(&chat(messages)), want) {
         (Ok(got), Ok(want)) => {
-            let spans: Vec<&str> = got.spans.iter().map(|span| &got.text[span.clone()]).collect();
+            let spans: Vec<&str> = got.spans.iter().map(|span| &got.text[span.range.clone()]).collect();
             assert_eq!(spans, want, "in {:?}", got.text);
         }
         (Err(error), Err(want)) => assert!(error.to_string().contains(want), "{error}"),
@@ -194,6 +194,32 @@ fn errors_name_the_template_the_line_and_the_reason() {
     let template = ChatTemplate::new("test.jinja", "{{ messages }}").unwrap();
     let error = template.render(&Conversation::default(), Ending::Closed).unwrap_err();
     assert_eq!(error.to_string(), "render chat template test.jinja: the conversation has no messages");
+}
+
+/// Arguments are given as the row has them, and as an object only where nothing else can be printed.
+#[test]
+fn arguments_are_text_where_the_template_can_print_text() {
+    let print = |source: &str, arguments: Json| {
+        let call = json!([{"function": {"name": "f", "arguments": arguments}}]);
+        let chat = Conversation::new([Message::new("assistant", "").with("tool_calls", call)]);
+        let head = "{% for m in messages %}{% set a = m.tool_calls[0].function.arguments %}{% generation %}";
+        let source = format!("{head}{source}{{% endgeneration %}}{{% endfor %}}");
+        let template = ChatTemplate::new("calls", &source).unwrap();
+        let rendered = template.render_turns(&chat).map_err(|error| error.to_string())?;
+        assert_eq!(Ok(&rendered.text), template.render(&chat, Ending::Closed).as_ref().map_err(|_| ()));
+        Ok::<_, String>(rendered.text)
+    };
+    let (text, object) = (json!("{\"x\":  1}"), json!({"x": 1}));
+    assert_eq!(print("{{ 'call: ' + a }}", text.clone()).unwrap(), "call: {\"x\":  1}");
+    assert_eq!(print("{{ a | tojson }}", text.clone()).unwrap(), r#""{\"x\":  1}""#);
+    assert_eq!(print("{{ a | tojson }}", object.clone()).unwrap(), "{\"x\": 1}");
+    let branches = "{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}";
+    assert_eq!(print(branches, text.clone()).unwrap(), "{\"x\":  1}");
+    let items = "{% for k, v in a.items() %}{{ k }}={{ v }}{% endfor %}";
+    assert_eq!(print(items, object).unwrap(), "x=1");
+    assert_eq!(print(items, text).unwrap(), "x=1");
+    let error = print(items, json!("not JSON")).unwrap_err();
+    assert!(error.contains("render chat template calls, line 1"), "{error}");
 }
 
 #[test]

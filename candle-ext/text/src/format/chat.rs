@@ -36,20 +36,18 @@ pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, Fault> {
     }
 }
 
-/// One message's fields, made regular: no null fields, text parts joined into one text, tool
-/// call arguments as objects, one name for the weight.
+/// One message's fields, made regular: no null fields, text parts joined into one text, one name
+/// for the weight.
 pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, Fault> {
+    let is_assistant = fields.get("role").is_some_and(|role| role == "assistant");
     let mut clean = Map::new();
     for (key, value) in fields {
         match key.as_str() {
             "content" => {
                 clean.insert(key, join_parts(value));
             }
-            "tool_calls" if !is_nothing(&value) => {
-                clean.insert(key, tool_calls(value));
-            }
             "train" | "training" | "loss_weight" | "weight" => {
-                if is_zero(&value) {
+                if is_assistant && !is_learned(&value).ok_or_else(|| no_weight(column, message_idx, &key, &value))? {
                     clean.insert("weight".into(), json!(0));
                 }
             }
@@ -58,9 +56,6 @@ pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Valu
                 clean.insert(key, value);
             }
         }
-    }
-    if clean.get("role").is_none_or(|role| role != "assistant") {
-        clean.shift_remove("weight");
     }
     Message::from_fields(clean).map_err(|error| {
         let fix = "correct the row, or say with role_mapping and content_key where roles and texts are";
@@ -90,7 +85,7 @@ pub(crate) fn calls_in_text(text: &str) -> Option<Value> {
     };
     calls.iter().all(|call| call.get("name").is_some()).then(|| {
         let wrap = |call| json!({"type": "function", "function": call});
-        tool_calls(Value::Array(calls.into_iter().map(wrap).collect()))
+        calls.iter().cloned().map(wrap).collect()
     })
 }
 
@@ -123,22 +118,6 @@ fn definition(tool: Value) -> Value {
     }
 }
 
-/// Arguments written as JSON text become objects: templates put them through `tojson`.
-fn tool_calls(mut calls: Value) -> Value {
-    for call in calls.as_array_mut().into_iter().flatten() {
-        let arguments = match call.get_mut("function") {
-            Some(function) => function.get_mut("arguments"),
-            None => call.get_mut("arguments"),
-        };
-        if let Some(arguments) = arguments
-            && let Some(object @ Value::Object(_)) = arguments.as_str().and_then(|text| serde_json::from_str(text).ok())
-        {
-            *arguments = object;
-        }
-    }
-    calls
-}
-
 /// A list of text parts as one text; anything else as it is.
 fn join_parts(content: Value) -> Value {
     let Value::Array(parts) = &content else { return content };
@@ -157,6 +136,19 @@ fn is_nothing(value: &Value) -> bool {
     value.is_null() || value.as_array().is_some_and(Vec::is_empty)
 }
 
-fn is_zero(value: &Value) -> bool {
-    value.as_bool() == Some(false) || value.as_f64() == Some(0.0)
+/// Whether a turn is learned by its weight: it has one or it has none.
+fn is_learned(weight: &Value) -> Option<bool> {
+    match weight {
+        Value::Null => Some(true),
+        Value::Bool(is_learned) => Some(*is_learned),
+        _ if weight.as_f64() == Some(0.0) => Some(false),
+        _ if weight.as_f64() == Some(1.0) => Some(true),
+        _ => None,
+    }
+}
+
+fn no_weight(column: &str, message_idx: usize, key: &str, value: &Value) -> Fault {
+    let found = type_name(value);
+    let problem = format!("column `{column}`, item {message_idx}: key `{key}` is {found}, expected 0 or 1");
+    Fault::new(problem, "write 1 where the answer is to be learned and 0 where it is only context")
 }

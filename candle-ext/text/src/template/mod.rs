@@ -10,6 +10,7 @@
 //! `turns` then takes off the header (what `add_generation_prompt` prints) and the white space
 //! behind the end of turn. What does not come out clearly is an error, never a guess.
 
+mod arguments;
 mod clock;
 mod environment;
 mod identity;
@@ -18,6 +19,7 @@ mod markers;
 mod source;
 mod turns;
 
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -59,7 +61,17 @@ pub struct Rendered {
     /// The whole text.
     pub text: String,
     /// The bytes of it that the model writes: in order, disjoint, none of them empty.
-    pub spans: Vec<Range<usize>>,
+    pub spans: Vec<Span>,
+}
+
+/// Text that the model writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Which message's turn it stands in, from 0. A turn may have several spans, or none. Not known
+    /// of `{% generation %}` blocks outside of any loop over the messages.
+    pub message: Option<usize>,
+    /// Where it is in the text.
+    pub range: Range<usize>,
 }
 
 /// Why a template could not be used.
@@ -105,7 +117,10 @@ pub enum TemplateError {
 }
 
 const TEXT: &str = "text";
+/// With marks at turns and at generation blocks.
 const MARKED: &str = "marked";
+/// With marks at generation blocks only.
+const BLOCKS: &str = "blocks";
 
 impl ChatTemplate {
     /// Compiles a template. `name` stands in errors: say where it is from.
@@ -114,8 +129,6 @@ impl ChatTemplate {
         // Jinja reads every kind of line end as "\n".
         let source = source.replace("\r\n", "\n").replace('\r', "\n");
         let has_generation = source::has_generation(&source);
-        let marked =
-            if has_generation { source::with_generation_marks(&source) } else { source::with_loop_marks(&source) };
         let mut environment = environment::environment(Clock::System);
         let syntax = |error: minijinja::Error| TemplateError::Syntax {
             name: name.clone(),
@@ -123,7 +136,8 @@ impl ChatTemplate {
             message: describe(&error),
         };
         environment.add_template_owned(TEXT, source::plain(&source)).map_err(syntax)?;
-        environment.add_template_owned(MARKED, marked).map_err(syntax)?;
+        environment.add_template_owned(MARKED, source::with_loop_marks(&source)).map_err(syntax)?;
+        environment.add_template_owned(BLOCKS, source::with_generation_marks(&source)).map_err(syntax)?;
         let (variables, frame, with_tools) = (Map::new(), OnceLock::new(), None);
         Ok(Self { name, source, environment, variables, has_generation, frame, with_tools })
     }
@@ -163,20 +177,36 @@ impl ChatTemplate {
         self.has_generation
     }
 
-    /// Prints a conversation.
+    /// Prints a conversation. The arguments of tool calls are given as they are; only a template that
+    /// cannot print JSON text is given the object that it means.
     pub fn render(&self, chat: &Conversation, ending: Ending) -> Result<String, TemplateError> {
-        let template = self.for_chat(chat);
-        if chat.messages.is_empty() {
-            return Err(TemplateError::Empty { name: template.name.clone() });
-        }
-        template.run(TEXT, template.context(chat, ending, None))
+        Ok(self.print(chat, ending)?.1)
     }
 
     /// Prints a conversation and says which part of it the assistant wrote.
     pub fn render_turns(&self, chat: &Conversation) -> Result<Rendered, TemplateError> {
-        let text = self.render(chat, Ending::Closed)?;
-        let spans = if chat.has_assistant() { self.for_chat(chat).spans(chat, &text)? } else { Vec::new() };
+        let (chat, text) = self.print(chat, Ending::Closed)?;
+        let spans = if chat.has_assistant() { self.for_chat(&chat).spans(&chat, &text)? } else { Vec::new() };
         Ok(Rendered { text, spans })
+    }
+
+    /// The text, and the conversation as the template could read it.
+    fn print<'a>(
+        &self,
+        chat: &'a Conversation,
+        ending: Ending,
+    ) -> Result<(Cow<'a, Conversation>, String), TemplateError> {
+        let template = self.for_chat(chat);
+        if chat.messages.is_empty() {
+            return Err(TemplateError::Empty { name: template.name.clone() });
+        }
+        let error = match template.run(TEXT, template.context(chat, ending, None)) {
+            Ok(text) => return Ok((Cow::Borrowed(chat), text)),
+            Err(error) => error,
+        };
+        let Some(chat) = arguments::as_objects(chat) else { return Err(error) };
+        let text = template.run(TEXT, template.context(&chat, ending, None)).map_err(|_| error)?;
+        Ok((Cow::Owned(chat), text))
     }
 
     fn for_chat(&self, chat: &Conversation) -> &ChatTemplate {
@@ -186,30 +216,28 @@ impl ChatTemplate {
         }
     }
 
-    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<Range<usize>>, TemplateError> {
-        let marks = self.marks(chat, Ending::Closed, text)?;
-        if self.has_generation {
-            turns::generation_spans(&marks).map_err(|reason| self.unclear(reason))
-        } else {
-            self.spans_by_turn(chat, text, &turns::pieces(&marks))
+    fn spans(&self, chat: &Conversation, text: &str) -> Result<Vec<Span>, TemplateError> {
+        let marks = |template| self.marks(template, chat, Ending::Closed, text);
+        if !self.has_generation {
+            return self.spans_by_turn(chat, text, &turns::pieces(&marks(MARKED)?));
         }
+        // A block says what is generated even where the turns cannot be told.
+        let marks = marks(MARKED).or_else(|_| marks(BLOCKS))?;
+        let blocks = turns::generation_spans(&marks).map_err(|reason| self.unclear(reason))?;
+        let pieces = turns::pieces(&marks);
+        Ok(blocks.into_iter().map(|range| Span { message: turns::owner(&pieces, &range), range }).collect())
     }
 
-    fn spans_by_turn(
-        &self,
-        chat: &Conversation,
-        text: &str,
-        pieces: &[Piece],
-    ) -> Result<Vec<Range<usize>>, TemplateError> {
+    fn spans_by_turn(&self, chat: &Conversation, text: &str, pieces: &[Piece]) -> Result<Vec<Span>, TemplateError> {
         let frame = self.frame()?;
-        let mut spans: Vec<Range<usize>> = Vec::new();
+        let mut spans: Vec<Span> = Vec::new();
         for (message, _) in chat.messages.iter().enumerate().filter(|(_, m)| m.is_assistant()) {
             let piece = piece_of(pieces, message).map_err(|reason| self.unclear(reason))?;
-            let span = frame.written(text, piece).map_err(|reason| self.unclear(reason))?;
-            if spans.last().is_some_and(|last| last.end > span.start) {
+            let range = frame.written(text, piece).map_err(|reason| self.unclear(reason))?;
+            if spans.last().is_some_and(|last| last.range.end > range.start) {
                 return Err(self.unclear(TurnError::Scattered { message }));
             }
-            spans.push(span);
+            spans.push(Span { message: Some(message), range });
         }
         Ok(spans)
     }
@@ -223,7 +251,7 @@ impl ChatTemplate {
         let closed = self.run(TEXT, self.context(&question, Ending::Closed, None))?;
         let open = self.run(TEXT, self.context(&question, Ending::GenerationPrompt, None))?;
         let added = open.strip_prefix(closed.as_str()).unwrap_or_default();
-        let marks = self.marks(&question, Ending::GenerationPrompt, &open)?;
+        let marks = self.marks(MARKED, &question, Ending::GenerationPrompt, &open)?;
         let tail = &open[marks.last().map_or(open.len(), |(at, _)| *at)..];
         // Each pair differs from its first letter to its last.
         let (first, second) = (self.probe("one", "two")?, self.probe("six", "four")?);
@@ -246,7 +274,7 @@ impl ChatTemplate {
             Message::new("assistant", late),
         ]);
         let text = self.run(TEXT, self.context(&chat, Ending::Closed, None))?;
-        let pieces = turns::pieces(&self.marks(&chat, Ending::Closed, &text)?);
+        let pieces = turns::pieces(&self.marks(MARKED, &chat, Ending::Closed, &text)?);
         let turn = |message| piece_of(&pieces, message).map(|piece| (text.clone(), piece.clone()));
         [1, 3].into_iter().map(turn).collect::<Result<_, _>>().map_err(|reason| self.unclear(reason))
     }
@@ -254,13 +282,14 @@ impl ChatTemplate {
     /// Prints the conversation with markers and takes them out again.
     fn marks(
         &self,
+        template: &str,
         chat: &Conversation,
         ending: Ending,
         text: &str,
     ) -> Result<Vec<(usize, markers::Mark)>, TemplateError> {
         let disturbed = || self.unclear(TurnError::Disturbed);
         let fence = markers::fence(text).ok_or_else(disturbed)?;
-        let marked = self.run(MARKED, self.context(chat, ending, Some(fence)))?;
+        let marked = self.run(template, self.context(chat, ending, Some(fence)))?;
         let (unmarked, marks) = markers::extract(&marked, fence).ok_or_else(disturbed)?;
         if unmarked == text { Ok(marks) } else { Err(disturbed()) }
     }

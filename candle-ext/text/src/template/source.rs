@@ -19,23 +19,15 @@ pub(super) fn plain(source: &str) -> String {
 
 /// The source with a marker at each end of a `generation` block.
 pub(super) fn with_generation_marks(source: &str) -> String {
-    let opens = format!("if true %}}{{{{ {GENERATION}({FENCE}, true) }}}}{{% endif %}}{{% if true");
-    let closes = format!("endif %}}{{% if true %}}{{{{ {GENERATION}({FENCE}, false) }}}}{{% endif");
-    rewrite(source, |tag| match tag.keyword {
-        "generation" => Some(tag.replaced(&opens)),
-        "endgeneration" => Some(tag.replaced(&closes)),
-        _ => None,
-    })
+    rewrite(source, generation_mark)
 }
 
-/// The source with a marker where each iteration of a loop begins, carrying the loop's variables,
-/// and one where each loop has ended. `generation` tags are gone as in [`plain`].
+/// The same, with a marker also where each iteration of a loop begins, carrying the loop's
+/// variables, and one where each loop has ended.
 pub(super) fn with_loop_marks(source: &str) -> String {
     let mut open_loops = Vec::new();
     let mut n_loops = 0;
     rewrite(source, |tag| match tag.keyword {
-        "generation" => Some(tag.replaced("if true")),
-        "endgeneration" => Some(tag.replaced("endif")),
         "for" => {
             n_loops += 1;
             open_loops.push(n_loops);
@@ -50,8 +42,17 @@ pub(super) fn with_loop_marks(source: &str) -> String {
             let loop_id = open_loops.pop()?;
             Some(tag.followed_by(&format!("{CLOSE_LOOP}({FENCE}, {loop_id})")))
         }
-        _ => None,
+        _ => generation_mark(tag),
     })
+}
+
+fn generation_mark(tag: &Tag<'_>) -> Option<String> {
+    let call = |opens: bool| format!("{{{{ {GENERATION}({FENCE}, {opens}) }}}}");
+    match tag.keyword {
+        "generation" => Some(tag.replaced(&format!("if true %}}{}{{% endif %}}{{% if true", call(true)))),
+        "endgeneration" => Some(tag.replaced(&format!("endif %}}{{% if true %}}{}{{% endif", call(false)))),
+        _ => None,
+    }
 }
 
 /// Whether the template says itself what the assistant generates.

@@ -47,6 +47,7 @@ pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usiz
                 spans.push(from..*at);
                 start = None;
             }
+            (Mark::Turn { .. } | Mark::LoopCloses { .. }, _) => {}
             _ => return Err(TurnError::Blocks),
         }
     }
@@ -55,6 +56,12 @@ pub(super) fn generation_spans(marks: &[(usize, Mark)]) -> Result<Vec<Range<usiz
         None => Ok(spans),
         Some(_) => Err(TurnError::Blocks),
     }
+}
+
+/// The message whose piece holds a span, if one piece holds all of it.
+pub(super) fn owner(pieces: &[Piece], span: &Range<usize>) -> Option<usize> {
+    let holds = |piece: &&Piece| piece.range.start <= span.start && span.end <= piece.range.end;
+    pieces.iter().find(holds).map(|piece| piece.message)
 }
 
 /// A stretch of text printed while a loop stood at a message.

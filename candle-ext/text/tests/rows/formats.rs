@@ -71,12 +71,34 @@ fn messages_lose_null_fields_and_join_text_parts() {
 }
 
 #[test]
+fn a_weight_is_0_or_1() {
+    let row = |key: &str, weight: &str| {
+        format!("{{\"messages\":[{USER},{{\"role\":\"assistant\",\"content\":\"yo\",\"{key}\":{weight}}}]}}")
+    };
+    let context = r#"{"role":"assistant","content":"yo","weight":0}"#;
+    for (key, weight, want) in [
+        ("weight", "0", context),
+        ("train", "false", context),
+        ("weight", "1.0", ASSISTANT),
+        ("training", "true", ASSISTANT),
+        ("loss_weight", "null", ASSISTANT),
+    ] {
+        check(&row(key, weight), &["reads as messages: messages", USER, want]);
+    }
+    let want = "read a.jsonl:1 as messages: column `messages`, item 1: key `weight` is the number 0.5, expected 0 or 1";
+    refused(&row("weight", "0.5"), &request(), &[want]);
+    refused(&row("loss_weight", "\"0\""), &request(), &["key `loss_weight` is a text"]);
+    let users = r#"{"messages":[{"role":"user","content":"hi","weight":0.5},{"role":"assistant","content":"yo"}]}"#;
+    check(users, &["reads as messages: messages", USER, ASSISTANT]);
+}
+
+#[test]
 fn tool_calls_and_tools_become_what_templates_expect() {
     check(
         r#"{"messages":[{"role":"assistant","content":null,"tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":"{\"x\": 1}"}}]},{"role":"tool","content":"2","tool_call_id":"1"}],"tools":"[{\"name\":\"f\",\"parameters\":{}}]"}"#,
         &[
             "reads as messages: messages",
-            r#"{"role":"assistant","content":null,"tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":{"x":1}}}]}"#,
+            r#"{"role":"assistant","content":null,"tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":"{\"x\": 1}"}}]}"#,
             r#"{"role":"tool","content":"2","tool_call_id":"1"}"#,
             r#"tools [{"type":"function","function":{"name":"f","parameters":{}}}]"#,
         ],
