@@ -28,6 +28,7 @@ impl CsvFile {
         if starts.is_empty() {
             return Ok(Self { file, delimiter, header: Vec::new(), starts });
         }
+        check_closed(&file, delimiter, starts[starts.len() - 1] as usize)?;
         let first = starts.remove(0) as usize;
         let header = read_record(&file, delimiter, first)?;
         let header: Vec<String> = header.iter().map(|name| name.trim().to_owned()).collect();
@@ -56,6 +57,37 @@ impl Source for CsvFile {
 
     fn locate(&self, row_idx: usize) -> String {
         self.file.place(self.starts[row_idx] as usize)
+    }
+}
+
+/// Refuses a quote that is never closed: all that follows it would be one value.
+fn check_closed(file: &Mapped, delimiter: u8, last_record: usize) -> Result<(), SourceError> {
+    let bytes = file.bytes();
+    let (mut at, mut begins_value) = (last_record, true);
+    while at < bytes.len() {
+        if bytes[at] == b'"' && begins_value {
+            at = end_of_quotes(bytes, at).ok_or_else(|| {
+                let problem = "a quote is opened here and never closed";
+                SourceError::bad(file.place(at), problem, "close it, or write quotes inside a value twice")
+            })?;
+            begins_value = false;
+        } else {
+            begins_value = [delimiter, b'\n', b'\r'].contains(&bytes[at]);
+            at += 1;
+        }
+    }
+    Ok(())
+}
+
+/// Behind the quote that closes the one at `start`. Two in a row are one that is part of the value.
+fn end_of_quotes(bytes: &[u8], start: usize) -> Option<usize> {
+    let mut at = start + 1;
+    loop {
+        at += bytes.get(at..)?.iter().position(|&byte| byte == b'"')? + 1;
+        match bytes.get(at) {
+            Some(b'"') => at += 1,
+            _ => return Some(at),
+        }
     }
 }
 

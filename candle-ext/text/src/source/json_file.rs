@@ -7,7 +7,7 @@ use serde::de::IgnoredAny;
 use serde_json::Value;
 
 use super::mapped::Mapped;
-use super::strict::{Fault, parse_row};
+use super::strict::{Fault, MAX_ROW_BYTES, parse_row};
 use super::{Row, Source, SourceError};
 
 /// Keys under which data sets keep their rows, beside other facts about themselves.
@@ -29,7 +29,7 @@ impl JsonFile {
             Some(b'[') => in_list(&file, first_byte(&file))?,
             Some(_) => {
                 let objects = one_after_another(&file)?;
-                match list_inside(&file, &objects, field)? {
+                match list_inside(&file, &objects, field, MAX_ROW_BYTES)? {
                     Some(start) => in_list(&file, start)?,
                     None => objects,
                 }
@@ -100,7 +100,12 @@ fn one_after_another(file: &Mapped) -> Result<Vec<Range<usize>>, SourceError> {
 }
 
 /// Where the list of rows begins, if the file is one object that holds it.
-fn list_inside(file: &Mapped, objects: &[Range<usize>], field: Option<&str>) -> Result<Option<usize>, SourceError> {
+fn list_inside(
+    file: &Mapped,
+    objects: &[Range<usize>],
+    field: Option<&str>,
+    max_bytes: usize,
+) -> Result<Option<usize>, SourceError> {
     let [span] = objects else {
         return match field {
             None => Ok(None),
@@ -110,6 +115,11 @@ fn list_inside(file: &Mapped, objects: &[Range<usize>], field: Option<&str>) -> 
             )),
         };
     };
+    if span.len() > max_bytes {
+        let problem = format!("the file is one object of {} bytes, over the limit of {max_bytes}", span.len());
+        let fix = "write the rows that it holds one a line, and name the file .jsonl";
+        return Err(SourceError::bad(file.place(span.start), problem, fix));
+    }
     let row = parse_row(&file.bytes()[span.clone()]).map_err(|f| at(file, span.start, f))?;
     let Some(key) = key_of_rows(&row, field) else {
         return match field {
@@ -195,4 +205,23 @@ fn skip_space(bytes: &[u8], start: usize) -> usize {
 
 fn keys(row: &Row) -> String {
     row.keys().map(String::as_str).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_too_long_to_look_into_is_better_written_as_lines() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.json");
+        std::fs::write(&path, r#"{"data": [{"a": 1}]}"#).unwrap();
+        let file = Mapped::open(&path).unwrap();
+        let objects = one_after_another(&file).unwrap();
+        assert_eq!(list_inside(&file, &objects, None, 20).unwrap(), Some(9));
+        let error = list_inside(&file, &objects, None, 19).unwrap_err().to_string();
+        assert!(error.contains("a.json:1: the file is one object of 20 bytes, over the limit of 19; write"), "{error}");
+        assert!(error.ends_with("name the file .jsonl"), "{error}");
+    }
 }

@@ -110,6 +110,16 @@ fn csv_with_quotes_breaks_and_tabs() {
     refused("a.csv", b"q,a\n1,2\n1,2,3\n", "a.csv:3: 3 values under 2 columns; quote values");
     refused("a.csv", b"q,q\n1,2\n", "the header names the column \"q\" twice");
     refused("a.csv", b"q,a\n1,\xFF\n", "a.csv:2: value 2 is not UTF-8");
+    check("a.csv", b"q,a\n5\" disk,\"say \"\"hi\"\"\"\n", &[r#"{"q":"5\" disk","a":"say \"hi\""}"#]);
+}
+
+#[test]
+fn a_quote_that_is_never_closed_is_named_by_its_line() {
+    let problem = "a quote is opened here and never closed";
+    refused("a.csv", b"q,a\n1,2\n3,\"four\n5,6\n7,8\n", &format!("a.csv:3: {problem}"));
+    refused("a.csv", b"q,a\n1,\"two \"\"and\n", &format!("a.csv:2: {problem}"));
+    refused("a.csv", b"q,a\n\"1\n2\",3\n\n4,\"", &format!("a.csv:5: {problem}"));
+    refused("a.tsv", b"\"q\ta\n1\t2\n", &format!("a.tsv:1: {problem}"));
 }
 
 #[test]
