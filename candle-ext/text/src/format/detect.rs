@@ -15,7 +15,7 @@ pub struct FormatRequest {
     pub format: Option<String>,
     /// Role to path, in the order the roles speak.
     pub role_mapping: Vec<(String, String)>,
-    /// The key of an item's text in a mapped list.
+    /// The key of an item's text in a mapped list, or else of a message's text.
     pub content_key: Option<String>,
     /// The column of plain text, or of the messages.
     pub column: Option<String>,
@@ -35,6 +35,8 @@ pub enum Purpose {
 
 /// The names a recipe may give.
 const NAMES: [&str; 5] = ["messages", "sharegpt", "alpaca", "prompt_completion", "text"];
+const MESSAGES_NAMES: [&str; 3] = ["messages", "openai", "chatml"];
+const PAIR_NAMES: [&str; 3] = ["prompt_completion", "prompt-completion", "prompt/completion"];
 const CHAT_COLUMNS: [&str; 6] = ["messages", "conversations", "conversation", "chat", "dialogue", "dialog"];
 const INPUTS: [&str; 2] = ["input", "context"];
 const OUTPUTS: [&str; 2] = ["output", "response"];
@@ -53,17 +55,21 @@ const PAIRS: [(&str, &str); 9] = [
 const N_LOOKED_AT: usize = 16;
 
 pub(crate) fn find(request: &FormatRequest, source: &dyn Source) -> Result<Format, FormatError> {
+    check_keys(request)?;
     let sight = Sight::of(source)?;
+    let known = request.id.as_deref().filter(|_| request.column.is_none()).and_then(known_role_mapping);
     let format = if !request.role_mapping.is_empty() {
         mapped(&sight, &request.role_mapping, request.content_key.as_deref())?
     } else if let Some(name) = &request.format {
         by_name(&sight, name, request)?
-    } else if let Some(known) = request.id.as_deref().and_then(known_role_mapping) {
+    } else if let Some(known) = known {
         let own = |(role, path): &(&str, &str)| ((*role).to_owned(), (*path).to_owned());
         let roles: Vec<_> = known.iter().map(own).collect();
         mapped(&sight, &roles, request.content_key.as_deref())?
     } else if request.purpose == Purpose::Causal {
         text(&sight, request)?
+    } else if request.content_key.is_some() {
+        by_name(&sight, "messages", request)?
     } else if let Some(column) = &request.column {
         chat_in(&sight, sight.require(column)?).unwrap_or_else(|| text_in(column))
     } else {
@@ -78,6 +84,30 @@ pub(crate) fn find(request: &FormatRequest, source: &dyn Source) -> Result<Forma
         })?;
     }
     Ok(format)
+}
+
+/// Refuses keys that another one would leave without effect.
+fn check_keys(request: &FormatRequest) -> Result<(), FormatError> {
+    let clash = |key: &'static str, with: &str| {
+        let problem = format!("it has no effect beside {with}; remove one of the two");
+        Err(FormatError::Request { key, problem })
+    };
+    let format = request.format.as_deref();
+    if !request.role_mapping.is_empty() {
+        return match (format, &request.column) {
+            (Some(_), _) => clash("format", "role_mapping"),
+            (_, Some(_)) => clash("column", "role_mapping"),
+            _ => Ok(()),
+        };
+    }
+    let has_column = !format.is_some_and(|name| name == "alpaca" || PAIR_NAMES.contains(&name));
+    let is_text = request.purpose == Purpose::Causal && format.is_none();
+    match (&request.column, &request.content_key, format) {
+        (Some(_), _, Some(name)) if !has_column => clash("column", &format!("format: {name}")),
+        (_, Some(_), Some(name)) if !MESSAGES_NAMES.contains(&name) => clash("content_key", &format!("format: {name}")),
+        (_, Some(_), None) if is_text => clash("content_key", "plain text (type: causal)"),
+        _ => Ok(()),
+    }
 }
 
 /// The first rows of a data set.
@@ -145,10 +175,10 @@ fn by_name(sight: &Sight, name: &str, request: &FormatRequest) -> Result<Format,
     let column = request.column.as_deref();
     let missing = |wanted: &str| sight.unknown(format!("it has no columns for {name}: {wanted}"));
     match name {
-        "messages" | "openai" | "chatml" => {
+        name if MESSAGES_NAMES.contains(&name) => {
             let column = column.or_else(|| sight.first_of(&CHAT_COLUMNS));
             let column = sight.require(column.unwrap_or("messages"))?.to_owned();
-            Ok(Format::Messages(Messages { column }))
+            Ok(Format::Messages(Messages { column, content_key: request.content_key.clone() }))
         }
         "sharegpt" => {
             let column = column.or_else(|| sight.first_of(&["conversations", "conversation", "messages"]));
@@ -156,9 +186,7 @@ fn by_name(sight: &Sight, name: &str, request: &FormatRequest) -> Result<Format,
             Ok(Format::ShareGpt(ShareGpt { column }))
         }
         "alpaca" => alpaca(sight).ok_or_else(|| missing("instruction, output")),
-        "prompt_completion" | "prompt-completion" | "prompt/completion" => {
-            pairs(sight)?.ok_or_else(|| missing("prompt, completion"))
-        }
+        name if PAIR_NAMES.contains(&name) => pairs(sight)?.ok_or_else(|| missing("prompt, completion")),
         "text" => text(sight, request),
         other => {
             let near =
@@ -236,11 +264,15 @@ fn chat_in(sight: &Sight, column: &str) -> Option<Format> {
     };
     let column = column.to_owned();
     match items.first() {
-        None => Some(Format::Messages(Messages { column })),
-        Some(item) if item.get("role").is_some() => Some(Format::Messages(Messages { column })),
+        None => Some(messages_in(column)),
+        Some(item) if item.get("role").is_some() => Some(messages_in(column)),
         Some(item) if item.get("from").is_some() => Some(Format::ShareGpt(ShareGpt { column })),
         Some(_) => None,
     }
+}
+
+fn messages_in(column: String) -> Format {
+    Format::Messages(Messages { column, content_key: None })
 }
 
 fn alpaca(sight: &Sight) -> Option<Format> {

@@ -123,7 +123,10 @@ impl Format {
 
     fn columns(&self) -> Vec<String> {
         match self {
-            Self::Messages(format) => vec![format.column.clone()],
+            Self::Messages(format) => {
+                let key = format.content_key.iter().map(|key| format!("text under {key}"));
+                std::iter::once(format.column.clone()).chain(key).collect()
+            }
             Self::ShareGpt(format) => vec![format.column.clone()],
             Self::Alpaca(format) => format.columns(),
             Self::Pairs(format) => vec![format.prompt.clone(), format.completion.clone()],

@@ -197,6 +197,54 @@ fn role_mapping_with_a_content_key() {
 }
 
 #[test]
+fn messages_with_a_content_key() {
+    let row = r#"{"chat":[{"role":"user","body":"hi"},{"role":"assistant","body":"yo","content":"no"}]}"#;
+    let key = |format: Option<&str>, column: Option<&str>| FormatRequest {
+        content_key: Some("body".into()),
+        format: format.map(str::to_owned),
+        column: column.map(str::to_owned),
+        ..request()
+    };
+    for request in [key(None, None), key(Some("messages"), None), key(None, Some("chat"))] {
+        let want = format!("reads as messages: chat, text under body\n{USER}\n{ASSISTANT}");
+        assert_eq!(read(row, &request).unwrap(), want);
+    }
+    refused(r#"{"chat":[{"role":"user","content":"hi"}]}"#, &key(None, None), &["item 0: there is no key `body`"]);
+}
+
+#[test]
+fn keys_without_effect_are_refused() {
+    let row = r#"{"instruction":"hi","output":"yo","messages":[]}"#;
+    let base = || FormatRequest { column: Some("messages".into()), ..request() };
+    let named = |name: &str| Some(name.to_owned());
+    let mapping = roles(&[("user", "instruction")]);
+    for (request, key, with) in [
+        (FormatRequest { format: named("text"), ..mapping.clone() }, "use format", "role_mapping"),
+        (FormatRequest { column: named("output"), ..mapping.clone() }, "use column", "role_mapping"),
+        (FormatRequest { format: named("alpaca"), ..base() }, "use column", "format: alpaca"),
+        (FormatRequest { format: named("prompt_completion"), ..base() }, "use column", "format: prompt_completion"),
+        (
+            FormatRequest { format: named("sharegpt"), content_key: named("x"), ..base() },
+            "use content_key",
+            "format: sharegpt",
+        ),
+        (
+            FormatRequest { purpose: Purpose::Causal, content_key: named("x"), ..base() },
+            "use content_key",
+            "plain text",
+        ),
+    ] {
+        refused(row, &request, &[key, &format!("it has no effect beside {with}")]);
+    }
+}
+
+#[test]
+fn a_named_column_wins_over_what_is_known_of_a_data_set() {
+    let known = FormatRequest { id: Some("Open-Orca/OpenOrca".into()), column: Some("text".into()), ..request() };
+    assert_eq!(read(r#"{"question":"hi","text":"hello"}"#, &known).unwrap(), "reads as text: text\nhello");
+}
+
+#[test]
 fn role_mapping_that_does_not_fit_is_explained() {
     refused(r#"{"a":1}"#, &roles(&[("user", "a.b")]), &["neither a column nor list.field.value"]);
     refused(r#"{"question":"x"}"#, &roles(&[("user", "qestion")]), &["did you mean \"question\"?"]);
