@@ -119,6 +119,7 @@ impl Hub {
             };
             let selection =
                 choose(&listing.paths(), card.as_ref(), &query).map_err(|problem| listing.unfit(problem))?;
+            selection.warn_of_stand_in(&request.spec.name, &query);
             let files = self.fetch(listing, &selection.files)?;
             sources.push(slice(open_files(&files, &request.read)?, &part)?);
         }

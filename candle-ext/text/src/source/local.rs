@@ -120,6 +120,7 @@ fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<
     };
     let selection = choose(&list(folder)?, card.as_deref().and_then(Card::parse).as_ref(), &query)
         .map_err(|problem| SourceError::choice(folder.display(), problem))?;
+    selection.warn_of_stand_in(folder.display(), &query);
     Ok(selection.files.iter().map(|file| folder.join(file)).collect())
 }
 

@@ -55,6 +55,16 @@ pub fn choose(paths: &[String], card: Option<&Card>, query: &SplitQuery) -> Resu
     Ok(selection)
 }
 
+impl Selection {
+    /// Says so if all rows of `place` stand in for an evaluation split that it does not have.
+    pub(crate) fn warn_of_stand_in(&self, place: impl std::fmt::Display, query: &SplitQuery) {
+        let is_wanted = query.is_default && !["train", "all"].contains(&query.split);
+        if is_wanted && query.data_files.is_empty() && self.split == "train" {
+            tracing::warn!("{place} has no evaluation split ({:?}): all its rows are used", query.split);
+        }
+    }
+}
+
 /// The paths that match a pattern; `*` stops at a `/`, `**` does not.
 pub(crate) fn matching<'a>(pattern: &str, paths: impl IntoIterator<Item = &'a String>) -> Result<Vec<String>, String> {
     let pattern = pattern.trim_start_matches("./");

@@ -1,6 +1,13 @@
 //! Folders, patterns, splits and slices.
 
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex};
+
 use candlewick_text::source::{LocalRequest, Spec, open_local};
+
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 
 use super::{Folder, show};
 
@@ -73,4 +80,44 @@ fn mixed_kinds_and_empty_folders_are_explained() {
     assert!(open(&mixed, "*", "train").unwrap_err().contains("mixes 1 json and 1 csv"));
     let bare = Folder::new(&[("notes.md", b"x")]);
     assert!(open(&bare, "", "train").unwrap_err().contains("only: notes.md"));
+}
+
+/// Keeps the warnings.
+#[derive(Clone, Default)]
+struct Warnings(Arc<Mutex<String>>);
+
+impl Subscriber for Warnings {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() == Level::WARN
+    }
+    fn event(&self, event: &Event<'_>) {
+        event.record(&mut self.clone());
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+impl Visit for Warnings {
+    fn record_debug(&mut self, _: &Field, value: &dyn Debug) {
+        self.0.lock().unwrap().push_str(&format!("{value:?}\n"));
+    }
+}
+
+#[test]
+fn rows_that_stand_in_for_an_evaluation_split_are_told_of() {
+    let told = |folder: &Folder, default_split: &str| {
+        let warnings = Warnings::default();
+        tracing::subscriber::with_default(warnings.clone(), || open(folder, "", default_split).unwrap());
+        folder.short(warnings.0.lock().unwrap())
+    };
+    let bare = Folder::new(&[("rows.jsonl", b"{\"a\":1}\n")]);
+    let warning = told(&bare, "eval");
+    assert!(warning.contains("has no evaluation split (\"eval\"): all its rows are used"), "{warning}");
+    assert_eq!(told(&bare, "train"), "");
+    assert_eq!(told(&splits(), "eval"), "");
 }
