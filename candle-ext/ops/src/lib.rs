@@ -1,11 +1,15 @@
 //! Fused differentiable operations for one device, on candle.
 //!
-//! Each op is a folder: `mod.rs` holds the maths, the checks and the backward, `cpu.rs` the kernel.
+//! Each op is a folder: `mod.rs` holds the maths, the checks and the backward, `cpu.rs` the kernel, and with the feature
+//! `cuda` `cuda.rs` and `kernel.cu` its twin.
 //! Weights are not `Var`s: a [`Weight`] is a view of somebody's flat buffer, and its gradient is
 //! added in place to a [`GradSink`] while candle's backward runs. Nothing here communicates.
 
 pub mod adamw;
 pub mod attention;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
+mod device;
 mod dot;
 pub mod dropout;
 pub mod embedding;
@@ -22,6 +26,9 @@ mod storage;
 pub mod swiglu;
 pub mod tape;
 pub mod weight;
+
+#[cfg(feature = "emulate")]
+pub use cuda::emulator::emulate;
 
 pub use adamw::{AdamW, adamw};
 pub use attention::{AttentionSpec, Seqs, attention};

@@ -3,9 +3,12 @@
 //! t rows (all leading dims), d elements
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::storage::{self, host};
 use crate::tape::record;
@@ -19,32 +22,64 @@ use crate::weight::Weight;
 pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
     let d = check(x, w)?;
     let input = x.detach().contiguous()?;
-    let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
-    {
-        let (x, w) = (host("rms_norm", &input)?, host("rms_norm", w.value())?);
-        cpu::forward(x.floats()?, w.floats()?, y.view(), d, eps as f32);
-    }
+    let eps = eps as f32;
+    let (y, saved) = on_device!("rms_norm", x, {
+        cpu => {
+            let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+            let (x, w) = (host("rms_norm", &input)?, host("rms_norm", w.value())?);
+            cpu::forward(x.floats()?, w.floats()?, y.view(), d, eps);
+            (y.into_storage(), None)
+        },
+        cuda => {
+            let (y, rstd) = cuda::forward(&input, w.value(), d, eps)?;
+            (y.into_storage(), Some(rstd))
+        },
+    });
     let (weight, wants_dx) = (w.clone(), x.track_op());
-    let out = (y.into_storage(), x.shape().clone());
-    record("rms_norm", [x, w.anchor()], out, move |_, dy| {
-        let dx = backward(&input, &weight, dy, wants_dx, eps as f32)?;
-        Ok([dx, None])
+    record("rms_norm", [x, w.anchor()], (y, x.shape().clone()), move |_, dy| {
+        let saved = Saved { input: &input, weight: &weight, rstd: saved.as_ref(), eps };
+        Ok([saved.backward(dy, wants_dx)?, None])
     })
 }
 
-fn backward(input: &Tensor, weight: &Weight, dy: &Tensor, wants_dx: bool, eps: f32) -> Result<Option<Tensor>> {
-    let (x, w) = (host("rms_norm", input)?, host("rms_norm", weight.value())?);
-    let dy = host("rms_norm", dy)?;
-    let (x, w, dy) = (x.floats()?, w.floats()?, dy.floats()?);
-    if let Some(sink) = weight.sink() {
-        sink.add("rms_norm", |dw| cpu::add_grad_w(x, dy, dw, eps))?;
+struct Saved<'a> {
+    input: &'a Tensor,
+    weight: &'a Weight,
+    /// Kept where a forward has it at hand: on CUDA.
+    #[cfg_attr(not(any(feature = "cuda", feature = "emulate")), expect(dead_code, reason = "only CUDA keeps it"))]
+    rstd: Option<&'a Tensor>,
+    eps: f32,
+}
+
+impl Saved<'_> {
+    /// Adds dw to its sink and returns dx.
+    fn backward(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
+        on_device!("rms_norm", dy, {
+            cpu => self.backward_cpu(dy, wants_dx),
+            cuda => {
+                let Some(rstd) = self.rstd else { bail!("rms_norm: the forward was on another device") };
+                if let Some(sink) = self.weight.sink() {
+                    cuda::add_grad_w(self.input, dy, rstd, sink.grad())?;
+                }
+                wants_dx.then(|| cuda::grad_x(self.input, self.weight.value(), dy, rstd)).transpose()
+            },
+        })
     }
-    if !wants_dx {
-        return Ok(None);
+
+    fn backward_cpu(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
+        let (x, w) = (host("rms_norm", self.input)?, host("rms_norm", self.weight.value())?);
+        let dy = host("rms_norm", dy)?;
+        let (x, w, dy) = (x.floats()?, w.floats()?, dy.floats()?);
+        if let Some(sink) = self.weight.sink() {
+            sink.add("rms_norm", |dw| cpu::add_grad_w(x, dy, dw, self.eps))?;
+        }
+        if !wants_dx {
+            return Ok(None);
+        }
+        let mut dx = FloatBuf::zeros(self.input.dtype(), self.input.elem_count())?;
+        cpu::grad_x(x, w, dy, dx.view(), self.eps);
+        Ok(Some(storage::tensor(dx, self.input.shape())))
     }
-    let mut dx = FloatBuf::zeros(input.dtype(), input.elem_count())?;
-    cpu::grad_x(x, w, dy, dx.view(), eps);
-    Ok(Some(storage::tensor(dx, input.shape())))
 }
 
 fn check(x: &Tensor, w: &Weight) -> Result<usize> {

@@ -30,7 +30,7 @@ pub(crate) fn randn(shape: impl Into<Shape>, seed: u64) -> Tensor {
 
 /// All elements as f64.
 pub(crate) fn values(x: &Tensor) -> Vec<f64> {
-    x.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+    x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// The bits of all elements, for comparisons that allow no difference.
@@ -74,7 +74,7 @@ pub(crate) fn assert_error<T>(result: Result<T>, fragment: &str) {
 /// A weight whose gradient is a view in the middle of a longer buffer.
 pub(crate) fn trainable(value: &Tensor) -> Weight {
     let n = value.elem_count();
-    let flat = Tensor::zeros(n + 7, DType::F32, &Device::Cpu).unwrap();
+    let flat = Tensor::zeros(n + 7, DType::F32, value.device()).unwrap();
     let view = flat.narrow(0, 3, n).unwrap().reshape(value.shape()).unwrap();
     Weight::trainable(value.clone(), GradSink::new(view).unwrap())
 }
@@ -85,6 +85,47 @@ pub(crate) fn grad_of(weight: &Weight) -> &Tensor {
 
 pub(crate) fn backward(y: &Tensor, dy: &Tensor) -> GradStore {
     cotangent(y, dy).unwrap().backward().unwrap()
+}
+
+/// Where an op is computed: every test that runs in one of these runs in all that the build and the machine have.
+#[derive(Clone, Debug)]
+pub(crate) enum Place {
+    /// The CPU's kernel.
+    Cpu,
+    /// The CUDA kernel on the CPU.
+    #[cfg(feature = "emulate")]
+    Emulated,
+    /// The CUDA kernel on a GPU.
+    #[cfg(feature = "cuda")]
+    Cuda(Device),
+}
+
+impl Place {
+    pub(crate) fn all() -> Vec<Self> {
+        vec![
+            Self::Cpu,
+            #[cfg(feature = "emulate")]
+            Self::Emulated,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(Device::new_cuda(0).expect("tests with the feature cuda need a GPU")),
+        ]
+    }
+
+    pub(crate) fn run<T>(&self, f: impl FnOnce() -> T) -> T {
+        match self {
+            #[cfg(feature = "emulate")]
+            Self::Emulated => candlewick_ops::emulate(f),
+            _ => f(),
+        }
+    }
+
+    pub(crate) fn put(&self, x: &Tensor) -> Tensor {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(device) => x.to_device(device).unwrap(),
+            _ => x.clone(),
+        }
+    }
 }
 
 type Op<'a> = &'a dyn Fn(&[Tensor], &[Weight]) -> Result<Tensor>;
@@ -105,26 +146,38 @@ impl Case<'_> {
     /// over one key, the norm of one element): their error is measured against a tenth of it.
     #[track_caller]
     pub(crate) fn check(&self, dtype: DType) {
-        let as_var = |x: &Tensor| Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap();
+        for place in Place::all() {
+            place.run(|| self.check_in(&place, dtype));
+        }
+    }
+
+    #[track_caller]
+    fn check_in(&self, place: &Place, dtype: DType) {
+        let as_var = |x: &Tensor| Var::from_tensor(&place.put(&x.to_dtype(dtype).unwrap())).unwrap();
         let inputs: Vec<Var> = self.inputs.iter().map(as_var).collect();
         let tensors: Vec<Tensor> = inputs.iter().map(|x| x.as_tensor().clone()).collect();
-        let weights: Vec<Weight> = self.weights.iter().map(|w| trainable(&w.to_dtype(dtype).unwrap())).collect();
+        let weights: Vec<Weight> =
+            self.weights.iter().map(|w| trainable(&place.put(&w.to_dtype(dtype).unwrap()))).collect();
         let y = (self.op)(&tensors, &weights).unwrap();
-        let dy = randn(y.shape(), 99).to_dtype(y.dtype()).unwrap();
+        let dy = place.put(&randn(y.shape(), 99).to_dtype(y.dtype()).unwrap());
         let grads = backward(&y, &dy);
 
-        let to_f64 = |x: &Tensor| Var::from_tensor(&x.to_dtype(DType::F64).unwrap()).unwrap();
+        let to_f64 = |x: &Tensor| {
+            let host = x.to_device(&Device::Cpu).unwrap();
+            Var::from_tensor(&host.to_dtype(DType::F64).unwrap()).unwrap()
+        };
         let all = tensors.iter().chain(weights.iter().map(Weight::value));
         let exact: Vec<Var> = all.map(to_f64).collect();
         let exact_tensors: Vec<Tensor> = exact.iter().map(|x| x.as_tensor().clone()).collect();
         let want = (self.reference)(&exact_tensors).unwrap();
-        assert_close(&format!("{} y {dtype:?}", self.name), &y, &want, bound(y.dtype()));
+        assert_close(&format!("{} y {dtype:?} {place:?}", self.name), &y, &want, bound(y.dtype()));
 
+        let dy = dy.to_device(&Device::Cpu).unwrap();
         let seeded = (want * dy.to_dtype(DType::F64).unwrap()).unwrap().sum_all().unwrap();
         let want = seeded.backward().unwrap();
         let got = inputs.iter().map(|x| grads.get(x).unwrap()).chain(weights.iter().map(grad_of));
         for (i, (got, exact)) in got.zip(&exact).enumerate() {
-            let what = format!("{} gradient {i} {dtype:?}", self.name);
+            let what = format!("{} gradient {i} {dtype:?} {place:?}", self.name);
             let want = want.get(exact).cloned().unwrap_or_else(|| exact.zeros_like().unwrap());
             assert_close_above(&what, got, &want, bound(dtype), 0.1 * norm(&dy));
         }

@@ -1,0 +1,81 @@
+// Enough of CUDA C++ to run this package's kernels on a CPU: for tests where there is no GPU.
+//
+// Blocks run one after another. The threads of a block are fibers: each runs until it waits for the others. Shared memory
+// is static, so it holds what the block before left there; nothing is faster or slower than it looks, but a missing
+// __syncthreads shows itself as a wrong result, the same one every time.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __restrict__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct dim3 {
+    unsigned x, y, z;
+};
+
+extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// Wait until every thread of the block, or of the warp, is here or gone.
+void __syncthreads();
+void __syncwarp(unsigned mask = 0xffffffffu);
+
+// A place for each lane of the calling thread's warp, another one than at its last call.
+uint64_t* emulated_lanes();
+
+template <typename T> T emulated_exchange(T value, int from) {
+    static_assert(sizeof(T) <= sizeof(uint64_t), "a shuffle moves at most eight bytes");
+    uint64_t* lanes = emulated_lanes();
+    std::memcpy(&lanes[threadIdx.x % 32], &value, sizeof(T));
+    __syncwarp();
+    T result;
+    std::memcpy(&result, &lanes[from], sizeof(T));
+    return result;
+}
+
+template <typename T> T __shfl_xor_sync(unsigned, T value, int mask) {
+    return emulated_exchange(value, (threadIdx.x % 32) ^ mask);
+}
+
+template <typename T> T __shfl_sync(unsigned, T value, int from) { return emulated_exchange(value, from & 31); }
+
+template <typename T> T __shfl_down_sync(unsigned, T value, int delta) {
+    const int lane = threadIdx.x % 32;
+    return emulated_exchange(value, lane + delta < 32 ? lane + delta : lane);
+}
+
+inline unsigned __ballot_sync(unsigned, bool holds) {
+    unsigned votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= emulated_exchange<unsigned>(holds, lane) << lane;
+    return votes;
+}
+
+// Fibers do not run at once, so every operation is atomic.
+template <typename T> T atomicAdd(T* at, T value) {
+    const T old = *at;
+    *at += value;
+    return old;
+}
+
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+template <typename T> T __ldg(const T* p) { return *p; }
+
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline long long min(long long a, long long b) { return a < b ? a : b; }
+inline long long max(long long a, long long b) { return a > b ? a : b; }
+using std::fabs;
+using std::fmax;
+using std::isfinite;
+using std::isinf;
+using std::isnan;

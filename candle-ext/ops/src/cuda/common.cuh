@@ -1,0 +1,67 @@
+// What the kernels share: one float type to compute in, wide loads, sums over a warp and a block.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+typedef unsigned int uint;
+
+// Every kernel has these three forms: X(float, f32) and so on.
+#define FOR_EACH_FLOAT(X) \
+    X(float, f32)         \
+    X(__nv_bfloat16, bf16) \
+    X(__half, f16)
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+
+template <typename T> __device__ __forceinline__ T narrow(float x);
+template <> __device__ __forceinline__ float narrow<float>(float x) { return x; }
+template <> __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
+
+// W elements, loaded and stored at once.
+template <typename T, int W> struct alignas(sizeof(T) * W) Pack {
+    T at[W];
+};
+
+template <int W, typename T> __device__ __forceinline__ Pack<T, W> load(const T* p) {
+    return *reinterpret_cast<const Pack<T, W>*>(p);
+}
+
+template <typename T, int W> __device__ __forceinline__ void store(T* p, const Pack<T, W>& pack) {
+    *reinterpret_cast<Pack<T, W>*>(p) = pack;
+}
+
+// Elements in 16 bytes, the widest access there is.
+template <typename T> constexpr int WIDE = 16 / sizeof(T);
+
+// Whether rows of d elements that begin at these addresses can be read in packs of WIDE.
+template <typename T, typename... P> __device__ __forceinline__ bool is_wide(long long d, const P*... p) {
+    return d % WIDE<T> == 0 && ((reinterpret_cast<uintptr_t>(p) % 16 == 0) && ...);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
+}
+
+// The sum over a block of at most 1024 threads, a multiple of 32; every thread gets it. All threads must call.
+__device__ __forceinline__ float block_sum(float x) {
+    __shared__ float of_warp[32];
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_warps = blockDim.x >> 5;
+    x = warp_sum(x);
+    __syncthreads();
+    if (lane == 0) of_warp[warp] = x;
+    __syncthreads();
+    return warp_sum(lane < n_warps ? of_warp[lane] : 0.0f);
+}

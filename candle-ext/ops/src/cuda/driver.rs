@@ -1,0 +1,93 @@
+//! Kernels on a real device, through candle's cudarc.
+
+use std::collections::HashMap;
+use std::fmt::Display;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::{CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::cuda_backend::{CudaDType, DeviceId};
+use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, bail};
+use half::{bf16, f16};
+
+use super::{Address, Arg, Kernels};
+
+static MODULES: LazyLock<Mutex<HashMap<(DeviceId, &'static str), Arc<CudaModule>>>> = LazyLock::new(Mutex::default);
+
+/// See [`Kernels::launch`].
+///
+/// # Safety
+///
+/// As there.
+pub(super) unsafe fn launch(
+    kernels: &Kernels,
+    device: &CudaDevice,
+    name: &str,
+    grid: [u32; 3],
+    threads: u32,
+    args: &[Arg],
+) -> Result<()> {
+    let failed = |error: &dyn Display| Error::Msg(format!("{}: CUDA failed at {name}: {error}", kernels.op));
+    let function = module(kernels, device)?.load_function(name).map_err(|error| failed(&error))?;
+    let config =
+        LaunchConfig { grid_dim: (grid[0], grid[1], grid[2]), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
+    let stream = device.cuda_stream();
+    let mut builder = stream.launch_builder(&function);
+    for arg in args {
+        match arg {
+            Arg::Address(value) | Arg::U64(value) => builder.arg(value),
+            Arg::I32(value) => builder.arg(value),
+            Arg::I64(value) => builder.arg(value),
+            Arg::F32(value) => builder.arg(value),
+        };
+    }
+    // SAFETY: the caller answers for the arguments.
+    unsafe { builder.launch(config) }.map_err(|error| failed(&error))?;
+    Ok(())
+}
+
+fn module(kernels: &Kernels, device: &CudaDevice) -> Result<Arc<CudaModule>> {
+    let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(module) = modules.get(&(device.id(), kernels.op)) {
+        return Ok(module.clone());
+    }
+    let loaded = device.cuda_stream().context().load_module(Ptx::from_binary(kernels.fatbin.to_vec()));
+    let module =
+        loaded.map_err(|error| Error::Msg(format!("{}: CUDA cannot load its kernels: {error}", kernels.op)))?;
+    modules.insert((device.id(), kernels.op), module.clone());
+    Ok(module)
+}
+
+/// Where a storage begins.
+pub(super) fn base(op: &str, storage: &CudaStorage) -> Result<Address> {
+    match storage.dtype() {
+        DType::F32 => typed::<f32>(storage),
+        DType::BF16 => typed::<bf16>(storage),
+        DType::F16 => typed::<f16>(storage),
+        DType::U32 => typed::<u32>(storage),
+        DType::I64 => typed::<i64>(storage),
+        other => bail!("{op}: there is no kernel for {other:?}"),
+    }
+}
+
+fn typed<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<Address> {
+    let slice = storage.as_cuda_slice::<T>()?;
+    let (address, _guard) = slice.device_ptr(slice.stream());
+    Ok(address)
+}
+
+/// Takes room for elements that are not written yet.
+pub(super) fn alloc(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
+    fn typed<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaStorage> {
+        // SAFETY: nothing reads the elements before a kernel has written them, as `Out::new` demands.
+        let slice = unsafe { device.alloc::<T>(len.max(1))? };
+        Ok(CudaStorage::wrap_cuda_slice(slice, device.clone()))
+    }
+    match dtype {
+        DType::F32 => typed::<f32>(device, len),
+        DType::BF16 => typed::<bf16>(device, len),
+        DType::F16 => typed::<f16>(device, len),
+        other => bail!("there is no kernel that writes {other:?}"),
+    }
+}

@@ -1,0 +1,136 @@
+//! Kernels on the CPU, a fiber for each of their threads, over tensors in host memory: to test them where there is no
+//! GPU. `emulator/` holds the C++ side.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+use candle_core::{CpuStorage, DType, Error, Result, bail};
+use half::{bf16, f16};
+use libloading::Library;
+
+use super::{Address, Arg, Kernels};
+
+thread_local! {
+    static ON: Cell<bool> = const { Cell::new(false) };
+}
+
+static LIBRARIES: LazyLock<Mutex<HashMap<&'static str, Arc<Library>>>> = LazyLock::new(Mutex::default);
+
+/// Runs `f` with every op on CPU tensors computed by its CUDA kernel, backward included. For tests: it is slow.
+pub fn emulate<T>(f: impl FnOnce() -> T) -> T {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            ON.set(self.0);
+        }
+    }
+    let _restore = Restore(ON.replace(true));
+    f()
+}
+
+/// Tells whether this thread is inside of [`emulate`].
+pub(crate) fn is_on() -> bool {
+    ON.get()
+}
+
+/// In the C ABI of x86-64 and aarch64, integers and floats travel in registers of their own, each in order: a call with
+/// all integers first is the same call. Integers beyond the registers lie on the stack in order, and no float does.
+type Kernel =
+    unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, f32, f32, f32, f32);
+
+const MAX_INTEGERS: usize = 14;
+const MAX_FLOATS: usize = 4;
+
+struct Call {
+    kernel: Kernel,
+    integers: [u64; MAX_INTEGERS],
+    floats: [f32; MAX_FLOATS],
+}
+
+/// # Safety
+///
+/// `call` must point to a [`Call`] whose arguments are the kernel's.
+unsafe extern "C" fn run(call: *mut c_void) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let Call { kernel, integers: i, floats: f } = &*call.cast::<Call>();
+        kernel(
+            i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7], i[8], i[9], i[10], i[11], i[12], i[13], f[0], f[1], f[2],
+            f[3],
+        );
+    }
+}
+
+/// See [`Kernels::launch`].
+///
+/// # Safety
+///
+/// As there.
+pub(super) unsafe fn launch(kernels: &Kernels, name: &str, grid: [u32; 3], threads: u32, args: &[Arg]) -> Result<()> {
+    type Emulate = unsafe extern "C" fn(unsafe extern "C" fn(*mut c_void), *mut c_void, *const u32, u32) -> bool;
+    let library = library(kernels)?;
+    let failed = |error: libloading::Error| Error::Msg(format!("{}: {name}: {error}", kernels.op));
+    // SAFETY: the library is built from `emulator.cpp` and the op's kernel.cu, whose kernels have this ABI.
+    let (emulate, kernel) = unsafe {
+        let emulate = library.get::<Emulate>(b"emulate").map_err(failed)?;
+        (emulate, library.get::<Kernel>(name.as_bytes()).map_err(failed)?)
+    };
+    let mut call = Call { kernel: *kernel, integers: [0; MAX_INTEGERS], floats: [0.0; MAX_FLOATS] };
+    let (mut n_integers, mut n_floats) = (0, 0);
+    for arg in args {
+        let integer = match *arg {
+            Arg::Address(value) | Arg::U64(value) => value,
+            Arg::I64(value) => value.cast_unsigned(),
+            Arg::I32(value) => i64::from(value).cast_unsigned(),
+            Arg::F32(value) => {
+                call.floats[n_floats] = value;
+                n_floats += 1;
+                continue;
+            }
+        };
+        call.integers[n_integers] = integer;
+        n_integers += 1;
+    }
+    // SAFETY: the caller answers for the arguments; `call` outlives the run.
+    let ended = unsafe { emulate(run, (&raw mut call).cast(), grid.as_ptr(), threads) };
+    if !ended {
+        bail!("{}: the threads of {name} wait for each other for ever", kernels.op)
+    }
+    Ok(())
+}
+
+fn library(kernels: &Kernels) -> Result<Arc<Library>> {
+    let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(library) = libraries.get(kernels.op) {
+        return Ok(library.clone());
+    }
+    // SAFETY: this package's own code, which has no initialisers.
+    let library = unsafe { Library::new(kernels.library) }.map_err(|error| Error::Msg(error.to_string()))?;
+    let library = Arc::new(library);
+    libraries.insert(kernels.op, library.clone());
+    Ok(library)
+}
+
+/// Where a storage begins.
+pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
+    Ok(match storage {
+        CpuStorage::F32(data) => data.as_ptr().addr(),
+        CpuStorage::BF16(data) => data.as_ptr().addr(),
+        CpuStorage::F16(data) => data.as_ptr().addr(),
+        CpuStorage::U32(data) => data.as_ptr().addr(),
+        CpuStorage::I64(data) => data.as_ptr().addr(),
+        _ => bail!("{op}: there is no kernel for this format"),
+    } as u64)
+}
+
+/// Takes room for elements, all of them NaN: one that a kernel forgets to write does not go unnoticed.
+pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
+    Ok(match dtype {
+        DType::F32 => CpuStorage::F32(vec![f32::NAN; len]),
+        DType::BF16 => CpuStorage::BF16(vec![bf16::NAN; len]),
+        DType::F16 => CpuStorage::F16(vec![f16::NAN; len]),
+        other => bail!("there is no kernel that writes {other:?}"),
+    })
+}

@@ -1,0 +1,182 @@
+//! The CUDA side of the ops: addresses of tensors, buffers for outputs, and launches of our own kernels.
+//!
+//! All work of a device goes to candle's one stream in the order of the calls, and memory is freed in that order, too.
+//! That is why kernels get plain addresses, also of what they write: no two of them run at once.
+//!
+//! With the feature `emulate` the same kernels also run on the CPU, over tensors there: see [`emulator`].
+
+#[cfg(feature = "cuda")]
+mod driver;
+#[cfg(feature = "emulate")]
+pub(crate) mod emulator;
+
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+
+/// An address on the device.
+pub(crate) type Address = u64;
+
+/// Where kernels run.
+#[derive(Clone, Copy)]
+pub(crate) enum Gpu<'a> {
+    #[cfg(feature = "cuda")]
+    Device(&'a candle_core::CudaDevice),
+    #[cfg(feature = "emulate")]
+    Emulated(std::marker::PhantomData<&'a ()>),
+}
+
+/// The kernels of one op.
+pub(crate) struct Kernels {
+    /// The op's name.
+    pub(crate) op: &'static str,
+    /// Compiled for GPUs.
+    #[cfg(feature = "cuda")]
+    pub(crate) fatbin: &'static [u8],
+    /// Compiled for the CPU: the path of a shared library.
+    #[cfg(feature = "emulate")]
+    pub(crate) library: &'static str,
+}
+
+/// Declares `KERNELS`, the compiled `kernel.cu` beside the file that uses it.
+macro_rules! kernels {
+    ($op:literal) => {
+        static KERNELS: $crate::cuda::Kernels = $crate::cuda::Kernels {
+            op: $op,
+            #[cfg(feature = "cuda")]
+            fatbin: include_bytes!(concat!(env!("OUT_DIR"), "/", $op, ".fatbin")),
+            #[cfg(feature = "emulate")]
+            library: concat!(env!("OUT_DIR"), "/lib", $op, ".so"),
+        };
+    };
+}
+pub(crate) use kernels;
+
+/// A parameter of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Arg {
+    /// A pointer.
+    Address(Address),
+    /// int
+    I32(i32),
+    /// long long
+    I64(i64),
+    /// unsigned long long
+    U64(u64),
+    /// float
+    F32(f32),
+}
+
+impl Kernels {
+    /// Launches `name` on a grid of blocks of `threads` threads each, a multiple of 32.
+    ///
+    /// # Safety
+    ///
+    /// `args` must be the kernel's parameters, in order and of its types, and every address among them good for what
+    /// the kernel reads and writes.
+    pub(crate) unsafe fn launch(
+        &self,
+        gpu: Gpu,
+        name: &str,
+        grid: [usize; 3],
+        threads: usize,
+        args: &[Arg],
+    ) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        if grid[0] > i32::MAX as usize || grid[1..].iter().any(|n| *n > 65_535) {
+            bail!("{}: a grid of {grid:?} blocks is too large", self.op)
+        }
+        let grid = grid.map(|n| n as u32);
+        match gpu {
+            // SAFETY: the caller answers for the arguments.
+            #[cfg(feature = "cuda")]
+            Gpu::Device(device) => unsafe { driver::launch(self, device, name, grid, threads as u32, args) },
+            // SAFETY: as above.
+            #[cfg(feature = "emulate")]
+            Gpu::Emulated(_) => unsafe { emulator::launch(self, name, grid, threads as u32, args) },
+        }
+    }
+}
+
+/// Where a tensor's kernels run.
+pub(crate) fn gpu<'a>(op: &str, tensor: &'a Tensor) -> Result<Gpu<'a>> {
+    match tensor.device() {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => Ok(Gpu::Device(device)),
+        #[cfg(feature = "emulate")]
+        Device::Cpu => Ok(Gpu::Emulated(std::marker::PhantomData)),
+        #[allow(unreachable_patterns, reason = "not in every build")]
+        other => bail!("{op}: want a tensor on CUDA, got one on {:?}", other.location()),
+    }
+}
+
+/// Where the elements of a contiguous tensor begin.
+pub(crate) fn address(op: &str, tensor: &Tensor) -> Result<Address> {
+    let (storage, layout) = tensor.storage_and_layout();
+    address_of(op, &storage, layout)
+}
+
+fn address_of(op: &str, storage: &Storage, layout: &Layout) -> Result<Address> {
+    let Some((start, _)) = layout.contiguous_offsets() else {
+        bail!("{op}: want a contiguous tensor, got shape {:?} with strides {:?}", layout.dims(), layout.stride())
+    };
+    let base = match storage {
+        #[cfg(feature = "cuda")]
+        Storage::Cuda(storage) => driver::base(op, storage)?,
+        #[cfg(feature = "emulate")]
+        Storage::Cpu(storage) => emulator::base(op, storage)?,
+        #[allow(unreachable_patterns, reason = "not in every build")]
+        _ => bail!("{op}: the tensors lie on different devices"),
+    };
+    Ok(base + (start * storage.dtype().size_in_bytes()) as u64)
+}
+
+/// An output in the making.
+pub(crate) struct Out {
+    storage: Storage,
+    /// Where its elements begin.
+    pub(crate) address: Address,
+}
+
+impl Out {
+    /// Takes room for `len` elements. Every one of them must be written before it is read.
+    pub(crate) fn new(gpu: Gpu, dtype: DType, len: usize) -> Result<Self> {
+        let storage = match gpu {
+            #[cfg(feature = "cuda")]
+            Gpu::Device(device) => Storage::Cuda(driver::alloc(device, dtype, len)?),
+            #[cfg(feature = "emulate")]
+            Gpu::Emulated(_) => Storage::Cpu(emulator::alloc(dtype, len)?),
+        };
+        let address = address_of("output", &storage, &Layout::contiguous(len))?;
+        Ok(Self { storage, address })
+    }
+
+    /// Returns the finished output.
+    pub(crate) fn into_storage(self) -> Storage {
+        self.storage
+    }
+
+    /// Returns the finished output as an untracked tensor.
+    pub(crate) fn into_tensor(self, shape: impl Into<Shape>) -> Tensor {
+        Tensor::from_storage(self.storage, shape, BackpropOp::none(), false)
+    }
+}
+
+/// The ending of a kernel's name for a number format.
+pub(crate) fn suffix(op: &str, dtype: DType) -> Result<&'static str> {
+    Ok(match dtype {
+        DType::F32 => "f32",
+        DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        other => bail!("{op}: there is no kernel for {other:?}"),
+    })
+}
+
+/// Fails unless the weight has the input's format: kernels read both as one type.
+pub(crate) fn same_dtype(op: &str, x: &Tensor, w: &Tensor) -> Result<()> {
+    if x.dtype() != w.dtype() {
+        bail!("{op}: on CUDA the weight must have the input's format {:?}, not {:?}", x.dtype(), w.dtype())
+    }
+    Ok(())
+}
