@@ -3,8 +3,9 @@
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candle_core::DType;
+use candlewick_ops::DeviceChoice;
 use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
 use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -54,6 +55,9 @@ struct Model {
     /// A PEFT adapter folder on top of the model
     #[arg(long)]
     adapter: Option<PathBuf>,
+    /// What computes: auto (the first GPU, if there is one), cpu, cuda or cuda:N
+    #[arg(long, default_value_t = DeviceChoice::Auto)]
+    device: DeviceChoice,
     /// The number format to compute in
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
@@ -171,7 +175,8 @@ impl Model {
             Dtype::F32 => DType::F32,
             Dtype::Bf16 => DType::BF16,
         };
-        Lm::load(&folder, self.adapter.as_deref(), dtype)
+        let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+        Lm::load(&folder, self.adapter.as_deref(), dtype, device)
     }
 }
 

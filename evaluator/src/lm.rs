@@ -38,14 +38,13 @@ pub struct ScoredToken {
 }
 
 impl Lm {
-    /// Loads a Hugging Face folder, and an adapter folder on top of it, with weights in `dtype`.
-    pub fn load(folder: &Path, adapter: Option<&Path>, dtype: DType) -> Result<Self> {
+    /// Loads a Hugging Face folder, and an adapter folder on top of it, with weights in `dtype` on `device`.
+    pub fn load(folder: &Path, adapter: Option<&Path>, dtype: DType, device: Device) -> Result<Self> {
         let tokenizer = Tokenizer::from_directory(folder)?;
         let template = tokenizer.chat_template(None)?;
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let config = Config::read(folder)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
-        let device = Device::Cpu;
         let store = Resident::new(&model, dtype, Mode::Infer, &device)?;
         let base = Checkpoint::open(folder)?;
         let base = Origin::Checkpoint(&base);
@@ -110,7 +109,7 @@ fn micro(ids: &[u32], device: &Device) -> Result<Micro> {
     targets.push(Micro::IGNORED);
     Ok(Micro {
         ids: Tensor::new(ids, device)?,
-        targets: Tensor::new(targets, device)?,
+        targets: Tensor::new(targets, &Device::Cpu)?,
         positions: (0..ids.len() as u32).collect(),
         seqs: Seqs::packed(vec![0, ids.len()])?,
     })

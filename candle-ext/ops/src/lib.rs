@@ -5,6 +5,7 @@
 //! Weights are not `Var`s: a [`Weight`] is a view of somebody's flat buffer, and its gradient is
 //! added in place to a [`GradSink`] while candle's backward runs. Nothing here communicates.
 
+mod accelerator;
 pub mod adamw;
 pub mod attention;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -30,6 +31,7 @@ pub mod weight;
 #[cfg(feature = "emulate")]
 pub use cuda::emulator::emulate;
 
+pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
 pub use adamw::{AdamW, adamw};
 pub use attention::{AttentionSpec, Seqs, attention};
 pub use dropout::{Dropout, derive_key, dropout};

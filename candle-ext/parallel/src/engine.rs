@@ -28,7 +28,7 @@ pub enum Residency {
 pub struct Micro {
     /// Token ids, u32 `[t]`.
     pub ids: Tensor,
-    /// The token that each position must predict, i64 `[t]`, or [`Micro::IGNORED`].
+    /// The token that each position must predict, i64 `[t]` on the CPU, or [`Micro::IGNORED`].
     pub targets: Tensor,
     /// The place of each token in its sequence, `t` of them.
     pub positions: Vec<u32>,

@@ -136,6 +136,31 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
     }
 }
 
+#[test]
+fn the_cuda_kernels_take_the_step_that_the_cpus_take() {
+    let batch = sequences(&[9, 1, 14]);
+    let lora = json!({"r": 4, "lora_alpha": 16, "lora_dropout": 0.3, "target_modules": "all-linear"});
+    for adapter in [None, Some(LoraConfig::from_json(&lora).unwrap())] {
+        let run = || {
+            let model = Model::new(config(true), adapter.clone()).unwrap();
+            let engine = engine(model, DType::F32, Residency::Recompute);
+            engine.store().zero_grads().unwrap();
+            let loss = engine.forward_backward(&micro(&batch), scale_of(&batch), 5).unwrap();
+            let gradients = grads(&engine);
+            let norm = engine.store().grad_norm().unwrap();
+            let hyper =
+                AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 0.5 };
+            engine.store().step(&hyper).unwrap();
+            (loss, gradients, norm, engine.loss(&micro(&batch)).unwrap())
+        };
+        let (cpu, cuda) = (run(), candlewick_ops::emulate(run));
+        for (a, b) in [(cpu.0, cuda.0), (cpu.2, cuda.2), (cpu.3, cuda.3)] {
+            assert!((a - b).abs() <= 1e-5 * a.abs(), "{a} on the CPU, {b} by CUDA's kernels");
+        }
+        assert_close(&cuda.1, &cpu.1, 1e-5);
+    }
+}
+
 /// One step's batch as micro-batches of packed or padded sequences gives one loss and one gradient.
 #[test]
 fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {

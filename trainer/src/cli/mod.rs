@@ -2,6 +2,7 @@
 
 mod check;
 mod data;
+mod doctor;
 mod logging;
 mod train;
 mod ui;
@@ -49,6 +50,12 @@ enum Command {
     /// Read the data as a run would and print what the model will learn; nothing is trained
     #[command(visible_alias = "process-data", after_long_help = DATA_EXAMPLES)]
     Data(Data),
+    /// Say what this machine has: processor, memory, GPUs, NVIDIA's libraries, the Hub, disks
+    Doctor {
+        /// For programs
+        #[arg(long)]
+        json: bool,
+    },
     /// Print the JSON schema of recipes, for editors
     Schema,
     /// Print a script that completes this program's commands in a shell
@@ -169,6 +176,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             logging::start(cli.verbosity, &plan.logger)?;
             data::show(&plan, &train::hub(&ui)?, data.steps, data.output_format)
         }
+        Command::Doctor { json } => doctor::run(if *json { Format::Json } else { Format::Text }, &ui),
         Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
         Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
         Command::Version => ui.answer(&format!("trainer {}", env!("CARGO_PKG_VERSION"))),

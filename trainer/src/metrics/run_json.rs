@@ -98,7 +98,7 @@ impl RunJson {
             exit: None,
             resumed_from: None,
             plan,
-            versions: Versions { candlewick: env!("CARGO_PKG_VERSION"), commit: option_env!("CANDLEWICK_COMMIT") },
+            versions: Versions::this(),
             host: Host::this(),
             notes: Vec::new(),
             ledger: Value::Null,
@@ -125,6 +125,13 @@ impl RunJson {
     /// Writes the last version.
     pub fn finish(&mut self, exit: Exit) -> io::Result<()> {
         self.update(|report| report.exit = Some(exit))
+    }
+}
+
+impl Versions {
+    /// Names this program.
+    pub fn this() -> Self {
+        Self { candlewick: env!("CARGO_PKG_VERSION"), commit: option_env!("CANDLEWICK_COMMIT") }
     }
 }
 

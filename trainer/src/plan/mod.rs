@@ -14,9 +14,11 @@ mod resolver;
 mod sources;
 mod table;
 
+use std::fmt::Display;
 use std::path::PathBuf;
 
 use candlewick_model::{Config, LoraConfig};
+use candlewick_ops::DeviceChoice;
 use serde::{Serialize, Serializer};
 
 use crate::checkpoint::CheckpointPlan;
@@ -37,6 +39,9 @@ pub struct Plan {
     pub recipe: PathBuf,
     /// Seeds the initial weights and LoRA factors.
     pub seed: u64,
+    /// What computes.
+    #[serde(serialize_with = "shown")]
+    pub device: DeviceChoice,
     /// The model.
     pub model: ModelPlan,
     /// The tokenizer.
@@ -234,11 +239,13 @@ impl Plan {
         let generate = output::resolve_generate(&mut resolver);
         let recipe = &loaded.recipe;
         let seed = resolver.count("seed", recipe.seed, 42) as u64;
+        let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
         let (settings, notes) = resolver.finish()?;
         Ok(Self {
             recipe: loaded.source().path.clone(),
             seed,
+            device,
             model,
             tokenizer,
             data,
@@ -255,6 +262,18 @@ impl Plan {
             notes,
         })
     }
+}
+
+fn device(resolver: &mut Resolver) -> DeviceChoice {
+    let name = resolver.pick("device", resolver.recipe().device.clone(), "auto".into());
+    name.parse().unwrap_or_else(|problem: String| {
+        resolver.wrong(&["device"], format!("device: {problem}"));
+        DeviceChoice::Auto
+    })
+}
+
+fn shown<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
 }
 
 fn config_json<S: Serializer>(config: &Option<Config>, serializer: S) -> Result<S::Ok, S::Error> {

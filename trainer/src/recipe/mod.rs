@@ -76,6 +76,9 @@ pub struct Recipe {
     pub micro_batch_size: Option<HumanInt>,
     /// Micro-batches in a step. Default 1.
     pub gradient_accumulation_steps: Option<HumanInt>,
+    /// What computes: `auto` (default: the first GPU, if the program was built for GPUs and there is one), `cpu`, `cuda`
+    /// or `cuda:1`.
+    pub device: Option<String>,
     /// Ulysses degree. Above 1 is not implemented yet.
     pub sequence_parallel_size: Option<HumanInt>,
     /// Expert-parallel degree. Above 1 is not implemented yet.

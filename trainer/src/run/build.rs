@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
-use candle_core::{DType, Device};
+use candle_core::DType;
 use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Model};
@@ -29,7 +29,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
         return Err(error.context(ExitCode::Data));
     }
     let model = Model::new(config, plan.model.adapter.clone())?;
-    let device = Device::Cpu;
+    let device = plan.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     let store = Resident::new(&model, dtype(plan.model.dtype), Mode::Train, &device)?;
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {

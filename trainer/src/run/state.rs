@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use candlewick_ops::copy_into;
 use candlewick_parallel::Resident;
 
@@ -46,7 +46,8 @@ impl TrainState for EngineState {
     }
 
     fn load(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), StateError> {
-        copy_into(&self.piece(name, start, values.len())?, &Tensor::new(values, &Device::Cpu)?)?;
+        let piece = self.piece(name, start, values.len())?;
+        copy_into(&piece, &Tensor::new(values, piece.device())?)?;
         Ok(())
     }
 }
@@ -55,7 +56,7 @@ impl TrainState for EngineState {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use candle_core::DType;
+    use candle_core::{DType, Device};
     use candlewick_model::{Config, Model};
     use candlewick_parallel::Mode;
 

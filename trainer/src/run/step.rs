@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use candlewick_comm::sum;
 use candlewick_ops::{AdamW, Seqs, derive_key};
 use candlewick_parallel::{Engine, LossScale, Micro};
@@ -130,7 +130,7 @@ fn clip_factor(max: f64, norm: f64) -> f64 {
 pub(super) fn micro(batch: &Batch, engine: &Engine) -> Result<Micro> {
     Ok(Micro {
         ids: Tensor::new(batch.ids.as_slice(), engine.device())?,
-        targets: Tensor::new(batch.targets.as_slice(), engine.device())?,
+        targets: Tensor::new(batch.targets.as_slice(), &Device::Cpu)?,
         positions: batch.positions.clone(),
         seqs: Seqs::packed(batch.cu_seqlens.clone())?,
     })

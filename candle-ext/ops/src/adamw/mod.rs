@@ -1,9 +1,12 @@
 //! AdamW with decoupled weight decay over a flat shard.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatsMut, check_dtype};
 use crate::storage::{host, same_storage, update};
 
@@ -42,6 +45,19 @@ pub fn adamw(
     compute: Option<&Tensor>,
 ) -> Result<()> {
     check(hyper, [master, grad, exp_avg, exp_avg_sq], compute)?;
+    on_device!("adamw", master, {
+        cpu => run_cpu(hyper, master, grad, [exp_avg, exp_avg_sq], compute),
+        cuda => cuda::run(hyper, master, grad, [exp_avg, exp_avg_sq], compute),
+    })
+}
+
+fn run_cpu(
+    hyper: &AdamW,
+    master: &Tensor,
+    grad: &Tensor,
+    [exp_avg, exp_avg_sq]: [&Tensor; 2],
+    compute: Option<&Tensor>,
+) -> Result<()> {
     let factors = cpu::Factors::of(hyper);
     let grad = host("adamw", grad)?;
     let grad = grad.slice::<f32>()?;

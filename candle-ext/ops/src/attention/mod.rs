@@ -4,13 +4,16 @@
 //! Query head i reads key head i / (hq / hkv).
 
 mod backward;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 mod forward;
 mod layout;
 mod seqs;
 mod tile;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Storage, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::storage::{self, host};
 use crate::tape::record;
@@ -34,43 +37,75 @@ pub struct AttentionSpec {
 /// each row's exponential sum; the backward recomputes the scores from it, tile by tile.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
     let heads = check(q, k, v, seqs, spec)?;
-    let saved = [q.detach().contiguous()?, k.detach().contiguous()?, v.detach().contiguous()?];
-    let mut out = FloatBuf::zeros(q.dtype(), q.elem_count())?;
-    let lse = {
-        let [q, k, v] = &saved;
+    let [q_saved, k_saved, v_saved] = [q, k, v].map(|x| x.detach().contiguous());
+    let saved = Saved { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
+    let (out, kept) = on_device!("attention", q, {
+        cpu => saved.forward_cpu()?,
+        cuda => {
+            let (out, kept) = cuda::forward(saved.qkv.each_ref(), seqs, spec, heads)?;
+            (out.into_storage(), Kept::Cuda(kept))
+        },
+    });
+    record("attention", [q, k, v], (out, q.shape().clone()), move |o, d_o| {
+        let grads = match &kept {
+            Kept::Cpu(lse) => saved.backward_cpu(o, d_o, lse)?,
+            #[cfg(any(feature = "cuda", feature = "emulate"))]
+            Kept::Cuda(kept) => {
+                let [q, k, v] = &saved.qkv;
+                cuda::backward(&cuda::Inputs { q, k, v, o, d_o }, kept, &saved.spec, saved.heads)?
+            }
+        };
+        Ok(grads.map(Some))
+    })
+}
+
+/// What a forward had, for its backward.
+struct Saved {
+    qkv: [Tensor; 3],
+    seqs: Seqs,
+    spec: AttentionSpec,
+    heads: Heads,
+}
+
+/// What a forward found out.
+enum Kept {
+    /// The log-sum-exp of each row.
+    Cpu(Vec<f32>),
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    Cuda(cuda::Kept),
+}
+
+impl Saved {
+    fn forward_cpu(&self) -> Result<(Storage, Kept)> {
+        let [q, k, v] = &self.qkv;
+        let mut out = FloatBuf::zeros(q.dtype(), q.elem_count())?;
         let (q, k, v) = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
         let inputs = [q.floats()?, k.floats()?, v.floats()?];
-        forward::run(inputs, out.view(), seqs, spec, heads)
-    };
-    let (seqs, spec) = (seqs.clone(), *spec);
-    let output = (out.into_storage(), q.shape().clone());
-    record("attention", [q, k, v], output, move |o, d_o| {
-        let [q, k, v] = &saved;
+        let lse = forward::run(inputs, out.view(), &self.seqs, &self.spec, self.heads);
+        Ok((out.into_storage(), Kept::Cpu(lse)))
+    }
+
+    fn backward_cpu(&self, o: &Tensor, d_o: &Tensor, lse: &[f32]) -> Result<[Tensor; 3]> {
+        let [q, k, v] = &self.qkv;
         let mut grads = [
             FloatBuf::zeros(q.dtype(), q.elem_count())?,
             FloatBuf::zeros(k.dtype(), k.elem_count())?,
             FloatBuf::zeros(v.dtype(), v.elem_count())?,
         ];
-        {
-            let (q, k, v) = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
-            let (o, d_o) = (host("attention", o)?, host("attention", d_o)?);
-            let inputs = backward::Inputs {
-                q: q.floats()?,
-                k: k.floats()?,
-                v: v.floats()?,
-                o: o.floats()?,
-                d_o: d_o.floats()?,
-                lse: &lse,
-            };
-            backward::run(&inputs, grads.each_mut().map(FloatBuf::view), &seqs, &spec, heads);
-        }
+        let hosts = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
+        let (o, d_o) = (host("attention", o)?, host("attention", d_o)?);
+        let inputs = backward::Inputs {
+            q: hosts.0.floats()?,
+            k: hosts.1.floats()?,
+            v: hosts.2.floats()?,
+            o: o.floats()?,
+            d_o: d_o.floats()?,
+            lse,
+        };
+        backward::run(&inputs, grads.each_mut().map(FloatBuf::view), &self.seqs, &self.spec, self.heads);
         let [dq, dk, dv] = grads;
-        Ok([
-            Some(storage::tensor(dq, q.shape())),
-            Some(storage::tensor(dk, k.shape())),
-            Some(storage::tensor(dv, v.shape())),
-        ])
-    })
+        Ok([storage::tensor(dq, q.shape()), storage::tensor(dk, k.shape()), storage::tensor(dv, v.shape())])
+    }
 }
 
 fn check(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Heads> {

@@ -43,6 +43,15 @@ template <typename T, typename... P> __device__ __forceinline__ bool is_wide(lon
     return d % WIDE<T> == 0 && ((reinterpret_cast<uintptr_t>(p) % 16 == 0) && ...);
 }
 
+// Where a thread of the whole grid begins in a flat buffer, and how far its next W elements are.
+template <int W> __device__ __forceinline__ long long flat_begin() {
+    return (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * W;
+}
+
+template <int W> __device__ __forceinline__ long long flat_step() {
+    return static_cast<long long>(gridDim.x) * blockDim.x * W;
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);

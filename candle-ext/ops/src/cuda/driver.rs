@@ -67,6 +67,7 @@ pub(super) fn base(op: &str, storage: &CudaStorage) -> Result<Address> {
         DType::F16 => typed::<f16>(storage),
         DType::U32 => typed::<u32>(storage),
         DType::I64 => typed::<i64>(storage),
+        DType::F64 => typed::<f64>(storage),
         other => bail!("{op}: there is no kernel for {other:?}"),
     }
 }
@@ -88,6 +89,8 @@ pub(super) fn alloc(device: &CudaDevice, dtype: DType, len: usize) -> Result<Cud
         DType::F32 => typed::<f32>(device, len),
         DType::BF16 => typed::<bf16>(device, len),
         DType::F16 => typed::<f16>(device, len),
+        DType::F64 => typed::<f64>(device, len),
+        DType::I64 => typed::<i64>(device, len),
         other => bail!("there is no kernel that writes {other:?}"),
     }
 }

@@ -4,12 +4,15 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
+use std::slice;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::{CpuStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 use libloading::Library;
 
+use super::gemm::Gemm;
 use super::{Address, Arg, Kernels};
 
 thread_local! {
@@ -37,11 +40,14 @@ pub(crate) fn is_on() -> bool {
 
 /// In the C ABI of x86-64 and aarch64, integers and floats travel in registers of their own, each in order: a call with
 /// all integers first is the same call. Integers beyond the registers lie on the stack in order, and no float does.
-type Kernel =
-    unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, f32, f32, f32, f32);
+#[rustfmt::skip]
+type Kernel = unsafe extern "C" fn(
+    u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64,
+    f32, f32, f32, f32, f32, f32, f32, f32,
+);
 
 const MAX_INTEGERS: usize = 14;
-const MAX_FLOATS: usize = 4;
+const MAX_FLOATS: usize = 8;
 
 struct Call {
     kernel: Kernel,
@@ -58,7 +64,7 @@ unsafe extern "C" fn run(call: *mut c_void) {
         let Call { kernel, integers: i, floats: f } = &*call.cast::<Call>();
         kernel(
             i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7], i[8], i[9], i[10], i[11], i[12], i[13], f[0], f[1], f[2],
-            f[3],
+            f[3], f[4], f[5], f[6], f[7],
         );
     }
 }
@@ -116,11 +122,12 @@ fn library(kernels: &Kernels) -> Result<Arc<Library>> {
 /// Where a storage begins.
 pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
     Ok(match storage {
-        CpuStorage::F32(data) => data.as_ptr().addr(),
-        CpuStorage::BF16(data) => data.as_ptr().addr(),
-        CpuStorage::F16(data) => data.as_ptr().addr(),
-        CpuStorage::U32(data) => data.as_ptr().addr(),
-        CpuStorage::I64(data) => data.as_ptr().addr(),
+        CpuStorage::F32(data) => data.as_ptr().expose_provenance(),
+        CpuStorage::BF16(data) => data.as_ptr().expose_provenance(),
+        CpuStorage::F16(data) => data.as_ptr().expose_provenance(),
+        CpuStorage::U32(data) => data.as_ptr().expose_provenance(),
+        CpuStorage::I64(data) => data.as_ptr().expose_provenance(),
+        CpuStorage::F64(data) => data.as_ptr().expose_provenance(),
         _ => bail!("{op}: there is no kernel for this format"),
     } as u64)
 }
@@ -131,6 +138,81 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
         DType::F32 => CpuStorage::F32(vec![f32::NAN; len]),
         DType::BF16 => CpuStorage::BF16(vec![bf16::NAN; len]),
         DType::F16 => CpuStorage::F16(vec![f16::NAN; len]),
+        DType::F64 => CpuStorage::F64(vec![f64::NAN; len]),
+        DType::I64 => CpuStorage::I64(vec![i64::MIN; len]),
         other => bail!("there is no kernel that writes {other:?}"),
     })
+}
+
+/// See [`Gemm::run`]: a plain product, with each format rounded as cuBLASLt rounds it, once.
+///
+/// # Safety
+///
+/// As there.
+pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
+    let Gemm { m, n, k, a, b, .. } = *gemm;
+    // SAFETY: the caller answers for the addresses.
+    let (a_values, b_values) = unsafe { (read(a.address, gemm.dtype, m * k)?, read(b.address, gemm.dtype, k * n)?) };
+    // SAFETY: as above.
+    let old = match gemm.accumulate {
+        true => unsafe { read(gemm.c, gemm.c_dtype, m * n)? },
+        false => vec![0.0; m * n],
+    };
+    // SAFETY: as above.
+    let bias = gemm.bias.map(|bias| unsafe { read(bias, gemm.c_dtype, n) }).transpose()?;
+    let mut c: Vec<f64> = old.into_iter().map(f64::from).collect();
+    for i in 0..m {
+        let row = &mut c[i * n..(i + 1) * n];
+        if let Some(bias) = &bias {
+            row.iter_mut().zip(bias).for_each(|(c, bias)| *c += f64::from(*bias));
+        }
+        for p in 0..k {
+            let left = f64::from(if a.is_transposed { a_values[p * m + i] } else { a_values[i * k + p] });
+            for (j, c) in row.iter_mut().enumerate() {
+                *c += left * f64::from(if b.is_transposed { b_values[j * k + p] } else { b_values[p * n + j] });
+            }
+        }
+    }
+    let c: Vec<f32> = c.into_iter().map(|x| x as f32).collect();
+    // SAFETY: as above.
+    unsafe { write(gemm.c, gemm.c_dtype, &c) }
+}
+
+/// # Safety
+///
+/// `address` must hold `len` elements of this format.
+unsafe fn read(address: Address, dtype: DType, len: usize) -> Result<Vec<f32>> {
+    let at = address as usize;
+    // SAFETY: the caller's promise; the memory was exposed by `base`.
+    unsafe {
+        Ok(match dtype {
+            DType::F32 => slice::from_raw_parts(with_exposed_provenance::<f32>(at), len).to_vec(),
+            DType::BF16 => {
+                slice::from_raw_parts(with_exposed_provenance::<bf16>(at), len).iter().map(|x| x.to_f32()).collect()
+            }
+            DType::F16 => {
+                slice::from_raw_parts(with_exposed_provenance::<f16>(at), len).iter().map(|x| x.to_f32()).collect()
+            }
+            other => bail!("there is no product of {other:?}"),
+        })
+    }
+}
+
+/// # Safety
+///
+/// `address` must have room for these elements in this format.
+unsafe fn write(address: Address, dtype: DType, values: &[f32]) -> Result<()> {
+    let at = address as usize;
+    for (i, value) in values.iter().enumerate() {
+        // SAFETY: the caller's promise; the memory was exposed by `base`.
+        unsafe {
+            match dtype {
+                DType::F32 => with_exposed_provenance_mut::<f32>(at).add(i).write(*value),
+                DType::BF16 => with_exposed_provenance_mut::<bf16>(at).add(i).write(bf16::from_f32(*value)),
+                DType::F16 => with_exposed_provenance_mut::<f16>(at).add(i).write(f16::from_f32(*value)),
+                other => bail!("there is no product of {other:?}"),
+            }
+        }
+    }
+    Ok(())
 }

@@ -6,9 +6,12 @@
 //! With the feature `emulate` the same kernels also run on the CPU, over tensors there: see [`emulator`].
 
 #[cfg(feature = "cuda")]
+mod cublas_lt;
+#[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "emulate")]
 pub(crate) mod emulator;
+pub(crate) mod gemm;
 
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};

@@ -10,8 +10,7 @@ const BLOCK: usize = 1 << 12;
 
 /// y = x mask / (1 - p)
 pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout) {
-    let scale = (1.0 / (1.0 - spec.p)) as f32;
-    let threshold = (spec.p * 2f64.powi(32)) as u64;
+    let (scale, threshold) = (spec.scale(), spec.threshold());
     y.chunks(BLOCK).into_par_iter().enumerate().for_each(|(i, mut y)| {
         let start = i * BLOCK;
         let mut wide = Vec::new();

@@ -1,11 +1,15 @@
 //! Inverted dropout whose mask is a function of a key, so that a recomputed forward drops the same elements.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::op::BackpropOp;
+use candle_core::{Result, Storage, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
-use crate::storage::{self, host};
+use crate::storage::host;
 use crate::tape::record;
 
 /// Which elements are dropped.
@@ -15,6 +19,18 @@ pub struct Dropout {
     pub p: f64,
     /// Chooses the mask: the same key, the same mask.
     pub key: u64,
+}
+
+impl Dropout {
+    /// What a kept element is multiplied by.
+    fn scale(self) -> f32 {
+        (1.0 / (1.0 - self.p)) as f32
+    }
+
+    /// An element is kept if 32 random bits are no less than this.
+    fn threshold(self) -> u64 {
+        (self.p * 2f64.powi(32)) as u64
+    }
 }
 
 /// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is kept for
@@ -28,8 +44,8 @@ pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
         return Ok(x.clone());
     }
     let y = masked(&x.detach().contiguous()?, spec)?;
-    record("dropout", [x], (y.into_storage(), x.shape().clone()), move |_, dy| {
-        Ok([Some(storage::tensor(masked(dy, spec)?, dy.shape()))])
+    record("dropout", [x], (y, x.shape().clone()), move |_, dy| {
+        Ok([Some(Tensor::from_storage(masked(dy, spec)?, dy.shape(), BackpropOp::none(), false))])
     })
 }
 
@@ -38,8 +54,13 @@ pub fn derive_key(key: u64, part: u64) -> u64 {
     cpu::random(key, part)
 }
 
-fn masked(x: &Tensor, spec: Dropout) -> Result<FloatBuf> {
-    let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
-    cpu::apply(host("dropout", x)?.floats()?, y.view(), spec);
-    Ok(y)
+fn masked(x: &Tensor, spec: Dropout) -> Result<Storage> {
+    on_device!("dropout", x, {
+        cpu => {
+            let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+            cpu::apply(host("dropout", x)?.floats()?, y.view(), spec);
+            Ok(y.into_storage())
+        },
+        cuda => Ok(cuda::apply(x, spec)?.into_storage()),
+    })
 }

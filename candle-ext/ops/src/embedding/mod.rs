@@ -1,9 +1,12 @@
 //! y_i = w[ids_i]: a row of the table for each id.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Storage, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::storage::host;
 use crate::tape::record;
@@ -11,30 +14,45 @@ use crate::weight::Weight;
 
 /// Gathers rows of `w` [v, d]; `ids` is u32 [..], the result [.., d] in the table's dtype.
 ///
-/// The backward adds each row's gradients, in the order of positions, to the sink in f32.
+/// The backward adds each row's gradients, in an order that only the ids decide, to the sink in f32.
+///
+/// An id that is not in the table is an error on the CPU. CUDA would have to wait for the device to tell: there its row
+/// is NaN, and adds to no gradient.
 pub fn embedding(ids: &Tensor, w: &Weight) -> Result<Tensor> {
     let (v, d) = check(ids, w)?;
     let ids = ids.contiguous()?;
-    let mut y = FloatBuf::zeros(w.value().dtype(), ids.elem_count() * d)?;
-    {
-        let (ids, table) = (host("embedding", &ids)?, host("embedding", w.value())?);
-        let ids = ids.slice::<u32>()?;
-        if let Some(position) = ids.iter().position(|&id| id as usize >= v) {
-            bail!("embedding: id {} at position {position} is not in the table of {v} rows", ids[position])
-        }
-        cpu::gather(ids, table.floats()?, y.view(), d);
-    }
+    let y = on_device!("embedding", w.value(), {
+        cpu => gather_cpu(&ids, w.value())?,
+        cuda => cuda::gather(&ids, w.value())?.into_storage(),
+    });
     let mut shape = ids.dims().to_vec();
     shape.push(d);
     let weight = w.clone();
-    record("embedding", [w.anchor()], (y.into_storage(), shape.into()), move |_, dy| {
+    record("embedding", [w.anchor()], (y, shape.into()), move |_, dy| {
         if let Some(sink) = weight.sink() {
-            let (dy, ids) = (host("embedding", dy)?, host("embedding", &ids)?);
-            let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
-            sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, d))?;
+            on_device!("embedding", dy, {
+                cpu => {
+                    let (dy, ids) = (host("embedding", dy)?, host("embedding", &ids)?);
+                    let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
+                    sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, d))?;
+                },
+                cuda => cuda::scatter_add(&ids, dy, sink.grad(), v)?,
+            });
         }
         Ok([None])
     })
+}
+
+fn gather_cpu(ids: &Tensor, table: &Tensor) -> Result<Storage> {
+    let (v, d) = table.dims2()?;
+    let mut y = FloatBuf::zeros(table.dtype(), ids.elem_count() * d)?;
+    let (ids, table) = (host("embedding", ids)?, host("embedding", table)?);
+    let ids = ids.slice::<u32>()?;
+    if let Some(position) = ids.iter().position(|&id| id as usize >= v) {
+        bail!("embedding: id {} at position {position} is not in the table of {v} rows", ids[position])
+    }
+    cpu::gather(ids, table.floats()?, y.view(), d);
+    Ok(y.into_storage())
 }
 
 fn check(ids: &Tensor, w: &Weight) -> Result<(usize, usize)> {

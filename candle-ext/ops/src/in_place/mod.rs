@@ -1,18 +1,24 @@
 //! What an optimizer's loop does to flat buffers besides the update: clear, copy, measure.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::check_dtype;
 use crate::storage::{host, same_storage, update};
 
 /// Sets a contiguous view to zero in place.
 pub fn zero_(x: &Tensor) -> Result<()> {
     check_dtype("zero_", "the tensor", x.dtype())?;
-    update(x, "zero_", |x| {
-        cpu::zero(x);
-        Ok(())
+    on_device!("zero_", x, {
+        cpu => update(x, "zero_", |x| {
+            cpu::zero(x);
+            Ok(())
+        }),
+        cuda => cuda::zero(x),
     })
 }
 
@@ -27,11 +33,16 @@ pub fn copy_into(dst: &Tensor, src: &Tensor) -> Result<()> {
         true => src.detach().force_contiguous()?,
         false => src.detach().contiguous()?,
     };
-    let src = host("copy_into", &src)?;
-    let src = src.floats()?;
-    update(dst, "copy_into", |dst| {
-        cpu::copy(dst, src);
-        Ok(())
+    on_device!("copy_into", dst, {
+        cpu => {
+            let src = host("copy_into", &src)?;
+            let src = src.floats()?;
+            update(dst, "copy_into", |dst| {
+                cpu::copy(dst, src);
+                Ok(())
+            })
+        },
+        cuda => cuda::copy(dst, &src),
     })
 }
 
@@ -39,6 +50,8 @@ pub fn copy_into(dst: &Tensor, src: &Tensor) -> Result<()> {
 pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
     check_dtype("sum_of_squares", "the tensor", x.dtype())?;
     let x = x.detach().contiguous()?;
-    let x = host("sum_of_squares", &x)?;
-    Ok(cpu::sum_of_squares(x.floats()?))
+    on_device!("sum_of_squares", x, {
+        cpu => Ok(cpu::sum_of_squares(host("sum_of_squares", &x)?.floats()?)),
+        cuda => cuda::sum_of_squares(&x),
+    })
 }

@@ -3,9 +3,12 @@
 //! t tokens (all leading dims), k inputs, n outputs
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::product::Dims;
 use crate::storage::{self, host};
@@ -32,13 +35,10 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
         Precision::Compute => x.dtype(),
         Precision::Full => DType::F32,
     };
-    let mut y = FloatBuf::zeros(out_dtype, dims.t * dims.n)?;
-    {
-        let (x, w_host) = (host("linear", &input)?, host("linear", w.value())?);
-        let b_host = bias.map(|b| host("linear", b.value())).transpose()?;
-        let b = b_host.as_ref().map(|b| b.floats()).transpose()?;
-        cpu::forward(x.floats()?, w_host.floats()?, b, y.view(), dims);
-    }
+    let y = on_device!("linear", input, {
+        cpu => forward_cpu(&input, w, bias, out_dtype, dims)?.into_storage(),
+        cuda => cuda::forward(&input, w.value(), bias.map(Weight::value), out_dtype, dims)?.into_storage(),
+    });
     let mut shape = x.dims().to_vec();
     if let Some(last) = shape.last_mut() {
         *last = dims.n;
@@ -51,9 +51,16 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
         dims,
     };
     let b_anchor = bias.unwrap_or(w).anchor();
-    record("linear", [x, w.anchor(), b_anchor], (y.into_storage(), shape.into()), move |_, dy| {
-        Ok([saved.backward(dy)?, None, None])
-    })
+    record("linear", [x, w.anchor(), b_anchor], (y, shape.into()), move |_, dy| Ok([saved.backward(dy)?, None, None]))
+}
+
+fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {
+    let mut y = FloatBuf::zeros(out_dtype, dims.t * dims.n)?;
+    let (x, w) = (host("linear", x)?, host("linear", w.value())?);
+    let bias = bias.map(|bias| host("linear", bias.value())).transpose()?;
+    let bias = bias.as_ref().map(|bias| bias.floats()).transpose()?;
+    cpu::forward(x.floats()?, w.floats()?, bias, y.view(), dims);
+    Ok(y)
 }
 
 struct Saved {
@@ -68,6 +75,22 @@ struct Saved {
 impl Saved {
     /// Adds dw and db to their sinks and returns dx = dy w.
     fn backward(&self, dy: &Tensor) -> Result<Option<Tensor>> {
+        on_device!("linear", dy, {
+            cpu => self.backward_cpu(dy),
+            cuda => {
+                if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
+                    cuda::add_grad_w(dy, x, sink.grad(), self.dims)?;
+                }
+                if let Some(sink) = self.bias.as_ref().and_then(Weight::sink) {
+                    cuda::add_grad_bias(dy, sink.grad(), self.dims)?;
+                }
+                let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
+                Ok(Some(cuda::grad_x(dy, self.w.value(), *dtype, self.dims)?.into_tensor(shape.as_slice())))
+            },
+        })
+    }
+
+    fn backward_cpu(&self, dy: &Tensor) -> Result<Option<Tensor>> {
         let dy = host("linear", dy)?;
         let dy = dy.floats()?;
         if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {

@@ -3,11 +3,16 @@
 //! t tokens, v vocabulary, d model
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::storage::{self, host};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::weight::GradSink;
 use crate::weight::Weight;
 
 /// How the losses of tokens become one loss.
@@ -67,29 +72,45 @@ pub fn linear_cross_entropy(
     let targets = supervised(targets, spec, sizes.v)?;
     let weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;
     let x = x.detach().contiguous()?;
-    let mut dx = match upstream {
-        Upstream::NoGrad => None,
-        _ => Some(FloatBuf::zeros(x.dtype(), x.elem_count())?),
-    };
-    let losses = {
-        let (x, w_host) = (host("linear_cross_entropy", &x)?, host("linear_cross_entropy", w.value())?);
-        let head = cpu::Head { x: x.floats()?, w: w_host.floats()?, sizes, chunk: spec.chunk };
-        match (&mut dx, w.sink()) {
-            (None, _) => head.losses(&targets),
-            (Some(dx), None) => head.backward(&targets, &weights, dx.view(), None),
-            (Some(dx), Some(sink)) => {
-                let mut losses = Vec::new();
-                sink.add("linear_cross_entropy", |dw| {
-                    losses = head.backward(&targets, &weights, dx.view(), Some(dw));
-                })?;
-                losses
-            }
+    let wants_dx = !matches!(upstream, Upstream::NoGrad);
+    on_device!("linear_cross_entropy", x, {
+        cpu => {
+            let (losses, dx) = on_cpu(&x, w, &targets, wants_dx.then_some(&weights), sizes, spec.chunk)?;
+            Ok(LossAndGrad { loss: reduce(&targets, &losses, spec.reduction, sizes.t)?, dx })
+        },
+        cuda => {
+            let head = cuda::Head::new(&x, w.value(), &targets, sizes, spec.chunk)?;
+            let gradients = cuda::Gradients { weights: &weights, dw: w.sink().map(GradSink::grad) };
+            let (losses, dx) = head.run(wants_dx.then_some(&gradients))?;
+            Ok(LossAndGrad { loss: head.reduce(&losses, spec.reduction)?, dx })
+        },
+    })
+}
+
+/// The loss of each target, and with the targets' weights dx; adds dw to its sink.
+fn on_cpu(
+    x: &Tensor,
+    w: &Weight,
+    targets: &[Target],
+    weights: Option<&Vec<f32>>,
+    sizes: Sizes,
+    chunk: usize,
+) -> Result<(Vec<f32>, Option<Tensor>)> {
+    let (x_host, w_host) = (host("linear_cross_entropy", x)?, host("linear_cross_entropy", w.value())?);
+    let head = cpu::Head { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk };
+    let Some(weights) = weights else { return Ok((head.losses(targets), None)) };
+    let mut dx = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+    let losses = match w.sink() {
+        None => head.backward(targets, weights, dx.view(), None),
+        Some(sink) => {
+            let mut losses = Vec::new();
+            sink.add("linear_cross_entropy", |dw| {
+                losses = head.backward(targets, weights, dx.view(), Some(dw));
+            })?;
+            losses
         }
     };
-    Ok(LossAndGrad {
-        loss: reduce(&targets, &losses, spec.reduction, sizes.t)?,
-        dx: dx.map(|dx| storage::tensor(dx, x.shape())),
-    })
+    Ok((losses, Some(storage::tensor(dx, x.shape()))))
 }
 
 /// The sizes in the legend.
@@ -124,9 +145,10 @@ fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy) -> Resul
     Ok(Sizes { t, v, d })
 }
 
-/// The tokens that count. A target outside the vocabulary is an error.
+/// The tokens that count. A target outside the vocabulary is an error. They are read on the host, where the data are
+/// made: leave them there, and no device has to be waited for.
 fn supervised(targets: &Tensor, spec: &CrossEntropy, v: usize) -> Result<Vec<Target>> {
-    let targets = targets.contiguous()?;
+    let targets = targets.to_device(&Device::Cpu)?.contiguous()?;
     let targets = host("linear_cross_entropy", &targets)?;
     let counted = targets.slice::<i64>()?.iter().enumerate();
     counted
@@ -158,7 +180,7 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>,
                     [t]
                 )
             }
-            let rows = rows.contiguous()?;
+            let rows = rows.to_device(&Device::Cpu)?.contiguous()?;
             let rows = host("linear_cross_entropy", &rows)?;
             let rows = rows.slice::<f32>()?;
             Ok(targets.iter().map(|target| rows[target.row]).collect())

@@ -2,17 +2,11 @@
 
 use rayon::prelude::*;
 
+use super::Turn;
 use crate::floats::{Floats, FloatsMut};
 
 /// Elements that one task handles, about.
 const BLOCK: usize = 1 << 14;
-
-/// Which way to turn. The backward of a rotation is the rotation back.
-#[derive(Clone, Copy)]
-pub(super) enum Turn {
-    Forward,
-    Back,
-}
 
 /// Rotates x [t, h, k] by the (cos, sin) table [t, k/2].
 pub(super) fn rotate(x: Floats<'_>, table: (&[f32], &[f32]), y: FloatsMut<'_>, (h, k): (usize, usize), turn: Turn) {
@@ -20,10 +14,7 @@ pub(super) fn rotate(x: Floats<'_>, table: (&[f32], &[f32]), y: FloatsMut<'_>, (
     if width == 0 {
         return;
     }
-    let sign = match turn {
-        Turn::Forward => 1.0,
-        Turn::Back => -1.0,
-    };
+    let sign = turn.sign();
     let n_tokens = (BLOCK / width).max(1);
     y.chunks(n_tokens * width).into_par_iter().enumerate().for_each(|(i, mut y)| {
         let (mut wide, mut out) = (Vec::new(), vec![0.0; width]);

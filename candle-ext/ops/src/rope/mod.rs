@@ -3,11 +3,15 @@
 //! t tokens, h heads, k head dim
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Result, Storage, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
-use crate::storage::{self, host};
+use crate::storage::host;
 use crate::tape::record;
 
 /// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
@@ -15,21 +19,42 @@ use crate::tape::record;
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     check(x, cos, sin)?;
     let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
-    let y = rotate(&x.detach().contiguous()?, &cos, &sin, cpu::Turn::Forward)?;
-    let out = (y.into_storage(), x.shape().clone());
-    record("rope", [x], out, move |_, dy| {
-        let dx = rotate(dy, &cos, &sin, cpu::Turn::Back)?;
-        Ok([Some(storage::tensor(dx, dy.shape()))])
+    let y = rotate(&x.detach().contiguous()?, &cos, &sin, Turn::Forward)?;
+    record("rope", [x], (y, x.shape().clone()), move |_, dy| {
+        let dx = rotate(dy, &cos, &sin, Turn::Back)?;
+        Ok([Some(Tensor::from_storage(dx, dy.shape(), BackpropOp::none(), false))])
     })
 }
 
-fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, turn: cpu::Turn) -> Result<FloatBuf> {
-    let (_, h, k) = x.dims3()?;
-    let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
-    let (x, cos, sin) = (host("rope", x)?, host("rope", cos)?, host("rope", sin)?);
-    let table = (cos.slice::<f32>()?, sin.slice::<f32>()?);
-    cpu::rotate(x.floats()?, table, y.view(), (h, k), turn);
-    Ok(y)
+/// Which way to turn. The backward of a rotation is the rotation back.
+#[derive(Clone, Copy)]
+enum Turn {
+    Forward,
+    Back,
+}
+
+impl Turn {
+    /// What the sine is multiplied by.
+    fn sign(self) -> f32 {
+        match self {
+            Self::Forward => 1.0,
+            Self::Back => -1.0,
+        }
+    }
+}
+
+fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, turn: Turn) -> Result<Storage> {
+    on_device!("rope", x, {
+        cpu => {
+            let (_, h, k) = x.dims3()?;
+            let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+            let (x, cos, sin) = (host("rope", x)?, host("rope", cos)?, host("rope", sin)?);
+            let table = (cos.slice::<f32>()?, sin.slice::<f32>()?);
+            cpu::rotate(x.floats()?, table, y.view(), (h, k), turn);
+            Ok(y.into_storage())
+        },
+        cuda => Ok(cuda::rotate(x, cos, sin, turn)?.into_storage()),
+    })
 }
 
 fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {

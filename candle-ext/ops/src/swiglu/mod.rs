@@ -1,9 +1,12 @@
 //! silu(gate) * up, the gated activation of Llama's MLP.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::storage::{self, host};
 use crate::tape::record;
@@ -13,23 +16,33 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
     let shape = gate.shape().clone();
     let saved = (gate.detach().contiguous()?, up.detach().contiguous()?);
-    let mut y = FloatBuf::zeros(gate.dtype(), gate.elem_count())?;
-    {
-        let (gate, up) = (host("swiglu", &saved.0)?, host("swiglu", &saved.1)?);
-        cpu::forward(gate.floats()?, up.floats()?, y.view());
-    }
-    record("swiglu", [gate, up], (y.into_storage(), shape), move |_, dy| {
+    let y = on_device!("swiglu", gate, {
+        cpu => {
+            let mut y = FloatBuf::zeros(gate.dtype(), gate.elem_count())?;
+            let (gate, up) = (host("swiglu", &saved.0)?, host("swiglu", &saved.1)?);
+            cpu::forward(gate.floats()?, up.floats()?, y.view());
+            y.into_storage()
+        },
+        cuda => cuda::forward(&saved.0, &saved.1)?.into_storage(),
+    });
+    record("swiglu", [gate, up], (y, shape), move |_, dy| {
         let (gate, up) = &saved;
-        let mut d_gate = FloatBuf::zeros(gate.dtype(), gate.elem_count())?;
-        let mut d_up = FloatBuf::zeros(up.dtype(), up.elem_count())?;
-        {
-            let (gate, up) = (host("swiglu", gate)?, host("swiglu", up)?);
-            let dy = host("swiglu", dy)?;
-            let inputs = (gate.floats()?, up.floats()?, dy.floats()?);
-            cpu::backward(inputs, d_gate.view(), d_up.view());
-        }
-        Ok([Some(storage::tensor(d_gate, gate.shape())), Some(storage::tensor(d_up, up.shape()))])
+        let (d_gate, d_up) = on_device!("swiglu", dy, {
+            cpu => backward_cpu(gate, up, dy)?,
+            cuda => cuda::backward(gate, up, dy)?,
+        });
+        Ok([Some(d_gate), Some(d_up)])
     })
+}
+
+fn backward_cpu(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
+    let shape = gate.shape();
+    let mut d_gate = FloatBuf::zeros(gate.dtype(), gate.elem_count())?;
+    let mut d_up = FloatBuf::zeros(up.dtype(), up.elem_count())?;
+    let (gate, up, dy) = (host("swiglu", gate)?, host("swiglu", up)?, host("swiglu", dy)?);
+    let inputs = (gate.floats()?, up.floats()?, dy.floats()?);
+    cpu::backward(inputs, d_gate.view(), d_up.view());
+    Ok((storage::tensor(d_gate, shape), storage::tensor(d_up, shape)))
 }
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {

@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor, Var};
 use candlewick_ops::{Dropout, derive_key, dropout};
 
-use crate::cases::{Case, assert_close, assert_error, backward, bits, bound, randn, values};
+use crate::cases::{Case, Place, assert_close, assert_error, backward, bits, bound, randn, values};
 
 const SPEC: Dropout = Dropout { p: 0.25, key: 7 };
 
@@ -35,14 +35,34 @@ fn the_key_decides_and_nothing_else_does() {
 }
 
 #[test]
-fn backward_uses_the_mask_of_forward() {
+fn every_place_drops_the_same_elements() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
-        let x = Var::from_tensor(&randn((9, 700), 1).to_dtype(dtype).unwrap()).unwrap();
-        let dy = randn((9, 700), 2).to_dtype(dtype).unwrap();
-        let grads = backward(&dropout(x.as_tensor(), SPEC).unwrap(), &dy);
-        let mask = dropout(&x.ones_like().unwrap().to_dtype(DType::F32).unwrap(), SPEC).unwrap();
-        let want = (dy.to_dtype(DType::F32).unwrap() * mask).unwrap();
-        assert_close("dropout dx", grads.get(&x).unwrap(), &want, bound(dtype));
+        for shape in [(37, 129), (3, 800)] {
+            let x = randn(shape, 1).to_dtype(dtype).unwrap();
+            for spec in [SPEC, Dropout { p: 0.9, key: u64::MAX }] {
+                let want = bits(&dropout(&x, spec).unwrap());
+                for place in Place::all() {
+                    let y = place.run(|| dropout(&place.put(&x), spec)).unwrap();
+                    assert_eq!(bits(&y), want, "{place:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn backward_uses_the_mask_of_forward() {
+    for place in Place::all() {
+        place.run(|| {
+            for dtype in [DType::F32, DType::BF16, DType::F16] {
+                let put = |seed| place.put(&randn((9, 700), seed).to_dtype(dtype).unwrap());
+                let (x, dy) = (Var::from_tensor(&put(1)).unwrap(), put(2));
+                let grads = backward(&dropout(x.as_tensor(), SPEC).unwrap(), &dy);
+                let mask = dropout(&x.ones_like().unwrap().to_dtype(DType::F32).unwrap(), SPEC).unwrap();
+                let want = (dy.to_dtype(DType::F32).unwrap() * mask).unwrap();
+                assert_close("dropout dx", grads.get(&x).unwrap(), &want, bound(dtype));
+            }
+        });
     }
 }
 

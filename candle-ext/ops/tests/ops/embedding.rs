@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{Weight, embedding};
 
-use crate::cases::{Case, assert_error, backward, bits, grad_of, randn, trainable};
+use crate::cases::{Case, Place, assert_error, backward, bits, grad_of, randn, trainable, values};
 
 fn ids(ids: &[u32]) -> Tensor {
     Tensor::new(ids, &Device::Cpu).unwrap()
@@ -22,7 +22,7 @@ fn it_equals_the_reference() {
             name: "embedding",
             inputs: vec![],
             weights: vec![randn((v, d), 1)],
-            op: &|_, w| embedding(&ids, &w[0]),
+            op: &|_, w| embedding(&ids.to_device(w[0].value().device())?, &w[0]),
             reference: &|a| a[0].index_select(&lookup, 0)?.reshape(shape.as_slice()),
         }
         .check_all_formats();
@@ -31,20 +31,58 @@ fn it_equals_the_reference() {
 
 #[test]
 fn sixteen_bit_tables_get_an_f32_sum() {
-    let w = trainable(&randn((2, 1), 1).to_dtype(DType::BF16).unwrap());
-    let y = embedding(&ids(&[1; 600]), &w).unwrap();
-    backward(&y, &y.ones_like().unwrap());
-    assert_eq!(grad_of(&w).flatten_all().unwrap().to_vec1::<f32>().unwrap(), [0.0, 600.0]);
+    for place in Place::all() {
+        place.run(|| {
+            let w = trainable(&place.put(&randn((2, 1), 1).to_dtype(DType::BF16).unwrap()));
+            let y = embedding(&place.put(&ids(&[1; 600])), &w).unwrap();
+            backward(&y, &y.ones_like().unwrap());
+            assert_eq!(values(grad_of(&w)), [0.0, 600.0], "{place:?}");
+        });
+    }
 }
 
 #[test]
 fn no_ids_give_no_rows() {
-    let w = trainable(&randn((4, 3), 1));
-    let none = Tensor::zeros(0, DType::U32, &Device::Cpu).unwrap();
-    let y = embedding(&none, &w).unwrap();
-    assert_eq!(y.dims(), [0, 3]);
-    backward(&y, &y.zeros_like().unwrap());
-    assert_eq!(bits(grad_of(&w)), [0; 12]);
+    for place in Place::all() {
+        place.run(|| {
+            let w = trainable(&place.put(&randn((4, 3), 1)));
+            let none = place.put(&ids(&[0])).narrow(0, 0, 0).unwrap();
+            let y = embedding(&none, &w).unwrap();
+            assert_eq!(y.dims(), [0, 3]);
+            backward(&y, &y.detach());
+            assert_eq!(bits(grad_of(&w)), [0; 12]);
+        });
+    }
+}
+
+/// More positions than are sorted at once, in runs that do not come out even, and rows wider than a block sums.
+#[test]
+fn rows_of_many_positions_are_summed() {
+    let ids_of_1500 = ids(&(0..1500u32).map(|i| i * i % 7 * 2).collect::<Vec<_>>());
+    for d in [1, 264] {
+        Case {
+            name: "embedding",
+            inputs: vec![],
+            weights: vec![randn((13, d), 1)],
+            op: &|_, w| embedding(&ids_of_1500.to_device(w[0].value().device())?, &w[0]),
+            reference: &|a| a[0].index_select(&ids_of_1500, 0),
+        }
+        .check(DType::BF16);
+    }
+}
+
+#[test]
+fn wrong_ids_are_nan_where_there_is_no_waiting_for_the_device() {
+    for place in Place::all().into_iter().filter(|place| !matches!(place, Place::Cpu)) {
+        place.run(|| {
+            let w = trainable(&place.put(&randn((4, 3), 1)));
+            let y = embedding(&place.put(&ids(&[3, 4, u32::MAX])), &w).unwrap();
+            assert_eq!(values(&y)[..3], values(w.value())[9..]);
+            assert!(values(&y)[3..].iter().all(|y| y.is_nan()));
+            backward(&y, &y.ones_like().unwrap());
+            assert_eq!(values(grad_of(&w)), [[0.0; 9].as_slice(), &[1.0; 3]].concat());
+        });
+    }
 }
 
 #[test]

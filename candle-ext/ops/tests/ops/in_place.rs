@@ -1,59 +1,77 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{copy_into, sum_of_squares, zero_};
 
-use crate::cases::{assert_error, bits, randn, values};
+use crate::cases::{Place, assert_error, bits, randn, values};
 
 const FORMATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 #[test]
 fn zero_clears_the_view_and_nothing_else() {
-    for dtype in FORMATS {
-        let flat = Tensor::ones(40_000, dtype, &Device::Cpu).unwrap();
-        zero_(&flat.narrow(0, 3, 39_000).unwrap()).unwrap();
-        let flat = values(&flat);
-        assert!(flat[3..39_003].iter().all(|&x| x == 0.0));
-        assert_eq!(flat.iter().sum::<f64>(), 1000.0);
+    for place in Place::all() {
+        for (dtype, start) in FORMATS.into_iter().flat_map(|dtype| [(dtype, 3), (dtype, 8)]) {
+            let flat = place.put(&Tensor::ones(40_000, dtype, &Device::Cpu).unwrap());
+            place.run(|| zero_(&flat.narrow(0, start, 39_000).unwrap())).unwrap();
+            let flat = values(&flat);
+            assert!(flat[start..start + 39_000].iter().all(|&x| x == 0.0));
+            assert_eq!(flat.iter().sum::<f64>(), 1000.0);
+        }
     }
 }
 
 #[test]
 fn copy_into_rounds_to_the_destination() {
-    for from in FORMATS {
-        for to in FORMATS {
-            let src = randn((150, 200), 1).to_dtype(from).unwrap();
-            let flat = Tensor::ones(30_002, to, &Device::Cpu).unwrap();
-            copy_into(&flat.narrow(0, 1, 30_000).unwrap(), &src).unwrap();
-            let want = src.to_dtype(to).unwrap().flatten_all().unwrap();
-            assert_eq!(bits(&flat.narrow(0, 1, 30_000).unwrap()), bits(&want));
-            assert_eq!((values(&flat)[0], values(&flat)[30_001]), (1.0, 1.0));
+    for place in Place::all() {
+        for (from, to) in FORMATS.into_iter().flat_map(|from| FORMATS.map(|to| (from, to))) {
+            for start in [1, 8] {
+                check_copy(&place, (from, to), start);
+            }
         }
     }
+}
+
+fn check_copy(place: &Place, (from, to): (DType, DType), start: usize) {
+    let n = 30_000;
+    let src = randn((150, 200), 1).to_dtype(from).unwrap();
+    let flat = place.put(&Tensor::ones(n + 10, to, &Device::Cpu).unwrap());
+    let dst = flat.narrow(0, start, n).unwrap();
+    place.run(|| copy_into(&dst, &place.put(&src))).unwrap();
+    let want = src.to_dtype(to).unwrap().flatten_all().unwrap();
+    assert_eq!(bits(&dst), bits(&want));
+    let flat = values(&flat);
+    assert_eq!((flat[start - 1], flat[start + n]), (1.0, 1.0));
 }
 
 #[test]
 fn copy_into_reads_strided_sources_and_its_own_buffer() {
-    let dst = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
-    let src = randn((2, 3), 1).t().unwrap();
-    copy_into(&dst, &src).unwrap();
-    assert_eq!(bits(&dst), bits(&src));
-    let flat = Tensor::new(&[1f32, 2.0, 3.0, 4.0], &Device::Cpu).unwrap();
-    copy_into(&flat.narrow(0, 1, 3).unwrap(), &flat.narrow(0, 0, 3).unwrap()).unwrap();
-    assert_eq!(values(&flat), [1.0, 1.0, 2.0, 3.0]);
+    for place in Place::all() {
+        place.run(|| {
+            let dst = place.put(&Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap());
+            let src = place.put(&randn((2, 3), 1)).t().unwrap();
+            copy_into(&dst, &src).unwrap();
+            assert_eq!(bits(&dst), bits(&src));
+            let flat = place.put(&Tensor::new(&[1f32, 2.0, 3.0, 4.0], &Device::Cpu).unwrap());
+            copy_into(&flat.narrow(0, 1, 3).unwrap(), &flat.narrow(0, 0, 3).unwrap()).unwrap();
+            assert_eq!(values(&flat), [1.0, 1.0, 2.0, 3.0]);
+        });
+    }
 }
 
 #[test]
 fn sum_of_squares_is_exact_to_f64() {
-    for n in [0, 1, 7, 16_384, 100_001] {
-        for dtype in FORMATS {
-            let x = randn(n, 1).to_dtype(dtype).unwrap();
-            let want: f64 = values(&x).iter().map(|x| x * x).sum();
-            let got = sum_of_squares(&x).unwrap();
-            assert!((got - want).abs() <= 1e-12 * want, "{n} {dtype:?}: {got} {want}");
+    for place in Place::all() {
+        let sum = |x: &Tensor, n| place.run(|| sum_of_squares(&place.put(x).narrow(0, 0, n).unwrap())).unwrap();
+        for n in [0, 1, 7, 16_384, 100_001] {
+            for dtype in FORMATS {
+                let x = randn(n + 1, 1).to_dtype(dtype).unwrap();
+                let want: f64 = values(&x)[..n].iter().map(|x| x * x).sum();
+                let got = sum(&x, n);
+                assert!((got - want).abs() <= 1e-12 * want, "{n} {dtype:?} {place:?}: {got} {want}");
+            }
         }
+        // 3e38 squared overflows in f32.
+        let huge = Tensor::new(&[3e38f32], &Device::Cpu).unwrap();
+        assert!((sum(&huge, 1) / 9e76 - 1.0).abs() < 1e-6);
     }
-    // 3e38 squared overflows in f32.
-    let huge = Tensor::new(&[3e38f32], &Device::Cpu).unwrap();
-    assert!((sum_of_squares(&huge).unwrap() / 9e76 - 1.0).abs() < 1e-6);
 }
 
 #[test]

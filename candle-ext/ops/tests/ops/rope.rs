@@ -14,7 +14,7 @@ fn case((t, h, k): (usize, usize, usize), check: impl Fn(&Case<'_>)) {
         name: "rope",
         inputs: vec![randn((t, h, k), 1)],
         weights: vec![],
-        op: &|x, _| rope(&x[0], &cos, &sin),
+        op: &|x, _| rope(&x[0], &cos.to_device(x[0].device())?, &sin.to_device(x[0].device())?),
         reference: &|a| {
             let wide = |table: &Tensor| table.to_dtype(DType::F64)?.unsqueeze(1);
             let (cos, sin) = (wide(&cos)?, wide(&sin)?);

@@ -1,0 +1,200 @@
+//! Which device computes: asked for by name, opened once.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use candle_core::{Device, Result, bail};
+
+/// A device by name: `auto`, `cpu`, `cuda` or `cuda:1`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The first GPU if this build and this machine have one, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU with this number among the visible ones.
+    Cuda(usize),
+}
+
+impl DeviceChoice {
+    /// Opens the device. A GPU gets one stream, and keeps the memory that it was given.
+    pub fn open(self) -> Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Auto if why_no_gpu().is_some() => Ok(Device::Cpu),
+            Self::Auto => gpu(0),
+            Self::Cuda(ordinal) => match why_no_gpu() {
+                Some(why) => bail!("open {self}: {why}"),
+                None => gpu(ordinal),
+            },
+        }
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let ordinal = || text.strip_prefix("cuda:")?.parse().ok().map(Self::Cuda);
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => ordinal().ok_or_else(|| format!("expected auto, cpu, cuda or cuda:N, found `{text}`")),
+        }
+    }
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// Says why no GPU can be used, if that is so.
+#[cfg(not(feature = "cuda"))]
+pub fn why_no_gpu() -> Option<String> {
+    Some("this program was built without the cuda feature; scripts/build-gpu builds one with it".into())
+}
+
+/// Says why no GPU can be used, if that is so.
+#[cfg(feature = "cuda")]
+pub fn why_no_gpu() -> Option<String> {
+    use candle_core::cuda_backend::cudarc::driver::CudaContext;
+    // Asked first: the driver's functions panic where its library is missing.
+    // SAFETY: the driver's library may be loaded by any program.
+    let driver = ["libcuda.so.1", "libcuda.so"].iter().find_map(|name| unsafe { libloading::Library::new(*name) }.ok());
+    if driver.is_none() {
+        return Some("there is no NVIDIA driver here (libcuda.so.1 cannot be loaded)".into());
+    }
+    match CudaContext::device_count() {
+        Ok(0) => Some("the NVIDIA driver sees no GPU; look at CUDA_VISIBLE_DEVICES".into()),
+        Ok(_) => None,
+        Err(error) => Some(format!("the NVIDIA driver does not start: {error}")),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu(ordinal: usize) -> Result<Device> {
+    bail!("open cuda:{ordinal}: this program was built without the cuda feature")
+}
+
+#[cfg(feature = "cuda")]
+fn gpu(ordinal: usize) -> Result<Device> {
+    use candle_core::cuda_backend::cudarc::driver::{result, sys};
+    let device = Device::new_cuda_with_stream(ordinal)?;
+    if let Device::Cuda(cuda) = &device {
+        // SAFETY: everything runs on this one stream, in order, so nothing is used before it is written or after it is
+        // freed.
+        unsafe { cuda.disable_event_tracking() };
+        let mut keep = u64::MAX;
+        // SAFETY: the device is open, and the attribute is a u64.
+        let set = unsafe {
+            result::device::get_default_mem_pool(cuda.cuda_stream().context().cu_device()).and_then(|pool| {
+                let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+                result::mem_pool::set_attribute(pool, attribute, (&raw mut keep).cast())
+            })
+        };
+        set.map_err(|error| candle_core::Error::Msg(format!("open cuda:{ordinal}: {error}")))?;
+    }
+    Ok(device)
+}
+
+/// A GPU as the driver describes it.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct GpuInfo {
+    /// Its number among the visible ones.
+    pub ordinal: usize,
+    /// Its name.
+    pub name: String,
+    /// Its compute capability: 90 is Hopper.
+    pub capability: i32,
+    /// Its memory.
+    pub memory_bytes: u64,
+}
+
+/// A library of NVIDIA's that is loaded when it is needed.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct NvidiaLibrary {
+    /// What it is called.
+    pub name: &'static str,
+    /// The file it was loaded from; `None` if there is none.
+    pub path: Option<PathBuf>,
+}
+
+/// Lists the GPUs that can be used.
+pub fn gpus() -> Vec<GpuInfo> {
+    #[cfg(feature = "cuda")]
+    if why_no_gpu().is_none() {
+        return (0..).map_while(gpu_info).collect();
+    }
+    Vec::new()
+}
+
+#[cfg(feature = "cuda")]
+fn gpu_info(ordinal: usize) -> Option<GpuInfo> {
+    use candle_core::cuda_backend::cudarc::driver::{CudaContext, result, sys::CUdevice_attribute};
+    let context = CudaContext::new(ordinal).ok()?;
+    let attribute = |which| context.attribute(which).unwrap_or(0);
+    let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
+    let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+    // SAFETY: the device is there, its context is open.
+    let memory_bytes = unsafe { result::device::total_mem(context.cu_device()) }.unwrap_or(0) as u64;
+    Some(GpuInfo { ordinal, name: context.name().ok()?, capability: 10 * major + minor, memory_bytes })
+}
+
+/// Looks for the libraries that a GPU run loads. A program that was built without CUDA needs none.
+pub fn nvidia_libraries() -> Vec<NvidiaLibrary> {
+    #[cfg(feature = "cuda")]
+    {
+        let find = |(name, file)| NvidiaLibrary { name, path: library_path(file) };
+        [("cuBLASLt", "libcublasLt.so"), ("cuDNN", "libcudnn.so"), ("NCCL", "libnccl.so"), ("NVML", "libnvidia-ml.so")]
+            .map(find)
+            .into()
+    }
+    #[cfg(not(feature = "cuda"))]
+    Vec::new()
+}
+
+/// Loads a library under any of its versions and says which file that was.
+#[cfg(feature = "cuda")]
+fn library_path(file: &str) -> Option<PathBuf> {
+    let endings = ["", ".13", ".12", ".9", ".2", ".1"];
+    // SAFETY: NVIDIA's libraries may be loaded by any program.
+    let load = |ending| unsafe { libloading::Library::new(format!("{file}{ending}")) }.ok();
+    let _library = endings.iter().find_map(load)?;
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let path = maps.lines().filter_map(|line| line.split_once('/')).map(|(_, rest)| format!("/{rest}"));
+    path.filter(|path| path.contains(file)).map(PathBuf::from).next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_read_back() {
+        for choice in [DeviceChoice::Auto, DeviceChoice::Cpu, DeviceChoice::Cuda(0), DeviceChoice::Cuda(3)] {
+            assert_eq!(choice.to_string().parse(), Ok(choice));
+        }
+        assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
+        for wrong in ["gpu", "cuda:", "cuda:x", "CPU", ""] {
+            assert!(wrong.parse::<DeviceChoice>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn without_a_gpu_auto_is_the_cpu_and_cuda_an_error_that_says_why() {
+        if let Some(why) = why_no_gpu() {
+            assert!(DeviceChoice::Auto.open().is_ok_and(|device| device.is_cpu()));
+            let error = DeviceChoice::Cuda(0).open().err().map(|error| error.to_string());
+            assert!(error.is_some_and(|error| error.contains("open cuda:0") && error.contains(&why)));
+        }
+    }
+}

@@ -1,0 +1,52 @@
+// adamw: flat f32 buffers of n elements and perhaps a copy in another format, W elements at a time, in one pass.
+//
+// Products and sums are joined by hand: the compiler could join them otherwise for another W, and a parameter's bits
+// must not depend on where in a buffer it lies.
+#include "common.cuh"
+
+struct Factors {
+    float grad_scale, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps;
+};
+
+// m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p = shrink p - step_size m / (sqrt(v) + eps)
+__device__ __forceinline__ void update(float& p, float g, float& m, float& v, const Factors& f) {
+    g *= f.grad_scale;
+    m = fmaf(m, f.beta1, g * f.one_minus_beta1);
+    v = fmaf(v, f.beta2, g * g * f.one_minus_beta2);
+    p = fmaf(p, f.shrink, -f.step_size * (m / (sqrtf(v) + f.eps)));
+}
+
+// `copy` may be null.
+template <int W, typename T>
+__device__ void step(float* master, const float* grad, float* mean, float* square, T* copy, long long n, Factors f) {
+    for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
+        auto p = load<W>(master + i), m = load<W>(mean + i), v = load<W>(square + i);
+        const auto g = load<W>(grad + i);
+#pragma unroll
+        for (int j = 0; j < W; ++j) update(p.at[j], g.at[j], m.at[j], v.at[j], f);
+        store(master + i, p);
+        store(mean + i, m);
+        store(square + i, v);
+        if (copy != nullptr) {
+            Pack<T, W> rounded;
+#pragma unroll
+            for (int j = 0; j < W; ++j) rounded.at[j] = narrow<T>(p.at[j]);
+            store(copy + i, rounded);
+        }
+    }
+}
+
+#define KERNELS(T, suffix)                                                                                         \
+    extern "C" __global__ void step_##suffix(float* master, const float* grad, float* mean, float* square,         \
+                                             T* copy, long long n, float grad_scale, float shrink, float beta1,    \
+                                             float one_minus_beta1, float beta2, float one_minus_beta2,            \
+                                             float step_size, float eps) {                                         \
+        const Factors factors = {grad_scale, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size,    \
+                                 eps};                                                                             \
+        if (is_wide<float>(n, master, grad, mean, square, copy)) {                                                 \
+            step<WIDE<float>>(master, grad, mean, square, copy, n, factors);                                       \
+        } else {                                                                                                   \
+            step<1>(master, grad, mean, square, copy, n, factors);                                                 \
+        }                                                                                                          \
+    }
+FOR_EACH_FLOAT(KERNELS)

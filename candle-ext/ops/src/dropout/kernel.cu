@@ -1,0 +1,32 @@
+// dropout: flat buffers of n elements, W of them at a time.
+#include "common.cuh"
+
+// SplitMix64's output at a position of the stream that begins at `key`, as in cpu.rs.
+__device__ __forceinline__ uint64_t random(uint64_t key, uint64_t position) {
+    uint64_t z = key + (position + 1) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+}
+
+// y = x mask scale; the mask is one where 32 random bits reach the threshold.
+template <int W, typename T>
+__device__ void apply(const T* x, T* y, long long n, uint64_t key, uint64_t threshold, float scale) {
+    for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
+        auto pack = load<W>(x + i);
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+            const bool keeps = random(key, i + j) >> 32 >= threshold;
+            pack.at[j] = narrow<T>(keeps ? widen(pack.at[j]) * scale : 0.0f);
+        }
+        store(y + i, pack);
+    }
+}
+
+#define KERNELS(T, suffix)                                                                           \
+    extern "C" __global__ void apply_##suffix(const T* x, T* y, long long n, unsigned long long key, \
+                                              unsigned long long threshold, float scale) {           \
+        if (is_wide<T>(n, x, y)) apply<WIDE<T>>(x, y, n, key, threshold, scale);                     \
+        else apply<1>(x, y, n, key, threshold, scale);                                               \
+    }
+FOR_EACH_FLOAT(KERNELS)

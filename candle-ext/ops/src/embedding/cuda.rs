@@ -1,0 +1,70 @@
+//! `embedding` on CUDA: launches of `kernel.cu`.
+
+use candle_core::{DType, Result, Tensor};
+
+use crate::cuda::{Arg, Gpu, Out, address, gpu, kernels, suffix};
+
+kernels!("embedding");
+
+const OP: &str = "embedding";
+const THREADS: usize = 256;
+/// Keys that a block sorts, and its threads.
+const TILE: usize = 512;
+/// Columns that a block adds to, and its threads.
+const COLUMNS: usize = 256;
+const SUM_THREADS: usize = 128;
+
+/// Returns y: a row of w [v, d] for each id.
+pub(super) fn gather(ids: &Tensor, w: &Tensor) -> Result<Out> {
+    let on = gpu(OP, w)?;
+    let (t, (v, d)) = (ids.elem_count(), w.dims2()?);
+    let y = Out::new(on, w.dtype(), t * d)?;
+    let args = [
+        Arg::Address(address(OP, ids)?),
+        Arg::Address(address(OP, w)?),
+        Arg::Address(y.address),
+        Arg::I32(v as i32),
+        Arg::I32(d as i32),
+    ];
+    let threads = (d / 8).next_multiple_of(32).clamp(32, 1024);
+    let name = format!("gather_{}", suffix(OP, w.dtype())?);
+    // SAFETY: there are t ids, w has v rows of d elements, y has t.
+    unsafe { KERNELS.launch(on, &name, [t, 1, 1], threads, &args)? };
+    Ok(y)
+}
+
+/// dw[ids_i] += dy_i for a table of v rows.
+pub(super) fn scatter_add(ids: &Tensor, dy: &Tensor, dw: &Tensor, v: usize) -> Result<()> {
+    let on = gpu(OP, dy)?;
+    let (t, d) = (ids.elem_count(), dw.elem_count() / v.max(1));
+    let keys = sorted_keys(on, ids, v)?;
+    let args = [
+        Arg::Address(keys.address),
+        Arg::Address(address(OP, dy)?),
+        Arg::Address(address(OP, dw)?),
+        Arg::I64(t as i64),
+        Arg::I32(v as i32),
+        Arg::I32(d as i32),
+    ];
+    let name = format!("add_rows_{}", suffix(OP, dy.dtype())?);
+    // SAFETY: there are t keys, each of a position in dy, which has t rows of d elements; dw has v.
+    unsafe { KERNELS.launch(on, &name, [t, d.div_ceil(COLUMNS), 1], SUM_THREADS, &args) }
+}
+
+/// The id and the position of each token, t keys of 64 bits in ascending order.
+fn sorted_keys(on: Gpu, ids: &Tensor, v: usize) -> Result<Out> {
+    let t = ids.elem_count();
+    let (mut keys, mut spare) = (Out::new(on, DType::I64, t)?, Out::new(on, DType::I64, t)?);
+    let args = [Arg::Address(address(OP, ids)?), Arg::Address(keys.address), Arg::I64(t as i64), Arg::I32(v as i32)];
+    // SAFETY: there are t ids and t keys.
+    unsafe { KERNELS.launch(on, "sort_tiles", [t.div_ceil(TILE), 1, 1], TILE, &args)? };
+    let mut run = TILE;
+    while run < t {
+        let args = [Arg::Address(keys.address), Arg::Address(spare.address), Arg::I64(t as i64), Arg::I64(run as i64)];
+        // SAFETY: both have t keys.
+        unsafe { KERNELS.launch(on, "merge_runs", [t.div_ceil(THREADS), 1, 1], THREADS, &args)? };
+        (keys, spare) = (spare, keys);
+        run *= 2;
+    }
+    Ok(keys)
+}

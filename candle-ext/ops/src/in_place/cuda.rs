@@ -1,0 +1,48 @@
+//! The in-place operations on CUDA: launches of `kernel.cu`.
+
+use candle_core::{DType, Result, Tensor};
+
+use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
+
+kernels!("in_place");
+
+const THREADS: usize = 256;
+/// Elements of a block, about.
+const BLOCK: usize = 8 * THREADS;
+/// The most blocks that sum, whatever the device has room for: the order of the sum must not depend on it.
+const PARTS: usize = 1024;
+
+/// x = 0
+pub(super) fn zero(x: &Tensor) -> Result<()> {
+    let n = x.elem_count() * x.dtype().size_in_bytes() / 2;
+    let args = [Arg::Address(address("zero_", x)?), Arg::I64(n as i64)];
+    // SAFETY: n elements of two bytes are what x has.
+    unsafe { KERNELS.launch(gpu("zero_", x)?, "zero_16_bits", [n.div_ceil(BLOCK), 1, 1], THREADS, &args) }
+}
+
+/// dst = src, rounded to dst's format.
+pub(super) fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
+    const OP: &str = "copy_into";
+    let n = dst.elem_count();
+    let args = [Arg::Address(address(OP, src)?), Arg::Address(address(OP, dst)?), Arg::I64(n as i64)];
+    let name = format!("copy_{}_{}", suffix(OP, src.dtype())?, suffix(OP, dst.dtype())?);
+    // SAFETY: both have n elements, each of its format in the name; they do not overlap.
+    unsafe { KERNELS.launch(gpu(OP, dst)?, &name, [n.div_ceil(BLOCK), 1, 1], THREADS, &args) }
+}
+
+/// The sum of squares in f64. Waits for the device.
+pub(super) fn sum_of_squares(x: &Tensor) -> Result<f64> {
+    const OP: &str = "sum_of_squares";
+    let on = gpu(OP, x)?;
+    let n = x.elem_count();
+    let n_parts = n.div_ceil(BLOCK).clamp(1, PARTS);
+    let (parts, total) = (Out::new(on, DType::F64, n_parts)?, Out::new(on, DType::F64, 1)?);
+    let args = [Arg::Address(address(OP, x)?), Arg::Address(parts.address), Arg::I64(n as i64)];
+    let name = format!("sum_squares_{}", suffix(OP, x.dtype())?);
+    // SAFETY: x has n elements, parts one for each block.
+    unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], THREADS, &args)? };
+    let args = [Arg::Address(parts.address), Arg::Address(total.address), Arg::I32(n_parts as i32)];
+    // SAFETY: parts has n_parts elements, total one.
+    unsafe { KERNELS.launch(on, "add_parts", [1, 1, 1], THREADS, &args)? };
+    total.into_tensor(()).to_scalar()
+}

@@ -1,0 +1,207 @@
+//! `linear_cross_entropy` on CUDA: cuBLASLt makes the logits of a chunk of tokens, our kernels their losses and gradients.
+
+use candle_core::{DType, Result, Tensor};
+
+use super::{Reduction, Sizes, Target};
+use crate::cuda::gemm::{Gemm, Matrix};
+use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
+
+kernels!("linear_cross_entropy");
+
+const OP: &str = "linear_cross_entropy";
+/// Threads of a block that walks the vocabulary.
+const THREADS: usize = 1024;
+/// Threads of a block that copies a row or adds the losses up.
+const COPIERS: usize = 256;
+
+/// Elements of the logits that exist at once, at most: 1 GiB.
+const LOGITS: usize = 1 << 28;
+
+/// The input and the matrix that makes logits of it.
+pub(super) struct Head<'a> {
+    x: &'a Tensor,
+    w: &'a Tensor,
+    sizes: Sizes,
+    gpu: Gpu<'a>,
+    targets: &'a [Target],
+    /// The rows of the targets and their classes, u32 on the device.
+    rows: Tensor,
+    classes: Tensor,
+    tokens_at_once: usize,
+}
+
+/// What backward needs besides: d(objective) / d(loss) of each target, and where the gradient of w goes.
+pub(super) struct Gradients<'a> {
+    pub(super) weights: &'a [f32],
+    pub(super) dw: Option<&'a Tensor>,
+}
+
+/// A chunk of the targets: where it begins, and how many.
+#[derive(Clone, Copy)]
+struct Chunk {
+    start: usize,
+    len: usize,
+}
+
+impl<'a> Head<'a> {
+    pub(super) fn new(x: &'a Tensor, w: &'a Tensor, targets: &'a [Target], sizes: Sizes, chunk: usize) -> Result<Self> {
+        same_dtype(OP, x, w)?;
+        let upload = |of: fn(&Target) -> usize| {
+            Tensor::new(targets.iter().map(|target| of(target) as u32).collect::<Vec<_>>(), x.device())
+        };
+        let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
+        let tokens_at_once = (LOGITS / sizes.v.max(1)).clamp(1, chunk);
+        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_at_once })
+    }
+
+    /// Returns the loss of each target, f32 [n], and with `gradients` dx.
+    pub(super) fn run(&self, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
+        let (n, dtype) = (self.targets.len(), self.x.dtype());
+        let losses = Out::new(self.gpu, DType::F32, n)?;
+        let Some(Gradients { weights, dw }) = gradients else {
+            for chunk in self.chunks() {
+                let x = self.gather(chunk)?;
+                let logits = self.logits(&x, chunk)?;
+                let args = [
+                    Arg::Address(logits.address),
+                    Arg::Address(self.class_of(chunk)?),
+                    Arg::Address(losses.address + 4 * chunk.start as Address),
+                    Arg::I32(self.sizes.v as i32),
+                ];
+                // SAFETY: there are chunk.len rows of logits, and as many classes and losses from its start on.
+                unsafe { KERNELS.launch(self.gpu, "losses", [chunk.len, 1, 1], THREADS, &args)? };
+            }
+            return Ok((losses.into_tensor(n), None));
+        };
+        let weights = Tensor::new(*weights, self.x.device())?;
+        let dx = Tensor::zeros(self.x.shape(), dtype, self.x.device())?;
+        for chunk in self.chunks() {
+            let x = self.gather(chunk)?;
+            let logits = self.logits(&x, chunk)?;
+            // In f32 the gradient takes the place of the logits.
+            let d_logits = match dtype {
+                DType::F32 => None,
+                _ => Some(Out::new(self.gpu, dtype, chunk.len * self.sizes.v)?),
+            };
+            let d_logits = d_logits.as_ref().unwrap_or(&logits);
+            let start = 4 * chunk.start as Address;
+            let args = [
+                Arg::Address(logits.address),
+                Arg::Address(self.class_of(chunk)?),
+                Arg::Address(address(OP, &weights)? + start),
+                Arg::Address(losses.address + start),
+                Arg::Address(d_logits.address),
+                Arg::I32(self.sizes.v as i32),
+            ];
+            let name = format!("gradients_{}", suffix(OP, dtype)?);
+            // SAFETY: as above, and there are as many weights and rows of gradients.
+            unsafe { KERNELS.launch(self.gpu, &name, [chunk.len, 1, 1], THREADS, &args)? };
+            self.scatter_dx(d_logits, chunk, &dx)?;
+            if let Some(dw) = dw {
+                self.add_grad_w(d_logits, &x, chunk, dw)?;
+            }
+        }
+        Ok((losses.into_tensor(n), Some(dx)))
+    }
+
+    /// Combines the losses of the targets, on the device.
+    pub(super) fn reduce(&self, losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
+        let n = self.targets.len();
+        if reduction == Reduction::None {
+            let rows = Tensor::zeros(self.sizes.t, DType::F32, self.x.device())?;
+            self.copy_rows(
+                "scatter",
+                [address(OP, losses)?, address(OP, &self.rows)?, address(OP, &rows)?],
+                n,
+                1,
+                DType::F32,
+            )?;
+            return Ok(rows);
+        }
+        let scale = if reduction == Reduction::Mean { 1.0 / n.max(1) as f32 } else { 1.0 };
+        let total = Out::new(self.gpu, DType::F32, 1)?;
+        let args =
+            [Arg::Address(address(OP, losses)?), Arg::Address(total.address), Arg::I32(n as i32), Arg::F32(scale)];
+        // SAFETY: there are n losses and room for one number.
+        unsafe { KERNELS.launch(self.gpu, "total", [1, 1, 1], COPIERS, &args)? };
+        Ok(total.into_tensor(()))
+    }
+
+    fn chunks(&self) -> impl Iterator<Item = Chunk> + use<> {
+        let (n, at_once) = (self.targets.len(), self.tokens_at_once);
+        (0..n).step_by(at_once).map(move |start| Chunk { start, len: at_once.min(n - start) })
+    }
+
+    fn class_of(&self, chunk: Chunk) -> Result<Address> {
+        Ok(address(OP, &self.classes)? + 4 * chunk.start as Address)
+    }
+
+    fn row_of(&self, chunk: Chunk) -> Result<Address> {
+        Ok(address(OP, &self.rows)? + 4 * chunk.start as Address)
+    }
+
+    /// The rows of x that the chunk's targets follow.
+    fn gather(&self, chunk: Chunk) -> Result<Out> {
+        let d = self.sizes.d;
+        let x = Out::new(self.gpu, self.x.dtype(), chunk.len * d)?;
+        let addresses = [address(OP, self.x)?, self.row_of(chunk)?, x.address];
+        self.copy_rows("gather", addresses, chunk.len, d, self.x.dtype())?;
+        Ok(x)
+    }
+
+    fn copy_rows(&self, how: &str, [from, rows, to]: [Address; 3], n: usize, d: usize, dtype: DType) -> Result<()> {
+        let args = [Arg::Address(from), Arg::Address(rows), Arg::Address(to), Arg::I32(d as i32)];
+        let name = format!("{how}_{}", suffix(OP, dtype)?);
+        // SAFETY: the callers give n rows of d elements, and the numbers of n rows that are there.
+        unsafe { KERNELS.launch(self.gpu, &name, [n, 1, 1], COPIERS, &args) }
+    }
+
+    fn logits(&self, x: &Out, chunk: Chunk) -> Result<Out> {
+        let logits = Out::new(self.gpu, DType::F32, chunk.len * self.sizes.v)?;
+        let gemm = Gemm {
+            a: Matrix::plain(x.address),
+            b: Matrix::transposed(address(OP, self.w)?),
+            c: logits.address,
+            c_dtype: DType::F32,
+            ..self.gemm([chunk.len, self.sizes.v, self.sizes.d])
+        };
+        // SAFETY: x is [len, d], w [v, d], the logits a new [len, v].
+        unsafe { gemm.run(self.gpu)? };
+        Ok(logits)
+    }
+
+    fn scatter_dx(&self, d_logits: &Out, chunk: Chunk, dx: &Tensor) -> Result<()> {
+        let Sizes { v, d, .. } = self.sizes;
+        let dx_chunk = Out::new(self.gpu, self.x.dtype(), chunk.len * d)?;
+        let gemm = Gemm {
+            a: Matrix::plain(d_logits.address),
+            b: Matrix::plain(address(OP, self.w)?),
+            c: dx_chunk.address,
+            ..self.gemm([chunk.len, d, v])
+        };
+        // SAFETY: d_logits is [len, v], w [v, d], dx_chunk a new [len, d].
+        unsafe { gemm.run(self.gpu)? };
+        let addresses = [dx_chunk.address, self.row_of(chunk)?, address(OP, dx)?];
+        self.copy_rows("scatter", addresses, chunk.len, d, self.x.dtype())
+    }
+
+    /// dw += d_logits^T x
+    fn add_grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, dw: &Tensor) -> Result<()> {
+        let gemm = Gemm {
+            a: Matrix::transposed(d_logits.address),
+            b: Matrix::plain(x.address),
+            c: address(OP, dw)?,
+            c_dtype: DType::F32,
+            accumulate: true,
+            ..self.gemm([self.sizes.v, self.sizes.d, chunk.len])
+        };
+        // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d] in f32.
+        unsafe { gemm.run(self.gpu) }
+    }
+
+    /// A product of these sizes whose matrices are still to be named.
+    fn gemm(&self, [m, n, k]: [usize; 3]) -> Gemm {
+        let (dtype, nowhere) = (self.x.dtype(), Matrix::plain(0));
+        Gemm { m, n, k, a: nowhere, b: nowhere, dtype, c: 0, c_dtype: dtype, accumulate: false, bias: None }
+    }
+}

@@ -1,0 +1,100 @@
+// linear_cross_entropy: a block for each token that counts. n tokens, v vocabulary, d model.
+#include "common.cuh"
+
+#include <math.h>
+
+// The largest value of a block; every thread gets it.
+__device__ __forceinline__ float block_max(float x) {
+    __shared__ float of_warp[32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_warps = blockDim.x >> 5;
+    x = warp_max(x);
+    __syncthreads();
+    if (lane == 0) of_warp[warp] = x;
+    __syncthreads();
+    return warp_max(lane < n_warps ? of_warp[lane] : -INFINITY);
+}
+
+struct MaxAndSum {
+    float max, sum;
+};
+
+// The largest logit and the sum of exp(logit - largest), in one pass over the row.
+__device__ __forceinline__ MaxAndSum max_and_sum(const float* logits, int v) {
+    float largest = -INFINITY, sum = 0.0f;
+    for (int i = threadIdx.x; i < v; i += blockDim.x) {
+        const float logit = logits[i];
+        const float before = largest;
+        largest = fmaxf(largest, logit);
+        // A NaN has no largest and goes into the sum.
+        sum = (before == -INFINITY ? 0.0f : sum * expf(before - largest)) + expf(logit - largest);
+    }
+    const float all = block_max(largest);
+    const float scale = largest == -INFINITY ? 0.0f : expf(largest - all);
+    return {all, block_sum(sum * scale)};
+}
+
+// loss = log sum exp(logits) - logits[class]
+extern "C" __global__ void losses(const float* logits, const unsigned* classes, float* loss, int v) {
+    logits += static_cast<long long>(blockIdx.x) * v;
+    const auto [largest, sum] = max_and_sum(logits, v);
+    if (threadIdx.x == 0) loss[blockIdx.x] = largest - logits[classes[blockIdx.x]] + logf(sum);
+}
+
+// As losses; and d_logits = weight (softmax - onehot), which may lie where the logits do.
+template <typename T>
+__device__ void gradients(const float* logits, const unsigned* classes, const float* weights, float* loss,
+                          T* d_logits, int v) {
+    const long long start = static_cast<long long>(blockIdx.x) * v;
+    logits += start;
+    d_logits += start;
+    const int target = classes[blockIdx.x];
+    const float weight = weights[blockIdx.x];
+    const auto [largest, sum] = max_and_sum(logits, v);
+    if (threadIdx.x == 0) loss[blockIdx.x] = largest - logits[target] + logf(sum);
+    __syncthreads();
+    const float scale = weight / sum;
+    for (int i = threadIdx.x; i < v; i += blockDim.x) {
+        const float p = expf(logits[i] - largest) * scale;
+        d_logits[i] = narrow<T>(i == target ? p - weight : p);
+    }
+}
+
+// to[i] = from[rows[i]], a block for each row of d elements
+template <typename T> __device__ void gather(const T* from, const unsigned* rows, T* to, int d) {
+    from += static_cast<long long>(rows[blockIdx.x]) * d;
+    to += static_cast<long long>(blockIdx.x) * d;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = from[i];
+}
+
+// to[rows[i]] = from[i]
+template <typename T> __device__ void scatter(const T* from, const unsigned* rows, T* to, int d) {
+    from += static_cast<long long>(blockIdx.x) * d;
+    to += static_cast<long long>(rows[blockIdx.x]) * d;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = from[i];
+}
+
+// total = scale * the sum of losses, in f64 and by one block, so that the order is fixed
+extern "C" __global__ void total(const float* loss, float* sum_of_losses, int n, float scale) {
+    __shared__ double of_thread[256];
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < n; i += 256) sum += loss[i];
+    of_thread[threadIdx.x] = sum;
+    for (int half = 128; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) of_thread[threadIdx.x] += of_thread[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) *sum_of_losses = static_cast<float>(of_thread[0] * scale);
+}
+
+#define KERNELS(T, suffix)                                                                                        \
+    extern "C" __global__ void gradients_##suffix(const float* logits, const unsigned* classes,                   \
+                                                  const float* weights, float* loss, T* d_logits, int v) {        \
+        gradients<T>(logits, classes, weights, loss, d_logits, v);                                                \
+    }                                                                                                             \
+    extern "C" __global__ void gather_##suffix(const T* from, const unsigned* rows, T* to, int d) {               \
+        gather<T>(from, rows, to, d);                                                                             \
+    }                                                                                                             \
+    extern "C" __global__ void scatter_##suffix(const T* from, const unsigned* rows, T* to, int d) {              \
+        scatter<T>(from, rows, to, d);                                                                            \
+    }
+FOR_EACH_FLOAT(KERNELS)

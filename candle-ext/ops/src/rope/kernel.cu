@@ -1,0 +1,47 @@
+// rope: one block a token. x, y [t, h, k]; cos, sin [t, k/2]; W pairs at a time.
+#include "common.cuh"
+
+// W values of a table, in loads of at most 16 bytes.
+template <int W> __device__ __forceinline__ void load_table(const float* table, float (&values)[W]) {
+    constexpr int N = W < 4 ? W : 4;
+#pragma unroll
+    for (int i = 0; i < W; i += N) {
+        const auto pack = load<N>(table + i);
+#pragma unroll
+        for (int j = 0; j < N; ++j) values[i + j] = pack.at[j];
+    }
+}
+
+// (a, b) = (x_i, x_{i + k/2}) becomes (a cos - b sin, b cos + a sin); sign -1 turns back.
+template <int W, typename T>
+__device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int h, int k, float sign) {
+    const long long token = blockIdx.x;
+    const int half = k / 2, packs = half / W;
+    for (int item = threadIdx.x; item < h * packs; item += blockDim.x) {
+        const int head = item / packs, i = item % packs * W;
+        const long long at = (token * h + head) * k + i;
+        auto a = load<W>(x + at), b = load<W>(x + at + half);
+        float c[W], s[W];
+        load_table(cos + token * half + i, c);
+        load_table(sin + token * half + i, s);
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+            const float left = widen(a.at[j]), right = widen(b.at[j]), turned = sign * s[j];
+            a.at[j] = narrow<T>(left * c[j] - right * turned);
+            b.at[j] = narrow<T>(right * c[j] + left * turned);
+        }
+        store(y + at, a);
+        store(y + at + half, b);
+    }
+}
+
+#define KERNELS(T, suffix)                                                                                       \
+    extern "C" __global__ void rotate_##suffix(const T* x, const float* cos, const float* sin, T* y, int h,      \
+                                               int k, float sign) {                                              \
+        if (is_wide<T>(k / 2, x, y) && is_wide<float>(k / 2, cos, sin)) {                                        \
+            rotate<WIDE<T>>(x, cos, sin, y, h, k, sign);                                                         \
+        } else {                                                                                                 \
+            rotate<1>(x, cos, sin, y, h, k, sign);                                                               \
+        }                                                                                                        \
+    }
+FOR_EACH_FLOAT(KERNELS)

@@ -1,0 +1,185 @@
+//! `trainer doctor`: what this machine has of what a run may want.
+
+use std::net::{TcpStream, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use candlewick_ops::{GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
+use candlewick_text::hub::HubSettings;
+use serde::Serialize;
+
+use super::{Format, Ui};
+use crate::checkpoint::free_bytes;
+use crate::exit::ExitCode;
+use crate::metrics::{Host, Versions, quantity};
+
+#[derive(Serialize)]
+struct Findings {
+    versions: Versions,
+    host: Host,
+    /// SIMD instructions that kernels look for.
+    cpu_features: Vec<&'static str>,
+    gpus: Vec<GpuInfo>,
+    /// Why there is none.
+    no_gpu: Option<String>,
+    libraries: Vec<NvidiaLibrary>,
+    hub: HubState,
+    disks: Vec<Disk>,
+}
+
+#[derive(Serialize)]
+struct HubState {
+    endpoint: String,
+    is_offline: bool,
+    has_token: bool,
+    /// Whether a connection can be made; `None` if the network is not to be asked.
+    is_reachable: Option<bool>,
+    cache: PathBuf,
+}
+
+#[derive(Serialize)]
+struct Disk {
+    what: &'static str,
+    path: PathBuf,
+    free_bytes: Option<u64>,
+}
+
+pub(super) fn run(format: Format, ui: &Ui) -> Result<ExitCode> {
+    let findings = Findings::now();
+    match format {
+        Format::Json => ui.answer(&serde_json::to_string_pretty(&findings).context("failed to write JSON")?),
+        Format::Text => ui.answer(&findings.table()),
+    }
+}
+
+impl Findings {
+    fn now() -> Self {
+        let hub = HubState::now();
+        let disk = |what, path: &Path| Disk { what, path: path.to_owned(), free_bytes: free_above(path) };
+        let disks =
+            vec![disk("here", Path::new(".")), disk("Hub cache", &hub.cache), disk("temporary", &std::env::temp_dir())];
+        Self {
+            versions: Versions::this(),
+            host: Host::this(),
+            cpu_features: cpu_features(),
+            gpus: gpus(),
+            no_gpu: why_no_gpu(),
+            libraries: nvidia_libraries(),
+            hub,
+            disks,
+        }
+    }
+
+    fn table(&self) -> String {
+        let mut rows = vec![
+            ("version".to_owned(), self.versions.candlewick.to_owned()),
+            ("system".to_owned(), self.host.system.clone()),
+            ("processor".to_owned(), self.host.cpu.clone().unwrap_or_else(|| "unknown".into())),
+            ("threads".to_owned(), self.host.n_cpus.to_string()),
+            ("instructions".to_owned(), self.cpu_features.join(" ")),
+            ("memory".to_owned(), self.host.memory_bytes.map_or("unknown".into(), bytes)),
+        ];
+        for gpu in &self.gpus {
+            let GpuInfo { ordinal, name, capability, memory_bytes } = gpu;
+            rows.push((format!("cuda:{ordinal}"), format!("{name}, sm_{capability}, {}", bytes(*memory_bytes))));
+        }
+        rows.extend(self.no_gpu.clone().map(|why| ("no GPU".to_owned(), why)));
+        for library in &self.libraries {
+            let found = library.path.as_ref().map_or("not found".into(), |path| path.display().to_string());
+            rows.push((library.name.to_owned(), found));
+        }
+        rows.push(("Hub".to_owned(), self.hub.describe()));
+        for Disk { what, path, free_bytes } in &self.disks {
+            let free = free_bytes.map_or("unknown".into(), bytes);
+            rows.push((format!("disk, {what}"), format!("{free} free at {}", path.display())));
+        }
+        let lines = rows.into_iter().map(|(what, found)| format!("{what:<16}  {found}"));
+        lines.collect::<Vec<_>>().join("\n")
+    }
+}
+
+impl HubState {
+    fn now() -> Self {
+        let settings = HubSettings::from_env();
+        let is_reachable = (!settings.offline).then(|| connects(&settings.endpoint));
+        Self {
+            endpoint: settings.endpoint,
+            is_offline: settings.offline,
+            has_token: settings.token.is_some(),
+            is_reachable,
+            cache: settings.cache,
+        }
+    }
+
+    fn describe(&self) -> String {
+        let reach = match self.is_reachable {
+            None => "not asked (HF_HUB_OFFLINE)",
+            Some(true) => "reachable",
+            Some(false) => "out of reach",
+        };
+        let token = if self.has_token { "with a token" } else { "without a token" };
+        format!("{} {reach}, {token}, cache {}", self.endpoint, self.cache.display())
+    }
+}
+
+/// Whether somebody listens at an address such as https://huggingface.co.
+fn connects(endpoint: &str) -> bool {
+    const PATIENCE: Duration = Duration::from_secs(3);
+    let (scheme, rest) = endpoint.split_once("://").unwrap_or(("https", endpoint));
+    let host = rest.split('/').next().unwrap_or(rest);
+    let port = if scheme == "http" { 80 } else { 443 };
+    let address = if host.contains(':') { host.to_owned() } else { format!("{host}:{port}") };
+    let Ok(mut addresses) = address.to_socket_addrs() else { return false };
+    addresses.any(|address| TcpStream::connect_timeout(&address, PATIENCE).is_ok())
+}
+
+/// The free bytes of the disk on which a folder is, or would be.
+fn free_above(path: &Path) -> Option<u64> {
+    path.ancestors().find(|folder| folder.exists()).and_then(|folder| free_bytes(folder).ok())
+}
+
+fn bytes(n: u64) -> String {
+    format!("{}B", quantity(n as f64))
+}
+
+#[cfg(target_arch = "x86_64")]
+fn cpu_features() -> Vec<&'static str> {
+    let known = [
+        ("sse4.2", is_x86_feature_detected!("sse4.2")),
+        ("avx2", is_x86_feature_detected!("avx2")),
+        ("fma", is_x86_feature_detected!("fma")),
+        ("avx512f", is_x86_feature_detected!("avx512f")),
+        ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+    ];
+    known.into_iter().filter(|(_, is_there)| *is_there).map(|(name, _)| name).collect()
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn cpu_features() -> Vec<&'static str> {
+    Vec::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_that_listens_is_told_from_one_that_does_not() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0");
+        let address = listener.as_ref().ok().and_then(|listener| listener.local_addr().ok());
+        let endpoint = address.map(|address| format!("http://{address}/api")).unwrap_or_default();
+        assert!(connects(&endpoint), "{endpoint}");
+        drop(listener);
+        assert!(!connects(&endpoint), "{endpoint}");
+        assert!(!connects("http://no.such.host.invalid"));
+    }
+
+    #[test]
+    fn the_table_has_a_line_for_each_finding() {
+        let text = Findings::now().table();
+        for what in ["version", "processor", "threads", "memory", "Hub", "disk, here"] {
+            assert!(text.lines().any(|line| line.starts_with(what)), "no {what} in:\n{text}");
+        }
+    }
+}
