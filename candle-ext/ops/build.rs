@@ -54,6 +54,8 @@ fn emulate(kernel: &Path, library: &Path) {
         "-O2",
         "-std=c++17",
         "-fno-strict-aliasing",
+        // Shared memory of one op must not be taken for that of another.
+        "-fvisibility=hidden",
         "-U_FORTIFY_SOURCE",
         "-w",
         "-Iemulator",

@@ -113,7 +113,7 @@ uint64_t* emulated_lanes() {
     return &block->lanes[(threadIdx.x / 32 * 2 + is_odd) * 32];
 }
 
-extern "C" bool emulate(void (*kernel)(void*), void* arguments, const unsigned grid[3], unsigned threads) {
+extern "C" __attribute__((visibility("default"))) bool emulate(void (*kernel)(void*), void* arguments, const unsigned grid[3], unsigned threads) {
     Block own;
     own.fibers.resize(threads);
     own.lanes.resize((threads + 31) / 32 * 64);

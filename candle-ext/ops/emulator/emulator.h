@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#define __global__
+#define __global__ __attribute__((visibility("default")))
 #define __device__
 #define __host__
 #define __shared__ static thread_local

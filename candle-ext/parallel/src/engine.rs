@@ -105,10 +105,11 @@ impl Engine {
         self.group.as_ref()
     }
 
-    /// Runs forward and backward and returns `scale` times the sum of the token losses of this micro-batch.
+    /// Runs forward and backward and returns the sum of the token losses of this micro-batch, an f32 scalar.
     ///
-    /// The gradient of that number is added to the main gradients. `dropout_key` chooses what dropout drops.
-    pub fn forward_backward(&self, micro: &Micro, scale: LossScale, dropout_key: u64) -> Result<f64> {
+    /// The gradient of `scale` times that sum is added to the main gradients. `dropout_key` chooses what dropout drops.
+    /// Nothing here waits for a GPU: read the losses of a step together, at its end.
+    pub fn forward_backward(&self, micro: &Micro, scale: LossScale, dropout_key: u64) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
         let dropout_key = Some(dropout_key);
         let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, dropout_key, seams: &OneDevice };
@@ -157,15 +158,15 @@ impl Engine {
         Tape::record(&x, |x| self.model.block(block_idx, &weights, x, cx))?.backward(dy)
     }
 
-    /// Returns the scaled loss and its gradient with respect to the last block's output.
-    fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, LossScale(scale): LossScale) -> Result<(f64, Tensor)> {
+    /// Returns the sum of the token losses, and the gradient of the scaled sum with respect to the last block's output.
+    fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, LossScale(scale): LossScale) -> Result<(Tensor, Tensor)> {
         let weights = self.store.fetch(self.head())?;
         let tape = Tape::record(x_td, |x| self.model.norm(&weights, x))?;
         let lm_head = self.model.lm_head(&weights)?;
         let spec = self.cross_entropy(lm_head.value(), Reduction::Sum)?;
         let out = linear_cross_entropy(&tape.output(), &lm_head, targets, &spec, Upstream::Scalar(scale))?;
         let dx = out.dx.expect("an upstream gradient was given");
-        Ok((out.loss.to_dtype(DType::F64)?.to_scalar::<f64>()? * scale, tape.backward(&dx)?))
+        Ok((out.loss, tape.backward(&dx)?))
     }
 
     /// Returns the sum of the token losses of a micro-batch. Records nothing.

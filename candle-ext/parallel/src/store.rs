@@ -168,8 +168,11 @@ impl Resident {
 
     /// Returns the square root of the sum of the squares of all gradients.
     pub fn grad_norm(&self) -> Result<f64> {
-        let squares = self.trainables().map(|flat| sum_of_squares(&flat.grad)).sum::<Result<f64>>()?;
-        Ok(squares.sqrt())
+        let squares = self.trainables().map(|flat| sum_of_squares(&flat.grad)).collect::<Result<Vec<_>>>()?;
+        if squares.is_empty() {
+            return Ok(0.0);
+        }
+        Ok(Tensor::stack(&squares, 0)?.to_vec1::<f64>()?.iter().sum::<f64>().sqrt())
     }
 
     /// Takes one AdamW step. Parameters that the model exempts (norms, biases) get no weight decay.

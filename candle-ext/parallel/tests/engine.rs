@@ -67,6 +67,12 @@ fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
     lengths.iter().map(|&n| (0..n).map(|_| token()).collect()).collect()
 }
 
+/// One micro-batch forward and backward: its part of the step's mean loss.
+fn train(engine: &Engine, micro: &Micro, of: &[Vec<(u32, i64)>], key: u64) -> f64 {
+    let sum = engine.forward_backward(micro, scale_of(of), key).unwrap();
+    f64::from(sum.to_scalar::<f32>().unwrap()) / n_targets(of)
+}
+
 fn scale_of(sequences: &[Vec<(u32, i64)>]) -> LossScale {
     LossScale::mean_over(n_targets(sequences))
 }
@@ -100,7 +106,7 @@ fn what_a_block_keeps_changes_nothing() {
     let batch = sequences(&[7, 1, 12]);
     let run = |residency| {
         let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, residency);
-        let loss = engine.forward_backward(&micro(&batch), scale_of(&batch), 5).unwrap();
+        let loss = train(&engine, &micro(&batch), &batch, 5);
         (loss, grads(&engine))
     };
     let keep = run(Residency::Keep);
@@ -145,7 +151,7 @@ fn the_cuda_kernels_take_the_step_that_the_cpus_take() {
             let model = Model::new(config(true), adapter.clone()).unwrap();
             let engine = engine(model, DType::F32, Residency::Recompute);
             engine.store().zero_grads().unwrap();
-            let loss = engine.forward_backward(&micro(&batch), scale_of(&batch), 5).unwrap();
+            let loss = train(&engine, &micro(&batch), &batch, 5);
             let gradients = grads(&engine);
             let norm = engine.store().grad_norm().unwrap();
             let hyper =
@@ -175,8 +181,7 @@ fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {
         .collect();
     let run = |micros: Vec<Micro>| {
         let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, Residency::Recompute);
-        let scale = scale_of(&batch);
-        let loss: f64 = micros.iter().map(|micro| engine.forward_backward(micro, scale, 5).unwrap()).sum();
+        let loss: f64 = micros.iter().map(|micro| train(&engine, micro, &batch, 5)).sum();
         (loss, grads(&engine))
     };
     let together = run(vec![micro(&batch)]);
@@ -195,7 +200,7 @@ fn the_loss_without_a_tape_is_the_loss_with_one() {
     let engine = engine(Model::new(config(false), None).unwrap(), DType::F32, Residency::Keep);
     let with = engine.forward_backward(&micro(&batch), LossScale::mean_over(1.0), 5).unwrap();
     let before = grads(&engine);
-    assert_eq!(engine.loss(&micro(&batch)).unwrap(), with);
+    assert_eq!(engine.loss(&micro(&batch)).unwrap(), f64::from(with.to_scalar::<f32>().unwrap()));
     assert!(before == grads(&engine), "an evaluation touched the gradients");
 }
 
@@ -222,7 +227,7 @@ fn dropout_is_the_same_when_recomputed_and_absent_in_evaluation() {
         let model = Model::new(config(true), Some(LoraConfig::from_json(&lora).unwrap())).unwrap();
         let engine = engine(model, DType::F32, residency);
         let batch = sequences(&[12, 7]);
-        let loss = engine.forward_backward(&micro(&batch), scale_of(&batch), key).unwrap();
+        let loss = train(&engine, &micro(&batch), &batch, key);
         (loss, grads(&engine), engine.loss(&micro(&batch)).unwrap())
     };
     let (loss, gradients, held_out) = run(0.5, Residency::Keep, 5);
@@ -240,11 +245,10 @@ fn dropout_is_the_same_when_recomputed_and_absent_in_evaluation() {
 fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
     let engine = engine(Model::new(config(true), None).unwrap(), DType::BF16, Residency::Keep);
     let batch = sequences(&[10, 10]);
-    let scale = scale_of(&batch);
     let mut losses = Vec::new();
     for step in 1..=8 {
         engine.store().zero_grads().unwrap();
-        losses.push(engine.forward_backward(&micro(&batch), scale, 5).unwrap());
+        losses.push(train(&engine, &micro(&batch), &batch, 5));
         let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, step, grad_scale: 1.0 };
         engine.store().step(&hyper).unwrap();
     }

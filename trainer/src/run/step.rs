@@ -60,17 +60,15 @@ pub(super) fn take(engine: &Engine, dataset: &Dataset, step: &Step, update: &Upd
     let scale = LossScale::mean_over(n_targets);
     let began = Instant::now();
     engine.store().zero_grads()?;
-    let (mut loss, mut suspects) = (0.0, Vec::new());
+    let mut sums = Vec::with_capacity(step.micro_batches.len());
     for (micro_idx, batch) in step.micro_batches.iter().enumerate() {
         let key = derive_key(update.dropout_key, micro_idx as u64);
-        let partial =
-            engine.forward_backward(&micro(batch, engine)?, scale, key).context("failed to compute the loss")?;
-        if !partial.is_finite() {
-            suspects.extend(&batch.samples);
-        }
-        loss += partial;
+        let micro = micro(batch, engine)?;
+        sums.push(engine.forward_backward(&micro, scale, key).context("failed to compute the loss")?);
     }
-    let loss = sum(engine.group(), loss)?;
+    let sums = Tensor::stack(&sums, 0)?.to_vec1::<f32>()?;
+    let suspects = suspects(step, &sums);
+    let loss = sum(engine.group(), sums.iter().copied().map(f64::from).sum())? / n_targets.max(1.0);
     let compute = began.elapsed();
     let grad_norm = engine.store().grad_norm()?;
     let is_skipped = !(loss.is_finite() && grad_norm.is_finite());
@@ -82,6 +80,12 @@ pub(super) fn take(engine: &Engine, dataset: &Dataset, step: &Step, update: &Upd
         refuse(NonFinite { step: update.number, what, rows }, update.on_nonfinite)?;
     }
     Ok(Outcome { loss, grad_norm, is_skipped, compute })
+}
+
+/// The rows of the micro-batches whose loss is not finite.
+fn suspects(step: &Step, sums: &[f32]) -> Vec<usize> {
+    let batches = step.micro_batches.iter().zip(sums).filter(|(_, sum)| !sum.is_finite());
+    batches.flat_map(|(batch, _)| batch.samples.iter().copied()).collect()
 }
 
 fn refuse(found: NonFinite, on_nonfinite: OnNonfinite) -> Result<()> {

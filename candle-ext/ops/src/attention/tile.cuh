@@ -1,5 +1,5 @@
-// attention, what its kernels share. A tile of rows meets a tile of keys. The rows of a sequence are its queries, and of
-// each the query heads that read one key head, side by side: row r is query r / group.
+// attention, what its kernels share. A tile of rows meets a tile of keys. The rows of a sequence are its queries, and
+// of each query the heads that read one key head, side by side: row r is query r / group.
 #pragma once
 
 #include "common.cuh"

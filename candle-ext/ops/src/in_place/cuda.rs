@@ -30,8 +30,8 @@ pub(super) fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
     unsafe { KERNELS.launch(gpu(OP, dst)?, &name, [n.div_ceil(BLOCK), 1, 1], THREADS, &args) }
 }
 
-/// The sum of squares in f64. Waits for the device.
-pub(super) fn sum_of_squares(x: &Tensor) -> Result<f64> {
+/// The sum of squares, an f64 scalar.
+pub(super) fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "sum_of_squares";
     let on = gpu(OP, x)?;
     let n = x.elem_count();
@@ -44,5 +44,5 @@ pub(super) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let args = [Arg::Address(parts.address), Arg::Address(total.address), Arg::I32(n_parts as i32)];
     // SAFETY: parts has n_parts elements, total one.
     unsafe { KERNELS.launch(on, "add_parts", [1, 1, 1], THREADS, &args)? };
-    total.into_tensor(()).to_scalar()
+    Ok(total.into_tensor(()))
 }

@@ -46,12 +46,13 @@ pub fn copy_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     })
 }
 
-/// The sum of squares of all elements, in f64 and in an order that no thread count changes.
-pub fn sum_of_squares(x: &Tensor) -> Result<f64> {
+/// The sum of squares of all elements, an f64 scalar on x's device, in an order that no thread count changes. Reading
+/// several of them at once waits for a GPU once.
+pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     check_dtype("sum_of_squares", "the tensor", x.dtype())?;
     let x = x.detach().contiguous()?;
     on_device!("sum_of_squares", x, {
-        cpu => Ok(cpu::sum_of_squares(host("sum_of_squares", &x)?.floats()?)),
+        cpu => Tensor::new(cpu::sum_of_squares(host("sum_of_squares", &x)?.floats()?), x.device()),
         cuda => cuda::sum_of_squares(&x),
     })
 }

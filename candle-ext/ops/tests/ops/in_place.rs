@@ -59,7 +59,9 @@ fn copy_into_reads_strided_sources_and_its_own_buffer() {
 #[test]
 fn sum_of_squares_is_exact_to_f64() {
     for place in Place::all() {
-        let sum = |x: &Tensor, n| place.run(|| sum_of_squares(&place.put(x).narrow(0, 0, n).unwrap())).unwrap();
+        let sum = |x: &Tensor, n| {
+            place.run(|| sum_of_squares(&place.put(x).narrow(0, 0, n).unwrap())).unwrap().to_scalar::<f64>().unwrap()
+        };
         for n in [0, 1, 7, 16_384, 100_001] {
             for dtype in FORMATS {
                 let x = randn(n + 1, 1).to_dtype(dtype).unwrap();

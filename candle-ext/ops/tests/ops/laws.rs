@@ -164,7 +164,7 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
             let mut all: Vec<Vec<u64>> = ops().iter().flat_map(run).map(|x| bits(&x)).collect();
             all.extend(head());
             all.extend(large_linear());
-            all.push(vec![sum_of_squares(&randn(100_001, 1)).unwrap().to_bits()]);
+            all.push(bits(&sum_of_squares(&randn(100_001, 1)).unwrap()));
             all
         })
     };
