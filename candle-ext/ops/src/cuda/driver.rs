@@ -13,7 +13,9 @@ use half::{bf16, f16};
 
 use super::{Address, Arg, Kernels};
 
-static MODULES: LazyLock<Mutex<HashMap<(DeviceId, &'static str), Arc<CudaModule>>>> = LazyLock::new(Mutex::default);
+type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
+
+static MODULES: LazyLock<Mutex<Modules>> = LazyLock::new(Mutex::default);
 
 /// See [`Kernels::launch`].
 ///
