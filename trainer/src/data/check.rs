@@ -21,9 +21,15 @@ impl Check<'_> {
     pub(crate) fn train(&self) -> Result<Vec<String>, DataError> {
         self.common("training")?;
         let mut notes = self.odd();
-        if self.kind == Kind::Sft {
-            self.end_is_a_target()?;
-            notes.extend(self.other_end());
+        match self.kind {
+            Kind::Sft => {
+                self.end_is_a_target()?;
+                notes.extend(self.other_end());
+            }
+            Kind::Causal if self.tokenizer.eos_ids().is_empty() => {
+                notes.push("the tokenizer has no end-of-text token: texts are not told apart".into());
+            }
+            Kind::Causal => {}
         }
         Ok(notes)
     }

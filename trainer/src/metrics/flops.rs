@@ -84,6 +84,21 @@ pub fn model_flops_utilization(flops: f64, seconds: f64, peak_flops_per_second: 
     flops / seconds / peak_flops_per_second
 }
 
+/// Returns the dense bf16 peak of a GPU by its name, in floating-point operations a second, as NVIDIA's data sheets
+/// have it.
+pub fn gpu_peak(name: &str) -> Option<f64> {
+    const PEAKS: [(&str, f64); 7] = [
+        ("B200", 2250e12),
+        ("GH200", 989.5e12),
+        ("H200", 989.5e12),
+        ("H100 PCIe", 756e12),
+        ("H100", 989.5e12),
+        ("A100", 312e12),
+        ("L40S", 362e12),
+    ];
+    PEAKS.iter().find(|(part, _)| name.contains(part)).map(|(_, peak)| *peak)
+}
+
 impl Visibility {
     fn pairs(self, s: u64) -> f64 {
         match self {
@@ -153,6 +168,14 @@ mod tests {
         };
         // 596,049,920 parameters, less 57 norms of 1024 and 56 of 128.
         assert_eq!(qwen3_0_6b.n_weights(), 596_049_920 - 57 * 1024 - 56 * 128);
+    }
+
+    #[test]
+    fn gpus_are_known_by_their_names() {
+        assert_eq!(gpu_peak("NVIDIA H200"), Some(989.5e12));
+        assert_eq!(gpu_peak("NVIDIA H100 PCIe"), Some(756e12));
+        assert_eq!(gpu_peak("NVIDIA H100 80GB HBM3"), Some(989.5e12));
+        assert_eq!(gpu_peak("NVIDIA GeForce RTX 4090"), None);
     }
 
     #[test]

@@ -12,7 +12,7 @@ mod reporter;
 mod run_json;
 
 pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line};
-pub use flops::{ModelShape, Pass, Visibility, flops, model_flops_utilization};
+pub use flops::{ModelShape, Pass, Visibility, flops, gpu_peak, model_flops_utilization};
 pub use format::{duration, quantity};
 pub use jsonl::{MetricsFile, Start};
 pub use memory::Memory;

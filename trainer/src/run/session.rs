@@ -3,7 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use candlewick_ops::derive_key;
+use candle_core::DeviceLocation;
+use candlewick_ops::{derive_key, gpus};
 use candlewick_parallel::Engine;
 use evaluator::held_out::{HeldOut, held_out_loss};
 use serde_json::json;
@@ -11,7 +12,8 @@ use serde_json::json;
 use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Tag};
 use crate::data::{Cursor, EvalStream, Ledger, Prepared, Step, Stream};
 use crate::metrics::{
-    EvalRecord, Memory, ModelShape, Pass, Reporter, RunJson, RunReport, Start, StepRecord, Visibility, flops,
+    EvalRecord, Memory, ModelShape, Pass, Reporter, RunJson, RunReport, Start, StepRecord, Visibility, flops, gpu_peak,
+    model_flops_utilization,
 };
 use crate::plan::{Activations, Plan};
 use crate::signals::StopRequests;
@@ -38,6 +40,8 @@ pub(super) struct Session<'a> {
     pub(super) reporter: Reporter,
     progress: Progress,
     saves: Saves<'a>,
+    /// Operations a second that the device can do, where that is known.
+    peak: Option<f64>,
     started: Instant,
 }
 
@@ -73,7 +77,8 @@ impl<'a> Session<'a> {
             CheckpointError::Io { action: "open the metrics file", path, source }
         })?;
         let progress = state.map_or(Progress::default(), Progress::of);
-        let mut session = Self { run, run_json, stream, reporter, progress, saves, started: Instant::now() };
+        let mut session =
+            Self { run, run_json, stream, reporter, progress, saves, peak: peak(run.engine), started: Instant::now() };
         session.announce(resumed.as_ref())?;
         if resumed.is_some() {
             session.save_missing()?;
@@ -139,7 +144,7 @@ impl<'a> Session<'a> {
         let number = self.stream.cursor().step;
         let n_micro = step.micro_batches.len() as f64;
         let (step_time, compute) = (elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
-        let tera_flops = self.flops(step) / 1e12;
+        let tera_flops = self.flops(step, Work::All) / 1e12;
         let padded: usize = step.micro_batches.iter().map(|batch| batch.ids.len()).sum();
         let record = StepRecord {
             epoch: step.epoch,
@@ -155,7 +160,7 @@ impl<'a> Session<'a> {
             tokens: step.n_tokens() as u64,
             n_targets: step.n_targets as u64,
             tokens_per_second: step.n_tokens() as f64 / step_time,
-            mfu: None,
+            mfu: self.peak.map(|peak| model_flops_utilization(self.flops(step, Work::Useful), step_time, peak)),
             memory: Memory::now(),
         };
         self.reporter.step(&record);
@@ -167,7 +172,8 @@ impl<'a> Session<'a> {
         });
     }
 
-    fn flops(&self, step: &Step) -> f64 {
+    /// The operations of a step.
+    fn flops(&self, step: &Step, work: Work) -> f64 {
         let config = self.run.engine.model().config();
         let shape = ModelShape {
             n_layers: config.n_layers(),
@@ -178,15 +184,20 @@ impl<'a> Session<'a> {
             head_dim: config.head_dim(),
             vocab: config.vocab_size(),
         };
-        let pass = match (&self.run.plan.model.adapter, self.run.plan.model.activations) {
-            (None, Activations::Keep) => Pass::TRAIN,
-            (None, _) => Pass::TRAIN_RECOMPUTE,
-            (Some(_), Activations::Keep) => Pass::ADAPTER,
-            (Some(_), _) => Pass::ADAPTER_RECOMPUTE,
+        let recomputes = work == Work::All && self.run.plan.model.activations != Activations::Keep;
+        let visibility = match work {
+            Work::All => Visibility::Full,
+            Work::Useful => Visibility::Causal { window: None },
+        };
+        let pass = match (&self.run.plan.model.adapter, recomputes) {
+            (None, false) => Pass::TRAIN,
+            (None, true) => Pass::TRAIN_RECOMPUTE,
+            (Some(_), false) => Pass::ADAPTER,
+            (Some(_), true) => Pass::ADAPTER_RECOMPUTE,
         };
         let lengths = |ends: &[usize]| ends.windows(2).map(|pair| pair[1] - pair[0]).collect::<Vec<_>>();
         let batches = step.micro_batches.iter();
-        batches.map(|batch| flops(&shape, pass, Visibility::Full, &lengths(&batch.cu_seqlens))).sum()
+        batches.map(|batch| flops(&shape, pass, visibility, &lengths(&batch.cu_seqlens))).sum()
     }
 
     /// Evaluates on the held-out data, if there are any. A request to stop ends it without a result.
@@ -260,6 +271,21 @@ impl<'a> Session<'a> {
         }
         Ok(n_saves)
     }
+}
+
+/// Which operations are counted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Work {
+    /// As ArcticTraining counts them: attention to all tokens, and forwards that are computed again.
+    All,
+    /// What the model needs: causal attention, each forward once.
+    Useful,
+}
+
+/// The peak of the device in the number format of nearly all products, bf16.
+fn peak(engine: &Engine) -> Option<f64> {
+    let DeviceLocation::Cuda { gpu_id } = engine.device().location() else { return None };
+    gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name))
 }
 
 /// What is left of a run that was asked to stop.
