@@ -7,6 +7,7 @@ use std::sync::LazyLock;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use super::format::{duration, exponent, gigabytes, quantity, tflops};
+use super::gpu::GpuMemory;
 use super::memory::Memory;
 use super::plan::Console;
 use super::record::{EvalRecord, StepRecord};
@@ -85,6 +86,7 @@ pub fn step_line(record: &StepRecord, total_steps: usize) -> String {
     fields.extend(record.mfu.map(|mfu| format!("mfu: {:.1}%", 100.0 * mfu)));
     fields.push(format!("seqlen: {}", quantity(round(record.seqlen))));
     fields.push(format!("epoch: {}", record.epoch));
+    fields.extend(record.gpu_memory.map(gpu_field));
     fields.extend(record.memory.map(memory_field));
     fields.join(" | ")
 }
@@ -115,6 +117,11 @@ fn round(value: f64) -> f64 {
     if value < 100.0 { value } else { value.round() }
 }
 
+fn gpu_field(memory: GpuMemory) -> String {
+    let (used, total) = (gigabytes(memory.gpu_used_bytes), gigabytes(memory.gpu_total_bytes));
+    format!("GPU mem: {used} / {total}")
+}
+
 fn memory_field(memory: Memory) -> String {
     let share = 100 * memory.node_used_bytes / memory.node_total_bytes.max(1);
     format!(
@@ -139,6 +146,13 @@ mod tests {
     fn a_steps_line_with_a_known_peak_and_no_memory() {
         let record = StepRecord { mfu: Some(0.4123), memory: None, ..example() };
         insta::assert_snapshot!(step_line(&record, 10), @"Train iter: 3/10 30% | loss: 1.2346 | lr: 1.000E-05 | grad norm: 0.512 | tok/s: 51.86K | step time: 1.234s | step tflops: 0.052 | mfu: 41.2% | seqlen: 32.00K | epoch: 0");
+    }
+
+    #[test]
+    fn a_steps_line_on_a_gpu() {
+        let gpu_memory = Some(GpuMemory { gpu_used_bytes: 31_400_000_000, gpu_total_bytes: 150_000_000_000 });
+        let line = step_line(&StepRecord { gpu_memory, ..example() }, 10);
+        assert!(line.contains(" | GPU mem: 31.40 GB / 150.00 GB | CPU mem:"), "{line}");
     }
 
     #[test]

@@ -4,6 +4,7 @@
 mod console;
 mod flops;
 mod format;
+mod gpu;
 mod jsonl;
 mod memory;
 mod plan;
@@ -14,6 +15,7 @@ mod run_json;
 pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line};
 pub use flops::{ModelShape, Pass, Visibility, flops, gpu_peak, model_flops_utilization};
 pub use format::{duration, quantity};
+pub use gpu::{GpuMemory, GpuMonitor, Physical};
 pub use jsonl::{MetricsFile, Start};
 pub use memory::Memory;
 pub use plan::{Console, LogPlan};

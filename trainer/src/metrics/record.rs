@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::gpu::GpuMemory;
 use super::memory::Memory;
 
 /// Describes a finished optimizer step.
@@ -39,6 +40,9 @@ pub struct StepRecord {
     /// Memory after the step, where the system tells.
     #[serde(flatten)]
     pub memory: Option<Memory>,
+    /// Memory of the GPU after the step, in a run on one.
+    #[serde(flatten)]
+    pub gpu_memory: Option<GpuMemory>,
 }
 
 /// Describes an evaluation on held-out data.
@@ -81,6 +85,7 @@ pub(super) fn example() -> StepRecord {
             node_used_bytes: 10_100_000_000,
             node_total_bytes: 80_000_000_000,
         }),
+        gpu_memory: None,
     }
 }
 
@@ -102,7 +107,11 @@ mod tests {
 
     #[test]
     fn a_line_reads_back_with_and_without_memory() {
-        for record in [example(), StepRecord { mfu: Some(0.5), memory: None, ..example() }] {
+        for record in [
+            example(),
+            StepRecord { mfu: Some(0.5), memory: None, ..example() },
+            StepRecord { gpu_memory: Some(GpuMemory { gpu_used_bytes: 1, gpu_total_bytes: 2 }), ..example() },
+        ] {
             let line = serde_json::to_string(&record).unwrap();
             assert_eq!(serde_json::from_str::<StepRecord>(&line).unwrap(), record);
         }

@@ -12,8 +12,8 @@ use serde_json::json;
 use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Tag};
 use crate::data::{Cursor, EvalStream, Ledger, Prepared, Step, Stream};
 use crate::metrics::{
-    EvalRecord, Memory, ModelShape, Pass, Reporter, RunJson, RunReport, Start, StepRecord, Visibility, flops, gpu_peak,
-    model_flops_utilization,
+    EvalRecord, GpuMonitor, Memory, ModelShape, Pass, Reporter, RunJson, RunReport, Start, StepRecord, Visibility,
+    flops, gpu_peak, model_flops_utilization,
 };
 use crate::plan::{Activations, Plan};
 use crate::signals::StopRequests;
@@ -42,6 +42,7 @@ pub(super) struct Session<'a> {
     saves: Saves<'a>,
     /// Operations a second that the device can do, where that is known.
     peak: Option<f64>,
+    monitor: Option<GpuMonitor>,
     started: Instant,
 }
 
@@ -77,8 +78,21 @@ impl<'a> Session<'a> {
             CheckpointError::Io { action: "open the metrics file", path, source }
         })?;
         let progress = state.map_or(Progress::default(), Progress::of);
-        let mut session =
-            Self { run, run_json, stream, reporter, progress, saves, peak: peak(run.engine), started: Instant::now() };
+        let gpu_id = match run.engine.device().location() {
+            DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
+            _ => None,
+        };
+        let mut session = Self {
+            run,
+            run_json,
+            stream,
+            reporter,
+            progress,
+            saves,
+            peak: gpu_id.and_then(peak),
+            monitor: gpu_id.and_then(GpuMonitor::open),
+            started: Instant::now(),
+        };
         session.announce(resumed.as_ref())?;
         if resumed.is_some() {
             session.save_missing()?;
@@ -162,6 +176,7 @@ impl<'a> Session<'a> {
             tokens_per_second: step.n_tokens() as f64 / step_time,
             mfu: self.peak.map(|peak| model_flops_utilization(self.flops(step, Work::Useful), step_time, peak)),
             memory: Memory::now(),
+            gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
         };
         self.reporter.step(&record);
         let (ledger, n_skipped) = (json!(self.ledger()), self.progress.n_skipped);
@@ -282,9 +297,8 @@ enum Work {
     Useful,
 }
 
-/// The peak of the device in the number format of nearly all products, bf16.
-fn peak(engine: &Engine) -> Option<f64> {
-    let DeviceLocation::Cuda { gpu_id } = engine.device().location() else { return None };
+/// The peak of a GPU in the number format of nearly all products, bf16.
+fn peak(gpu_id: usize) -> Option<f64> {
     gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name))
 }
 
