@@ -6,7 +6,8 @@ use candle_core::{Device, Result, Tensor};
 use candlewick_ops::{self as ops, Precision, Weight};
 
 use crate::{
-    Adapter, Config, Cx, LoraConfig, ModelError, ParamSpec, Unit, Weights, block, rope,
+    Adapter, Config, Cx, LoraConfig, ModelError, ParamSpec, Unit, Weights, block,
+    rope::Rope,
     unit::{self, EMBEDDING, FINAL_NORM, LM_HEAD},
 };
 
@@ -16,15 +17,15 @@ pub struct Model {
     config: Config,
     lora: Option<LoraConfig>,
     units: Vec<Unit>,
-    frequencies: Vec<f32>,
+    rope: Rope,
 }
 
 impl Model {
     /// Lays out the units of a model. With an adapter the base is frozen and only the factors are trained.
     pub fn new(config: Config, adapter: Option<LoraConfig>) -> std::result::Result<Model, ModelError> {
         let units = unit::units(&config, adapter.as_ref())?;
-        let frequencies = rope::inverse_frequencies(&config);
-        Ok(Model { config, lora: adapter, units, frequencies })
+        let rope = Rope::new(&config);
+        Ok(Model { config, lora: adapter, units, rope })
     }
 
     /// Returns the config.
@@ -70,7 +71,7 @@ impl Model {
 
     /// Returns the cosines and sines of the rotary angles at `positions`, f32 [t, k/2].
     pub fn rope(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
-        rope::tables(&self.frequencies, positions, device)
+        self.rope.at(positions, device)
     }
 
     /// Looks tokens up: u32 [t] -> [t, d]. As in torch, the padding token's row gets no gradient from here.

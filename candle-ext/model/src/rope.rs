@@ -1,11 +1,13 @@
 //! Rotary tables: the cosine and sine of position times frequency, with the arithmetic of torch in f32.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use candle_core::{Device, Result, Tensor};
 
 use crate::{Config, config::RopeKind};
 
 /// One frequency for each pair of a head's dims.
-pub(crate) fn inverse_frequencies(config: &Config) -> Vec<f32> {
+fn inverse_frequencies(config: &Config) -> Vec<f32> {
     let typed = &config.typed;
     let frequency = |pair: usize| {
         let exponent = (2 * pair) as f32 / typed.head_dim as f32;
@@ -34,13 +36,54 @@ fn scaled(kind: &RopeKind, frequency: f32) -> f32 {
     }
 }
 
-/// Cosines and sines [t, k/2] in f32.
-pub(crate) fn tables(frequencies: &[f32], positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
-    let angles = || positions.iter().flat_map(|&p| frequencies.iter().map(move |f| f64::from(p as f32 * f)));
-    let shape = (positions.len(), frequencies.len());
+/// The rotary tables of a model. What was computed stays on its device, for all positions up to the last one asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct Rope {
+    frequencies: Vec<f32>,
+    known: Arc<Mutex<Option<Tables>>>,
+}
+
+/// Cosines and sines [positions, k/2] in f32.
+#[derive(Clone, Debug)]
+struct Tables {
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rope {
+    pub(crate) fn new(config: &Config) -> Self {
+        Self { frequencies: inverse_frequencies(config), known: Arc::default() }
+    }
+
+    /// Cosines and sines [t, k/2] at these positions, in f32.
+    pub(crate) fn at(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
+        let n_positions = positions.iter().max().map_or(0, |last| *last as usize + 1);
+        let tables = self.tables(n_positions, device)?;
+        let positions = Tensor::new(positions, device)?;
+        Ok((tables.cos.index_select(&positions, 0)?, tables.sin.index_select(&positions, 0)?))
+    }
+
+    fn tables(&self, n_positions: usize, device: &Device) -> Result<Tables> {
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(tables) = known.as_ref()
+            && tables.cos.dim(0)? >= n_positions
+            && tables.cos.device().same_device(device)
+        {
+            return Ok(tables.clone());
+        }
+        // Doubled: decoding asks for one more each time.
+        let tables = compute(&self.frequencies, n_positions.next_power_of_two(), device)?;
+        *known = Some(tables.clone());
+        Ok(tables)
+    }
+}
+
+fn compute(frequencies: &[f32], n_positions: usize, device: &Device) -> Result<Tables> {
+    let angles = || (0..n_positions).flat_map(|p| frequencies.iter().map(move |f| f64::from(p as f32 * f)));
+    let shape = (n_positions, frequencies.len());
     let cos: Vec<f32> = angles().map(|angle| angle.cos() as f32).collect();
     let sin: Vec<f32> = angles().map(|angle| angle.sin() as f32).collect();
-    Ok((Tensor::from_vec(cos, shape, device)?, Tensor::from_vec(sin, shape, device)?))
+    Ok(Tables { cos: Tensor::from_vec(cos, shape, device)?, sin: Tensor::from_vec(sin, shape, device)? })
 }
 
 #[cfg(test)]
@@ -58,12 +101,26 @@ mod tests {
         assert!(between > 1.5e-3 / 8.0 && between < 1.5e-3, "{between}");
     }
 
+    fn rope() -> Rope {
+        Rope { frequencies: vec![1.0, 0.1], known: Arc::default() }
+    }
+
     #[test]
     fn position_zero_turns_nothing() {
-        let (cos, sin) = tables(&[1.0, 0.1], &[0, 3], &Device::Cpu).unwrap();
+        let (cos, sin) = rope().at(&[0, 3], &Device::Cpu).unwrap();
         assert_eq!(cos.dims(), [2, 2]);
         assert_eq!(cos.to_vec2::<f32>().unwrap()[0], [1.0, 1.0]);
         assert_eq!(sin.to_vec2::<f32>().unwrap()[0], [0.0, 0.0]);
         assert!((sin.to_vec2::<f32>().unwrap()[1][1] - 0.3_f32.sin()).abs() < 1e-7);
+    }
+
+    #[test]
+    fn what_is_known_already_is_what_is_computed_anew() {
+        let rows =
+            |rope: &Rope, positions: &[u32]| rope.at(positions, &Device::Cpu).unwrap().0.to_vec2::<f32>().unwrap();
+        let warm = rope();
+        for positions in [&[2, 0, 1][..], &[9], &[0, 1, 0, 1, 300], &[5], &[]] {
+            assert_eq!(rows(&warm, positions), rows(&rope(), positions), "{positions:?}");
+        }
     }
 }
