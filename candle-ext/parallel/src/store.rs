@@ -233,7 +233,7 @@ impl UnitStore {
             0 => None,
             n => Some(Trainable::new(n, n_decayed, dtype, device)?),
         };
-        Ok(Self { unit: unit.clone(), slots, frozen: Tensor::zeros(n_frozen, dtype, device)?, trainable })
+        Ok(Self { unit: unit.clone(), slots, frozen: Tensor::zeros(n_frozen.max(1), dtype, device)?, trainable })
     }
 
     fn value(&self, slot: &Slot, copy: Copy) -> Result<Tensor> {

@@ -46,13 +46,15 @@ struct Key {
 ///
 /// As there.
 pub(super) unsafe fn run(gemm: &Gemm, device: &CudaDevice) -> Result<()> {
+    let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt failed at {gemm:?}: {error}"));
+    device.cuda_stream().context().bind_to_thread().map_err(|error| failed(&error))?;
     let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
     let library = match libraries.entry(device.id()) {
         std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
         std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Library::open(device)?),
     };
     // SAFETY: the caller answers for the addresses.
-    unsafe { library.run(gemm, device) }.map_err(|error| Error::Msg(format!("cuBLASLt failed at {gemm:?}: {error}")))
+    unsafe { library.run(gemm, device) }.map_err(|error| failed(&error))
 }
 
 impl Library {

@@ -47,7 +47,10 @@ impl<'a> Head<'a> {
     pub(super) fn new(x: &'a Tensor, w: &'a Tensor, targets: &'a [Target], sizes: Sizes, chunk: usize) -> Result<Self> {
         same_dtype(OP, x, w)?;
         let upload = |of: fn(&Target) -> usize| {
-            Tensor::new(targets.iter().map(|target| of(target) as u32).collect::<Vec<_>>(), x.device())
+            let mut numbers: Vec<u32> = targets.iter().map(|target| of(target) as u32).collect();
+            // A device has no room for nothing.
+            numbers.resize(targets.len().max(1), 0);
+            Tensor::new(numbers, x.device())
         };
         let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
         let tokens_at_once = (LOGITS / sizes.v.max(1)).clamp(1, chunk);
@@ -73,7 +76,7 @@ impl<'a> Head<'a> {
             }
             return Ok((losses.into_tensor(n), None));
         };
-        let weights = Tensor::new(*weights, self.x.device())?;
+        let weights = Tensor::new(if weights.is_empty() { &[0.0] } else { *weights }, self.x.device())?;
         let dx = Tensor::zeros(self.x.shape(), dtype, self.x.device())?;
         for chunk in self.chunks() {
             let x = self.gather(chunk)?;
