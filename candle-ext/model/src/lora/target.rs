@@ -129,10 +129,7 @@ impl LoraConfig {
     /// Every name in the list must match something: a misspelt one would otherwise train less than was asked for.
     fn refuse_unmatched(&self, config: &Config) -> Result<(), ModelError> {
         let Names::List(list) = &self.target_modules else { return Ok(()) };
-        let modules: Vec<String> = (0..config.n_layers())
-            .flat_map(|block_idx| unit::linears(config, block_idx))
-            .map(|linear| linear.module)
-            .collect();
+        let modules = modules(config);
         match list.iter().find(|name| !modules.iter().any(|module| has_suffix(module, name))) {
             Some(name) => {
                 let hint = did_you_mean(name, short_names(config).iter().map(String::as_str));
@@ -152,10 +149,7 @@ impl LoraConfig {
             let problem = format!("there is no layer {layer}; the last one is {last}");
             return Err(ModelError::lora("layers_to_transform", problem));
         }
-        let modules: Vec<String> = (0..config.n_layers())
-            .flat_map(|block_idx| unit::linears(config, block_idx))
-            .map(|linear| linear.module)
-            .collect();
+        let modules = modules(config);
         let ranks = self.rank_pattern.iter().map(|(name, _)| ("rank_pattern", name));
         let alphas = self.alpha_pattern.iter().map(|(name, _)| ("alpha_pattern", name));
         for (key, name) in ranks.chain(alphas) {
@@ -176,6 +170,12 @@ impl LoraConfig {
             None => Ok(()),
         }
     }
+}
+
+/// Every linear layer of every block.
+fn modules(config: &Config) -> Vec<String> {
+    let linears = (0..config.n_layers()).flat_map(|block_idx| unit::linears(config, block_idx));
+    linears.map(|linear| linear.module).collect()
 }
 
 fn short_names(config: &Config) -> Vec<String> {

@@ -8,9 +8,8 @@ use crate::cuda::{Arg, address, gpu, kernels, suffix};
 kernels!("adamw");
 
 const OP: &str = "adamw";
-const THREADS: usize = 256;
-/// Elements of a block, about.
-const BLOCK: usize = 4 * THREADS;
+/// Elements of a thread, about.
+const PER_THREAD: usize = 4;
 
 /// Updates master, its two moments and perhaps the compute copy.
 pub(super) fn run(
@@ -34,7 +33,7 @@ pub(super) fn run(
     args.extend(factors(hyper).map(|factor| Arg::F32(factor as f32)));
     let name = format!("step_{}", suffix(OP, compute.map_or(DType::F32, Tensor::dtype))?);
     // SAFETY: all have n elements, the copy those of the kernel's format; each lies in a buffer of its own.
-    unsafe { KERNELS.launch(on, &name, [n.div_ceil(BLOCK), 1, 1], THREADS, &args) }
+    unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args) }
 }
 
 /// The kernel's scalars. With c = sqrt(1 - b2^step), m / (sqrt(v) / c + eps) is c m / (sqrt(v) + c eps).

@@ -74,3 +74,34 @@ __device__ __forceinline__ float block_sum(float x) {
     __syncthreads();
     return warp_sum(lane < n_warps ? of_warp[lane] : 0.0f);
 }
+
+// partial[part] = the sum of value(row, column) over that part's rows, for n columns of t rows. A block of 256 threads has
+// 32 columns; its 8 warps share out the rows of its part, blockIdx.y, in a fixed order.
+template <typename F> __device__ __forceinline__ void sum_columns(F value, float* partial, int t, int n) {
+    __shared__ float of_warp[8][33];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int column = blockIdx.x * 32 + lane;
+    const int n_rows = (t + gridDim.y - 1) / gridDim.y;
+    const int end = min(t, static_cast<int>(blockIdx.y + 1) * n_rows);
+    float sum = 0.0f;
+    if (column < n) {
+        for (long long row = blockIdx.y * n_rows + warp; row < end; row += 8) sum += value(row, column);
+    }
+    of_warp[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && column < n) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) total += of_warp[i][lane];
+        partial[static_cast<long long>(blockIdx.y) * n + column] = total;
+    }
+}
+
+// total += the sum over parts, a thread for each of n columns
+__device__ __forceinline__ void add_parts_to(float* total, const float* partial, int n_parts, int n) {
+    const int column = blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= n) return;
+    float sum = 0.0f;
+    for (int part = 0; part < n_parts; ++part) sum += partial[static_cast<long long>(part) * n + column];
+    total[column] += sum;
+}

@@ -42,6 +42,12 @@ impl Matrix {
 }
 
 impl Gemm {
+    /// A product of these sizes, m, n and k, that is not added and has no bias. Its matrices are still to be named.
+    pub(crate) fn new([m, n, k]: [usize; 3], dtype: DType) -> Self {
+        let nowhere = Matrix::plain(0);
+        Self { m, n, k, a: nowhere, b: nowhere, dtype, c: 0, c_dtype: dtype, accumulate: false, bias: None }
+    }
+
     /// Computes the product.
     ///
     /// # Safety

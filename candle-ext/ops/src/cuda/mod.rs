@@ -5,6 +5,7 @@
 //!
 //! With the feature `emulate` the same kernels also run on the CPU, over tensors there: see [`emulator`].
 
+pub(crate) mod columns;
 #[cfg(feature = "cuda")]
 mod cublas_lt;
 #[cfg(feature = "cuda")]
@@ -15,6 +16,9 @@ pub(crate) mod gemm;
 
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+
+/// Threads of a block that walks a flat buffer.
+pub(crate) const FLAT_THREADS: usize = 256;
 
 /// An address on the device.
 pub(crate) type Address = u64;
@@ -99,6 +103,23 @@ impl Kernels {
             #[cfg(feature = "emulate")]
             Gpu::Emulated(_) => unsafe { emulator::launch(self, name, grid, threads as u32, args) },
         }
+    }
+
+    /// Launches `name` on a grid of n elements, about `per_thread` of them for each thread.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Kernels::launch`].
+    pub(crate) unsafe fn launch_flat(
+        &self,
+        gpu: Gpu,
+        name: &str,
+        n: usize,
+        per_thread: usize,
+        args: &[Arg],
+    ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(gpu, name, [n.div_ceil(per_thread * FLAT_THREADS), 1, 1], FLAT_THREADS, args) }
     }
 }
 

@@ -8,9 +8,8 @@ use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 kernels!("dropout");
 
 const OP: &str = "dropout";
-const THREADS: usize = 256;
-/// Elements of a block, about.
-const BLOCK: usize = 8 * THREADS;
+/// Elements of a thread, about.
+const PER_THREAD: usize = 8;
 
 /// Returns y = x mask / (1 - p).
 pub(super) fn apply(x: &Tensor, spec: Dropout) -> Result<Out> {
@@ -27,6 +26,6 @@ pub(super) fn apply(x: &Tensor, spec: Dropout) -> Result<Out> {
     ];
     let name = format!("apply_{}", suffix(OP, x.dtype())?);
     // SAFETY: both have n elements of one format.
-    unsafe { KERNELS.launch(on, &name, [n.div_ceil(BLOCK), 1, 1], THREADS, &args)? };
+    unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
     Ok(y)
 }

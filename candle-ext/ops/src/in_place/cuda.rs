@@ -2,13 +2,12 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
+use crate::cuda::{Arg, FLAT_THREADS, Out, address, gpu, kernels, suffix};
 
 kernels!("in_place");
 
-const THREADS: usize = 256;
-/// Elements of a block, about.
-const BLOCK: usize = 8 * THREADS;
+/// Elements of a thread, about.
+const PER_THREAD: usize = 8;
 /// The most blocks that sum, whatever the device has room for: the order of the sum must not depend on it.
 const PARTS: usize = 1024;
 
@@ -17,7 +16,7 @@ pub(super) fn zero(x: &Tensor) -> Result<()> {
     let n = x.elem_count() * x.dtype().size_in_bytes() / 2;
     let args = [Arg::Address(address("zero_", x)?), Arg::I64(n as i64)];
     // SAFETY: n elements of two bytes are what x has.
-    unsafe { KERNELS.launch(gpu("zero_", x)?, "zero_16_bits", [n.div_ceil(BLOCK), 1, 1], THREADS, &args) }
+    unsafe { KERNELS.launch_flat(gpu("zero_", x)?, "zero_16_bits", n, PER_THREAD, &args) }
 }
 
 /// dst = src, rounded to dst's format.
@@ -27,7 +26,7 @@ pub(super) fn copy(dst: &Tensor, src: &Tensor) -> Result<()> {
     let args = [Arg::Address(address(OP, src)?), Arg::Address(address(OP, dst)?), Arg::I64(n as i64)];
     let name = format!("copy_{}_{}", suffix(OP, src.dtype())?, suffix(OP, dst.dtype())?);
     // SAFETY: both have n elements, each of its format in the name; they do not overlap.
-    unsafe { KERNELS.launch(gpu(OP, dst)?, &name, [n.div_ceil(BLOCK), 1, 1], THREADS, &args) }
+    unsafe { KERNELS.launch_flat(gpu(OP, dst)?, &name, n, PER_THREAD, &args) }
 }
 
 /// The sum of squares, an f64 scalar.
@@ -35,14 +34,14 @@ pub(super) fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
     const OP: &str = "sum_of_squares";
     let on = gpu(OP, x)?;
     let n = x.elem_count();
-    let n_parts = n.div_ceil(BLOCK).clamp(1, PARTS);
+    let n_parts = n.div_ceil(PER_THREAD * FLAT_THREADS).clamp(1, PARTS);
     let (parts, total) = (Out::new(on, DType::F64, n_parts)?, Out::new(on, DType::F64, 1)?);
     let args = [Arg::Address(address(OP, x)?), Arg::Address(parts.address), Arg::I64(n as i64)];
     let name = format!("sum_squares_{}", suffix(OP, x.dtype())?);
     // SAFETY: x has n elements, parts one for each block.
-    unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], THREADS, &args)? };
+    unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], FLAT_THREADS, &args)? };
     let args = [Arg::Address(parts.address), Arg::Address(total.address), Arg::I32(n_parts as i32)];
     // SAFETY: parts has n_parts elements, total one.
-    unsafe { KERNELS.launch(on, "add_parts", [1, 1, 1], THREADS, &args)? };
+    unsafe { KERNELS.launch(on, "add_parts", [1, 1, 1], FLAT_THREADS, &args)? };
     Ok(total.into_tensor(()))
 }

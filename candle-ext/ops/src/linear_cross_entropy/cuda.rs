@@ -166,7 +166,7 @@ impl<'a> Head<'a> {
             b: Matrix::transposed(address(OP, self.w)?),
             c: logits.address,
             c_dtype: DType::F32,
-            ..self.gemm([chunk.len, self.sizes.v, self.sizes.d])
+            ..Gemm::new([chunk.len, self.sizes.v, self.sizes.d], self.x.dtype())
         };
         // SAFETY: x is [len, d], w [v, d], the logits a new [len, v].
         unsafe { gemm.run(self.gpu)? };
@@ -180,7 +180,7 @@ impl<'a> Head<'a> {
             a: Matrix::plain(d_logits.address),
             b: Matrix::plain(address(OP, self.w)?),
             c: dx_chunk.address,
-            ..self.gemm([chunk.len, d, v])
+            ..Gemm::new([chunk.len, d, v], self.x.dtype())
         };
         // SAFETY: d_logits is [len, v], w [v, d], dx_chunk a new [len, d].
         unsafe { gemm.run(self.gpu)? };
@@ -196,15 +196,9 @@ impl<'a> Head<'a> {
             c: address(OP, dw)?,
             c_dtype: DType::F32,
             accumulate: true,
-            ..self.gemm([self.sizes.v, self.sizes.d, chunk.len])
+            ..Gemm::new([self.sizes.v, self.sizes.d, chunk.len], self.x.dtype())
         };
         // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d] in f32.
         unsafe { gemm.run(self.gpu) }
-    }
-
-    /// A product of these sizes whose matrices are still to be named.
-    fn gemm(&self, [m, n, k]: [usize; 3]) -> Gemm {
-        let (dtype, nowhere) = (self.x.dtype(), Matrix::plain(0));
-        Gemm { m, n, k, a: nowhere, b: nowhere, dtype, c: 0, c_dtype: dtype, accumulate: false, bias: None }
     }
 }

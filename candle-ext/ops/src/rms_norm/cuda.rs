@@ -2,17 +2,12 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::cuda::{Arg, Out, address, gpu, kernels, same_dtype, suffix};
+use crate::cuda::{Arg, Out, address, columns, gpu, kernels, same_dtype, suffix};
 
 kernels!("rms_norm");
 
 const OP: &str = "rms_norm";
 const WARP: usize = 32;
-/// Threads of a block that sums columns.
-const COLUMNS: usize = 256;
-
-/// Parts of the rows whose sums are added one after another: fixed, so that the result is the same every time.
-const PARTS: usize = 16;
 
 /// Threads of a block that computes a row: eight elements each, as far as that goes.
 fn row_threads(d: usize) -> usize {
@@ -60,22 +55,9 @@ pub(super) fn grad_x(x: &Tensor, w: &Tensor, dy: &Tensor, rstd: &Tensor) -> Resu
 
 /// dw += the sum of dy n over rows.
 pub(super) fn add_grad_w(x: &Tensor, dy: &Tensor, rstd: &Tensor, dw: &Tensor) -> Result<()> {
-    let on = gpu(OP, x)?;
-    let (t, d) = (rstd.elem_count(), dw.elem_count());
-    let partial = Out::new(on, DType::F32, PARTS * d)?;
-    let args = [
-        Arg::Address(address(OP, x)?),
-        Arg::Address(address(OP, dy)?),
-        Arg::Address(address(OP, rstd)?),
-        Arg::Address(partial.address),
-        Arg::I32(t as i32),
-        Arg::I32(d as i32),
-    ];
+    let inputs = [address(OP, x)?, address(OP, dy)?, address(OP, rstd)?];
+    let sizes = [rstd.elem_count(), dw.elem_count()];
     let name = format!("partial_grad_w_{}", suffix(OP, x.dtype())?);
-    // SAFETY: x and dy have t rows of d elements, rstd t elements, partial PARTS rows of d.
-    unsafe { KERNELS.launch(on, &name, [d.div_ceil(WARP), PARTS, 1], COLUMNS, &args)? };
-    let args =
-        [Arg::Address(partial.address), Arg::Address(address(OP, dw)?), Arg::I32(PARTS as i32), Arg::I32(d as i32)];
-    // SAFETY: partial has PARTS rows of d elements, dw one.
-    unsafe { KERNELS.launch(on, "add_parts", [d.div_ceil(COLUMNS), 1, 1], COLUMNS, &args) }
+    // SAFETY: x and dy have t rows of d elements, rstd t elements, dw d.
+    unsafe { columns::add_sums(&KERNELS, gpu(OP, x)?, &name, &inputs, sizes, address(OP, dw)?) }
 }

@@ -54,39 +54,18 @@ __device__ void grad_x(const T* x, const T* w, const T* dy, const float* rstd, T
     }
 }
 
-// partial[part] = the sum of dy n over that part's rows. A block has 32 columns and 8 warps, which share out the rows of
-// its part in a fixed order.
+// The sums of dy n over parts of the rows.
 template <typename T>
 __device__ void partial_grad_w(const T* x, const T* dy, const float* rstd, float* partial, int t, int d) {
-    __shared__ float of_warp[8][33];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int column = blockIdx.x * 32 + lane;
-    const int n_rows = (t + gridDim.y - 1) / gridDim.y;
-    const int end = min(t, static_cast<int>(blockIdx.y + 1) * n_rows);
-    float sum = 0.0f;
-    if (column < d) {
-        for (long long row = blockIdx.y * n_rows + warp; row < end; row += 8) {
-            const long long i = row * d + column;
-            sum += widen(dy[i]) * widen(narrow<T>(widen(x[i]) * rstd[row]));
-        }
-    }
-    of_warp[warp][lane] = sum;
-    __syncthreads();
-    if (warp == 0 && column < d) {
-        float total = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) total += of_warp[i][lane];
-        partial[static_cast<long long>(blockIdx.y) * d + column] = total;
-    }
+    const auto product = [=](long long row, int column) {
+        const long long i = row * d + column;
+        return widen(dy[i]) * widen(narrow<T>(widen(x[i]) * rstd[row]));
+    };
+    sum_columns(product, partial, t, d);
 }
 
-// dw += the sum over parts, a thread for each column
 extern "C" __global__ void add_parts(const float* partial, float* dw, int n_parts, int d) {
-    const int column = blockIdx.x * blockDim.x + threadIdx.x;
-    if (column >= d) return;
-    float sum = 0.0f;
-    for (int part = 0; part < n_parts; ++part) sum += partial[static_cast<long long>(part) * d + column];
-    dw[column] += sum;
+    add_parts_to(dw, partial, n_parts, d);
 }
 
 #define KERNELS(T, suffix)                                                                                         \

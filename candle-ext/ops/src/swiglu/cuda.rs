@@ -7,9 +7,8 @@ use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 kernels!("swiglu");
 
 const OP: &str = "swiglu";
-const THREADS: usize = 256;
-/// Elements of a block, about.
-const BLOCK: usize = 8 * THREADS;
+/// Elements of a thread, about.
+const PER_THREAD: usize = 8;
 
 /// Returns y.
 pub(super) fn forward(gate: &Tensor, up: &Tensor) -> Result<Out> {
@@ -20,7 +19,7 @@ pub(super) fn forward(gate: &Tensor, up: &Tensor) -> Result<Out> {
         [Arg::Address(address(OP, gate)?), Arg::Address(address(OP, up)?), Arg::Address(y.address), Arg::I64(n as i64)];
     let name = format!("forward_{}", suffix(OP, gate.dtype())?);
     // SAFETY: all have n elements of one format.
-    unsafe { KERNELS.launch(on, &name, [n.div_ceil(BLOCK), 1, 1], THREADS, &args)? };
+    unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
     Ok(y)
 }
 
@@ -39,6 +38,6 @@ pub(super) fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tenso
     ];
     let name = format!("backward_{}", suffix(OP, gate.dtype())?);
     // SAFETY: all have n elements of one format.
-    unsafe { KERNELS.launch(on, &name, [n.div_ceil(BLOCK), 1, 1], THREADS, &args)? };
+    unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
     Ok((d_gate.into_tensor(gate.shape()), d_up.into_tensor(gate.shape())))
 }
