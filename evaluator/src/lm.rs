@@ -9,7 +9,7 @@ use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::Seqs;
-use candlewick_parallel::{Engine, Micro, Mode, Residency, Resident};
+use candlewick_parallel::{Engine, Formats, Micro, Mode, Residency, Resident};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::template::{ChatTemplate, Ending};
 use candlewick_text::tokenizer::{Specials, Tokenizer};
@@ -45,7 +45,7 @@ impl Lm {
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let config = Config::read(folder)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
-        let store = Resident::new(&model, dtype, Mode::Infer, &device)?;
+        let store = Resident::new(&model, Formats::computing_in(dtype), Mode::Infer, &device)?;
         let base = Checkpoint::open(folder)?;
         let base = Origin::Checkpoint(&base);
         let notes = fill(&store, &model, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;

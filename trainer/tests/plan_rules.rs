@@ -7,6 +7,7 @@ use candlewick_model::Config;
 use serde_json::json;
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 use trainer::metrics::Console;
+use candlewick_ops::LossScaling;
 use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan};
 use trainer::recipe::{Loaded, RecipeError};
 use trainer::schedule::{Floor, Shape, Span};
@@ -71,7 +72,7 @@ fn what_is_not_implemented_is_refused_by_name() {
         "data.sources.0.kwargs={streaming: true}",
         "data.sources.0.sql=select",
         "deepspeed.zero_optimization.offload_optimizer.device=cpu",
-        "deepspeed.bf16.bf16_optimizer_states=true",
+        "deepspeed.bf16.bf16_master_weights_and_grads=true",
         "deepspeed.torch_autocast.enabled=true",
         "deepspeed.train_batch_size=8",
         "deepspeed.zero_optimization.zero_hpz_partition_size=8",
@@ -79,8 +80,33 @@ fn what_is_not_implemented_is_refused_by_name() {
         let key = argument.split('=').next().unwrap();
         refused(&[argument], &[&format!("argument `{argument}`:"), key, "not implemented yet"]);
     }
-    refused(&["model.dtype=fp16"], &["fp16 is not implemented yet: it needs loss scaling"]);
     refused(&["code=mine.py"], &["code: Python code (mine.py) is not supported"]);
+}
+
+#[test]
+fn half_precision_scales_losses_as_deepspeed_does() {
+    let scaling = |arguments: &[&str]| plan(arguments).optimizer.loss_scaling;
+    assert_eq!(scaling(&[]), LossScaling::NONE);
+    let default = LossScaling { initial: 65536.0, window: 1000, hysteresis: 2, min: 1.0 };
+    assert_eq!(plan(&["model.dtype=fp16"]).model.dtype, ComputeDtype::F16);
+    assert_eq!(scaling(&["model.dtype=fp16"]), default);
+    let own = ["model.dtype=fp16", "deepspeed.fp16={enabled: true, initial_scale_power: 8, loss_scale_window: 50}"];
+    assert_eq!(scaling(&own), LossScaling { initial: 256.0, window: 50, ..default });
+    let fixed = LossScaling { initial: 128.0, window: 0, hysteresis: 1, min: 128.0 };
+    assert_eq!(scaling(&["model.dtype=fp16", "deepspeed.fp16.loss_scale=128"]), fixed);
+    let idle = plan(&["deepspeed.fp16={enabled: false, hysteresis: 4}"]);
+    assert_eq!(idle.optimizer.loss_scaling, LossScaling::NONE);
+    assert!(idle.notes.iter().any(|note| note.contains("deepspeed.fp16.hysteresis has no effect")), "{:?}", idle.notes);
+    refused(&["deepspeed.fp16.enabled=true"], &["deepspeed.fp16.enabled: true contradicts model.dtype"]);
+    refused(&["model.dtype=fp16", "deepspeed.bf16.enabled=true"], &["contradicts model.dtype"]);
+    refused(&["deepspeed.fp16.loss_scale_window=0"], &["expected a whole number from 1 to 1000000, found 0"]);
+}
+
+#[test]
+fn moments_are_bf16_if_the_recipe_says_so() {
+    assert_eq!(plan(&[]).optimizer.moments, ComputeDtype::F32);
+    assert_eq!(plan(&["deepspeed.bf16.bf16_optimizer_states=true"]).optimizer.moments, ComputeDtype::Bf16);
+    refused(&["deepspeed.bf16.bf16_optimizer_states=1"], &["expected true or false, found 1"]);
 }
 
 #[test]

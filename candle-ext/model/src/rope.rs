@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{Device, Result, Tensor};
+use candlewick_ops::upload;
 
 use crate::{Config, config::RopeKind};
 
@@ -59,7 +60,7 @@ impl Rope {
     pub(crate) fn at(&self, positions: &[u32], device: &Device) -> Result<(Tensor, Tensor)> {
         let n_positions = positions.iter().max().map_or(0, |last| *last as usize + 1);
         let tables = self.tables(n_positions, device)?;
-        let positions = Tensor::new(positions, device)?;
+        let positions = upload(positions, positions.len(), device)?;
         Ok((tables.cos.index_select(&positions, 0)?, tables.sin.index_select(&positions, 0)?))
     }
 

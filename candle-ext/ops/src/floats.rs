@@ -116,6 +116,14 @@ impl<'a> FloatsMut<'a> {
         }
     }
 
+    pub(crate) fn floats(&self) -> Floats<'_> {
+        match self {
+            Self::F32(data) => Floats::F32(data),
+            Self::Bf16(data) => Floats::Bf16(data),
+            Self::F16(data) => Floats::F16(data),
+        }
+    }
+
     /// Writes `values` from `start` on, each rounded to nearest even.
     pub(crate) fn write(&mut self, start: usize, values: &[f32]) {
         let range = start..start + values.len();

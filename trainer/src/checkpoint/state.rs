@@ -1,6 +1,7 @@
 //! What a save holds, seen from here: tensors that an engine gives and takes in pieces, and the
 //! numbers of the loop. Nothing here knows what an optimizer or a data set is.
 
+use candlewick_ops::ScalerState;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -61,6 +62,9 @@ pub struct RunState {
     /// Steps that were skipped because a loss or gradient was not finite.
     #[serde(default)]
     pub n_skipped: usize,
+    /// How gradients were judged so far; older saves have none.
+    #[serde(default)]
+    pub scaler: Option<ScalerState>,
     /// What a later start may change, but is told of: the optimizer, the schedule, the seed.
     #[serde(default)]
     pub settings: Fingerprint,

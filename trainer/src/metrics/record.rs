@@ -18,6 +18,9 @@ pub struct StepRecord {
     pub loss: f64,
     /// The gradient's norm before clipping.
     pub grad_norm: f64,
+    /// What the next step's losses are multiplied by, in half precision.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
     /// Mean tokens of a micro-batch, padding included.
     pub seqlen: f64,
     /// Mean seconds of a micro-batch's forward and backward.
@@ -70,6 +73,7 @@ pub(super) fn example() -> StepRecord {
         lr: 1e-5,
         loss: 1.23456,
         grad_norm: 0.5119,
+        loss_scale: None,
         seqlen: 32_000.0,
         iter_time: 0.3,
         iter_tflops: 0.06,

@@ -2,6 +2,8 @@
 
 use serde_json::Value;
 
+use candlewick_ops::LossScaling;
+
 use super::resolver::Resolver;
 use crate::recipe::{Dtype, parse_number};
 
@@ -31,13 +33,26 @@ const WITHOUT_EFFECT: &[&str] = &[
 /// Keys that may only have their harmless value.
 const ONLY: &[(&str, Harmless)] = &[
     ("bf16.bf16_master_weights_and_grads", Harmless::False),
-    ("bf16.bf16_optimizer_states", Harmless::False),
-    ("fp16.enabled", Harmless::False),
+    ("fp16.auto_cast", Harmless::False),
+    ("fp16.consecutive_hysteresis", Harmless::False),
     ("prescale_gradients", Harmless::False),
     ("torch_autocast.enabled", Harmless::False),
     ("wall_clock_breakdown", Harmless::False),
     ("zero_optimization.offload_optimizer.device", Harmless::None),
     ("zero_optimization.offload_param.device", Harmless::None),
+];
+
+/// Moments in bf16 instead of f32.
+const BF16_MOMENTS: &str = "bf16.bf16_optimizer_states";
+
+/// How losses are scaled in half precision: the key, DeepSpeed's default, the least and the largest value. A
+/// `loss_scale` of 0 adapts itself.
+const SCALING: [(&str, f64, f64, f64); 5] = [
+    ("fp16.loss_scale", 0.0, 0.0, 4_294_967_296.0),
+    ("fp16.initial_scale_power", 16.0, 0.0, 32.0),
+    ("fp16.loss_scale_window", 1000.0, 1.0, 1e6),
+    ("fp16.hysteresis", 2.0, 1.0, 1e6),
+    ("fp16.min_loss_scale", 1.0, 1.0, 4_294_967_296.0),
 ];
 
 /// The value with which a key asks for nothing.
@@ -71,7 +86,13 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
         "zero_optimization.stage" if number(value).is_none_or(|stage| ![0.0, 1.0, 2.0, 3.0].contains(&stage)) => {
             resolver.wrong(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
         }
-        "bf16.enabled" | "bfloat16.enabled" => check_bf16(resolver, &path, value),
+        "bf16.enabled" | "bfloat16.enabled" => check_format(resolver, &path, value, Dtype::Bf16),
+        "fp16.enabled" => check_format(resolver, &path, value, Dtype::F16),
+        BF16_MOMENTS if !value.is_boolean() => {
+            resolver.wrong(&[&path], format!("{path}: expected true or false, found {value}"));
+        }
+        BF16_MOMENTS => {}
+        _ if SCALING.iter().any(|(name, ..)| *name == key) => check_scaling(resolver, key, &path, value),
         _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect on one process")),
         _ => check_only(resolver, key, &path, value),
     }
@@ -90,9 +111,52 @@ fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
     }
 }
 
-fn check_bf16(resolver: &mut Resolver, path: &str, value: &Value) {
-    let is_bf16 = !matches!(resolver.recipe().model.dtype, Some(Dtype::F32 | Dtype::F16));
-    if *value != Value::Bool(is_bf16) {
+/// A number of the `fp16` section.
+fn check_scaling(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
+    let Some((_, _, least, most)) = SCALING.iter().find(|(name, ..)| *name == key) else { return };
+    match number(value) {
+        Some(n) if (*least..=*most).contains(&n) && n.fract() == 0.0 => {}
+        _ => resolver.wrong(&[path], format!("{path}: expected a whole number from {least} to {most}, found {value}")),
+    }
+    if resolver.recipe().model.dtype != Some(Dtype::F16) {
+        resolver.note(format!("{path} has no effect: model.dtype is not f16"));
+    }
+}
+
+/// Whether the section asks for moments in bf16.
+pub(super) fn bf16_moments(resolver: &mut Resolver) -> bool {
+    let path = format!("deepspeed.{BF16_MOMENTS}");
+    let asked = lookup(&resolver.recipe().deepspeed, BF16_MOMENTS) == Some(&Value::Bool(true));
+    if asked {
+        let origin = resolver.loaded.origin(&[&path]);
+        resolver.record(&path, asked, origin);
+    }
+    asked
+}
+
+/// How the section scales losses: what it leaves out is as in DeepSpeed.
+pub(super) fn loss_scaling(resolver: &mut Resolver) -> LossScaling {
+    let [fixed, power, window, hysteresis, min] = [0, 1, 2, 3, 4].map(|at| {
+        let (key, default, ..) = SCALING[at];
+        let path = format!("deepspeed.{key}");
+        let origin = resolver.loaded.origin(&[&path]);
+        let given = lookup(&resolver.recipe().deepspeed, key).and_then(number);
+        resolver.record(&path, given.unwrap_or(default), origin)
+    });
+    if fixed > 0.0 {
+        return LossScaling { initial: fixed, window: 0, hysteresis: 1, min: fixed };
+    }
+    LossScaling { initial: power.exp2(), window: window as usize, hysteresis: hysteresis as usize, min }
+}
+
+fn lookup<'a>(map: &'a serde_json::Map<String, Value>, path: &str) -> Option<&'a Value> {
+    let (first, rest) = path.split_once('.')?;
+    map.get(first)?.get(rest)
+}
+
+fn check_format(resolver: &mut Resolver, path: &str, value: &Value, format: Dtype) {
+    let is_it = resolver.recipe().model.dtype.unwrap_or(Dtype::Bf16) == format;
+    if *value != Value::Bool(is_it) {
         let advice = "remove the key: the number format is model.dtype";
         resolver.wrong_because(&[path], format!("{path}: {value} contradicts model.dtype"), advice);
     }

@@ -18,7 +18,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 
 use candlewick_model::{Config, LoraConfig};
-use candlewick_ops::DeviceChoice;
+use candlewick_ops::{DeviceChoice, LossScaling};
 use serde::{Serialize, Serializer};
 
 use crate::checkpoint::CheckpointPlan;
@@ -116,6 +116,8 @@ pub enum ComputeDtype {
     Bf16,
     /// Single precision.
     F32,
+    /// Half precision.
+    F16,
 }
 
 /// What blocks keep for backward.
@@ -170,6 +172,10 @@ pub struct OptimizerPlan {
     pub eps: f64,
     /// The largest global norm of a gradient; `None` does not clip.
     pub gradient_clipping: Option<f64>,
+    /// The number format of the moments: f32 or bf16.
+    pub moments: ComputeDtype,
+    /// The factor on losses, which half precision needs.
+    pub loss_scaling: LossScaling,
 }
 
 /// Evaluation during training.
@@ -228,7 +234,7 @@ impl Plan {
         let model = model::resolve(&mut resolver);
         let tokenizer = model::resolve_tokenizer(&mut resolver);
         let data = batches::resolve(&mut resolver, kind, &model, &tokenizer);
-        let optimizer = optimizer::resolve(&mut resolver);
+        let optimizer = optimizer::resolve(&mut resolver, model.dtype);
         let schedule = optimizer::resolve_schedule(&mut resolver);
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
         let eval = output::resolve_eval(&mut resolver, &data);

@@ -25,7 +25,8 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     let init = init(resolver, &reshaped);
     let dtype = match resolver.pick("model.dtype", model.dtype, Dtype::Bf16) {
         Dtype::F32 => ComputeDtype::F32,
-        Dtype::Bf16 | Dtype::F16 => ComputeDtype::Bf16,
+        Dtype::Bf16 => ComputeDtype::Bf16,
+        Dtype::F16 => ComputeDtype::F16,
     };
     if !matches!(model.attn_implementation, None | Some(Attention::Sdpa)) {
         resolver.note("model.attn_implementation: there is one attention here; every value computes the same numbers");

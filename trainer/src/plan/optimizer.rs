@@ -1,8 +1,9 @@
 //! The optimizer and its learning rate.
 
-use super::OptimizerPlan;
-use super::deepspeed;
+use candlewick_ops::LossScaling;
+
 use super::resolver::Resolver;
+use super::{ComputeDtype, OptimizerPlan, deepspeed};
 use crate::data::{DataPlan, Horizon};
 use crate::recipe::{HumanFloat, OptimizerType, Origin, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
 use crate::schedule::{Floor, Ramp, Schedule, Shape, Span};
@@ -10,7 +11,7 @@ use crate::schedule::{Floor, Ramp, Schedule, Shape, Span};
 const LR: &str = "optimizer.learning_rate";
 const KWARGS: &str = "scheduler.scheduler_specific_kwargs";
 
-pub(super) fn resolve(resolver: &mut Resolver) -> OptimizerPlan {
+pub(super) fn resolve(resolver: &mut Resolver, dtype: ComputeDtype) -> OptimizerPlan {
     let optimizer = &resolver.recipe().optimizer;
     resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam);
     let origin = resolver.loaded.origin(&[LR, "optimizer.lr"]);
@@ -30,7 +31,13 @@ pub(super) fn resolve(resolver: &mut Resolver) -> OptimizerPlan {
     if eps <= 0.0 {
         resolver.wrong(&["optimizer.eps"], format!("optimizer.eps: expected above 0, found {eps}"));
     }
-    OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping: gradient_clipping(resolver) }
+    let gradient_clipping = gradient_clipping(resolver);
+    let moments = if deepspeed::bf16_moments(resolver) { ComputeDtype::Bf16 } else { ComputeDtype::F32 };
+    let loss_scaling = match dtype {
+        ComputeDtype::F16 => deepspeed::loss_scaling(resolver),
+        ComputeDtype::Bf16 | ComputeDtype::F32 => LossScaling::NONE,
+    };
+    OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping, moments, loss_scaling }
 }
 
 fn gradient_clipping(resolver: &mut Resolver) -> Option<f64> {

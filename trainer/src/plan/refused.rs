@@ -1,7 +1,7 @@
 //! Keys of the schema that are not implemented yet: refused by name where they would change the run, never ignored.
 
 use super::resolver::Resolver;
-use crate::recipe::{ArcticMoe, DataSource, DataType, Dtype, HumanInt, OptimizerType, SourceType};
+use crate::recipe::{ArcticMoe, DataSource, DataType, HumanInt, OptimizerType, SourceType};
 
 pub(super) fn check(resolver: &mut Resolver) {
     top_level(resolver);
@@ -48,10 +48,6 @@ fn parts(resolver: &mut Resolver) {
     refuse(resolver, "wandb.enable", recipe.wandb.enable == Some(true));
     refuse(resolver, "tokenizer.tokenize_kwargs", !recipe.tokenizer.tokenize_kwargs.is_empty());
     refuse(resolver, "data.repeat_to_pack_max_length", recipe.data.repeat_to_pack_max_length == Some(true));
-    if recipe.model.dtype == Some(Dtype::F16) {
-        let message = "model.dtype: fp16 is not implemented yet: it needs loss scaling";
-        resolver.wrong_because(&["model.dtype"], message, "use bf16 or f32");
-    }
 }
 
 fn preferences(resolver: &mut Resolver) {

@@ -28,9 +28,9 @@ pub struct Model {
     /// Builds the model from a Hugging Face config instead of a checkpoint: either the map itself or the path of a
     /// `config.json`. The weights are drawn as transformers draws them, from `seed`.
     pub config: Option<ConfigSource>,
-    /// The number format of the weights in forward and backward: `bf16` (default) or `f32`, with the aliases of
-    /// ArcticTraining (`bfloat16`, `torch.bfloat16`, `fp32`, `float`, ...). The optimizer's master weights are
-    /// always f32. `fp16` is not implemented yet (it needs loss scaling).
+    /// The number format of the weights in forward and backward: `bf16` (default), `f32` or `fp16`, with the aliases of
+    /// ArcticTraining (`bfloat16`, `torch.bfloat16`, `float`, `half`, ...). The optimizer's master weights and the
+    /// gradients are always f32. `fp16` scales losses as `deepspeed.fp16` says, by default as DeepSpeed does.
     pub dtype: Option<Dtype>,
     /// The name that ArcticTraining gives a saved model. Not implemented yet: the folder is named by
     /// `checkpoint.output_dir`.

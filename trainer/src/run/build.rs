@@ -7,7 +7,7 @@ use candle_core::DType;
 use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Model};
-use candlewick_parallel::{Engine, Mode, Residency, Resident};
+use candlewick_parallel::{Engine, Formats, Mode, Residency, Resident};
 use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
@@ -30,7 +30,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
     }
     let model = Model::new(config, plan.model.adapter.clone())?;
     let device = plan.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-    let store = Resident::new(&model, dtype(plan.model.dtype), Mode::Train, &device)?;
+    let formats = Formats { compute: dtype(plan.model.dtype), moments: dtype(plan.optimizer.moments) };
+    let store = Resident::new(&model, formats, Mode::Train, &device)?;
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
@@ -49,6 +50,7 @@ pub(super) fn dtype(dtype: ComputeDtype) -> DType {
     match dtype {
         ComputeDtype::Bf16 => DType::BF16,
         ComputeDtype::F32 => DType::F32,
+        ComputeDtype::F16 => DType::F16,
     }
 }
 

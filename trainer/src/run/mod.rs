@@ -19,8 +19,8 @@ use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
 use evaluator::exit::ExitCode;
 
-use crate::checkpoint::{CheckpointError, Moment};
-use crate::data::{Prepared, Step, prepare};
+use crate::checkpoint::CheckpointError;
+use crate::data::{Prepared, prepare};
 use crate::metrics::{Exit, RunJson};
 use crate::plan::Plan;
 use crate::signals::{Stop, StopRequests};
@@ -93,6 +93,7 @@ fn run(plan: &Plan, hub: &Hub, run_json: &mut RunJson) -> Result<(ExitCode, Stri
     let run = session::Run { plan, assets: &assets, engine: &engine, prepared: &prepared, began, stop: &stop };
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
+    session.settle(0)?;
     let code = finish::finish(&mut session, &end)?;
     Ok((code, end.reason()))
 }
@@ -119,20 +120,21 @@ fn steps(session: &mut Session) -> Result<End> {
         }
         let began = Instant::now();
         let Some(step) = session.stream.next_step() else { return Ok(End::Horizon) };
-        one_step(session, &step, began)?;
+        session.train_step(step, began)?;
+        after_step(session)?;
     }
 }
 
-fn one_step(session: &mut Session, step: &Step, began: Instant) -> Result<()> {
-    let outcome = session.train_step(step)?;
-    session.report(step, &outcome, began.elapsed());
+fn after_step(session: &mut Session) -> Result<()> {
     let done = session.stream.cursor().step;
     let total = session.stream.total_steps();
     if session.run.plan.eval.as_ref().is_some_and(|eval| done.is_multiple_of(eval.interval) || done == total) {
         session.evaluate()?;
     }
-    let finished_epoch = (session.stream.cursor().step_in_epoch == 0).then_some(session.stream.cursor().epoch);
-    session.save_due(Moment { step: done, finished_epoch, end_of_training: done == total })
+    if done == total {
+        session.settle(0)?;
+    }
+    session.save_due()
 }
 
 impl End {

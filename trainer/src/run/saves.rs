@@ -129,6 +129,7 @@ impl<'a> Saves<'a> {
             elapsed_s: progress.before.as_secs_f64(),
             best_eval: progress.best_eval,
             n_skipped: progress.n_skipped,
+            scaler: progress.scaler,
             ledger: json!(cursor.seen),
             began: self.run.began.0,
             fingerprint: self.fingerprint.clone(),

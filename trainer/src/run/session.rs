@@ -1,10 +1,11 @@
 //! A run in progress: the stream of steps, the engine, and what is reported.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
-use candlewick_ops::{derive_key, gpus};
+use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, gpus};
 use candlewick_parallel::Engine;
 use evaluator::held_out::{HeldOut, held_out_loss};
 use serde_json::json;
@@ -16,10 +17,11 @@ use crate::metrics::{
     flops, gpu_peak, model_flops_utilization,
 };
 use crate::plan::{Activations, Plan};
+use crate::recipe::OnNonfinite;
 use crate::signals::StopRequests;
 
 use super::saves::{self, Saves};
-use super::step::{self, Outcome, Update};
+use super::step::{self, Launched, Outcome, Update};
 use super::{Assets, Began};
 
 /// What a run consists of before its first step.
@@ -40,6 +42,11 @@ pub(super) struct Session<'a> {
     pub(super) reporter: Reporter,
     progress: Progress,
     saves: Saves<'a>,
+    scaler: GradScaler,
+    /// Steps that the device was given and nobody has looked at yet, oldest first.
+    launched: VecDeque<Launched>,
+    /// When the last step was done that was looked at.
+    settled: Instant,
     /// Operations a second that the device can do, where that is known.
     peak: Option<f64>,
     monitor: Option<GpuMonitor>,
@@ -54,6 +61,8 @@ pub(super) struct Progress {
     pub(super) best_eval: Option<BestEval>,
     /// Steps that were skipped because something was not finite.
     pub(super) n_skipped: usize,
+    /// What the next decision about a gradient depends on.
+    pub(super) scaler: Option<ScalerState>,
 }
 
 impl<'a> Session<'a> {
@@ -82,6 +91,16 @@ impl<'a> Session<'a> {
             DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
             _ => None,
         };
+        let policy = GradPolicy {
+            max_norm: plan.optimizer.gradient_clipping,
+            loss_scaling: plan.optimizer.loss_scaling,
+            halts: plan.on_nonfinite == OnNonfinite::Stop,
+        };
+        let device = run.engine.device();
+        let scaler = match &progress.scaler {
+            Some(state) => GradScaler::resume(policy, state, device)?,
+            None => GradScaler::new(policy, stream.cursor().step - progress.n_skipped, device)?,
+        };
         let mut session = Self {
             run,
             run_json,
@@ -89,6 +108,9 @@ impl<'a> Session<'a> {
             reporter,
             progress,
             saves,
+            scaler,
+            launched: VecDeque::new(),
+            settled: Instant::now(),
             peak: gpu_id.and_then(peak),
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
@@ -132,40 +154,52 @@ impl<'a> Session<'a> {
         Ledger { seen: self.stream.cursor().seen, ..self.run.prepared.ledger.clone() }
     }
 
-    /// Computes one step.
-    pub(super) fn train_step(&mut self, step: &Step) -> Result<Outcome> {
-        let outcome = step::take(self.run.engine, &self.run.prepared.train, step, &self.update())?;
-        self.progress.n_skipped += usize::from(outcome.is_skipped);
-        Ok(outcome)
-    }
-
-    fn update(&self) -> Update<'a> {
+    /// Computes one step. On a GPU it only starts it and looks at the one before: the device is never idle, and the
+    /// reports are one step late.
+    pub(super) fn train_step(&mut self, step: Step, began: Instant) -> Result<()> {
         let plan = self.run.plan;
         let number = self.stream.cursor().step;
-        Update {
+        let update = Update {
             plan: &plan.optimizer,
-            on_nonfinite: plan.on_nonfinite,
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
-            // AdamW's moments have seen nothing of the steps that were skipped.
-            n_updates: number - self.progress.n_skipped,
             dropout_key: derive_key(plan.seed, number as u64),
-        }
+        };
+        self.launched.push_back(step::launch(self.run.engine, &self.scaler, step, &update, began)?);
+        self.settle(1)
     }
 
-    /// Reports a step that took `elapsed`.
-    pub(super) fn report(&mut self, step: &Step, outcome: &Outcome, elapsed: Duration) {
-        let number = self.stream.cursor().step;
+    /// Looks at the steps that are done, and waits until no more than `n_waiting` are not.
+    pub(super) fn settle(&mut self, n_waiting: usize) -> Result<()> {
+        let Run { plan, engine, prepared, .. } = self.run;
+        while self.launched.len() > n_waiting || self.launched.front().is_some_and(Launched::is_done) {
+            let Some(launched) = self.launched.pop_front() else { break };
+            let (step, outcome) = launched.outcome(engine, &prepared.train, plan.on_nonfinite, self.settled)?;
+            self.settled = Instant::now();
+            self.progress.n_skipped += usize::from(outcome.verdict.outcome != Judged::Applied);
+            self.progress.scaler = Some(outcome.verdict.next);
+            self.report(&step, &outcome);
+        }
+        Ok(())
+    }
+
+    fn report(&mut self, step: &Step, outcome: &Outcome) {
+        let verdict = &outcome.verdict;
+        if verdict.outcome == Judged::Overflowed {
+            let (number, scale) = (outcome.number, verdict.next.loss_scale);
+            tracing::info!("skipped step {number}: its gradient overflowed; the loss scale is {scale} from here on");
+        }
         let n_micro = step.micro_batches.len() as f64;
-        let (step_time, compute) = (elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
+        let (step_time, compute) = (outcome.elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
         let tera_flops = self.flops(step, Work::All) / 1e12;
         let padded: usize = step.micro_batches.iter().map(|batch| batch.ids.len()).sum();
         let record = StepRecord {
             epoch: step.epoch,
-            iter: number,
-            lr: self.update().lr,
+            iter: outcome.number,
+            lr: outcome.lr,
             loss: outcome.loss,
-            grad_norm: outcome.grad_norm,
+            grad_norm: verdict.norm,
+            loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(verdict.next.loss_scale),
             seqlen: padded as f64 / n_micro,
             iter_time: compute / n_micro,
             iter_tflops: tera_flops / compute,
@@ -217,6 +251,7 @@ impl<'a> Session<'a> {
 
     /// Evaluates on the held-out data, if there are any. A request to stop ends it without a result.
     pub(super) fn evaluate(&mut self) -> Result<()> {
+        self.settle(0)?;
         let Some(eval) = &self.run.prepared.eval else { return Ok(()) };
         let started = Instant::now();
         let Run { plan, engine, stop, .. } = self.run;
@@ -245,17 +280,22 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Makes every save that is due.
-    pub(super) fn save_due(&mut self, moment: Moment) -> Result<()> {
+    /// Makes every save that is due after this step.
+    pub(super) fn save_due(&mut self) -> Result<()> {
+        let moment = self.moment();
         self.save_all(|checkpoint| checkpoint.due(moment)).map(drop)
+    }
+
+    fn moment(&self) -> Moment {
+        let Cursor { step, epoch, step_in_epoch, .. } = *self.stream.cursor();
+        let finished_epoch = (step_in_epoch == 0).then_some(epoch);
+        Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() }
     }
 
     /// Makes the saves that this step should have and has not: of a run that died between two of them.
     fn save_missing(&mut self) -> Result<()> {
-        let Cursor { step, epoch, step_in_epoch, .. } = *self.stream.cursor();
-        let finished_epoch = (step_in_epoch == 0).then_some(epoch);
-        let moment = Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() };
-        let began = self.run.began;
+        let Cursor { step, epoch, .. } = *self.stream.cursor();
+        let (moment, began) = (self.moment(), self.run.began);
         let is_missing = |plan: &CheckpointPlan| !saves::is_of_run(&plan.dir(Tag { step, epoch }), began);
         self.save_all(|plan| plan.due(moment) && is_missing(plan)).map(drop)
     }
@@ -278,6 +318,7 @@ impl<'a> Session<'a> {
     fn save_all(&mut self, wanted: impl Fn(&CheckpointPlan) -> bool) -> Result<usize> {
         let mut n_saves = 0;
         for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
+            self.settle(0)?;
             let progress = Progress { before: self.progress.before + self.started.elapsed(), ..self.progress };
             if let Some(line) = self.saves.save(checkpoint, &self.stream, progress)? {
                 self.reporter.terminal().line(&line);
@@ -318,6 +359,6 @@ pub(super) enum Stopped {
 impl Progress {
     fn of(state: &RunState) -> Self {
         let before = Duration::from_secs_f64(state.elapsed_s);
-        Self { before, best_eval: state.best_eval, n_skipped: state.n_skipped }
+        Self { before, best_eval: state.best_eval, n_skipped: state.n_skipped, scaler: state.scaler }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candlewick_ops::copy_into;
 use candlewick_parallel::Resident;
 
@@ -41,7 +41,8 @@ impl TrainState for EngineState {
     }
 
     fn read(&self, name: &str, start: usize, values: &mut [f32]) -> Result<(), StateError> {
-        values.copy_from_slice(&self.piece(name, start, values.len())?.to_vec1::<f32>()?);
+        let piece = self.piece(name, start, values.len())?.to_dtype(DType::F32)?;
+        values.copy_from_slice(&piece.to_vec1::<f32>()?);
         Ok(())
     }
 
@@ -56,9 +57,9 @@ impl TrainState for EngineState {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device};
+    use candle_core::Device;
     use candlewick_model::{Config, Model};
-    use candlewick_parallel::Mode;
+    use candlewick_parallel::{Formats, Mode};
 
     #[test]
     fn what_is_loaded_is_read_back_and_reaches_the_store() {
@@ -68,7 +69,7 @@ mod tests {
             "rms_norm_eps": 1e-5, "tie_word_embeddings": true,
         });
         let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
-        let store = Resident::new(&model, DType::F32, Mode::Train, &Device::Cpu).unwrap();
+        let store = Resident::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu).unwrap();
         let mut state = EngineState::of(&store).unwrap();
         assert_eq!(state.tensors().len(), 3 * (1 + 9 + 1));
         let name = "exp_avg/model.embed_tokens.weight";

@@ -1,11 +1,11 @@
-//! One optimizer step: forward and backward over its micro-batches, clipping, AdamW.
+//! One optimizer step: forward and backward over its micro-batches, clipping, AdamW; and what came of it.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_comm::sum;
-use candlewick_ops::{AdamW, Seqs, derive_key};
+use candlewick_ops::{AdamW, GradScaler, Outcome as Judged, Readout, Seqs, Verdict, derive_key, upload};
 use candlewick_parallel::{Engine, LossScale, Micro};
 
 use crate::data::{Batch, Dataset, Step};
@@ -15,13 +15,16 @@ use crate::recipe::OnNonfinite;
 /// What a step did.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Outcome {
+    /// Which step it was, counted from 1, and its learning rate.
+    pub(super) number: usize,
+    pub(super) lr: f64,
     /// The mean loss over the step's target tokens.
     pub(super) loss: f64,
-    /// The norm of the gradient before clipping.
-    pub(super) grad_norm: f64,
-    /// Whether the weights stayed as they were, because the loss or the gradient was not finite.
-    pub(super) is_skipped: bool,
-    /// The time of forward and backward, all micro-batches together.
+    /// What became of its gradient.
+    pub(super) verdict: Verdict,
+    /// The time since its beginning, or since the step before was done if that was later.
+    pub(super) elapsed: Duration,
+    /// The time of forward, backward and update. On a GPU, where nobody waits for their parts, the whole step's.
     pub(super) compute: Duration,
 }
 
@@ -40,46 +43,87 @@ pub struct NonFinite {
 /// The update of a step, resolved.
 pub(super) struct Update<'a> {
     pub(super) plan: &'a OptimizerPlan,
-    pub(super) on_nonfinite: OnNonfinite,
     /// The learning rate.
     pub(super) lr: f64,
     /// The step's number, counted from 1.
     pub(super) number: usize,
-    /// Updates of the weights up to and with this one: the step without those that were skipped.
-    pub(super) n_updates: usize,
     /// Chooses what dropout drops in this step.
     pub(super) dropout_key: u64,
 }
 
-/// Computes the gradient of `step` and updates the weights with it.
+/// A step that the device may still be busy with.
+pub(super) struct Launched {
+    pub(super) step: Step,
+    pub(super) number: usize,
+    pub(super) lr: f64,
+    /// When the host began with it, and how long it was until all work was handed out: on the CPU until it was done.
+    pub(super) began: Instant,
+    handed_out: Duration,
+    n_targets: f64,
+    /// The loss sum of each micro-batch, then the scaler's state.
+    readout: Readout,
+}
+
+/// Starts the gradient of `step` and the update of the weights with it. Nothing waits for a GPU.
 ///
 /// Every partial sum of losses is scaled by the target tokens of the whole step over all ranks, so that accumulation,
 /// packing and padding give one number.
-pub(super) fn take(engine: &Engine, dataset: &Dataset, step: &Step, update: &Update) -> Result<Outcome> {
+pub(super) fn launch(
+    engine: &Engine,
+    scaler: &GradScaler,
+    step: Step,
+    update: &Update,
+    began: Instant,
+) -> Result<Launched> {
     let n_targets = sum(engine.group(), step.n_targets as f64)?;
-    let scale = LossScale::mean_over(n_targets);
-    let began = Instant::now();
+    let scale = LossScale::mean_over(n_targets).times(scaler.loss_scale()?);
     engine.store().zero_grads()?;
     let mut sums = Vec::with_capacity(step.micro_batches.len());
     for (micro_idx, batch) in step.micro_batches.iter().enumerate() {
         let key = derive_key(update.dropout_key, micro_idx as u64);
         let micro = micro(batch, engine)?;
-        sums.push(engine.forward_backward(&micro, scale, key).context("failed to compute the loss")?);
+        sums.push(engine.forward_backward(&micro, &scale, key).context("failed to compute the loss")?);
     }
-    let sums = Tensor::stack(&sums, 0)?.to_vec1::<f32>()?;
-    let suspects = suspects(step, &sums);
-    let loss = sum(engine.group(), sums.iter().copied().map(f64::from).sum())? / n_targets.max(1.0);
-    let compute = began.elapsed();
-    let grad_norm = engine.store().grad_norm()?;
-    let is_skipped = !(loss.is_finite() && grad_norm.is_finite());
-    if !is_skipped {
-        engine.store().step(&update.hyper(grad_norm))?;
-    } else {
-        let what = if loss.is_finite() { "gradient" } else { "loss" };
-        let rows = locate(dataset, step, &suspects);
-        refuse(NonFinite { step: update.number, what, rows }, update.on_nonfinite)?;
+    let sums = Tensor::stack(&sums, 0)?;
+    let hyper = update.hyper();
+    scaler.judge(&engine.store().grad_squares()?, &sums, [hyper.beta1, hyper.beta2])?;
+    engine.store().step(&hyper, scaler)?;
+    let readout = Readout::start(&Tensor::cat(&[&sums, scaler.state()], 0)?)?;
+    let (number, lr, handed_out) = (update.number, update.lr, began.elapsed());
+    Ok(Launched { step, number, lr, began, handed_out, n_targets, readout })
+}
+
+impl Launched {
+    /// Tells whether [`Launched::outcome`] returns at once.
+    pub(super) fn is_done(&self) -> bool {
+        self.readout.is_ready()
     }
-    Ok(Outcome { loss, grad_norm, is_skipped, compute })
+
+    /// Returns what the step did, once it is done. `since` is when the step before was.
+    ///
+    /// A loss or gradient that is not finite is an error if the run is to stop at it.
+    pub(super) fn outcome(
+        self,
+        engine: &Engine,
+        dataset: &Dataset,
+        on_nonfinite: OnNonfinite,
+        since: Instant,
+    ) -> Result<(Step, Outcome)> {
+        let Self { step, number, lr, began, handed_out, n_targets, readout } = self;
+        let was_done = readout.is_ready();
+        let numbers = readout.wait()?;
+        let elapsed = began.max(since).elapsed();
+        let (sums, state) = numbers.split_at(step.micro_batches.len());
+        let verdict = Verdict::read(state);
+        let loss = sum(engine.group(), sums.iter().copied().map(f64::from).sum())? / n_targets.max(1.0);
+        if verdict.outcome == Judged::NonFinite {
+            let what = if loss.is_finite() { "gradient" } else { "loss" };
+            let rows = locate(dataset, &step, &suspects(&step, sums));
+            refuse(NonFinite { step: number, what, rows }, on_nonfinite)?;
+        }
+        let compute = if was_done { handed_out } else { elapsed };
+        Ok((step, Outcome { number, lr, loss, verdict, elapsed, compute }))
+    }
 }
 
 /// The rows of the micro-batches whose loss is not finite.
@@ -111,43 +155,18 @@ fn locate(dataset: &Dataset, step: &Step, suspects: &[usize]) -> String {
 }
 
 impl Update<'_> {
-    fn hyper(&self, grad_norm: f64) -> AdamW {
-        let clip = self.plan.gradient_clipping;
-        AdamW {
-            lr: self.lr,
-            beta1: self.plan.beta1,
-            beta2: self.plan.beta2,
-            eps: self.plan.eps,
-            weight_decay: self.plan.weight_decay,
-            step: self.n_updates,
-            grad_scale: clip.map_or(1.0, |max| clip_factor(max, grad_norm)),
-        }
+    fn hyper(&self) -> AdamW {
+        let OptimizerPlan { beta1, beta2, eps, weight_decay, .. } = *self.plan;
+        AdamW { lr: self.lr, beta1, beta2, eps, weight_decay }
     }
-}
-
-/// The factor of torch's clip_grad_norm_: max / (norm + 1e-6), never above 1.
-fn clip_factor(max: f64, norm: f64) -> f64 {
-    (max / (norm + 1e-6)).min(1.0)
 }
 
 /// Puts a batch on the engine's device.
 pub(super) fn micro(batch: &Batch, engine: &Engine) -> Result<Micro> {
     Ok(Micro {
-        ids: Tensor::new(batch.ids.as_slice(), engine.device())?,
+        ids: upload(&batch.ids, batch.ids.len(), engine.device())?,
         targets: Tensor::new(batch.targets.as_slice(), &Device::Cpu)?,
         positions: batch.positions.clone(),
         seqs: Seqs::packed(batch.cu_seqlens.clone())?,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::clip_factor;
-
-    #[test]
-    fn clipping_scales_down_and_never_up() {
-        assert_eq!(clip_factor(1.0, 0.5), 1.0);
-        assert!((clip_factor(1.0, 4.0) - 0.25).abs() < 1e-6);
-        assert_eq!(clip_factor(1.0, 0.0), 1.0);
-    }
 }

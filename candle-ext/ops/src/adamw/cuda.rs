@@ -2,8 +2,9 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::AdamW;
+use super::{AdamW, AdamWState, Factors};
 use crate::cuda::{Arg, address, gpu, kernels, suffix};
+use crate::grad_scaler::GradScaler;
 
 kernels!("adamw");
 
@@ -12,35 +13,24 @@ const OP: &str = "adamw";
 const PER_THREAD: usize = 4;
 
 /// Updates master, its two moments and perhaps the compute copy.
-pub(super) fn run(
-    hyper: &AdamW,
-    master: &Tensor,
-    grad: &Tensor,
-    [mean, square]: [&Tensor; 2],
-    compute: Option<&Tensor>,
-) -> Result<()> {
-    let on = gpu(OP, master)?;
+pub(super) fn run(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
+    let AdamWState { master, grad, exp_avg, exp_avg_sq, compute } = state;
     let n = master.elem_count();
+    let Factors { lr, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, eps } = Factors::of(hyper);
     let copy = compute.map_or(Ok(0), |compute| address(OP, compute))?;
     let mut args = vec![
         Arg::Address(address(OP, master)?),
         Arg::Address(address(OP, grad)?),
-        Arg::Address(address(OP, mean)?),
-        Arg::Address(address(OP, square)?),
+        Arg::Address(address(OP, exp_avg)?),
+        Arg::Address(address(OP, exp_avg_sq)?),
         Arg::Address(copy),
+        Arg::Address(address(OP, scaler.state())?),
         Arg::I64(n as i64),
     ];
-    args.extend(factors(hyper).map(|factor| Arg::F32(factor as f32)));
-    let name = format!("step_{}", suffix(OP, compute.map_or(DType::F32, Tensor::dtype))?);
-    // SAFETY: all have n elements, the copy those of the kernel's format; each lies in a buffer of its own.
-    unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args) }
-}
-
-/// The kernel's scalars. With c = sqrt(1 - b2^step), m / (sqrt(v) / c + eps) is c m / (sqrt(v) + c eps).
-fn factors(hyper: &AdamW) -> [f64; 8] {
-    let AdamW { lr, beta1, beta2, eps, weight_decay, grad_scale, .. } = *hyper;
-    let step = hyper.step as f64;
-    let c = (1.0 - beta2.powf(step)).sqrt();
-    let step_size = lr / (1.0 - beta1.powf(step)) * c;
-    [grad_scale, 1.0 - lr * weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, step_size, eps * c]
+    args.extend([lr, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, eps].map(Arg::F32));
+    let copied = suffix(OP, compute.map_or(DType::F32, Tensor::dtype))?;
+    let name = format!("step_{copied}_{}", suffix(OP, exp_avg.dtype())?);
+    // SAFETY: all have n elements, the copy and the moments those of the kernel's formats; each lies in a buffer of its
+    // own; the scaler's state is whole.
+    unsafe { KERNELS.launch_flat(gpu(OP, master)?, &name, n, PER_THREAD, &args) }
 }

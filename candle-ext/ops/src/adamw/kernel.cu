@@ -1,8 +1,9 @@
-// adamw: flat f32 buffers of n elements and perhaps a copy in another format, W elements at a time, in one pass.
+// adamw: flat f32 buffers of n elements, moments of type S and perhaps a copy of type T, W elements at a time, in one pass.
 //
 // Products and sums are joined by hand: the compiler could join them otherwise for another W, and a parameter's bits
 // must not depend on where in a buffer it lies.
 #include "common.cuh"
+#include "grad_scaler.cuh"
 
 struct Factors {
     float grad_scale, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps;
@@ -17,16 +18,22 @@ __device__ __forceinline__ void update(float& p, float g, float& m, float& v, co
 }
 
 // `copy` may be null.
-template <int W, typename T>
-__device__ void step(float* master, const float* grad, float* mean, float* square, T* copy, long long n, Factors f) {
+template <int W, typename T, typename S>
+__device__ void step(float* master, const float* grad, S* mean, S* square, T* copy, long long n, Factors f) {
     for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
-        auto p = load<W>(master + i), m = load<W>(mean + i), v = load<W>(square + i);
+        auto p = load<W>(master + i);
+        auto m_pack = load<W>(mean + i), v_pack = load<W>(square + i);
         const auto g = load<W>(grad + i);
 #pragma unroll
-        for (int j = 0; j < W; ++j) update(p.at[j], g.at[j], m.at[j], v.at[j], f);
+        for (int j = 0; j < W; ++j) {
+            float m = widen(m_pack.at[j]), v = widen(v_pack.at[j]);
+            update(p.at[j], g.at[j], m, v, f);
+            m_pack.at[j] = narrow<S>(m);
+            v_pack.at[j] = narrow<S>(v);
+        }
         store(master + i, p);
-        store(mean + i, m);
-        store(square + i, v);
+        store(mean + i, m_pack);
+        store(square + i, v_pack);
         if (copy != nullptr) {
             Pack<T, W> rounded;
 #pragma unroll
@@ -36,17 +43,20 @@ __device__ void step(float* master, const float* grad, float* mean, float* squar
     }
 }
 
-#define KERNELS(T, suffix)                                                                                         \
-    extern "C" __global__ void step_##suffix(float* master, const float* grad, float* mean, float* square,         \
-                                             T* copy, long long n, float grad_scale, float shrink, float beta1,    \
-                                             float one_minus_beta1, float beta2, float one_minus_beta2,            \
-                                             float step_size, float eps) {                                         \
-        const Factors factors = {grad_scale, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size,    \
-                                 eps};                                                                             \
+#define KERNELS_OF_MOMENTS(T, suffix, S, moments)                                                                  \
+    extern "C" __global__ void step_##suffix##_##moments(                                                          \
+        float* master, const float* grad, S* mean, S* square, T* copy, const float* scaler, long long n, float lr, \
+        float shrink, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps) {         \
+        if (scaler[OUTCOME] != APPLIED) return;                                                                    \
+        const Factors factors = {scaler[FACTOR], shrink,           beta1,             one_minus_beta1,             \
+                                 beta2,          one_minus_beta2,  lr * scaler[STEP], eps * scaler[ROOT]};         \
         if (is_wide<float>(n, master, grad, mean, square, copy)) {                                                 \
             step<WIDE<float>>(master, grad, mean, square, copy, n, factors);                                       \
         } else {                                                                                                   \
             step<1>(master, grad, mean, square, copy, n, factors);                                                 \
         }                                                                                                          \
     }
+#define KERNELS(T, suffix)                     \
+    KERNELS_OF_MOMENTS(T, suffix, float, f32)  \
+    KERNELS_OF_MOMENTS(T, suffix, __nv_bfloat16, bf16)
 FOR_EACH_FLOAT(KERNELS)

@@ -8,6 +8,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatsMut, check_dtype};
+use crate::grad_scaler::GradScaler;
 use crate::storage::{host, same_storage, update};
 
 /// The numbers of one update.
@@ -23,57 +24,79 @@ pub struct AdamW {
     pub eps: f64,
     /// Decoupled decay: the parameter shrinks by lr * weight_decay.
     pub weight_decay: f64,
-    /// The number of this update, 1 for the first.
-    pub step: usize,
-    /// Multiplies the gradient before use, such as the factor that clips its norm.
-    pub grad_scale: f64,
+}
+
+/// What an update works on: contiguous views of equal length, each in a buffer of its own.
+#[derive(Clone, Copy, Debug)]
+pub struct AdamWState<'a> {
+    /// The parameter, f32.
+    pub master: &'a Tensor,
+    /// Its gradient, f32.
+    pub grad: &'a Tensor,
+    /// The gradient's running mean, f32 or bf16.
+    pub exp_avg: &'a Tensor,
+    /// The squared gradient's running mean, in the same format.
+    pub exp_avg_sq: &'a Tensor,
+    /// A copy of the parameter in another format, rewritten from it.
+    pub compute: Option<&'a Tensor>,
 }
 
 /// Updates a parameter and its moments in place, in one pass, as `torch.optim.AdamW` does:
 ///
 /// p -= lr wd p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2;
-/// p -= lr m / (1 - b1^step) / (sqrt(v / (1 - b2^step)) + eps)
+/// p -= lr m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps)
 ///
-/// All are contiguous f32 views of equal length, each in a buffer of its own; `compute`, a bf16 or
-/// f16 copy of the parameter, is rewritten from it.
-pub fn adamw(
-    hyper: &AdamW,
-    master: &Tensor,
-    grad: &Tensor,
-    exp_avg: &Tensor,
-    exp_avg_sq: &Tensor,
-    compute: Option<&Tensor>,
-) -> Result<()> {
-    check(hyper, [master, grad, exp_avg, exp_avg_sq], compute)?;
-    on_device!("adamw", master, {
-        cpu => run_cpu(hyper, master, grad, [exp_avg, exp_avg_sq], compute),
-        cuda => cuda::run(hyper, master, grad, [exp_avg, exp_avg_sq], compute),
+/// `scaler` has judged the gradient: it knows the number n of the update and what the gradient is multiplied by, or that
+/// there is no update. Arithmetic is f32; moments in bf16 are rounded as they are stored.
+pub fn adamw(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
+    check(&state)?;
+    on_device!("adamw", state.master, {
+        cpu => run_cpu(hyper, scaler, state),
+        cuda => cuda::run(hyper, scaler, state),
     })
 }
 
-fn run_cpu(
-    hyper: &AdamW,
-    master: &Tensor,
-    grad: &Tensor,
-    [exp_avg, exp_avg_sq]: [&Tensor; 2],
-    compute: Option<&Tensor>,
-) -> Result<()> {
-    let factors = cpu::Factors::of(hyper);
-    let grad = host("adamw", grad)?;
+/// The scalars of an update, computed in f64 and rounded once. With c = sqrt(1 - b2^n), m / (sqrt(v) / c + eps) is
+/// c m / (sqrt(v) + c eps): c and the bias correction of m belong to the step and come from the scaler.
+struct Factors {
+    lr: f32,
+    shrink: f32,
+    beta1: f32,
+    one_minus_beta1: f32,
+    beta2: f32,
+    one_minus_beta2: f32,
+    eps: f32,
+}
+
+impl Factors {
+    fn of(hyper: &AdamW) -> Self {
+        Self {
+            lr: hyper.lr as f32,
+            shrink: (1.0 - hyper.lr * hyper.weight_decay) as f32,
+            beta1: hyper.beta1 as f32,
+            one_minus_beta1: (1.0 - hyper.beta1) as f32,
+            beta2: hyper.beta2 as f32,
+            one_minus_beta2: (1.0 - hyper.beta2) as f32,
+            eps: hyper.eps as f32,
+        }
+    }
+}
+
+fn run_cpu(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
+    let Some(step) = scaler.step()? else { return Ok(()) };
+    let factors = cpu::Factors::of(&Factors::of(hyper), step);
+    let grad = host("adamw", state.grad)?;
     let grad = grad.slice::<f32>()?;
-    update(master, "adamw", |master| {
-        update(exp_avg, "adamw", |mean| {
-            update(exp_avg_sq, "adamw", |square| {
-                let (FloatsMut::F32(master), FloatsMut::F32(mean), FloatsMut::F32(square)) = (master, mean, square)
-                else {
-                    bail!("adamw: master and moments must be f32")
-                };
-                let state = cpu::State { master, grad, mean, square };
-                match compute {
-                    None => cpu::run(&factors, state, None),
+    update(state.master, "adamw", |master| {
+        update(state.exp_avg, "adamw", |mean| {
+            update(state.exp_avg_sq, "adamw", |square| {
+                let FloatsMut::F32(master) = master else { bail!("adamw: the master must be f32") };
+                let buffers = cpu::Buffers { master, grad, mean, square };
+                match state.compute {
+                    None => cpu::run(&factors, buffers, None),
                     Some(compute) => {
                         return update(compute, "adamw", |compute| {
-                            cpu::run(&factors, state, Some(compute));
+                            cpu::run(&factors, buffers, Some(compute));
                             Ok(())
                         });
                     }
@@ -84,31 +107,34 @@ fn run_cpu(
     })
 }
 
-fn check(hyper: &AdamW, state: [&Tensor; 4], compute: Option<&Tensor>) -> Result<()> {
-    const NAMES: [&str; 5] = ["master", "grad", "exp_avg", "exp_avg_sq", "compute"];
-    if hyper.step == 0 {
-        bail!("adamw: the first step has number 1, got 0")
-    }
-    for (tensor, name) in state.iter().zip(NAMES) {
-        if tensor.dtype() != DType::F32 || tensor.elem_count() != state[0].elem_count() {
-            bail!(
-                "adamw: {name} is {:?} {:?}, want f32 with {} elements",
-                tensor.dtype(),
-                tensor.dims(),
-                state[0].elem_count()
-            )
+fn check(state: &AdamWState) -> Result<()> {
+    let AdamWState { master, grad, exp_avg, exp_avg_sq, compute } = *state;
+    let n = master.elem_count();
+    let named = [("master", master), ("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
+    let all = || named.into_iter().chain(compute.map(|compute| ("compute", compute)));
+    for (name, tensor) in all() {
+        if tensor.elem_count() != n {
+            bail!("adamw: {name} has {} elements, master {n}", tensor.elem_count())
         }
+    }
+    for (name, tensor) in &named[..2] {
+        if tensor.dtype() != DType::F32 {
+            bail!("adamw: {name} is {:?}, want f32", tensor.dtype())
+        }
+    }
+    if !matches!(exp_avg.dtype(), DType::F32 | DType::BF16) || exp_avg.dtype() != exp_avg_sq.dtype() {
+        bail!(
+            "adamw: exp_avg is {:?} and exp_avg_sq {:?}, want both f32 or both bf16",
+            exp_avg.dtype(),
+            exp_avg_sq.dtype()
+        )
     }
     if let Some(compute) = compute {
         check_dtype("adamw", "the compute copy", compute.dtype())?;
-        if compute.elem_count() != state[0].elem_count() {
-            bail!("adamw: compute has {} elements, master {}", compute.elem_count(), state[0].elem_count())
-        }
     }
-    let all: Vec<&Tensor> = state.into_iter().chain(compute).collect();
-    for (i, a) in all.iter().enumerate() {
-        if let Some(j) = (0..i).find(|&j| same_storage(a, all[j])) {
-            bail!("adamw: {} and {} must be in different buffers", NAMES[j], NAMES[i])
+    for (i, (name, tensor)) in all().enumerate() {
+        if let Some((other, _)) = all().take(i).find(|(_, other)| same_storage(tensor, other)) {
+            bail!("adamw: {other} and {name} must be in different buffers")
         }
     }
     Ok(())

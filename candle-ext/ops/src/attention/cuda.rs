@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{AttentionSpec, Heads, Seqs};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, suffix};
+use crate::transfer::upload;
 
 kernels!("attention");
 
@@ -107,7 +108,7 @@ impl Tiles {
         let (n_row_tiles, n_key_tiles) = (row_tiles[n_seqs], key_tiles[n_seqs]);
         let all = [seqs.cu_q(), seqs.cu_k(), &row_tiles, &key_tiles].concat();
         let all: Vec<u32> = all.into_iter().map(|n| n as u32).collect();
-        let cumulative = Tensor::from_vec(all, (4, n_seqs + 1), device)?;
+        let cumulative = upload(&all, (4, n_seqs + 1), device)?;
         Ok(Self { cumulative, n_seqs, n_row_tiles, n_key_tiles })
     }
 

@@ -42,6 +42,7 @@ pub(super) unsafe fn launch(
             Arg::I32(value) => builder.arg(value),
             Arg::I64(value) => builder.arg(value),
             Arg::F32(value) => builder.arg(value),
+            Arg::F64(value) => builder.arg(value),
         };
     }
     // SAFETY: the caller answers for the arguments.
@@ -93,6 +94,7 @@ pub(super) fn alloc(device: &CudaDevice, dtype: DType, len: usize) -> Result<Cud
         DType::F16 => typed::<f16>(device, len),
         DType::F64 => typed::<f64>(device, len),
         DType::I64 => typed::<i64>(device, len),
+        DType::U32 => typed::<u32>(device, len),
         other => bail!("there is no kernel that writes {other:?}"),
     }
 }

@@ -39,11 +39,11 @@ pub(crate) fn is_on() -> bool {
 }
 
 /// In the C ABI of x86-64 and aarch64, integers and floats travel in registers of their own, each in order: a call with
-/// all integers first is the same call. Integers beyond the registers lie on the stack in order, and no float does.
+/// all integers first is the same call; a float and a double fill the same registers. Integers beyond the registers lie on the stack in order, and no float does.
 #[rustfmt::skip]
 type Kernel = unsafe extern "C" fn(
     u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64,
-    f32, f32, f32, f32, f32, f32, f32, f32,
+    f64, f64, f64, f64, f64, f64, f64, f64,
 );
 
 const MAX_INTEGERS: usize = 14;
@@ -52,7 +52,7 @@ const MAX_FLOATS: usize = 8;
 struct Call {
     kernel: Kernel,
     integers: [u64; MAX_INTEGERS],
-    floats: [f32; MAX_FLOATS],
+    floats: [f64; MAX_FLOATS],
 }
 
 /// # Safety
@@ -91,6 +91,12 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, grid: [u32; 3], threa
             Arg::I64(value) => value.cast_unsigned(),
             Arg::I32(value) => i64::from(value).cast_unsigned(),
             Arg::F32(value) => {
+                // A float fills the lower half of a register.
+                call.floats[n_floats] = f64::from_bits(u64::from(value.to_bits()));
+                n_floats += 1;
+                continue;
+            }
+            Arg::F64(value) => {
                 call.floats[n_floats] = value;
                 n_floats += 1;
                 continue;

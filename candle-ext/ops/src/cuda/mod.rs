@@ -13,6 +13,8 @@ mod driver;
 #[cfg(feature = "emulate")]
 pub(crate) mod emulator;
 pub(crate) mod gemm;
+#[cfg(feature = "cuda")]
+pub(crate) mod transfer;
 
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
@@ -71,6 +73,8 @@ pub(crate) enum Arg {
     U64(u64),
     /// float
     F32(f32),
+    /// double
+    F64(f64),
 }
 
 impl Kernels {

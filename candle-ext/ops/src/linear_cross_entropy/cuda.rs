@@ -5,6 +5,7 @@ use candle_core::{DType, Result, Tensor};
 use super::{Reduction, Sizes, Target};
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
+use crate::transfer::upload;
 
 kernels!("linear_cross_entropy");
 
@@ -33,6 +34,8 @@ pub(super) struct Head<'a> {
 /// What backward needs besides: d(objective) / d(loss) of each target, and where the gradient of w goes.
 pub(super) struct Gradients<'a> {
     pub(super) weights: &'a [f32],
+    /// Multiplies them, an f32 scalar on the device.
+    pub(super) factor: Option<&'a Tensor>,
     pub(super) dw: Option<&'a Tensor>,
 }
 
@@ -50,7 +53,7 @@ impl<'a> Head<'a> {
             let mut numbers: Vec<u32> = targets.iter().map(|target| of(target) as u32).collect();
             // A device has no room for nothing.
             numbers.resize(targets.len().max(1), 0);
-            Tensor::new(numbers, x.device())
+            upload(&numbers, numbers.len(), x.device())
         };
         let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
         let tokens_at_once = (LOGITS / sizes.v.max(1)).clamp(1, chunk);
@@ -61,7 +64,7 @@ impl<'a> Head<'a> {
     pub(super) fn run(&self, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
         let (n, dtype) = (self.targets.len(), self.x.dtype());
         let losses = Out::new(self.gpu, DType::F32, n)?;
-        let Some(Gradients { weights, dw }) = gradients else {
+        let Some(Gradients { weights, factor, dw }) = gradients else {
             for chunk in self.chunks() {
                 let x = self.gather(chunk)?;
                 let logits = self.logits(&x, chunk)?;
@@ -76,7 +79,9 @@ impl<'a> Head<'a> {
             }
             return Ok((losses.into_tensor(n), None));
         };
-        let weights = Tensor::new(if weights.is_empty() { &[0.0] } else { *weights }, self.x.device())?;
+        let weights = if weights.is_empty() { &[0.0] } else { *weights };
+        let weights = upload(weights, weights.len(), self.x.device())?;
+        let weights = factor.map_or(Ok(weights.clone()), |factor| weights.broadcast_mul(factor))?;
         let dx = Tensor::zeros(self.x.shape(), dtype, self.x.device())?;
         for chunk in self.chunks() {
             let x = self.gather(chunk)?;

@@ -33,6 +33,8 @@ pub enum Upstream<'a> {
     NoGrad,
     /// d(objective) / d(loss), for [`Reduction::Mean`] and [`Reduction::Sum`].
     Scalar(f64),
+    /// The same times an f32 scalar on x's device: the factor of half precision.
+    Scaled(f64, &'a Tensor),
     /// The same for each token, f32 [t], for [`Reduction::None`].
     Rows(&'a Tensor),
 }
@@ -70,17 +72,22 @@ pub fn linear_cross_entropy(
 ) -> Result<LossAndGrad> {
     let sizes = check(x, w, targets, spec)?;
     let targets = supervised(targets, spec, sizes.v)?;
-    let weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;
+    let mut weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;
     let x = x.detach().contiguous()?;
     let wants_dx = !matches!(upstream, Upstream::NoGrad);
     on_device!("linear_cross_entropy", x, {
         cpu => {
+            if let Upstream::Scaled(_, factor) = upstream {
+                let factor = factor.to_scalar::<f32>()?;
+                weights.iter_mut().for_each(|weight| *weight *= factor);
+            }
             let (losses, dx) = on_cpu(&x, w, &targets, wants_dx.then_some(&weights), sizes, spec.chunk)?;
             Ok(LossAndGrad { loss: reduce(&targets, &losses, spec.reduction, sizes.t)?, dx })
         },
         cuda => {
             let head = cuda::Head::new(&x, w.value(), &targets, sizes, spec.chunk)?;
-            let gradients = cuda::Gradients { weights: &weights, dw: w.sink().map(GradSink::grad) };
+            let factor = if let Upstream::Scaled(_, factor) = upstream { Some(factor) } else { None };
+            let gradients = cuda::Gradients { weights: &weights, factor, dw: w.sink().map(GradSink::grad) };
             let (losses, dx) = head.run(wants_dx.then_some(&gradients))?;
             Ok(LossAndGrad { loss: head.reduce(&losses, spec.reduction)?, dx })
         },
@@ -169,8 +176,10 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>,
     let n = targets.len();
     match (reduction, upstream) {
         (_, Upstream::NoGrad) => Ok(Vec::new()),
-        (Reduction::Mean, Upstream::Scalar(scalar)) => Ok(vec![(scalar / n as f64) as f32; n]),
-        (Reduction::Sum, Upstream::Scalar(scalar)) => Ok(vec![scalar as f32; n]),
+        (Reduction::Mean, Upstream::Scalar(scalar) | Upstream::Scaled(scalar, _)) => {
+            Ok(vec![(scalar / n as f64) as f32; n])
+        }
+        (Reduction::Sum, Upstream::Scalar(scalar) | Upstream::Scaled(scalar, _)) => Ok(vec![scalar as f32; n]),
         (Reduction::None, Upstream::Rows(rows)) => {
             if rows.dims() != [t] || rows.dtype() != DType::F32 {
                 bail!(
@@ -185,7 +194,7 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>,
             let rows = rows.slice::<f32>()?;
             Ok(targets.iter().map(|target| rows[target.row]).collect())
         }
-        (Reduction::None, Upstream::Scalar(_)) => {
+        (Reduction::None, Upstream::Scalar(_) | Upstream::Scaled(..)) => {
             bail!("linear_cross_entropy: a loss per token needs an upstream per token")
         }
         (_, Upstream::Rows(_)) => {

@@ -1,10 +1,24 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{AdamW, adamw};
+use candlewick_ops::{AdamW, AdamWState, GradPolicy, GradScaler, LossScaling, adamw};
 
 use crate::cases::{F32, Place, assert_close, assert_error, bits, randn};
 
-const HYPER: AdamW =
-    AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 1, grad_scale: 1.0 };
+const HYPER: AdamW = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+
+/// A scaler that lets the update of this number happen, with gradients multiplied by 1 / `loss_scale`.
+fn scaler(place: &Place, number: usize, loss_scale: f64) -> GradScaler {
+    let loss_scaling = LossScaling { initial: loss_scale, ..LossScaling::NONE };
+    let policy = GradPolicy { loss_scaling, ..GradPolicy::PLAIN };
+    let scaler = GradScaler::new(policy, number - 1, &place.device()).unwrap();
+    judge(place, &scaler, 1.0);
+    scaler
+}
+
+fn judge(place: &Place, scaler: &GradScaler, square: f64) {
+    let squares = place.put(&Tensor::new(&[square], &Device::Cpu).unwrap());
+    let losses = place.put(&Tensor::new(&[1f32], &Device::Cpu).unwrap());
+    place.run(|| scaler.judge(&squares, &losses, [HYPER.beta1, HYPER.beta2])).unwrap();
+}
 
 fn zeros(n: usize) -> Tensor {
     Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap()
@@ -24,7 +38,9 @@ fn check_three_steps(place: &Place) {
     let (mean, square) = (put(&[0.0; 4]), put(&[0.0; 4]));
     let grads = [[0.1f32, -0.2, 0.3, 0.0], [0.4, 0.1, -0.3, 1e-4], [-0.2, 0.05, 0.6, 2.0]];
     for (i, grad) in grads.iter().enumerate() {
-        adamw(&AdamW { step: i + 1, ..HYPER }, &master, &put(grad), &mean, &square, None).unwrap();
+        let (grad, scaler) = (put(grad), scaler(place, i + 1, 1.0));
+        let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+        adamw(&HYPER, &scaler, state).unwrap();
     }
     let want = |values: [f64; 4]| Tensor::new(&values, &Device::Cpu).unwrap();
     let torch = want([0.875306129, -1.90417147, 0.421052277, 2.88750315]);
@@ -38,28 +54,37 @@ fn check_three_steps(place: &Place) {
 #[test]
 fn views_of_flat_buffers_equal_whole_tensors() {
     for place in Place::all() {
-        for dtype in [DType::F32, DType::BF16, DType::F16] {
-            place.run(|| check_views(&place, dtype));
+        for (copy, moments) in [
+            (DType::F32, DType::F32),
+            (DType::BF16, DType::F32),
+            (DType::F16, DType::F32),
+            (DType::BF16, DType::BF16),
+            (DType::F16, DType::BF16),
+        ] {
+            place.run(|| check_views(&place, copy, moments));
         }
     }
 }
 
-fn check_views(place: &Place, dtype: DType) {
+fn check_views(place: &Place, dtype: DType, moments: DType) {
     let n = 20_000;
     let (whole, flat) = (place.put(&randn(n, 1)), place.put(&randn(n, 1)));
-    let zeros = || place.put(&zeros(n));
-    let (mean, square) = (zeros(), zeros());
-    let (flat_mean, flat_square) = (zeros(), zeros());
-    let copy = zeros().to_dtype(dtype).unwrap();
-    for step in 1..4 {
-        let grad = place.put(&randn(n, 10 + step as u64));
-        let hyper = AdamW { step, grad_scale: 0.3, ..HYPER };
-        adamw(&hyper, &whole, &grad, &mean, &square, None).unwrap();
+    let moment = || place.put(&zeros(n).to_dtype(moments).unwrap());
+    let (mean, square) = (moment(), moment());
+    let (flat_mean, flat_square) = (moment(), moment());
+    let copy = place.put(&zeros(n).to_dtype(dtype).unwrap());
+    for number in 1..4 {
+        let grad = place.put(&randn(n, 10 + number as u64));
+        let scaler = scaler(place, number, 4.0);
+        let state = AdamWState { master: &whole, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+        adamw(&HYPER, &scaler, state).unwrap();
         for (start, len) in [(0, 9000), (9000, 1), (9001, n - 9001)] {
             let part = |x: &Tensor| x.narrow(0, start, len).unwrap();
             let (master, grad, copy) = (part(&flat), part(&grad), part(&copy));
-            let moments = (part(&flat_mean), part(&flat_square));
-            adamw(&hyper, &master, &grad, &moments.0, &moments.1, Some(&copy)).unwrap();
+            let (mean, square) = (part(&flat_mean), part(&flat_square));
+            let (exp_avg, exp_avg_sq, compute) = (&mean, &square, Some(&copy));
+            let state = AdamWState { master: &master, grad: &grad, exp_avg, exp_avg_sq, compute };
+            adamw(&HYPER, &scaler, state).unwrap();
         }
     }
     assert_eq!(bits(&flat), bits(&whole));
@@ -67,19 +92,44 @@ fn check_views(place: &Place, dtype: DType) {
     assert_eq!(bits(&copy), bits(&whole.to_dtype(dtype).unwrap()));
 }
 
+/// One step with bf16 moments is a step with f32 moments that begins at the same, rounded, moments.
 #[test]
-fn the_gradient_is_scaled_before_use() {
+fn moments_in_bf16_are_widened_used_and_rounded_once() {
     for place in Place::all() {
-        let step = |grad: &Tensor, grad_scale| {
-            let master = place.put(&randn(50, 1));
+        let round = |x: &Tensor| x.to_dtype(DType::BF16).unwrap();
+        let (grad, mean) = (randn(3000, 1), round(&randn(3000, 2)));
+        let square = round(&randn(3000, 3).sqr().unwrap());
+        let step = |dtype: DType| {
+            let [grad, master] = [&grad, &randn(3000, 4)].map(|x| place.put(x));
+            let [mean, square] = [&mean, &square].map(|x| place.put(&x.to_dtype(dtype).unwrap().copy().unwrap()));
+            let scaler = scaler(&place, 2, 1.0);
+            let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+            place.run(|| adamw(&HYPER, &scaler, state)).unwrap();
+            [master, mean, square]
+        };
+        let ([p, m, v], [wide_p, wide_m, wide_v]) = (step(DType::BF16), step(DType::F32));
+        assert_eq!(bits(&p), bits(&wide_p));
+        assert_eq!(bits(&m), bits(&round(&wide_m)));
+        assert_eq!(bits(&v), bits(&round(&wide_v)));
+    }
+}
+
+#[test]
+fn the_gradient_is_scaled_before_use_and_a_refused_step_changes_nothing() {
+    for place in Place::all() {
+        let step = |grad: &Tensor, scaler: &GradScaler| {
+            let [grad, master] = [grad, &randn(50, 1)].map(|x| place.put(x));
             let (mean, square) = (place.put(&zeros(50)), place.put(&zeros(50)));
-            let hyper = AdamW { grad_scale, ..HYPER };
-            place.run(|| adamw(&hyper, &master, &place.put(grad), &mean, &square, None)).unwrap();
+            let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+            place.run(|| adamw(&HYPER, scaler, state)).unwrap();
             [bits(&master), bits(&mean), bits(&square)]
         };
-        let grad = randn(50, 2);
-        assert_eq!(step(&grad, 0.25), step(&(&grad * 0.25).unwrap(), 1.0));
-        assert_ne!(step(&grad, 0.25), step(&grad, 1.0));
+        let (grad, plain) = (randn(50, 2), scaler(&place, 1, 1.0));
+        let quarter = step(&grad, &scaler(&place, 1, 4.0));
+        assert_eq!(quarter, step(&(&grad * 0.25).unwrap(), &plain));
+        assert_ne!(quarter, step(&grad, &plain));
+        judge(&place, &plain, f64::NAN);
+        assert_eq!(step(&grad, &plain), [bits(&randn(50, 1)), bits(&zeros(50)), bits(&zeros(50))]);
     }
 }
 
@@ -87,20 +137,25 @@ fn the_gradient_is_scaled_before_use() {
 fn nothing_to_update_is_no_error() {
     for place in Place::all() {
         let none = || place.put(&zeros(1)).narrow(0, 0, 0).unwrap();
-        place.run(|| adamw(&HYPER, &none(), &none(), &none(), &none(), None)).unwrap();
+        let (master, grad, mean, square) = (none(), none(), none(), none());
+        let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
+        let scaler = scaler(&place, 1, 1.0);
+        place.run(|| adamw(&HYPER, &scaler, state)).unwrap();
     }
 }
 
 #[test]
 fn wrong_arguments_are_named() {
-    let run = |hyper: &AdamW, master: &Tensor, grad: &Tensor, mean: &Tensor, copy: Option<&Tensor>| {
-        adamw(hyper, master, grad, mean, &zeros(4), copy)
+    let scaler = scaler(&Place::Cpu, 1, 1.0);
+    let square = zeros(4);
+    let run = |master: &Tensor, grad: &Tensor, mean: &Tensor, compute: Option<&Tensor>| {
+        adamw(&HYPER, &scaler, AdamWState { master, grad, exp_avg: mean, exp_avg_sq: &square, compute })
     };
     let (p, g, m) = (zeros(4), zeros(4), zeros(4));
-    assert_error(run(&AdamW { step: 0, ..HYPER }, &p, &g, &m, None), "first step has number 1");
-    assert_error(run(&HYPER, &p, &zeros(3), &m, None), "grad is F32 [3], want f32 with 4");
+    assert_error(run(&p, &zeros(3), &m, None), "grad has 3 elements, master 4");
     let half = p.to_dtype(DType::BF16).unwrap();
-    assert_error(run(&HYPER, &half, &g, &m, None), "master is BF16");
-    assert_error(run(&HYPER, &p, &g, &m, Some(&zeros(5))), "compute has 5 elements, master 4");
-    assert_error(run(&HYPER, &p, &g, &p, None), "master and exp_avg must be in different buffers");
+    assert_error(run(&half, &g, &m, None), "master is BF16");
+    assert_error(run(&p, &g, &half, None), "exp_avg is BF16 and exp_avg_sq F32");
+    assert_error(run(&p, &g, &m, Some(&zeros(5))), "compute has 5 elements, master 4");
+    assert_error(run(&p, &g, &p, None), "master and exp_avg must be in different buffers");
 }

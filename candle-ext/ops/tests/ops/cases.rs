@@ -119,6 +119,14 @@ impl Place {
         }
     }
 
+    pub(crate) fn device(&self) -> Device {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Cuda(device) => device.clone(),
+            _ => Device::Cpu,
+        }
+    }
+
     pub(crate) fn put(&self, x: &Tensor) -> Tensor {
         match self {
             #[cfg(feature = "cuda")]

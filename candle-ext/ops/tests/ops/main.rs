@@ -7,6 +7,7 @@ mod attention;
 mod cases;
 mod dropout;
 mod embedding;
+mod grad_scaler;
 mod in_place;
 mod laws;
 mod linear;

@@ -84,6 +84,7 @@ fn run(step: usize) -> RunState {
         fingerprint: fingerprint(),
         began: 1,
         n_skipped: 0,
+        scaler: None,
         settings: Fingerprint::default(),
     }
 }

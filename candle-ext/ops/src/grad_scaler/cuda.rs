@@ -1,0 +1,34 @@
+//! `grad_scaler` on CUDA: a launch of `kernel.cu`.
+
+use candle_core::{Result, Tensor};
+
+use super::{GradScaler, MAX_LOSS_SCALE};
+use crate::cuda::{Arg, address, gpu, kernels};
+
+kernels!("grad_scaler");
+
+const OP: &str = "grad_scaler";
+/// One warp.
+const THREADS: usize = 32;
+
+/// Judges gradients by the sums of their squares and the losses.
+pub(super) fn judge(scaler: &GradScaler, squares: &Tensor, losses: &Tensor, [beta1, beta2]: [f64; 2]) -> Result<()> {
+    let (policy, scaling) = (&scaler.policy, &scaler.policy.loss_scaling);
+    let args = [
+        Arg::Address(address(OP, &scaler.state)?),
+        Arg::Address(address(OP, squares)?),
+        Arg::Address(address(OP, losses)?),
+        Arg::I32(squares.elem_count() as i32),
+        Arg::I32(losses.elem_count() as i32),
+        Arg::I32(i32::from(policy.halts)),
+        Arg::I32(scaling.window as i32),
+        Arg::I32(scaling.hysteresis as i32),
+        Arg::F64(policy.max_norm.unwrap_or(f64::INFINITY)),
+        Arg::F64(beta1),
+        Arg::F64(beta2),
+        Arg::F64(scaling.min),
+        Arg::F64(MAX_LOSS_SCALE),
+    ];
+    // SAFETY: there are as many squares and losses as the arguments say, and a whole state.
+    unsafe { KERNELS.launch(gpu(OP, squares)?, "judge", [1, 1, 1], THREADS, &args) }
+}

@@ -1,0 +1,253 @@
+//! What becomes of a step's gradients, decided where they lie: unscaled and clipped, or skipped.
+//!
+//! Nobody waits for a device to learn whether its gradients are finite: the decision stays there, [`adamw`](crate::adamw)
+//! reads it there, and the host reads it when the step is done.
+
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::device::on_device;
+use crate::floats::FloatsMut;
+use crate::storage::{host, update};
+
+/// The factor on losses that keeps small gradients from vanishing in half precision, by DeepSpeed's rules.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LossScaling {
+    /// The factor before the first step.
+    pub initial: f64,
+    /// It doubles after so many steps without an overflow; 0 leaves it as it is.
+    pub window: usize,
+    /// It is halved at the overflow of this number, 1 for the first, counted anew whenever it doubles.
+    pub hysteresis: usize,
+    /// It is never halved below this: an overflow there is one that scaling cannot cure.
+    pub min: f64,
+}
+
+/// What a step does with its gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradPolicy {
+    /// Gradients of a larger norm are scaled down to it, as torch's clip_grad_norm_ does.
+    pub max_norm: Option<f64>,
+    /// How losses are scaled.
+    pub loss_scaling: LossScaling,
+    /// Once a loss or a gradient was not finite, nothing is applied any more.
+    pub halts: bool,
+}
+
+/// What was decided about a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The weights were updated.
+    Applied,
+    /// The gradients overflowed; the next ones will be scaled less.
+    Overflowed,
+    /// A loss or a gradient was not finite.
+    NonFinite,
+    /// Nothing was looked at: an earlier step had been [`Outcome::NonFinite`].
+    Halted,
+}
+
+/// A decision.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Verdict {
+    /// The norm of the unscaled gradient before clipping.
+    pub norm: f64,
+    /// What became of the step.
+    pub outcome: Outcome,
+    /// What the next decision depends on.
+    pub next: ScalerState,
+}
+
+/// What a decision depends on besides the gradients.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ScalerState {
+    /// Updates of the weights so far.
+    pub n_updates: usize,
+    /// What the next step's losses are multiplied by.
+    pub loss_scale: f64,
+    /// Steps without an overflow since the last one, or since the factor doubled.
+    pub good_steps: usize,
+    /// Overflows until it is halved.
+    pub tries_left: usize,
+}
+
+/// Judges gradients on their device.
+pub struct GradScaler {
+    policy: GradPolicy,
+    /// f32 [`State::LEN`]
+    state: Tensor,
+}
+
+/// What an update takes from a decision.
+#[derive(Clone, Copy)]
+pub(crate) struct StepFactors {
+    /// Multiplies the gradient.
+    pub(crate) grad_scale: f32,
+    /// c = sqrt(1 - b2^n)
+    pub(crate) root: f32,
+    /// c / (1 - b1^n)
+    pub(crate) correction: f32,
+}
+
+/// Places in the state, as kernel.cu knows them.
+struct State;
+
+impl State {
+    const NORM: usize = 0;
+    /// What gradients are multiplied by.
+    const FACTOR: usize = 1;
+    const OUTCOME: usize = 2;
+    const N_UPDATES: usize = 3;
+    const LOSS_SCALE: usize = 4;
+    const GOOD_STEPS: usize = 5;
+    const TRIES_LEFT: usize = 6;
+    /// c = sqrt(1 - b2^n) for the n-th update, and c / (1 - b1^n).
+    const ROOT: usize = 7;
+    const STEP: usize = 8;
+    const LEN: usize = 9;
+}
+
+/// The largest factor on losses. Gradients that need more are zero.
+const MAX_LOSS_SCALE: f64 = (1u64 << 32) as f64;
+
+impl LossScaling {
+    /// Losses as they are.
+    pub const NONE: Self = Self { initial: 1.0, window: 0, hysteresis: 1, min: 1.0 };
+}
+
+impl GradPolicy {
+    /// Gradients as they are, and only finite ones.
+    pub const PLAIN: Self = Self { max_norm: None, loss_scaling: LossScaling::NONE, halts: false };
+}
+
+impl Verdict {
+    /// How many numbers [`GradScaler::state`] has.
+    pub const LEN: usize = State::LEN;
+
+    /// Reads the numbers of [`GradScaler::state`].
+    pub fn read(state: &[f32]) -> Self {
+        let count = |at: usize| state[at] as usize;
+        let outcome = match count(State::OUTCOME) {
+            0 => Outcome::Applied,
+            1 => Outcome::Overflowed,
+            2 => Outcome::NonFinite,
+            _ => Outcome::Halted,
+        };
+        Self {
+            norm: f64::from(state[State::NORM]),
+            outcome,
+            next: ScalerState {
+                n_updates: count(State::N_UPDATES),
+                loss_scale: f64::from(state[State::LOSS_SCALE]),
+                good_steps: count(State::GOOD_STEPS),
+                tries_left: count(State::TRIES_LEFT),
+            },
+        }
+    }
+}
+
+impl GradScaler {
+    /// Begins after `n_updates` updates, with the policy's first factor on losses.
+    pub fn new(policy: GradPolicy, n_updates: usize, device: &Device) -> Result<Self> {
+        let LossScaling { initial, hysteresis, .. } = policy.loss_scaling;
+        let first = ScalerState { n_updates, loss_scale: initial, good_steps: 0, tries_left: hysteresis };
+        Self::resume(policy, &first, device)
+    }
+
+    /// Goes on from where a verdict left off.
+    pub fn resume(policy: GradPolicy, from: &ScalerState, device: &Device) -> Result<Self> {
+        let mut state = [0.0; State::LEN];
+        state[State::FACTOR] = 1.0;
+        state[State::N_UPDATES] = from.n_updates as f32;
+        state[State::LOSS_SCALE] = from.loss_scale as f32;
+        state[State::GOOD_STEPS] = from.good_steps as f32;
+        state[State::TRIES_LEFT] = from.tries_left as f32;
+        Ok(Self { policy, state: Tensor::new(&state, device)? })
+    }
+
+    /// Returns the state as it lies on the device, f32 [[`Verdict::LEN`]].
+    pub fn state(&self) -> &Tensor {
+        &self.state
+    }
+
+    /// Returns the numbers of an update; nothing if there is none. For the CPU, where nobody has to wait for them.
+    pub(crate) fn step(&self) -> Result<Option<StepFactors>> {
+        let state = host("grad_scaler", &self.state)?;
+        let state = state.slice::<f32>()?;
+        let factors =
+            StepFactors { grad_scale: state[State::FACTOR], root: state[State::ROOT], correction: state[State::STEP] };
+        Ok((state[State::OUTCOME] == 0.0).then_some(factors))
+    }
+
+    /// Returns what losses must be multiplied by before backward, an f32 scalar on the device; nothing if that is 1 for
+    /// good.
+    pub fn loss_scale(&self) -> Result<Option<Tensor>> {
+        if self.policy.loss_scaling == LossScaling::NONE {
+            return Ok(None);
+        }
+        self.state.narrow(0, State::LOSS_SCALE, 1)?.squeeze(0).map(Some)
+    }
+
+    /// Decides about gradients, whose squares have these sums, f64 [n], after losses f32 [m]. `betas` are AdamW's.
+    pub fn judge(&self, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
+        if squares.dtype() != DType::F64 || losses.dtype() != DType::F32 {
+            bail!("grad_scaler: squares are {:?} and losses {:?}, want f64 and f32", squares.dtype(), losses.dtype())
+        }
+        let (squares, losses) = (squares.contiguous()?, losses.contiguous()?);
+        on_device!("grad_scaler", self.state, {
+            cpu => {
+                let (squares, losses) = (host("grad_scaler", &squares)?, host("grad_scaler", &losses)?);
+                let (squares, losses) = (squares.slice::<f64>()?, losses.slice::<f32>()?);
+                update(&self.state, "grad_scaler", |state| {
+                    if let FloatsMut::F32(state) = state {
+                        decide(state, &self.policy, squares, losses, betas);
+                    }
+                    Ok(())
+                })
+            },
+            cuda => cuda::judge(self, &squares, &losses, betas),
+        })
+    }
+}
+
+fn decide(state: &mut [f32], policy: &GradPolicy, squares: &[f64], losses: &[f32], betas: [f64; 2]) {
+    let scaling = &policy.loss_scaling;
+    let was_fatal = state[State::OUTCOME] >= 2.0;
+    if policy.halts && was_fatal {
+        state[State::OUTCOME] = 3.0;
+        return;
+    }
+    let loss_scale = f64::from(state[State::LOSS_SCALE]);
+    let norm = squares.iter().sum::<f64>().sqrt() / loss_scale;
+    state[State::NORM] = norm as f32;
+    let is_loss_finite = losses.iter().all(|loss| loss.is_finite());
+    if norm.is_finite() && is_loss_finite {
+        let clip = policy.max_norm.map_or(1.0, |max| (max / (norm + 1e-6)).min(1.0));
+        let n = state[State::N_UPDATES] + 1.0;
+        let [correction1, correction2] = betas.map(|beta| 1.0 - beta.powf(f64::from(n)));
+        state[State::OUTCOME] = 0.0;
+        state[State::FACTOR] = (clip / loss_scale) as f32;
+        state[State::N_UPDATES] = n;
+        state[State::ROOT] = correction2.sqrt() as f32;
+        state[State::STEP] = (correction2.sqrt() / correction1) as f32;
+        state[State::GOOD_STEPS] += 1.0;
+        if scaling.window > 0 && state[State::GOOD_STEPS] >= scaling.window as f32 {
+            state[State::LOSS_SCALE] = (loss_scale * 2.0).min(MAX_LOSS_SCALE) as f32;
+            state[State::GOOD_STEPS] = 0.0;
+            state[State::TRIES_LEFT] = scaling.hysteresis as f32;
+        }
+    } else if is_loss_finite && scaling.window > 0 && loss_scale > scaling.min {
+        state[State::OUTCOME] = 1.0;
+        state[State::GOOD_STEPS] = 0.0;
+        if state[State::TRIES_LEFT] > 1.0 {
+            state[State::TRIES_LEFT] -= 1.0;
+        } else {
+            state[State::LOSS_SCALE] = (loss_scale / 2.0).max(scaling.min) as f32;
+        }
+    } else {
+        state[State::OUTCOME] = 2.0;
+    }
+}

@@ -1,0 +1,53 @@
+//! From the host to a device and back, without waiting for the device.
+
+use candle_core::{DType, Device, Result, Shape, Tensor, WithDType, bail};
+
+/// Copies values to a device. On a GPU they travel through pinned memory: the call returns at once.
+pub fn upload<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => crate::cuda::transfer::upload(values, shape.into(), device),
+        _ => Tensor::from_slice(values, shape, device),
+    }
+}
+
+/// Numbers on their way from a device.
+pub struct Readout(Way);
+
+enum Way {
+    Here(Vec<f32>),
+    #[cfg(feature = "cuda")]
+    OnCuda(crate::cuda::transfer::Readback),
+}
+
+impl Readout {
+    /// Begins to copy f32 [n]: what it holds when all work so far is done.
+    pub fn start(x: &Tensor) -> Result<Self> {
+        if x.dtype() != DType::F32 || x.rank() != 1 {
+            bail!("readout: want f32 [n], got {:?} {:?}", x.dtype(), x.dims())
+        }
+        Ok(Self(match x.device() {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Way::OnCuda(crate::cuda::transfer::Readback::start(&x.contiguous()?, device)?),
+            _ => Way::Here(x.to_vec1()?),
+        }))
+    }
+
+    /// Tells whether [`Readout::wait`] returns at once.
+    pub fn is_ready(&self) -> bool {
+        match &self.0 {
+            Way::Here(_) => true,
+            #[cfg(feature = "cuda")]
+            Way::OnCuda(readback) => readback.is_ready(),
+        }
+    }
+
+    /// Returns the numbers once they are there.
+    pub fn wait(self) -> Result<Vec<f32>> {
+        match self.0 {
+            Way::Here(values) => Ok(values),
+            #[cfg(feature = "cuda")]
+            Way::OnCuda(readback) => readback.wait(),
+        }
+    }
+}
