@@ -4,10 +4,10 @@
 use std::path::Path;
 
 use candlewick_model::Config;
+use candlewick_ops::LossScaling;
 use serde_json::json;
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 use trainer::metrics::Console;
-use candlewick_ops::LossScaling;
 use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan};
 use trainer::recipe::{Loaded, RecipeError};
 use trainer::schedule::{Floor, Shape, Span};
@@ -72,7 +72,6 @@ fn what_is_not_implemented_is_refused_by_name() {
         "data.sources.0.kwargs={streaming: true}",
         "data.sources.0.sql=select",
         "deepspeed.zero_optimization.offload_optimizer.device=cpu",
-        "deepspeed.bf16.bf16_master_weights_and_grads=true",
         "deepspeed.torch_autocast.enabled=true",
         "deepspeed.train_batch_size=8",
         "deepspeed.zero_optimization.zero_hpz_partition_size=8",
@@ -103,10 +102,14 @@ fn half_precision_scales_losses_as_deepspeed_does() {
 }
 
 #[test]
-fn moments_are_bf16_if_the_recipe_says_so() {
+fn states_are_bf16_if_the_recipe_says_so() {
     assert_eq!(plan(&[]).optimizer.moments, ComputeDtype::F32);
     assert_eq!(plan(&["deepspeed.bf16.bf16_optimizer_states=true"]).optimizer.moments, ComputeDtype::Bf16);
     refused(&["deepspeed.bf16.bf16_optimizer_states=1"], &["expected true or false, found 1"]);
+    let masters = "deepspeed.bf16.bf16_master_weights_and_grads=true";
+    assert_eq!(plan(&["model.dtype=bf16", masters]).optimizer.masters, ComputeDtype::Bf16);
+    assert_eq!(plan(&["model.dtype=bf16"]).optimizer.masters, ComputeDtype::F32);
+    refused(&["model.dtype=f32", masters], &["bf16_master_weights_and_grads: true needs model.dtype: bf16"]);
 }
 
 #[test]

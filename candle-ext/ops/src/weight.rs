@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor, Var, bail};
 use crate::floats::FloatsMut;
 use crate::storage;
 
-/// The f32 main gradient of one parameter. Ops add to it in place; cloning shares it.
+/// The main gradient of one parameter, f32 or bf16. Ops add to it in place; cloning shares it.
 #[derive(Clone, Debug)]
 pub struct GradSink {
     grad: Tensor,
@@ -14,11 +14,12 @@ pub struct GradSink {
 }
 
 impl GradSink {
-    /// Wraps `grad`, a contiguous f32 view of any buffer. Its present values are added to.
+    /// Wraps `grad`, a contiguous view of any buffer. Its present values are added to; what is added is summed in f32 and,
+    /// in a bf16 gradient, rounded once for each use of the weight.
     pub fn new(grad: Tensor) -> Result<Self> {
-        if grad.dtype() != DType::F32 || !grad.is_contiguous() {
+        if !matches!(grad.dtype(), DType::F32 | DType::BF16) || !grad.is_contiguous() {
             bail!(
-                "gradient sink: want a contiguous f32 view, got {:?} with shape {:?} and strides {:?}",
+                "gradient sink: want a contiguous f32 or bf16 view, got {:?} with shape {:?} and strides {:?}",
                 grad.dtype(),
                 grad.dims(),
                 grad.stride()
@@ -36,8 +37,14 @@ impl GradSink {
     /// Hands the gradient's elements to `add`, which must only add to them.
     pub(crate) fn add(&self, op: &'static str, add: impl FnOnce(&mut [f32])) -> Result<()> {
         storage::update(&self.grad, op, |grad| {
-            if let FloatsMut::F32(grad) = grad {
-                add(grad);
+            match grad {
+                FloatsMut::F32(grad) => add(grad),
+                mut rounded => {
+                    let mut grad = vec![0.0; rounded.len()];
+                    rounded.floats().read_into(&mut grad);
+                    add(&mut grad);
+                    rounded.write(0, &grad);
+                }
             }
             Ok(())
         })

@@ -1,14 +1,14 @@
 //! The parameters and their training state, resident on this device.
 //!
-//! A unit's parameters lie in flat buffers: frozen ones in the compute format; trainable ones as f32 masters with their
-//! f32 gradients and AdamW's moments, and a compute copy when that format is not f32. What an op gets is a zero-copy view.
+//! A unit's parameters lie in flat buffers: frozen ones in the compute format; trainable ones as masters with their
+//! gradients and AdamW's moments, and a compute copy when that format is another. What an op gets is a zero-copy view.
 //! Between parameters lie zeros that stay zeros. Within a flat trainable buffer the parameters with weight decay come
 //! first, so that one optimizer call serves each half.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_model::{Model, ParamSpec, Unit, Weights};
 use candlewick_ops::{AdamW, AdamWState, GradScaler, GradSink, Weight, adamw, copy_into, sum_of_squares, zero_};
 
@@ -21,19 +21,22 @@ pub enum Mode {
     Infer,
 }
 
-/// The number formats of what is kept. Master weights and gradients are f32.
+/// The number formats of what is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Formats {
     /// Of the weights that ops read, and of frozen ones: f32, bf16 or f16.
     pub compute: DType,
+    /// Of the weights that AdamW updates, and of their gradients: f32, or bf16 if `compute` is that, too. Small updates
+    /// of a bf16 weight are lost in rounding.
+    pub masters: DType,
     /// Of AdamW's moments: f32 or bf16.
     pub moments: DType,
 }
 
 impl Formats {
-    /// This format to compute in, and moments in f32.
+    /// This format to compute in, all else in f32.
     pub fn computing_in(compute: DType) -> Self {
-        Self { compute, moments: DType::F32 }
+        Self { compute, masters: DType::F32, moments: DType::F32 }
     }
 }
 
@@ -60,7 +63,7 @@ struct Slot {
 
 struct Trainable {
     master: Tensor,
-    /// The copy that the ops read: the master itself when the compute dtype is f32.
+    /// The copy that the ops read: the master itself where it has that format.
     compute: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
@@ -76,9 +79,9 @@ const ALIGNMENT: usize = 128;
 pub struct ParamState {
     /// The parameter's Hugging Face name.
     pub name: String,
-    /// The f32 weights that the optimizer updates.
+    /// The weights that the optimizer updates, in [`Formats::masters`].
     pub master: Tensor,
-    /// The f32 gradient summed since [`Resident::zero_grads`].
+    /// The gradient summed since [`Resident::zero_grads`].
     pub grad: Tensor,
     /// Adam's running mean of the gradient, in [`Formats::moments`].
     pub exp_avg: Tensor,
@@ -283,7 +286,7 @@ impl UnitStore {
 
     fn refresh(&self, slot: &Slot) -> Result<()> {
         match &self.trainable {
-            Some(flat) if flat.compute.dtype() != DType::F32 => {
+            Some(flat) if flat.compute.dtype() != flat.master.dtype() => {
                 copy_into(&slot.view(&flat.compute)?, &slot.view(&flat.master)?)
             }
             _ => Ok(()),
@@ -300,9 +303,12 @@ impl Slot {
 impl Trainable {
     fn new(n: usize, n_decayed: usize, formats: Formats, device: &Device) -> Result<Self> {
         let zeros = |dtype| Tensor::zeros(n, dtype, device);
-        let (master, grad) = (zeros(DType::F32)?, zeros(DType::F32)?);
+        if ![DType::F32, formats.compute].contains(&formats.masters) {
+            bail!("master weights in {:?} cannot be computed with in {:?}", formats.masters, formats.compute)
+        }
+        let (master, grad) = (zeros(formats.masters)?, zeros(formats.masters)?);
         let (exp_avg, exp_avg_sq) = (zeros(formats.moments)?, zeros(formats.moments)?);
-        let compute = if formats.compute == DType::F32 { master.clone() } else { zeros(formats.compute)? };
+        let compute = if formats.compute == formats.masters { master.clone() } else { zeros(formats.compute)? };
         Ok(Self { master, compute, grad, exp_avg, exp_avg_sq, n_decayed })
     }
 
@@ -311,10 +317,8 @@ impl Trainable {
             return Ok(());
         }
         let part = |flat: &Tensor| flat.narrow(0, range.start, range.len());
-        let copy = match self.compute.dtype() {
-            DType::F32 => None,
-            _ => Some(part(&self.compute)?),
-        };
+        let is_copied = self.compute.dtype() != self.master.dtype();
+        let copy = is_copied.then(|| part(&self.compute)).transpose()?;
         let state = AdamWState {
             master: &part(&self.master)?,
             grad: &part(&self.grad)?,

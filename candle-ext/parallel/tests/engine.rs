@@ -310,7 +310,7 @@ fn moments_in_bf16_take_half_the_room_and_nearly_the_same_steps() {
     let batch = sequences(&[10, 10]);
     let run = |moments| {
         let model = Model::new(config(true), None).unwrap();
-        let formats = Formats { compute: DType::F32, moments };
+        let formats = Formats { moments, ..Formats::computing_in(DType::F32) };
         let engine = engine_in(model, formats, Residency::Keep);
         let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let scaler = scaler(GradPolicy::PLAIN);
@@ -327,6 +327,29 @@ fn moments_in_bf16_take_half_the_room_and_nearly_the_same_steps() {
     let (full, half) = (run(DType::F32), run(DType::BF16));
     assert!((half / full - 1.0).abs() < 0.01, "{half} {full}");
     assert_ne!(half, full);
+}
+
+#[test]
+fn masters_and_gradients_in_bf16_are_what_the_ops_read_and_write() {
+    let batch = sequences(&[10, 10]);
+    let run = |masters| {
+        let formats = Formats { masters, ..Formats::computing_in(DType::BF16) };
+        let engine = engine_in(Model::new(config(true), None).unwrap(), formats, Residency::Keep);
+        let hyper = AdamW { lr: 2e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
+        let scaler = scaler(GradPolicy::PLAIN);
+        let mut losses = Vec::new();
+        for _ in 0..8 {
+            engine.store().zero_grads().unwrap();
+            losses.push(train(&engine, &micro(&batch), &batch, 5));
+            step(&engine, &hyper, &scaler);
+        }
+        let states = engine.store().states().unwrap();
+        assert!(states.iter().all(|state| [&state.master, &state.grad].iter().all(|x| x.dtype() == masters)));
+        losses
+    };
+    let (full, half) = (run(DType::F32), run(DType::BF16));
+    assert_eq!(full[0], half[0]);
+    assert!((half[7] / full[7] - 1.0).abs() < 0.1, "{half:?} {full:?}");
 }
 
 #[test]

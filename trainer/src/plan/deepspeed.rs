@@ -4,6 +4,7 @@ use serde_json::Value;
 
 use candlewick_ops::LossScaling;
 
+use super::ComputeDtype;
 use super::resolver::Resolver;
 use crate::recipe::{Dtype, parse_number};
 
@@ -32,7 +33,6 @@ const WITHOUT_EFFECT: &[&str] = &[
 
 /// Keys that may only have their harmless value.
 const ONLY: &[(&str, Harmless)] = &[
-    ("bf16.bf16_master_weights_and_grads", Harmless::False),
     ("fp16.auto_cast", Harmless::False),
     ("fp16.consecutive_hysteresis", Harmless::False),
     ("prescale_gradients", Harmless::False),
@@ -42,8 +42,8 @@ const ONLY: &[(&str, Harmless)] = &[
     ("zero_optimization.offload_param.device", Harmless::None),
 ];
 
-/// Moments in bf16 instead of f32.
-const BF16_MOMENTS: &str = "bf16.bf16_optimizer_states";
+/// What is kept in bf16 instead of f32: master weights and gradients, and moments.
+const BF16_STATES: [&str; 2] = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"];
 
 /// How losses are scaled in half precision: the key, DeepSpeed's default, the least and the largest value. A
 /// `loss_scale` of 0 adapts itself.
@@ -88,10 +88,11 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
         }
         "bf16.enabled" | "bfloat16.enabled" => check_format(resolver, &path, value, Dtype::Bf16),
         "fp16.enabled" => check_format(resolver, &path, value, Dtype::F16),
-        BF16_MOMENTS if !value.is_boolean() => {
-            resolver.wrong(&[&path], format!("{path}: expected true or false, found {value}"));
+        _ if BF16_STATES.contains(&key) => {
+            if !value.is_boolean() {
+                resolver.wrong(&[&path], format!("{path}: expected true or false, found {value}"));
+            }
         }
-        BF16_MOMENTS => {}
         _ if SCALING.iter().any(|(name, ..)| *name == key) => check_scaling(resolver, key, &path, value),
         _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect on one process")),
         _ => check_only(resolver, key, &path, value),
@@ -123,15 +124,22 @@ fn check_scaling(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
     }
 }
 
-/// Whether the section asks for moments in bf16.
-pub(super) fn bf16_moments(resolver: &mut Resolver) -> bool {
-    let path = format!("deepspeed.{BF16_MOMENTS}");
-    let asked = lookup(&resolver.recipe().deepspeed, BF16_MOMENTS) == Some(&Value::Bool(true));
-    if asked {
+/// The formats of master weights (and gradients) and of moments.
+pub(super) fn bf16_states(resolver: &mut Resolver, dtype: ComputeDtype) -> (ComputeDtype, ComputeDtype) {
+    let [masters, moments] = BF16_STATES.map(|key| {
+        let path = format!("deepspeed.{key}");
+        if lookup(&resolver.recipe().deepspeed, key) != Some(&Value::Bool(true)) {
+            return ComputeDtype::F32;
+        }
         let origin = resolver.loaded.origin(&[&path]);
-        resolver.record(&path, asked, origin);
+        resolver.record(&path, true, origin);
+        ComputeDtype::Bf16
+    });
+    if masters == ComputeDtype::Bf16 && dtype != ComputeDtype::Bf16 {
+        let path = format!("deepspeed.{}", BF16_STATES[0]);
+        resolver.wrong_because(&[&path], format!("{path}: true needs model.dtype: bf16"), "remove the key");
     }
-    asked
+    (masters, moments)
 }
 
 /// How the section scales losses: what it leaves out is as in DeepSpeed.

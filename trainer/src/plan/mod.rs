@@ -172,6 +172,8 @@ pub struct OptimizerPlan {
     pub eps: f64,
     /// The largest global norm of a gradient; `None` does not clip.
     pub gradient_clipping: Option<f64>,
+    /// The number format of master weights and gradients: f32, or bf16 like the model.
+    pub masters: ComputeDtype,
     /// The number format of the moments: f32 or bf16.
     pub moments: ComputeDtype,
     /// The factor on losses, which half precision needs.

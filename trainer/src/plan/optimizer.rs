@@ -32,12 +32,12 @@ pub(super) fn resolve(resolver: &mut Resolver, dtype: ComputeDtype) -> Optimizer
         resolver.wrong(&["optimizer.eps"], format!("optimizer.eps: expected above 0, found {eps}"));
     }
     let gradient_clipping = gradient_clipping(resolver);
-    let moments = if deepspeed::bf16_moments(resolver) { ComputeDtype::Bf16 } else { ComputeDtype::F32 };
+    let (masters, moments) = deepspeed::bf16_states(resolver, dtype);
     let loss_scaling = match dtype {
         ComputeDtype::F16 => deepspeed::loss_scaling(resolver),
         ComputeDtype::Bf16 | ComputeDtype::F32 => LossScaling::NONE,
     };
-    OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping, moments, loss_scaling }
+    OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping, masters, moments, loss_scaling }
 }
 
 fn gradient_clipping(resolver: &mut Resolver) -> Option<f64> {

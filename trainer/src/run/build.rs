@@ -11,7 +11,7 @@ use candlewick_parallel::{Engine, Formats, Mode, Residency, Resident};
 use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
-use crate::plan::{Activations, ComputeDtype, Init, Plan};
+use crate::plan::{Activations, ComputeDtype, Init, OptimizerPlan, Plan};
 
 use super::Assets;
 
@@ -30,7 +30,9 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
     }
     let model = Model::new(config, plan.model.adapter.clone())?;
     let device = plan.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-    let formats = Formats { compute: dtype(plan.model.dtype), moments: dtype(plan.optimizer.moments) };
+    let OptimizerPlan { masters, moments, .. } = plan.optimizer;
+    let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
+    let formats = Formats { compute, masters, moments };
     let store = Resident::new(&model, formats, Mode::Train, &device)?;
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {

@@ -187,7 +187,8 @@ impl<'a> Session<'a> {
         let verdict = &outcome.verdict;
         if verdict.outcome == Judged::Overflowed {
             let (number, scale) = (outcome.number, verdict.next.loss_scale);
-            let line = format!("skipped step {number}: its gradient overflowed; the loss scale is {scale} from here on");
+            let line =
+                format!("skipped step {number}: its gradient overflowed; the loss scale is {scale} from here on");
             self.reporter.terminal().line(&line);
         }
         let n_micro = step.micro_batches.len() as f64;

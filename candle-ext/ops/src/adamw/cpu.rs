@@ -2,13 +2,13 @@
 
 use rayon::prelude::*;
 
-use crate::floats::FloatsMut;
+use crate::floats::{Floats, FloatsMut};
 use crate::grad_scaler::StepFactors;
 
 /// Elements that one task handles.
 const CHUNK: usize = 1 << 13;
 
-/// Moments that are widened at once: they stay in the first cache.
+/// Elements that are widened at once: they stay in the first cache.
 const BLOCK: usize = 1 << 10;
 
 pub(super) struct Factors {
@@ -39,44 +39,57 @@ impl Factors {
 
 /// What an update reads and writes, element by element.
 pub(super) struct Buffers<'a> {
-    pub(super) master: &'a mut [f32],
-    pub(super) grad: &'a [f32],
+    pub(super) master: FloatsMut<'a>,
+    pub(super) grad: Floats<'a>,
     pub(super) mean: FloatsMut<'a>,
     pub(super) square: FloatsMut<'a>,
 }
 
 pub(super) fn run(factors: &Factors, buffers: Buffers<'_>, compute: Option<FloatsMut<'_>>) {
-    let n_chunks = buffers.master.len().div_ceil(CHUNK);
+    let Buffers { master, grad, mean, square } = buffers;
+    let n_chunks = master.len().div_ceil(CHUNK);
     let copies: Vec<Option<FloatsMut<'_>>> = match compute {
         Some(compute) => compute.chunks(CHUNK).into_iter().map(Some).collect(),
         None => (0..n_chunks).map(|_| None).collect(),
     };
-    (buffers.master.par_chunks_mut(CHUNK), buffers.grad.par_chunks(CHUNK))
-        .into_par_iter()
-        .zip((buffers.mean.chunks(CHUNK), buffers.square.chunks(CHUNK)))
-        .zip(copies)
-        .for_each(|(((master, grad), (mean, square)), copy)| {
-            match (mean, square) {
-                (FloatsMut::F32(mean), FloatsMut::F32(square)) => step(factors, master, grad, mean, square),
-                (mean, square) => widened(factors, master, grad, mean, square),
-            }
-            if let Some(mut copy) = copy {
-                copy.write(0, master);
-            }
-        });
+    (master.chunks(CHUNK), mean.chunks(CHUNK), square.chunks(CHUNK), copies).into_par_iter().enumerate().for_each(
+        |(i, (master, mean, square, copy))| {
+            let grad = grad.slice(i * CHUNK..i * CHUNK + master.len());
+            update(factors, Buffers { master, grad, mean, square }, copy);
+        },
+    );
 }
 
-/// As `step` for moments in another format.
-fn widened(f: &Factors, master: &mut [f32], grad: &[f32], mut mean: FloatsMut, mut square: FloatsMut) {
-    let (mut wide_mean, mut wide_square) = ([0.0; BLOCK], [0.0; BLOCK]);
-    for (i, (master, grad)) in master.chunks_mut(BLOCK).zip(grad.chunks(BLOCK)).enumerate() {
-        let (start, n) = (i * BLOCK, master.len());
-        let (wide_mean, wide_square) = (&mut wide_mean[..n], &mut wide_square[..n]);
-        mean.floats().slice(start..start + n).read_into(wide_mean);
-        square.floats().slice(start..start + n).read_into(wide_square);
-        step(f, master, grad, wide_mean, wide_square);
-        mean.write(start, wide_mean);
-        square.write(start, wide_square);
+fn update(factors: &Factors, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
+    let Buffers { master, grad, mean, square } = buffers;
+    match (master, grad, mean, square) {
+        (FloatsMut::F32(master), Floats::F32(grad), FloatsMut::F32(mean), FloatsMut::F32(square)) => {
+            step(factors, master, grad, mean, square);
+            copy.into_iter().for_each(|mut copy| copy.write(0, master));
+        }
+        (master, grad, mean, square) => widened(factors, Buffers { master, grad, mean, square }, copy),
+    }
+}
+
+/// As `step` for buffers of which some are in another format.
+fn widened(f: &Factors, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
+    let Buffers { mut master, grad, mut mean, mut square } = buffers;
+    let (mut p, mut g, mut m, mut v) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+    for start in (0..master.len()).step_by(BLOCK) {
+        let n = BLOCK.min(master.len() - start);
+        let (p, g, m, v) = (&mut p[..n], &mut g[..n], &mut m[..n], &mut v[..n]);
+        let block = start..start + n;
+        master.floats().slice(block.clone()).read_into(p);
+        grad.slice(block.clone()).read_into(g);
+        mean.floats().slice(block.clone()).read_into(m);
+        square.floats().slice(block).read_into(v);
+        step(f, p, g, m, v);
+        master.write(start, p);
+        mean.write(start, m);
+        square.write(start, v);
+        if let Some(copy) = &mut copy {
+            copy.write(start, p);
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! `adamw` on CUDA: launches of `kernel.cu`.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 use super::{AdamW, AdamWState, Factors};
 use crate::cuda::{Arg, address, gpu, kernels, suffix};
@@ -28,8 +28,8 @@ pub(super) fn run(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Resu
         Arg::I64(n as i64),
     ];
     args.extend([lr, shrink, beta1, one_minus_beta1, beta2, one_minus_beta2, eps].map(Arg::F32));
-    let copied = suffix(OP, compute.map_or(DType::F32, Tensor::dtype))?;
-    let name = format!("step_{copied}_{}", suffix(OP, exp_avg.dtype())?);
+    let copied = compute.map_or(master.dtype(), Tensor::dtype);
+    let name = format!("step_{}_{}_{}", suffix(OP, master.dtype())?, suffix(OP, copied)?, suffix(OP, exp_avg.dtype())?);
     // SAFETY: all have n elements, the copy and the moments those of the kernel's formats; each lies in a buffer of its
     // own; the scaler's state is whole.
     unsafe { KERNELS.launch_flat(gpu(OP, master)?, &name, n, PER_THREAD, &args) }

@@ -1,4 +1,5 @@
-// adamw: flat f32 buffers of n elements, moments of type S and perhaps a copy of type T, W elements at a time, in one pass.
+// adamw: flat buffers of n elements: master and gradient of type M, moments of type S and perhaps a copy of type T, W
+// elements at a time, in one pass.
 //
 // Products and sums are joined by hand: the compiler could join them otherwise for another W, and a parameter's bits
 // must not depend on where in a buffer it lies.
@@ -18,34 +19,35 @@ __device__ __forceinline__ void update(float& p, float g, float& m, float& v, co
 }
 
 // `copy` may be null.
-template <int W, typename T, typename S>
-__device__ void step(float* master, const float* grad, S* mean, S* square, T* copy, long long n, Factors f) {
+template <int W, typename M, typename T, typename S>
+__device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long long n, Factors f) {
     for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
-        auto p = load<W>(master + i);
+        auto p_pack = load<W>(master + i);
         auto m_pack = load<W>(mean + i), v_pack = load<W>(square + i);
         const auto g = load<W>(grad + i);
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-            float m = widen(m_pack.at[j]), v = widen(v_pack.at[j]);
-            update(p.at[j], g.at[j], m, v, f);
+            float p = widen(p_pack.at[j]), m = widen(m_pack.at[j]), v = widen(v_pack.at[j]);
+            update(p, widen(g.at[j]), m, v, f);
+            p_pack.at[j] = narrow<M>(p);
             m_pack.at[j] = narrow<S>(m);
             v_pack.at[j] = narrow<S>(v);
         }
-        store(master + i, p);
+        store(master + i, p_pack);
         store(mean + i, m_pack);
         store(square + i, v_pack);
         if (copy != nullptr) {
             Pack<T, W> rounded;
 #pragma unroll
-            for (int j = 0; j < W; ++j) rounded.at[j] = narrow<T>(p.at[j]);
+            for (int j = 0; j < W; ++j) rounded.at[j] = narrow<T>(widen(p_pack.at[j]));
             store(copy + i, rounded);
         }
     }
 }
 
-#define KERNELS_OF_MOMENTS(T, suffix, S, moments)                                                                  \
-    extern "C" __global__ void step_##suffix##_##moments(                                                          \
-        float* master, const float* grad, S* mean, S* square, T* copy, const float* scaler, long long n, float lr, \
+#define KERNEL(M, master_suffix, T, copy_suffix, S, moments)                                                       \
+    extern "C" __global__ void step_##master_suffix##_##copy_suffix##_##moments(                                   \
+        M* master, const M* grad, S* mean, S* square, T* copy, const float* scaler, long long n, float lr,         \
         float shrink, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps) {         \
         if (scaler[OUTCOME] != APPLIED) return;                                                                    \
         const Factors factors = {scaler[FACTOR], shrink,           beta1,             one_minus_beta1,             \
@@ -56,7 +58,9 @@ __device__ void step(float* master, const float* grad, S* mean, S* square, T* co
             step<1>(master, grad, mean, square, copy, n, factors);                                                 \
         }                                                                                                          \
     }
-#define KERNELS(T, suffix)                     \
-    KERNELS_OF_MOMENTS(T, suffix, float, f32)  \
-    KERNELS_OF_MOMENTS(T, suffix, __nv_bfloat16, bf16)
+#define KERNELS(T, suffix)                               \
+    KERNEL(float, f32, T, suffix, float, f32)            \
+    KERNEL(float, f32, T, suffix, __nv_bfloat16, bf16)
 FOR_EACH_FLOAT(KERNELS)
+KERNEL(__nv_bfloat16, bf16, __nv_bfloat16, bf16, float, f32)
+KERNEL(__nv_bfloat16, bf16, __nv_bfloat16, bf16, __nv_bfloat16, bf16)

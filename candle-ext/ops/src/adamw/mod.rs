@@ -7,7 +7,7 @@ mod cuda;
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::device::on_device;
-use crate::floats::{FloatsMut, check_dtype};
+use crate::floats::check_dtype;
 use crate::grad_scaler::GradScaler;
 use crate::storage::{host, same_storage, update};
 
@@ -29,9 +29,9 @@ pub struct AdamW {
 /// What an update works on: contiguous views of equal length, each in a buffer of its own.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamWState<'a> {
-    /// The parameter, f32.
+    /// The parameter, f32 or bf16.
     pub master: &'a Tensor,
-    /// Its gradient, f32.
+    /// Its gradient, in the same format.
     pub grad: &'a Tensor,
     /// The gradient's running mean, f32 or bf16.
     pub exp_avg: &'a Tensor,
@@ -47,7 +47,7 @@ pub struct AdamWState<'a> {
 /// p -= lr m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + eps)
 ///
 /// `scaler` has judged the gradient: it knows the number n of the update and what the gradient is multiplied by, or that
-/// there is no update. Arithmetic is f32; moments in bf16 are rounded as they are stored.
+/// there is no update. Arithmetic is f32; what is kept in bf16 is rounded as it is stored.
 pub fn adamw(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
     check(&state)?;
     on_device!("adamw", state.master, {
@@ -86,11 +86,10 @@ fn run_cpu(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> 
     let Some(step) = scaler.step()? else { return Ok(()) };
     let factors = cpu::Factors::of(&Factors::of(hyper), step);
     let grad = host("adamw", state.grad)?;
-    let grad = grad.slice::<f32>()?;
+    let grad = grad.floats()?;
     update(state.master, "adamw", |master| {
         update(state.exp_avg, "adamw", |mean| {
             update(state.exp_avg_sq, "adamw", |square| {
-                let FloatsMut::F32(master) = master else { bail!("adamw: the master must be f32") };
                 let buffers = cpu::Buffers { master, grad, mean, square };
                 match state.compute {
                     None => cpu::run(&factors, buffers, None),
@@ -117,20 +116,17 @@ fn check(state: &AdamWState) -> Result<()> {
             bail!("adamw: {name} has {} elements, master {n}", tensor.elem_count())
         }
     }
-    for (name, tensor) in &named[..2] {
-        if tensor.dtype() != DType::F32 {
-            bail!("adamw: {name} is {:?}, want f32", tensor.dtype())
+    for [(name, tensor), (other, twin)] in [[named[0], named[1]], [named[2], named[3]]] {
+        let (dtype, twins) = (tensor.dtype(), twin.dtype());
+        if !matches!(dtype, DType::F32 | DType::BF16) || dtype != twins {
+            bail!("adamw: {name} is {dtype:?} and {other} {twins:?}, want both f32 or both bf16")
         }
-    }
-    if !matches!(exp_avg.dtype(), DType::F32 | DType::BF16) || exp_avg.dtype() != exp_avg_sq.dtype() {
-        bail!(
-            "adamw: exp_avg is {:?} and exp_avg_sq {:?}, want both f32 or both bf16",
-            exp_avg.dtype(),
-            exp_avg_sq.dtype()
-        )
     }
     if let Some(compute) = compute {
         check_dtype("adamw", "the compute copy", compute.dtype())?;
+        if master.dtype() != DType::F32 {
+            bail!("adamw: a master in {:?} is its own compute copy", master.dtype())
+        }
     }
     for (i, (name, tensor)) in all().enumerate() {
         if let Some((other, _)) = all().take(i).find(|(_, other)| same_storage(tensor, other)) {

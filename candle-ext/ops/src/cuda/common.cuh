@@ -13,6 +13,11 @@ typedef unsigned int uint;
     X(__nv_bfloat16, bf16) \
     X(__half, f16)
 
+// Main gradients have these two.
+#define FOR_EACH_GRAD(X) \
+    X(float, f32)        \
+    X(__nv_bfloat16, bf16)
+
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
@@ -98,10 +103,11 @@ template <typename F> __device__ __forceinline__ void sum_columns(F value, float
 }
 
 // total += the sum over parts, a thread for each of n columns
-__device__ __forceinline__ void add_parts_to(float* total, const float* partial, int n_parts, int n) {
+template <typename G>
+__device__ __forceinline__ void add_parts_to(G* total, const float* partial, int n_parts, int n) {
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= n) return;
     float sum = 0.0f;
     for (int part = 0; part < n_parts; ++part) sum += partial[static_cast<long long>(part) * n + column];
-    total[column] += sum;
+    total[column] = narrow<G>(widen(total[column]) + sum);
 }

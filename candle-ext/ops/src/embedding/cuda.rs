@@ -46,7 +46,7 @@ pub(super) fn scatter_add(ids: &Tensor, dy: &Tensor, dw: &Tensor, v: usize) -> R
         Arg::I32(v as i32),
         Arg::I32(d as i32),
     ];
-    let name = format!("add_rows_{}", suffix(OP, dy.dtype())?);
+    let name = format!("add_rows_{}_{}", suffix(OP, dy.dtype())?, suffix(OP, dw.dtype())?);
     // SAFETY: there are t keys, each of a position in dy, which has t rows of d elements; dw has v.
     unsafe { KERNELS.launch(on, &name, [t, d.div_ceil(COLUMNS), 1], SUM_THREADS, &args) }
 }

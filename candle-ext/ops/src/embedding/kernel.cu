@@ -60,8 +60,8 @@ extern "C" __global__ void merge_runs(const Key* from, Key* to, long long t, lon
 
 // dw[id] += the sum of dy over the positions of each id. A block for each key and COLUMNS columns: that of an id's
 // first key does the work, its warps taking every WARPS-th position of each 32.
-template <int W, typename T>
-__device__ void add_rows(const Key* keys, const T* dy, float* dw, long long t, uint v, int d) {
+template <int W, typename T, typename G>
+__device__ void add_rows(const Key* keys, const T* dy, G* dw, long long t, uint v, int d) {
     constexpr int N = COLUMNS / 32;
     __shared__ float of_warp[WARPS][COLUMNS];
     const long long first = blockIdx.x;
@@ -100,18 +100,21 @@ __device__ void add_rows(const Key* keys, const T* dy, float* dw, long long t, u
         float sum = 0.0f;
 #pragma unroll
         for (int k = 0; k < WARPS; ++k) sum += of_warp[k][i];
-        dw[i] += sum;
+        dw[i] = narrow<G>(widen(dw[i]) + sum);
     }
 }
 
+#define ADD_ROWS(T, suffix, G, grad)                                                                                 \
+    extern "C" __global__ void add_rows_##suffix##_##grad(const Key* keys, const T* dy, G* dw, long long t, int v,   \
+                                                          int d) {                                                   \
+        if (is_wide<T>(d, dy)) add_rows<WIDE<T>>(keys, dy, dw, t, v, d);                                             \
+        else add_rows<1>(keys, dy, dw, t, v, d);                                                                     \
+    }
 #define KERNELS(T, suffix)                                                                                           \
     extern "C" __global__ void gather_##suffix(const uint* ids, const T* w, T* y, int v, int d) {                    \
         if (is_wide<T>(d, w, y)) gather<WIDE<T>>(ids, w, y, v, d);                                                   \
         else gather<1>(ids, w, y, v, d);                                                                             \
     }                                                                                                                \
-    extern "C" __global__ void add_rows_##suffix(const Key* keys, const T* dy, float* dw, long long t, int v,        \
-                                                 int d) {                                                            \
-        if (is_wide<T>(d, dy)) add_rows<WIDE<T>>(keys, dy, dw, t, v, d);                                             \
-        else add_rows<1>(keys, dy, dw, t, v, d);                                                                     \
-    }
+    ADD_ROWS(T, suffix, float, f32)                                                                                  \
+    ADD_ROWS(T, suffix, __nv_bfloat16, bf16)
 FOR_EACH_FLOAT(KERNELS)

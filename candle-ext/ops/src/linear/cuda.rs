@@ -55,11 +55,11 @@ pub(super) fn add_grad_w(dy: &Tensor, x: &Tensor, dw: &Tensor, dims: Dims) -> Re
         a: Matrix::transposed(address(OP, &dy)?),
         b: Matrix::plain(address(OP, x)?),
         c: address(OP, dw)?,
-        c_dtype: DType::F32,
+        c_dtype: dw.dtype(),
         accumulate: true,
         ..Gemm::new([dims.n, dims.k, dims.t], x.dtype())
     };
-    // SAFETY: dy is [t, n], x [t, k], dw a gradient [n, k] in f32.
+    // SAFETY: dy is [t, n], x [t, k], dw a gradient [n, k].
     unsafe { gemm.run(gpu(OP, x)?) }
 }
 
@@ -67,5 +67,5 @@ pub(super) fn add_grad_w(dy: &Tensor, x: &Tensor, dw: &Tensor, dims: Dims) -> Re
 pub(super) fn add_grad_bias(dy: &Tensor, db: &Tensor, dims: Dims) -> Result<()> {
     let name = format!("partial_sums_{}", suffix(OP, dy.dtype())?);
     // SAFETY: dy has t rows of n elements, db one.
-    unsafe { columns::add_sums(&KERNELS, gpu(OP, dy)?, &name, &[address(OP, dy)?], [dims.t, dims.n], address(OP, db)?) }
+    unsafe { columns::add_sums(&KERNELS, gpu(OP, dy)?, &name, &[address(OP, dy)?], [dims.t, dims.n], db) }
 }

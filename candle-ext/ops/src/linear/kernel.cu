@@ -1,9 +1,11 @@
 // linear: the gradient of the bias. t rows, n columns.
 #include "common.cuh"
 
-extern "C" __global__ void add_parts(const float* partial, float* db, int n_parts, int n) {
-    add_parts_to(db, partial, n_parts, n);
-}
+#define ADD_PARTS(G, suffix)                                                                                    \
+    extern "C" __global__ void add_parts_##suffix(const float* partial, G* db, int n_parts, int n) {         \
+        add_parts_to(db, partial, n_parts, n);                                                               \
+    }
+FOR_EACH_GRAD(ADD_PARTS)
 
 #define KERNELS(T, suffix)                                                                                   \
     extern "C" __global__ void partial_sums_##suffix(const T* dy, float* partial, int t, int n) {            \

@@ -199,11 +199,11 @@ impl<'a> Head<'a> {
             a: Matrix::transposed(d_logits.address),
             b: Matrix::plain(x.address),
             c: address(OP, dw)?,
-            c_dtype: DType::F32,
+            c_dtype: dw.dtype(),
             accumulate: true,
             ..Gemm::new([self.sizes.v, self.sizes.d, chunk.len], self.x.dtype())
         };
-        // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d] in f32.
+        // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d].
         unsafe { gemm.run(self.gpu) }
     }
 }

@@ -59,5 +59,5 @@ pub(super) fn add_grad_w(x: &Tensor, dy: &Tensor, rstd: &Tensor, dw: &Tensor) ->
     let sizes = [rstd.elem_count(), dw.elem_count()];
     let name = format!("partial_grad_w_{}", suffix(OP, x.dtype())?);
     // SAFETY: x and dy have t rows of d elements, rstd t elements, dw d.
-    unsafe { columns::add_sums(&KERNELS, gpu(OP, x)?, &name, &inputs, sizes, address(OP, dw)?) }
+    unsafe { columns::add_sums(&KERNELS, gpu(OP, x)?, &name, &inputs, sizes, dw) }
 }

@@ -64,9 +64,11 @@ __device__ void partial_grad_w(const T* x, const T* dy, const float* rstd, float
     sum_columns(product, partial, t, d);
 }
 
-extern "C" __global__ void add_parts(const float* partial, float* dw, int n_parts, int d) {
-    add_parts_to(dw, partial, n_parts, d);
-}
+#define ADD_PARTS(G, suffix)                                                                                    \
+    extern "C" __global__ void add_parts_##suffix(const float* partial, G* dw, int n_parts, int d) {         \
+        add_parts_to(dw, partial, n_parts, d);                                                               \
+    }
+FOR_EACH_GRAD(ADD_PARTS)
 
 #define KERNELS(T, suffix)                                                                                         \
     extern "C" __global__ void forward_##suffix(const T* x, const T* w, T* y, float* rstd, int d, float eps) {     \

@@ -92,25 +92,29 @@ fn check_views(place: &Place, dtype: DType, moments: DType) {
     assert_eq!(bits(&copy), bits(&whole.to_dtype(dtype).unwrap()));
 }
 
-/// One step with bf16 moments is a step with f32 moments that begins at the same, rounded, moments.
+/// One step with buffers in bf16 is a step with f32 buffers that begins at the same, rounded, values.
 #[test]
-fn moments_in_bf16_are_widened_used_and_rounded_once() {
+fn what_is_kept_in_bf16_is_widened_used_and_rounded_once() {
     for place in Place::all() {
         let round = |x: &Tensor| x.to_dtype(DType::BF16).unwrap();
-        let (grad, mean) = (randn(3000, 1), round(&randn(3000, 2)));
-        let square = round(&randn(3000, 3).sqr().unwrap());
-        let step = |dtype: DType| {
-            let [grad, master] = [&grad, &randn(3000, 4)].map(|x| place.put(x));
-            let [mean, square] = [&mean, &square].map(|x| place.put(&x.to_dtype(dtype).unwrap().copy().unwrap()));
+        let rounded =
+            [randn(3000, 1), randn(3000, 2), randn(3000, 3), randn(3000, 4).sqr().unwrap()].map(|x| round(&x));
+        let step = |masters: DType, moments: DType| {
+            let formats = [masters, masters, moments, moments];
+            let put = |i: usize| place.put(&rounded[i].to_dtype(formats[i]).unwrap().copy().unwrap());
+            let [master, grad, mean, square] = [0, 1, 2, 3].map(put);
             let scaler = scaler(&place, 2, 1.0);
             let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
             place.run(|| adamw(&HYPER, &scaler, state)).unwrap();
             [master, mean, square]
         };
-        let ([p, m, v], [wide_p, wide_m, wide_v]) = (step(DType::BF16), step(DType::F32));
-        assert_eq!(bits(&p), bits(&wide_p));
-        assert_eq!(bits(&m), bits(&round(&wide_m)));
-        assert_eq!(bits(&v), bits(&round(&wide_v)));
+        let want = step(DType::F32, DType::F32);
+        for (masters, moments) in [(DType::F32, DType::BF16), (DType::BF16, DType::F32), (DType::BF16, DType::BF16)] {
+            for ((got, want), dtype) in step(masters, moments).iter().zip(&want).zip([masters, moments, moments]) {
+                let want = want.to_dtype(dtype).unwrap();
+                assert_eq!(bits(got), bits(&want), "{masters:?} {moments:?} {place:?}");
+            }
+        }
     }
 }
 
@@ -154,7 +158,8 @@ fn wrong_arguments_are_named() {
     let (p, g, m) = (zeros(4), zeros(4), zeros(4));
     assert_error(run(&p, &zeros(3), &m, None), "grad has 3 elements, master 4");
     let half = p.to_dtype(DType::BF16).unwrap();
-    assert_error(run(&half, &g, &m, None), "master is BF16");
+    assert_error(run(&half, &g, &m, None), "master is BF16 and grad F32");
+    assert_error(run(&half, &half.copy().unwrap(), &m, Some(&zeros(4))), "is its own compute copy");
     assert_error(run(&p, &g, &half, None), "exp_avg is BF16 and exp_avg_sq F32");
     assert_error(run(&p, &g, &m, Some(&zeros(5))), "compute has 5 elements, master 4");
     assert_error(run(&p, &g, &p, None), "master and exp_avg must be in different buffers");

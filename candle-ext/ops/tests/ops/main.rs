@@ -12,6 +12,7 @@ mod in_place;
 mod laws;
 mod linear;
 mod linear_cross_entropy;
+mod main_gradients;
 mod rms_norm;
 mod rope;
 mod swiglu;
