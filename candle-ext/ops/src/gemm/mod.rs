@@ -1,4 +1,9 @@
-//! f32 matrix product over strided slices: the one safe door to the `gemm` crate.
+//! f32 matrix product over strided slices: our own kernel where there is AVX-512, elsewhere the `gemm` crate.
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod transpose;
 
 /// A matrix that is read; element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy)]
@@ -25,6 +30,14 @@ impl<'a> Mat<'a> {
     /// The transpose, without a copy.
     pub(crate) fn t(self) -> Self {
         Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+    }
+
+    /// Some rows and columns of it, at least one of each.
+    #[cfg(target_arch = "x86_64")]
+    fn part(self, first_row: usize, rows: usize, first_col: usize, cols: usize) -> Self {
+        assert!(first_row + rows <= self.rows && first_col + cols <= self.cols, "a part lies in its matrix");
+        let data = &self.data[first_row * self.row_stride + first_col * self.col_stride..];
+        Self { data, rows, cols, ..self }
     }
 }
 
@@ -81,6 +94,14 @@ pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32
     if a.cols == 0 {
         return clear(out, old);
     }
+    #[cfg(target_arch = "x86_64")]
+    if avx512::is_here() {
+        return avx512::gemm(out, old, a, b, scale, threads);
+    }
+    by_crate(out, old, a, b, scale, threads);
+}
+
+fn by_crate(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
     let (keep, parallelism) = (
         old == Old::Keep,
         match threads {
@@ -146,7 +167,9 @@ mod tests {
     /// Small integers, so that every order of summation gives the same bits.
     #[test]
     fn every_layout_equals_three_loops() {
-        for (m, n, k) in [(1, 1, 1), (3, 5, 7), (1, 33, 64), (40, 1, 9), (65, 70, 130), (4, 4, 0)] {
+        for (m, n, k) in
+            [(1, 1, 1), (3, 5, 7), (1, 33, 64), (40, 1, 9), (65, 70, 130), (4, 4, 0), (15, 700, 17), (29, 31, 800)]
+        {
             for (a_t, b_t, pad) in [(false, false, 0), (true, false, 3), (false, true, 1), (true, true, 0)] {
                 let (a_rows, a_cols) = if a_t { (k, m) } else { (m, k) };
                 let (b_rows, b_cols) = if b_t { (n, k) } else { (k, n) };
