@@ -13,6 +13,8 @@ mod driver;
 #[cfg(feature = "emulate")]
 pub(crate) mod emulator;
 pub(crate) mod gemm;
+#[cfg(all(feature = "cuda", feature = "emulate"))]
+pub(crate) mod poison;
 
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};

@@ -11,6 +11,7 @@ mod in_place;
 mod laws;
 mod linear;
 mod linear_cross_entropy;
+mod places;
 mod rms_norm;
 mod rope;
 mod swiglu;
