@@ -24,10 +24,22 @@ def build(config: dict, recompute: bool):
         return model, model.layers, f"torch_decoder.py, torch {torch.__version__}"
     rest = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
     made = transformers.AutoConfig.for_model(config["model_type"], **rest)
+    made.use_cache, made.return_dict = False, False
     model = transformers.AutoModel.from_config(made, attn_implementation="sdpa")
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, model.layers, f"transformers {transformers.__version__}, torch {torch.__version__}"
+    return Hidden(model), model.layers, f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+class Hidden(torch.nn.Module):
+    """transformers' model, with nothing but the hidden states [1, t, d] as its result."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids)[0]
 
 
 def loss_of(hidden, head, targets):
@@ -61,7 +73,8 @@ def train(job: dict) -> dict:
         master.grad = torch.zeros_like(master)
         p.register_post_accumulate_grad_hook(add_to(master.grad))
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
-    head = model.get_input_embeddings().weight if hasattr(model, "get_input_embeddings") else model.embed.weight
+    # Tied: the head is the embedding.
+    head = next(p for p in parameters if p.shape[0] == config["vocab_size"])
     loss = loss_of
     if job["compiled"]:
         for block in blocks:
@@ -71,8 +84,7 @@ def train(job: dict) -> dict:
 
     def step(i):
         for row in ids[i]:
-            out = model(row[:, :-1], use_cache=False).last_hidden_state if "transformers" in name else model(row[:, :-1])
-            (loss(out[0], head, row[0, 1:]) / rows).backward()
+            (loss(model(row[:, :-1])[0], head, row[0, 1:]) / rows).backward()
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         with torch.no_grad():
