@@ -1,20 +1,26 @@
 #!/usr/bin/env python3
-"""Times training steps of random models, ours and torch's in turn, on one GPU: gpu_bench.py TRAINER OUT.json
+"""Times training steps of random models, ours and torch's, on one GPU: gpu_bench.py TRAINER OUT.json [--seconds N]
 
-bf16 weights, f32 masters and AdamW states, rows of 4096 tokens, batch 1 by 4 accumulated steps. MFU counts 6 N + causal
-attention floating-point operations a token over 989.5e12, the dense bf16 peak of an H100 or H200. torch's side is
-transformers with sdpa attention if it is installed, compiled and not; else there is no peer, and the table says so.
+Both: one row of 4096 tokens at a time, four of them a step; bf16 weights and activations, f32 sums of gradients, f32 masters
+and AdamW moments, the norm clipped. Where the states of a model leave no room for its activations, both compute each
+block's forward twice. MFU counts 6 N + causal attention operations a token over 989.5e12, the dense bf16 peak of an H100 or
+H200; doing a forward twice earns nothing. torch's side is transformers (else torch_decoder.py) with sdpa attention, cuDNN's
+first; `compiled` means each block and the loss by torch.compile. OUT is written after each run, and none is started that
+the seconds do not allow.
 """
+import argparse
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-LENGTH, ACCUMULATED, STEPS, WARM = 4096, 4, 8, 3
 PEAK = 989.5e12
+GIB = 2**30
 SHAPES = {
     "SmolLM2-1.7B": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048,
                          intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32, num_key_value_heads=32,
@@ -29,104 +35,133 @@ SHAPES = {
                      vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
                      tie_word_embeddings=True),
 }
+TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=16, vocab_size=600)
 
 
-def flops_per_token(c: dict) -> float:
+def n_weights(c: dict) -> int:
+    """The weights in products of matrices, the head included: with tied embeddings, nearly all."""
     d, heads = c["hidden_size"], c["num_attention_heads"]
     head_dim = c.get("head_dim", d // heads)
     attention = d * head_dim * (2 * heads + 2 * c["num_key_value_heads"])
-    n = c["num_hidden_layers"] * (attention + 3 * d * c["intermediate_size"]) + c["vocab_size"] * d
-    return 6 * n + 6 * c["num_hidden_layers"] * heads * head_dim * LENGTH
+    return c["num_hidden_layers"] * (attention + 3 * d * c["intermediate_size"]) + c["vocab_size"] * d
 
 
-def ours(trainer: str, config: dict, folder: Path) -> dict:
-    words = random.Random(1)
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(str(words.randrange(10**6)) for _ in range(20000))}) + "\n"
-                            for _ in range(20)))
-    run = folder / "run"
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(json.dumps({
-        "type": "causal", "device": "cuda", "output_dir": str(run),
-        "model": {"config": config, "dtype": "bf16"},
-        "tokenizer": {"name_or_path": "recipes/quickstart/tokenizer"},
-        "data": {"sources": [str(text)], "max_length": LENGTH, "cache_dir": str(folder / "cache")},
-        "gradient_accumulation_steps": ACCUMULATED, "train_iters": STEPS,
-        "optimizer": {"learning_rate": 1e-4},
-    }))
-    subprocess.run([trainer, "-q", "train", str(recipe)], check=True, timeout=120)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    speeds = sorted(record["tokens_per_second"] for record in records[WARM:])
-    return {"tokens_per_second": speeds[len(speeds) // 2], "record": records[-1]}
+def flops_per_token(c: dict, length: int) -> float:
+    heads = c["num_attention_heads"]
+    head_dim = c.get("head_dim", c["hidden_size"] // heads)
+    return 6 * n_weights(c) + 6 * c["num_hidden_layers"] * heads * head_dim * length
 
 
-def peer(config: dict, compiled: bool) -> dict:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kind = config["model_type"]
-    rest = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
-    torch.manual_seed(1)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **rest), attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    step_model = torch.compile(model) if compiled else model
-    ids = torch.randint(0, config["vocab_size"], (1, LENGTH), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        for _ in range(ACCUMULATED):
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = step_model(input_ids=ids, labels=ids, use_cache=False).loss / ACCUMULATED
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    times = sorted(times[WARM:])
-    return {"tokens_per_second": LENGTH * ACCUMULATED / times[len(times) // 2],
-            "peak_bytes": torch.cuda.max_memory_allocated()}
+def recomputes(c: dict, job: dict, memory_bytes: int) -> bool:
+    """bf16 weights and four f32 numbers each; activations of a token, about: 10 d + 4 f + 6 heads' widths a layer."""
+    heads = c["num_attention_heads"] * c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+    a_token = 2 * c["num_hidden_layers"] * (10 * c["hidden_size"] + 4 * c["intermediate_size"] + 6 * heads)
+    # Logits and their gradients in f32, and what libraries take.
+    logits = 3 * 4 * c["vocab_size"] * job["length"]
+    return 18 * n_weights(c) + a_token * job["length"] + logits + 2 * GIB > memory_bytes
 
 
-def attempt(what: str, f) -> dict:
-    try:
-        return f()
-    except Exception as error:  # A bench that fails is a line of the table.
-        return {"error": f"{what}: {type(error).__name__}: {error}"[:300]}
+def call(command: list, seconds: float) -> str:
+    """What a program prints. One that takes too long is ended, with all that it started."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                          start_new_session=True) as process:
+        try:
+            said, complained = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise TimeoutError(f"not done after {seconds:.0f} s") from None
+    if process.returncode != 0:
+        raise RuntimeError((complained.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    return said
 
 
-def in_own_process(config: dict, compiled: bool) -> dict:
-    """A peer in its own process: its memory is given back before ours runs."""
-    request = json.dumps([config, compiled])
-    done = subprocess.run([sys.executable, __file__, "--peer", request], capture_output=True, text=True, timeout=150)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output")
-    return json.loads(done.stdout.splitlines()[-1])
+def ours(job: dict, seconds: float) -> dict:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = random.Random(1)
+        text = folder / "text.jsonl"
+        # One document is many rows long: nearly every row is one sequence.
+        n_words = job["length"] * job["rows"] * job["steps"]
+        text.write_text("".join(json.dumps({"text": " ".join(str(words.randrange(10**6)) for _ in range(n_words // 4))})
+                                + "\n" for _ in range(4)))
+        run, recipe = folder / "run", folder / "recipe.yaml"
+        recipe.write_text(json.dumps({
+            "type": "causal", "device": job["device"], "output_dir": str(run),
+            "model": {"config": job["config"], "dtype": "bf16",
+                      "activation_checkpoint": "full" if job["recompute"] else "none"},
+            "tokenizer": {"name_or_path": "recipes/quickstart/tokenizer"},
+            "data": {"sources": [str(text)], "max_length": job["length"], "cache_dir": str(folder / "cache")},
+            "gradient_accumulation_steps": job["rows"], "train_iters": job["steps"], "train_log_iter_interval": 1,
+            "optimizer": {"learning_rate": 1e-4},
+        }))
+        call([job["trainer"], "-q", "train", str(recipe)], seconds)
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "tokens_per_second" in record][job["warm"]:]
+    speeds = sorted(record["tokens_per_second"] for record in records)
+    return {"tokens_per_second": speeds[len(speeds) // 2], "slowest": speeds[0], "fastest": speeds[-1],
+            "device_used_bytes": records[-1].get("gpu_used_bytes"), "record": records[-1]}
+
+
+def peer(job: dict, compiled: bool, seconds: float) -> dict:
+    """In its own process, whose memory is given back before ours runs."""
+    script = Path(__file__).with_name("gpu_bench_torch.py")
+    said = call([sys.executable, str(script), json.dumps({**job, "compiled": compiled})], seconds)
+    return json.loads(said.splitlines()[-1])
+
+
+def memory_of(trainer: str) -> int:
+    found = subprocess.run([trainer, "doctor", "--json"], capture_output=True, text=True, timeout=30)
+    gpus = json.loads(found.stdout)["gpus"] if found.returncode == 0 else []
+    return gpus[0]["memory_bytes"] if gpus else 10**15
+
+
+def line(row: dict, side: str) -> str:
+    result = row[side]
+    if "error" in result:
+        return f"{row['name']:14} {side:15} {result['error']}"
+    used = result.get("device_used_bytes") or 0
+    return (f"{row['name']:14} {side:15} {result['tokens_per_second']:9,.0f} tokens/s  MFU {result['mfu']:6.1%}  "
+            f"{used / GIB:6.1f} GiB  {result.get('model', '')}")
 
 
 def main() -> int:
-    if sys.argv[1] == "--peer":
-        print(json.dumps(peer(*json.loads(sys.argv[2]))))
-        return 0
-    trainer, out = sys.argv[1], Path(sys.argv[2])
-    table, failed = [], False
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trainer")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=350)
+    parser.add_argument("--quick", action="store_true", help="tiny models, to try the script")
+    args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    sizes = dict(length=64, rows=2, steps=4, warm=1) if args.quick else dict(length=4096, rows=4, steps=8, warm=3)
+    memory = memory_of(args.trainer)
+    table = []
     for name, config in SHAPES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            us = attempt("ours", lambda: ours(trainer, config, Path(folder)))
-        row = {"name": name, "length": LENGTH, "rows": ACCUMULATED, "ours": us,
-               "torch": attempt("torch", lambda: in_own_process(config, False)),
-               "torch_compiled": attempt("torch.compile", lambda: in_own_process(config, True))}
-        failed |= "error" in us
-        for side in ("ours", "torch", "torch_compiled"):
-            speed = row[side].get("tokens_per_second")
-            if speed:
-                row[side]["mfu"] = speed * flops_per_token(config) / PEAK
-            said = f"{speed:,.0f} tokens/s, MFU {row[side]['mfu']:.1%}" if speed else row[side]["error"]
-            print(f"{name:14} {side:15} {said}")
-        table.append(row)
-        out.write_text(json.dumps(table, indent=1))
+        config = {**config, **(TINY if args.quick else {})}
+        job = {**sizes, "config": config, "device": args.device, "trainer": args.trainer}
+        job["recompute"] = recomputes(config, job, memory)
+        table.append({"name": name, **sizes, "recompute": job["recompute"]})
+        table[-1]["job"] = job
+    # All of ours before any of torch's, and what compiles last: a call that is cut off has lost the least.
+    sides = {"ours": lambda job, left: ours(job, min(left, 100)),
+             "torch": lambda job, left: peer(job, False, min(left, 90)),
+             "torch_compiled": lambda job, left: peer(job, True, min(left, 150))}
+    failed = False
+    for side, run in sides.items():
+        for row in table:
+            left = end - time.monotonic()
+            try:
+                if left < 10:
+                    raise TimeoutError("no time was left")
+                row[side] = run(row["job"], left)
+                per_token = flops_per_token(row["job"]["config"], sizes["length"])
+                row[side]["mfu"] = row[side]["tokens_per_second"] * per_token / PEAK
+            except Exception as error:  # A bench that fails is a line of the table.
+                row[side] = {"error": f"{type(error).__name__}: {error}"[:300]}
+                failed |= side == "ours"
+            print(line(row, side), flush=True)
+            args.out.write_text(json.dumps(table, indent=1))
     return 1 if failed else 0
 
 

@@ -32,6 +32,8 @@ pub mod weight;
 
 #[cfg(feature = "emulate")]
 pub use cuda::emulator::emulate;
+#[cfg(all(feature = "cuda", feature = "emulate"))]
+pub use cuda::poison::poison;
 
 pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
 pub use adamw::{AdamW, AdamWState, adamw};

@@ -86,6 +86,8 @@ pub(super) fn alloc(device: &CudaDevice, dtype: DType, len: usize) -> Result<Cud
     fn typed<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaStorage> {
         // SAFETY: nothing reads the elements before a kernel has written them, as `Out::new` demands.
         let slice = unsafe { device.alloc::<T>(len.max(1))? };
+        #[cfg(feature = "emulate")]
+        super::poison::fill(device, &slice)?;
         Ok(CudaStorage::wrap_cuda_slice(slice, device.clone()))
     }
     match dtype {

@@ -13,6 +13,8 @@ mod driver;
 #[cfg(feature = "emulate")]
 pub(crate) mod emulator;
 pub(crate) mod gemm;
+#[cfg(all(feature = "cuda", feature = "emulate"))]
+pub(crate) mod poison;
 #[cfg(feature = "cuda")]
 pub(crate) mod transfer;
 

@@ -1,9 +1,9 @@
 use candle_core::{D, DType, Device, Result, Tensor};
 use candlewick_ops::{AttentionSpec, Seqs, attention};
+use rand::Rng;
 use rand::rngs::StdRng;
-use rand::{Rng, SeedableRng};
 
-use crate::cases::{Case, F32, Place, assert_close, assert_error, backward, bits, randn, relative_error, values};
+use crate::cases::{Case, F32, Place, assert_close, assert_error, backward, bits, randn, relative_error, rng, values};
 
 const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.3, causal: true, window: None };
 const BIDIRECTIONAL: AttentionSpec = AttentionSpec { causal: false, ..CAUSAL };
@@ -136,7 +136,7 @@ fn queries_stand_at_the_end_of_longer_keys() {
 
 #[test]
 fn random_shapes_equal_the_reference() {
-    let mut rng = StdRng::seed_from_u64(4);
+    let mut rng = rng(4);
     for _ in 0..30 {
         let queries: Vec<usize> =
             (0..rng.random_range(1..5)).map(|_| rng.random_range(0..5) * rng.random_range(0..40)).collect();

@@ -14,6 +14,8 @@ fn it_equals_the_reference() {
         (601, 5, ids(&many)),
         (4, 3, ids(&[3, 3, 3, 0])),
         (1, 1, ids(&[0])),
+        (151_936, 3, ids(&[151_935, 70_000, 0, 70_000])),
+        (9, 2560, ids(&[8, 8, 1, 5])),
         (10, 8, ids(&[1, 9, 9, 0, 2, 1]).reshape((2, 3)).unwrap()),
     ] {
         let lookup = ids.flatten_all().unwrap();

@@ -8,14 +8,14 @@ use candlewick_ops::{
 
 use crate::cases::{backward, bits, grad_of, randn, trainable, values};
 
-struct Op {
-    name: &'static str,
-    inputs: Vec<Tensor>,
-    weights: Vec<Tensor>,
-    run: fn(&[Tensor], &[Weight]) -> Result<Tensor>,
+pub(crate) struct Op {
+    pub(crate) name: &'static str,
+    pub(crate) inputs: Vec<Tensor>,
+    pub(crate) weights: Vec<Tensor>,
+    pub(crate) run: fn(&[Tensor], &[Weight]) -> Result<Tensor>,
 }
 
-fn ops() -> Vec<Op> {
+pub(crate) fn ops() -> Vec<Op> {
     vec![
         Op {
             name: "linear",
@@ -29,7 +29,7 @@ fn ops() -> Vec<Op> {
             weights: vec![randn((50, 8), 2)],
             run: |_, w| {
                 let ids: Vec<u32> = (0..150).map(|i| i * 7 % 50).collect();
-                embedding(&Tensor::new(ids, &Device::Cpu)?, &w[0])
+                embedding(&Tensor::new(ids, w[0].value().device())?, &w[0])
             },
         },
         Op {
@@ -42,7 +42,10 @@ fn ops() -> Vec<Op> {
             name: "rope",
             inputs: vec![randn((150, 3, 8), 1)],
             weights: vec![],
-            run: |x, _| rope(&x[0], &randn((150, 4), 2).cos()?, &randn((150, 4), 2).sin()?),
+            run: |x, _| {
+                let angles = randn((150, 4), 2).to_device(x[0].device())?;
+                rope(&x[0], &angles.cos()?, &angles.sin()?)
+            },
         },
         Op {
             name: "swiglu",
@@ -63,12 +66,13 @@ fn ops() -> Vec<Op> {
 }
 
 /// The output and the gradients of all inputs and weights.
-fn run(op: &Op) -> Vec<Tensor> {
+pub(crate) fn run(op: &Op) -> Vec<Tensor> {
     let inputs: Vec<Var> = op.inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let tensors: Vec<Tensor> = inputs.iter().map(|x| x.as_tensor().clone()).collect();
     let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
     let y = (op.run)(&tensors, &weights).unwrap();
-    let grads = backward(&y, &randn(y.shape(), 9));
+    let dy = randn(y.shape(), 9).to_dtype(y.dtype()).unwrap();
+    let grads = backward(&y, &dy.to_device(y.device()).unwrap());
     let of_inputs = inputs.iter().map(|x| grads.get(x).unwrap().clone());
     let of_weights = weights.iter().map(|w| grad_of(w).clone());
     std::iter::once(y.detach()).chain(of_inputs).chain(of_weights).collect()

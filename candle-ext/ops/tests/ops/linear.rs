@@ -30,6 +30,8 @@ fn it_equals_the_reference() {
     check(&[1], 64, 48);
     check(&[1], 1, 1);
     check(&[3, 1, 2], 7, 5);
+    check(&[9], 9728, 64);
+    check(&[9], 64, 9728);
 }
 
 #[test]

@@ -1,7 +1,10 @@
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candlewick_ops::{CrossEntropy, LossAndGrad, Reduction, Upstream, Weight, linear_cross_entropy};
 
-use crate::cases::{F32, Place, assert_close, assert_error, bits, bound, dot, grad_of, randn, trainable, values};
+use crate::cases::{
+    F32, Place, assert_close, assert_close_above, assert_error, assert_slope, bits, bound, dot, grad_of, norm, randn,
+    trainable, values,
+};
 
 const IGNORED: i64 = -100;
 
@@ -46,7 +49,10 @@ fn check(sizes: (usize, usize, usize), chunk: usize, reduction: Reduction, dtype
 #[track_caller]
 fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
     let x = place.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
-    let w = trainable(&place.put(&randn((v, d), 2).to_dtype(dtype).unwrap()));
+    // Logits of a model's size, whatever d is.
+    let root_d = (d as f64).sqrt();
+    let w = (randn((v, d), 2) * (4.0 / root_d)).unwrap();
+    let w = trainable(&place.put(&w.to_dtype(dtype).unwrap()));
     let targets = some_targets(t, v);
     let rows = randn(t, 3);
     let upstream = match reduction {
@@ -56,22 +62,25 @@ fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduc
     let spec = spec(reduction, chunk);
     let got = linear_cross_entropy(&x, &w, &targets, &spec, upstream).unwrap();
 
+    let what = |result: &str| format!("{result} of {t} tokens, {v} classes, {dtype:?} {place:?}");
     let exact = |x: &Tensor| {
         let host = x.to_device(&Device::Cpu).unwrap();
         Var::from_tensor(&host.to_dtype(DType::F64).unwrap()).unwrap()
     };
     let (x, w_exact) = (exact(&x), exact(w.value()));
     let want = reference(&x, &w_exact, &targets, reduction).unwrap();
-    assert_close("loss", &got.loss, &want, F32);
+    // A sure and right prediction leaves nothing but the rounding of its logits.
+    assert_close_above(&what("loss"), &got.loss, &want, F32, 0.1);
     let dy = match reduction {
         Reduction::None => rows.to_dtype(DType::F64).unwrap(),
         _ => Tensor::new(0.7, &Device::Cpu).unwrap(),
     };
+    let floor = 0.1 * norm(&dy);
     let grads = (want * dy).unwrap().sum_all().unwrap().backward().unwrap();
-    assert_close("dx", &got.dx.unwrap(), grads.get(&x).unwrap(), bound(dtype));
+    assert_close_above(&what("dx"), &got.dx.unwrap(), grads.get(&x).unwrap(), bound(dtype), 4.0 * floor);
     // A GPU multiplies the gradient of the logits in the weight's format.
     let bound = if matches!(place, Place::Cpu) { F32 } else { bound(dtype) };
-    assert_close("dw", grad_of(&w), grads.get(&w_exact).unwrap(), bound);
+    assert_close_above(&what("dw"), grad_of(&w), grads.get(&w_exact).unwrap(), bound, root_d * floor);
 }
 
 #[test]
@@ -84,6 +93,8 @@ fn it_equals_the_reference() {
             check((2, 1, 1), 3, reduction, dtype);
         }
     }
+    check((9, 300, 2560), 4, Reduction::Mean, DType::F32);
+    check((5, 3001, 16), 2, Reduction::Mean, DType::BF16);
 }
 
 #[test]
@@ -100,8 +111,9 @@ fn the_gradient_is_the_slope() {
     let loss = |h| f64::from(run(h).0.loss.to_scalar::<f32>().unwrap());
     let want = (loss(1e-2) - loss(-1e-2)) / 2e-2;
     let (out, w) = run(0.0);
-    let got = dot(&out.dx.unwrap(), &dx) + dot(grad_of(&w), &dw);
-    assert!((got - want).abs() < 2e-3 * want.abs(), "{got} {want}");
+    let grads = [&out.dx.unwrap(), grad_of(&w)];
+    let got = dot(grads[0], &dx) + dot(grads[1], &dw);
+    assert_slope("linear_cross_entropy", got, want, &grads);
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod laws;
 mod linear;
 mod linear_cross_entropy;
 mod main_gradients;
+mod places;
 mod rms_norm;
 mod rope;
 mod swiglu;

@@ -28,7 +28,7 @@ fn case((t, h, k): (usize, usize, usize), check: impl Fn(&Case<'_>)) {
 
 #[test]
 fn it_equals_the_reference() {
-    for shape in [(300, 3, 64), (1, 1, 2), (17, 9, 10)] {
+    for shape in [(300, 3, 64), (1, 1, 2), (17, 9, 10), (5, 32, 128)] {
         case(shape, |case| case.check_all_formats());
     }
 }

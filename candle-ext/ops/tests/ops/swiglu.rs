@@ -15,7 +15,7 @@ fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
 
 #[test]
 fn it_equals_the_reference() {
-    for shape in [&[33, 1536][..], &[1], &[3, 5, 7]] {
+    for shape in [&[33, 1536][..], &[1], &[3, 5, 7], &[5, 9728]] {
         case(shape, |case| case.check_all_formats());
     }
 }

@@ -1,0 +1,360 @@
+//! Every op at the shapes of models that people train, with what it has to move and to compute at least.
+//!
+//! t tokens, d model, f inner width of the MLP, v vocabulary, k head dim, hq and hkv heads, n elements
+
+use candle_core::{DType, Device, Result, Shape, Tensor, Var};
+use candlewick_ops::{
+    AdamW, AdamWState, AttentionSpec, CrossEntropy, Dropout, GradPolicy, GradScaler, GradSink, Precision, Reduction,
+    Seqs, Upstream, Weight, adamw, attention, copy_into, cotangent, dropout, embedding, linear, linear_cross_entropy,
+    record, rms_norm, rope, sum_of_squares, swiglu, zero_,
+};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::measure::Run;
+
+/// Bytes of an element.
+const BF16: f64 = 2.0;
+const F32: f64 = 4.0;
+
+/// One op at one shape, in one direction.
+pub(crate) struct Case {
+    pub(crate) op: &'static str,
+    pub(crate) what: &'static str,
+    /// The sizes by name: all that another program needs to do the same.
+    pub(crate) shape: Vec<(&'static str, usize)>,
+    pub(crate) cost: Cost,
+    pub(crate) make: Make,
+}
+
+/// Makes one set of inputs.
+type Make = Box<dyn Fn(&Device) -> Result<Set>>;
+
+/// What any implementation must read and write, and its multiplications and additions.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Cost {
+    pub(crate) bytes: f64,
+    pub(crate) flops: f64,
+}
+
+/// A case over inputs of its own.
+pub(crate) struct Set {
+    pub(crate) run: Run,
+    /// The same backward with an op in place of this one that does nothing: candle clears a sum for each gradient and
+    /// adds to it, which is no part of the op.
+    pub(crate) tape: Option<Run>,
+}
+
+/// The sizes that ops see in a model.
+struct Model {
+    d: usize,
+    f: usize,
+    v: usize,
+    hq: usize,
+    hkv: usize,
+    k: usize,
+}
+
+const LLAMA_1B: Model = Model { d: 2048, f: 8192, v: 49_152, hq: 32, hkv: 8, k: 64 };
+const QWEN3_4B: Model = Model { d: 2560, f: 9728, v: 151_936, hq: 32, hkv: 8, k: 128 };
+const TINY: Model = Model { d: 64, f: 160, v: 500, hq: 4, hkv: 2, k: 16 };
+
+/// The product whose speed is the ceiling of what is bound by computing.
+pub(crate) fn square_product(n: usize) -> Case {
+    linears(n, n, n).swap_remove(0)
+}
+
+/// A copy within the device by its driver, whose speed is the ceiling of what is bound by memory.
+pub(crate) fn device_copy(n_bytes: usize) -> Case {
+    let n = n_bytes / 4;
+    once("device copy", vec![("n", n)], 2.0 * F32 * n as f64, move |device| {
+        let x = Tensor::rand(0f32, 1.0, n, device)?;
+        Ok(Box::new(move || keep(x.copy()?)))
+    })
+}
+
+pub(crate) fn all() -> Vec<Case> {
+    let mut cases = of_model(&LLAMA_1B, 4096, 4096);
+    cases.extend(of_model(&QWEN3_4B, 16_384, 4096));
+    cases.push(head(16_384, &LLAMA_1B, 16_384));
+    cases.extend(attentions(&LLAMA_1B, 16_384, 16_384));
+    cases.extend(of_flat_buffers(100_000_000));
+    cases
+}
+
+/// The same ops at sizes that take no time: to try the program.
+pub(crate) fn tiny() -> Vec<Case> {
+    let mut cases = of_model(&TINY, 96, 32);
+    cases.extend(of_flat_buffers(10_000));
+    cases
+}
+
+fn of_model(model: &Model, t: usize, len: usize) -> Vec<Case> {
+    let &Model { d, f, v, hq, k, .. } = model;
+    let mut cases = Vec::new();
+    cases.extend(rms_norms(t, d));
+    if k == 128 {
+        cases.extend(rms_norms(t * hq, k));
+    }
+    cases.extend(ropes(t, hq, k));
+    cases.extend(swiglus(t, f));
+    cases.extend(dropouts(t, d));
+    cases.extend(embeddings(t, v, d));
+    cases.extend(attentions(model, t, len));
+    cases.extend(linears(t, d, hq * k));
+    cases.extend(linears(t, d, f));
+    cases.extend(linears(t, f, d));
+    // With the logits of few tokens at once, as on a CPU, and with those of many.
+    cases.push(head(t, model, (64 << 20) / (4 * v)));
+    cases.push(head(t, model, t));
+    cases
+}
+
+/// x and y; x, dy and dx.
+fn rms_norms(t: usize, d: usize) -> [Case; 2] {
+    let costs = [2.0, 3.0].map(|n| bytes(n * BF16 * (t * d) as f64));
+    both("rms_norm", vec![("t", t), ("d", d)], costs, move |device| {
+        let w = trainable(&[d], device)?;
+        Ok(Graph::new([var((t, d), device)?], move |x| rms_norm(&x[0], &w, 1e-6)))
+    })
+}
+
+/// x and y, and the tables of cosines and sines.
+fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
+    let cost = bytes(2.0 * BF16 * (t * h * k) as f64 + F32 * (t * k) as f64);
+    both("rope", vec![("t", t), ("h", h), ("k", k)], [cost; 2], move |device| {
+        let angles = Tensor::rand(0f32, 6.0, (t, k / 2), device)?;
+        let (cos, sin) = (angles.cos()?, angles.sin()?);
+        Ok(Graph::new([var((t, h, k), device)?], move |x| rope(&x[0], &cos, &sin)))
+    })
+}
+
+/// gate, up and y; gate, up, dy, d_gate and d_up.
+fn swiglus(t: usize, f: usize) -> [Case; 2] {
+    let costs = [3.0, 5.0].map(|n| bytes(n * BF16 * (t * f) as f64));
+    both("swiglu", vec![("t", t), ("f", f)], costs, move |device| {
+        Ok(Graph::new([var((t, f), device)?, var((t, f), device)?], |x| swiglu(&x[0], &x[1])))
+    })
+}
+
+fn dropouts(t: usize, d: usize) -> [Case; 2] {
+    let cost = bytes(2.0 * BF16 * (t * d) as f64);
+    both("dropout", vec![("t", t), ("d", d)], [cost; 2], move |device| {
+        Ok(Graph::new([var((t, d), device)?], |x| dropout(&x[0], Dropout { p: 0.1, key: 7 })))
+    })
+}
+
+/// Rows and y; dy, and the f32 sums of each row that occurs, read and written.
+fn embeddings(t: usize, v: usize, d: usize) -> [Case; 2] {
+    let distinct = v as f64 * (1.0 - (1.0 - 1.0 / v as f64).powf(t as f64));
+    let costs = [2.0 * BF16 * (t * d) as f64, BF16 * (t * d) as f64 + 2.0 * F32 * distinct * d as f64].map(bytes);
+    both("embedding", vec![("t", t), ("v", v), ("d", d)], costs, move |device| {
+        let w = trainable(&[v, d], device)?;
+        let ids: Vec<u32> = random_below(v, t).into_iter().map(|id| id as u32).collect();
+        let ids = Tensor::new(ids, device)?;
+        Ok(Graph::new([], move |_| embedding(&ids, &w)))
+    })
+}
+
+/// Two products of rows and visible keys forward, five backward; packed causal sequences of equal length.
+fn attentions(model: &Model, t: usize, len: usize) -> [Case; 2] {
+    let &Model { hq, hkv, k, .. } = model;
+    let n_seqs = t / len;
+    let pairs = (n_seqs * len * (len + 1) / 2 * hq * k) as f64;
+    let (q, kv) = ((t * hq * k) as f64, (t * hkv * k) as f64);
+    let costs = [
+        Cost { bytes: BF16 * (2.0 * q + 2.0 * kv), flops: 4.0 * pairs },
+        Cost { bytes: BF16 * (4.0 * q + 4.0 * kv), flops: 10.0 * pairs },
+    ];
+    let shape = vec![("t", t), ("n_seqs", n_seqs), ("hq", hq), ("hkv", hkv), ("k", k)];
+    both("attention", shape, costs, move |device| {
+        let seqs = Seqs::packed((0..=n_seqs).map(|i| i * len).collect())?;
+        let spec = AttentionSpec { scale: (k as f32).powf(-0.5), causal: true, window: None };
+        let qkv = [var((t, hq, k), device)?, var((t, hkv, k), device)?, var((t, hkv, k), device)?];
+        Ok(Graph::new(qkv, move |x| attention(&x[0], &x[1], &x[2], &seqs, &spec)))
+    })
+}
+
+/// y = x w^T, dx = dy w, dw += dy^T x with dw in f32, for k inputs and n outputs.
+fn linears(t: usize, k: usize, n: usize) -> Vec<Case> {
+    let (x, w, y) = ((t * k) as f64, (n * k) as f64, (t * n) as f64);
+    let flops = 2.0 * x * n as f64;
+    let cost = |bytes| Cost { bytes, flops };
+    let shape = || vec![("t", t), ("k", k), ("n", n)];
+    let product = |x: &Tensor, w: &Weight| linear(x, w, None, Precision::Compute);
+    let [forward, grad_x] = both("linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
+        let w = Weight::frozen(randn((n, k), device)?);
+        Ok(Graph::new([var((t, k), device)?], move |x| product(&x[0], &w)))
+    });
+    let cost_w = cost(BF16 * (x + y) + 2.0 * F32 * w);
+    let [_, grad_w] = both("linear dw", shape(), [cost_w; 2], move |device| {
+        let (x, w) = (randn((t, k), device)?, trainable(&[n, k], device)?);
+        Ok(Graph::new([], move |_| product(&x, &w)))
+    });
+    vec![forward, Case { op: "linear dx", ..grad_x }, grad_w]
+}
+
+/// Loss and both gradients: three products. x, dx, w, and dw in f32.
+fn head(t: usize, model: &Model, chunk: usize) -> Case {
+    let &Model { d, v, .. } = model;
+    let (x, w) = ((t * d) as f64, (v * d) as f64);
+    let cost = Cost { bytes: BF16 * (2.0 * x + w) + 2.0 * F32 * w, flops: 6.0 * x * v as f64 };
+    let shape = vec![("t", t), ("v", v), ("d", d), ("chunk", chunk.clamp(1, t))];
+    let case = once("linear_cross_entropy", shape, cost.bytes, move |device| {
+        let (x, w) = (randn((t, d), device)?, trainable(&[v, d], device)?);
+        let targets: Vec<i64> = random_below(v, t).into_iter().map(|id| id as i64).collect();
+        let targets = Tensor::new(targets, &Device::Cpu)?;
+        let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: chunk.clamp(1, t) };
+        Ok(Box::new(move || keep(linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0))?)))
+    });
+    Case { what: "forward+backward", cost, ..case }
+}
+
+fn of_flat_buffers(n: usize) -> Vec<Case> {
+    let bytes = |per_element: f64| per_element * n as f64;
+    let shape = || vec![("n", n)];
+    let f32s = move |device: &Device| Tensor::rand(0f32, 1.0, n, device);
+    vec![
+        // Parameter, both moments read and written, the gradient read, the bf16 copy written.
+        once("adamw", shape(), bytes(7.0 * F32 + BF16), move |device| {
+            let [p, g, m, v] = [f32s(device)?, f32s(device)?, f32s(device)?, f32s(device)?];
+            let copy = p.to_dtype(DType::BF16)?;
+            let hyper = AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+            let scaler = GradScaler::new(GradPolicy::PLAIN, 9, device)?;
+            let ones = |dtype| Tensor::ones(1, dtype, device);
+            scaler.judge(&ones(DType::F64)?, &ones(DType::F32)?, [hyper.beta1, hyper.beta2])?;
+            Ok(Box::new(move || {
+                let state = AdamWState { master: &p, grad: &g, exp_avg: &m, exp_avg_sq: &v, compute: Some(&copy) };
+                keep(adamw(&hyper, &scaler, state)?)
+            }))
+        }),
+        once("copy_into f32 to bf16", shape(), bytes(F32 + BF16), move |device| {
+            let (from, to) = (f32s(device)?, Tensor::zeros(n, DType::BF16, device)?);
+            Ok(Box::new(move || keep(copy_into(&to, &from)?)))
+        }),
+        once("copy_into f32", shape(), bytes(2.0 * F32), move |device| {
+            let (from, to) = (f32s(device)?, Tensor::zeros(n, DType::F32, device)?);
+            Ok(Box::new(move || keep(copy_into(&to, &from)?)))
+        }),
+        once("zero_", shape(), bytes(F32), move |device| {
+            let x = f32s(device)?;
+            Ok(Box::new(move || keep(zero_(&x)?)))
+        }),
+        once("sum_of_squares", shape(), bytes(F32), move |device| {
+            let x = f32s(device)?;
+            Ok(Box::new(move || keep(sum_of_squares(&x)?)))
+        }),
+    ]
+}
+
+fn bytes(bytes: f64) -> Cost {
+    Cost { bytes, flops: 0.0 }
+}
+
+/// Tracked inputs, and the op that is done to them.
+struct Graph {
+    tracked: Vec<Tensor>,
+    op: Op,
+}
+
+type Op = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
+
+impl Graph {
+    fn new<const N: usize>(tracked: [Tensor; N], op: impl Fn(&[Tensor]) -> Result<Tensor> + 'static) -> Self {
+        Self { tracked: tracked.into(), op: Box::new(op) }
+    }
+
+    fn forward(self) -> Set {
+        Set { run: Box::new(move || keep((self.op)(&self.tracked)?)), tape: None }
+    }
+
+    fn backward(self) -> Result<Set> {
+        let y = (self.op)(&self.tracked)?;
+        let dy = randn(y.shape(), y.device())?;
+        let idle = idle(&self.tracked, &y)?;
+        let seed = dy.clone();
+        Ok(Set {
+            run: Box::new(move || keep(cotangent(&y, &dy)?.backward()?)),
+            tape: Some(Box::new(move || keep(cotangent(&idle, &seed)?.backward()?))),
+        })
+    }
+}
+
+/// An op like that of y, whose gradients are there already.
+fn idle(tracked: &[Tensor], y: &Tensor) -> Result<Tensor> {
+    let grads = tracked.iter().map(|x| Ok(Some(x.ones_like()?.detach()))).collect::<Result<Vec<_>>>()?;
+    let out = {
+        let (storage, layout) = y.storage_and_layout();
+        (storage.try_clone(layout)?, y.shape().clone())
+    };
+    match (tracked, grads.as_slice()) {
+        ([a], [da]) => {
+            let da = da.clone();
+            record("idle", [a], out, move |_, _| Ok([da.clone()]))
+        }
+        ([a, b], [da, db]) => {
+            let grads = [da.clone(), db.clone()];
+            record("idle", [a, b], out, move |_, _| Ok(grads.clone()))
+        }
+        ([a, b, c], [da, db, dc]) => {
+            let grads = [da.clone(), db.clone(), dc.clone()];
+            record("idle", [a, b, c], out, move |_, _| Ok(grads.clone()))
+        }
+        _ => {
+            let anchor = Var::zeros((), DType::F32, y.device())?;
+            record("idle", [anchor.as_tensor()], out, |_, _| Ok([None]))
+        }
+    }
+}
+
+fn both(
+    op: &'static str,
+    shape: Vec<(&'static str, usize)>,
+    [forward, backward]: [Cost; 2],
+    graph: impl Fn(&Device) -> Result<Graph> + Clone + 'static,
+) -> [Case; 2] {
+    let again = graph.clone();
+    [
+        Case {
+            op,
+            what: "forward",
+            shape: shape.clone(),
+            cost: forward,
+            make: Box::new(move |device| Ok(graph(device)?.forward())),
+        },
+        Case { op, what: "backward", shape, cost: backward, make: Box::new(move |device| again(device)?.backward()) },
+    ]
+}
+
+fn once(
+    op: &'static str,
+    shape: Vec<(&'static str, usize)>,
+    n_bytes: f64,
+    make: impl Fn(&Device) -> Result<Run> + 'static,
+) -> Case {
+    let make = Box::new(move |device: &Device| Ok(Set { run: make(device)?, tape: None }));
+    Case { op, what: "forward", shape, cost: bytes(n_bytes), make }
+}
+
+fn keep(result: impl std::any::Any) -> Result<Box<dyn std::any::Any>> {
+    Ok(Box::new(result))
+}
+
+fn randn(shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+    Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(DType::BF16)
+}
+
+fn var(shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+    Ok(Var::from_tensor(&randn(shape, device)?)?.into_inner())
+}
+
+fn trainable(shape: &[usize], device: &Device) -> Result<Weight> {
+    let sink = GradSink::new(Tensor::zeros(shape, DType::F32, device)?)?;
+    Ok(Weight::trainable(randn(shape, device)?, sink))
+}
+
+/// n numbers below the bound.
+fn random_below(bound: usize, n: usize) -> Vec<usize> {
+    let mut rng = StdRng::seed_from_u64(1);
+    (0..n).map(|_| rng.random_range(0..bound)).collect()
+}

@@ -1,0 +1,171 @@
+//! Times every op, forward and backward, beside what the device can do: ops-bench --device cuda --json OUT.
+//!
+//! The ceilings are measured in the same call: a copy within the device, and a square bf16 product. What an op must move
+//! or compute at least is a formula in `cases.rs`; its fraction of the ceiling follows from that and its time.
+
+mod cases;
+mod measure;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use candlewick_ops::{DeviceChoice, gpus};
+use clap::Parser;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use cases::{Case, Cost, Set};
+use measure::{Effort, Run, Timing};
+
+#[derive(Parser)]
+struct Args {
+    /// auto, cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    device: DeviceChoice,
+    /// Where to write what was measured, after each op.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Only the ops whose names contain this.
+    #[arg(long, default_value = "")]
+    filter: String,
+    /// Tiny shapes, to try the program.
+    #[arg(long)]
+    quick: bool,
+    /// What cargo bench passes.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// What the device can do, in bytes and in operations a second.
+#[derive(Clone, Copy, Serialize)]
+struct Ceilings {
+    copy_bytes_per_second: f64,
+    product_flops_per_second: f64,
+}
+
+#[derive(Serialize)]
+struct Row {
+    op: &'static str,
+    what: &'static str,
+    shape: Map<String, Value>,
+    /// Sets of inputs and outputs that took turns.
+    n_sets: usize,
+    /// Without the tape's share.
+    #[serde(flatten)]
+    timing: Timing,
+    /// What candle's sums of gradients took besides.
+    tape_ms: f64,
+    bytes: f64,
+    flops: f64,
+    gb_s: f64,
+    tflop_s: f64,
+    bound: &'static str,
+    fraction_of_ceiling: f64,
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let device = args.device.open()?;
+    let effort = if args.quick { Effort::QUICK } else { Effort::FULL };
+    let ceilings = ceilings(&device, effort, &args)?;
+    let mut found = json!({
+        "device": name_of(&device),
+        "ceilings": ceilings,
+        "rows": [],
+        "failed": [],
+    });
+    println!(
+        "{}: copies {:.0} GB/s, multiplies {:.1} TFLOP/s",
+        name_of(&device),
+        ceilings.copy_bytes_per_second / 1e9,
+        ceilings.product_flops_per_second / 1e12
+    );
+    let all = if args.quick { cases::tiny() } else { cases::all() };
+    for case in all.into_iter().filter(|case| case.op.contains(&args.filter)) {
+        let shape: Vec<String> = case.shape.iter().map(|(name, n)| format!("{name}={n}")).collect();
+        let label = format!("{} {} {}", case.op, case.what, shape.join(" "));
+        match measure(&case, &device, effort, ceilings) {
+            Ok(row) => {
+                println!("{label:84} {}", row.line());
+                push(&mut found, "rows", json!(row));
+            }
+            Err(error) => {
+                println!("{label:84} failed: {error:#}");
+                push(&mut found, "failed", json!({ "case": label, "error": format!("{error:#}") }));
+            }
+        }
+        if let Some(path) = &args.json {
+            std::fs::write(path, serde_json::to_string_pretty(&found)?)
+                .with_context(|| format!("failed to write {}", path.display()))?;
+        }
+    }
+    anyhow::ensure!(found["failed"].as_array().is_none_or(Vec::is_empty), "some ops failed");
+    Ok(())
+}
+
+fn push(found: &mut Value, list: &str, item: Value) {
+    if let Some(list) = found[list].as_array_mut() {
+        list.push(item);
+    }
+}
+
+fn name_of(device: &Device) -> String {
+    let gpu = if device.is_cuda() { gpus().into_iter().next() } else { None };
+    gpu.map_or_else(|| "CPU".to_owned(), |gpu| gpu.name)
+}
+
+fn ceilings(device: &Device, effort: Effort, args: &Args) -> Result<Ceilings> {
+    let (n_bytes, n) = if args.quick { (1 << 20, 128) } else { (2 << 30, 8192) };
+    let seconds = |case: Case| Ok::<_, anyhow::Error>((case.cost, timed(&case, device, effort)?.0.ms / 1e3));
+    let (copy, copy_seconds) = seconds(cases::device_copy(n_bytes))?;
+    let (product, product_seconds) = seconds(cases::square_product(n))?;
+    Ok(Ceilings {
+        copy_bytes_per_second: copy.bytes / copy_seconds,
+        product_flops_per_second: product.flops / product_seconds,
+    })
+}
+
+/// Times a case, and what of it is the tape's.
+fn timed(case: &Case, device: &Device, effort: Effort) -> Result<(Timing, f64, usize)> {
+    let n_sets = effort.n_sets(case.cost.bytes);
+    let sets = (0..n_sets).map(|_| (case.make)(device)).collect::<candle_core::Result<Vec<Set>>>()?;
+    let (runs, tapes): (Vec<Run>, Vec<Option<Run>>) = sets.into_iter().map(|set| (set.run, set.tape)).unzip();
+    let tapes: Vec<Run> = tapes.into_iter().flatten().collect();
+    let timing = measure::time(device, &runs, effort)?;
+    let tape_ms = if tapes.is_empty() { 0.0 } else { measure::time(device, &tapes, effort)?.ms };
+    Ok((timing, tape_ms, n_sets))
+}
+
+fn measure(case: &Case, device: &Device, effort: Effort, ceilings: Ceilings) -> Result<Row> {
+    let (timing, tape_ms, n_sets) = timed(case, device, effort)?;
+    let own = |ms: f64| (ms - tape_ms).max(1e-6);
+    let timing = Timing { ms: own(timing.ms), ms_min: own(timing.ms_min), ms_max: own(timing.ms_max), ..timing };
+    let Cost { bytes, flops } = case.cost;
+    let seconds = timing.ms / 1e3;
+    let at_least = [bytes / ceilings.copy_bytes_per_second, flops / ceilings.product_flops_per_second];
+    Ok(Row {
+        op: case.op,
+        what: case.what,
+        shape: case.shape.iter().map(|(name, n)| ((*name).to_owned(), json!(n))).collect(),
+        n_sets,
+        timing,
+        tape_ms,
+        bytes,
+        flops,
+        gb_s: bytes / seconds / 1e9,
+        tflop_s: flops / seconds / 1e12,
+        bound: if at_least[0] >= at_least[1] { "memory" } else { "compute" },
+        fraction_of_ceiling: at_least[0].max(at_least[1]) / seconds,
+    })
+}
+
+impl Row {
+    fn line(&self) -> String {
+        let speed = match self.bound {
+            "memory" => format!("{:8.1} GB/s", self.gb_s),
+            _ => format!("{:8.1} TFLOP/s", self.tflop_s),
+        };
+        format!("{:9.4} ms {speed} {:5.1}%", self.timing.ms, 100.0 * self.fraction_of_ceiling)
+    }
+}

@@ -1,0 +1,92 @@
+//! What holds between the places where an op is computed, for every op at small sizes: all of them give what the CPU gives,
+//! and the same bits every time. `scripts/gpu-check` also runs these under compute-sanitizer.
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_ops::{
+    AdamW, AdamWState, CrossEntropy, Dropout, GradPolicy, GradScaler, Reduction, Upstream, adamw, copy_into, dropout,
+    linear_cross_entropy, sum_of_squares, zero_,
+};
+
+use crate::cases::{Place, assert_close, bits, bound, grad_of, randn, trainable};
+use crate::laws::{self, Op};
+
+const FORMATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// What each op gives for inputs in this format, copied to the CPU.
+fn results(place: &Place, dtype: DType) -> Vec<(String, Tensor)> {
+    let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
+    let mut all = Vec::new();
+    let mut add = |name: &str, results: Vec<Tensor>| {
+        let host = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
+        all.extend(results.iter().enumerate().map(|(i, x)| (format!("{name} {i} {dtype:?} {place:?}"), host(x))));
+    };
+    place.run(|| {
+        for op in laws::ops() {
+            let here = |all: &[Tensor]| all.iter().map(put).collect();
+            add(op.name, laws::run(&Op { inputs: here(&op.inputs), weights: here(&op.weights), ..op }));
+        }
+        add("dropout", vec![dropout(&put(&randn((37, 129), 1)), Dropout { p: 0.3, key: 5 }).unwrap()]);
+        add("linear_cross_entropy", head(put));
+        add("adamw", updated(place, dtype));
+        let x = put(&randn(20_001, 3));
+        add("sum_of_squares", vec![sum_of_squares(&x).unwrap()]);
+        let copy = place.put(&randn(20_001, 4));
+        copy_into(&copy, &x).unwrap();
+        zero_(&x.narrow(0, 5, 9_000).unwrap()).unwrap();
+        add("copy_into and zero_", vec![copy, x]);
+    });
+    all
+}
+
+/// The loss and both gradients.
+fn head(put: impl Fn(&Tensor) -> Tensor) -> Vec<Tensor> {
+    let (x, w) = (put(&randn((150, 40), 1)), trainable(&put(&randn((301, 40), 2))));
+    let targets: Vec<i64> = (0..150).map(|i| if i % 5 == 0 { -100 } else { i * 2 }).collect();
+    let targets = Tensor::new(targets, &Device::Cpu).unwrap();
+    let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 64 };
+    let out = linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+    vec![out.loss, out.dx.unwrap(), grad_of(&w).clone()]
+}
+
+/// A parameter, its moments and its copy in the format, after two steps.
+fn updated(place: &Place, dtype: DType) -> Vec<Tensor> {
+    let [p, m, v, copy] = [1, 2, 3, 4].map(|seed| place.put(&randn(9_001, seed).abs().unwrap()));
+    let copy = copy.to_dtype(dtype).unwrap();
+    let hyper = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let scaler = GradScaler::new(GradPolicy { max_norm: Some(50.0), ..GradPolicy::PLAIN }, 0, &place.device()).unwrap();
+    let losses = place.put(&randn(3, 5));
+    for step in 1..3 {
+        let grad = place.put(&randn(9_001, 10 + step));
+        let squares = sum_of_squares(&grad).unwrap().reshape(1).unwrap();
+        scaler.judge(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
+        // A master in f32 has no copy in f32.
+        let compute = (dtype != DType::F32).then_some(&copy);
+        let state = AdamWState { master: &p, grad: &grad, exp_avg: &m, exp_avg_sq: &v, compute };
+        adamw(&hyper, &scaler, state).unwrap();
+    }
+    vec![p, m, v, copy, scaler.state().clone()]
+}
+
+#[test]
+fn every_op_gives_the_same_bits_twice() {
+    for place in Place::all() {
+        for dtype in FORMATS {
+            for ((what, once), (_, again)) in results(&place, dtype).iter().zip(results(&place, dtype)) {
+                assert!(bits(once) == bits(&again), "{what}: another run gives other bits");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_op_gives_what_it_gives_on_the_cpu() {
+    for dtype in FORMATS {
+        let of_cpu = results(&Place::Cpu, dtype);
+        for place in Place::all() {
+            for ((what, got), (_, want)) in results(&place, dtype).iter().zip(&of_cpu) {
+                assert_eq!(got.dtype(), want.dtype(), "{what}");
+                assert_close(what, got, want, bound(dtype));
+            }
+        }
+    }
+}

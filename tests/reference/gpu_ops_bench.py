@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""Times torch at what ops-bench timed, on the same device: gpu_ops_bench.py OPS.json [--device cuda] [--seconds N]
+
+OPS.json is what `ops-bench --json` wrote: shapes, sets of inputs that take turns, ceilings. Each row gets torch's time, and
+the file is written again after each. Torch does the work in several ways, eager, compiled, with each attention backend;
+the fastest counts and is named. gpu_ops_bench_rows.py says how a row reads.
+"""
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+
+from gpu_ops_bench_rows import HEAD, line
+
+BF16, F32 = torch.bfloat16, torch.float32
+args = argparse.Namespace()
+
+
+def randn(*shape, grad=False):
+    return torch.randn(shape, device=args.device).to(BF16).requires_grad_(grad)
+
+
+def rand_f32(*shape):
+    return torch.rand(shape, device=args.device)
+
+
+# --- What torch does for each op: the ways by name, each a function that makes one set and returns what runs it. ---
+
+def differentiable(what, make_inputs, ways):
+    """Forward or backward of y = way(*inputs), for each way."""
+    def made(way):
+        def make():
+            inputs = make_inputs()
+            if what == "forward":
+                return lambda: way(*inputs)
+            y = way(*inputs)
+            dy = torch.randn_like(y)
+            wanted = [x for x in inputs if x.requires_grad]
+            return lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True)
+        return make
+    return {name: made(way) for name, way in ways.items()}
+
+
+def eager_and_compiled(what, make_inputs, f):
+    return differentiable(what, make_inputs, {"eager": f, "compiled": torch.compile(f, dynamic=False)})
+
+
+def rms_norm(what, t, d):
+    return eager_and_compiled(what, lambda: (randn(t, d, grad=True), randn(d, grad=True)),
+                              lambda x, w: F.rms_norm(x, (d,), w, 1e-6))
+
+
+def rope(what, t, h, k):
+    def make():
+        angles = rand_f32(t, 1, k // 2)
+        return randn(t, h, k, grad=True), angles.cos(), angles.sin()
+
+    def rotate(x, cos, sin):
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return eager_and_compiled(what, make, rotate)
+
+
+def swiglu(what, t, f):
+    return eager_and_compiled(what, lambda: (randn(t, f, grad=True), randn(t, f, grad=True)),
+                              lambda gate, up: F.silu(gate) * up)
+
+
+def dropout(what, t, d):
+    return eager_and_compiled(what, lambda: (randn(t, d, grad=True),), lambda x: F.dropout(x, 0.1))
+
+
+def embedding(what, t, v, d):
+    ids = lambda: torch.randint(0, v, (t,), device=args.device)
+    if what == "forward":
+        return differentiable(what, lambda: (ids(), randn(v, d, grad=True)), {"eager": F.embedding})
+
+    def index_add():
+        where, dy, dw = ids(), randn(t, d), torch.zeros(v, d, device=args.device)
+        return lambda: dw.index_add_(0, where, dy.float())
+    dense = differentiable(what, lambda: (ids(), randn(v, d, grad=True)), {"dense": F.embedding})
+    return {**dense, "index_add_": index_add}
+
+
+def attention(what, t, n_seqs, hq, hkv, k):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def with_backend(backend):
+        def run(q, k, v):
+            q, k, v = (x.unflatten(0, (n_seqs, -1)).transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=hq != hkv)
+        return run
+    backends = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
+                    efficient=SDPBackend.EFFICIENT_ATTENTION)
+    if args.device == "cpu":
+        backends["math"] = SDPBackend.MATH
+    make = lambda: tuple(randn(t, heads, k, grad=True) for heads in (hq, hkv, hkv))
+    return differentiable(what, make, {name: with_backend(backend) for name, backend in backends.items()})
+
+
+def linear(what, t, k, n):
+    return differentiable(what, lambda: (randn(t, k), randn(n, k)), {"eager": F.linear})
+
+
+def linear_dx(what, t, k, n):
+    def make():
+        dy, w = randn(t, n), randn(n, k)
+        return lambda: dy @ w
+    return {"eager": make}
+
+
+def linear_dw(what, t, k, n):
+    def added(product):
+        def make():
+            dy, x, dw = randn(t, n), randn(t, k), torch.zeros(n, k, device=args.device)
+            return lambda: dw.add_(product(dy.t(), x))
+        return make
+    return {"bf16, added to f32": added(torch.mm),
+            "f32, added": added(lambda a, b: torch.mm(a, b, out_dtype=F32))}
+
+
+def linear_cross_entropy(what, t, v, d):
+    def made(loss):
+        def make():
+            x, w, dw = randn(t, d, grad=True), randn(v, d, grad=True), torch.zeros(v, d, device=args.device)
+            targets = torch.randint(0, v, (t,), device=args.device)
+
+            def run():
+                dx, grad_w = torch.autograd.grad(loss(x, w, targets), (x, w))
+                dw.add_(grad_w)
+                return dx
+            return run
+        return make
+    loss = lambda x, w, targets: F.cross_entropy((x @ w.t()).float(), targets)
+    return {"eager": made(loss), "compiled": made(torch.compile(loss, dynamic=False))}
+
+
+def adamw(what, n):
+    def make():
+        p = rand_f32(n).requires_grad_()
+        p.grad, copy = rand_f32(n), p.detach().to(BF16)
+        optimizer = torch.optim.AdamW([p], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+        def run():
+            optimizer.step()
+            copy.copy_(p.detach())
+        return run
+    return {"fused, then copied": make}
+
+
+def in_place(make):
+    return lambda what, n: {"eager": lambda: make(n)}
+
+
+def copy_to(dtype):
+    def make(n):
+        to, x = torch.zeros(n, device=args.device, dtype=dtype), rand_f32(n)
+        return lambda: to.copy_(x)
+    return make
+
+
+def zero(n):
+    x = rand_f32(n)
+    return lambda: x.zero_()
+
+
+def sum_of_squares(what, n):
+    def made(f):
+        def make():
+            x = rand_f32(n)
+            return lambda: f(x)
+        return make
+    squares = lambda x: (x * x).sum()
+    return {"vector_norm": made(torch.linalg.vector_norm), "compiled": made(torch.compile(squares, dynamic=False))}
+
+
+OPS = {
+    "rms_norm": rms_norm, "rope": rope, "swiglu": swiglu, "dropout": dropout, "embedding": embedding,
+    "attention": attention, "linear": linear, "linear dx": linear_dx, "linear dw": linear_dw,
+    "linear_cross_entropy": linear_cross_entropy, "adamw": adamw, "copy_into f32 to bf16": in_place(copy_to(BF16)),
+    "copy_into f32": in_place(copy_to(F32)), "zero_": in_place(zero), "sum_of_squares": sum_of_squares,
+}
+
+
+# --- How it is timed: as ours, with events of the device instead of waiting for it. ---
+
+def batch(runs, kept, n):
+    """Milliseconds of one of n runs; what a run returns lives until its set's next turn."""
+    if args.device == "cpu":
+        began = time.perf_counter()
+    else:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+    for i in range(n):
+        kept[i % len(runs)] = runs[i % len(runs)]()
+    if args.device == "cpu":
+        return 1e3 * (time.perf_counter() - began) / n
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / n
+
+
+def milliseconds(make, n_sets, *sizes):
+    runs = [make(*sizes) for _ in range(n_sets)]
+    kept = [None] * n_sets
+    batch(runs, kept, max(n_sets, 2))
+    once = batch(runs, kept, max(n_sets, 2))
+    n = min(max(round((1 if args.quick else 25) / max(once, 1e-6)), 1), 10_000)
+    return statistics.median(batch(runs, kept, n) for _ in range(3 if args.quick else 7))
+
+
+def fastest(ways, n_sets):
+    times, failed = {}, {}
+    for name, make in ways.items():
+        try:
+            times[name] = milliseconds(make, n_sets)
+        except Exception as error:  # One way less.
+            failed[name] = f"{type(error).__name__}: {error}"[:200]
+        if args.device != "cpu":
+            torch.cuda.empty_cache()
+    if not times:
+        return {"torch_failed": failed}
+    best = min(times, key=times.get)
+    return {"torch_ms": times[best], "torch_how": best, "torch_ways": times, "torch_failed": failed}
+
+
+def ceilings():
+    n_bytes, n = (1 << 20, 128) if args.quick else (2 << 30, 8192)
+    copy = milliseconds(copy_to(F32), 1, n_bytes // 4)
+    product = milliseconds(lambda n: linear("forward", n, n, n)["eager"](), 1, n)
+    return {"copy_bytes_per_second": 2 * n_bytes / copy * 1e3, "product_flops_per_second": 2 * n**3 / product * 1e3}
+
+
+def said(ceilings):
+    return (f"copies {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, "
+            f"multiplies {ceilings['product_flops_per_second'] / 1e12:.1f} TFLOP/s")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ops", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--quick", action="store_true")
+    parser.parse_args(namespace=args)
+    began = time.monotonic()
+    # Backwards run more than once here.
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.recompile_limit = 64
+    found = json.loads(args.ops.read_text())
+    found["torch"] = torch.__version__
+    found["torch_ceilings"] = ceilings()
+    print(f"ours: {found['device']}, {said(found['ceilings'])}")
+    print(f"torch {torch.__version__}: {said(found['torch_ceilings'])}")
+    print(HEAD)
+    known = {}
+    for row in found["rows"]:
+        shape = {name: n for name, n in row["shape"].items() if name != "chunk"}
+        key = json.dumps([row["op"], row["what"], shape])
+        if key not in known and time.monotonic() - began < args.seconds:
+            known[key] = fastest(OPS[row["op"]](row["what"], **shape), row["n_sets"])
+        row.update(known.get(key, {}))
+        print(line(row), flush=True)
+        args.ops.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

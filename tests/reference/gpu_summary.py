@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""Prints what `scripts/gpu-check OUT` found, from the files that it left: gpu_summary.py OUT"""
+import json
+import sys
+from pathlib import Path
+
+from gpu_bench import line as step_line
+from gpu_ops_bench_rows import line as op_line
+
+
+def read(path):
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def main():
+    out = Path(sys.argv[1])
+    parts, doctor, runs, ops, steps = (
+        read(out / f"{name}.json") for name in ("parts", "doctor", "runs", "ops-bench", "bench"))
+    for gpu in (doctor or {}).get("gpus", []):
+        print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
+    for part in parts or []:
+        print(f"{part['result']:4} {part['name']} ({part['seconds']} s)")
+    for dtype, found in (runs or {}).items():
+        print(f"{dtype}: losses differ from the CPU's by {found['worst_relative_difference']:.1e} at most, bound "
+              f"{found['bound']:.0e}")
+    if ops:
+        ceilings = ops["ceilings"]
+        print(f"\nceilings: copies {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, multiplies "
+              f"{ceilings['product_flops_per_second'] / 1e12:.1f} TFLOP/s")
+        for row in ops["rows"]:
+            print(op_line(row))
+        for failed in ops["failed"]:
+            print(f"failed: {failed['case']}: {failed['error']}")
+    print()
+    for row in steps or []:
+        for side in ("ours", "torch", "torch_compiled"):
+            if side in row:
+                print(step_line(row, side))
+
+
+if __name__ == "__main__":
+    main()
