@@ -86,8 +86,11 @@ enum Kept {
 }
 
 impl Engine {
-    /// Bytes of logits that the loss may hold at once.
-    const LOGITS_BYTES: usize = 64 << 20;
+    /// Bytes of logits that the loss may hold at once. On a GPU each chunk passes over the whole gradient of the head: few
+    /// chunks are fast ones.
+    fn logits_bytes(&self) -> usize {
+        if self.device.is_cuda() { 1 << 30 } else { 64 << 20 }
+    }
 
     /// Joins a model with its parameters. `residency` says what each block keeps; its length is the number of blocks.
     pub fn new(
@@ -230,6 +233,6 @@ impl Engine {
 
     fn cross_entropy(&self, lm_head_vd: &Tensor, reduction: Reduction) -> Result<CrossEntropy> {
         let row_bytes = lm_head_vd.dim(0)? * DType::F32.size_in_bytes();
-        Ok(CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: (Self::LOGITS_BYTES / row_bytes).max(1) })
+        Ok(CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: (self.logits_bytes() / row_bytes).max(1) })
     }
 }
