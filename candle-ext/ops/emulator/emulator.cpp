@@ -4,6 +4,9 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <vector>
 
 thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -11,6 +14,10 @@ thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace {
 
 constexpr size_t STACK_BYTES = 64 << 10;
+
+// What follows dynamic shared memory, to see that no thread writes past its end.
+constexpr size_t GUARD_BYTES = 256;
+constexpr char GUARD = 0x5a;
 
 enum class State { Ready, WaitsForBlock, WaitsForWarp, Gone };
 
@@ -22,12 +29,14 @@ struct Fiber {
     State state;
     // Which of two places its next exchange uses: a lane cannot be two exchanges ahead of another.
     bool is_odd;
+    std::vector<Copy> copies;
     std::vector<char> stack;
 };
 
 struct Block {
     std::vector<Fiber> fibers;
     std::vector<uint64_t> lanes;
+    std::vector<char> shared;
     ucontext_t beginning;
     jmp_buf scheduler;
     unsigned current;
@@ -70,35 +79,57 @@ bool release(unsigned first, unsigned last, State from) {
     return any;
 }
 
-// Runs the block; false if its threads wait for each other for ever.
-bool run_block() {
-    const unsigned n = block->fibers.size();
-    for (Fiber& fiber : block->fibers) {
-        fiber.state = State::Ready;
-        fiber.has_begun = fiber.is_odd = false;
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack.data();
-        fiber.start.uc_stack.ss_size = fiber.stack.size();
-        fiber.start.uc_link = nullptr;
-        makecontext(&fiber.start, body, 0);
+// Dynamic shared memory from its first multiple of 128 on, without the guard.
+char* shared_begin() {
+    const auto address = reinterpret_cast<uintptr_t>(block->shared.data());
+    return block->shared.data() + (128 - address % 128) % 128;
+}
+
+void clear_shared(size_t n) {
+    std::fill_n(shared_begin(), n, static_cast<char>(0xff));
+    std::fill_n(shared_begin() + n, GUARD_BYTES, GUARD);
+}
+
+void check_shared(size_t n) {
+    for (size_t i = 0; i < GUARD_BYTES; ++i) {
+        emulated_check(shared_begin()[n + i] == GUARD, "a write past the end of dynamic shared memory");
     }
-    for (;;) {
-        bool moved = false, all_gone = true;
-        for (unsigned i = 0; i < n; ++i) {
-            if (block->fibers[i].state == State::Ready) {
-                block->current = i;
-                threadIdx = {i, 0, 0};
-                resume(block->fibers[i]);
-                moved = true;
-            }
-            all_gone &= block->fibers[i].state == State::Gone;
+}
+
+// Runs the warp that begins with this thread until each of its threads waits for the block or is gone.
+void run_warp(unsigned first) {
+    const unsigned last = std::min<unsigned>(first + 32, block->fibers.size());
+    do {
+        for (unsigned i = first; i < last; ++i) {
+            if (block->fibers[i].state != State::Ready) continue;
+            block->current = i;
+            threadIdx = {i, 0, 0};
+            resume(block->fibers[i]);
         }
-        if (all_gone) return true;
-        for (unsigned first = 0; first < n; first += 32) {
-            moved |= release(first, first + 32 < n ? first + 32 : n, State::WaitsForWarp);
-        }
-        moved |= release(0, n, State::WaitsForBlock);
-        if (!moved) return false;
+    } while (release(first, last, State::WaitsForWarp));
+}
+
+void prepare(Fiber& fiber) {
+    fiber.state = State::Ready;
+    fiber.has_begun = fiber.is_odd = false;
+    fiber.copies.clear();
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack.data();
+    fiber.start.uc_stack.ss_size = fiber.stack.size();
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, body, 0);
+}
+
+// Runs the block; false if its threads wait for each other for ever. One warp goes as far as it can before the next does,
+// and after each __syncthreads in the opposite order.
+bool run_block() {
+    const unsigned n = block->fibers.size(), n_warps = (n + 31) / 32;
+    for (Fiber& fiber : block->fibers) prepare(fiber);
+    for (bool is_reversed = false;; is_reversed = !is_reversed) {
+        for (unsigned i = 0; i < n_warps; ++i) run_warp(32 * (is_reversed ? n_warps - 1 - i : i));
+        if (release(0, n, State::WaitsForBlock)) continue;
+        return std::all_of(block->fibers.begin(), block->fibers.end(),
+                           [](const Fiber& fiber) { return fiber.state == State::Gone; });
     }
 }
 
@@ -107,16 +138,29 @@ bool run_block() {
 void __syncthreads() { wait(State::WaitsForBlock); }
 void __syncwarp(unsigned) { wait(State::WaitsForWarp); }
 
+char* emulated_shared() { return shared_begin(); }
+std::vector<Copy>& emulated_copies() { return block->fibers[block->current].copies; }
+
+void emulated_check(bool holds, const char* otherwise) {
+    if (holds) return;
+    std::fprintf(stderr, "emulated kernel, block (%u, %u, %u), thread %u: %s\n", blockIdx.x, blockIdx.y, blockIdx.z,
+                 threadIdx.x, otherwise);
+    std::abort();
+}
+
 uint64_t* emulated_lanes() {
     bool& is_odd = block->fibers[block->current].is_odd;
     is_odd = !is_odd;
     return &block->lanes[(threadIdx.x / 32 * 2 + is_odd) * 32];
 }
 
-extern "C" __attribute__((visibility("default"))) bool emulate(void (*kernel)(void*), void* arguments, const unsigned grid[3], unsigned threads) {
+extern "C" __attribute__((visibility("default"))) bool emulate(void (*kernel)(void*), void* arguments,
+                                                               const unsigned grid[3], unsigned threads,
+                                                               unsigned shared_bytes) {
     Block own;
     own.fibers.resize(threads);
     own.lanes.resize((threads + 31) / 32 * 64);
+    own.shared.resize(shared_bytes + GUARD_BYTES + 128);
     own.kernel = kernel;
     own.arguments = arguments;
     for (Fiber& fiber : own.fibers) fiber.stack.resize(STACK_BYTES);
@@ -127,7 +171,9 @@ extern "C" __attribute__((visibility("default"))) bool emulate(void (*kernel)(vo
         for (unsigned y = 0; y < grid[1]; ++y) {
             for (unsigned x = 0; x < grid[0]; ++x) {
                 blockIdx = {x, y, z};
+                clear_shared(shared_bytes);
                 if (!run_block()) return false;
+                check_shared(shared_bytes);
             }
         }
     }

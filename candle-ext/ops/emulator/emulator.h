@@ -1,13 +1,15 @@
 // Enough of CUDA C++ to run this package's kernels on a CPU: for tests where there is no GPU.
 //
-// Blocks run one after another. The threads of a block are fibers: each runs until it waits for the others. Shared memory
-// is static, so it holds what the block before left there; nothing is faster or slower than it looks, but a missing
-// __syncthreads shows itself as a wrong result, the same one every time.
+// Blocks run one after another. The threads of a block are fibers: each runs until it waits for the others, and warps run
+// far ahead of each other. Shared memory is static, so it holds what the block before left there; dynamic shared memory
+// begins as NaN. Nothing is faster or slower than it looks, but a missing __syncthreads shows itself as a wrong result, the
+// same one every time.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #define __global__ __attribute__((visibility("default")))
 #define __device__
@@ -26,6 +28,20 @@ extern thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 // Wait until every thread of the block, or of the warp, is here or gone.
 void __syncthreads();
 void __syncwarp(unsigned mask = 0xffffffffu);
+
+// The block's dynamic shared memory, as much as its launch asks for.
+char* emulated_shared();
+
+// Copies that the calling thread has started and not waited for.
+struct Copy {
+    void* to;
+    const void* from;
+    size_t n;
+};
+std::vector<Copy>& emulated_copies();
+
+// Stops the program with this message unless it holds.
+void emulated_check(bool holds, const char* otherwise);
 
 // A place for each lane of the calling thread's warp, another one than at its last call.
 uint64_t* emulated_lanes();
@@ -49,6 +65,18 @@ template <typename T> T __shfl_sync(unsigned, T value, int from) { return emulat
 template <typename T> T __shfl_down_sync(unsigned, T value, int delta) {
     const int lane = threadIdx.x % 32;
     return emulated_exchange(value, lane + delta < 32 ? lane + delta : lane);
+}
+
+// For what a warp does as one: the first lane calls `f` with what all lanes have, once all of them are here and before any
+// of them goes on. It is the first to run again.
+template <typename T, typename F> void emulated_together(T& own, F f) {
+    uint64_t* lanes = emulated_lanes();
+    lanes[threadIdx.x % 32] = reinterpret_cast<uint64_t>(&own);
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    T* all[32];
+    for (int lane = 0; lane < 32; ++lane) all[lane] = reinterpret_cast<T*>(lanes[lane]);
+    f(all);
 }
 
 inline unsigned __ballot_sync(unsigned, bool holds) {

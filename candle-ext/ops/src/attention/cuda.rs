@@ -3,28 +3,27 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{AttentionSpec, Heads, Seqs};
-use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, suffix};
+use crate::cuda::{Address, Arg, Blocks, Gpu, Out, address, gpu, kernels, suffix};
 use crate::transfer::upload;
 
 kernels!("attention");
 
 const OP: &str = "attention";
-/// Rows (queries times heads of a group) or keys in a tile.
-const TILE: usize = 64;
-/// Threads of a block.
-const THREADS: usize = 256;
-/// Rows whose delta a block computes: a warp for each.
-const ROWS: usize = THREADS / 32;
-/// The head dims that kernels are made for: each also takes smaller ones.
-const DIMS: [usize; 4] = [64, 96, 128, 256];
+/// Threads of a block that computes delta, and its rows: a warp for each.
+const DELTA_THREADS: usize = 256;
+const DELTA_ROWS: usize = DELTA_THREADS / 32;
 /// Rows or keys that the kernels count with an int, with room to step past the end.
 const MAX_ROWS: usize = 1 << 30;
+/// The largest head dim of all kernels.
+const MAX_DIM: usize = 256;
+/// What the addresses of tensors are multiples of, for the widest access there is.
+const ALIGNMENT: u64 = 16;
 
 /// What a forward leaves to its backward, beside its inputs and output.
 pub(super) struct Kept {
     /// f32 [t, hq]
     lse: Tensor,
-    tiles: Tiles,
+    problem: Problem,
 }
 
 /// What the backward starts from.
@@ -39,33 +38,34 @@ pub(super) struct Inputs<'a> {
 /// Returns o.
 pub(super) fn forward([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<(Out, Kept)> {
     let on = gpu(OP, q)?;
-    let tiles = Tiles::new(seqs, heads, q.device())?;
+    let problem = Problem::new(q, seqs, spec, heads)?;
+    let (q, k, v) = (aligned(q)?, aligned(k)?, aligned(v)?);
     let n_rows = q.elem_count() / heads.dim;
     let (o, lse) = (Out::new(on, q.dtype(), q.elem_count())?, Out::new(on, DType::F32, n_rows)?);
-    let addresses = [address(OP, q)?, address(OP, k)?, address(OP, v)?, o.address, lse.address];
+    let addresses = [address(OP, &q)?, address(OP, &k)?, address(OP, &v)?, o.address, lse.address];
     // SAFETY: q and o are [t, hq, k], k and v [s, hkv, k], lse is [t, hq], as seqs has t and s.
-    unsafe { tiles.launch(on, "forward", q.dtype(), tiles.n_row_tiles, &addresses, spec, heads)? };
-    Ok((o, Kept { lse: lse.into_tensor(n_rows), tiles }))
+    unsafe { problem.launch(on, Kernel::Forward, &addresses)? };
+    Ok((o, Kept { lse: lse.into_tensor(n_rows), problem }))
 }
 
 /// Returns dq, dk and dv.
-pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept, spec: &AttentionSpec, heads: Heads) -> Result<[Tensor; 3]> {
+pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<[Tensor; 3]> {
     let Inputs { q, k, v, o, d_o } = *inputs;
-    let (on, dtype, tiles) = (gpu(OP, q)?, q.dtype(), &kept.tiles);
-    let delta = row_products(o, d_o, heads.dim)?;
-    let saved = [q, k, v, d_o, &kept.lse, &delta];
+    let (on, problem) = (gpu(OP, q)?, &kept.problem);
+    let delta = row_products(o, d_o, problem.heads.dim)?;
+    let saved = [&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?, &kept.lse, &delta];
     let mut addresses = saved.iter().map(|saved| address(OP, saved)).collect::<Result<Vec<_>>>()?;
     let n_saved = addresses.len();
-    let [dq, dk, dv] = [q, k, v].map(|x| Out::new(on, dtype, x.elem_count()));
+    let [dq, dk, dv] = [q, k, v].map(|x| Out::new(on, q.dtype(), x.elem_count()));
     let (dq, dk, dv) = (dq?, dk?, dv?);
 
     addresses.extend([dk.address, dv.address]);
     // SAFETY: q and d_o are [t, hq, k], k, v, dk and dv [s, hkv, k], lse and delta [t, hq], as seqs has t and s.
-    unsafe { tiles.launch(on, "grad_kv", dtype, tiles.n_key_tiles, &addresses, spec, heads)? };
+    unsafe { problem.launch(on, Kernel::GradKv, &addresses)? };
     addresses.truncate(n_saved);
     addresses.push(dq.address);
     // SAFETY: as above, and dq is like q.
-    unsafe { tiles.launch(on, "grad_q", dtype, tiles.n_row_tiles, &addresses, spec, heads)? };
+    unsafe { problem.launch(on, Kernel::GradQ, &addresses)? };
     Ok([dq.into_tensor(q.shape()), dk.into_tensor(k.shape()), dv.into_tensor(v.shape())])
 }
 
@@ -83,51 +83,128 @@ fn row_products(o: &Tensor, d_o: &Tensor, dim: usize) -> Result<Tensor> {
     ];
     let name = format!("delta_{}", suffix(OP, o.dtype())?);
     // SAFETY: o and d_o have n_rows rows of dim elements, delta n_rows elements.
-    unsafe { KERNELS.launch(on, &name, [n_rows.div_ceil(ROWS), 1, 1], THREADS, &args)? };
+    unsafe { KERNELS.launch(on, &name, [n_rows.div_ceil(DELTA_ROWS), 1, 1], DELTA_THREADS, &args)? };
     Ok(delta.into_tensor(n_rows))
 }
 
-/// The tiles that the sequences are cut into, none across two of them.
-struct Tiles {
+/// The tensor, or a copy if it is a view that begins anywhere.
+fn aligned(x: &Tensor) -> Result<Tensor> {
+    if address(OP, x)?.is_multiple_of(ALIGNMENT) { Ok(x.clone()) } else { x.force_contiguous() }
+}
+
+#[derive(Clone, Copy)]
+enum Kernel {
+    Forward,
+    GradQ,
+    GradKv,
+}
+
+/// How kernels multiply.
+#[derive(Clone, Copy)]
+enum Way {
+    /// By ordinary arithmetic in f32.
+    Plain,
+    /// On tensor cores.
+    Mma,
+}
+
+/// Which form of the kernels, and the tiles that it takes.
+#[derive(Clone, Copy)]
+struct Form {
+    way: Way,
+    /// The largest head dim.
+    dim: usize,
+    threads: usize,
+    /// Rows, queries times heads of a group, in a tile.
+    rows: usize,
+    keys: usize,
+}
+
+impl Form {
+    const fn mma(dim: usize) -> Self {
+        Self { way: Way::Mma, dim, threads: 128, rows: 128, keys: 64 }
+    }
+
+    const fn plain(dim: usize) -> Self {
+        Self { way: Way::Plain, dim, threads: 256, rows: 64, keys: 64 }
+    }
+
+    /// Tensor cores take 16-bit formats, rows that can be read 16 bytes at a time, and a scale under which the greatest
+    /// product is the greatest score.
+    fn choose(dtype: DType, dim: usize, scale: f32) -> Result<Self> {
+        const F32: &[Form] = &[Form::plain(64), Form::plain(96), Form::plain(128), Form::plain(MAX_DIM)];
+        const ALIGNED: &[Form] = &[Form::mma(64), Form::mma(96), Form::mma(128), Form::plain(MAX_DIM)];
+        const OTHERS: &[Form] = &[Form::plain(MAX_DIM)];
+        let forms = match dtype {
+            DType::F32 => F32,
+            _ if dim.is_multiple_of(8) && scale > 0.0 => ALIGNED,
+            _ => OTHERS,
+        };
+        match forms.iter().find(|form| dim <= form.dim) {
+            Some(form) => Ok(*form),
+            None => bail!("{OP}: on CUDA a head dim of at most {MAX_DIM}, not {dim}"),
+        }
+    }
+
+    /// Dynamic shared memory of a block, as forward_mma.cuh and backward_mma.cuh share it out: rows of 16-bit elements,
+    /// and for dk and dv the lse and delta of two tiles of rows and the probabilities of one, in f32.
+    fn shared_bytes(self, kernel: Kernel) -> usize {
+        let step_keys = if self.dim > 64 { 32 } else { 64 };
+        let step_rows = if self.dim > 96 { 32 } else { 64 };
+        let (n_rows, n_floats) = match (self.way, kernel) {
+            (Way::Plain, _) => (0, 0),
+            (Way::Mma, Kernel::Forward) => (self.rows + 4 * 64, 0),
+            (Way::Mma, Kernel::GradQ) => (2 * self.rows + 4 * step_keys, 0),
+            (Way::Mma, Kernel::GradKv) => (2 * self.keys + 4 * step_rows, (4 + self.keys) * step_rows),
+        };
+        n_rows * self.dim * 2 + n_floats * 4
+    }
+}
+
+/// What all kernels are told: the sequences, cut into tiles, none across two of them.
+struct Problem {
     /// u32 [4, n_seqs + 1]: queries, keys, tiles of rows and tiles of keys before each sequence, and of all.
     cumulative: Tensor,
     n_seqs: usize,
     n_row_tiles: usize,
     n_key_tiles: usize,
+    form: Form,
+    dtype: DType,
+    heads: Heads,
+    spec: AttentionSpec,
 }
 
-impl Tiles {
-    fn new(seqs: &Seqs, heads: Heads, device: &Device) -> Result<Self> {
+impl Problem {
+    fn new(q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
         let n_rows = seqs.n_tokens().saturating_mul(heads.n_kv * heads.group).max(seqs.n_keys());
         if n_rows > MAX_ROWS {
             bail!("{OP}: {n_rows} queries of all heads, or keys, are more than {MAX_ROWS}")
         }
-        let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(TILE)));
-        let key_tiles = cumulative(seqs.spans().map(|span| span.k.len().div_ceil(TILE)));
+        let form = Form::choose(q.dtype(), heads.dim, spec.scale)?;
+        let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(form.rows)));
+        let key_tiles = cumulative(seqs.spans().map(|span| span.k.len().div_ceil(form.keys)));
         let n_seqs = seqs.n_seqs();
-        let (n_row_tiles, n_key_tiles) = (row_tiles[n_seqs], key_tiles[n_seqs]);
-        let all = [seqs.cu_q(), seqs.cu_k(), &row_tiles, &key_tiles].concat();
-        let all: Vec<u32> = all.into_iter().map(|n| n as u32).collect();
-        let cumulative = upload(&all, (4, n_seqs + 1), device)?;
-        Ok(Self { cumulative, n_seqs, n_row_tiles, n_key_tiles })
+        Ok(Self {
+            cumulative: table([seqs.cu_q(), seqs.cu_k(), &row_tiles, &key_tiles], q.device())?,
+            n_seqs,
+            n_row_tiles: row_tiles[n_seqs],
+            n_key_tiles: key_tiles[n_seqs],
+            form,
+            dtype: q.dtype(),
+            heads,
+            spec: *spec,
+        })
     }
 
     /// # Safety
     ///
     /// The addresses must be the kernel's first parameters, good for the rows and keys of these sequences.
-    #[expect(clippy::too_many_arguments, reason = "a launch is what the kernel takes")]
-    unsafe fn launch(
-        &self,
-        on: Gpu,
-        kernel: &str,
-        dtype: DType,
-        n_tiles: usize,
-        addresses: &[Address],
-        spec: &AttentionSpec,
-        heads: Heads,
-    ) -> Result<()> {
-        let Some(largest) = DIMS.iter().find(|&&largest| heads.dim <= largest) else {
-            bail!("{OP}: on CUDA a head dim of at most {}, not {}", DIMS[DIMS.len() - 1], heads.dim)
+    unsafe fn launch(&self, on: Gpu, kernel: Kernel, addresses: &[Address]) -> Result<()> {
+        let Self { form, heads, spec, .. } = self;
+        let (name, n_tiles) = match kernel {
+            Kernel::Forward => ("forward", self.n_row_tiles),
+            Kernel::GradQ => ("grad_q", self.n_row_tiles),
+            Kernel::GradKv => ("grad_kv", self.n_key_tiles),
         };
         let mut args: Vec<Arg> = addresses.iter().map(|address| Arg::Address(*address)).collect();
         args.extend([
@@ -139,10 +216,22 @@ impl Tiles {
             Arg::I32(spec.window.and_then(|window| window.try_into().ok()).unwrap_or(i32::MAX)),
             Arg::F32(spec.scale),
         ]);
-        let name = format!("{kernel}_{}_{largest}", suffix(OP, dtype)?);
+        let way = match form.way {
+            Way::Plain => "plain",
+            Way::Mma => "mma",
+        };
+        let name = format!("{name}_{way}_{}_{}", suffix(OP, self.dtype)?, form.dim);
+        let grid = [n_tiles, heads.n_kv, 1];
+        let blocks = Blocks { grid, threads: form.threads, shared_bytes: form.shared_bytes(kernel) };
         // SAFETY: the caller answers for the addresses; the table has four rows of n_seqs + 1.
-        unsafe { KERNELS.launch(on, &name, [n_tiles, heads.n_kv, 1], THREADS, &args) }
+        unsafe { KERNELS.launch_blocks(on, &name, blocks, &args) }
     }
+}
+
+/// u32 [4, n_seqs + 1]
+fn table(rows: [&[usize]; 4], device: &Device) -> Result<Tensor> {
+    let numbers: Vec<u32> = rows.concat().into_iter().map(|n| n as u32).collect();
+    upload(&numbers, (4, rows[0].len()), device)
 }
 
 /// 0 and the sums of the numbers up to each.

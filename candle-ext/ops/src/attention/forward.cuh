@@ -3,6 +3,8 @@
 
 #include "tile.cuh"
 
+namespace plain {
+
 // The largest of the 16 threads that share rows.
 __device__ __forceinline__ float row_max(float x) {
 #pragma unroll
@@ -20,12 +22,11 @@ __device__ __forceinline__ float row_sum(float x) {
 //
 // A tile has no more rows than keys, so each row sees some key of the first tile: its maximum is finite ever after.
 template <int DIM, typename T>
-__device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, const uint* seqs, int n_seqs,
-                        Heads heads, int causal, int window, float scale) {
+__device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, const Problem& problem) {
     __shared__ Scratch scratch;
-    // Where it is causal the last tiles have the most to do: they come first.
-    const Sequence sequence = find_sequence(seqs, n_seqs, TILES_OF_ROWS, gridDim.x - 1 - blockIdx.x);
-    const View view{sequence.n_queries, sequence.n_keys, causal, window};
+    const Heads heads = problem.heads;
+    const Sequence sequence = find_rows(problem);
+    const View view = sequence.view;
     const bool wide = is_wide<T>(heads.dim, q, k, v, o);
     const auto q_rows = query_rows(q, sequence, heads);
     const auto k_rows = key_rows(k, sequence, heads), v_rows = key_rows(v, sequence, heads);
@@ -50,7 +51,7 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
             float max = maxima[i];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                scores[i][j] = visible[i].holds(key + x + 16 * j) ? scores[i][j] * scale : -INFINITY;
+                scores[i][j] = visible[i].holds(key + x + 16 * j) ? scores[i][j] * problem.scale : -INFINITY;
                 max = fmaxf(max, scores[i][j]);
             }
             max = row_max(max);
@@ -79,3 +80,5 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
         if (x == 0 && row <= last) lse_rows.data[lse_rows.offset(row)] = maxima[i] + logf(sum);
     }
 }
+
+}  // namespace plain

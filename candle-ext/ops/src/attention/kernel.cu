@@ -1,34 +1,49 @@
-// attention: a kernel for each format and each largest head dim, in the manner of FlashAttention 2. The grid has a tile
+// attention: kernels for each format and each largest head dim, in the manner of FlashAttention 2. The grid has a tile
 // for each x and a key head for each y.
 #include "backward.cuh"
+#include "backward_mma.cuh"
+#include "delta.cuh"
 #include "forward.cuh"
+#include "forward_mma.cuh"
 
-#define KERNELS(T, suffix, DIM)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, DIM > 128 ? 1 : 2)                                       \
-        forward_##suffix##_##DIM(const T* q, const T* k, const T* v, T* o, float* lse, const uint* seqs,           \
-                                 int n_seqs, int group, int dim, int causal, int window, float scale) {            \
-        forward<DIM>(q, k, v, o, lse, seqs, n_seqs, Heads{group, dim}, causal, window, scale);                     \
-    }                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS, DIM > 128 ? 1 : 2)                                       \
-        grad_q_##suffix##_##DIM(const T* q, const T* k, const T* v, const T* d_o, const float* lse,                \
-                                const float* delta, T* dq, const uint* seqs, int n_seqs, int group, int dim,       \
-                                int causal, int window, float scale) {                                             \
-        grad_q<DIM>(q, k, v, d_o, lse, delta, dq, seqs, n_seqs, Heads{group, dim}, causal, window, scale);         \
-    }                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS, DIM > 64 ? 1 : 2)                                        \
-        grad_kv_##suffix##_##DIM(const T* q, const T* k, const T* v, const T* d_o, const float* lse,               \
-                                 const float* delta, T* dk, T* dv, const uint* seqs, int n_seqs, int group,        \
-                                 int dim, int causal, int window, float scale) {                                   \
-        grad_kv<DIM>(q, k, v, d_o, lse, delta, dk, dv, seqs, n_seqs, Heads{group, dim}, causal, window, scale);    \
+#define SAVED_PARAMETERS(T) \
+    const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta
+#define PROBLEM_PARAMETERS const uint *seqs, int n_seqs, int group, int dim, int causal, int window, float scale
+#define SAVED(T) Saved<T>{q, k, v, d_o, lse, delta}
+#define PROBLEM Problem{seqs, n_seqs, {group, dim}, causal, window, scale}
+
+// `way` is how they multiply: plain or mma.
+#define KERNELS(way, T, suffix, DIM)                                                                                \
+    extern "C" __global__ void __launch_bounds__(way::THREADS, way::ROW_BLOCKS<DIM>)                                \
+        forward_##way##_##suffix##_##DIM(const T* q, const T* k, const T* v, T* o, float* lse,                     \
+                                               PROBLEM_PARAMETERS) {                                                \
+        way::forward<DIM>(q, k, v, o, lse, PROBLEM);                                                                \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(way::THREADS, way::ROW_BLOCKS<DIM>)                                \
+        grad_q_##way##_##suffix##_##DIM(SAVED_PARAMETERS(T), T* dq, PROBLEM_PARAMETERS) {                           \
+        way::grad_q<DIM>(SAVED(T), dq, PROBLEM);                                                                    \
+    }                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(way::THREADS, way::KEY_BLOCKS<DIM>)                                \
+        grad_kv_##way##_##suffix##_##DIM(SAVED_PARAMETERS(T), T* dk, T* dv, PROBLEM_PARAMETERS) {                   \
+        way::grad_kv<DIM>(SAVED(T), dk, dv, PROBLEM);                                                               \
     }
 
-#define KERNELS_OF_FORMAT(T, suffix)                                                                               \
-    extern "C" __global__ void delta_##suffix(const T* o, const T* d_o, float* delta, int n, int dim) {            \
-        if (is_wide<T>(dim, o, d_o)) row_products<WIDE<T>>(o, d_o, delta, n, dim);                                 \
-        else row_products<1>(o, d_o, delta, n, dim);                                                               \
-    }                                                                                                              \
-    KERNELS(T, suffix, 64)                                                                                         \
-    KERNELS(T, suffix, 96)                                                                                         \
-    KERNELS(T, suffix, 128)                                                                                        \
-    KERNELS(T, suffix, 256)
-FOR_EACH_FLOAT(KERNELS_OF_FORMAT)
+#define DELTA(T, suffix)                                                                                            \
+    extern "C" __global__ void delta_##suffix(const T* o, const T* d_o, float* delta, int n, int dim) {             \
+        if (is_wide<T>(dim, o, d_o)) row_products<WIDE<T>>(o, d_o, delta, n, dim);                                  \
+        else row_products<1>(o, d_o, delta, n, dim);                                                                \
+    }
+FOR_EACH_FLOAT(DELTA)
+
+KERNELS(plain, float, f32, 64)
+KERNELS(plain, float, f32, 96)
+KERNELS(plain, float, f32, 128)
+KERNELS(plain, float, f32, 256)
+
+#define KERNELS_OF_FORMAT(T, suffix)  \
+    KERNELS(mma, T, suffix, 64)       \
+    KERNELS(mma, T, suffix, 96)       \
+    KERNELS(mma, T, suffix, 128)      \
+    KERNELS(plain, T, suffix, 256)
+KERNELS_OF_FORMAT(__nv_bfloat16, bf16)
+KERNELS_OF_FORMAT(__half, f16)

@@ -52,7 +52,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &Attenti
             #[cfg(any(feature = "cuda", feature = "emulate"))]
             Kept::Cuda(kept) => {
                 let [q, k, v] = &saved.qkv;
-                cuda::backward(&cuda::Inputs { q, k, v, o, d_o }, kept, &saved.spec, saved.heads)?
+                cuda::backward(&cuda::Inputs { q, k, v, o, d_o }, kept)?
             }
         };
         Ok(grads.map(Some))

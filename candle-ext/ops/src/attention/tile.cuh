@@ -1,8 +1,9 @@
-// attention, what its kernels share. A tile of rows meets a tile of keys. The rows of a sequence are its queries, and
-// of each query the heads that read one key head, side by side: row r is query r / group.
+// attention in f32, for every format and head dim: tiles of rows and of keys, multiplied by ordinary arithmetic.
 #pragma once
 
-#include "common.cuh"
+#include "sequence.cuh"
+
+namespace plain {
 
 constexpr int TILE = 64;      // rows or keys in a tile
 constexpr int THREADS = 256;  // 16 by 16 of them; each has 4 by 4 scores of a tile
@@ -19,83 +20,15 @@ template <int DIM> constexpr int CHUNK = DIM > 128 ? 16 : 32;
 // Columns of a pack.
 template <int DIM> constexpr int VECTOR = DIM % 64 == 0 ? 4 : 2;
 
+// Blocks at once on a multiprocessor, with a tile of rows and with one of keys.
+template <int DIM> constexpr int ROW_BLOCKS = DIM > 128 ? 1 : 2;
+template <int DIM> constexpr int KEY_BLOCKS = DIM > 64 ? 1 : 2;
+
 // Shared by the threads of a block.
 struct Scratch {
     alignas(16) float staged[STAGED];
     alignas(16) float scores[TILE * SCORE_STRIDE];
 };
-
-struct Range {
-    int start, end;
-    __device__ bool holds(int i) const { return start <= i && i < end; }
-};
-
-struct Heads {
-    int group, dim;
-    __device__ int key_head() const { return blockIdx.y; }
-    __device__ int n_kv() const { return gridDim.y; }
-};
-
-// One sequence, and which of its tiles is the block's.
-struct Sequence {
-    int first_query, n_queries, first_key, n_keys, tile;
-};
-
-// seqs [4, n_seqs + 1]: the queries, keys, tiles of rows and tiles of keys before each sequence, and of all.
-enum { TILES_OF_ROWS = 2, TILES_OF_KEYS = 3 };
-
-__device__ __forceinline__ Sequence find_sequence(const uint* seqs, int n_seqs, int tiles, int tile) {
-    const uint* cu_q = seqs;
-    const uint* cu_k = seqs + n_seqs + 1;
-    const uint* cu_tiles = seqs + tiles * static_cast<long long>(n_seqs + 1);
-    int low = 0, high = n_seqs;
-    while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        if (cu_tiles[middle] <= static_cast<uint>(tile)) low = middle;
-        else high = middle;
-    }
-    const int first_query = cu_q[low], first_key = cu_k[low];
-    return {first_query, static_cast<int>(cu_q[low + 1]) - first_query, first_key,
-            static_cast<int>(cu_k[low + 1]) - first_key, tile - static_cast<int>(cu_tiles[low])};
-}
-
-// What the queries of a sequence see of its keys. They are its last positions.
-struct View {
-    int n_queries, n_keys, causal, window;
-
-    __device__ Range keys_of(int query) const {
-        const int position = n_keys - n_queries + query;
-        return {max(0, position + 1 - window), causal ? position + 1 : n_keys};
-    }
-
-    // The queries that see something of the keys [first, last].
-    __device__ Range queries_of(int first, int last) const {
-        const int before = n_keys - n_queries;
-        return {causal ? max(0, first - before) : 0, last + min(window, n_keys - last) - before};
-    }
-};
-
-// n rows of `dim` elements for `group` heads of each token.
-template <typename T> struct Rows {
-    T* data;
-    int n, group, dim;
-    long long token;  // elements from one to the next
-
-    __device__ long long offset(int row) const { return row / group * token + row % group * dim; }
-};
-
-// The queries of a sequence for the block's key head, in a tensor [t, n_kv, group, dim].
-template <typename T> __device__ Rows<T> query_rows(T* x, const Sequence& sequence, const Heads& heads) {
-    const long long token = static_cast<long long>(heads.n_kv()) * heads.group * heads.dim;
-    x += sequence.first_query * token + static_cast<long long>(heads.key_head()) * heads.group * heads.dim;
-    return {x, sequence.n_queries * heads.group, heads.group, heads.dim, token};
-}
-
-// The keys of a sequence for the block's key head, in a tensor [s, n_kv, dim].
-template <typename T> __device__ Rows<T> key_rows(T* x, const Sequence& sequence, const Heads& heads) {
-    const long long token = static_cast<long long>(heads.n_kv()) * heads.dim;
-    return {x + sequence.first_key * token + heads.key_head() * heads.dim, sequence.n_keys, 1, heads.dim, token};
-}
 
 template <int COLUMNS, int STRIDE, int W, typename T>
 __device__ __forceinline__ void stage_packs(float* to, const Rows<const T>& rows, int first, int n, int column) {
@@ -239,3 +172,5 @@ template <int DIM> struct Sums {
         else write_packs<1>(i, scale, to, row);
     }
 };
+
+}  // namespace plain

@@ -5,13 +5,17 @@ use std::fmt::Display;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDType, DeviceId};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 
-use super::{Address, Arg, Kernels};
+use super::{Address, Arg, Blocks, Kernels};
+
+/// Shared memory that a block gets without asking for it beforehand.
+const UNASKED_SHARED_BYTES: usize = 48 << 10;
 
 type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
@@ -26,15 +30,21 @@ pub(super) unsafe fn launch(
     kernels: &Kernels,
     device: &CudaDevice,
     name: &str,
-    grid: [u32; 3],
-    threads: u32,
+    blocks: Blocks,
     args: &[Arg],
 ) -> Result<()> {
     let failed = |error: &dyn Display| Error::Msg(format!("{}: CUDA failed at {name}: {error}", kernels.op));
-    let function = module(kernels, device)?.load_function(name).map_err(|error| failed(&error))?;
-    let config =
-        LaunchConfig { grid_dim: (grid[0], grid[1], grid[2]), block_dim: (threads, 1, 1), shared_mem_bytes: 0 };
+    let Blocks { grid, threads, shared_bytes } = blocks;
     let stream = device.cuda_stream();
+    stream.context().bind_to_thread().map_err(|error| failed(&error))?;
+    let function = module(kernels, device)?.load_function(name).map_err(|error| failed(&error))?;
+    if shared_bytes > UNASKED_SHARED_BYTES {
+        let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        function.set_attribute(most, shared_bytes as i32).map_err(|error| failed(&error))?;
+    }
+    let [x, y, z] = grid.map(|n| n as u32);
+    let config =
+        LaunchConfig { grid_dim: (x, y, z), block_dim: (threads as u32, 1, 1), shared_mem_bytes: shared_bytes as u32 };
     let mut builder = stream.launch_builder(&function);
     for arg in args {
         match arg {

@@ -13,7 +13,7 @@ use half::{bf16, f16};
 use libloading::Library;
 
 use super::gemm::Gemm;
-use super::{Address, Arg, Kernels};
+use super::{Address, Arg, Blocks, Kernels};
 
 thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
@@ -74,8 +74,8 @@ unsafe extern "C" fn run(call: *mut c_void) {
 /// # Safety
 ///
 /// As there.
-pub(super) unsafe fn launch(kernels: &Kernels, name: &str, grid: [u32; 3], threads: u32, args: &[Arg]) -> Result<()> {
-    type Emulate = unsafe extern "C" fn(unsafe extern "C" fn(*mut c_void), *mut c_void, *const u32, u32) -> bool;
+pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
+    type Emulate = unsafe extern "C" fn(unsafe extern "C" fn(*mut c_void), *mut c_void, *const u32, u32, u32) -> bool;
     let library = library(kernels)?;
     let failed = |error: libloading::Error| Error::Msg(format!("{}: {name}: {error}", kernels.op));
     // SAFETY: the library is built from `emulator.cpp` and the op's kernel.cu, whose kernels have this ABI.
@@ -105,8 +105,10 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, grid: [u32; 3], threa
         call.integers[n_integers] = integer;
         n_integers += 1;
     }
+    let Blocks { grid, threads, shared_bytes } = blocks;
+    let grid = grid.map(|n| n as u32);
     // SAFETY: the caller answers for the arguments; `call` outlives the run.
-    let ended = unsafe { emulate(run, (&raw mut call).cast(), grid.as_ptr(), threads) };
+    let ended = unsafe { emulate(run, (&raw mut call).cast(), grid.as_ptr(), threads as u32, shared_bytes as u32) };
     if !ended {
         bail!("{}: the threads of {name} wait for each other for ever", kernels.op)
     }

@@ -79,6 +79,16 @@ pub(crate) enum Arg {
     F64(f64),
 }
 
+/// A grid of blocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blocks {
+    pub(crate) grid: [usize; 3],
+    /// Threads of a block, a multiple of 32.
+    pub(crate) threads: usize,
+    /// What a kernel gets of `dynamic_shared` in ptx.cuh.
+    pub(crate) shared_bytes: usize,
+}
+
 impl Kernels {
     /// Launches `name` on a grid of blocks of `threads` threads each, a multiple of 32.
     ///
@@ -94,20 +104,30 @@ impl Kernels {
         threads: usize,
         args: &[Arg],
     ) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_blocks(gpu, name, Blocks { grid, threads, shared_bytes: 0 }, args) }
+    }
+
+    /// Launches `name` on these blocks.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Kernels::launch`]; and the kernel must need no more shared memory.
+    pub(crate) unsafe fn launch_blocks(&self, gpu: Gpu, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
+        let Blocks { grid, .. } = blocks;
         if grid.contains(&0) {
             return Ok(());
         }
         if grid[0] > i32::MAX as usize || grid[1..].iter().any(|n| *n > 65_535) {
             bail!("{}: a grid of {grid:?} blocks is too large", self.op)
         }
-        let grid = grid.map(|n| n as u32);
         match gpu {
             // SAFETY: the caller answers for the arguments.
             #[cfg(feature = "cuda")]
-            Gpu::Device(device) => unsafe { driver::launch(self, device, name, grid, threads as u32, args) },
+            Gpu::Device(device) => unsafe { driver::launch(self, device, name, blocks, args) },
             // SAFETY: as above.
             #[cfg(feature = "emulate")]
-            Gpu::Emulated(_) => unsafe { emulator::launch(self, name, grid, threads as u32, args) },
+            Gpu::Emulated(_) => unsafe { emulator::launch(self, name, blocks, args) },
         }
     }
 

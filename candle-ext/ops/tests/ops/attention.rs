@@ -1,4 +1,4 @@
-use candle_core::{D, DType, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candlewick_ops::{AttentionSpec, Seqs, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -103,6 +103,7 @@ fn it_equals_the_reference() {
         Setup::packed(&[1, 1, 1], (4, 4, 5), CAUSAL),
         Setup::packed(&[0, 40, 0], (2, 1, 7), BIDIRECTIONAL),
         Setup::packed(&[5], (2, 2, 8), window(1)),
+        Setup::packed(&[30], (2, 2, 8), AttentionSpec { scale: -0.3, ..CAUSAL }),
         Setup::packed(&[90], (2, 1, 8), AttentionSpec { window: Some(20), ..BIDIRECTIONAL }),
     ] {
         setup.with_case(|case| case.check_all_formats());
@@ -124,6 +125,82 @@ fn heads_may_have_up_to_256_elements() {
         let setup = Setup::packed(&[40, 3], (4, 2, dim), spec);
         setup.with_case(|case| [DType::F32, DType::BF16].into_iter().for_each(|dtype| case.check(dtype)));
     }
+}
+
+/// The scale of most models.
+fn scaled(dim: usize, spec: AttentionSpec) -> AttentionSpec {
+    AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec }
+}
+
+/// On tensor cores, with tiles of 128 rows or 64 keys: sequences that end just before, at and after the edge of one, rows of
+/// a tile that see nothing of its first keys, and heads that are narrower than their kernel.
+///
+/// The bound of two roundings still holds: p or ds is rounded before a product, and then the product.
+#[test]
+fn sixteen_bit_tiles_of_any_length_equal_the_reference() {
+    let wide = AttentionSpec { window: Some(90), ..BIDIRECTIONAL };
+    for (dtype, dim, spec) in [
+        (DType::BF16, 64, CAUSAL),
+        (DType::F16, 80, window(65)),
+        (DType::BF16, 96, wide),
+        (DType::F16, 128, window(33)),
+        (DType::BF16, 128, BIDIRECTIONAL),
+    ] {
+        let setup = Setup::packed(&[1, 17, 63, 64, 65, 130, 200], (1, 1, dim), scaled(dim, spec));
+        setup.with_case(|case| case.check(dtype));
+    }
+}
+
+#[test]
+fn sixteen_bit_tiles_of_head_groups_equal_the_reference() {
+    for (dtype, dim, group, spec) in [
+        (DType::F16, 64, 3, window(20)),
+        (DType::BF16, 80, 3, CAUSAL),
+        (DType::F16, 96, 4, BIDIRECTIONAL),
+        (DType::BF16, 128, 4, CAUSAL),
+        (DType::F16, 128, 3, CAUSAL),
+    ] {
+        let spec = scaled(dim, spec);
+        Setup::packed(&[17, 64, 65], (group, 1, dim), spec).with_case(|case| case.check(dtype));
+        let cached = Setup { keys: vec![130, 70], ..Setup::packed(&[35, 6], (2 * group, 2, dim), spec) };
+        cached.with_case(|case| case.check(dtype));
+    }
+}
+
+#[test]
+fn two_runs_give_the_same_bits() {
+    let setup = Setup::packed(&[100, 41], (4, 2, 64), CAUSAL);
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        everywhere(&setup, |x| {
+            let run = || {
+                let x: Vec<Var> = x.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap()).collect();
+                let y = attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec).unwrap();
+                let grads = backward(&y, &y.detach());
+                let grads = x.iter().map(|x| bits(grads.get(x).unwrap()));
+                std::iter::once(bits(&y)).chain(grads).collect::<Vec<_>>()
+            };
+            assert!(run() == run(), "{dtype:?}");
+        });
+    }
+}
+
+/// A view may begin where tensor cores cannot read.
+#[test]
+fn a_view_equals_its_copy() {
+    let setup = Setup::packed(&[70], (2, 1, 64), CAUSAL);
+    everywhere(&setup, |x| {
+        let run = |x: &[Tensor]| attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec).unwrap();
+        let copies: Vec<Tensor> = x.iter().map(|x| x.to_dtype(DType::BF16).unwrap()).collect();
+        let views: Vec<Tensor> = copies.iter().map(shifted).collect();
+        assert_eq!(bits(&run(&views)), bits(&run(&copies)));
+    });
+}
+
+/// The same values, one element after the beginning of a buffer.
+fn shifted(x: &Tensor) -> Tensor {
+    let first = Tensor::zeros(1, x.dtype(), x.device()).unwrap();
+    let all = Tensor::cat(&[&first, &x.flatten_all().unwrap()], 0).unwrap();
+    all.narrow(0, 1, x.elem_count()).unwrap().reshape(x.shape()).unwrap()
 }
 
 #[test]

@@ -1,0 +1,163 @@
+// attention on tensor cores, for 16-bit formats: tiles in shared memory, and products of a warp's 32 rows with a tile.
+#pragma once
+
+#include <ptx.cuh>
+
+#include "sequence.cuh"
+
+namespace mma {
+
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / 32;
+constexpr int WARP_ROWS = 32;
+constexpr int TILE_ROWS = WARPS * WARP_ROWS;  // of queries, where a block has a tile of them
+
+// Blocks at once on a multiprocessor, with a tile of rows and with one of keys.
+template <int DIM> constexpr int ROW_BLOCKS = 2;
+template <int DIM> constexpr int KEY_BLOCKS = 2;
+
+constexpr float LOG2_E = 1.44269504f;
+
+// Rows of DIM elements in shared memory, from a multiple of eight rows on. Of each, groups of eight columns are exchanged
+// so that the same columns of eight rows lie in different banks.
+template <typename T, int DIM> struct Tile {
+    static constexpr int GROUPS = DIM / 8;
+    T* data;
+
+    __device__ __forceinline__ T* at(int row, int column) const {
+        const int mask = GROUPS % 8 == 0 ? row % 8 : row / 2 % 4;
+        return data + row * DIM + (column / 8 ^ mask) * 8 + column % 8;
+    }
+
+    __device__ __forceinline__ Tile from(int row) const { return {data + row * DIM}; }
+
+    // 16 rows and 16 columns as the left factor of a product.
+    __device__ __forceinline__ void load_left(uint (&to)[4], int row, int column) const {
+        const int lane = threadIdx.x % 32;
+        load_matrices(to, at(row + lane % 16, column + lane / 16 * 8));
+    }
+
+    // 16 rows and 16 columns as the right factor.
+    __device__ __forceinline__ void load_right(uint (&to)[4], int row, int column) const {
+        const int lane = threadIdx.x % 32;
+        load_matrices_transposed(to, at(row + lane % 16, column + lane / 16 * 8));
+    }
+
+    // The transpose of 16 rows and 16 columns as the right factor.
+    __device__ __forceinline__ void load_right_transposed(uint (&to)[4], int row, int column) const {
+        const int lane = threadIdx.x % 32;
+        load_matrices(to, at(row + lane / 16 * 8 + lane % 8, column + lane / 8 % 2 * 8));
+    }
+};
+
+// Starts to put ROWS rows, from `first` on, into a tile; what does not exist is zero. The whole block does.
+template <int ROWS, typename T, int DIM>
+__device__ __forceinline__ void stage(const Tile<T, DIM>& to, const Rows<const T>& rows, int first) {
+    constexpr int GROUPS = DIM / 8;
+    static_assert(ROWS * GROUPS % THREADS == 0);
+#pragma unroll
+    for (int i = 0; i < ROWS * GROUPS / THREADS; ++i) {
+        const int at = i * THREADS + threadIdx.x, row = at / GROUPS, column = at % GROUPS * 8;
+        const T* from = rows.data + rows.offset(first + row) + column;
+        copy_async<16>(to.at(row, column), from, first + row < rows.n && column < rows.dim);
+    }
+}
+
+// A warp's 32 rows of a matrix. A thread has four of them, and in each, of every eight columns two neighbours.
+template <int COLUMNS> struct Matrix {
+    float at[4][COLUMNS / 4] = {};
+
+    __device__ __forceinline__ static int row_of(int i) { return threadIdx.x % 32 / 4 + 8 * i; }
+    __device__ __forceinline__ static int column_of(int j) { return j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2; }
+
+    // += a b for the 16 rows and 16 columns with these numbers.
+    template <typename T>
+    __device__ __forceinline__ void add(int row, int column, const uint (&a)[4], const uint (&b)[4]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = 2 * row, j = 4 * column + 2 * half;
+            multiply_add<T>(at[i][j], at[i][j + 1], at[i + 1][j], at[i + 1][j + 1], a, b[2 * half], b[2 * half + 1]);
+        }
+    }
+
+    // The 16 rows and 16 columns with these numbers, rounded, as the left factor of a product.
+    template <typename T> __device__ __forceinline__ void get_left(uint (&to)[4], int row, int column) const {
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+            const float* pair = &at[2 * row + part % 2][4 * column + part / 2 * 2];
+            to[part] = narrow_pair<T>(pair[0], pair[1]);
+        }
+    }
+};
+
+// sums += a b^T for the warp's rows a and the COLUMNS rows of b.
+template <int COLUMNS, typename T, int DIM>
+__device__ __forceinline__ void multiply_rows(Matrix<COLUMNS>& sums, const Tile<T, DIM>& a, const Tile<T, DIM>& b) {
+#pragma unroll
+    for (int k = 0; k < DIM; k += 16) {
+        uint left[2][4], right[4];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) a.load_left(left[row], 16 * row, k);
+#pragma unroll
+        for (int column = 0; column < COLUMNS / 16; ++column) {
+            b.load_right_transposed(right, 16 * column, k);
+#pragma unroll
+            for (int row = 0; row < 2; ++row) sums.template add<T>(row, column, left[row], right);
+        }
+    }
+}
+
+// sums += the scores, rounded, times the TERMS rows of b.
+template <int TERMS, typename T, int DIM>
+__device__ __forceinline__ void add_product(Matrix<DIM>& sums, const Matrix<TERMS>& scores, const Tile<T, DIM>& b) {
+#pragma unroll
+    for (int k = 0; k < TERMS / 16; ++k) {
+        uint left[2][4], right[4];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) scores.template get_left<T>(left[row], row, k);
+#pragma unroll
+        for (int column = 0; column < DIM / 16; ++column) {
+            b.load_right(right, 16 * k, 16 * column);
+#pragma unroll
+            for (int row = 0; row < 2; ++row) sums.template add<T>(row, column, left[row], right);
+        }
+    }
+}
+
+// Leaves of the scores of columns from `first` on those that the thread's rows see.
+template <int COLUMNS>
+__device__ __forceinline__ void hide(Matrix<COLUMNS>& scores, const Range (&visible)[4], int first) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 4; ++j) {
+            if (!visible[i].holds(first + scores.column_of(j))) scores.at[i][j] = -INFINITY;
+        }
+    }
+}
+
+// Writes the warp's rows times a factor for each, rounded, to rows from `first` on. `own` is the warp's alone, and has room
+// for them.
+template <typename T, int DIM>
+__device__ __forceinline__ void write_rows(const Matrix<DIM>& sums, const float (&factors)[4], const Tile<T, DIM>& own,
+                                           const Rows<T>& to, int first) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < DIM / 4; j += 2) {
+            const uint pair = narrow_pair<T>(sums.at[i][j] * factors[i], sums.at[i][j + 1] * factors[i]);
+            *reinterpret_cast<uint*>(own.at(sums.row_of(i), sums.column_of(j))) = pair;
+        }
+    }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = 0; i < DIM / 8; ++i) {
+        const int at = i * 32 + threadIdx.x % 32, row = at / (DIM / 8), column = at % (DIM / 8) * 8;
+        if (first + row < to.n && column < to.dim) {
+            store(to.data + to.offset(first + row) + column, load<8>(own.at(row, column)));
+        }
+    }
+}
+
+}  // namespace mma
