@@ -33,7 +33,7 @@ pub use cuda::emulator::emulate;
 
 pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
 pub use adamw::{AdamW, adamw};
-pub use attention::{AttentionSpec, Seqs, attention};
+pub use attention::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
 pub use dropout::{Dropout, derive_key, dropout};
 pub use embedding::embedding;
 pub use in_place::{copy_into, sum_of_squares, zero_};

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Cx, LoraConfig, Model, OneDevice};
-use candlewick_ops::{AdamW, CrossEntropy, Reduction, Seqs, Upstream, cotangent, linear_cross_entropy};
+use candlewick_ops::{
+    AdamW, AttentionChoice, CrossEntropy, Reduction, Seqs, Upstream, cotangent, linear_cross_entropy,
+};
 use candlewick_parallel::{Engine, KvCache, LossScale, Micro, Mode, Residency, Resident};
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -126,7 +128,14 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
         let (cos, sin) = model.rope(&micro.positions, &Device::Cpu).unwrap();
-        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, dropout_key: None, seams: &OneDevice };
+        let cx = Cx {
+            cos: &cos,
+            sin: &sin,
+            seqs: &micro.seqs,
+            dropout_key: None,
+            attention: AttentionChoice::default(),
+            seams: &OneDevice,
+        };
         let mut x = model.embed(&store.fetch(0).unwrap(), &micro.ids).unwrap();
         for block_idx in 0..model.n_blocks() {
             x = model.block(block_idx, &store.fetch(block_idx + 1).unwrap(), &x, &cx).unwrap();

@@ -60,7 +60,7 @@ pub(crate) fn assert_close(what: &str, got: &Tensor, want: &Tensor, bound: f64) 
 }
 
 #[track_caller]
-fn assert_close_above(what: &str, got: &Tensor, want: &Tensor, bound: f64, floor: f64) {
+pub(crate) fn assert_close_above(what: &str, got: &Tensor, want: &Tensor, bound: f64, floor: f64) {
     let error = relative_error(got, want, floor);
     assert!(error <= bound, "{what}: relative error {error:.2e}, bound {bound:.2e}");
 }
