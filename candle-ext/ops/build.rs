@@ -1,7 +1,12 @@
 //! Compiles the CUDA kernels: with the feature `cuda` one fatbin for each `src/*/kernel.cu`, with `emulate` one shared
-//! library for the CPU. Without either it does nothing.
+//! library for the CPU; and with `cudnn` the C++ that calls cuDNN. Without any of them it does nothing.
+//!
+//! The C++ needs the headers of cuDNN and its frontend, in the folders of CANDLEWICK_CUDA_HEADERS, which
+//! `scripts/cuda-toolkit --headers` sets. Where that is set to nothing, the C++ is left out: types can be checked, but no
+//! program can be linked.
 
 use std::env;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,6 +19,7 @@ fn main() {
     println!("cargo::rerun-if-changed=emulator");
     println!("cargo::rerun-if-env-changed=NVCC");
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
+    println!("cargo::rerun-if-env-changed=CANDLEWICK_CUDA_HEADERS");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let mut kernels: Vec<PathBuf> = std::fs::read_dir("src")
         .expect("the package has a src folder")
@@ -29,6 +35,14 @@ fn main() {
         }
         if env::var_os("CARGO_FEATURE_EMULATE").is_some() {
             emulate(&kernel, &out.join(format!("lib{}.so", name.display())));
+        }
+    }
+    if env::var_os("CARGO_FEATURE_CUDNN").is_some() {
+        let advice = "scripts/cuda-toolkit --headers sets it, or build without the cudnn feature";
+        let folders =
+            env::var("CANDLEWICK_CUDA_HEADERS").unwrap_or_else(|_| panic!("CANDLEWICK_CUDA_HEADERS: {advice}"));
+        if !folders.is_empty() {
+            cudnn(&folders, &out);
         }
     }
 }
@@ -63,6 +77,39 @@ fn emulate(kernel: &Path, library: &Path) {
     ]);
     command.arg("-o").arg(library).args(["-x", "c++", "emulator/emulator.cpp"]).arg(kernel);
     run(command, "it needs a C++ compiler (CXX)");
+}
+
+/// Compiles the C++ that calls cuDNN, and links it with the C++ library, both statically: the program then needs neither
+/// to start.
+fn cudnn(folders: &str, out: &Path) {
+    let source = Path::new("src/attention/cudnn.cpp");
+    let compiler = env::var_os("CXX").unwrap_or_else(|| "c++".into());
+    let (object, stamp) = (out.join("cudnn.o"), out.join("cudnn.command"));
+    let mut command = Command::new(&compiler);
+    command.args(["-c", "-O2", "-std=c++20", "-fPIC", "-DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING"]);
+    let cuda = env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("include"));
+    for folder in folders.split(':').map(PathBuf::from).chain(cuda) {
+        command.arg("-isystem").arg(folder);
+    }
+    command.arg("-o").arg(&object).arg(source);
+    // It takes over a minute, and this script runs again whenever any source of the package changes.
+    let wanted = format!("{command:?}\n{}", fs::read_to_string(source).expect("the source is in the package"));
+    if !object.exists() || fs::read_to_string(&stamp).ok().as_ref() != Some(&wanted) {
+        run(command, "it needs a C++ compiler (CXX)");
+        fs::write(&stamp, wanted).expect("OUT_DIR can be written to");
+    }
+    let archive = out.join("libcandlewick_cudnn.a");
+    let _ = fs::remove_file(&archive);
+    let mut pack = Command::new("ar");
+    pack.arg("crs").arg(&archive).arg(&object);
+    run(pack, "it needs binutils");
+    println!("cargo::rustc-link-search=native={}", out.display());
+    println!("cargo::rustc-link-lib=static=candlewick_cudnn");
+    let found = Command::new(&compiler).arg("-print-file-name=libstdc++.a").output().expect("it has just compiled");
+    let library = PathBuf::from(String::from_utf8_lossy(&found.stdout).trim());
+    let folder = library.parent().filter(|_| library.is_absolute()).expect("the compiler has a static libstdc++.a");
+    println!("cargo::rustc-link-search=native={}", folder.display());
+    println!("cargo::rustc-link-lib=static=stdc++");
 }
 
 fn run(mut command: Command, advice: &str) {

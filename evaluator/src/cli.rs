@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::DType;
-use candlewick_ops::DeviceChoice;
+use candlewick_model::Config;
+use candlewick_ops::{AttentionChoice, AttentionImpl, DeviceChoice};
 use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
 use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -61,6 +62,9 @@ struct Model {
     /// The number format to compute in
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
+    /// What computes attention
+    #[arg(long, value_enum, default_value_t = Attention::Auto)]
+    attn_implementation: Attention,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -69,6 +73,21 @@ enum Dtype {
     F32,
     #[value(alias = "bfloat16")]
     Bf16,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Attention {
+    /// cuDNN on a GPU where it is there and takes the case, else fused
+    #[value(alias = "sdpa")]
+    Auto,
+    /// cuDNN, in 16 bits
+    Cudnn,
+    /// Our kernels
+    #[value(aliases = ["flash_attention_2", "flash_attention_3"])]
+    Fused,
+    /// Plain tensor operations with all scores in memory
+    #[value(alias = "eager")]
+    Reference,
 }
 
 #[derive(Debug, Args)]
@@ -176,7 +195,21 @@ impl Model {
             Dtype::Bf16 => DType::BF16,
         };
         let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-        Lm::load(&folder, self.adapter.as_deref(), dtype, device)
+        let attention = self.attention();
+        let heads = Config::read(&folder)?.attention_heads();
+        let said = attention.explain(&device, dtype, heads);
+        said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
+        Ok(Lm::load(&folder, self.adapter.as_deref(), dtype, device)?.with_attention(attention))
+    }
+
+    fn attention(&self) -> AttentionChoice {
+        let implementation = match self.attn_implementation {
+            Attention::Auto => AttentionImpl::Auto,
+            Attention::Cudnn => AttentionImpl::Cudnn,
+            Attention::Fused => AttentionImpl::Fused,
+            Attention::Reference => AttentionImpl::Reference,
+        };
+        AttentionChoice { implementation, deterministic: false }
     }
 }
 

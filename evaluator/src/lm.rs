@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
-use candlewick_ops::Seqs;
+use candlewick_ops::{AttentionChoice, Seqs};
 use candlewick_parallel::{Engine, Formats, Micro, Mode, Residency, Resident};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::template::{ChatTemplate, Ending};
@@ -53,6 +53,11 @@ impl Lm {
         let residency = vec![Residency::Keep; model.n_blocks()];
         let engine = Engine::new(model, store, residency, Arc::new(Solo), device);
         Ok(Self { engine, tokenizer, template })
+    }
+
+    /// The same model with its attention computed as `attention` says.
+    pub fn with_attention(self, attention: AttentionChoice) -> Self {
+        Self { engine: self.engine.with_attention(attention), ..self }
     }
 
     /// Returns the engine.

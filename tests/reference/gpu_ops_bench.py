@@ -182,7 +182,7 @@ def sum_of_squares(what, n):
 
 OPS = {
     "rms_norm": rms_norm, "rope": rope, "swiglu": swiglu, "dropout": dropout, "embedding": embedding,
-    "attention": attention, "linear": linear, "linear dx": linear_dx, "linear dw": linear_dw,
+    "attention": attention, "attention fused": attention, "linear": linear, "linear dx": linear_dx, "linear dw": linear_dw,
     "linear_cross_entropy": linear_cross_entropy, "adamw": adamw, "copy_into f32 to bf16": in_place(copy_to(BF16)),
     "copy_into f32": in_place(copy_to(F32)), "zero_": in_place(zero), "sum_of_squares": sum_of_squares,
 }

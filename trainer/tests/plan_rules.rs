@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use candlewick_model::Config;
-use candlewick_ops::LossScaling;
+use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
 use serde_json::json;
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 use trainer::metrics::Console;
@@ -142,6 +142,37 @@ fn default_values_of_what_is_not_implemented_are_fine() {
         "model.type=liger",
         "code=train.py",
     ]);
+}
+
+#[test]
+fn attention_has_four_names_and_those_of_transformers() {
+    for (name, want) in [
+        ("auto", AttentionImpl::Auto),
+        ("sdpa", AttentionImpl::Auto),
+        ("cudnn", AttentionImpl::Cudnn),
+        ("fused", AttentionImpl::Fused),
+        ("flash_attention_2", AttentionImpl::Fused),
+        ("flash_attention_3", AttentionImpl::Fused),
+        ("reference", AttentionImpl::Reference),
+        ("eager", AttentionImpl::Reference),
+    ] {
+        assert_eq!(
+            plan(&[&format!("model.attn_implementation={name}")]).model.attention.implementation,
+            want,
+            "{name}"
+        );
+    }
+    let default = AttentionChoice { implementation: AttentionImpl::Auto, deterministic: false };
+    assert_eq!(plan(&[]).model.attention, default);
+    assert!(plan(&["model.attn_deterministic=true"]).model.attention.deterministic);
+    assert!(plan(&["model.attn_implementation=eager"]).notes.iter().any(|note| note.contains("all scores")));
+}
+
+#[test]
+fn attention_by_cudnn_wants_a_gpu_and_16_bits() {
+    let cudnn = "model.attn_implementation=cudnn";
+    refused(&[cudnn, "device=cpu"], &["cudnn computes on GPUs only, but device is cpu", "use auto, or fused"]);
+    refused(&[cudnn, "model.dtype=f32"], &["cudnn computes in 16 bits only, but model.dtype is f32", "use auto"]);
 }
 
 #[test]

@@ -102,6 +102,7 @@ fn an_unknown_name_lists_the_known_ones() {
     check("data: {overlong: cut}", &["data.overlong: unknown value \"cut\"", "values: error, truncate, drop, split"]);
     check("scheduler: {name: cosin}", &["did you mean `cosine`?"]);
     check("model: {activation_checkpoint: ful}", &["did you mean `full`?"]);
+    check("model: {attn_implementation: cudn}", &["did you mean `cudnn`?", "values: auto,"]);
     check("logger: {level: LOUD}", &["values: DEBUG"]);
     check("on_nonfinite: ignore", &["on_nonfinite: unknown value", "values: stop, skip"]);
 }

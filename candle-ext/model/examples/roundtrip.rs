@@ -15,7 +15,7 @@ use candlewick_model::{
     AdapterFolder, Config, Cx, Model, OneDevice, ParamSpec, Weights,
     checkpoint::{Checkpoint, Companions, Export},
 };
-use candlewick_ops::{Seqs, Weight};
+use candlewick_ops::{AttentionChoice, Seqs, Weight};
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -75,7 +75,14 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
     let positions: Vec<u32> = (0..ids.len() as u32).collect();
     let (cos, sin) = model.rope(&positions, &Device::Cpu)?;
     let seqs = Seqs::packed(vec![0, ids.len()])?;
-    let cx = Cx { cos: &cos, sin: &sin, seqs: &seqs, dropout_key: None, seams: &OneDevice };
+    let cx = Cx {
+        cos: &cos,
+        sin: &sin,
+        seqs: &seqs,
+        dropout_key: None,
+        attention: AttentionChoice::default(),
+        seams: &OneDevice,
+    };
     let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?)?;
     for block_idx in 0..model.n_blocks() {
         x = model.block(block_idx, &units[block_idx + 1], &x, &cx)?;

@@ -3,7 +3,7 @@
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionSpec, Seqs};
+use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Seqs};
 
 use crate::{Config, Weights, unit::block_prefix};
 
@@ -41,6 +41,8 @@ pub struct Cx<'a> {
     pub seqs: &'a Seqs,
     /// Chooses what dropout drops; `None` outside of training, where nothing is.
     pub dropout_key: Option<u64>,
+    /// What computes attention.
+    pub attention: AttentionChoice,
     /// The world around the block.
     pub seams: &'a dyn Seams,
 }
@@ -70,6 +72,7 @@ impl Block<'_> {
             scale: (self.config.head_dim() as f64).powf(-0.5) as f32,
             causal: true,
             window: self.config.window(self.block_idx),
+            choice: cx.attention,
         };
         let y_thk = cx.seams.attend(self.block_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
         self.linear("self_attn.o_proj", &y_thk.flatten_from(1)?, cx)

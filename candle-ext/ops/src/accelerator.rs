@@ -162,13 +162,18 @@ pub fn nvidia_libraries() -> Vec<NvidiaLibrary> {
     Vec::new()
 }
 
-/// Loads a library under any of its versions and says which file that was.
+/// Loads a library of NVIDIA's under any of its versions.
 #[cfg(feature = "cuda")]
-fn library_path(file: &str) -> Option<PathBuf> {
+pub(crate) fn load(file: &str) -> Option<libloading::Library> {
     let endings = ["", ".13", ".12", ".9", ".2", ".1"];
     // SAFETY: NVIDIA's libraries may be loaded by any program.
-    let load = |ending| unsafe { libloading::Library::new(format!("{file}{ending}")) }.ok();
-    let _library = endings.iter().find_map(load)?;
+    endings.iter().find_map(|ending| unsafe { libloading::Library::new(format!("{file}{ending}")) }.ok())
+}
+
+/// Loads a library and says which file that was.
+#[cfg(feature = "cuda")]
+fn library_path(file: &str) -> Option<PathBuf> {
+    let _library = load(file)?;
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let path = maps.lines().filter_map(|line| line.split_once('/')).map(|(_, rest)| format!("/{rest}"));
     path.filter(|path| path.contains(file)).map(PathBuf::from).next()

@@ -37,7 +37,7 @@ pub use cuda::poison::poison;
 
 pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
 pub use adamw::{AdamW, AdamWState, adamw};
-pub use attention::{AttentionSpec, Seqs, attention};
+pub use attention::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
 pub use dropout::{Dropout, derive_key, dropout};
 pub use embedding::embedding;
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};

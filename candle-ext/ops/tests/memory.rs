@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candle_core::{DType, Device, Tensor, Var};
 use candlewick_ops::{
-    AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Upstream, Weight, attention, cotangent, linear,
-    linear_cross_entropy,
+    AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Upstream, Weight, attention,
+    cotangent, linear, linear_cross_entropy,
 };
 
 struct Counting;
@@ -60,7 +60,7 @@ fn attention_is_linear_in_length() {
     let of = |t: usize| {
         let x = || Var::zeros((t, 2, 16), DType::F32, &Device::Cpu).unwrap();
         let (q, k, v) = (x(), x(), x());
-        let spec = AttentionSpec { scale: 0.25, causal: true, window: None };
+        let spec = AttentionSpec { scale: 0.25, causal: true, window: None, choice: AttentionChoice::default() };
         let seqs = Seqs::packed(vec![0, t]).unwrap();
         peak(|| {
             let y = attention(&q, &k, &v, &seqs, &spec).unwrap();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, Model, OneDevice, Seams};
-use candlewick_ops::{CrossEntropy, Reduction, Seqs, Upstream, linear_cross_entropy};
+use candlewick_ops::{AttentionChoice, CrossEntropy, Reduction, Seqs, Upstream, linear_cross_entropy};
 
 use crate::offload::Parked;
 use crate::store::Resident;
@@ -77,6 +77,7 @@ pub struct Engine {
     residency: Vec<Residency>,
     group: Arc<dyn Collective>,
     device: Device,
+    attention: AttentionChoice,
 }
 
 enum Kept {
@@ -101,7 +102,12 @@ impl Engine {
         device: Device,
     ) -> Self {
         assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
-        Self { model, store, residency, group, device }
+        Self { model, store, residency, group, device, attention: AttentionChoice::default() }
+    }
+
+    /// The same engine with its attention computed as `attention` says.
+    pub fn with_attention(self, attention: AttentionChoice) -> Self {
+        Self { attention, ..self }
     }
 
     /// Returns the model.
@@ -131,7 +137,8 @@ impl Engine {
     pub fn forward_backward(&self, micro: &Micro, scale: &LossScale, dropout_key: u64) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
         let dropout_key = Some(dropout_key);
-        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, dropout_key, seams: &OneDevice };
+        let (seqs, attention) = (&micro.seqs, self.attention);
+        let cx = Cx { cos: &cos, sin: &sin, seqs, dropout_key, attention, seams: &OneDevice };
 
         let embedded = self.model.embed(&self.store.fetch(0)?, &micro.ids)?;
         let mut x = embedded.detach();
@@ -219,7 +226,7 @@ impl Engine {
 
     fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
-        let cx = Cx { cos: &cos, sin: &sin, seqs, dropout_key: None, seams };
+        let cx = Cx { cos: &cos, sin: &sin, seqs, dropout_key: None, attention: self.attention, seams };
         let mut x = self.model.embed(&self.store.fetch_frozen(0)?, ids)?;
         for block_idx in 0..self.model.n_blocks() {
             x = self.model.block(block_idx, &self.store.fetch_frozen(block_idx + 1)?, &x, &cx)?;

@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Cx, LoraConfig, Model, OneDevice};
 use candlewick_ops::{
-    AdamW, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Seqs, Upstream, Verdict, cotangent,
-    linear_cross_entropy,
+    AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Seqs, Upstream,
+    Verdict, cotangent, linear_cross_entropy,
 };
 use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, Residency, Resident};
 use rand::{Rng, SeedableRng};
@@ -146,7 +146,14 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
         let (cos, sin) = model.rope(&micro.positions, &Device::Cpu).unwrap();
-        let cx = Cx { cos: &cos, sin: &sin, seqs: &micro.seqs, dropout_key: None, seams: &OneDevice };
+        let cx = Cx {
+            cos: &cos,
+            sin: &sin,
+            seqs: &micro.seqs,
+            dropout_key: None,
+            attention: AttentionChoice::default(),
+            seams: &OneDevice,
+        };
         let mut x = model.embed(&store.fetch(0).unwrap(), &micro.ids).unwrap();
         for block_idx in 0..model.n_blocks() {
             x = model.block(block_idx, &store.fetch(block_idx + 1).unwrap(), &x, &cx).unwrap();

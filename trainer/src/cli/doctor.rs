@@ -5,7 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use candlewick_ops::{GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
+use candle_core::DType;
+use candlewick_ops::{
+    AttentionChoice, AttentionHeads, DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu,
+};
 use candlewick_text::hub::HubSettings;
 use serde::Serialize;
 
@@ -24,6 +27,8 @@ struct Findings {
     /// Why there is none.
     no_gpu: Option<String>,
     libraries: Vec<NvidiaLibrary>,
+    /// What `attn_implementation: auto` takes.
+    attention: String,
     hub: HubState,
     disks: Vec<Disk>,
 }
@@ -66,6 +71,7 @@ impl Findings {
             gpus: gpus(),
             no_gpu: why_no_gpu(),
             libraries: nvidia_libraries(),
+            attention: attention(),
             hub,
             disks,
         }
@@ -89,6 +95,7 @@ impl Findings {
             let found = library.path.as_ref().map_or("not found".into(), |path| path.display().to_string());
             rows.push((library.name.to_owned(), found));
         }
+        rows.push(("attention".to_owned(), self.attention.clone()));
         rows.push(("Hub".to_owned(), self.hub.describe()));
         for Disk { what, path, free_bytes } in &self.disks {
             let free = free_bytes.map_or("unknown".into(), bytes);
@@ -132,6 +139,16 @@ fn connects(endpoint: &str) -> bool {
     let address = if host.contains(':') { host.to_owned() } else { format!("{host}:{port}") };
     let Ok(mut addresses) = address.to_socket_addrs() else { return false };
     addresses.any(|address| TcpStream::connect_timeout(&address, PATIENCE).is_ok())
+}
+
+/// What computes the attention of a usual model in bf16.
+fn attention() -> String {
+    let heads = AttentionHeads { n_query: 32, n_kv: 8, dim: 128 };
+    let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads);
+    match DeviceChoice::Auto.open().and_then(explain) {
+        Ok(said) => said.map_or("fused".into(), |said| said.trim_start_matches("attention: ").to_owned()),
+        Err(error) => format!("{error}"),
+    }
 }
 
 /// The free bytes of the disk on which a folder is, or would be.
@@ -178,7 +195,7 @@ mod tests {
     #[test]
     fn the_table_has_a_line_for_each_finding() {
         let text = Findings::now().table();
-        for what in ["version", "processor", "threads", "memory", "Hub", "disk, here"] {
+        for what in ["version", "processor", "threads", "memory", "attention", "Hub", "disk, here"] {
             assert!(text.lines().any(|line| line.starts_with(what)), "no {what} in:\n{text}");
         }
     }

@@ -42,7 +42,7 @@ pub struct RunReport {
     pub versions: Versions,
     /// On what it ran.
     pub host: Host,
-    /// What was found out about the data: detected formats, cache hits, oddities.
+    /// What was found out about the data (detected formats, cache hits, oddities) and what computes attention on a GPU.
     pub notes: Vec<String>,
     /// The token ledger.
     pub ledger: Value,

@@ -18,7 +18,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 
 use candlewick_model::{Config, LoraConfig};
-use candlewick_ops::{DeviceChoice, LossScaling};
+use candlewick_ops::{AttentionChoice, DeviceChoice, LossScaling};
 use serde::{Serialize, Serializer};
 
 use crate::checkpoint::CheckpointPlan;
@@ -96,6 +96,8 @@ pub struct ModelPlan {
     pub adapter_folder: Option<PathBuf>,
     /// What blocks keep for backward.
     pub activations: Activations,
+    /// What computes attention.
+    pub attention: AttentionChoice,
 }
 
 /// Where a model's weights come from.

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use candlewick_model::{Config, LoraConfig, Model};
+use candlewick_ops::{AttentionChoice, AttentionImpl};
 use serde_json::Value;
 
 use super::resolver::Resolver;
@@ -28,9 +29,6 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         Dtype::Bf16 => ComputeDtype::Bf16,
         Dtype::F16 => ComputeDtype::F16,
     };
-    if !matches!(model.attn_implementation, None | Some(Attention::Sdpa)) {
-        resolver.note("model.attn_implementation: there is one attention here; every value computes the same numbers");
-    }
     let adapter = adapter(resolver, config.as_ref());
     ModelPlan {
         name_or_path: model.name_or_path.clone(),
@@ -42,6 +40,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         adapter,
         adapter_folder: model.adapter_name_or_path.as_ref().map(PathBuf::from),
         activations: activations(resolver),
+        attention: attention(resolver),
     }
 }
 
@@ -179,6 +178,33 @@ fn activations(resolver: &mut Resolver) -> Activations {
         ActivationCheckpoint::Offload => Activations::Offload,
         ActivationCheckpoint::Every(k) => Activations::RecomputeEvery(k.0),
     }
+}
+
+const ATTENTION: &str = "model.attn_implementation";
+
+fn attention(resolver: &mut Resolver) -> AttentionChoice {
+    let (model, device) = (&resolver.recipe().model, &resolver.recipe().device);
+    let implementation = match resolver.pick(ATTENTION, model.attn_implementation, Attention::Auto) {
+        Attention::Auto => AttentionImpl::Auto,
+        Attention::Cudnn => AttentionImpl::Cudnn,
+        Attention::Fused => AttentionImpl::Fused,
+        Attention::Reference => AttentionImpl::Reference,
+    };
+    let deterministic = resolver.pick("model.attn_deterministic", model.attn_deterministic, false);
+    if implementation == AttentionImpl::Cudnn && device.as_deref() == Some("cpu") {
+        let message = format!("{ATTENTION}: cudnn computes on GPUs only, but device is cpu");
+        resolver.wrong_because(&[ATTENTION], message, "use auto, or fused for our own kernel");
+    }
+    if implementation == AttentionImpl::Cudnn && model.dtype == Some(Dtype::F32) {
+        let message = format!("{ATTENTION}: cudnn computes in 16 bits only, but model.dtype is f32");
+        resolver.wrong_because(&[ATTENTION], message, "use auto, or model.dtype: bf16");
+    }
+    if implementation == AttentionImpl::Reference {
+        resolver.note(format!(
+            "{ATTENTION}: reference keeps all scores of a sequence in memory; it is there to compare with"
+        ));
+    }
+    AttentionChoice { implementation, deterministic }
 }
 
 pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {

@@ -35,9 +35,14 @@ pub struct Model {
     /// The name that ArcticTraining gives a saved model. Not implemented yet: the folder is named by
     /// `checkpoint.output_dir`.
     pub save_name: Option<String>,
-    /// Accepted for compatibility. There is one attention, whose memory is linear in the length; every value computes
-    /// the same numbers.
+    /// What computes attention: `auto` (default: cuDNN on a GPU where it is there and takes the case, else `fused`),
+    /// `cudnn`, `fused` (our kernels) or `reference` (plain tensor operations with all scores in memory, to compare
+    /// with). transformers' names: `sdpa` is `auto`, `flash_attention_2` and `flash_attention_3` are `fused`, `eager` is
+    /// `reference`. All compute the same but for rounding.
     pub attn_implementation: Option<Attention>,
+    /// Whether attention gives the same bits twice. Default `false`. Only cuDNN's backward does not by itself: `auto`
+    /// then takes `fused`, and `cudnn` takes memory that grows with the square of the length on Hopper.
+    pub attn_deterministic: Option<bool>,
     /// What blocks keep for backward: `none` (no checkpointing: everything is kept, fastest), `full` (only each
     /// block's input; forward runs again), `offload` (as `full`, inputs parked outside the heap), or `{every: k}`
     /// (recompute every k-th block, keep the others). Unset is `none`, unlike ArcticTraining, whose default is `full`:
@@ -81,20 +86,21 @@ pub enum Dtype {
     F16,
 }
 
-/// Names of attention implementations.
+/// What computes attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Attention {
-    /// PyTorch's.
-    Sdpa,
-    /// FlashAttention 2.
-    #[serde(rename = "flash_attention_2")]
-    FlashAttention2,
-    /// FlashAttention 3.
-    #[serde(rename = "flash_attention_3")]
-    FlashAttention3,
-    /// Plain matrix products.
-    Eager,
+    /// cuDNN where it is there and takes the case, else our kernels.
+    #[serde(alias = "sdpa")]
+    Auto,
+    /// cuDNN.
+    Cudnn,
+    /// Our kernels.
+    #[serde(alias = "flash_attention_2", alias = "flash_attention_3")]
+    Fused,
+    /// Plain tensor operations with all scores in memory.
+    #[serde(alias = "eager")]
+    Reference,
 }
 
 /// A config written into the recipe, or the path of one.

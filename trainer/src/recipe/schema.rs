@@ -12,7 +12,7 @@ const SECOND_KEYS: [(&str, &str, &str); 3] = [
 ];
 
 /// Second names of values: type, second names.
-const SECOND_NAMES: [(&str, &[&str]); 5] = [
+const SECOND_NAMES: [(&str, &[&str]); 6] = [
     (
         "Dtype",
         &[
@@ -29,6 +29,7 @@ const SECOND_NAMES: [(&str, &[&str]); 5] = [
             "torch.float16",
         ],
     ),
+    ("Attention", &["sdpa", "flash_attention_2", "flash_attention_3", "eager"]),
     ("CheckpointType", &["deepspeed"]),
     ("SchedulerType", &["wds"]),
     ("SchedulerName", &["wsd"]),

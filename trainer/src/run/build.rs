@@ -15,8 +15,8 @@ use crate::plan::{Activations, ComputeDtype, Init, OptimizerPlan, Plan};
 
 use super::Assets;
 
-/// Builds the model and sets its weights.
-pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
+/// Builds the model and sets its weights. Also returns what there is to say of it.
+pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String>)> {
     let config = plan.model.config.clone().context("failed to build the model: its config is not known")?;
     let n_ids = assets.tokenizer.id_bound() as usize;
     if n_ids > config.vocab_size() {
@@ -32,8 +32,10 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
     let device = plan.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
-    let formats = Formats { compute, masters, moments };
-    let store = Resident::new(&model, formats, Mode::Train, &device)?;
+    let attention = plan.model.attention;
+    let said = attention.explain(&device, compute, model.config().attention_heads());
+    let said = said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
+    let store = Resident::new(&model, Formats { compute, masters, moments }, Mode::Train, &device)?;
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
@@ -44,7 +46,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<Engine> {
     let notes = fill(&store, &model, base, adapter.as_ref().map_or(random, |it| Origin::Checkpoint(&it.weights)))?;
     notes.iter().for_each(|note| tracing::warn!("{note}"));
     let residency = (0..model.n_blocks()).map(|block_idx| residency(plan.model.activations, block_idx)).collect();
-    Ok(Engine::new(model, store, residency, Arc::new(Solo), device))
+    let engine = Engine::new(model, store, residency, Arc::new(Solo), device).with_attention(attention);
+    Ok((engine, said.into_iter().collect()))
 }
 
 /// The number format of a plan, as candle names it.

@@ -85,12 +85,13 @@ pub fn prepare_data(plan: &Plan, hub: &Hub, began: Began) -> Result<(Assets, Pre
 fn run(plan: &Plan, hub: &Hub, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     let began = saves::began(plan)?.unwrap_or_else(Began::now);
     let (assets, prepared) = prepare_data(plan, hub, began)?;
-    let engine = build::engine(plan, &assets)?;
+    let (engine, notes) = build::engine(plan, &assets)?;
     let kill_switch = &plan.exit.kill_switch_path;
     ensure!(!kill_switch.exists(), "failed to start: the kill switch {} is on; remove the file", kill_switch.display());
     // Until here a signal ends the process at once: there is nothing to save.
     let stop = StopRequests::install(Some(kill_switch.clone())).context("failed to watch for signals")?;
-    let run = session::Run { plan, assets: &assets, engine: &engine, prepared: &prepared, began, stop: &stop };
+    let (assets, engine, prepared) = (&assets, &engine, &prepared);
+    let run = session::Run { plan, assets, engine, notes: &notes, prepared, began, stop: &stop };
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
     session.settle(0)?;

@@ -30,6 +30,8 @@ pub(super) struct Run<'a> {
     pub(super) plan: &'a Plan,
     pub(super) assets: &'a Assets,
     pub(super) engine: &'a Engine,
+    /// What there is to say of the engine.
+    pub(super) notes: &'a [String],
     pub(super) prepared: &'a Prepared,
     pub(super) began: Began,
     pub(super) stop: &'a StopRequests,
@@ -125,7 +127,8 @@ impl<'a> Session<'a> {
     /// Says what was found out before the first step.
     fn announce(&mut self, resumed: Option<&Resumed>) -> Result<()> {
         let (terminal, prepared) = (self.reporter.terminal(), self.run.prepared);
-        prepared.notes.iter().for_each(|note| terminal.line(note));
+        let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
+        notes.iter().for_each(|note| terminal.line(note));
         terminal.line(&prepared.ledger.to_string());
         if let Some(Resumed { run, dir, .. }) = resumed {
             terminal.line(&format!("resumed after step {} from {}", run.step, dir.display()));
@@ -139,7 +142,7 @@ impl<'a> Session<'a> {
         let ledger = json!(self.ledger());
         self.run_json.update(|report| {
             report.ledger = ledger;
-            report.notes = prepared.notes.clone();
+            report.notes = notes;
             report.resumed_from = resumed.map(|resumed| resumed.dir.clone());
         })?;
         Ok(())

@@ -8,6 +8,7 @@ mod rope;
 use std::path::Path;
 
 use candle_core::DType;
+use candlewick_ops::AttentionHeads;
 use serde_json::{Map, Value};
 
 use crate::{Family, ModelError};
@@ -135,6 +136,11 @@ impl Config {
     /// Returns the tokens that end a sequence; empty if config.json names none.
     pub fn eos_ids(&self) -> &[u32] {
         &self.typed.eos_ids
+    }
+
+    /// Returns the heads of attention.
+    pub fn attention_heads(&self) -> AttentionHeads {
+        AttentionHeads { n_query: self.n_heads(), n_kv: self.n_kv_heads(), dim: self.head_dim() }
     }
 
     /// Returns the sliding window of a block, if it has one: key j is visible to query i while i - j < window.

@@ -7,7 +7,9 @@ use std::{
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{AdapterFolder, Config, Cx, Model, OneDevice, ParamSpec, Unit, Weights, checkpoint::Checkpoint};
-use candlewick_ops::{CrossEntropy, GradSink, Reduction, Seqs, Upstream, Weight, cotangent, linear_cross_entropy};
+use candlewick_ops::{
+    AttentionChoice, CrossEntropy, GradSink, Reduction, Seqs, Upstream, Weight, cotangent, linear_cross_entropy,
+};
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -74,7 +76,14 @@ impl Tiny {
         let positions: Vec<u32> = lengths.iter().flat_map(|&n| 0..n as u32).collect();
         let (cos, sin) = self.model.rope(&positions, &Device::Cpu)?;
         let seqs = Seqs::packed(cu)?;
-        let cx = Cx { cos: &cos, sin: &sin, seqs: &seqs, dropout_key: None, seams: &OneDevice };
+        let cx = Cx {
+            cos: &cos,
+            sin: &sin,
+            seqs: &seqs,
+            dropout_key: None,
+            attention: AttentionChoice::default(),
+            seams: &OneDevice,
+        };
         let mut x = self.model.embed(&self.weights[0], ids)?;
         for block_idx in 0..self.model.n_blocks() {
             x = self.model.block(block_idx, &self.weights[block_idx + 1], &x, &cx)?;

@@ -4,9 +4,9 @@
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use candlewick_ops::{
-    AdamW, AdamWState, AttentionSpec, CrossEntropy, Dropout, GradPolicy, GradScaler, GradSink, Precision, Reduction,
-    Seqs, Upstream, Weight, adamw, attention, copy_into, cotangent, dropout, embedding, linear, linear_cross_entropy,
-    record, rms_norm, rope, sum_of_squares, swiglu, zero_,
+    AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, Dropout, GradPolicy, GradScaler,
+    GradSink, Precision, Reduction, Seqs, Upstream, Weight, adamw, attention, copy_into, cotangent, dropout, embedding,
+    linear, linear_cross_entropy, record, rms_norm, rope, sum_of_squares, swiglu, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -157,7 +157,14 @@ fn embeddings(t: usize, v: usize, d: usize) -> [Case; 2] {
 }
 
 /// Two products of rows and visible keys forward, five backward; packed causal sequences of equal length.
-fn attentions(model: &Model, t: usize, len: usize) -> [Case; 2] {
+fn attentions(model: &Model, t: usize, len: usize) -> Vec<Case> {
+    [("attention", AttentionImpl::Auto), ("attention fused", AttentionImpl::Fused)]
+        .into_iter()
+        .flat_map(|(name, implementation)| attentions_by(name, implementation, model, t, len))
+        .collect()
+}
+
+fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize, len: usize) -> [Case; 2] {
     let &Model { hq, hkv, k, .. } = model;
     let n_seqs = t / len;
     let pairs = (n_seqs * len * (len + 1) / 2 * hq * k) as f64;
@@ -167,9 +174,10 @@ fn attentions(model: &Model, t: usize, len: usize) -> [Case; 2] {
         Cost { bytes: BF16 * (4.0 * q + 4.0 * kv), flops: 10.0 * pairs },
     ];
     let shape = vec![("t", t), ("n_seqs", n_seqs), ("hq", hq), ("hkv", hkv), ("k", k)];
-    both("attention", shape, costs, move |device| {
+    both(name, shape, costs, move |device| {
         let seqs = Seqs::packed((0..=n_seqs).map(|i| i * len).collect())?;
-        let spec = AttentionSpec { scale: (k as f32).powf(-0.5), causal: true, window: None };
+        let choice = AttentionChoice { implementation: by, deterministic: false };
+        let spec = AttentionSpec { scale: (k as f32).powf(-0.5), causal: true, window: None, choice };
         let qkv = [var((t, hq, k), device)?, var((t, hkv, k), device)?, var((t, hkv, k), device)?];
         Ok(Graph::new(qkv, move |x| attention(&x[0], &x[1], &x[2], &seqs, &spec)))
     })

@@ -4,10 +4,16 @@
 //! Query head i reads key head i / (hq / hkv).
 
 mod backward;
+mod choice;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+#[cfg(feature = "cudnn")]
+mod cudnn;
 mod forward;
 mod layout;
+#[cfg(any(feature = "cudnn", test))]
+mod ragged;
+mod reference;
 mod seqs;
 mod tile;
 
@@ -17,6 +23,8 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::storage::{self, host};
 use crate::tape::record;
+pub use choice::{AttentionChoice, AttentionHeads, AttentionImpl};
+use choice::{Graphs, Path, choose};
 use layout::Heads;
 pub use seqs::Seqs;
 
@@ -29,23 +37,37 @@ pub struct AttentionSpec {
     pub causal: bool,
     /// Query i sees key j only if i - j < window.
     pub window: Option<usize>,
+    /// What computes it.
+    pub choice: AttentionChoice,
 }
 
 /// Attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
 ///
-/// A flash algorithm: tiles of keys with a running softmax, in f32. The forward keeps the log of
-/// each row's exponential sum; the backward recomputes the scores from it, tile by tile.
+/// A flash algorithm (unless the reference is asked for): tiles of keys with a running softmax, in f32. The forward keeps
+/// the log of each row's exponential sum; the backward recomputes the scores from it, tile by tile.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
     let heads = check(q, k, v, seqs, spec)?;
+    let graphs = if [q, k, v].iter().any(|x| x.track_op()) { Graphs::Both } else { Graphs::Forward };
+    let (path, _) = choose(q, seqs, spec, heads, graphs)?;
+    if let Path::Reference = path {
+        return reference::attention([q, k, v], seqs, spec, heads);
+    }
     let [q_saved, k_saved, v_saved] = [q, k, v].map(|x| x.detach().contiguous());
     let saved = Saved { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
-    let (out, kept) = on_device!("attention", q, {
-        cpu => saved.forward_cpu()?,
-        cuda => {
-            let (out, kept) = cuda::forward(saved.qkv.each_ref(), seqs, spec, heads)?;
-            (out.into_storage(), Kept::Cuda(kept))
-        },
-    });
+    let (out, kept) = match path {
+        #[cfg(feature = "cudnn")]
+        Path::Cudnn(plan) => {
+            let (out, kept) = cudnn::forward(plan, saved.qkv.each_ref(), seqs, heads)?;
+            (out.into_storage(), Kept::Cudnn(kept))
+        }
+        _ => on_device!("attention", q, {
+            cpu => saved.forward_cpu()?,
+            cuda => {
+                let (out, kept) = cuda::forward(saved.qkv.each_ref(), seqs, spec, heads)?;
+                (out.into_storage(), Kept::Cuda(kept))
+            },
+        }),
+    };
     record("attention", [q, k, v], (out, q.shape().clone()), move |o, d_o| {
         let grads = match &kept {
             Kept::Cpu(lse) => saved.backward_cpu(o, d_o, lse)?,
@@ -53,6 +75,11 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &Attenti
             Kept::Cuda(kept) => {
                 let [q, k, v] = &saved.qkv;
                 cuda::backward(&cuda::Inputs { q, k, v, o, d_o }, kept)?
+            }
+            #[cfg(feature = "cudnn")]
+            Kept::Cudnn(kept) => {
+                let [q, k, v] = &saved.qkv;
+                cudnn::backward(&cuda::Inputs { q, k, v, o, d_o }, kept)?
             }
         };
         Ok(grads.map(Some))
@@ -73,6 +100,8 @@ enum Kept {
     Cpu(Vec<f32>),
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     Cuda(cuda::Kept),
+    #[cfg(feature = "cudnn")]
+    Cudnn(cudnn::Kept),
 }
 
 impl Saved {

@@ -1,34 +1,35 @@
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use candlewick_ops::{AttentionSpec, Seqs, attention};
+use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionSpec, Seqs, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
 
 use crate::cases::{Case, F32, Place, assert_close, assert_error, backward, bits, randn, relative_error, rng, values};
 
-const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.3, causal: true, window: None };
-const BIDIRECTIONAL: AttentionSpec = AttentionSpec { causal: false, ..CAUSAL };
+const FUSED: AttentionChoice = AttentionChoice { implementation: AttentionImpl::Fused, deterministic: false };
+pub(crate) const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: FUSED };
+pub(crate) const BIDIRECTIONAL: AttentionSpec = AttentionSpec { causal: false, ..CAUSAL };
 
 /// Sequences by length, heads, and what may be seen.
 #[derive(Clone, Debug)]
-struct Setup {
-    queries: Vec<usize>,
-    keys: Vec<usize>,
+pub(crate) struct Setup {
+    pub(crate) queries: Vec<usize>,
+    pub(crate) keys: Vec<usize>,
     hq: usize,
     hkv: usize,
     dim: usize,
-    spec: AttentionSpec,
+    pub(crate) spec: AttentionSpec,
 }
 
 impl Setup {
-    fn packed(lens: &[usize], (hq, hkv, dim): (usize, usize, usize), spec: AttentionSpec) -> Self {
+    pub(crate) fn packed(lens: &[usize], (hq, hkv, dim): (usize, usize, usize), spec: AttentionSpec) -> Self {
         Self { queries: lens.to_vec(), keys: lens.to_vec(), hq, hkv, dim, spec }
     }
 
-    fn seqs(&self) -> Seqs {
+    pub(crate) fn seqs(&self) -> Seqs {
         Seqs::with_keys(cumulative(&self.queries), cumulative(&self.keys)).unwrap()
     }
 
-    fn inputs(&self) -> Vec<Tensor> {
+    pub(crate) fn inputs(&self) -> Vec<Tensor> {
         let (t, s) = (self.queries.iter().sum::<usize>(), self.keys.iter().sum::<usize>());
         let kv = (s, self.hkv, self.dim);
         vec![randn((t, self.hq, self.dim), 1), randn(kv, 2), randn(kv, 3)]
@@ -91,13 +92,13 @@ fn cumulative(lens: &[usize]) -> Vec<usize> {
     std::iter::once(0).chain(sums).collect()
 }
 
-fn window(window: usize) -> AttentionSpec {
+pub(crate) fn window(window: usize) -> AttentionSpec {
     AttentionSpec { window: Some(window), ..CAUSAL }
 }
 
-#[test]
-fn it_equals_the_reference() {
-    for setup in [
+/// Those that tests check in every number format.
+fn small() -> Vec<Setup> {
+    vec![
         Setup::packed(&[150, 1, 0, 37], (6, 2, 16), CAUSAL),
         Setup::packed(&[1], (1, 1, 1), CAUSAL),
         Setup::packed(&[1, 1, 1], (4, 4, 5), CAUSAL),
@@ -105,24 +106,51 @@ fn it_equals_the_reference() {
         Setup::packed(&[5], (2, 2, 8), window(1)),
         Setup::packed(&[30], (2, 2, 8), AttentionSpec { scale: -0.3, ..CAUSAL }),
         Setup::packed(&[90], (2, 1, 8), AttentionSpec { window: Some(20), ..BIDIRECTIONAL }),
-    ] {
-        setup.with_case(|case| case.check_all_formats());
-    }
-    for setup in [
+    ]
+}
+
+/// More than a tile of something.
+fn large() -> Vec<Setup> {
+    vec![
         Setup::packed(&[300], (9, 3, 8), CAUSAL),
         Setup::packed(&[200, 60], (4, 2, 8), window(5)),
         Setup::packed(&[280], (2, 2, 8), window(130)),
         Setup::packed(&[20], (140, 1, 4), CAUSAL),
-    ] {
+    ]
+}
+
+fn of_all_dims() -> Vec<Setup> {
+    let of = |dim: usize| {
+        let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..CAUSAL };
+        Setup::packed(&[40, 3], (4, 2, dim), spec)
+    };
+    [36, 64, 80, 96, 128, 200, 256].map(of).into()
+}
+
+/// With keys that are remembered.
+fn cached() -> Vec<Setup> {
+    let of = |spec| Setup { keys: vec![140, 3, 12, 5], ..Setup::packed(&[1, 3, 0, 2], (4, 2, 8), spec) };
+    [CAUSAL, window(9), BIDIRECTIONAL].map(of).into()
+}
+
+/// All of the above and some drawn ones.
+pub(crate) fn setups() -> Vec<Setup> {
+    [small(), large(), of_all_dims(), cached(), drawn()].concat()
+}
+
+#[test]
+fn it_equals_the_reference() {
+    for setup in small() {
+        setup.with_case(|case| case.check_all_formats());
+    }
+    for setup in large() {
         setup.with_case(|case| case.check(DType::F32));
     }
 }
 
 #[test]
 fn heads_may_have_up_to_256_elements() {
-    for dim in [36, 64, 80, 96, 128, 200, 256] {
-        let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..CAUSAL };
-        let setup = Setup::packed(&[40, 3], (4, 2, dim), spec);
+    for setup in of_all_dims() {
         setup.with_case(|case| [DType::F32, DType::BF16].into_iter().for_each(|dtype| case.check(dtype)));
     }
 }
@@ -205,23 +233,21 @@ fn shifted(x: &Tensor) -> Tensor {
 
 #[test]
 fn queries_stand_at_the_end_of_longer_keys() {
-    for spec in [CAUSAL, window(9), BIDIRECTIONAL] {
-        let setup = Setup { keys: vec![140, 3, 12, 5], ..Setup::packed(&[1, 3, 0, 2], (4, 2, 8), spec) };
+    for setup in cached() {
         setup.with_case(|case| case.check(DType::F32));
     }
 }
 
-#[test]
-fn random_shapes_equal_the_reference() {
+fn drawn() -> Vec<Setup> {
     let mut rng = rng(4);
-    for _ in 0..30 {
+    let mut draw = || {
         let queries: Vec<usize> =
             (0..rng.random_range(1..5)).map(|_| rng.random_range(0..5) * rng.random_range(0..40)).collect();
         let cached = rng.random_bool(0.3);
         let extra = |rng: &mut StdRng| if cached { rng.random_range(0..150) } else { 0 };
         let keys = queries.iter().map(|len| len + extra(&mut rng)).collect();
         let hkv = rng.random_range(1..4);
-        let setup = Setup {
+        Setup {
             queries,
             keys,
             hq: hkv * rng.random_range(1..4),
@@ -231,12 +257,19 @@ fn random_shapes_equal_the_reference() {
                 scale: rng.random_range(0.1..0.5),
                 causal: rng.random_bool(0.7),
                 window: rng.random_bool(0.5).then(|| rng.random_range(2..200)),
+                choice: FUSED,
             },
-        };
-        // With one key each, dq and dk are zero but for rounding: that is in the table above.
-        if setup.queries.iter().any(|&len| len > 1) {
-            setup.with_case(|case| case.check(DType::F32));
         }
+    };
+    let drawn: Vec<Setup> = (0..30).map(|_| draw()).collect();
+    // With one key each, dq and dk are zero but for rounding: that is in the table above.
+    drawn.into_iter().filter(|setup| setup.queries.iter().any(|&len| len > 1)).collect()
+}
+
+#[test]
+fn random_shapes_equal_the_reference() {
+    for setup in drawn() {
+        setup.with_case(|case| case.check(DType::F32));
     }
 }
 

@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candlewick_ops::{
-    AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, attention, embedding, linear,
-    linear_cross_entropy, rms_norm, rope, sum_of_squares, swiglu,
+    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, attention, embedding,
+    linear, linear_cross_entropy, rms_norm, rope, sum_of_squares, swiglu,
 };
 
 use crate::cases::{backward, bits, grad_of, randn, trainable, values};
@@ -58,7 +58,8 @@ pub(crate) fn ops() -> Vec<Op> {
             inputs: vec![randn((200, 6, 8), 1), randn((200, 2, 8), 2), randn((200, 2, 8), 3)],
             weights: vec![],
             run: |x, _| {
-                let spec = AttentionSpec { scale: 0.3, causal: true, window: Some(90) };
+                let spec =
+                    AttentionSpec { scale: 0.3, causal: true, window: Some(90), choice: AttentionChoice::default() };
                 attention(&x[0], &x[1], &x[2], &Seqs::packed(vec![0, 150, 200])?, &spec)
             },
         },

@@ -4,6 +4,7 @@
 
 mod adamw;
 mod attention;
+mod attention_implementations;
 mod cases;
 mod dropout;
 mod embedding;

@@ -1,0 +1,152 @@
+//! Which implementation computes attention: asked for by name, decided for each call.
+
+use std::fmt;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use serde::{Serialize, Serializer};
+
+use super::{AttentionSpec, Seqs};
+use crate::attention::layout::Heads;
+
+/// An implementation by name.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AttentionImpl {
+    /// cuDNN where it is there and takes the case, else [`AttentionImpl::Fused`].
+    #[default]
+    Auto,
+    /// NVIDIA's library.
+    Cudnn,
+    /// Our kernels: the CPU's on a CPU, CUDA's on a GPU.
+    Fused,
+    /// Plain tensor operations with all scores of a sequence in memory, to compare with.
+    Reference,
+}
+
+/// How attention is computed. What is computed never depends on it, but for rounding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct AttentionChoice {
+    /// What computes.
+    pub implementation: AttentionImpl,
+    /// Whether equal inputs give equal bits. cuDNN adds up dq in the order in which blocks come; in a fixed order it
+    /// takes memory that grows with the square of the length on Hopper, so `auto` then means `fused`.
+    pub deterministic: bool,
+}
+
+/// The heads of a model's attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttentionHeads {
+    /// Of the queries.
+    pub n_query: usize,
+    /// Of the keys and values.
+    pub n_kv: usize,
+    /// Elements of one.
+    pub dim: usize,
+}
+
+/// What computes one call.
+pub(super) enum Path {
+    Reference,
+    Fused,
+    #[cfg(feature = "cudnn")]
+    Cudnn(super::cudnn::Plan),
+}
+
+impl fmt::Display for AttentionImpl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Cudnn => "cudnn",
+            Self::Fused => "fused",
+            Self::Reference => "reference",
+        })
+    }
+}
+
+impl Serialize for AttentionImpl {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl AttentionChoice {
+    /// Says what will compute training on a device, in words; nothing where there is nothing to choose from.
+    ///
+    /// Fails where cuDNN is asked for by name and cannot be used. May load cuDNN and build a graph.
+    pub fn explain(self, device: &Device, dtype: DType, heads: AttentionHeads) -> Result<Option<String>> {
+        let AttentionHeads { n_query, n_kv, dim } = heads;
+        let q = Tensor::zeros((1, n_query, dim), dtype, device)?;
+        let scale = (dim as f32).powf(-0.5);
+        let spec = AttentionSpec { scale, causal: true, window: None, choice: self };
+        let heads = Heads { n_kv, group: n_query / n_kv.max(1), dim };
+        let (path, why_not_cudnn) = choose(&q, &Seqs::packed(vec![0, 1])?, &spec, heads, Graphs::Both)?;
+        Ok(match (path, why_not_cudnn) {
+            (Path::Reference, _) => Some("attention: reference, with all scores of a sequence in memory".into()),
+            (Path::Fused, Some(why)) if device.is_cuda() => Some(format!("attention: fused; not cuDNN: {why}")),
+            (Path::Fused, _) => None,
+            #[cfg(feature = "cudnn")]
+            (Path::Cudnn(plan), _) => Some(format!("attention: {}", plan.describe())),
+        })
+    }
+}
+
+/// What a call needs of cuDNN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Graphs {
+    /// The forward.
+    Forward,
+    /// The backward, too.
+    Both,
+}
+
+/// Decides, and says why it is not cuDNN if it might have been.
+pub(super) fn choose(
+    q: &Tensor,
+    seqs: &Seqs,
+    spec: &AttentionSpec,
+    heads: Heads,
+    graphs: Graphs,
+) -> Result<(Path, Option<String>)> {
+    match spec.choice.implementation {
+        AttentionImpl::Reference => Ok((Path::Reference, None)),
+        AttentionImpl::Fused => Ok((Path::Fused, None)),
+        AttentionImpl::Cudnn => match cudnn(q, seqs, spec, heads, graphs) {
+            Ok(path) => Ok((path, None)),
+            Err(why) => bail!("attention: cuDNN was asked for and cannot be used: {why}; `fused` is our own kernel"),
+        },
+        AttentionImpl::Auto => match left_to_cudnn(seqs, spec).and_then(|()| cudnn(q, seqs, spec, heads, graphs)) {
+            Ok(path) => Ok((path, None)),
+            // What cuDNN says beyond its first line is a list of engines.
+            Err(why) => Ok((Path::Fused, why.lines().next().map(str::to_owned))),
+        },
+    }
+}
+
+/// What only `auto` leaves to our kernel.
+fn left_to_cudnn(seqs: &Seqs, spec: &AttentionSpec) -> std::result::Result<(), String> {
+    if spec.choice.deterministic {
+        return Err("deterministic, it takes memory that grows with the square of the length".into());
+    }
+    if seqs.cu_q() != seqs.cu_k() {
+        return Err("it is left out where keys are remembered".into());
+    }
+    Ok(())
+}
+
+#[cfg(feature = "cudnn")]
+fn cudnn(
+    q: &Tensor,
+    seqs: &Seqs,
+    spec: &AttentionSpec,
+    heads: Heads,
+    graphs: Graphs,
+) -> std::result::Result<Path, String> {
+    super::cudnn::plan(q, seqs, spec, heads, graphs).map(Path::Cudnn)
+}
+
+#[cfg(not(feature = "cudnn"))]
+fn cudnn(q: &Tensor, _: &Seqs, _: &AttentionSpec, _: Heads, _: Graphs) -> std::result::Result<Path, String> {
+    Err(match q.device() {
+        Device::Cpu => "it computes on GPUs only, and this is the CPU".into(),
+        _ => "this program was built without the cudnn feature; scripts/build-gpu builds one with it".into(),
+    })
+}

@@ -1,0 +1,373 @@
+//! Attention by cuDNN, through `cudnn.cpp`: a graph is built once for each [`Shape`] and run on candle's stream.
+//!
+//! cuDNN is loaded at the first use. Where it is missing, or does not take a case, [`plan`] says why.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr::null_mut;
+use std::sync::{LazyLock, Mutex, PoisonError};
+
+use candle_core::cuda_backend::DeviceId;
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys::CUdevice_attribute};
+use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
+
+use super::choice::Graphs;
+use super::cuda::Inputs;
+use super::layout::Heads;
+use super::ragged::{Bucket, Tables};
+use super::{AttentionSpec, Seqs};
+use crate::accelerator;
+use crate::cuda::{Address, Out, address, gpu};
+
+const OP: &str = "attention by cuDNN";
+/// 9.10.2: in 9.10.0 and 9.10.1 the backward is wrong, and before them windows of packed sequences and offsets of more
+/// than 31 bits are not always there.
+const MIN_VERSION: usize = 9_10_02;
+/// Bytes of a message.
+const MESSAGE: usize = 4096;
+
+type Explained<T> = std::result::Result<T, String>;
+
+/// What a graph is built for. As in cudnn.cpp.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Shape {
+    batch: i64,
+    max_q: i64,
+    max_k: i64,
+    total_q: i64,
+    total_k: i64,
+    heads_q: i64,
+    heads_k: i64,
+    dim: i64,
+    window: i64,
+    scale_bits: u32,
+    is_causal: i32,
+    ends_together: i32,
+    is_bf16: i32,
+    capability: i32,
+    is_backward: i32,
+    is_deterministic: i32,
+}
+
+/// Addresses on the device; zero where a graph needs none. As in cudnn.cpp.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct Addresses {
+    q: Address,
+    k: Address,
+    v: Address,
+    o: Address,
+    stats: Address,
+    d_o: Address,
+    dq: Address,
+    dk: Address,
+    dv: Address,
+    lens_q: Address,
+    lens_k: Address,
+    offsets_q: Address,
+    offsets_k: Address,
+    offsets_stats: Address,
+    workspace: Address,
+}
+
+unsafe extern "C" {
+    fn candlewick_cudnn_open(library: *mut c_void, version: *mut usize, error: *mut c_char, size: usize) -> c_int;
+    fn candlewick_cudnn_handle(handle: *mut *mut c_void, error: *mut c_char, size: usize) -> c_int;
+    fn candlewick_cudnn_build(
+        handle: *mut c_void,
+        shape: *const Shape,
+        graph: *mut *mut c_void,
+        workspace: *mut i64,
+        error: *mut c_char,
+        size: usize,
+    ) -> c_int;
+    fn candlewick_cudnn_run(
+        handle: *mut c_void,
+        graph: *const c_void,
+        is_backward: i32,
+        stream: *mut c_void,
+        addresses: *const Addresses,
+        error: *mut c_char,
+        size: usize,
+    ) -> c_int;
+}
+
+/// The loaded library's version, such as 91900.
+static VERSION: LazyLock<Explained<usize>> = LazyLock::new(open);
+
+static DEVICES: LazyLock<Mutex<HashMap<DeviceId, Cudnn>>> = LazyLock::new(Mutex::default);
+
+/// cuDNN on one device.
+struct Cudnn {
+    handle: Pointer,
+    capability: i32,
+    graphs: HashMap<Shape, Explained<Graph>>,
+}
+
+/// Something of cuDNN's, which lives as long as the process.
+#[derive(Clone, Copy)]
+struct Pointer(*mut c_void);
+
+// SAFETY: handles and graphs may be used from any thread, by one at a time: all use is under the lock of `DEVICES`.
+unsafe impl Send for Pointer {}
+// SAFETY: as above.
+unsafe impl Sync for Pointer {}
+
+#[derive(Clone, Copy)]
+struct Graph {
+    pointer: Pointer,
+    workspace_bytes: usize,
+}
+
+/// Graphs that take a call.
+pub(super) struct Plan {
+    bucket: Bucket,
+    forward: Graph,
+    backward: Option<Graph>,
+    is_deterministic: bool,
+}
+
+/// What a forward leaves to its backward, beside its inputs and output.
+pub(super) struct Kept {
+    plan: Plan,
+    /// The log-sum-exp of each row, f32 [t, hq]
+    stats: Tensor,
+    tables: DeviceTables,
+    /// Whether there are keys that no query may see, whose gradient cuDNN then does not write.
+    has_unseen_keys: bool,
+}
+
+/// [`Tables`] on the device.
+struct DeviceTables {
+    lens: Tensor,
+    offsets: Tensor,
+    batch: usize,
+    width: usize,
+}
+
+/// Finds or builds the graphs of a call, or says why cuDNN does not take it.
+pub(super) fn plan(q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads, graphs: Graphs) -> Explained<Plan> {
+    let Device::Cuda(device) = q.device() else { return Err("it computes on GPUs only, and this is the CPU".into()) };
+    let is_bf16 = match q.dtype() {
+        DType::BF16 => true,
+        DType::F16 => false,
+        other => return Err(format!("it computes in bf16 and f16, not {other:?}")),
+    };
+    if !heads.dim.is_multiple_of(16) {
+        // Its backward's memory is linear in the tokens only then.
+        return Err(format!("it wants a head dim that is a multiple of 16, not {}", heads.dim));
+    }
+    if seqs.n_tokens() == 0 {
+        return Err("there are no tokens".into());
+    }
+    let bucket = Bucket::of(seqs);
+    let version = (*VERSION).clone()?;
+    if version < MIN_VERSION {
+        return Err(format!("it is {}, and must be {} at least", dotted(version), dotted(MIN_VERSION)));
+    }
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let cudnn = match devices.entry(device.id()) {
+        std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
+        std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Cudnn::new(device)?),
+    };
+    if !(90..110).contains(&cudnn.capability) {
+        // Elsewhere its backward takes no packed statistics.
+        return Err(format!("it wants Hopper or Blackwell for packed sequences, not sm_{}", cudnn.capability));
+    }
+    let forward = shape(cudnn.capability, &bucket, is_bf16, seqs, spec, heads);
+    let is_deterministic = spec.choice.deterministic;
+    let backward = Shape {
+        is_backward: 1,
+        is_deterministic: i32::from(is_deterministic),
+        total_q: bucket.total_q as i64,
+        total_k: bucket.total_k as i64,
+        ..forward
+    };
+    let forward = cudnn.graph(device, forward)?;
+    let backward = if graphs == Graphs::Both { Some(cudnn.graph(device, backward)?) } else { None };
+    Ok(Plan { bucket, forward, backward, is_deterministic })
+}
+
+/// The forward's. It does not depend on the number of tokens.
+fn shape(capability: i32, bucket: &Bucket, is_bf16: bool, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Shape {
+    // One that holds every key is none.
+    let window = spec.window.filter(|&window| window < bucket.max_k).unwrap_or(0);
+    Shape {
+        batch: bucket.batch as i64,
+        max_q: bucket.max_q as i64,
+        max_k: bucket.max_k as i64,
+        total_q: 0,
+        total_k: 0,
+        heads_q: (heads.n_kv * heads.group) as i64,
+        heads_k: heads.n_kv as i64,
+        dim: heads.dim as i64,
+        window: window as i64,
+        scale_bits: spec.scale.to_bits(),
+        is_causal: i32::from(spec.causal),
+        ends_together: i32::from((spec.causal || window > 0) && seqs.cu_q() != seqs.cu_k()),
+        is_bf16: i32::from(is_bf16),
+        capability,
+        is_backward: 0,
+        is_deterministic: 0,
+    }
+}
+
+impl Plan {
+    /// Names the library and what it promises.
+    pub(super) fn describe(&self) -> String {
+        let version = VERSION.as_ref().map_or("?".into(), |version| dotted(*version));
+        format!("cuDNN {version}{}", if self.is_deterministic { ", deterministic" } else { "" })
+    }
+}
+
+/// Returns o.
+pub(super) fn forward(plan: Plan, [q, k, v]: [&Tensor; 3], seqs: &Seqs, heads: Heads) -> Result<(Out, Kept)> {
+    let on = gpu(OP, q)?;
+    let n_rows = q.elem_count() / heads.dim;
+    let (o, stats) = (Out::new(on, q.dtype(), q.elem_count())?, Out::new(on, DType::F32, n_rows)?);
+    let tables = DeviceTables::new(seqs, heads, plan.bucket.batch, q.device())?;
+    let addresses = Addresses {
+        q: address(OP, q)?,
+        k: address(OP, k)?,
+        v: address(OP, v)?,
+        o: o.address,
+        stats: stats.address,
+        ..tables.addresses()?
+    };
+    // SAFETY: q and o are [t, hq, k], k and v [s, hkv, k], the statistics [t, hq], as the tables say; the sequences fit
+    // into the bucket that the graph was built for.
+    unsafe { run(q.device(), plan.forward, 0, addresses)? };
+    let has_unseen_keys = seqs.cu_q() != seqs.cu_k();
+    Ok((o, Kept { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys }))
+}
+
+/// Returns dq, dk and dv.
+pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<[Tensor; 3]> {
+    let Inputs { q, k, v, o, d_o } = *inputs;
+    let Some(graph) = kept.plan.backward else { candle_core::bail!("{OP}: no gradient was asked for") };
+    let on = gpu(OP, q)?;
+    let grad = |x: &Tensor| match kept.has_unseen_keys {
+        true => Tensor::zeros(x.shape(), x.dtype(), x.device()),
+        false => Ok(Out::new(on, x.dtype(), x.elem_count())?.into_tensor(x.shape())),
+    };
+    let [dq, dk, dv] = [grad(q)?, grad(k)?, grad(v)?];
+    let addresses = Addresses {
+        q: address(OP, q)?,
+        k: address(OP, k)?,
+        v: address(OP, v)?,
+        o: address(OP, o)?,
+        stats: address(OP, &kept.stats)?,
+        d_o: address(OP, d_o)?,
+        dq: address(OP, &dq)?,
+        dk: address(OP, &dk)?,
+        dv: address(OP, &dv)?,
+        ..kept.tables.addresses()?
+    };
+    // SAFETY: as in `forward`; gradients are like what they are of.
+    unsafe { run(q.device(), graph, 1, addresses)? };
+    Ok([dq, dk, dv])
+}
+
+impl DeviceTables {
+    fn new(seqs: &Seqs, heads: Heads, batch: usize, device: &Device) -> Result<Self> {
+        let Tables { lens, offsets, width } = Tables::new(seqs, heads, batch);
+        let lens = Tensor::from_vec(lens, (2, batch), device)?;
+        Ok(Self { lens, offsets: Tensor::from_vec(offsets, (3, width), device)?, batch, width })
+    }
+
+    fn addresses(&self) -> Result<Addresses> {
+        let (lens, offsets) = (address(OP, &self.lens)?, address(OP, &self.offsets)?);
+        let row = (self.width * size_of::<i64>()) as Address;
+        Ok(Addresses {
+            lens_q: lens,
+            lens_k: lens + (self.batch * size_of::<u32>()) as Address,
+            offsets_q: offsets,
+            offsets_k: offsets + row,
+            offsets_stats: offsets + 2 * row,
+            ..Addresses::default()
+        })
+    }
+}
+
+impl Cudnn {
+    fn new(device: &CudaDevice) -> Explained<Self> {
+        bind(device)?;
+        let mut handle = null_mut();
+        // SAFETY: the library is open, and the device's context is the thread's.
+        call(|error, size| unsafe { candlewick_cudnn_handle(&raw mut handle, error, size) })?;
+        let stream = device.cuda_stream();
+        let attribute = |which| stream.context().attribute(which).map_err(|error| error.to_string());
+        let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        Ok(Self { handle: Pointer(handle), capability: 10 * major + minor, graphs: HashMap::new() })
+    }
+
+    /// A refusal is remembered, too.
+    fn graph(&mut self, device: &CudaDevice, shape: Shape) -> Explained<Graph> {
+        if let Some(known) = self.graphs.get(&shape) {
+            return known.clone();
+        }
+        bind(device)?;
+        let (mut graph, mut workspace) = (null_mut(), 0);
+        // SAFETY: the handle is open, and what is written to lives until the call ends.
+        let built = call(|error, size| unsafe {
+            let outputs = (&raw mut graph, &raw mut workspace);
+            candlewick_cudnn_build(self.handle.0, &raw const shape, outputs.0, outputs.1, error, size)
+        });
+        let built = built.map(|()| Graph { pointer: Pointer(graph), workspace_bytes: workspace.max(0) as usize });
+        self.graphs.insert(shape, built.clone());
+        built
+    }
+}
+
+/// # Safety
+///
+/// The addresses must be those of the graph's direction, on this device, and hold what it was built for.
+unsafe fn run(device: &Device, graph: Graph, is_backward: i32, mut addresses: Addresses) -> Result<()> {
+    let device = device.as_cuda_device()?;
+    let failed = |why: String| Error::Msg(format!("{OP}: {why}"));
+    bind(device).map_err(failed)?;
+    let stream = device.cuda_stream();
+    // SAFETY: a workspace is written before it is read.
+    let workspace = unsafe { device.alloc::<u8>(graph.workspace_bytes.max(1))? };
+    let (start, _guard) = workspace.device_ptr(&stream);
+    addresses.workspace = start;
+    let devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let handle = devices[&device.id()].handle.0;
+    let (graph, stream) = (graph.pointer.0, stream.cu_stream().cast());
+    // SAFETY: the caller answers for the addresses; the graph is one of this handle's, and nobody else uses either now.
+    let ran = call(|error, size| unsafe {
+        candlewick_cudnn_run(handle, graph, is_backward, stream, &raw const addresses, error, size)
+    });
+    ran.map_err(failed)
+}
+
+fn bind(device: &CudaDevice) -> Explained<()> {
+    device.cuda_stream().context().bind_to_thread().map_err(|error| error.to_string())
+}
+
+/// Loads cuDNN, which then stays.
+fn open() -> Explained<usize> {
+    let library = accelerator::load("libcudnn.so").ok_or("there is no cuDNN here (libcudnn.so.9 cannot be loaded)")?;
+    let library = libloading::os::unix::Library::from(library).into_raw();
+    let mut version = 0;
+    // SAFETY: the library is loaded and never closed; `VERSION` calls this once.
+    call(|error, size| unsafe { candlewick_cudnn_open(library, &raw mut version, error, size) })?;
+    Ok(version)
+}
+
+/// Makes a call that returns 0, or writes why not into a buffer.
+fn call(run: impl FnOnce(*mut c_char, usize) -> c_int) -> Explained<()> {
+    let mut message = [0u8; MESSAGE];
+    if run(message.as_mut_ptr().cast(), MESSAGE) == 0 {
+        return Ok(());
+    }
+    let message = CStr::from_bytes_until_nul(&message).map(CStr::to_string_lossy).unwrap_or_default();
+    Err(message.trim().to_owned())
+}
+
+/// 91900 -> 9.19.0
+fn dotted(version: usize) -> String {
+    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
+}

@@ -1,0 +1,53 @@
+//! Attention in plain tensor operations: all scores of a sequence at once, differentiated by candle.
+
+use candle_core::{D, DType, Device, Result, Tensor};
+
+use super::layout::Heads;
+use super::seqs::Span;
+use super::{AttentionSpec, Seqs};
+
+/// See [`super::attention`]. In f32, whatever the inputs' format.
+pub(super) fn attention([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
+    let outputs = seqs.spans().filter(|span| !span.q.is_empty()).map(|span| {
+        let q = by_group(q, span.q.start, span.q.len(), heads.group)?;
+        let k = by_group(k, span.k.start, span.k.len(), 1)?;
+        let v = by_group(v, span.k.start, span.k.len(), 1)?;
+        let o = (probabilities(&q, &k, &span, spec)?.matmul(&v))?;
+        let o = o.reshape((heads.n_kv, span.q.len(), heads.group, heads.dim))?.transpose(0, 1)?;
+        o.reshape((span.q.len(), heads.n_kv * heads.group, heads.dim))
+    });
+    let outputs = outputs.collect::<Result<Vec<_>>>()?;
+    // No sequence has a query, so the output is empty: q is, too.
+    if outputs.is_empty() { q.affine(0.0, 0.0) } else { Tensor::cat(&outputs, 0)?.to_dtype(q.dtype()) }
+}
+
+/// Rows of one sequence: [t, n_kv group, k] -> f32 [n_kv, t group, k]
+fn by_group(x: &Tensor, start: usize, len: usize, group: usize) -> Result<Tensor> {
+    let (_, heads, dim) = x.dims3()?;
+    let x = x.narrow(0, start, len)?.to_dtype(DType::F32)?.reshape((len, heads / group, group, dim))?;
+    x.transpose(0, 1)?.reshape((heads / group, len * group, dim))
+}
+
+/// f32 [n_kv, t group, s]
+fn probabilities(q: &Tensor, k: &Tensor, span: &Span, spec: &AttentionSpec) -> Result<Tensor> {
+    let scores = (q.matmul(&k.transpose(1, 2)?.contiguous()?)? * f64::from(spec.scale))?;
+    let group = q.dim(1)? / span.q.len();
+    let mask = mask(span, group, spec, q.device())?.broadcast_as(scores.shape())?;
+    let hidden = Tensor::full(f32::NEG_INFINITY, scores.shape(), q.device())?;
+    let scores = mask.where_cond(&scores, &hidden)?;
+    let scores = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?.detach())?.exp()?;
+    scores.broadcast_div(&scores.sum_keepdim(D::Minus1)?)
+}
+
+/// 1 where a row sees a key: u8 [t group, s]
+fn mask(span: &Span, group: usize, spec: &AttentionSpec, device: &Device) -> Result<Tensor> {
+    let (n_queries, n_keys) = (span.q.len(), span.k.len());
+    let sees = |query: usize, key: usize| {
+        let position = query + n_keys - n_queries;
+        let is_near = spec.window.is_none_or(|window| position < key.saturating_add(window));
+        u8::from(is_near && (!spec.causal || key <= position))
+    };
+    let rows = (0..n_queries * group).map(|row| row / group);
+    let values: Vec<u8> = rows.flat_map(|query| (0..n_keys).map(move |key| sees(query, key))).collect();
+    Tensor::from_vec(values, (n_queries * group, n_keys), device)
+}

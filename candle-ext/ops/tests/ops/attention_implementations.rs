@@ -1,0 +1,151 @@
+//! The implementations of attention against each other.
+
+use candle_core::{DType, Device, Tensor, Var};
+use candlewick_ops::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
+
+use crate::attention::{CAUSAL, Setup, setups};
+use crate::cases::{F32, assert_close_above, assert_error, backward, norm, randn};
+
+/// The output and the gradients of q, k and v, from a random upstream gradient, on the CPU in f32.
+fn results(setup: &Setup, implementation: AttentionImpl, device: &Device, dtype: DType) -> Vec<Tensor> {
+    let put = |x: &Tensor| x.to_dtype(dtype).unwrap().to_device(device).unwrap();
+    let inputs: Vec<Var> = setup.inputs().iter().map(|x| Var::from_tensor(&put(x)).unwrap()).collect();
+    let choice = AttentionChoice { implementation, ..setup.spec.choice };
+    let spec = AttentionSpec { choice, ..setup.spec };
+    let y = attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec).unwrap();
+    let grads = backward(&y, &put(&randn(y.shape(), 99)));
+    // None where there are no queries: that is zero.
+    let grad = |x: &Var| grads.get(x).cloned().unwrap_or_else(|| x.zeros_like().unwrap());
+    let all = std::iter::once(y.detach()).chain(inputs.iter().map(grad));
+    all.map(|x| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap()).collect()
+}
+
+#[track_caller]
+fn compare(setup: &Setup, got: &[Tensor], want: &[Tensor], bound: f64) {
+    let floor = 0.1 * norm(&want[0]);
+    for (what, (got, want)) in ["y", "dq", "dk", "dv"].iter().zip(got.iter().zip(want)) {
+        assert_close_above(&format!("{what} of {setup:?}"), got, want, bound, floor);
+    }
+}
+
+#[test]
+fn the_reference_equals_the_fused_kernel() {
+    for setup in setups() {
+        let of = |implementation| results(&setup, implementation, &Device::Cpu, DType::F32);
+        compare(&setup, &of(AttentionImpl::Reference), &of(AttentionImpl::Fused), 10.0 * F32);
+    }
+}
+
+#[test]
+fn the_reference_keeps_the_format_and_takes_empty_sequences() {
+    let setup = Setup::packed(&[0, 0], (2, 1, 4), CAUSAL);
+    assert_eq!(results(&setup, AttentionImpl::Reference, &Device::Cpu, DType::F32)[0].dims(), [0, 2, 4]);
+    let q = randn((5, 2, 4), 1).to_dtype(DType::BF16).unwrap();
+    let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: true };
+    let y = attention(&q, &q, &q, &Seqs::packed(vec![0, 5]).unwrap(), &AttentionSpec { choice, ..CAUSAL }).unwrap();
+    assert_eq!(y.dtype(), DType::BF16);
+}
+
+#[test]
+fn on_the_cpu_auto_is_fused_and_cudnn_an_error_that_says_what_to_do() {
+    let setup = Setup::packed(&[70, 3], (4, 2, 8), CAUSAL);
+    let of = |implementation| results(&setup, implementation, &Device::Cpu, DType::F32);
+    compare(&setup, &of(AttentionImpl::Auto), &of(AttentionImpl::Fused), 0.0);
+
+    let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
+    let explain = |implementation| {
+        AttentionChoice { implementation, deterministic: false }.explain(&Device::Cpu, DType::BF16, heads)
+    };
+    assert_eq!(explain(AttentionImpl::Auto).unwrap(), None);
+    assert_eq!(explain(AttentionImpl::Fused).unwrap(), None);
+    assert!(explain(AttentionImpl::Reference).unwrap().unwrap().contains("reference"));
+    assert_error(explain(AttentionImpl::Cudnn), "it computes on GPUs only, and this is the CPU; `fused` is");
+}
+
+/// On a GPU, where cuDNN is there and takes a usual case.
+#[cfg(feature = "cuda")]
+mod cudnn {
+    use super::*;
+    use crate::attention::{BIDIRECTIONAL, window};
+    use crate::cases::bits;
+
+    fn device() -> Option<Device> {
+        let device = Device::new_cuda(0).expect("tests with the feature cuda need a GPU");
+        let choice = AttentionChoice { implementation: AttentionImpl::Cudnn, deterministic: false };
+        let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
+        match choice.explain(&device, DType::BF16, heads) {
+            Ok(said) => {
+                println!("{}", said.unwrap_or_default());
+                Some(device)
+            }
+            Err(why) => {
+                println!("skipped: {why}");
+                None
+            }
+        }
+    }
+
+    fn cases() -> Vec<Setup> {
+        let of = |dim: usize, spec: AttentionSpec| {
+            let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
+            Setup::packed(&[150, 1, 0, 37, 300], (6, 2, dim), spec)
+        };
+        let mut cases: Vec<Setup> = [64, 96, 128].map(|dim| of(dim, CAUSAL)).into();
+        let near = AttentionSpec { window: Some(20), ..BIDIRECTIONAL };
+        cases.extend([BIDIRECTIONAL, window(1), window(130), near].map(|spec| of(64, spec)));
+        cases.push(Setup::packed(&[1], (1, 1, 64), CAUSAL));
+        cases.push(Setup::packed(&[1100, 900], (2, 2, 128), CAUSAL));
+        cases.push(Setup::packed(&[3; 70], (2, 1, 64), CAUSAL));
+        for spec in [CAUSAL, window(9), BIDIRECTIONAL] {
+            cases.push(Setup { keys: vec![140, 3, 12, 200], ..Setup::packed(&[1, 3, 0, 90], (4, 2, 64), spec) });
+        }
+        cases
+    }
+
+    /// cuDNN also rounds the probabilities and their gradients before it multiplies them.
+    #[test]
+    fn it_equals_the_reference() {
+        let Some(device) = device() else { return };
+        for setup in cases() {
+            for (dtype, bound) in [(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {
+                let got = results(&setup, AttentionImpl::Cudnn, &device, dtype);
+                compare(&setup, &got, &rounded(&setup, dtype), bound);
+            }
+        }
+    }
+
+    /// The reference in f32 of inputs that are rounded to a format.
+    fn rounded(setup: &Setup, dtype: DType) -> Vec<Tensor> {
+        let round = |x: &Tensor| x.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
+        let inputs: Vec<Var> = setup.inputs().iter().map(|x| Var::from_tensor(&round(x)).unwrap()).collect();
+        let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: false };
+        let spec = AttentionSpec { choice, ..setup.spec };
+        let y = attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec).unwrap();
+        let grads = backward(&y, &round(&randn(y.shape(), 99)));
+        std::iter::once(y.detach()).chain(inputs.iter().map(|x| grads.get(x).unwrap().clone())).collect()
+    }
+
+    #[test]
+    fn deterministic_it_gives_the_same_bits_twice() {
+        let Some(device) = device() else { return };
+        let choice = AttentionChoice { deterministic: true, ..CAUSAL.choice };
+        let setup = Setup::packed(&[700, 20], (6, 2, 64), AttentionSpec { choice, ..CAUSAL });
+        let run = || results(&setup, AttentionImpl::Cudnn, &device, DType::BF16);
+        let (first, second) = (run(), run());
+        first.iter().zip(&second).for_each(|(a, b)| assert_eq!(bits(a), bits(b)));
+    }
+
+    #[test]
+    fn it_refuses_what_it_cannot_do_and_auto_goes_on_without_it() {
+        let Some(device) = device() else { return };
+        let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
+        let explain = |implementation, dtype| {
+            AttentionChoice { implementation, deterministic: false }.explain(&device, dtype, heads)
+        };
+        assert_error(explain(AttentionImpl::Cudnn, DType::F32), "bf16 and f16, not F32");
+        assert!(explain(AttentionImpl::Auto, DType::F32).unwrap().unwrap().contains("fused; not cuDNN"));
+        let setup = Setup::packed(&[70, 3], (4, 2, 64), CAUSAL);
+        let of = |implementation| results(&setup, implementation, &device, DType::F32);
+        compare(&setup, &of(AttentionImpl::Auto), &of(AttentionImpl::Fused), 0.0);
+    }
+}
