@@ -7,5 +7,6 @@ use trainer::exit::ExitCode;
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
+    candlewick_ops::join_compute_threads();
     trainer::cli::main()
 }

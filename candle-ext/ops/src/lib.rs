@@ -27,6 +27,7 @@ pub mod rope;
 mod storage;
 pub mod swiglu;
 pub mod tape;
+pub mod threads;
 pub mod transfer;
 pub mod weight;
 
@@ -48,5 +49,6 @@ pub use rms_norm::rms_norm;
 pub use rope::rope;
 pub use swiglu::swiglu;
 pub use tape::{cotangent, record};
+pub use threads::join_compute_threads;
 pub use transfer::{Readout, upload};
 pub use weight::{GradSink, Weight};
