@@ -14,9 +14,9 @@ pub(crate) const BIDIRECTIONAL: AttentionSpec = AttentionSpec { causal: false, .
 pub(crate) struct Setup {
     pub(crate) queries: Vec<usize>,
     pub(crate) keys: Vec<usize>,
-    hq: usize,
-    hkv: usize,
-    dim: usize,
+    pub(crate) hq: usize,
+    pub(crate) hkv: usize,
+    pub(crate) dim: usize,
     pub(crate) spec: AttentionSpec,
 }
 
