@@ -32,11 +32,14 @@ pub(crate) fn forward(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old, dims: D
 /// dx = dy w, with dy [t, n] and dx [t, k].
 pub(crate) fn grad_x(dy: &[f32], w: Floats<'_>, dx: &mut [f32], dims: Dims) {
     let Dims { t, n, k } = dims;
-    dx.fill(0.0);
+    if n == 0 {
+        return dx.fill(0.0);
+    }
     for_each_panel(w, dims, |rows, w| {
+        let old = if rows.start == 0 { Old::Overwrite } else { Old::Keep };
         let dy = Mat::with_stride(&dy[rows.start..], t, rows.len(), n);
         let w = Mat::new(w, rows.len(), k);
-        gemm(MatMut::new(dx, t, k), Old::Keep, dy, w, 1.0, Threads::All);
+        gemm(MatMut::new(dx, t, k), old, dy, w, 1.0, Threads::All);
     });
 }
 

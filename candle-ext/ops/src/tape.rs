@@ -9,6 +9,8 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail,
 };
 
+use crate::span::span;
+
 /// Makes a tensor of an output that is already computed, with `backward` as its vjp.
 ///
 /// `backward(y, dy)` gets the output and its cotangent and returns a gradient for each input.
@@ -88,6 +90,7 @@ impl Recorded {
 
     /// Runs the closure and writes out the zeros that candle demands for tracked inner nodes.
     fn vjp<const N: usize>(&self, args: [&Tensor; N], y: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; N]> {
+        let _span = span(self.name, "backward");
         let mut grads = (self.backward)(y, &dy.contiguous()?)?.into_iter();
         let mut filled = [const { None }; N];
         for (arg, slot) in args.into_iter().zip(&mut filled) {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, Model, OneDevice, Seams};
-use candlewick_ops::{AttentionChoice, CrossEntropy, Reduction, Seqs, Upstream, linear_cross_entropy};
+use candlewick_ops::{AttentionChoice, CrossEntropy, Reduction, Seqs, Upstream, linear_cross_entropy, span};
 
 use crate::offload::Parked;
 use crate::store::Resident;
@@ -160,6 +160,7 @@ impl Engine {
     }
 
     fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, Kept)> {
+        let _span = span("block", "forward");
         let unit_idx = block_idx + 1;
         if self.residency[block_idx] == Residency::Keep {
             let weights = self.store.fetch(unit_idx)?;
@@ -175,6 +176,7 @@ impl Engine {
     }
 
     fn backward_block(&self, block_idx: usize, kept: Kept, dy: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let _span = span("block", "backward");
         let x = match kept {
             Kept::Tape(tape) => return tape.backward(dy),
             Kept::Input(x) => x,
@@ -186,6 +188,7 @@ impl Engine {
 
     /// Returns the sum of the token losses, and the gradient of the scaled sum with respect to the last block's output.
     fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, scale: &LossScale) -> Result<(Tensor, Tensor)> {
+        let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
         let tape = Tape::record(x_td, |x| self.model.norm(&weights, x))?;
         let lm_head = self.model.lm_head(&weights)?;
@@ -206,6 +209,7 @@ impl Engine {
     }
 
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Tensor> {
+        let _span = span("evaluation", "forward");
         let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, &OneDevice)?;
         let weights = self.store.fetch_frozen(self.head())?;
         let lm_head = self.model.lm_head(&weights)?;

@@ -1,48 +1,50 @@
-//! Log messages: to stderr, and to a file if the recipe names one.
+//! Log messages: to stderr, and to a file if the recipe names one; and a profile's spans.
 
 use std::fs::{self, File};
 use std::io::IsTerminal;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
-use tracing_subscriber::EnvFilter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer};
 
 use super::Verbosity;
+use super::profile::Profile;
 use crate::metrics::AboveBars;
 use crate::plan::LoggerPlan;
 
 /// Starts logging for the rest of the process.
 ///
 /// What decides the level, first of all: RUST_LOG, `-q` and `-v`, the recipe's `logger.level`.
-pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan) -> Result<()> {
+pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&Profile>) -> Result<()> {
     let level = match (verbosity.quiet, verbosity.verbose) {
         (true, _) => "error",
         (false, 0) => plan.level.as_deref().unwrap_or("warn"),
         (false, 1) => "info",
         (false, _) => "debug",
     };
-    let filter = match EnvFilter::try_from_default_env() {
-        Ok(filter) => filter,
-        Err(_) => EnvFilter::new(level),
-    };
+    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
     let stderr = plan.print.then(|| {
         tracing_subscriber::fmt::layer()
             .with_writer(|| AboveBars)
             .with_ansi(std::io::stderr().is_terminal())
             .without_time()
+            .with_filter(filter())
     });
     let file = match &plan.file {
         Some(path) => path
             .parent()
             .map_or(Ok(()), fs::create_dir_all)
             .and_then(|()| File::options().create(true).append(true).open(path))
-            .map(|file| Some(tracing_subscriber::fmt::layer().with_ansi(false).with_writer(Mutex::new(file))))
+            .map(|file| {
+                let layer = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(Mutex::new(file));
+                Some(layer.with_filter(filter()))
+            })
             .with_context(|| format!("failed to open the log file {} (logger.output_dir)", path.display()))?,
         None => None,
     };
     // A second start in one process (tests) keeps the first.
-    let _ = tracing_subscriber::registry().with(filter).with(stderr).with(file).try_init();
+    let _ = tracing_subscriber::registry().with(profile.map(Profile::layer)).with(stderr).with(file).try_init();
     Ok(())
 }

@@ -4,6 +4,7 @@ mod check;
 mod data;
 mod doctor;
 mod logging;
+mod profile;
 mod train;
 mod ui;
 
@@ -15,6 +16,7 @@ use evaluator::exit::{completions, parse_arguments};
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
 
+use profile::Sort;
 pub use ui::Ui;
 
 /// Trains language models from recipes.
@@ -43,7 +45,7 @@ Exit codes:
 enum Command {
     /// Train as a recipe says
     #[command(after_long_help = TRAIN_EXAMPLES)]
-    Train(Recipe),
+    Train(Train),
     /// Resolve a recipe and print what would happen: no device, no network
     #[command(after_long_help = CHECK_EXAMPLES)]
     Check(Check),
@@ -71,6 +73,7 @@ const TRAIN_EXAMPLES: &str = "\
 Examples:
   trainer train recipe.yaml
   trainer train recipe.yaml train_iters=100 model.dtype=f32
+  trainer train recipe.yaml --profile tottime train_iters=10
   trainer train recipe.yaml 'data.sources=[mine.jsonl]' checkpoint.0.output_dir=out
 The same command goes on where the last run stopped, if a checkpoint has auto_resume: true.";
 
@@ -94,6 +97,18 @@ struct Recipe {
     /// Keys that replace the recipe's: `optimizer.lr=1e-4`, `data.sources.0.split=train`; values are YAML
     #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
     overrides: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+struct Train {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Print where the time went, by the time of each part alone or with its parts, and write a trace for Perfetto
+    #[arg(long, value_enum, value_name = "SORT")]
+    profile: Option<Sort>,
+    /// Steps of the trace
+    #[arg(long, value_name = "N", default_value_t = 5, requires = "profile")]
+    profile_steps: usize,
 }
 
 #[derive(Debug, Args)]
@@ -167,13 +182,13 @@ pub fn main() -> ExitCode {
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
-        Command::Train(recipe) => train::run(recipe, cli.verbosity, &ui),
+        Command::Train(train) => train::run(train, cli.verbosity, &ui),
         Command::Check(check) => check::run(check, cli.verbosity, &ui),
         Command::Data(data) => {
             let mut plan = train::plan(&data.recipe, cli.verbosity)?;
             // It is this command that fills the cache.
             plan.data.fail_on_missing_cache = false;
-            logging::start(cli.verbosity, &plan.logger)?;
+            logging::start(cli.verbosity, &plan.logger, None)?;
             data::show(&plan, &train::hub(&ui)?, data.steps, data.output_format)
         }
         Command::Doctor { json } => doctor::run(if *json { Format::Json } else { Format::Text }, &ui),

@@ -3,18 +3,25 @@
 use anyhow::Result;
 use candlewick_text::hub::{Hub, HubSettings};
 
-use super::{Recipe, Ui, Verbosity, logging};
+use super::profile::Profile;
+use super::{Recipe, Train, Ui, Verbosity, logging};
 use crate::exit::ExitCode;
 use crate::plan::{Known, KnownError, Plan, Reach};
 use crate::recipe::Loaded;
 
-pub(super) fn run(recipe: &Recipe, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = plan(recipe, verbosity)?;
-    logging::start(verbosity, &plan.logger)?;
+pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let plan = plan(&train.recipe, verbosity)?;
+    let folder = plan.log.output_dir.clone().unwrap_or_default();
+    let profile = train.profile.map(|sort| Profile::create(folder, sort, train.profile_steps)).transpose()?;
+    logging::start(verbosity, &plan.logger, profile.as_ref())?;
     for note in &plan.notes {
         ui.remark(&format!("note: {note}"));
     }
-    crate::run::train(&plan, &hub(ui)?)
+    let code = crate::run::train(&plan, &hub(ui)?)?;
+    if let Some(profile) = profile {
+        ui.remark(&profile.finish()?);
+    }
+    Ok(code)
 }
 
 /// The Hub as the environment describes it, with a bar for each download.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
-use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, gpus};
+use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, gpus, span};
 use candlewick_parallel::Engine;
 use evaluator::held_out::{HeldOut, held_out_loss};
 use serde_json::json;
@@ -258,6 +258,7 @@ impl<'a> Session<'a> {
     pub(super) fn evaluate(&mut self) -> Result<()> {
         self.settle(0)?;
         let Some(eval) = &self.run.prepared.eval else { return Ok(()) };
+        let _span = span("evaluate", "");
         let started = Instant::now();
         let Run { plan, engine, stop, .. } = self.run;
         let batches = EvalStream::new(eval.clone(), &plan.data)
@@ -324,6 +325,7 @@ impl<'a> Session<'a> {
         let mut n_saves = 0;
         for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
             self.settle(0)?;
+            let _span = span("save", "");
             let progress = Progress { before: self.progress.before + self.started.elapsed(), ..self.progress };
             if let Some(line) = self.saves.save(checkpoint, &self.stream, progress)? {
                 self.reporter.terminal().line(&line);

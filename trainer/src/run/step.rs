@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 use candlewick_comm::sum;
-use candlewick_ops::{AdamW, GradScaler, Outcome as Judged, Readout, Seqs, Verdict, derive_key, upload};
+use candlewick_ops::{AdamW, GradScaler, Outcome as Judged, Readout, Seqs, Verdict, derive_key, span, upload};
 use candlewick_parallel::{Engine, LossScale, Micro};
 
 use crate::data::{Batch, Dataset, Step};
@@ -75,6 +75,7 @@ pub(super) fn launch(
     update: &Update,
     began: Instant,
 ) -> Result<Launched> {
+    let _step = span("step", "");
     let n_targets = sum(engine.group(), step.n_targets as f64)?;
     let scale = LossScale::mean_over(n_targets).times(scaler.loss_scale()?);
     engine.store().zero_grads()?;
@@ -82,9 +83,11 @@ pub(super) fn launch(
     for (micro_idx, batch) in step.micro_batches.iter().enumerate() {
         let key = derive_key(update.dropout_key, micro_idx as u64);
         let micro = micro(batch, engine)?;
+        let _span = span("micro-batch", "");
         sums.push(engine.forward_backward(&micro, &scale, key).context("failed to compute the loss")?);
     }
     let sums = Tensor::stack(&sums, 0)?;
+    let _span = span("optimizer", "");
     let hyper = update.hyper();
     scaler.judge(&engine.store().grad_squares()?, &sums, [hyper.beta1, hyper.beta2])?;
     engine.store().step(&hyper, scaler)?;

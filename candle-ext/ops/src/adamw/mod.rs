@@ -9,6 +9,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use crate::device::on_device;
 use crate::floats::check_dtype;
 use crate::grad_scaler::GradScaler;
+use crate::span::span;
 use crate::storage::{host, same_storage, update};
 
 /// The numbers of one update.
@@ -49,6 +50,7 @@ pub struct AdamWState<'a> {
 /// `scaler` has judged the gradient: it knows the number n of the update and what the gradient is multiplied by, or that
 /// there is no update. Arithmetic is f32; what is kept in bf16 is rounded as it is stored.
 pub fn adamw(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
+    let _span = span("adamw", "");
     check(&state)?;
     on_device!("adamw", state.master, {
         cpu => run_cpu(hyper, scaler, state),

@@ -21,6 +21,7 @@ use candle_core::{Result, Storage, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::record;
 pub use choice::{AttentionChoice, AttentionHeads, AttentionImpl};
@@ -46,6 +47,7 @@ pub struct AttentionSpec {
 /// A flash algorithm (unless the reference is asked for): tiles of keys with a running softmax, in f32. The forward keeps
 /// the log of each row's exponential sum; the backward recomputes the scores from it, tile by tile.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
+    let _span = span("attention", "forward");
     let heads = check(q, k, v, seqs, spec)?;
     let graphs = if [q, k, v].iter().any(|x| x.track_op()) { Graphs::Both } else { Graphs::Forward };
     let (path, _) = choose(q, seqs, spec, heads, graphs)?;

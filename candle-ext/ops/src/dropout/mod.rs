@@ -9,6 +9,7 @@ use candle_core::{Result, Storage, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
 use crate::storage::host;
 use crate::tape::record;
 
@@ -36,6 +37,7 @@ impl Dropout {
 /// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is kept for
 /// backward; the mask is drawn again.
 pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
+    let _span = span("dropout", "forward");
     check_dtype("dropout", "the input", x.dtype())?;
     if !(0.0..1.0).contains(&spec.p) {
         bail!("dropout: want a probability in [0, 1), got {}", spec.p)

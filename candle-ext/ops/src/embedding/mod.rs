@@ -8,6 +8,7 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
 use crate::storage::host;
 use crate::tape::record;
 use crate::weight::Weight;
@@ -19,7 +20,8 @@ use crate::weight::Weight;
 /// An id that is not in the table is an error on the CPU. CUDA would have to wait for the device to tell: there its row
 /// is NaN, and adds to no gradient.
 pub fn embedding(ids: &Tensor, w: &Weight) -> Result<Tensor> {
-    let (v, d) = check(ids, w)?;
+    let _span = span("embedding", "forward");
+    let d = check(ids, w)?;
     let ids = ids.contiguous()?;
     let y = on_device!("embedding", w.value(), {
         cpu => gather_cpu(&ids, w.value())?,
@@ -36,7 +38,7 @@ pub fn embedding(ids: &Tensor, w: &Weight) -> Result<Tensor> {
                     let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
                     sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, d))?;
                 },
-                cuda => cuda::scatter_add(&ids, dy, sink.grad(), v)?,
+                cuda => cuda::scatter_add(&ids, dy, sink.grad(), weight.value().dim(0)?)?,
             });
         }
         Ok([None])
@@ -55,12 +57,12 @@ fn gather_cpu(ids: &Tensor, table: &Tensor) -> Result<Storage> {
     Ok(y.into_storage())
 }
 
-fn check(ids: &Tensor, w: &Weight) -> Result<(usize, usize)> {
+fn check(ids: &Tensor, w: &Weight) -> Result<usize> {
     if ids.dtype() != DType::U32 {
         bail!("embedding: ids are {:?}, want u32", ids.dtype())
     }
     check_dtype("embedding", "the table", w.value().dtype())?;
     let Ok((v, d)) = w.value().dims2() else { bail!("embedding: want a table [v, d], got {:?}", w.value().dims()) };
     w.check("embedding", &[v, d])?;
-    Ok((v, d))
+    Ok(d)
 }

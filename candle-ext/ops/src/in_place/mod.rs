@@ -8,10 +8,12 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::check_dtype;
+use crate::span::span;
 use crate::storage::{host, same_storage, update};
 
 /// Sets a contiguous view to zero in place.
 pub fn zero_(x: &Tensor) -> Result<()> {
+    let _span = span("zero_", "");
     check_dtype("zero_", "the tensor", x.dtype())?;
     on_device!("zero_", x, {
         cpu => update(x, "zero_", |x| {
@@ -24,6 +26,7 @@ pub fn zero_(x: &Tensor) -> Result<()> {
 
 /// Copies `src` into the contiguous view `dst`, rounding to its dtype. Both may view one buffer.
 pub fn copy_into(dst: &Tensor, src: &Tensor) -> Result<()> {
+    let _span = span("copy_into", "");
     check_dtype("copy_into", "the destination", dst.dtype())?;
     check_dtype("copy_into", "the source", src.dtype())?;
     if dst.elem_count() != src.elem_count() {
@@ -49,6 +52,7 @@ pub fn copy_into(dst: &Tensor, src: &Tensor) -> Result<()> {
 /// The sum of squares of all elements, an f64 scalar on x's device, in an order that no thread count changes. Reading
 /// several of them at once waits for a GPU once.
 pub fn sum_of_squares(x: &Tensor) -> Result<Tensor> {
+    let _span = span("sum_of_squares", "");
     check_dtype("sum_of_squares", "the tensor", x.dtype())?;
     let x = x.detach().contiguous()?;
     on_device!("sum_of_squares", x, {

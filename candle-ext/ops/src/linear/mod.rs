@@ -11,6 +11,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::product::Dims;
+use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::record;
 use crate::weight::Weight;
@@ -29,6 +30,7 @@ pub enum Precision {
 /// Weight gradients are added to the sinks (dw += dy^T x); frozen weights cost nothing. The weight
 /// may have another dtype than x.
 pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precision) -> Result<Tensor> {
+    let _span = span("linear", "forward");
     let dims = check(x, w, bias)?;
     let input = x.detach().contiguous()?;
     let out_dtype = match precision {

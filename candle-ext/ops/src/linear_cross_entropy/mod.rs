@@ -10,6 +10,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
 use crate::storage::{self, host};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::weight::GradSink;
@@ -70,6 +71,10 @@ pub fn linear_cross_entropy(
     spec: &CrossEntropy,
     upstream: Upstream<'_>,
 ) -> Result<LossAndGrad> {
+    let _span = span(
+        "linear_cross_entropy",
+        if matches!(upstream, Upstream::NoGrad) { "forward" } else { "forward and backward" },
+    );
     let sizes = check(x, w, targets, spec)?;
     let targets = supervised(targets, spec, sizes.v)?;
     let mut weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;

@@ -10,6 +10,7 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::record;
 use crate::weight::Weight;
@@ -20,6 +21,7 @@ use crate::weight::Weight;
 /// With n = x r and r = 1 / sqrt(mean(x^2) + eps): dw += sum(dy n), dx = r (g - n mean(g n)) for
 /// g = dy w.
 pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
+    let _span = span("rms_norm", "forward");
     let d = check(x, w)?;
     let input = x.detach().contiguous()?;
     let eps = eps as f32;

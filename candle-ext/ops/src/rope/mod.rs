@@ -11,12 +11,14 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
 use crate::storage::host;
 use crate::tape::record;
 
 /// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
 /// (a cos - b sin, b cos + a sin), with f32 `cos` and `sin` [t, k/2].
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    let _span = span("rope", "forward");
     check(x, cos, sin)?;
     let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
     let y = rotate(&x.detach().contiguous()?, &cos, &sin, Turn::Forward)?;

@@ -8,11 +8,13 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::record;
 
 /// y = gate * sigmoid(gate) * up, element by element, computed in f32 and rounded once.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let _span = span("swiglu", "forward");
     check(gate, up)?;
     let shape = gate.shape().clone();
     let saved = (gate.detach().contiguous()?, up.detach().contiguous()?);

@@ -1,0 +1,193 @@
+//! Where the time of a run goes: a table, and a trace of its first steps for Perfetto or chrome://tracing.
+//!
+//! Both are made of the spans that ops, blocks and phases open ([`candlewick_ops::span`]). On a GPU a span is as long as it
+//! takes to hand the work over.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use candlewick_ops::PROFILE;
+use clap::ValueEnum;
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id};
+use tracing::{Metadata, Subscriber};
+use tracing_chrome::{ChromeLayerBuilder, EventOrSpan, FlushGuard};
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::{FilterFn, dynamic_filter_fn};
+use tracing_subscriber::layer::Context as LayerContext;
+use tracing_subscriber::registry::LookupSpan;
+
+/// What the rows of the table are sorted by; the names are those of Python's profilers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Sort {
+    /// The time of a span without that of the spans inside
+    Tottime,
+    /// The time of a span with all that is inside
+    Cumtime,
+}
+
+/// A profile in the making.
+pub(super) struct Profile {
+    folder: PathBuf,
+    sort: Sort,
+    table: Arc<Table>,
+    chrome: Mutex<Option<BoxedLayer>>,
+    guard: FlushGuard,
+    began: Instant,
+}
+
+type BoxedLayer = Box<dyn Layer<tracing_subscriber::Registry> + Send + Sync>;
+
+/// Time by the name of spans.
+#[derive(Default)]
+struct Table {
+    rows: Mutex<HashMap<String, Row>>,
+    n_steps: AtomicUsize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Row {
+    n_calls: usize,
+    tottime: Duration,
+    cumtime: Duration,
+}
+
+/// The name of a span, with its pass.
+struct Name(String);
+
+/// A span that a thread is in.
+struct Frame {
+    entered: Instant,
+    inside: Duration,
+}
+
+thread_local! {
+    static FRAMES: RefCell<Vec<Frame>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Profile {
+    /// Begins a profile whose trace of `n_steps` steps goes into `folder`.
+    pub(super) fn create(folder: PathBuf, sort: Sort, n_steps: usize) -> Result<Self> {
+        let path = folder.join("trace.json");
+        let failed = || format!("failed to write the trace {}", path.display());
+        fs::create_dir_all(&folder).with_context(failed)?;
+        let writer = File::create(&path).with_context(failed)?;
+        let name: fn(&EventOrSpan<'_, '_, tracing_subscriber::Registry>) -> String = |of| match of {
+            EventOrSpan::Span(span) => {
+                span.extensions().get::<Name>().map_or_else(|| span.name().to_owned(), |name| name.0.clone())
+            }
+            EventOrSpan::Event(event) => event.metadata().name().to_owned(),
+        };
+        let (chrome, guard) =
+            ChromeLayerBuilder::new().writer(writer).include_locations(false).name_fn(Box::new(name)).build();
+        let table = Arc::new(Table::default());
+        let counter = table.clone();
+        let is_early = move |metadata: &Metadata<'_>, _: &LayerContext<'_, _>| {
+            is_profiled(metadata) && counter.n_steps.load(Ordering::Relaxed) < n_steps
+        };
+        let chrome: BoxedLayer = Box::new(chrome.with_filter(dynamic_filter_fn(is_early)));
+        Ok(Self { folder, sort, table, chrome: Mutex::new(Some(chrome)), guard, began: Instant::now() })
+    }
+
+    /// What listens to the spans. The trace has one listener: only the first call gets it.
+    pub(super) fn layer(&self) -> BoxedLayer {
+        let table = Listener(self.table.clone()).with_filter(FilterFn::new(is_profiled as fn(&Metadata<'_>) -> bool));
+        let chrome = self.chrome.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // The table names the spans that the trace shows.
+        Box::new(table.and_then(chrome))
+    }
+
+    /// Writes what is left and returns the table.
+    pub(super) fn finish(self) -> Result<String> {
+        self.guard.flush();
+        let table = self.table.show(self.sort, self.began.elapsed());
+        let path = self.folder.join("profile.txt");
+        fs::write(&path, &table).with_context(|| format!("failed to write {}", path.display()))?;
+        Ok(format!("{table}trace: {}", self.folder.join("trace.json").display()))
+    }
+}
+
+fn is_profiled(metadata: &Metadata<'_>) -> bool {
+    metadata.is_span() && metadata.target() == PROFILE
+}
+
+impl Table {
+    fn add(&self, name: &str, cumtime: Duration, inside: Duration) {
+        let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
+        if !rows.contains_key(name) {
+            rows.insert(name.to_owned(), Row::default());
+        }
+        if let Some(row) = rows.get_mut(name) {
+            row.n_calls += 1;
+            row.cumtime += cumtime;
+            row.tottime += cumtime.saturating_sub(inside);
+        }
+    }
+
+    fn show(&self, sort: Sort, whole: Duration) -> String {
+        let rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rows: Vec<(&String, &Row)> = rows.iter().collect();
+        rows.sort_by_key(|(name, row)| {
+            (std::cmp::Reverse(if sort == Sort::Tottime { row.tottime } else { row.cumtime }), *name)
+        });
+        let mut text = format!("{:>9} {:>10} {:>6} {:>10}  span\n", "calls", "tottime s", "%", "cumtime s");
+        for (name, Row { n_calls, tottime, cumtime }) in rows {
+            let (tottime, cumtime) = (tottime.as_secs_f64(), cumtime.as_secs_f64());
+            let share = 100.0 * tottime / whole.as_secs_f64();
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "{n_calls:>9} {tottime:>10.3} {share:>6.1} {cumtime:>10.3}  {name}");
+        }
+        let _ = writeln!(text, "{:.3} s in all", whole.as_secs_f64());
+        text
+    }
+}
+
+struct Listener(Arc<Table>);
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
+    fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: LayerContext<'_, S>) {
+        let mut name = Name(String::new());
+        attributes.record(&mut name);
+        if let Some(span) = context.span(id) {
+            span.extensions_mut().insert(name);
+        }
+    }
+
+    fn on_enter(&self, _: &Id, _: LayerContext<'_, S>) {
+        FRAMES.with_borrow_mut(|frames| frames.push(Frame { entered: Instant::now(), inside: Duration::ZERO }));
+    }
+
+    fn on_exit(&self, id: &Id, context: LayerContext<'_, S>) {
+        let ended = FRAMES.with_borrow_mut(|frames| {
+            let frame = frames.pop()?;
+            let cumtime = frame.entered.elapsed();
+            if let Some(around) = frames.last_mut() {
+                around.inside += cumtime;
+            }
+            Some((cumtime, frame.inside))
+        });
+        let Some(((cumtime, inside), span)) = ended.zip(context.span(id)) else { return };
+        if let Some(Name(name)) = span.extensions().get::<Name>() {
+            self.0.add(name, cumtime, inside);
+            self.0.n_steps.fetch_add(usize::from(name == "step"), Ordering::Relaxed);
+        }
+    }
+}
+
+impl Visit for Name {
+    fn record_str(&mut self, _: &Field, value: &str) {
+        if !self.0.is_empty() && !value.is_empty() {
+            self.0.push(' ');
+        }
+        self.0.push_str(value);
+    }
+
+    fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
+}
