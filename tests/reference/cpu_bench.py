@@ -58,7 +58,7 @@ def ours(trainer: str, folder: Path, case: tuple) -> tuple[float, float]:
         "model": {"config": config(family, shape), "dtype": "f32"},
         "tokenizer": {"name_or_path": "recipes/quickstart/tokenizer"},
         "data": {"sources": [str(folder / "text.jsonl")], "max_length": length, "overlong": "split",
-                 "pack_samples": True, "cache_dir": str(folder / "cache")},
+                 "pack_samples": rows == 1, "cache_dir": str(folder / "cache")},
         "micro_batch_size": rows, "gradient_accumulation_steps": accumulated, "train_iters": steps,
         "optimizer": {"learning_rate": 1e-4}, "train_log_iter_interval": 1,
     }))
