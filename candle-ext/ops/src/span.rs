@@ -9,5 +9,5 @@ pub const PROFILE: &str = "profile";
 ///
 /// `pass` tells runs of one thing apart: forward and backward, say.
 pub fn span(name: &'static str, pass: &'static str) -> EnteredSpan {
-    tracing::trace_span!(target: "profile", "span", name, pass).entered()
+    tracing::trace_span!(target: PROFILE, "span", name, pass).entered()
 }

@@ -17,7 +17,7 @@ use crate::plan::LoggerPlan;
 /// Starts logging for the rest of the process.
 ///
 /// What decides the level, first of all: RUST_LOG, `-q` and `-v`, the recipe's `logger.level`.
-pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&Profile>) -> Result<()> {
+pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mut Profile>) -> Result<()> {
     let level = match (verbosity.quiet, verbosity.verbose) {
         (true, _) => "error",
         (false, 0) => plan.level.as_deref().unwrap_or("warn"),

@@ -38,7 +38,7 @@ pub(super) struct Profile {
     folder: PathBuf,
     sort: Sort,
     table: Arc<Table>,
-    chrome: Mutex<Option<BoxedLayer>>,
+    chrome: Option<BoxedLayer>,
     guard: FlushGuard,
     began: Instant,
 }
@@ -93,15 +93,14 @@ impl Profile {
             is_profiled(metadata) && counter.n_steps.load(Ordering::Relaxed) < n_steps
         };
         let chrome: BoxedLayer = Box::new(chrome.with_filter(dynamic_filter_fn(is_early)));
-        Ok(Self { folder, sort, table, chrome: Mutex::new(Some(chrome)), guard, began: Instant::now() })
+        Ok(Self { folder, sort, table, chrome: Some(chrome), guard, began: Instant::now() })
     }
 
     /// What listens to the spans. The trace has one listener: only the first call gets it.
-    pub(super) fn layer(&self) -> BoxedLayer {
+    pub(super) fn layer(&mut self) -> BoxedLayer {
         let table = Listener(self.table.clone()).with_filter(FilterFn::new(is_profiled as fn(&Metadata<'_>) -> bool));
-        let chrome = self.chrome.lock().unwrap_or_else(PoisonError::into_inner).take();
         // The table names the spans that the trace shows.
-        Box::new(table.and_then(chrome))
+        Box::new(table.and_then(self.chrome.take()))
     }
 
     /// Writes what is left and returns the table.
@@ -121,14 +120,10 @@ fn is_profiled(metadata: &Metadata<'_>) -> bool {
 impl Table {
     fn add(&self, name: &str, cumtime: Duration, inside: Duration) {
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
-        if !rows.contains_key(name) {
-            rows.insert(name.to_owned(), Row::default());
-        }
-        if let Some(row) = rows.get_mut(name) {
-            row.n_calls += 1;
-            row.cumtime += cumtime;
-            row.tottime += cumtime.saturating_sub(inside);
-        }
+        let row = rows.entry(name.to_owned()).or_default();
+        row.n_calls += 1;
+        row.cumtime += cumtime;
+        row.tottime += cumtime.saturating_sub(inside);
     }
 
     fn show(&self, sort: Sort, whole: Duration) -> String {

@@ -12,8 +12,8 @@ use crate::recipe::Loaded;
 pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let plan = plan(&train.recipe, verbosity)?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
-    let profile = train.profile.map(|sort| Profile::create(folder, sort, train.profile_steps)).transpose()?;
-    logging::start(verbosity, &plan.logger, profile.as_ref())?;
+    let mut profile = train.profile.map(|sort| Profile::create(folder, sort, train.profile_steps)).transpose()?;
+    logging::start(verbosity, &plan.logger, profile.as_mut())?;
     for note in &plan.notes {
         ui.remark(&format!("note: {note}"));
     }

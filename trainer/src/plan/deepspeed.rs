@@ -93,7 +93,7 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
                 resolver.wrong(&[&path], format!("{path}: expected true or false, found {value}"));
             }
         }
-        _ if SCALING.iter().any(|(name, ..)| *name == key) => check_scaling(resolver, key, &path, value),
+        _ if key.starts_with("fp16.") => check_scaling(resolver, key, &path, value),
         _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect on one process")),
         _ => check_only(resolver, key, &path, value),
     }
@@ -114,7 +114,9 @@ fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
 
 /// A number of the `fp16` section.
 fn check_scaling(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
-    let Some((_, _, least, most)) = SCALING.iter().find(|(name, ..)| *name == key) else { return };
+    let Some((_, _, least, most)) = SCALING.iter().find(|(name, ..)| *name == key) else {
+        return check_only(resolver, key, path, value);
+    };
     match number(value) {
         Some(n) if (*least..=*most).contains(&n) && n.fract() == 0.0 => {}
         _ => resolver.wrong(&[path], format!("{path}: expected a whole number from {least} to {most}, found {value}")),

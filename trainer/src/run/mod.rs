@@ -132,9 +132,6 @@ fn after_step(session: &mut Session) -> Result<()> {
     if session.run.plan.eval.as_ref().is_some_and(|eval| done.is_multiple_of(eval.interval) || done == total) {
         session.evaluate()?;
     }
-    if done == total {
-        session.settle(0)?;
-    }
     session.save_due()
 }
 

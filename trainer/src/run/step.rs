@@ -53,11 +53,11 @@ pub(super) struct Update<'a> {
 
 /// A step that the device may still be busy with.
 pub(super) struct Launched {
-    pub(super) step: Step,
-    pub(super) number: usize,
-    pub(super) lr: f64,
+    step: Step,
+    number: usize,
+    lr: f64,
     /// When the host began with it, and how long it was until all work was handed out: on the CPU until it was done.
-    pub(super) began: Instant,
+    began: Instant,
     handed_out: Duration,
     n_targets: f64,
     /// The loss sum of each micro-batch, then the scaler's state.

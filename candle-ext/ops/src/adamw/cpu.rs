@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::Factors;
 use crate::floats::{Floats, FloatsMut};
 use crate::grad_scaler::StepFactors;
 
@@ -11,29 +12,16 @@ const CHUNK: usize = 1 << 13;
 /// Elements that are widened at once: they stay in the first cache.
 const BLOCK: usize = 1 << 10;
 
-pub(super) struct Factors {
+/// The scalars of an update, those of the step worked in: `lr` is the step size, `eps` that of the uncorrected root.
+pub(super) struct Update {
+    factors: Factors,
     grad_scale: f32,
-    shrink: f32,
-    beta1: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    step_size: f32,
-    eps: f32,
 }
 
-impl Factors {
-    pub(super) fn of(factors: &super::Factors, step: StepFactors) -> Self {
-        Self {
-            grad_scale: step.grad_scale,
-            shrink: factors.shrink,
-            beta1: factors.beta1,
-            one_minus_beta1: factors.one_minus_beta1,
-            beta2: factors.beta2,
-            one_minus_beta2: factors.one_minus_beta2,
-            step_size: factors.lr * step.correction,
-            eps: factors.eps * step.root,
-        }
+impl Update {
+    pub(super) fn of(factors: Factors, step: StepFactors) -> Self {
+        let (lr, eps) = (factors.lr * step.correction, factors.eps * step.root);
+        Self { factors: Factors { lr, eps, ..factors }, grad_scale: step.grad_scale }
     }
 }
 
@@ -45,7 +33,7 @@ pub(super) struct Buffers<'a> {
     pub(super) square: FloatsMut<'a>,
 }
 
-pub(super) fn run(factors: &Factors, buffers: Buffers<'_>, compute: Option<FloatsMut<'_>>) {
+pub(super) fn run(by: &Update, buffers: Buffers<'_>, compute: Option<FloatsMut<'_>>) {
     let Buffers { master, grad, mean, square } = buffers;
     let n_chunks = master.len().div_ceil(CHUNK);
     let copies: Vec<Option<FloatsMut<'_>>> = match compute {
@@ -55,24 +43,24 @@ pub(super) fn run(factors: &Factors, buffers: Buffers<'_>, compute: Option<Float
     (master.chunks(CHUNK), mean.chunks(CHUNK), square.chunks(CHUNK), copies).into_par_iter().enumerate().for_each(
         |(i, (master, mean, square, copy))| {
             let grad = grad.slice(i * CHUNK..i * CHUNK + master.len());
-            update(factors, Buffers { master, grad, mean, square }, copy);
+            update(by, Buffers { master, grad, mean, square }, copy);
         },
     );
 }
 
-fn update(factors: &Factors, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
+fn update(by: &Update, buffers: Buffers<'_>, copy: Option<FloatsMut<'_>>) {
     let Buffers { master, grad, mean, square } = buffers;
     match (master, grad, mean, square) {
         (FloatsMut::F32(master), Floats::F32(grad), FloatsMut::F32(mean), FloatsMut::F32(square)) => {
-            step(factors, master, grad, mean, square);
+            step(by, master, grad, mean, square);
             copy.into_iter().for_each(|mut copy| copy.write(0, master));
         }
-        (master, grad, mean, square) => widened(factors, Buffers { master, grad, mean, square }, copy),
+        (master, grad, mean, square) => widened(by, Buffers { master, grad, mean, square }, copy),
     }
 }
 
 /// As `step` for buffers of which some are in another format.
-fn widened(f: &Factors, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
+fn widened(by: &Update, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
     let Buffers { mut master, grad, mut mean, mut square } = buffers;
     let (mut p, mut g, mut m, mut v) = ([0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
     for start in (0..master.len()).step_by(BLOCK) {
@@ -83,7 +71,7 @@ fn widened(f: &Factors, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
         grad.slice(block.clone()).read_into(g);
         mean.floats().slice(block.clone()).read_into(m);
         square.floats().slice(block).read_into(v);
-        step(f, p, g, m, v);
+        step(by, p, g, m, v);
         master.write(start, p);
         mean.write(start, m);
         square.write(start, v);
@@ -93,12 +81,13 @@ fn widened(f: &Factors, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
     }
 }
 
-/// m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p = shrink p - step_size m / (sqrt(v) + eps)
-fn step(f: &Factors, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
+/// m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p = shrink p - lr m / (sqrt(v) + eps)
+fn step(by: &Update, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
+    let f = &by.factors;
     for ((p, g), (m, v)) in master.iter_mut().zip(grad).zip(mean.iter_mut().zip(square)) {
-        let g = g * f.grad_scale;
+        let g = g * by.grad_scale;
         *m = *m * f.beta1 + g * f.one_minus_beta1;
         *v = *v * f.beta2 + g * g * f.one_minus_beta2;
-        *p = *p * f.shrink - f.step_size * (*m / (v.sqrt() + f.eps));
+        *p = *p * f.shrink - f.lr * (*m / (v.sqrt() + f.eps));
     }
 }

@@ -86,7 +86,7 @@ impl Factors {
 
 fn run_cpu(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {
     let Some(step) = scaler.step()? else { return Ok(()) };
-    let factors = cpu::Factors::of(&Factors::of(hyper), step);
+    let by = cpu::Update::of(Factors::of(hyper), step);
     let grad = host("adamw", state.grad)?;
     let grad = grad.floats()?;
     update(state.master, "adamw", |master| {
@@ -94,10 +94,10 @@ fn run_cpu(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> 
             update(state.exp_avg_sq, "adamw", |square| {
                 let buffers = cpu::Buffers { master, grad, mean, square };
                 match state.compute {
-                    None => cpu::run(&factors, buffers, None),
+                    None => cpu::run(&by, buffers, None),
                     Some(compute) => {
                         return update(compute, "adamw", |compute| {
-                            cpu::run(&factors, buffers, Some(compute));
+                            cpu::run(&by, buffers, Some(compute));
                             Ok(())
                         });
                     }

@@ -18,6 +18,7 @@ use super::ragged::{Bucket, Tables};
 use super::{AttentionSpec, Seqs};
 use crate::accelerator;
 use crate::cuda::{Address, Out, address, gpu};
+use crate::transfer::upload;
 
 const OP: &str = "attention by cuDNN";
 /// 9.10.2: in 9.10.0 and 9.10.1 the backward is wrong, and before them windows of packed sequences and offsets of more
@@ -272,8 +273,8 @@ pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<[Tensor; 3]> 
 impl DeviceTables {
     fn new(seqs: &Seqs, heads: Heads, batch: usize, device: &Device) -> Result<Self> {
         let Tables { lens, offsets, width } = Tables::new(seqs, heads, batch);
-        let lens = Tensor::from_vec(lens, (2, batch), device)?;
-        Ok(Self { lens, offsets: Tensor::from_vec(offsets, (3, width), device)?, batch, width })
+        let (lens, offsets) = (upload(&lens, (2, batch), device)?, upload(&offsets, (3, width), device)?);
+        Ok(Self { lens, offsets, batch, width })
     }
 
     fn addresses(&self) -> Result<Addresses> {

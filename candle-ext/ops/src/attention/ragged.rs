@@ -5,7 +5,7 @@ use super::layout::Heads;
 
 /// The counts that a graph of cuDNN is built for.
 ///
-/// Building one takes some hundred milliseconds, and no two packed batches have the same lengths. So it is built for
+/// Building one takes longer than a call, and no two packed batches have the same lengths. So it is built for
 /// counts rounded up, and serves all batches that fit:
 /// * sequences to a power of two; those that are not there have no tokens.
 /// * The longest to a power of two. It sizes the grid, and a block beyond the end of its sequence ends at once.

@@ -124,9 +124,6 @@ impl GradPolicy {
 }
 
 impl Verdict {
-    /// How many numbers [`GradScaler::state`] has.
-    pub const LEN: usize = State::LEN;
-
     /// Reads the numbers of [`GradScaler::state`].
     pub fn read(state: &[f32]) -> Self {
         let count = |at: usize| state[at] as usize;
@@ -168,7 +165,7 @@ impl GradScaler {
         Ok(Self { policy, state: Tensor::new(&state, device)? })
     }
 
-    /// Returns the state as it lies on the device, f32 [[`Verdict::LEN`]].
+    /// Returns the state as it lies on the device, for [`Verdict::read`].
     pub fn state(&self) -> &Tensor {
         &self.state
     }
