@@ -39,9 +39,10 @@ def optimizer(of):
 
 
 def loss_of(of, ids):
-    """Every token but a row's first is a target."""
-    logits = of(input_ids=ids, use_cache=False).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    """Every token but a row's first is a target. The last logit of a row has none: to cut it off would be a copy."""
+    logits = of(input_ids=ids, use_cache=False).logits
+    targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
 def step(of, loss, adamw, micro_batches):
