@@ -19,6 +19,6 @@ pub use gpu::{GpuMemory, GpuMonitor, Physical};
 pub use jsonl::{MetricsFile, Start};
 pub use memory::Memory;
 pub use plan::{Console, LogPlan};
-pub use record::{EvalRecord, StepRecord};
+pub use record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord};
 pub use reporter::Reporter;
 pub use run_json::{Exit, Host, RunJson, RunReport, Versions};

@@ -103,7 +103,7 @@ pub struct Recipe {
     pub loss_log_interval: Option<HumanInt>,
     /// Records and shows metrics every so many steps; 0 turns them off. Default 1.
     pub train_log_iter_interval: Option<HumanInt>,
-    /// One JSON object a step is appended here. Default `metrics.jsonl` in `output_dir`.
+    /// One JSON object is appended here for each step, evaluation, save and resume. Default `metrics.jsonl` in `output_dir`.
     pub train_log_metrics_path: Option<String>,
     /// Evaluates every so many steps, and at the end. Must be above 0 if and only if evaluation data are configured.
     pub eval_interval: Option<HumanInt>,

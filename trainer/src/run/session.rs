@@ -13,8 +13,8 @@ use serde_json::json;
 use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Tag};
 use crate::data::{Cursor, EvalStream, Ledger, Prepared, Step, Stream};
 use crate::metrics::{
-    EvalRecord, GpuMonitor, Memory, ModelShape, Pass, Reporter, RunJson, RunReport, Start, StepRecord, Visibility,
-    flops, gpu_peak, model_flops_utilization,
+    EvalRecord, GpuMonitor, Memory, ModelShape, Pass, Reporter, ResumeRecord, RunJson, RunReport, SaveRecord, Start,
+    StepRecord, Visibility, flops, gpu_peak, model_flops_utilization,
 };
 use crate::plan::{Activations, Plan};
 use crate::recipe::OnNonfinite;
@@ -72,7 +72,9 @@ impl<'a> Session<'a> {
     pub(super) fn begin(run: Run<'a>, run_json: &'a mut RunJson) -> Result<Self> {
         let Run { plan, prepared, .. } = run;
         let mut saves = Saves::new(run);
+        let resuming = Instant::now();
         let resumed = saves.resume()?;
+        let resume_time = resuming.elapsed();
         let state = resumed.as_ref().map(|resumed| &resumed.run);
         let cursor: Cursor = match state {
             Some(state) => serde_json::from_value(state.cursor.clone()).context("failed to read the data cursor")?,
@@ -117,7 +119,7 @@ impl<'a> Session<'a> {
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
-        session.announce(resumed.as_ref())?;
+        session.announce(resumed.as_ref(), resume_time)?;
         if resumed.is_some() {
             session.save_missing()?;
         }
@@ -125,13 +127,14 @@ impl<'a> Session<'a> {
     }
 
     /// Says what was found out before the first step.
-    fn announce(&mut self, resumed: Option<&Resumed>) -> Result<()> {
-        let (terminal, prepared) = (self.reporter.terminal(), self.run.prepared);
+    fn announce(&mut self, resumed: Option<&Resumed>, resume_time: Duration) -> Result<()> {
+        let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
         terminal.line(&prepared.ledger.to_string());
         if let Some(Resumed { run, dir, .. }) = resumed {
-            terminal.line(&format!("resumed after step {} from {}", run.step, dir.display()));
+            let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
+            self.reporter.resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
             for difference in self.saves.new_settings(run) {
                 terminal.line(&format!("changed since that save: {difference}"));
             }
@@ -327,8 +330,11 @@ impl<'a> Session<'a> {
             self.settle(0)?;
             let _span = span("save", "");
             let progress = Progress { before: self.progress.before + self.started.elapsed(), ..self.progress };
-            if let Some(line) = self.saves.save(checkpoint, &self.stream, progress)? {
-                self.reporter.terminal().line(&line);
+            let started = Instant::now();
+            if let Some(saved) = self.saves.save(checkpoint, &self.stream, progress)? {
+                let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
+                let save_time = started.elapsed().as_secs_f64();
+                self.reporter.save(&SaveRecord { epoch, iter, saved, save_time });
             }
             n_saves += 1;
         }
