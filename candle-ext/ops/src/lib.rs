@@ -8,6 +8,7 @@
 mod accelerator;
 pub mod adamw;
 pub mod attention;
+pub mod bytes;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 mod device;
@@ -29,6 +30,7 @@ mod storage;
 pub mod swiglu;
 pub mod tape;
 pub mod threads;
+pub mod tiled;
 pub mod transfer;
 pub mod weight;
 
@@ -40,6 +42,7 @@ pub use cuda::poison::poison;
 pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use attention::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
+pub use bytes::{leaf_of_bytes, with_bytes};
 pub use dropout::{Dropout, derive_key, dropout};
 pub use embedding::embedding;
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};
@@ -52,5 +55,6 @@ pub use span::{PROFILE, span};
 pub use swiglu::swiglu;
 pub use tape::{cotangent, record};
 pub use threads::join_compute_threads;
-pub use transfer::{Readout, upload};
+pub use tiled::tiled;
+pub use transfer::{HostCopy, Readout, upload};
 pub use weight::{GradSink, Weight};

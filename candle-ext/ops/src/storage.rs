@@ -3,8 +3,12 @@
 use std::cell::Cell;
 use std::ops::Range;
 
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::cpu_backend::CpuDevice;
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType, bail};
+use candle_core::{
+    CpuStorage, CudaStorage, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType, bail,
+};
 
 use crate::floats::{FloatBuf, Floats, FloatsMut};
 
@@ -59,6 +63,37 @@ pub(crate) fn same_storage(a: &Tensor, b: &Tensor) -> bool {
 /// An untracked tensor of a kernel's output.
 pub(crate) fn tensor(out: FloatBuf, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(out.into_storage(), shape, BackpropOp::none(), false)
+}
+
+/// Takes the storage out of a tensor that nothing else views, and leaves it empty.
+pub(crate) fn take_storage(tensor: Tensor) -> Result<Storage> {
+    let take = Take(Cell::new(None));
+    tensor.inplace_op1(&take)?;
+    match take.0.take() {
+        Some(storage) => Ok(storage),
+        None => bail!("take_storage: {:?} is no device that ops run on", tensor.device().location()),
+    }
+}
+
+struct Take(Cell<Option<Storage>>);
+
+impl InplaceOp1 for Take {
+    fn name(&self) -> &'static str {
+        "take_storage"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+        let empty = CpuDevice.zeros_impl(&Shape::from(0), storage.dtype())?;
+        self.0.set(Some(Storage::Cpu(std::mem::replace(storage, empty))));
+        Ok(())
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
+        // One element: a GPU has no empty allocations.
+        let rest = storage.device().zeros_impl(&Shape::from(1), storage.dtype())?;
+        self.0.set(Some(Storage::Cuda(std::mem::replace(storage, rest))));
+        Ok(())
+    }
 }
 
 struct Update<F> {

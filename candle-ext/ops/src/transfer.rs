@@ -1,6 +1,6 @@
 //! From the host to a device and back, without waiting for the device.
 
-use candle_core::{DType, Device, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{DType, Device, Result, Shape, Tensor, Var, WithDType, bail};
 
 /// Copies values to a device. On a GPU they travel through pinned memory: the call returns at once.
 pub fn upload<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
@@ -48,6 +48,35 @@ impl Readout {
             Way::Here(values) => Ok(values),
             #[cfg(feature = "cuda")]
             Way::OnCuda(readback) => readback.wait(),
+        }
+    }
+}
+
+/// A tensor's values in the host's memory: for a while, to make room on a device. On the CPU they are there already.
+pub struct HostCopy(Kept);
+
+enum Kept {
+    Here(Tensor),
+    #[cfg(feature = "cuda")]
+    OffCuda(crate::cuda::transfer::Pinned),
+}
+
+impl HostCopy {
+    /// Begins to copy `x`, whose memory on the device is free again when all work so far is done.
+    pub fn start(x: &Tensor) -> Result<Self> {
+        Ok(Self(match x.device() {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Kept::OffCuda(crate::cuda::transfer::Pinned::start(&x.contiguous()?, device)?),
+            _ => Kept::Here(x.detach()),
+        }))
+    }
+
+    /// Returns the values on the device that they came from, as a leaf. The device fetches them when it comes to that.
+    pub fn into_leaf(self) -> Result<Var> {
+        match self.0 {
+            Kept::Here(x) => Var::from_tensor(&x),
+            #[cfg(feature = "cuda")]
+            Kept::OffCuda(pinned) => pinned.into_leaf(),
         }
     }
 }

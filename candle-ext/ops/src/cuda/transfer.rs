@@ -6,12 +6,14 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, PinnedHostSlice, result};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, DType, Error, Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{CudaDevice, DType, Error, Result, Shape, Storage, Tensor, Var, WithDType};
 
 use super::{address, driver};
 
 /// The smallest buffer in bytes: a page.
 const SMALLEST: usize = 4096;
+/// Buffers from this size on are rounded up to a multiple of it, smaller ones to a power of two.
+const LARGE: usize = 1 << 20;
 
 /// Buffers that nobody holds. A device may still be reading from some.
 static POOL: Mutex<Vec<Staging>> = Mutex::new(Vec::new());
@@ -25,15 +27,20 @@ struct Staging {
 }
 
 impl Staging {
-    /// Takes a buffer of at least so many bytes that no copy needs any more.
+    /// Takes a buffer of at least so many bytes, and no more than twice as many, that no copy needs any more.
     fn take(device: &CudaDevice, n_bytes: usize) -> std::result::Result<Self, DriverError> {
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits =
-            |staging: &Self| staging.device == device.id() && staging.bytes.len() >= n_bytes && staging.is_ready();
+        let sizes = n_bytes..=(2 * n_bytes).max(SMALLEST);
+        let fits = |staging: &Self| {
+            staging.device == device.id() && sizes.contains(&staging.bytes.len()) && staging.is_ready()
+        };
         if let Some(at) = pool.iter().position(fits) {
             return Ok(pool.swap_remove(at));
         }
-        let n_bytes = n_bytes.next_power_of_two().max(SMALLEST);
+        let n_bytes = match n_bytes {
+            LARGE.. => n_bytes.next_multiple_of(LARGE),
+            _ => n_bytes.next_power_of_two().max(SMALLEST),
+        };
         // SAFETY: whoever takes a buffer writes what is read from it. No flags: the host may read it fast, too.
         let bytes = unsafe { device.cuda_stream().context().alloc_pinned_with_flags(n_bytes, 0)? };
         Ok(Self { device: device.id(), bytes, copy: None })
@@ -84,7 +91,7 @@ pub(crate) struct Readback {
 
 impl Readback {
     pub(crate) fn start(x: &Tensor, device: &CudaDevice) -> Result<Self> {
-        let n_bytes = x.elem_count() * DType::F32.size_in_bytes();
+        let n_bytes = x.elem_count() * x.dtype().size_in_bytes();
         let from = address("readout", x)?;
         Self::copy(from, n_bytes, device).map_err(failed)
     }
@@ -99,6 +106,17 @@ impl Readback {
         Ok(Self { staging: ManuallyDrop::new(staging), n_bytes })
     }
 
+    fn send_back(&mut self, to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
+        if self.n_bytes == 0 {
+            return Ok(());
+        }
+        let stream = device.cuda_stream();
+        let bytes = &self.staging.bytes.as_slice()?[..self.n_bytes];
+        // SAFETY: the device has room for the bytes at `to`, and the buffer goes back with the mark of this copy.
+        unsafe { result::memcpy_htod_async(to, bytes, stream.cu_stream())? };
+        self.staging.mark(&stream)
+    }
+
     pub(crate) fn is_ready(&self) -> bool {
         self.staging.is_ready()
     }
@@ -109,6 +127,30 @@ impl Readback {
         }
         let bytes = &self.staging.bytes.as_slice().map_err(failed)?[..self.n_bytes];
         Ok(bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])).collect())
+    }
+}
+
+/// A tensor whose values wait in pinned memory.
+pub(crate) struct Pinned {
+    readback: Readback,
+    shape: Shape,
+    dtype: DType,
+    device: CudaDevice,
+}
+
+impl Pinned {
+    pub(crate) fn start(x: &Tensor, device: &CudaDevice) -> Result<Self> {
+        let (shape, dtype, device) = (x.shape().clone(), x.dtype(), device.clone());
+        Ok(Self { readback: Readback::start(x, &device)?, shape, dtype, device })
+    }
+
+    /// Both copies are on one stream: the second begins when the first is done, and the host waits for neither.
+    pub(crate) fn into_leaf(mut self) -> Result<Var> {
+        let storage = driver::alloc(&self.device, self.dtype, self.shape.elem_count())?;
+        let to = driver::base("unpark", &storage)?;
+        self.readback.send_back(to, &self.device).map_err(failed)?;
+        // A tensor that is a variable already becomes a `Var` without a copy.
+        Var::from_tensor(&Tensor::from_storage(Storage::Cuda(storage), self.shape, BackpropOp::none(), true))
     }
 }
 
