@@ -10,4 +10,5 @@ mod tape;
 
 pub use engine::{Engine, LossScale, Micro, Residency};
 pub use kv_cache::KvCache;
+pub use offload::Parking;
 pub use store::{Formats, Mode, ParamState, Resident};

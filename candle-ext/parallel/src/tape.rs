@@ -10,9 +10,8 @@ pub(crate) struct Tape {
 }
 
 impl Tape {
-    /// Runs `forward` on a fresh leaf that holds `x` and records it.
-    pub(crate) fn record(x: &Tensor, forward: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let x = Var::from_tensor(x)?;
+    /// Runs `forward` on the leaf `x` and records it.
+    pub(crate) fn record(x: Var, forward: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Self> {
         let y = forward(x.as_tensor())?;
         Ok(Self { x, y })
     }

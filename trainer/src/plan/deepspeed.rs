@@ -144,6 +144,11 @@ pub(super) fn bf16_states(resolver: &mut Resolver, dtype: ComputeDtype) -> (Comp
     (masters, moments)
 }
 
+/// Whether the section keeps master weights and gradients in bf16.
+pub(super) fn has_bf16_masters(resolver: &Resolver) -> bool {
+    lookup(&resolver.recipe().deepspeed, BF16_STATES[0]) == Some(&Value::Bool(true))
+}
+
 /// How the section scales losses: what it leaves out is as in DeepSpeed.
 pub(super) fn loss_scaling(resolver: &mut Resolver) -> LossScaling {
     let [fixed, power, window, hysteresis, min] = [0, 1, 2, 3, 4].map(|at| {

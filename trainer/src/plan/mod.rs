@@ -13,6 +13,7 @@ mod refused;
 mod resolver;
 mod sources;
 mod table;
+mod temp_dir;
 
 use std::fmt::Display;
 use std::path::PathBuf;
@@ -29,6 +30,7 @@ use crate::schedule::Schedule;
 
 pub use known::{Known, KnownError, Reach};
 pub use table::Setting;
+pub use temp_dir::TempDir;
 
 use resolver::Resolver;
 
@@ -96,6 +98,10 @@ pub struct ModelPlan {
     pub adapter_folder: Option<PathBuf>,
     /// What blocks keep for backward.
     pub activations: Activations,
+    /// Where the CPU parks activations.
+    pub parking_folder: PathBuf,
+    /// Whether MLPs are computed in tiles.
+    pub tiled_mlp: bool,
     /// What computes attention.
     pub attention: AttentionChoice,
 }
@@ -123,15 +129,15 @@ pub enum ComputeDtype {
 }
 
 /// What blocks keep for backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activations {
     /// Everything.
     Keep,
     /// Their inputs.
     Recompute,
-    /// Their inputs, outside the heap.
-    Offload,
+    /// Their inputs, those of this share of the blocks parked outside of the memory that computes.
+    Offload(f64),
     /// Every k-th block its input, the others everything.
     RecomputeEvery(usize),
 }
