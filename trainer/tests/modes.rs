@@ -29,3 +29,13 @@ fn a_run_with_a_tiled_mlp_has_the_losses_of_one_without() {
     }
     assert!(plain.exported() != tiled.exported(), "nothing was tiled");
 }
+
+#[test]
+fn an_optimizer_cannot_leave_a_cpu_for_the_host_and_it_is_said() {
+    let (plain, offloaded) = (Run::new(), Run::new());
+    plain.train_ok(&["train_iters=4"]);
+    offloaded.train_ok(&["train_iters=4", "deepspeed.zero_optimization.offload_optimizer.device=cpu"]);
+    assert!(offloaded.exported() == plain.exported());
+    let notes = offloaded.report()["notes"].to_string();
+    assert!(notes.contains("the optimizer is not offloaded: what computes is the CPU"), "{notes}");
+}

@@ -72,7 +72,8 @@ fn what_is_not_implemented_is_refused_by_name() {
         "data.sources.0.process=false",
         "data.sources.0.kwargs={streaming: true}",
         "data.sources.0.sql=select",
-        "deepspeed.zero_optimization.offload_optimizer.device=cpu",
+        "deepspeed.zero_optimization.offload_optimizer.device=nvme",
+        "deepspeed.zero_optimization.offload_param.device=cpu",
         "deepspeed.torch_autocast.enabled=true",
         "deepspeed.train_batch_size=8",
         "deepspeed.zero_optimization.zero_hpz_partition_size=8",
@@ -111,6 +112,24 @@ fn states_are_bf16_if_the_recipe_says_so() {
     assert_eq!(plan(&["model.dtype=bf16", masters]).optimizer.masters, ComputeDtype::Bf16);
     assert_eq!(plan(&["model.dtype=bf16"]).optimizer.masters, ComputeDtype::F32);
     refused(&["model.dtype=f32", masters], &["bf16_master_weights_and_grads: true needs model.dtype: bf16"]);
+}
+
+#[test]
+fn the_optimizer_may_live_on_the_host() {
+    let on_host = |arguments: &[&str]| plan(arguments).optimizer_on_host;
+    let offload = "deepspeed.zero_optimization.offload_optimizer";
+    let cpu = format!("{offload}.device=cpu");
+    assert_eq!(on_host(&[]), 0.0);
+    assert_eq!(on_host(&[&format!("{offload}.device=none")]), 0.0);
+    assert_eq!(on_host(&[&cpu]), 1.0);
+    assert_eq!(on_host(&[&cpu, &format!("{offload}.ratio=70%")]), 0.7);
+    let pinned = plan(&[&cpu, &format!("{offload}.pin_memory=true")]);
+    assert!(pinned.notes.iter().any(|note| note.contains("always go through pinned memory")), "{:?}", pinned.notes);
+    let ratio = format!("{offload}.ratio=1.5");
+    refused(&[&cpu, &ratio], &[&format!("argument `{ratio}`"), "expected a share of the parameters from 0 to 1"]);
+    refused(&[&format!("{offload}.ratio=0.5")], &["ratio: nothing is offloaded", "offload_optimizer.device: cpu"]);
+    refused(&[&cpu, &format!("{offload}.pin_memory=3")], &["expected true or false, found 3"]);
+    refused(&[&cpu, &format!("{offload}.buffer_count=4")], &["buffer_count", "not implemented yet"]);
 }
 
 #[test]

@@ -56,5 +56,5 @@ pub use swiglu::swiglu;
 pub use tape::{cotangent, record};
 pub use threads::join_compute_threads;
 pub use tiled::tiled;
-pub use transfer::{HostCopy, Readout, upload};
+pub use transfer::{HostCopy, Readout, send_into, upload};
 pub use weight::{GradSink, Weight};

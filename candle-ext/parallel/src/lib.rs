@@ -7,6 +7,7 @@ mod kv_cache;
 mod offload;
 mod store;
 mod tape;
+mod trainable;
 
 pub use engine::{Engine, LossScale, Micro, Residency};
 pub use kv_cache::KvCache;

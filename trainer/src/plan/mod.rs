@@ -52,6 +52,8 @@ pub struct Plan {
     pub data: DataPlan,
     /// The optimizer.
     pub optimizer: OptimizerPlan,
+    /// The share of the parameters whose masters and moments a GPU run keeps, and updates, in the host's memory.
+    pub optimizer_on_host: f64,
     /// The learning rate over the run. It is checked against the number of steps once the data are counted.
     pub schedule: Schedule,
     /// Evaluation, if there are data for it.
@@ -245,6 +247,7 @@ impl Plan {
         let tokenizer = model::resolve_tokenizer(&mut resolver);
         let data = batches::resolve(&mut resolver, kind, &model, &tokenizer);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
+        let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
         let schedule = optimizer::resolve_schedule(&mut resolver);
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
         let eval = output::resolve_eval(&mut resolver, &data);
@@ -266,6 +269,7 @@ impl Plan {
             tokenizer,
             data,
             optimizer,
+            optimizer_on_host,
             schedule,
             eval,
             exit,

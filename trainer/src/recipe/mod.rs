@@ -57,7 +57,8 @@ pub struct Recipe {
     pub scheduler: Scheduler,
     /// The optimizer.
     pub optimizer: Optimizer,
-    /// A DeepSpeed config. Keys that cannot matter to one process are accepted, `gradient_clipping` is read, and all
+    /// A DeepSpeed config. Keys that cannot matter to one process are accepted; `gradient_clipping`, the numbers of
+    /// `fp16`, the switches of `bf16` and `zero_optimization.offload_optimizer` (`device: cpu`, `ratio`) are read; all
     /// others are refused by name.
     pub deepspeed: DeepSpeed,
     /// Gradients are scaled down to this global norm; 0 turns it off. Default 1.0.

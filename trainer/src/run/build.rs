@@ -34,8 +34,15 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
     let said = attention.explain(&device, compute, model.config().attention_heads());
-    let said = said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
-    let store = Resident::new(&model, Formats { compute, masters, moments }, Mode::Train, &device)?;
+    let mut said = Vec::from_iter(said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?);
+    if plan.optimizer_on_host > 0.0 && device.is_cpu() {
+        said.push("the optimizer is not offloaded: what computes is the CPU, whose memory is the host's".to_owned());
+    }
+    let formats = Formats { compute, masters, moments };
+    let store = match device.is_cpu() {
+        true => Resident::new(&model, formats, Mode::Train, &device)?,
+        false => Resident::with_optimizer_on_host(&model, formats, plan.optimizer_on_host, &device)?,
+    };
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
@@ -54,7 +61,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String
         .with_attention(attention)
         .with_parking(parking)
         .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together });
-    Ok((engine, said.into_iter().collect()))
+    Ok((engine, said))
 }
 
 /// The number format of a plan, as candle names it.

@@ -72,6 +72,15 @@ pub(crate) fn upload<T: WithDType>(values: &[T], shape: Shape, device: &CudaDevi
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
 
+/// See [`crate::transfer::send_into`].
+pub(crate) fn send_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let to = address("send_into", dst)?;
+    send(bytes, to, device).map_err(|error| Error::Msg(format!("send_into: CUDA failed: {error}")))
+}
+
 fn send(bytes: &[u8], to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
     let stream = device.cuda_stream();
     let mut staging = Staging::take(device, bytes.len())?;
@@ -121,11 +130,15 @@ impl Readback {
         self.staging.is_ready()
     }
 
-    pub(crate) fn wait(self) -> Result<Vec<f32>> {
+    fn wait_for_bytes(&self) -> Result<&[u8]> {
         if let Some(copy) = &self.staging.copy {
             copy.synchronize().map_err(failed)?;
         }
-        let bytes = &self.staging.bytes.as_slice().map_err(failed)?[..self.n_bytes];
+        Ok(&self.staging.bytes.as_slice().map_err(failed)?[..self.n_bytes])
+    }
+
+    pub(crate) fn wait(self) -> Result<Vec<f32>> {
+        let bytes = self.wait_for_bytes()?;
         Ok(bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])).collect())
     }
 }
@@ -142,6 +155,15 @@ impl Pinned {
     pub(crate) fn start(x: &Tensor, device: &CudaDevice) -> Result<Self> {
         let (shape, dtype, device) = (x.shape().clone(), x.dtype(), device.clone());
         Ok(Self { readback: Readback::start(x, &device)?, shape, dtype, device })
+    }
+
+    pub(crate) fn into_host(self) -> Result<Tensor> {
+        let bytes = self.readback.wait_for_bytes()?;
+        let host = crate::bytes::leaf_of_bytes(self.dtype, self.shape.clone(), |host| {
+            host.copy_from_slice(bytes);
+            Ok(())
+        })?;
+        Ok(host.as_detached_tensor())
     }
 
     /// Both copies are on one stream: the second begins when the first is done, and the host waits for neither.
