@@ -1,7 +1,7 @@
 //! The losses and gradient norms of the first twenty steps of a tiny model of each family are those in `tests/golden`.
 //!
-//! Which kernels compute depends on the processor, and their sums round in another order: a file has a section for each
-//! kind of processor. Where there is one for this machine, every number equals its to the bit. Where there is none, they
+//! Which kernel computes products depends on the processor, and its sums round in their own way: a file has a section for
+//! each kernel. Where there is one for this machine's, every number equals its to the bit. Where there is none, they
 //! equal those of another section to a relative 1e-5: another implementation of attention (`reference`) moves them by up
 //! to 5e-7 within these steps. No sum here is longer than a kernel's block of the inner dim, so that the sizes of caches
 //! change nothing.
@@ -14,6 +14,7 @@ use std::path::Path;
 use std::process::Command;
 
 use assert_cmd::cargo::cargo_bin;
+use candlewick_ops::cpu_product;
 use serde_json::Value;
 use suite::{read, root};
 
@@ -40,7 +41,7 @@ fn check(name: &str) {
     let golden: Value = serde_json::from_str(&read(format!("tests/golden/{name}.json"))).unwrap();
     let [one, two] = [1, 2].map(|n_threads| curve(name, n_threads));
     assert_eq!(one, two, "the number of threads changes the result");
-    let same_kernels = golden.get(processor());
+    let same_kernels = golden.get(cpu_product());
     let section = same_kernels.or_else(|| golden.as_object()?.values().next()).unwrap().as_array().unwrap();
     assert_eq!(section.len(), one.len());
     for (step, got) in section.iter().zip(one) {
@@ -51,15 +52,6 @@ fn check(name: &str) {
             assert!(got == want || is_close, "{name} of step {}: {got:?}, golden {want:?}", step["step"]);
         }
     }
-}
-
-/// Kinds of processors for which different kernels may compute; `scripts/make-golden` has the same names.
-fn processor() -> &'static str {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx512f") {
-        return "avx512";
-    }
-    std::env::consts::ARCH
 }
 
 /// Trains and returns the numbers of each step.

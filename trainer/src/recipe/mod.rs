@@ -57,7 +57,8 @@ pub struct Recipe {
     pub scheduler: Scheduler,
     /// The optimizer.
     pub optimizer: Optimizer,
-    /// A DeepSpeed config. Keys that cannot matter to one process are accepted, `gradient_clipping` is read, and all
+    /// A DeepSpeed config. Keys that cannot matter to one process are accepted; `gradient_clipping`, the numbers of
+    /// `fp16`, the switches of `bf16` and `zero_optimization.offload_optimizer` (`device: cpu`, `ratio`) are read; all
     /// others are refused by name.
     pub deepspeed: DeepSpeed,
     /// Gradients are scaled down to this global norm; 0 turns it off. Default 1.0.
@@ -91,7 +92,8 @@ pub struct Recipe {
     pub enable_routing_replay: Option<bool>,
     /// ArcticTraining's spelling of `model.activation_checkpoint: offload`.
     pub activation_checkpoint_cpu_offload: Option<bool>,
-    /// Not implemented yet.
+    /// Computes the MLP of each block in tiles of about as many tokens as the model is wide, keeps nothing of a tile for
+    /// backward and computes it again there: less memory for one more forward of the MLP. Default false.
     pub tiled_mlp_compute: Option<bool>,
     /// Seeds the initial weights and LoRA factors. Default 42. The order of the data has `data.seed`.
     pub seed: Option<HumanInt>,

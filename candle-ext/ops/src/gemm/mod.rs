@@ -80,6 +80,18 @@ pub(crate) enum Threads {
     All,
 }
 
+/// Returns the name of what computes f32 products on this processor: `amx`, `avx512`, or `gemm` (the crate). Each rounds in
+/// its own way.
+pub fn cpu_product() -> &'static str {
+    match Engine::best() {
+        #[cfg(target_arch = "x86_64")]
+        Engine::Amx(_) => "amx",
+        #[cfg(target_arch = "x86_64")]
+        Engine::Avx512(_) => "avx512",
+        Engine::Crate => "gemm",
+    }
+}
+
 /// out = [out +] scale * a b
 pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
     assert!(
