@@ -19,7 +19,8 @@ fn known() -> Known {
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
         "tie_word_embeddings": false, "initializer_range": 0.02
     });
-    Known { config: Some(Config::from_json(config).unwrap()), n_cores: 4, has_train_py: false, console: Console::Full }
+    let config = Some(Config::from_json(config).unwrap());
+    Known { config, n_cores: 4, has_train_py: false, console: Console::Full, capacity: None }
 }
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl]}\n";

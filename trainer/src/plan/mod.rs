@@ -6,6 +6,7 @@
 mod batches;
 mod deepspeed;
 mod known;
+mod memory;
 mod model;
 mod optimizer;
 mod output;
@@ -24,7 +25,7 @@ use serde::{Serialize, Serializer};
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{Free, Loaded, OnNonfinite, RecipeError};
+use crate::recipe::{ActivationCheckpoint, Free, HumanInt, Loaded, MemoryModes, OnNonfinite, RecipeError};
 use crate::schedule::Schedule;
 
 pub use known::{Known, KnownError, Reach};
@@ -122,6 +123,16 @@ pub enum ComputeDtype {
     F16,
 }
 
+impl ComputeDtype {
+    /// The bytes of a number.
+    pub fn n_bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
+}
+
 /// What blocks keep for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -134,6 +145,18 @@ pub enum Activations {
     Offload,
     /// Every k-th block its input, the others everything.
     RecomputeEvery(usize),
+}
+
+impl Activations {
+    /// The value of `model.activation_checkpoint` that means this.
+    pub fn to_recipe(self) -> ActivationCheckpoint {
+        match self {
+            Self::Keep => ActivationCheckpoint::None,
+            Self::Recompute => ActivationCheckpoint::Full,
+            Self::Offload => ActivationCheckpoint::Offload,
+            Self::RecomputeEvery(k) => ActivationCheckpoint::Every(HumanInt(k)),
+        }
+    }
 }
 
 /// The tokenizer of a run.
@@ -251,8 +274,9 @@ impl Plan {
         let seed = resolver.count("seed", recipe.seed, 42) as u64;
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
+        let memory = resolver.pick("memory", recipe.memory, MemoryModes::Manual);
         let (settings, notes) = resolver.finish()?;
-        Ok(Self {
+        let plan = Self {
             recipe: loaded.source().path.clone(),
             seed,
             device,
@@ -270,7 +294,11 @@ impl Plan {
             logger,
             settings,
             notes,
-        })
+        };
+        match memory {
+            MemoryModes::Manual => Ok(plan),
+            MemoryModes::Auto => memory::resolve(plan, loaded, known.capacity.as_ref()),
+        }
     }
 }
 

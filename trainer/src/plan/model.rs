@@ -10,7 +10,8 @@ use super::resolver::Resolver;
 use super::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TokenizerPlan};
 use crate::recipe::{ActivationCheckpoint, Attention, ConfigSource, Dtype, HumanInt, ModelType, Origin};
 
-const ACTIVATIONS: [&str; 3] =
+/// The names of what blocks keep.
+pub(super) const ACTIVATIONS: [&str; 3] =
     ["model.activation_checkpoint", "model.disable_activation_checkpoint", "activation_checkpoint_cpu_offload"];
 
 pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {

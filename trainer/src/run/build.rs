@@ -59,7 +59,8 @@ pub(super) fn dtype(dtype: ComputeDtype) -> DType {
     }
 }
 
-fn residency(activations: Activations, block_idx: usize) -> Residency {
+/// What the plan lets a block keep.
+pub(crate) fn residency(activations: Activations, block_idx: usize) -> Residency {
     match activations {
         Activations::Keep => Residency::Keep,
         Activations::Recompute => Residency::Recompute,

@@ -1,0 +1,37 @@
+//! What a run needs whatever it trains, measured once: the only numbers here that are not read off the code.
+
+use super::{Place, Setup};
+
+/// The program itself, its libraries, threads and buffers.
+const PROGRAM: u64 = 48 << 20;
+/// A token of a byte-pair tokenizer: its text, its merges and their tables.
+const TOKENIZER_BYTES: u64 = 1000;
+/// A GPU's context, our kernels and the workspace of cuBLASLt.
+const GPU_CONTEXT: u64 = 640 << 20;
+/// What CUDA's libraries take of the host's RAM.
+const GPU_HOST: u64 = 1536 << 20;
+
+/// The bytes in the memory of what computes.
+pub(super) fn on_device(setup: &Setup) -> u64 {
+    match setup.place {
+        Place::Cpu => PROGRAM + tokenizer(setup),
+        Place::Gpu => GPU_CONTEXT,
+    }
+}
+
+/// The bytes in the RAM of a machine whose GPU computes.
+pub(super) fn on_gpu_host(setup: &Setup) -> u64 {
+    PROGRAM + GPU_HOST + tokenizer(setup)
+}
+
+fn tokenizer(setup: &Setup) -> u64 {
+    setup.model.config().vocab_size() as u64 * TOKENIZER_BYTES
+}
+
+/// Of what a step allocates and frees again, the allocator keeps pieces that nothing fits into.
+pub(super) fn slack(place: Place, passing: u64) -> u64 {
+    match place {
+        Place::Cpu => passing / 12,
+        Place::Gpu => passing / 20,
+    }
+}
