@@ -1,5 +1,6 @@
 //! Evaluates language models: held-out loss, token scores and generation.
 
+pub mod allocator;
 pub mod cli;
 pub mod exit;
 pub mod generate;

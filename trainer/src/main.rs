@@ -2,11 +2,11 @@
 
 use trainer::exit::ExitCode;
 
-/// Fresh large allocations page-fault at 2 GB/s; this allocator keeps what it was given.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
+    evaluator::allocator::keep_memory();
     candlewick_ops::join_compute_threads();
     trainer::cli::main()
 }

@@ -51,9 +51,9 @@ pub struct Cx<'a> {
 pub(crate) fn forward(config: &Config, block_idx: usize, w: &Weights, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
     let block = Block { config, block_idx, prefix: block_prefix(block_idx), w };
     let normed_td = block.norm("input_layernorm", x_td)?;
-    let x_td = (x_td + block.attention(&normed_td, cx)?)?;
+    let x_td = ops::add(x_td, &block.attention(&normed_td, cx)?)?;
     let normed_td = block.norm("post_attention_layernorm", &x_td)?;
-    &x_td + block.mlp(&normed_td, cx)?
+    ops::add(&x_td, &block.mlp(&normed_td, cx)?)
 }
 
 struct Block<'a> {
@@ -74,8 +74,9 @@ impl Block<'_> {
             window: self.config.window(self.block_idx),
             choice: cx.attention,
         };
+        let n_out = q_thk.dim(1)? * q_thk.dim(2)?;
         let y_thk = cx.seams.attend(self.block_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
-        self.linear("self_attn.o_proj", &y_thk.flatten_from(1)?, cx)
+        self.linear("self_attn.o_proj", &ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?, cx)
     }
 
     fn mlp(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
@@ -95,7 +96,7 @@ impl Block<'_> {
     fn split(&self, projection: &str, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
         let y = self.linear(&format!("self_attn.{projection}"), x_td, cx)?;
         let n_heads = y.dim(D::Minus1)? / self.config.head_dim();
-        y.reshape((y.dim(0)?, n_heads, self.config.head_dim()))
+        ops::reshape(&y, (y.dim(0)?, n_heads, self.config.head_dim()))
     }
 
     fn turn(&self, x_thk: &Tensor, cx: &Cx) -> Result<Tensor> {

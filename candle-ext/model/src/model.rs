@@ -74,12 +74,9 @@ impl Model {
         self.rope.at(positions, device)
     }
 
-    /// Looks tokens up: u32 [t] -> [t, d]. As in torch, the padding token's row gets no gradient from here.
+    /// Looks tokens up: u32 [t] -> [t, d]. The padding token's row gets no gradient from here.
     pub fn embed(&self, w: &Weights, ids: &Tensor) -> Result<Tensor> {
-        let x_td = ops::embedding(ids, w.get(EMBEDDING)?)?;
-        let Some(pad_id) = self.config.pad_id().filter(|_| x_td.track_op()) else { return Ok(x_td) };
-        let is_token = ids.ne(pad_id)?.unsqueeze(1)?.broadcast_as(x_td.shape())?;
-        is_token.where_cond(&x_td, &x_td.detach())
+        ops::embedding(ids, w.get(EMBEDDING)?, self.config.pad_id())
     }
 
     /// Returns the number of blocks.

@@ -52,7 +52,8 @@ impl Weights {
         };
         // Scaled while it is small and unrounded.
         let down = ops::linear(&x, self.get(&format!("{module}.lora_A.weight"))?, None, Precision::Full)?;
-        let down = down.affine(adapter.scaling, 0.0)?.to_dtype(x.dtype())?;
-        base + ops::linear(&down, self.get(&format!("{module}.lora_B.weight"))?, None, Precision::Compute)?
+        let down = ops::scale(&down, adapter.scaling, x.dtype())?;
+        let up = ops::linear(&down, self.get(&format!("{module}.lora_B.weight"))?, None, Precision::Compute)?;
+        ops::add(&base, &up)
     }
 }

@@ -1,10 +1,17 @@
 //! The sum of products of two slices, written so that the compiler vectorises it.
 
+use crate::simd::vectorised;
+
 /// Independent lanes: fast, exact enough for rows of thousands, and always in the same order.
 const LANES: usize = 16;
 
 /// sum(a b)
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    vectorised(|| sum_of_products(a, b))
+}
+
+#[inline(always)]
+fn sum_of_products(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0f32; LANES];
     let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
     let tail = a_chunks.remainder().iter().zip(b_chunks.remainder());

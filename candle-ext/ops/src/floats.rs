@@ -9,6 +9,8 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use crate::simd::vectorised;
+
 /// Blocks of at least this many elements are widened by all threads.
 const PARALLEL_FROM: usize = 1 << 16;
 
@@ -51,7 +53,9 @@ impl<'a> Floats<'a> {
     pub(crate) fn round_like(self, values: &mut [f32]) {
         match self {
             Self::F32(_) => {}
-            Self::Bf16(_) => values.iter_mut().for_each(|x| *x = f32::from_bits(u32::from(bf16_bits(*x)) << 16)),
+            Self::Bf16(_) => vectorised(|| {
+                values.iter_mut().for_each(|x| *x = f32::from_bits(u32::from(bf16_bits(*x)) << 16));
+            }),
             Self::F16(_) => values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
         }
     }
@@ -162,6 +166,16 @@ impl FloatBuf {
         })
     }
 
+    /// A buffer that the caller writes whole before anybody reads of it. Builds with debug assertions fill it with NaN.
+    pub(crate) fn unwritten(dtype: DType, len: usize) -> Result<Self> {
+        Ok(match dtype {
+            DType::F32 => Self::F32(unwritten(len, f32::NAN)),
+            DType::BF16 => Self::Bf16(unwritten(len, bf16::NAN)),
+            DType::F16 => Self::F16(unwritten(len, f16::NAN)),
+            other => return Err(unsupported(other)),
+        })
+    }
+
     pub(crate) fn view(&mut self) -> FloatsMut<'_> {
         match self {
             Self::F32(data) => FloatsMut::F32(data),
@@ -179,19 +193,37 @@ impl FloatBuf {
     }
 }
 
+impl From<FloatBuf> for Storage {
+    fn from(buffer: FloatBuf) -> Self {
+        buffer.into_storage()
+    }
+}
+
+fn unwritten<T: Copy>(len: usize, poison: T) -> Vec<T> {
+    if cfg!(debug_assertions) {
+        return vec![poison; len];
+    }
+    let mut buffer = Vec::with_capacity(len);
+    // SAFETY: there is room for `len`, and all bits are a float. Nothing is read before a kernel has written it: the tests
+    // of the ops would find the poison.
+    #[allow(clippy::uninit_vec)]
+    unsafe {
+        buffer.set_len(len);
+    }
+    buffer
+}
+
 /// half's own loops convert one element at a time; these two are vectorised.
 fn widen_bf16(values: &[bf16], out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "a block and its widened copy have one length");
-    for (value, out) in values.iter().zip(out) {
-        *out = f32::from_bits(u32::from(value.to_bits()) << 16);
-    }
+    vectorised(|| {
+        values.iter().zip(out).for_each(|(value, out)| *out = f32::from_bits(u32::from(value.to_bits()) << 16));
+    });
 }
 
 fn round_to_bf16(values: &[f32], out: &mut [bf16]) {
     assert_eq!(values.len(), out.len(), "a block and its rounded copy have one length");
-    for (value, out) in values.iter().zip(out) {
-        *out = bf16::from_bits(bf16_bits(*value));
-    }
+    vectorised(|| values.iter().zip(out).for_each(|(value, out)| *out = bf16::from_bits(bf16_bits(*value))));
 }
 
 /// To nearest, ties to even; a NaN stays one.

@@ -3,10 +3,11 @@
 //! Each op is a folder: `mod.rs` holds the maths, the checks and the backward, `cpu.rs` the kernel, and with the feature
 //! `cuda` `cuda.rs` and `kernel.cu` its twin.
 //! Weights are not `Var`s: a [`Weight`] is a view of somebody's flat buffer, and its gradient is
-//! added in place to a [`GradSink`] while candle's backward runs. Nothing here communicates.
+//! added in place to a [`GradSink`] while a [`Tape`] goes back. Nothing here communicates.
 
 mod accelerator;
 pub mod adamw;
+pub mod add;
 pub mod attention;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
@@ -22,8 +23,11 @@ pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
 mod product;
+pub mod reshape;
 pub mod rms_norm;
 pub mod rope;
+pub mod scale;
+mod simd;
 mod span;
 mod storage;
 pub mod swiglu;
@@ -39,6 +43,7 @@ pub use cuda::poison::poison;
 
 pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
 pub use adamw::{AdamW, AdamWState, adamw};
+pub use add::add;
 pub use attention::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
 pub use dropout::{Dropout, derive_key, dropout};
 pub use embedding::embedding;
@@ -46,11 +51,13 @@ pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState,
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{Precision, linear};
 pub use linear_cross_entropy::{CrossEntropy, LossAndGrad, Reduction, Upstream, linear_cross_entropy};
+pub use reshape::reshape;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
+pub use scale::scale;
 pub use span::{PROFILE, span};
 pub use swiglu::swiglu;
-pub use tape::{cotangent, record};
+pub use tape::{Grads, Input, Tape, is_tracked, record, untracked};
 pub use threads::join_compute_threads;
 pub use transfer::{Readout, upload};
 pub use weight::{GradSink, Weight};

@@ -6,7 +6,7 @@ use std::ops::Range;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Shape, Storage, StorageRef, Tensor, WithDType, bail};
 
-use crate::floats::{FloatBuf, Floats, FloatsMut};
+use crate::floats::{Floats, FloatsMut};
 
 /// A read lock on a tensor's elements.
 pub(crate) struct Host<'a> {
@@ -57,8 +57,8 @@ pub(crate) fn same_storage(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// An untracked tensor of a kernel's output.
-pub(crate) fn tensor(out: FloatBuf, shape: impl Into<Shape>) -> Tensor {
-    Tensor::from_storage(out.into_storage(), shape, BackpropOp::none(), false)
+pub(crate) fn tensor(out: impl Into<Storage>, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(out.into(), shape, BackpropOp::none(), false)
 }
 
 struct Update<F> {

@@ -1,183 +1,181 @@
-//! How an op enters candle's autograd: the output is computed first, then recorded with a closure.
+//! Reverse-mode differentiation: what ops compute while a [`Tape`] records can be differentiated once.
 //!
-//! candle knows custom ops with one to three inputs and one output, and no seed but ones:
-//! [`record`] wraps the former, [`cotangent`] gives the latter.
+//! candle's own would do, but for three things: it keeps all that was saved until it is through, it starts each gradient
+//! from zeros and adds to them, and it knows ops of at most three inputs only.
 
-use std::sync::{Mutex, PoisonError};
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
 
-use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail,
-};
+use candle_core::{Result, Tensor, TensorId, bail};
 
+use crate::add::add;
 use crate::span::span;
+use crate::weight::Weight;
 
-/// Makes a tensor of an output that is already computed, with `backward` as its vjp.
-///
-/// `backward(y, dy)` gets the output and its cotangent and returns a gradient for each input.
-/// `None` means zero. It runs only if an input is tracked; if none is, the result is untracked and
-/// the closure, with all that it saved, is dropped here.
-pub fn record<const N: usize>(
-    name: &'static str,
-    inputs: [&Tensor; N],
-    out: (Storage, Shape),
-    backward: impl Fn(&Tensor, &Tensor) -> Result<[Option<Tensor>; N]> + Send + Sync + 'static,
-) -> Result<Tensor> {
-    const { assert!(N >= 1 && N <= 3, "candle records ops of one to three inputs") };
-    let op =
-        Recorded { name, out: Mutex::new(Some(out)), backward: Box::new(move |y, dy| Ok(backward(y, dy)?.into())) };
-    match inputs.as_slice() {
-        [a] => a.apply_op1(op),
-        [a, b] => a.apply_op2(b, op),
-        [a, b, c] => a.apply_op3(b, c, op),
-        _ => unreachable!("N was checked at compile time"),
-    }
+/// A computation and the way back from its output to its inputs and to the trainable weights that it used.
+pub struct Tape {
+    output: Tensor,
+    nodes: Vec<Node>,
 }
 
-/// Gives a scalar whose backward seeds `y` with exactly `dy`. Scalars may be added to seed several.
-///
-/// Its value is zero. `backward()` on a candle tensor starts from ones, so this is the way in for a
-/// gradient that comes from elsewhere.
-pub fn cotangent(y: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    if y.shape() != dy.shape() || y.dtype() != dy.dtype() {
-        bail!(
-            "cotangent: the gradient has shape {:?} and dtype {:?}, the output {:?} and {:?}",
-            dy.shape(),
-            dy.dtype(),
-            y.shape(),
-            y.dtype()
-        )
-    }
-    let zero = Tensor::zeros((), DType::F32, y.device())?;
-    let storage = {
-        let (storage, layout) = zero.storage_and_layout();
-        storage.try_clone(layout)?
-    };
-    let dy = dy.detach();
-    record("cotangent", [y], (storage, Shape::from(())), move |_, _| Ok([Some(dy.clone())]))
+/// What an op computes from.
+#[derive(Clone, Copy)]
+pub enum Input<'a> {
+    /// An activation, whose gradient the op's backward returns.
+    Activation(&'a Tensor),
+    /// A weight, to whose sink the op's backward adds by itself.
+    Weight(&'a Weight),
 }
 
-type Backward = Box<dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync>;
+/// The gradients that a tape gave.
+#[derive(Debug)]
+pub struct Grads(HashMap<TensorId, Tensor>);
 
-struct Recorded {
+struct Node {
     name: &'static str,
-    /// Handed to candle once, by the forward that `apply_op` calls at once.
-    out: Mutex<Option<(Storage, Shape)>>,
+    inputs: Vec<Option<TensorId>>,
+    output: TensorId,
     backward: Backward,
 }
 
-impl Recorded {
-    fn take(&self) -> Result<(Storage, Shape)> {
-        let out = self.out.lock().unwrap_or_else(PoisonError::into_inner).take();
-        match out {
-            Some(out) => Ok(out),
-            None => bail!("{}: a recorded op cannot be run a second time", self.name),
-        }
+type Backward = Box<dyn FnOnce(&Tensor) -> Result<Vec<Option<Tensor>>>>;
+
+#[derive(Default)]
+struct Recording {
+    tracked: HashSet<TensorId>,
+    nodes: Vec<Node>,
+}
+
+thread_local! {
+    /// The innermost is the last; `None` is a computation that is not to be recorded.
+    static RECORDINGS: RefCell<Vec<Option<Recording>>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Tape {
+    /// Runs `forward` and records how its output came from `inputs` and from trainable weights.
+    pub fn record(inputs: &[&Tensor], forward: impl FnOnce() -> Result<Tensor>) -> Result<Self> {
+        let tracked = inputs.iter().map(|input| input.id()).collect();
+        let (output, recording) = within(Some(Recording { tracked, nodes: Vec::new() }), forward)?;
+        let nodes = recording.map(|recording| recording.nodes).unwrap_or_default();
+        Ok(Self { output, nodes })
     }
 
-    fn take_cpu(&self) -> Result<(CpuStorage, Shape)> {
-        match self.take()? {
-            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
-            _ => bail!("{}: the output is on another device than the inputs", self.name),
-        }
+    /// Returns what was computed.
+    pub fn output(&self) -> &Tensor {
+        &self.output
     }
 
-    fn take_cuda(&self) -> Result<(CudaStorage, Shape)> {
-        match self.take()? {
-            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
-            _ => bail!("{}: the output is on another device than the inputs", self.name),
-        }
+    /// True if nothing that was computed has a way back.
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
     }
 
-    /// Runs the closure and writes out the zeros that candle demands for tracked inner nodes.
-    fn vjp<const N: usize>(&self, args: [&Tensor; N], y: &Tensor, dy: &Tensor) -> Result<[Option<Tensor>; N]> {
-        let _span = span(self.name, "backward");
-        let mut grads = (self.backward)(y, &dy.contiguous()?)?.into_iter();
-        let mut filled = [const { None }; N];
-        for (arg, slot) in args.into_iter().zip(&mut filled) {
-            *slot = match grads.next().flatten() {
-                Some(grad) => Some(grad),
-                None if arg.track_op() && !arg.is_variable() => Some(arg.zeros_like()?.detach()),
-                None => None,
-            };
+    /// Goes back from the gradient `dy` of the output: adds to the weights' sinks and returns the inputs' gradients. What an
+    /// op saved is freed as soon as its backward has run.
+    pub fn backward(self, dy: &Tensor) -> Result<Grads> {
+        let y = &self.output;
+        if y.shape() != dy.shape() || y.dtype() != dy.dtype() {
+            bail!(
+                "backward: the gradient has shape {:?} and dtype {:?}, the output {:?} and {:?}",
+                dy.shape(),
+                dy.dtype(),
+                y.shape(),
+                y.dtype()
+            )
         }
-        Ok(filled)
+        let mut grads = HashMap::from([(y.id(), dy.clone())]);
+        for node in self.nodes.into_iter().rev() {
+            let Some(dy) = grads.remove(&node.output) else { continue };
+            let _span = span(node.name, "backward");
+            let of_inputs = (node.backward)(&dy.contiguous()?)?;
+            drop(dy);
+            for (id, grad) in node.inputs.into_iter().zip(of_inputs) {
+                let (Some(id), Some(grad)) = (id, grad) else { continue };
+                let sum = match grads.remove(&id) {
+                    Some(sum) => add(&sum, &grad)?,
+                    None => grad,
+                };
+                grads.insert(id, sum);
+            }
+        }
+        Ok(Grads(grads))
     }
 }
 
-impl CustomOp1 for Recorded {
-    fn name(&self) -> &'static str {
-        self.name
+impl Grads {
+    /// Returns the gradient of an input of the tape; `None` if the output does not depend on it.
+    pub fn get(&self, input: &Tensor) -> Option<&Tensor> {
+        self.0.get(&input.id())
     }
 
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
-
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
-
-    fn bwd(&self, arg: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let [grad] = self.vjp([arg], y, dy)?;
-        Ok(grad)
+    /// The same, taken out.
+    pub fn remove(&mut self, input: &Tensor) -> Option<Tensor> {
+        self.0.remove(&input.id())
     }
 }
 
-impl CustomOp2 for Recorded {
-    fn name(&self) -> &'static str {
-        self.name
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
-
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
-
-    fn bwd(&self, a: &Tensor, b: &Tensor, y: &Tensor, dy: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok(self.vjp([a, b], y, dy)?.into())
+impl<'a> From<&'a Tensor> for Input<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self::Activation(tensor)
     }
 }
 
-impl CustomOp3 for Recorded {
-    fn name(&self) -> &'static str {
-        self.name
+impl<'a> From<&'a Weight> for Input<'a> {
+    fn from(weight: &'a Weight) -> Self {
+        Self::Weight(weight)
     }
+}
 
-    fn cpu_fwd(
-        &self,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.take_cpu()
-    }
+/// Runs `f` without recording, whatever is being recorded around it.
+pub fn untracked<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+    Ok(within(None, f)?.0)
+}
 
-    fn cuda_fwd(
-        &self,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.take_cuda()
-    }
+/// True if `x` came from an input of the tape that records, or from a trainable weight: its gradient is wanted.
+pub fn is_tracked(x: &Tensor) -> bool {
+    with_innermost(|recording| recording.tracked.contains(&x.id())).unwrap_or(false)
+}
 
-    fn bwd(
-        &self,
-        a: &Tensor,
-        b: &Tensor,
-        c: &Tensor,
-        y: &Tensor,
-        dy: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        Ok(self.vjp([a, b, c], y, dy)?.into())
+/// Puts an op's output on the tape that records, with `backward` as its vjp.
+///
+/// `backward(dy)` gets the output's cotangent, contiguous, and returns a gradient for each input; `None` is zero, and right
+/// for a weight. If no input is tracked and no weight trained, the closure is dropped here, with all that it saved.
+pub fn record<const N: usize>(
+    name: &'static str,
+    inputs: [Input<'_>; N],
+    output: Tensor,
+    backward: impl FnOnce(&Tensor) -> Result<[Option<Tensor>; N]> + 'static,
+) -> Tensor {
+    with_innermost(|recording| {
+        let ids = inputs.map(|input| match input {
+            Input::Activation(x) => Some(x.id()).filter(|id| recording.tracked.contains(id)),
+            Input::Weight(_) => None,
+        });
+        let trains = |input: &Input<'_>| matches!(input, Input::Weight(weight) if weight.sink().is_some());
+        if ids.iter().any(Option::is_some) || inputs.iter().any(trains) {
+            recording.tracked.insert(output.id());
+            let backward: Backward = Box::new(move |dy| Ok(backward(dy)?.into()));
+            recording.nodes.push(Node { name, inputs: ids.into(), output: output.id(), backward });
+        }
+    });
+    output
+}
+
+fn with_innermost<T>(f: impl FnOnce(&mut Recording) -> T) -> Option<T> {
+    RECORDINGS.with_borrow_mut(|recordings| recordings.last_mut().and_then(Option::as_mut).map(f))
+}
+
+/// Runs `f` with `recording` as the innermost and gives it back, also if `f` fails or panics.
+fn within<T>(recording: Option<Recording>, f: impl FnOnce() -> Result<T>) -> Result<(T, Option<Recording>)> {
+    struct Guard;
+    impl Drop for Guard {
+        fn drop(&mut self) {
+            RECORDINGS.with_borrow_mut(Vec::pop);
+        }
     }
+    RECORDINGS.with_borrow_mut(|recordings| recordings.push(recording));
+    let _guard = Guard;
+    let output = f()?;
+    let recording = RECORDINGS.with_borrow_mut(|recordings| recordings.last_mut().and_then(Option::take));
+    Ok((output, recording))
 }

@@ -1,6 +1,6 @@
 //! A parameter as the ops see it: a value, and perhaps a place where its gradient is summed.
 
-use candle_core::{DType, Result, Tensor, Var, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::floats::FloatsMut;
 use crate::storage;
@@ -9,8 +9,6 @@ use crate::storage;
 #[derive(Clone, Debug)]
 pub struct GradSink {
     grad: Tensor,
-    /// A scalar leaf that keeps an op on the tape when nothing but this sink wants its backward.
-    anchor: Tensor,
 }
 
 impl GradSink {
@@ -25,8 +23,7 @@ impl GradSink {
                 grad.stride()
             )
         }
-        let anchor = Var::zeros((), DType::F32, grad.device())?;
-        Ok(Self { grad: grad.detach(), anchor: anchor.into_inner() })
+        Ok(Self { grad })
     }
 
     /// The gradient summed so far.
@@ -61,12 +58,12 @@ pub struct Weight {
 impl Weight {
     /// A parameter that is only read; its gradient is never computed.
     pub fn frozen(value: Tensor) -> Self {
-        Self { value: value.detach(), sink: None }
+        Self { value, sink: None }
     }
 
     /// A parameter whose gradient every use adds to `sink`.
     pub fn trainable(value: Tensor, sink: GradSink) -> Self {
-        Self { value: value.detach(), sink: Some(sink) }
+        Self { value, sink: Some(sink) }
     }
 
     /// The value that ops compute with.
@@ -77,11 +74,6 @@ impl Weight {
     /// Where the gradient goes, if it is wanted.
     pub fn sink(&self) -> Option<&GradSink> {
         self.sink.as_ref()
-    }
-
-    /// What an op records as its input for this weight: tracked exactly if there is a sink.
-    pub(crate) fn anchor(&self) -> &Tensor {
-        self.sink.as_ref().map_or(&self.value, |sink| &sink.anchor)
     }
 
     /// Fails if the weight's shape is not what `op` needs or the sink's differs from it.

@@ -6,10 +6,10 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Upstream, Weight, attention,
-    cotangent, linear, linear_cross_entropy,
+    AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight,
+    attention, linear, linear_cross_entropy,
 };
 
 struct Counting;
@@ -51,6 +51,12 @@ fn peak(run: impl Fn()) -> usize {
     PEAK.load(SeqCst) - before
 }
 
+fn forth_and_back(inputs: &[&Tensor], op: impl FnOnce() -> Result<Tensor>) {
+    let tape = Tape::record(inputs, op).unwrap();
+    let dy = tape.output().clone();
+    tape.backward(&dy).unwrap();
+}
+
 fn zeros(shape: (usize, usize), dtype: DType) -> Tensor {
     Tensor::zeros(shape, dtype, &Device::Cpu).unwrap()
 }
@@ -58,13 +64,12 @@ fn zeros(shape: (usize, usize), dtype: DType) -> Tensor {
 #[test]
 fn attention_is_linear_in_length() {
     let of = |t: usize| {
-        let x = || Var::zeros((t, 2, 16), DType::F32, &Device::Cpu).unwrap();
+        let x = || Tensor::zeros((t, 2, 16), DType::F32, &Device::Cpu).unwrap();
         let (q, k, v) = (x(), x(), x());
         let spec = AttentionSpec { scale: 0.25, causal: true, window: None, choice: AttentionChoice::default() };
         let seqs = Seqs::packed(vec![0, t]).unwrap();
         peak(|| {
-            let y = attention(&q, &k, &v, &seqs, &spec).unwrap();
-            cotangent(&y, &y.detach()).unwrap().backward().unwrap();
+            forth_and_back(&[&q, &k, &v], || attention(&q, &k, &v, &seqs, &spec));
         })
     };
     let (short, long) = (of(2048), of(4096));
@@ -91,10 +96,9 @@ fn the_loss_never_holds_all_logits() {
 fn a_bf16_weight_is_never_widened_whole() {
     let (n, k) = (8192, 1024);
     let w = Weight::frozen(zeros((n, k), DType::BF16));
-    let x = Var::zeros((4, k), DType::BF16, &Device::Cpu).unwrap();
+    let x = zeros((4, k), DType::BF16);
     let peak = peak(|| {
-        let y = linear(&x, &w, None, Precision::Compute).unwrap();
-        cotangent(&y, &y.detach()).unwrap().backward().unwrap();
+        forth_and_back(&[&x], || linear(&x, &w, None, Precision::Compute));
     });
     // Whole, it is 32 MiB; a panel is 4 MiB, and a processor with large caches has products pack a few more.
     assert!(peak < 12 * MIB, "{peak}");
@@ -104,10 +108,9 @@ fn a_bf16_weight_is_never_widened_whole() {
 fn weight_gradients_need_no_buffer_of_their_own() {
     let (n, k) = (2048, 1024);
     let of = |w: Weight| {
-        let x = Var::zeros((4, k), DType::F32, &Device::Cpu).unwrap();
+        let x = zeros((4, k), DType::F32);
         peak(|| {
-            let y = linear(&x, &w, None, Precision::Compute).unwrap();
-            cotangent(&y, &y.detach()).unwrap().backward().unwrap();
+            forth_and_back(&[&x], || linear(&x, &w, None, Precision::Compute));
         })
     };
     let value = || zeros((n, k), DType::F32);

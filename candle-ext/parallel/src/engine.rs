@@ -7,11 +7,10 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, Model, OneDevice, Seams};
-use candlewick_ops::{AttentionChoice, CrossEntropy, Reduction, Seqs, Upstream, linear_cross_entropy, span};
+use candlewick_ops::{AttentionChoice, CrossEntropy, Reduction, Seqs, Tape, Upstream, linear_cross_entropy, span};
 
 use crate::offload::Parked;
 use crate::store::Resident;
-use crate::tape::Tape;
 
 /// What a block keeps between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +80,8 @@ pub struct Engine {
 }
 
 enum Kept {
-    Tape(Tape),
+    /// With the input that it is differentiated by.
+    Tape(Tensor, Tape),
     Input(Tensor),
     Parked(Parked),
 }
@@ -140,8 +140,8 @@ impl Engine {
         let (seqs, attention) = (&micro.seqs, self.attention);
         let cx = Cx { cos: &cos, sin: &sin, seqs, dropout_key, attention, seams: &OneDevice };
 
-        let embedded = self.model.embed(&self.store.fetch(0)?, &micro.ids)?;
-        let mut x = embedded.detach();
+        let embedded = Tape::record(&[], || self.model.embed(&self.store.fetch(0)?, &micro.ids))?;
+        let mut x = embedded.output().clone();
         let mut kept = Vec::with_capacity(self.model.n_blocks());
         for block_idx in 0..self.model.n_blocks() {
             let (y, keep) = self.forward_block(block_idx, x, &cx)?;
@@ -153,9 +153,7 @@ impl Engine {
         for (block_idx, keep) in kept.into_iter().enumerate().rev() {
             dx = self.backward_block(block_idx, keep, &dx, &cx)?;
         }
-        if embedded.track_op() {
-            candlewick_ops::cotangent(&embedded, &dx)?.backward()?;
-        }
+        embedded.backward(&dx)?;
         Ok(loss)
     }
 
@@ -164,8 +162,8 @@ impl Engine {
         let unit_idx = block_idx + 1;
         if self.residency[block_idx] == Residency::Keep {
             let weights = self.store.fetch(unit_idx)?;
-            let tape = Tape::record(&x, |x| self.model.block(block_idx, &weights, x, cx))?;
-            return Ok((tape.output(), Kept::Tape(tape)));
+            let tape = Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?;
+            return Ok((tape.output().clone(), Kept::Tape(x, tape)));
         }
         let y = self.model.block(block_idx, &self.store.fetch_frozen(unit_idx)?, &x, cx)?;
         let kept = match self.residency[block_idx] {
@@ -178,24 +176,24 @@ impl Engine {
     fn backward_block(&self, block_idx: usize, kept: Kept, dy: &Tensor, cx: &Cx) -> Result<Tensor> {
         let _span = span("block", "backward");
         let x = match kept {
-            Kept::Tape(tape) => return tape.backward(dy),
+            Kept::Tape(x, tape) => return input_grad(tape, &x, dy),
             Kept::Input(x) => x,
             Kept::Parked(parked) => parked.fetch()?,
         };
         let weights = self.store.fetch(block_idx + 1)?;
-        Tape::record(&x, |x| self.model.block(block_idx, &weights, x, cx))?.backward(dy)
+        input_grad(Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?, &x, dy)
     }
 
     /// Returns the sum of the token losses, and the gradient of the scaled sum with respect to the last block's output.
     fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, scale: &LossScale) -> Result<(Tensor, Tensor)> {
         let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
-        let tape = Tape::record(x_td, |x| self.model.norm(&weights, x))?;
+        let tape = Tape::record(&[x_td], || self.model.norm(&weights, x_td))?;
         let lm_head = self.model.lm_head(&weights)?;
         let spec = self.cross_entropy(lm_head.value(), Reduction::Sum)?;
-        let out = linear_cross_entropy(&tape.output(), &lm_head, targets, &spec, scale.upstream())?;
+        let out = linear_cross_entropy(tape.output(), &lm_head, targets, &spec, scale.upstream())?;
         let dx = out.dx.expect("an upstream gradient was given");
-        Ok((out.loss, tape.backward(&dx)?))
+        Ok((out.loss, input_grad(tape, x_td, &dx)?))
     }
 
     /// Returns the sum of the token losses of a micro-batch. Records nothing.
@@ -245,5 +243,13 @@ impl Engine {
     fn cross_entropy(&self, lm_head_vd: &Tensor, reduction: Reduction) -> Result<CrossEntropy> {
         let row_bytes = lm_head_vd.dim(0)? * DType::F32.size_in_bytes();
         Ok(CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: (self.logits_bytes() / row_bytes).max(1) })
+    }
+}
+
+/// The gradient of the one input of a tape.
+fn input_grad(tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    match tape.backward(dy)?.remove(x) {
+        Some(dx) => Ok(dx),
+        None => x.zeros_like(),
     }
 }

@@ -6,7 +6,6 @@ mod engine;
 mod kv_cache;
 mod offload;
 mod store;
-mod tape;
 
 pub use engine::{Engine, LossScale, Micro, Residency};
 pub use kv_cache::KvCache;

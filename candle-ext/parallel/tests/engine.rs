@@ -7,8 +7,8 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Cx, LoraConfig, Model, OneDevice};
 use candlewick_ops::{
-    AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Seqs, Upstream,
-    Verdict, cotangent, linear_cross_entropy,
+    AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Seqs, Tape,
+    Upstream, Verdict, linear_cross_entropy,
 };
 use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, Residency, Resident};
 use rand::{Rng, SeedableRng};
@@ -154,17 +154,20 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             attention: AttentionChoice::default(),
             seams: &OneDevice,
         };
-        let mut x = model.embed(&store.fetch(0).unwrap(), &micro.ids).unwrap();
-        for block_idx in 0..model.n_blocks() {
-            x = model.block(block_idx, &store.fetch(block_idx + 1).unwrap(), &x, &cx).unwrap();
-        }
         let head = store.fetch(model.n_blocks() + 1).unwrap();
-        let normed = model.norm(&head, &x).unwrap();
+        let tape = Tape::record(&[], || {
+            let mut x = model.embed(&store.fetch(0)?, &micro.ids)?;
+            for block_idx in 0..model.n_blocks() {
+                x = model.block(block_idx, &store.fetch(block_idx + 1)?, &x, &cx)?;
+            }
+            model.norm(&head, &x)
+        });
+        let tape = tape.unwrap();
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 3 };
         let lm_head = model.lm_head(&head).unwrap();
         let upstream = Upstream::Scalar(1.0 / n_targets(&batch));
-        let out = linear_cross_entropy(&normed.detach(), &lm_head, &micro.targets, &spec, upstream).unwrap();
-        cotangent(&normed, &out.dx.unwrap()).unwrap().backward().unwrap();
+        let out = linear_cross_entropy(tape.output(), &lm_head, &micro.targets, &spec, upstream).unwrap();
+        tape.backward(&out.dx.unwrap()).unwrap();
         assert_close(&grads(&by_block), &grads(&whole), 1e-6);
     }
 }

@@ -8,7 +8,7 @@ use std::{
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{AdapterFolder, Config, Cx, Model, OneDevice, ParamSpec, Unit, Weights, checkpoint::Checkpoint};
 use candlewick_ops::{
-    AttentionChoice, CrossEntropy, GradSink, Reduction, Seqs, Upstream, Weight, cotangent, linear_cross_entropy,
+    AttentionChoice, CrossEntropy, GradSink, Reduction, Seqs, Tape, Upstream, Weight, linear_cross_entropy,
 };
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
@@ -101,11 +101,12 @@ impl Tiny {
 
     /// The mean loss; its gradients go to the sinks.
     pub(crate) fn loss_and_grads(&self, reference: &Reference) -> f32 {
-        let normed = self.normed(&reference.ids, &reference.lengths).unwrap();
+        let tape = Tape::record(&[], || self.normed(&reference.ids, &reference.lengths)).unwrap();
+        let normed = tape.output();
         let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 5 };
         let lm_head = self.model.lm_head(self.head()).unwrap();
-        let out = linear_cross_entropy(&normed, &lm_head, &reference.targets(), &spec, Upstream::Scalar(1.0)).unwrap();
-        cotangent(&normed, &out.dx.unwrap()).unwrap().backward().unwrap();
+        let out = linear_cross_entropy(normed, &lm_head, &reference.targets(), &spec, Upstream::Scalar(1.0)).unwrap();
+        tape.backward(&out.dx.unwrap()).unwrap();
         out.loss.to_scalar().unwrap()
     }
 }

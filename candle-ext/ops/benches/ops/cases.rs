@@ -2,11 +2,13 @@
 //!
 //! t tokens, d model, f inner width of the MLP, v vocabulary, k head dim, hq and hkv heads, n elements
 
-use candle_core::{DType, Device, Result, Shape, Tensor, Var};
+use std::rc::Rc;
+
+use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, Dropout, GradPolicy, GradScaler,
-    GradSink, Precision, Reduction, Seqs, Upstream, Weight, adamw, attention, copy_into, cotangent, dropout, embedding,
-    linear, linear_cross_entropy, record, rms_norm, rope, sum_of_squares, swiglu, zero_,
+    GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight, adamw, attention, copy_into, dropout, embedding,
+    linear, linear_cross_entropy, rms_norm, rope, sum_of_squares, swiglu, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -40,9 +42,8 @@ pub(crate) struct Cost {
 /// A case over inputs of its own.
 pub(crate) struct Set {
     pub(crate) run: Run,
-    /// The same backward with an op in place of this one that does nothing: candle clears a sum for each gradient and
-    /// adds to it, which is no part of the op.
-    pub(crate) tape: Option<Run>,
+    /// What of it is the forward's, where a backward is timed.
+    pub(crate) forward: Option<Run>,
 }
 
 /// The sizes that ops see in a model.
@@ -115,7 +116,7 @@ fn rms_norms(t: usize, d: usize) -> [Case; 2] {
     let costs = [2.0, 3.0].map(|n| bytes(n * BF16 * (t * d) as f64));
     both("rms_norm", vec![("t", t), ("d", d)], costs, move |device| {
         let w = trainable(&[d], device)?;
-        Ok(Graph::new([var((t, d), device)?], move |x| rms_norm(&x[0], &w, 1e-6)))
+        Ok(Graph::new([randn((t, d), device)?], move |x| rms_norm(&x[0], &w, 1e-6)))
     })
 }
 
@@ -125,7 +126,7 @@ fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
     both("rope", vec![("t", t), ("h", h), ("k", k)], [cost; 2], move |device| {
         let angles = Tensor::rand(0f32, 6.0, (t, k / 2), device)?;
         let (cos, sin) = (angles.cos()?, angles.sin()?);
-        Ok(Graph::new([var((t, h, k), device)?], move |x| rope(&x[0], &cos, &sin)))
+        Ok(Graph::new([randn((t, h, k), device)?], move |x| rope(&x[0], &cos, &sin)))
     })
 }
 
@@ -133,14 +134,14 @@ fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
 fn swiglus(t: usize, f: usize) -> [Case; 2] {
     let costs = [3.0, 5.0].map(|n| bytes(n * BF16 * (t * f) as f64));
     both("swiglu", vec![("t", t), ("f", f)], costs, move |device| {
-        Ok(Graph::new([var((t, f), device)?, var((t, f), device)?], |x| swiglu(&x[0], &x[1])))
+        Ok(Graph::new([randn((t, f), device)?, randn((t, f), device)?], |x| swiglu(&x[0], &x[1])))
     })
 }
 
 fn dropouts(t: usize, d: usize) -> [Case; 2] {
     let cost = bytes(2.0 * BF16 * (t * d) as f64);
     both("dropout", vec![("t", t), ("d", d)], [cost; 2], move |device| {
-        Ok(Graph::new([var((t, d), device)?], |x| dropout(&x[0], Dropout { p: 0.1, key: 7 })))
+        Ok(Graph::new([randn((t, d), device)?], |x| dropout(&x[0], Dropout { p: 0.1, key: 7 })))
     })
 }
 
@@ -152,7 +153,7 @@ fn embeddings(t: usize, v: usize, d: usize) -> [Case; 2] {
         let w = trainable(&[v, d], device)?;
         let ids: Vec<u32> = random_below(v, t).into_iter().map(|id| id as u32).collect();
         let ids = Tensor::new(ids, device)?;
-        Ok(Graph::new([], move |_| embedding(&ids, &w)))
+        Ok(Graph::new([], move |_| embedding(&ids, &w, None)))
     })
 }
 
@@ -178,7 +179,7 @@ fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize,
         let seqs = Seqs::packed((0..=n_seqs).map(|i| i * len).collect())?;
         let choice = AttentionChoice { implementation: by, deterministic: false };
         let spec = AttentionSpec { scale: (k as f32).powf(-0.5), causal: true, window: None, choice };
-        let qkv = [var((t, hq, k), device)?, var((t, hkv, k), device)?, var((t, hkv, k), device)?];
+        let qkv = [randn((t, hq, k), device)?, randn((t, hkv, k), device)?, randn((t, hkv, k), device)?];
         Ok(Graph::new(qkv, move |x| attention(&x[0], &x[1], &x[2], &seqs, &spec)))
     })
 }
@@ -192,7 +193,7 @@ fn linears(t: usize, k: usize, n: usize) -> Vec<Case> {
     let product = |x: &Tensor, w: &Weight| linear(x, w, None, Precision::Compute);
     let [forward, grad_x] = both("linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
         let w = Weight::frozen(randn((n, k), device)?);
-        Ok(Graph::new([var((t, k), device)?], move |x| product(&x[0], &w)))
+        Ok(Graph::new([randn((t, k), device)?], move |x| product(&x[0], &w)))
     });
     let cost_w = cost(BF16 * (x + y) + 2.0 * F32 * w);
     let [_, grad_w] = both("linear dw", shape(), [cost_w; 2], move |device| {
@@ -273,45 +274,23 @@ impl Graph {
     }
 
     fn forward(self) -> Set {
-        Set { run: Box::new(move || keep((self.op)(&self.tracked)?)), tape: None }
+        Set { run: Box::new(move || keep((self.op)(&self.tracked)?)), forward: None }
     }
 
     fn backward(self) -> Result<Set> {
-        let y = (self.op)(&self.tracked)?;
+        let graph = Rc::new(self);
+        let again = graph.clone();
+        let y = (graph.op)(&graph.tracked)?;
         let dy = randn(y.shape(), y.device())?;
-        let idle = idle(&self.tracked, &y)?;
-        let seed = dy.clone();
         Ok(Set {
-            run: Box::new(move || keep(cotangent(&y, &dy)?.backward()?)),
-            tape: Some(Box::new(move || keep(cotangent(&idle, &seed)?.backward()?))),
+            run: Box::new(move || keep(graph.record()?.backward(&dy)?)),
+            forward: Some(Box::new(move || keep(again.record()?))),
         })
     }
-}
 
-/// An op like that of y, whose gradients are there already.
-fn idle(tracked: &[Tensor], y: &Tensor) -> Result<Tensor> {
-    let grads = tracked.iter().map(|x| Ok(Some(x.ones_like()?.detach()))).collect::<Result<Vec<_>>>()?;
-    let out = {
-        let (storage, layout) = y.storage_and_layout();
-        (storage.try_clone(layout)?, y.shape().clone())
-    };
-    match (tracked, grads.as_slice()) {
-        ([a], [da]) => {
-            let da = da.clone();
-            record("idle", [a], out, move |_, _| Ok([da.clone()]))
-        }
-        ([a, b], [da, db]) => {
-            let grads = [da.clone(), db.clone()];
-            record("idle", [a, b], out, move |_, _| Ok(grads.clone()))
-        }
-        ([a, b, c], [da, db, dc]) => {
-            let grads = [da.clone(), db.clone(), dc.clone()];
-            record("idle", [a, b, c], out, move |_, _| Ok(grads.clone()))
-        }
-        _ => {
-            let anchor = Var::zeros((), DType::F32, y.device())?;
-            record("idle", [anchor.as_tensor()], out, |_, _| Ok([None]))
-        }
+    fn record(&self) -> Result<Tape> {
+        let inputs: Vec<&Tensor> = self.tracked.iter().collect();
+        Tape::record(&inputs, || (self.op)(&self.tracked))
     }
 }
 
@@ -340,7 +319,7 @@ fn once(
     n_bytes: f64,
     make: impl Fn(&Device) -> Result<Run> + 'static,
 ) -> Case {
-    let make = Box::new(move |device: &Device| Ok(Set { run: make(device)?, tape: None }));
+    let make = Box::new(move |device: &Device| Ok(Set { run: make(device)?, forward: None }));
     Case { op, what: "forward", shape, cost: bytes(n_bytes), make }
 }
 
@@ -350,10 +329,6 @@ fn keep(result: impl std::any::Any) -> Result<Box<dyn std::any::Any>> {
 
 fn randn(shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, shape, device)?.to_dtype(DType::BF16)
-}
-
-fn var(shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
-    Ok(Var::from_tensor(&randn(shape, device)?)?.into_inner())
 }
 
 fn trainable(shape: &[usize], device: &Device) -> Result<Weight> {

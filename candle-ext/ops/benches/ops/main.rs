@@ -51,11 +51,11 @@ struct Row {
     shape: Map<String, Value>,
     /// Sets of inputs and outputs that took turns.
     n_sets: usize,
-    /// Without the tape's share.
+    /// Without the forward's share, where a backward is timed.
     #[serde(flatten)]
     timing: Timing,
     /// What candle's sums of gradients took besides.
-    tape_ms: f64,
+    forward_ms: f64,
     bytes: f64,
     flops: f64,
     gb_s: f64,
@@ -126,20 +126,20 @@ fn ceilings(device: &Device, effort: Effort, args: &Args) -> Result<Ceilings> {
     })
 }
 
-/// Times a case, and what of it is the tape's.
+/// Times a case, and what of it is the forward's.
 fn timed(case: &Case, device: &Device, effort: Effort) -> Result<(Timing, f64, usize)> {
     let n_sets = effort.n_sets(case.cost.bytes);
     let sets = (0..n_sets).map(|_| (case.make)(device)).collect::<candle_core::Result<Vec<Set>>>()?;
-    let (runs, tapes): (Vec<Run>, Vec<Option<Run>>) = sets.into_iter().map(|set| (set.run, set.tape)).unzip();
-    let tapes: Vec<Run> = tapes.into_iter().flatten().collect();
+    let (runs, forwards): (Vec<Run>, Vec<Option<Run>>) = sets.into_iter().map(|set| (set.run, set.forward)).unzip();
+    let forwards: Vec<Run> = forwards.into_iter().flatten().collect();
     let timing = measure::time(device, &runs, effort)?;
-    let tape_ms = if tapes.is_empty() { 0.0 } else { measure::time(device, &tapes, effort)?.ms };
-    Ok((timing, tape_ms, n_sets))
+    let forward_ms = if forwards.is_empty() { 0.0 } else { measure::time(device, &forwards, effort)?.ms };
+    Ok((timing, forward_ms, n_sets))
 }
 
 fn measure(case: &Case, device: &Device, effort: Effort, ceilings: Ceilings) -> Result<Row> {
-    let (timing, tape_ms, n_sets) = timed(case, device, effort)?;
-    let own = |ms: f64| (ms - tape_ms).max(1e-6);
+    let (timing, forward_ms, n_sets) = timed(case, device, effort)?;
+    let own = |ms: f64| (ms - forward_ms).max(1e-6);
     let timing = Timing { ms: own(timing.ms), ms_min: own(timing.ms_min), ms_max: own(timing.ms_max), ..timing };
     let Cost { bytes, flops } = case.cost;
     let seconds = timing.ms / 1e3;
@@ -150,7 +150,7 @@ fn measure(case: &Case, device: &Device, effort: Effort, ceilings: Ceilings) -> 
         shape: case.shape.iter().map(|(name, n)| ((*name).to_owned(), json!(n))).collect(),
         n_sets,
         timing,
-        tape_ms,
+        forward_ms,
         bytes,
         flops,
         gb_s: bytes / seconds / 1e9,

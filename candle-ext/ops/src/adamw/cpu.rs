@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use super::Factors;
 use crate::floats::{Floats, FloatsMut};
 use crate::grad_scaler::StepFactors;
+use crate::simd::vectorised;
 
 /// Elements that one task handles.
 const CHUNK: usize = 1 << 13;
@@ -83,11 +84,14 @@ fn widened(by: &Update, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
 
 /// m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p = shrink p - lr m / (sqrt(v) + eps)
 fn step(by: &Update, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
-    let f = &by.factors;
-    for ((p, g), (m, v)) in master.iter_mut().zip(grad).zip(mean.iter_mut().zip(square)) {
-        let g = g * by.grad_scale;
-        *m = *m * f.beta1 + g * f.one_minus_beta1;
-        *v = *v * f.beta2 + g * g * f.one_minus_beta2;
-        *p = *p * f.shrink - f.lr * (*m / (v.sqrt() + f.eps));
-    }
+    let f = by.factors;
+    let grad_scale = by.grad_scale;
+    vectorised(|| {
+        for ((p, g), (m, v)) in master.iter_mut().zip(grad).zip(mean.iter_mut().zip(square)) {
+            let g = g * grad_scale;
+            *m = *m * f.beta1 + g * f.one_minus_beta1;
+            *v = *v * f.beta2 + g * g * f.one_minus_beta2;
+            *p = *p * f.shrink - f.lr * (*m / (v.sqrt() + f.eps));
+        }
+    });
 }

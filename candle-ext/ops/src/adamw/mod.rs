@@ -60,6 +60,7 @@ pub fn adamw(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()
 
 /// The scalars of an update, computed in f64 and rounded once. With c = sqrt(1 - b2^n), m / (sqrt(v) / c + eps) is
 /// c m / (sqrt(v) + c eps): c and the bias correction of m belong to the step and come from the scaler.
+#[derive(Clone, Copy)]
 struct Factors {
     lr: f32,
     shrink: f32,

@@ -1,4 +1,5 @@
-//! The backward CPU kernel: a task for each sequence and key head, which alone sums its dk and dv.
+//! The backward CPU kernel: a task for each sequence and query head. A head's own dk and dv are summed by its task, those
+//! of the heads that share a key head afterwards, in order.
 //!
 //! With p = e^(score - lse) and delta = sum(do o): dv = p^T do, ds = p (do v^T - delta),
 //! dq = scale ds k, dk = scale ds^T q.
@@ -7,13 +8,14 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::layout::{Heads, by_head, by_row, pieces};
+use super::layout::{Head, Heads, by_row, pieces};
 use super::seqs::Span;
-use super::tile::{Queries, queries_per_tile};
+use super::tile::{QUERIES, Queries, of_span};
 use super::{AttentionSpec, Seqs};
 use crate::dot::dot;
 use crate::floats::{Floats, FloatsMut};
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::simd::vectorised;
 
 /// What the forward left, and the cotangent of its output.
 pub(super) struct Inputs<'a> {
@@ -34,68 +36,80 @@ pub(super) fn run(
     heads: Heads,
 ) {
     let Heads { n_kv, group, dim } = heads;
-    let (t, s, width) = (seqs.n_tokens(), seqs.n_keys(), group * dim);
-    let q = by_head(inputs.q, n_kv, width);
-    let (k, v) = (by_head(inputs.k, n_kv, dim), by_head(inputs.v, n_kv, dim));
-    let (o, d_o) = (by_head(inputs.o, n_kv, width), by_head(inputs.d_o, n_kv, width));
-    let (mut dq, mut dk, mut dv) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
-    let tasks: Vec<(usize, Span)> = (0..n_kv).flat_map(|head| seqs.spans().map(move |span| (head, span))).collect();
-    let dq_pieces = pieces(&mut dq, tasks.iter().map(|(_, span)| span.q.len() * width));
+    let (n_heads, t, s) = (heads.n_queries(), seqs.n_tokens(), seqs.n_keys());
+    let mut wide = [const { Vec::new() }; 5];
+    let [q_wide, k_wide, v_wide, o_wide, d_o_wide] = &mut wide;
+    let (q, k, v) = (inputs.q.widened(q_wide), inputs.k.widened(k_wide), inputs.v.widened(v_wide));
+    let (o, d_o) = (inputs.o.widened(o_wide), inputs.d_o.widened(d_o_wide));
+    let [mut dq, mut dk, mut dv] = [t, s, s].map(|rows| vec![0.0; n_heads * rows * dim]);
+    let tasks: Vec<(usize, Span)> = (0..n_heads).flat_map(|head| seqs.spans().map(move |span| (head, span))).collect();
+    let dq_pieces = pieces(&mut dq, tasks.iter().map(|(_, span)| span.q.len() * dim));
     let dk_pieces = pieces(&mut dk, tasks.iter().map(|(_, span)| span.k.len() * dim));
     let dv_pieces = pieces(&mut dv, tasks.iter().map(|(_, span)| span.k.len() * dim));
     let grads = dq_pieces.into_par_iter().zip(dk_pieces).zip(dv_pieces);
     tasks.par_iter().zip(grads).for_each(|((head, span), ((dq, dk), dv))| {
-        let rows = head * t + span.q.start..head * t + span.q.end;
-        let keys = head * s + span.k.start..head * s + span.k.end;
+        let of_queries = |x| Head::new(x, n_heads, dim, *head);
+        let of_keys = |x| Head::new(x, n_kv, dim, head / group);
         let sequence = Sequence {
-            q: part(&q, &rows, width),
-            k: part(&k, &keys, dim),
-            v: part(&v, &keys, dim),
-            o: part(&o, &rows, width),
-            d_o: part(&d_o, &rows, width),
-            lse: part(inputs.lse, &rows, group),
-            heads,
+            q: of_queries(q),
+            k: of_keys(k),
+            v: of_keys(v),
+            o: of_queries(o),
+            d_o: of_queries(d_o),
+            lse: &inputs.lse[head * t..(head + 1) * t],
+            span: span.clone(),
+            dim,
             spec,
         };
         sequence.backward(dq, dk, dv);
     });
-    by_row(&dq, dq_out, n_kv, width);
-    by_row(&dk, dk_out, n_kv, dim);
-    by_row(&dv, dv_out, n_kv, dim);
+    by_row(&dq, dq_out, n_heads, dim);
+    for (mut grad, out) in [(dk, dk_out), (dv, dv_out)] {
+        by_row(add_groups(&mut grad, group, s * dim), out, n_kv, dim);
+    }
 }
 
-fn part<'a>(x: &'a [f32], rows: &Range<usize>, width: usize) -> &'a [f32] {
-    &x[rows.start * width..rows.end * width]
+/// Adds up each `group` of `len` elements in its first, and moves the sums together.
+fn add_groups(x: &mut [f32], group: usize, len: usize) -> &[f32] {
+    x.par_chunks_mut((group * len).max(1)).for_each(|heads| {
+        let (sum, rest) = heads.split_at_mut(len);
+        for head in rest.chunks_exact(len) {
+            vectorised(|| sum.iter_mut().zip(head).for_each(|(sum, x)| *sum += x));
+        }
+    });
+    let n_sums = if len == 0 { 0 } else { x.len() / (group * len) };
+    for i in 1..n_sums {
+        x.copy_within(i * group * len..(i * group + 1) * len, i * len);
+    }
+    &x[..n_sums * len]
 }
 
-/// One sequence and one key head.
+/// One sequence and one query head.
 struct Sequence<'a> {
-    q: &'a [f32],
-    k: &'a [f32],
-    v: &'a [f32],
-    o: &'a [f32],
-    d_o: &'a [f32],
+    q: Head<'a>,
+    k: Head<'a>,
+    v: Head<'a>,
+    o: Head<'a>,
+    d_o: Head<'a>,
     lse: &'a [f32],
-    heads: Heads,
+    span: Span,
+    dim: usize,
     spec: &'a AttentionSpec,
 }
 
 impl Sequence<'_> {
     fn backward(&self, dq: &mut [f32], dk: &mut [f32], dv: &mut [f32]) {
-        let Heads { group, dim, .. } = self.heads;
-        let (n_queries, n_keys) = (self.q.len() / (group * dim), self.k.len() / dim);
-        let height = queries_per_tile(self.heads);
+        let Span { q, k } = &self.span;
         let mut scratch = Scratch::default();
-        for start in (0..n_queries).step_by(height) {
-            let rows = start * group..(start + height).min(n_queries) * group;
+        for (i, dq) in dq.chunks_mut(QUERIES * self.dim).enumerate() {
+            let rows = q.start + i * QUERIES..(q.start + (i + 1) * QUERIES).min(q.end);
             let queries = Queries {
-                q: part(self.q, &rows, dim),
-                first: n_keys - n_queries + start,
-                n_keys,
-                heads: self.heads,
+                q: self.q.rows(rows.clone()),
+                n: rows.len(),
+                first: k.len() - q.len() + i * QUERIES,
+                n_keys: k.len(),
                 spec: self.spec,
             };
-            let dq = &mut dq[rows.start * dim..rows.end * dim];
             self.tile(&queries, rows, &mut scratch, dq, dk, dv);
         }
     }
@@ -110,16 +124,14 @@ impl Sequence<'_> {
         dk: &mut [f32],
         dv: &mut [f32],
     ) {
-        let (dim, scale) = (self.heads.dim, self.spec.scale);
-        let (d_o, lse) = (part(self.d_o, &rows, dim), &self.lse[rows.clone()]);
-        let delta = row_products(part(self.o, &rows, dim), d_o, dim);
-        let n_rows = rows.len();
+        let (dim, scale, n_rows) = (self.dim, self.spec.scale, rows.len());
+        let (d_o, lse) = (self.d_o.rows(rows.clone()), &self.lse[rows.clone()]);
+        let delta: Vec<f32> = rows.map(|row| dot(self.o.row(row), self.d_o.row(row))).collect();
         for tile in queries.key_tiles() {
-            let (k, v) = (part(self.k, &tile, dim), part(self.v, &tile, dim));
+            let (k, v) = (of_span(self.k, &self.span.k, &tile), of_span(self.v, &self.span.k, &tile));
             let [p, ds] = scratch.matrices(n_rows * tile.len());
-            queries.scores(k, p);
+            queries.scores(k, tile.len(), p);
             queries.probabilities(p, &tile, lse);
-            let (d_o, v) = (Mat::new(d_o, n_rows, dim), Mat::new(v, tile.len(), dim));
             let out = MatMut::new(ds, n_rows, tile.len());
             gemm(out, Old::Overwrite, d_o, v.t(), 1.0, Threads::One);
             softmax_backward(p, ds, &delta, tile.len());
@@ -128,11 +140,9 @@ impl Sequence<'_> {
             let out = MatMut::new(&mut dv[keys.clone()], tile.len(), dim);
             gemm(out, Old::Keep, p.t(), d_o, 1.0, Threads::One);
             let ds = Mat::new(ds, n_rows, tile.len());
-            let q = Mat::new(queries.q, n_rows, dim);
             let out = MatMut::new(&mut dk[keys], tile.len(), dim);
-            gemm(out, Old::Keep, ds.t(), q, scale, Threads::One);
-            let out = MatMut::new(dq, n_rows, dim);
-            gemm(out, Old::Keep, ds, Mat::new(k, tile.len(), dim), scale, Threads::One);
+            gemm(out, Old::Keep, ds.t(), queries.q, scale, Threads::One);
+            gemm(MatMut::new(dq, n_rows, dim), Old::Keep, ds, k, scale, Threads::One);
         }
     }
 }
@@ -140,14 +150,8 @@ impl Sequence<'_> {
 /// ds = p (dp - delta), in place of dp.
 fn softmax_backward(p: &[f32], dp: &mut [f32], delta: &[f32], n_keys: usize) {
     for ((p, dp), delta) in p.chunks_exact(n_keys).zip(dp.chunks_exact_mut(n_keys)).zip(delta) {
-        p.iter().zip(dp).for_each(|(p, dp)| *dp = p * (*dp - delta));
+        vectorised(|| p.iter().zip(dp).for_each(|(p, dp)| *dp = p * (*dp - delta)));
     }
-}
-
-/// sum(a b) for each row of `dim` elements.
-fn row_products(a: &[f32], b: &[f32], dim: usize) -> Vec<f32> {
-    let rows = a.chunks_exact(dim).zip(b.chunks_exact(dim));
-    rows.map(|(a, b)| dot(a, b)).collect()
 }
 
 /// Two score-sized matrices, reused from tile to tile.

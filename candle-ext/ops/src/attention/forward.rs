@@ -1,16 +1,17 @@
-//! The forward CPU kernel: a task for each tile of queries.
+//! The forward CPU kernel: a task for each head and tile of queries.
 
 use rayon::prelude::*;
 
-use super::layout::{Heads, by_head, by_row, pieces};
+use super::layout::{Head, Heads, by_row, pieces};
 use super::seqs::Span;
-use super::tile::{Queries, clear_outside, queries_per_tile};
+use super::tile::{QUERIES, Queries, clear_outside, of_span};
 use super::{AttentionSpec, Seqs};
 use crate::exp;
 use crate::floats::{Floats, FloatsMut};
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::simd::vectorised;
 
-/// Writes the output and returns the log-sum-exp of each row, f32 [hkv, t, group].
+/// Writes the output and returns the log-sum-exp of each row, f32 [heads, t].
 pub(super) fn run(
     [q, k, v]: [Floats<'_>; 3],
     out: FloatsMut<'_>,
@@ -19,31 +20,33 @@ pub(super) fn run(
     heads: Heads,
 ) -> Vec<f32> {
     let Heads { n_kv, group, dim } = heads;
-    let (t, s, width) = (seqs.n_tokens(), seqs.n_keys(), group * dim);
-    let q = by_head(q, n_kv, width);
-    let (k, v) = (by_head(k, n_kv, dim), by_head(v, n_kv, dim));
+    let n_heads = heads.n_queries();
+    let mut wide = [const { Vec::new() }; 3];
+    let [q_wide, k_wide, v_wide] = &mut wide;
+    let (q, k, v) = (q.widened(q_wide), k.widened(k_wide), v.widened(v_wide));
     let mut o = vec![0.0; q.len()];
-    let mut lse = vec![0.0; n_kv * t * group];
-    let tiles = tiles(seqs, heads);
-    let o_tiles = pieces(&mut o, tiles.iter().map(|tile| tile.n_queries * width));
-    let lse_tiles = pieces(&mut lse, tiles.iter().map(|tile| tile.n_queries * group));
+    let mut lse = vec![0.0; n_heads * seqs.n_tokens()];
+    let tiles = tiles(seqs, n_heads);
+    let o_tiles = pieces(&mut o, tiles.iter().map(|tile| tile.n_queries * dim));
+    let lse_tiles = pieces(&mut lse, tiles.iter().map(|tile| tile.n_queries));
     tiles.par_iter().zip(o_tiles).zip(lse_tiles).for_each(|((tile, o), lse)| {
-        let start = (tile.head * t + tile.span.q.start + tile.offset) * width;
+        let Tile { head, span, offset, n_queries } = tile;
+        let start = span.q.start + offset;
         let queries = Queries {
-            q: &q[start..start + o.len()],
-            first: tile.span.k.len() - tile.span.q.len() + tile.offset,
-            n_keys: tile.span.k.len(),
-            heads,
+            q: Head::new(q, n_heads, dim, *head).rows(start..start + n_queries),
+            n: *n_queries,
+            first: span.k.len() - span.q.len() + offset,
+            n_keys: span.k.len(),
             spec,
         };
-        let keys = (tile.head * s + tile.span.k.start) * dim..(tile.head * s + tile.span.k.end) * dim;
-        attend(&queries, &k[keys.clone()], &v[keys], o, lse);
+        let (k, v) = (Head::new(k, n_kv, dim, head / group), Head::new(v, n_kv, dim, head / group));
+        attend(&queries, (k, v), span, o, lse);
     });
-    by_row(&o, out, n_kv, width);
+    by_row(&o, out, n_heads, dim);
     lse
 }
 
-/// `n_queries` of a sequence from `offset` on, for one key head.
+/// `n_queries` of a sequence from `offset` on, for one head.
 struct Tile {
     head: usize,
     span: Span,
@@ -51,32 +54,30 @@ struct Tile {
     n_queries: usize,
 }
 
-/// All tiles, in the order of the [n_kv, t, ..] buffers that they tile.
-fn tiles(seqs: &Seqs, heads: Heads) -> Vec<Tile> {
-    let height = queries_per_tile(heads);
+/// All tiles, in the order of the [heads, t, ..] buffers that they tile.
+fn tiles(seqs: &Seqs, n_heads: usize) -> Vec<Tile> {
     let of_span = |head, span: Span| {
-        (0..span.q.len()).step_by(height).map(move |offset| Tile {
+        (0..span.q.len()).step_by(QUERIES).map(move |offset| Tile {
             head,
             offset,
-            n_queries: height.min(span.q.len() - offset),
+            n_queries: QUERIES.min(span.q.len() - offset),
             span: span.clone(),
         })
     };
-    (0..heads.n_kv).flat_map(|head| seqs.spans().flat_map(move |span| of_span(head, span))).collect()
+    (0..n_heads).flat_map(|head| seqs.spans().flat_map(move |span| of_span(head, span))).collect()
 }
 
 /// Softmax over the tiles of keys with a running maximum and sum (Milakov and Gimelshein 2018).
 ///
 /// A row sees some key of the first tile (`tile` says why), so its maximum is finite ever after.
-fn attend(queries: &Queries<'_>, k: &[f32], v: &[f32], o: &mut [f32], lse: &mut [f32]) {
-    let (rows, dim) = (queries.n_rows(), queries.heads.dim);
+fn attend(queries: &Queries<'_>, (k, v): (Head<'_>, Head<'_>), span: &Span, o: &mut [f32], lse: &mut [f32]) {
+    let (rows, dim) = (queries.n, o.len() / queries.n);
     let mut maxima = vec![f32::NEG_INFINITY; rows];
     let mut sums = vec![0.0f32; rows];
     let mut scores = Vec::new();
     for tile in queries.key_tiles() {
-        let keys = tile.start * dim..tile.end * dim;
         scores.resize(rows * tile.len(), 0.0);
-        queries.scores(&k[keys.clone()], &mut scores);
+        queries.scores(of_span(k, &span.k, &tile), tile.len(), &mut scores);
         for (row, scores) in scores.chunks_exact_mut(tile.len()).enumerate() {
             let visible = queries.visible_in(row, &tile);
             clear_outside(scores, &visible);
@@ -85,10 +86,11 @@ fn attend(queries: &Queries<'_>, k: &[f32], v: &[f32], o: &mut [f32], lse: &mut 
             let shrink = exp::exp(maxima[row] - max);
             sums[row] = sums[row] * shrink + exp::exp_shifted(scores, max);
             maxima[row] = max;
-            o[row * dim..(row + 1) * dim].iter_mut().for_each(|o| *o *= shrink);
+            let o = &mut o[row * dim..(row + 1) * dim];
+            vectorised(|| o.iter_mut().for_each(|o| *o *= shrink));
         }
-        let (p, v) = (Mat::new(&scores, rows, tile.len()), Mat::new(&v[keys], tile.len(), dim));
-        gemm(MatMut::new(o, rows, dim), Old::Keep, p, v, 1.0, Threads::One);
+        let p = Mat::new(&scores, rows, tile.len());
+        gemm(MatMut::new(o, rows, dim), Old::Keep, p, of_span(v, &span.k, &tile), 1.0, Threads::One);
     }
     for (row, o) in o.chunks_exact_mut(dim).enumerate() {
         o.iter_mut().for_each(|o| *o /= sums[row]);

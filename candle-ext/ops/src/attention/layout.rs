@@ -1,9 +1,11 @@
-//! The kernel's own layout: f32, one key head after the other, and within it the query heads that
-//! share it side by side. A tile of queries is then one matrix for all heads of the group.
+//! Where the heads lie: side by side in each row of a tensor, one after the other in what the kernels write.
+
+use std::ops::Range;
 
 use rayon::prelude::*;
 
-use crate::floats::{Floats, FloatsMut};
+use crate::floats::FloatsMut;
+use crate::gemm::Mat;
 
 /// Rows that one task copies back.
 const ROWS: usize = 32;
@@ -16,27 +18,44 @@ pub(super) struct Heads {
     pub(super) dim: usize,
 }
 
-/// [rows, n_kv, width] -> f32 [n_kv, rows, width]
-pub(super) fn by_head(x: Floats<'_>, n_kv: usize, width: usize) -> Vec<f32> {
-    let rows = x.len() / (n_kv * width);
-    let mut out = vec![0.0; x.len()];
-    out.par_chunks_mut((rows * width).max(1)).enumerate().for_each(|(head, out)| {
-        for (row, out) in out.chunks_exact_mut(width).enumerate() {
-            let start = (row * n_kv + head) * width;
-            x.slice(start..start + width).read_into(out);
-        }
-    });
-    out
+impl Heads {
+    /// Query heads.
+    pub(super) fn n_queries(self) -> usize {
+        self.n_kv * self.group
+    }
 }
 
-/// f32 [n_kv, rows, width] -> [rows, n_kv, width]
-pub(super) fn by_row(x: &[f32], out: FloatsMut<'_>, n_kv: usize, width: usize) {
-    let rows = x.len() / (n_kv * width);
-    out.chunks(ROWS * n_kv * width).into_par_iter().enumerate().for_each(|(i, mut out)| {
-        for row in 0..out.len() / (n_kv * width) {
-            for head in 0..n_kv {
-                let start = (head * rows + i * ROWS + row) * width;
-                out.write((row * n_kv + head) * width, &x[start..start + width]);
+/// One head of an f32 buffer [rows, n_heads, dim].
+#[derive(Clone, Copy)]
+pub(super) struct Head<'a> {
+    data: &'a [f32],
+    stride: usize,
+    dim: usize,
+}
+
+impl<'a> Head<'a> {
+    pub(super) fn new(data: &'a [f32], n_heads: usize, dim: usize, head: usize) -> Self {
+        Self { data: data.get(head * dim..).unwrap_or_default(), stride: n_heads * dim, dim }
+    }
+
+    /// Some rows, at least one, as a matrix.
+    pub(super) fn rows(self, rows: Range<usize>) -> Mat<'a> {
+        Mat::with_stride(&self.data[rows.start * self.stride..], rows.len(), self.dim, self.stride)
+    }
+
+    pub(super) fn row(self, row: usize) -> &'a [f32] {
+        &self.data[row * self.stride..][..self.dim]
+    }
+}
+
+/// f32 [n_heads, rows, dim] -> [rows, n_heads, dim]
+pub(super) fn by_row(x: &[f32], out: FloatsMut<'_>, n_heads: usize, dim: usize) {
+    let rows = x.len() / (n_heads * dim);
+    out.chunks(ROWS * n_heads * dim).into_par_iter().enumerate().for_each(|(i, mut out)| {
+        for row in 0..out.len() / (n_heads * dim) {
+            for head in 0..n_heads {
+                let start = (head * rows + i * ROWS + row) * dim;
+                out.write((row * n_heads + head) * dim, &x[start..start + dim]);
             }
         }
     });

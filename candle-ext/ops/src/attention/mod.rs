@@ -23,7 +23,7 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::record;
+use crate::tape::{is_tracked, record};
 pub use choice::{AttentionChoice, AttentionHeads, AttentionImpl};
 use choice::{Graphs, Path, choose};
 use layout::Heads;
@@ -49,12 +49,12 @@ pub struct AttentionSpec {
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
     let _span = span("attention", "forward");
     let heads = check(q, k, v, seqs, spec)?;
-    let graphs = if [q, k, v].iter().any(|x| x.track_op()) { Graphs::Both } else { Graphs::Forward };
+    let graphs = if [q, k, v].iter().any(|x| is_tracked(x)) { Graphs::Both } else { Graphs::Forward };
     let (path, _) = choose(q, seqs, spec, heads, graphs)?;
     if let Path::Reference = path {
         return reference::attention([q, k, v], seqs, spec, heads);
     }
-    let [q_saved, k_saved, v_saved] = [q, k, v].map(|x| x.detach().contiguous());
+    let [q_saved, k_saved, v_saved] = [q, k, v].map(Tensor::contiguous);
     let saved = Saved { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
     let (out, kept) = match path {
         #[cfg(feature = "cudnn")]
@@ -70,7 +70,10 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &Attenti
             },
         }),
     };
-    record("attention", [q, k, v], (out, q.shape().clone()), move |o, d_o| {
+    let y = storage::tensor(out, q.shape());
+    let output = y.clone();
+    Ok(record("attention", [q.into(), k.into(), v.into()], y, move |d_o| {
+        let o = &output;
         let grads = match &kept {
             Kept::Cpu(lse) => saved.backward_cpu(o, d_o, lse)?,
             #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -85,7 +88,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &Attenti
             }
         };
         Ok(grads.map(Some))
-    })
+    }))
 }
 
 /// What a forward had, for its backward.
@@ -109,7 +112,7 @@ enum Kept {
 impl Saved {
     fn forward_cpu(&self) -> Result<(Storage, Kept)> {
         let [q, k, v] = &self.qkv;
-        let mut out = FloatBuf::zeros(q.dtype(), q.elem_count())?;
+        let mut out = FloatBuf::unwritten(q.dtype(), q.elem_count())?;
         let (q, k, v) = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
         let inputs = [q.floats()?, k.floats()?, v.floats()?];
         let lse = forward::run(inputs, out.view(), &self.seqs, &self.spec, self.heads);
@@ -119,9 +122,9 @@ impl Saved {
     fn backward_cpu(&self, o: &Tensor, d_o: &Tensor, lse: &[f32]) -> Result<[Tensor; 3]> {
         let [q, k, v] = &self.qkv;
         let mut grads = [
-            FloatBuf::zeros(q.dtype(), q.elem_count())?,
-            FloatBuf::zeros(k.dtype(), k.elem_count())?,
-            FloatBuf::zeros(v.dtype(), v.elem_count())?,
+            FloatBuf::unwritten(q.dtype(), q.elem_count())?,
+            FloatBuf::unwritten(k.dtype(), k.elem_count())?,
+            FloatBuf::unwritten(v.dtype(), v.elem_count())?,
         ];
         let hosts = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
         let (o, d_o) = (host("attention", o)?, host("attention", d_o)?);

@@ -4,13 +4,12 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 
-use candle_core::op::BackpropOp;
-use candle_core::{Result, Storage, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
-use crate::storage::host;
+use crate::storage::{self, host};
 use crate::tape::record;
 
 /// Which elements are dropped.
@@ -45,10 +44,8 @@ pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
     if spec.p == 0.0 {
         return Ok(x.clone());
     }
-    let y = masked(&x.detach().contiguous()?, spec)?;
-    record("dropout", [x], (y, x.shape().clone()), move |_, dy| {
-        Ok([Some(Tensor::from_storage(masked(dy, spec)?, dy.shape(), BackpropOp::none(), false))])
-    })
+    let y = masked(&x.contiguous()?, spec)?;
+    Ok(record("dropout", [x.into()], y, move |dy| Ok([Some(masked(dy, spec)?)])))
 }
 
 /// Gives each part of a key's world a key of its own: of a seed a key a step, of that one a micro-batch, and so on.
@@ -56,13 +53,13 @@ pub fn derive_key(key: u64, part: u64) -> u64 {
     cpu::random(key, part)
 }
 
-fn masked(x: &Tensor, spec: Dropout) -> Result<Storage> {
+fn masked(x: &Tensor, spec: Dropout) -> Result<Tensor> {
     on_device!("dropout", x, {
         cpu => {
-            let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+            let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
             cpu::apply(host("dropout", x)?.floats()?, y.view(), spec);
-            Ok(y.into_storage())
+            Ok(storage::tensor(y, x.shape()))
         },
-        cuda => Ok(cuda::apply(x, spec)?.into_storage()),
+        cuda => Ok(cuda::apply(x, spec)?.into_tensor(x.shape())),
     })
 }

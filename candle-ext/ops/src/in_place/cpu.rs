@@ -3,9 +3,12 @@
 use rayon::prelude::*;
 
 use crate::floats::{Floats, FloatsMut};
+use crate::simd::vectorised;
 
 /// Elements that one task handles.
 const CHUNK: usize = 1 << 14;
+/// Independent sums, so that their order never depends on the machine.
+const LANES: usize = 32;
 
 pub(super) fn zero(x: FloatsMut<'_>) {
     let zeros = [0.0; CHUNK];
@@ -27,12 +30,19 @@ pub(super) fn sum_of_squares(x: Floats<'_>) -> f64 {
             let mut wide = Vec::new();
             let end = ((i + 1) * CHUNK).min(x.len());
             let chunk = x.slice(i * CHUNK..end).widened(&mut wide);
-            let mut lanes = [0.0f64; 8];
-            for (j, &x) in chunk.iter().enumerate() {
-                lanes[j % 8] += f64::from(x) * f64::from(x);
-            }
-            lanes.iter().sum()
+            vectorised(|| squares(chunk))
         })
         .collect();
     sums.iter().sum()
+}
+
+#[inline(always)]
+fn squares(x: &[f32]) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    let chunks = x.chunks_exact(LANES);
+    let tail: f64 = chunks.remainder().iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, &x)| *lane += f64::from(x) * f64::from(x));
+    }
+    lanes.iter().sum::<f64>() + tail
 }

@@ -13,7 +13,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::product::Dims;
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::record;
+use crate::tape::{is_tracked, record};
 use crate::weight::Weight;
 
 /// The format of an output. Everything is computed in f32 and rounded once at the end.
@@ -32,7 +32,7 @@ pub enum Precision {
 pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precision) -> Result<Tensor> {
     let _span = span("linear", "forward");
     let dims = check(x, w, bias)?;
-    let input = x.detach().contiguous()?;
+    let input = x.contiguous()?;
     let out_dtype = match precision {
         Precision::Compute => x.dtype(),
         Precision::Full => DType::F32,
@@ -47,17 +47,19 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
     }
     let saved = Saved {
         input: w.sink().map(|_| input),
-        wants_dx: x.track_op().then(|| (x.dtype(), x.dims().to_vec())),
+        wants_dx: is_tracked(x).then(|| (x.dtype(), x.dims().to_vec())),
         w: w.clone(),
         bias: bias.cloned(),
         dims,
     };
-    let b_anchor = bias.unwrap_or(w).anchor();
-    record("linear", [x, w.anchor(), b_anchor], (y, shape.into()), move |_, dy| Ok([saved.backward(dy)?, None, None]))
+    let y = storage::tensor(y, shape);
+    Ok(record("linear", [x.into(), w.into(), bias.unwrap_or(w).into()], y, move |dy| {
+        Ok([saved.backward(dy)?, None, None])
+    }))
 }
 
 fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {
-    let mut y = FloatBuf::zeros(out_dtype, dims.t * dims.n)?;
+    let mut y = FloatBuf::unwritten(out_dtype, dims.t * dims.n)?;
     let (x, w) = (host("linear", x)?, host("linear", w.value())?);
     let bias = bias.map(|bias| host("linear", bias.value())).transpose()?;
     let bias = bias.as_ref().map(|bias| bias.floats()).transpose()?;
@@ -106,7 +108,7 @@ impl Saved {
         let Some((dtype, shape)) = &self.wants_dx else {
             return Ok(None);
         };
-        let mut dx = FloatBuf::zeros(*dtype, self.dims.t * self.dims.k)?;
+        let mut dx = FloatBuf::unwritten(*dtype, self.dims.t * self.dims.k)?;
         let w = host("linear", self.w.value())?;
         cpu::grad_x(dy, w.floats()?, dx.view(), self.dims);
         Ok(Some(storage::tensor(dx, shape.as_slice())))

@@ -7,6 +7,7 @@ use crate::exp;
 use crate::floats::{Floats, FloatsMut};
 use crate::gemm::Old;
 use crate::product::{self, Dims};
+use crate::simd::vectorised;
 
 /// Elements of the logits that exist at once, at most: 256 MiB.
 const LOGITS: usize = 1 << 26;
@@ -97,7 +98,7 @@ fn softmax_minus_onehot(logits: &mut [f32], class: usize, weight: f32) -> f32 {
     let max = exp::max(logits);
     let sum = exp::exp_shifted(logits, max);
     let scale = weight / sum;
-    logits.iter_mut().for_each(|p| *p *= scale);
+    vectorised(|| logits.iter_mut().for_each(|p| *p *= scale));
     logits[class] -= weight;
     max - at_target + sum.ln()
 }

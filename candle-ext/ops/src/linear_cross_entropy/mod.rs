@@ -78,7 +78,7 @@ pub fn linear_cross_entropy(
     let sizes = check(x, w, targets, spec)?;
     let targets = supervised(targets, spec, sizes.v)?;
     let mut weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;
-    let x = x.detach().contiguous()?;
+    let x = x.contiguous()?;
     let wants_dx = !matches!(upstream, Upstream::NoGrad);
     on_device!("linear_cross_entropy", x, {
         cpu => {

@@ -12,7 +12,7 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::record;
+use crate::tape::{is_tracked, record};
 use crate::weight::Weight;
 
 /// y = x / sqrt(mean(x^2) + eps) * w over the last dim, in x's dtype. Accumulates in f32.
@@ -23,11 +23,11 @@ use crate::weight::Weight;
 pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
     let _span = span("rms_norm", "forward");
     let d = check(x, w)?;
-    let input = x.detach().contiguous()?;
+    let input = x.contiguous()?;
     let eps = eps as f32;
     let (y, saved) = on_device!("rms_norm", x, {
         cpu => {
-            let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+            let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
             let (x, w) = (host("rms_norm", &input)?, host("rms_norm", w.value())?);
             cpu::forward(x.floats()?, w.floats()?, y.view(), d, eps);
             (y.into_storage(), None)
@@ -37,11 +37,11 @@ pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
             (y.into_storage(), Some(rstd))
         },
     });
-    let (weight, wants_dx) = (w.clone(), x.track_op());
-    record("rms_norm", [x, w.anchor()], (y, x.shape().clone()), move |_, dy| {
+    let (weight, wants_dx) = (w.clone(), is_tracked(x));
+    Ok(record("rms_norm", [x.into(), w.into()], storage::tensor(y, x.shape()), move |dy| {
         let saved = Saved { input: &input, weight: &weight, rstd: saved.as_ref(), eps };
         Ok([saved.backward(dy, wants_dx)?, None])
-    })
+    }))
 }
 
 struct Saved<'a> {
@@ -78,7 +78,7 @@ impl Saved<'_> {
         if !wants_dx {
             return Ok(None);
         }
-        let mut dx = FloatBuf::zeros(self.input.dtype(), self.input.elem_count())?;
+        let mut dx = FloatBuf::unwritten(self.input.dtype(), self.input.elem_count())?;
         cpu::grad_x(x, w, dy, dx.view(), self.eps);
         Ok(Some(storage::tensor(dx, self.input.shape())))
     }

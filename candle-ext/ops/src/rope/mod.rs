@@ -6,13 +6,12 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 
-use candle_core::op::BackpropOp;
-use candle_core::{DType, Result, Storage, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
-use crate::storage::host;
+use crate::storage::{self, host};
 use crate::tape::record;
 
 /// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
@@ -20,12 +19,9 @@ use crate::tape::record;
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let _span = span("rope", "forward");
     check(x, cos, sin)?;
-    let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
-    let y = rotate(&x.detach().contiguous()?, &cos, &sin, Turn::Forward)?;
-    record("rope", [x], (y, x.shape().clone()), move |_, dy| {
-        let dx = rotate(dy, &cos, &sin, Turn::Back)?;
-        Ok([Some(Tensor::from_storage(dx, dy.shape(), BackpropOp::none(), false))])
-    })
+    let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
+    let y = rotate(&x.contiguous()?, &cos, &sin, Turn::Forward)?;
+    Ok(record("rope", [x.into()], y, move |dy| Ok([Some(rotate(dy, &cos, &sin, Turn::Back)?)])))
 }
 
 /// Which way to turn. The backward of a rotation is the rotation back.
@@ -45,17 +41,18 @@ impl Turn {
     }
 }
 
-fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, turn: Turn) -> Result<Storage> {
+fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, turn: Turn) -> Result<Tensor> {
+    let shape = x.shape();
     on_device!("rope", x, {
         cpu => {
             let (_, h, k) = x.dims3()?;
-            let mut y = FloatBuf::zeros(x.dtype(), x.elem_count())?;
+            let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
             let (x, cos, sin) = (host("rope", x)?, host("rope", cos)?, host("rope", sin)?);
             let table = (cos.slice::<f32>()?, sin.slice::<f32>()?);
             cpu::rotate(x.floats()?, table, y.view(), (h, k), turn);
-            Ok(y.into_storage())
+            Ok(storage::tensor(y, shape))
         },
-        cuda => Ok(cuda::rotate(x, cos, sin, turn)?.into_storage()),
+        cuda => Ok(cuda::rotate(x, cos, sin, turn)?.into_tensor(shape)),
     })
 }
 

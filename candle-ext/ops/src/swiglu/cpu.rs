@@ -4,6 +4,7 @@ use rayon::prelude::*;
 
 use crate::exp::sigmoid;
 use crate::floats::{Floats, FloatsMut};
+use crate::simd::vectorised;
 
 /// Elements that one task handles.
 const BLOCK: usize = 1 << 12;
@@ -15,8 +16,10 @@ pub(super) fn forward(gate: Floats<'_>, up: Floats<'_>, y: FloatsMut<'_>) {
         let (mut gate_wide, mut up_wide) = (Vec::new(), Vec::new());
         let gate = gate.slice(range.clone()).widened(&mut gate_wide);
         let up = up.slice(range).widened(&mut up_wide);
-        let out: Vec<f32> = gate.iter().zip(up).map(|(&g, u)| g * sigmoid(g) * u).collect();
-        y.write(0, &out);
+        let mut out = [0.0; BLOCK];
+        let out = &mut out[..gate.len()];
+        vectorised(|| out.iter_mut().zip(gate.iter().zip(up)).for_each(|(out, (&g, u))| *out = g * sigmoid(g) * u));
+        y.write(0, out);
     });
 }
 
@@ -33,14 +36,17 @@ pub(super) fn backward(
         let gate = gate.slice(range.clone()).widened(&mut gate_wide);
         let up = up.slice(range.clone()).widened(&mut up_wide);
         let dy = dy.slice(range).widened(&mut dy_wide);
-        let (mut dg, mut du) = (vec![0.0; gate.len()], vec![0.0; gate.len()]);
-        let outputs = dg.iter_mut().zip(&mut du);
-        for (((dg, du), (&g, &u)), &dy) in outputs.zip(gate.iter().zip(up)).zip(dy) {
-            let s = sigmoid(g);
-            *du = dy * g * s;
-            *dg = dy * u * s * (1.0 + g * (1.0 - s));
-        }
-        d_gate.write(0, &dg);
-        d_up.write(0, &du);
+        let (mut dg, mut du) = ([0.0; BLOCK], [0.0; BLOCK]);
+        let (dg, du) = (&mut dg[..gate.len()], &mut du[..gate.len()]);
+        vectorised(|| {
+            let outputs = dg.iter_mut().zip(du.iter_mut());
+            for (((dg, du), (&g, &u)), &dy) in outputs.zip(gate.iter().zip(up)).zip(dy) {
+                let s = sigmoid(g);
+                *du = dy * g * s;
+                *dg = dy * u * s * (1.0 + g * (1.0 - s));
+            }
+        });
+        d_gate.write(0, dg);
+        d_up.write(0, du);
     });
 }

@@ -16,31 +16,30 @@ use crate::tape::record;
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check(gate, up)?;
-    let shape = gate.shape().clone();
-    let saved = (gate.detach().contiguous()?, up.detach().contiguous()?);
+    let saved = (gate.contiguous()?, up.contiguous()?);
     let y = on_device!("swiglu", gate, {
         cpu => {
-            let mut y = FloatBuf::zeros(gate.dtype(), gate.elem_count())?;
-            let (gate, up) = (host("swiglu", &saved.0)?, host("swiglu", &saved.1)?);
-            cpu::forward(gate.floats()?, up.floats()?, y.view());
-            y.into_storage()
+            let mut y = FloatBuf::unwritten(gate.dtype(), gate.elem_count())?;
+            let (gate_host, up_host) = (host("swiglu", &saved.0)?, host("swiglu", &saved.1)?);
+            cpu::forward(gate_host.floats()?, up_host.floats()?, y.view());
+            storage::tensor(y, gate.shape())
         },
-        cuda => cuda::forward(&saved.0, &saved.1)?.into_storage(),
+        cuda => cuda::forward(&saved.0, &saved.1)?.into_tensor(gate.shape()),
     });
-    record("swiglu", [gate, up], (y, shape), move |_, dy| {
+    Ok(record("swiglu", [gate.into(), up.into()], y, move |dy| {
         let (gate, up) = &saved;
         let (d_gate, d_up) = on_device!("swiglu", dy, {
             cpu => backward_cpu(gate, up, dy)?,
             cuda => cuda::backward(gate, up, dy)?,
         });
         Ok([Some(d_gate), Some(d_up)])
-    })
+    }))
 }
 
 fn backward_cpu(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
     let shape = gate.shape();
-    let mut d_gate = FloatBuf::zeros(gate.dtype(), gate.elem_count())?;
-    let mut d_up = FloatBuf::zeros(up.dtype(), up.elem_count())?;
+    let mut d_gate = FloatBuf::unwritten(gate.dtype(), gate.elem_count())?;
+    let mut d_up = FloatBuf::unwritten(up.dtype(), up.elem_count())?;
     let (gate, up, dy) = (host("swiglu", gate)?, host("swiglu", up)?, host("swiglu", dy)?);
     let inputs = (gate.floats()?, up.floats()?, dy.floats()?);
     cpu::backward(inputs, d_gate.view(), d_up.view());

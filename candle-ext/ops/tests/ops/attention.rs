@@ -1,9 +1,9 @@
-use candle_core::{D, DType, Device, Result, Tensor, Var};
+use candle_core::{D, DType, Device, Result, Tensor};
 use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionSpec, Seqs, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
 
-use crate::cases::{Case, F32, Place, assert_close, assert_error, backward, bits, randn, relative_error, rng, values};
+use crate::cases::{Case, F32, Place, assert_close, assert_error, bits, randn, relative_error, rng, tape, values};
 
 const FUSED: AttentionChoice = AttentionChoice { implementation: AttentionImpl::Fused, deterministic: false };
 pub(crate) const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: FUSED };
@@ -201,9 +201,10 @@ fn two_runs_give_the_same_bits() {
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         everywhere(&setup, |x| {
             let run = || {
-                let x: Vec<Var> = x.iter().map(|x| Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap()).collect();
-                let y = attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec).unwrap();
-                let grads = backward(&y, &y.detach());
+                let x: Vec<Tensor> = x.iter().map(|x| x.to_dtype(dtype).unwrap()).collect();
+                let tape = tape(&x, || attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec));
+                let y = tape.output().clone();
+                let grads = tape.backward(&y).unwrap();
                 let grads = x.iter().map(|x| bits(grads.get(x).unwrap()));
                 std::iter::once(bits(&y)).chain(grads).collect::<Vec<_>>()
             };
@@ -347,10 +348,10 @@ fn a_nan_is_passed_on() {
 fn only_empty_sequences_give_an_empty_output() {
     let setup = Setup::packed(&[0, 0], (2, 1, 4), CAUSAL);
     everywhere(&setup, |x| {
-        let q = candle_core::Var::from_tensor(&x[0]).unwrap();
-        let y = attention(&q, &x[1], &x[2], &setup.seqs(), &CAUSAL).unwrap();
+        let tape = tape(x, || attention(&x[0], &x[1], &x[2], &setup.seqs(), &CAUSAL));
+        let y = tape.output().clone();
         assert_eq!(y.dims(), [0, 2, 4]);
-        backward(&y, &y.zeros_like().unwrap());
+        tape.backward(&y).unwrap();
     });
 }
 

@@ -1,22 +1,23 @@
 //! The implementations of attention against each other.
 
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
 
 use crate::attention::{CAUSAL, Setup, setups};
-use crate::cases::{F32, assert_close_above, assert_error, backward, norm, randn};
+use crate::cases::{F32, assert_close_above, assert_error, norm, randn, tape};
 
 /// The output and the gradients of q, k and v, from a random upstream gradient, on the CPU in f32.
 fn results(setup: &Setup, implementation: AttentionImpl, device: &Device, dtype: DType) -> Vec<Tensor> {
     let put = |x: &Tensor| x.to_dtype(dtype).unwrap().to_device(device).unwrap();
-    let inputs: Vec<Var> = setup.inputs().iter().map(|x| Var::from_tensor(&put(x)).unwrap()).collect();
+    let inputs: Vec<Tensor> = setup.inputs().iter().map(put).collect();
     let choice = AttentionChoice { implementation, ..setup.spec.choice };
     let spec = AttentionSpec { choice, ..setup.spec };
-    let y = attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec).unwrap();
-    let grads = backward(&y, &put(&randn(y.shape(), 99)));
+    let tape = tape(&inputs, || attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec));
+    let y = tape.output().clone();
+    let grads = tape.backward(&put(&randn(y.shape(), 99))).unwrap();
     // None where there are no queries: that is zero.
-    let grad = |x: &Var| grads.get(x).cloned().unwrap_or_else(|| x.zeros_like().unwrap());
-    let all = std::iter::once(y.detach()).chain(inputs.iter().map(grad));
+    let grad = |x: &Tensor| grads.get(x).cloned().unwrap_or_else(|| x.zeros_like().unwrap());
+    let all = std::iter::once(y).chain(inputs.iter().map(grad));
     all.map(|x| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap()).collect()
 }
 
@@ -117,12 +118,13 @@ mod cudnn {
     /// The reference in f32 of inputs that are rounded to a format.
     fn rounded(setup: &Setup, dtype: DType) -> Vec<Tensor> {
         let round = |x: &Tensor| x.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
-        let inputs: Vec<Var> = setup.inputs().iter().map(|x| Var::from_tensor(&round(x)).unwrap()).collect();
+        let inputs: Vec<Tensor> = setup.inputs().iter().map(round).collect();
         let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: false };
         let spec = AttentionSpec { choice, ..setup.spec };
-        let y = attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec).unwrap();
-        let grads = backward(&y, &round(&randn(y.shape(), 99)));
-        std::iter::once(y.detach()).chain(inputs.iter().map(|x| grads.get(x).unwrap().clone())).collect()
+        let tape = tape(&inputs, || attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec));
+        let y = tape.output().clone();
+        let grads = tape.backward(&round(&randn(y.shape(), 99))).unwrap();
+        std::iter::once(y).chain(inputs.iter().map(|x| grads.get(x).unwrap().clone())).collect()
     }
 
     #[test]

@@ -2,9 +2,8 @@
 
 use std::sync::LazyLock;
 
-use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
-use candlewick_ops::{GradSink, Weight, cotangent};
+use candlewick_ops::{GradSink, Tape, Weight};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, StandardNormal};
@@ -99,8 +98,10 @@ pub(crate) fn grad_of(weight: &Weight) -> &Tensor {
     weight.sink().unwrap().grad()
 }
 
-pub(crate) fn backward(y: &Tensor, dy: &Tensor) -> GradStore {
-    cotangent(y, dy).unwrap().backward().unwrap()
+/// What `op` gives, on a tape of `inputs`.
+pub(crate) fn tape(inputs: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Tape {
+    let inputs: Vec<&Tensor> = inputs.iter().collect();
+    Tape::record(&inputs, op).unwrap()
 }
 
 /// Opened once, as a run opens it.
@@ -198,13 +199,13 @@ impl Case<'_> {
 
     fn results_in(&self, place: &Place, dtype: DType) -> Results {
         let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
-        let inputs: Vec<Var> = self.inputs.iter().map(|x| Var::from_tensor(&put(x)).unwrap()).collect();
-        let tensors: Vec<Tensor> = inputs.iter().map(|x| x.as_tensor().clone()).collect();
+        let inputs: Vec<Tensor> = self.inputs.iter().map(put).collect();
         let weights: Vec<Weight> = self.weights.iter().map(|w| trainable(&put(w))).collect();
-        let y = (self.op)(&tensors, &weights).unwrap();
-        let grads = backward(&y, &place.put(&upstream(&y, y.dtype())));
+        let tape = tape(&inputs, || (self.op)(&inputs, &weights));
+        let y = tape.output().clone();
+        let grads = tape.backward(&place.put(&upstream(&y, y.dtype()))).unwrap();
         let grads = inputs.iter().map(|x| grads.get(x).unwrap()).chain(weights.iter().map(grad_of));
-        let host = |x: &Tensor| x.detach().to_device(&Device::Cpu).unwrap();
+        let host = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
         Results { y: host(&y), grads: grads.map(host).collect() }
     }
 
@@ -239,11 +240,9 @@ impl Case<'_> {
         let h = 3e-3;
         let want = (dot(&run(h), &dy) - dot(&run(-h), &dy)) / (2.0 * h);
 
-        let inputs: Vec<Var> = self.inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
-        let tensors: Vec<Tensor> = inputs.iter().map(|x| x.as_tensor().clone()).collect();
         let weights: Vec<Weight> = self.weights.iter().map(trainable).collect();
-        let grads = backward(&(self.op)(&tensors, &weights).unwrap(), &dy);
-        let got = inputs.iter().map(|x| grads.get(x).unwrap()).chain(weights.iter().map(grad_of));
+        let grads = tape(&self.inputs, || (self.op)(&self.inputs, &weights)).backward(&dy).unwrap();
+        let got = self.inputs.iter().map(|x| grads.get(x).unwrap()).chain(weights.iter().map(grad_of));
         let grads: Vec<&Tensor> = got.collect();
         let got: f64 = grads.iter().zip(&direction).map(|(grad, d)| dot(grad, d)).sum();
         assert_slope(self.name, got, want, &grads);

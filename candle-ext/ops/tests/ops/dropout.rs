@@ -1,7 +1,7 @@
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{Dropout, derive_key, dropout};
 
-use crate::cases::{Case, Place, assert_close, assert_error, backward, bits, bound, randn, values};
+use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, randn, tape, values};
 
 const SPEC: Dropout = Dropout { p: 0.25, key: 7 };
 
@@ -56,8 +56,8 @@ fn backward_uses_the_mask_of_forward() {
         place.run(|| {
             for dtype in [DType::F32, DType::BF16, DType::F16] {
                 let put = |seed| place.put(&randn((9, 700), seed).to_dtype(dtype).unwrap());
-                let (x, dy) = (Var::from_tensor(&put(1)).unwrap(), put(2));
-                let grads = backward(&dropout(x.as_tensor(), SPEC).unwrap(), &dy);
+                let (x, dy) = (put(1), put(2));
+                let grads = tape(std::slice::from_ref(&x), || dropout(&x, SPEC)).backward(&dy).unwrap();
                 let mask = dropout(&x.ones_like().unwrap().to_dtype(DType::F32).unwrap(), SPEC).unwrap();
                 let want = (dy.to_dtype(DType::F32).unwrap() * mask).unwrap();
                 assert_close("dropout dx", grads.get(&x).unwrap(), &want, bound(dtype));

@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{Weight, embedding};
 
-use crate::cases::{Case, Place, assert_error, backward, bits, grad_of, randn, trainable, values};
+use crate::cases::{Case, Place, assert_error, bits, grad_of, randn, tape, trainable, values};
 
 fn ids(ids: &[u32]) -> Tensor {
     Tensor::new(ids, &Device::Cpu).unwrap()
@@ -24,7 +24,7 @@ fn it_equals_the_reference() {
             name: "embedding",
             inputs: vec![],
             weights: vec![randn((v, d), 1)],
-            op: &|_, w| embedding(&ids.to_device(w[0].value().device())?, &w[0]),
+            op: &|_, w| embedding(&ids.to_device(w[0].value().device())?, &w[0], None),
             reference: &|a| a[0].index_select(&lookup, 0)?.reshape(shape.as_slice()),
         }
         .check_all_formats();
@@ -36,9 +36,25 @@ fn sixteen_bit_tables_get_an_f32_sum() {
     for place in Place::all() {
         place.run(|| {
             let w = trainable(&place.put(&randn((2, 1), 1).to_dtype(DType::BF16).unwrap()));
-            let y = embedding(&place.put(&ids(&[1; 600])), &w).unwrap();
-            backward(&y, &y.ones_like().unwrap());
+            let tape = tape(&[], || embedding(&place.put(&ids(&[1; 600])), &w, None));
+            let dy = tape.output().ones_like().unwrap();
+            tape.backward(&dy).unwrap();
             assert_eq!(values(grad_of(&w)), [0.0, 600.0], "{place:?}");
+        });
+    }
+}
+
+#[test]
+fn padding_gets_no_gradient() {
+    for place in Place::all() {
+        place.run(|| {
+            let w = trainable(&place.put(&randn((4, 3), 1)));
+            let tape = tape(&[], || embedding(&place.put(&ids(&[2, 1, 2, 3])), &w, Some(2)));
+            let y = tape.output().clone();
+            assert_eq!(values(&y)[..3], values(w.value())[6..9]);
+            tape.backward(&y.ones_like().unwrap()).unwrap();
+            let ones = [1.0; 3].as_slice();
+            assert_eq!(values(grad_of(&w)), [&[0.0; 3], ones, &[0.0; 3], ones].concat(), "{place:?}");
         });
     }
 }
@@ -49,9 +65,10 @@ fn no_ids_give_no_rows() {
         place.run(|| {
             let w = trainable(&place.put(&randn((4, 3), 1)));
             let none = place.put(&ids(&[0])).narrow(0, 0, 0).unwrap();
-            let y = embedding(&none, &w).unwrap();
+            let tape = tape(&[], || embedding(&none, &w, None));
+            let y = tape.output().clone();
             assert_eq!(y.dims(), [0, 3]);
-            backward(&y, &y.detach());
+            tape.backward(&y).unwrap();
             assert_eq!(bits(grad_of(&w)), [0; 12]);
         });
     }
@@ -66,7 +83,7 @@ fn rows_of_many_positions_are_summed() {
             name: "embedding",
             inputs: vec![],
             weights: vec![randn((13, d), 1)],
-            op: &|_, w| embedding(&ids_of_1500.to_device(w[0].value().device())?, &w[0]),
+            op: &|_, w| embedding(&ids_of_1500.to_device(w[0].value().device())?, &w[0], None),
             reference: &|a| a[0].index_select(&ids_of_1500, 0),
         }
         .check(DType::BF16);
@@ -78,10 +95,11 @@ fn wrong_ids_are_nan_where_there_is_no_waiting_for_the_device() {
     for place in Place::all().into_iter().filter(|place| !matches!(place, Place::Cpu)) {
         place.run(|| {
             let w = trainable(&place.put(&randn((4, 3), 1)));
-            let y = embedding(&place.put(&ids(&[3, 4, u32::MAX])), &w).unwrap();
+            let tape = tape(&[], || embedding(&place.put(&ids(&[3, 4, u32::MAX])), &w, None));
+            let y = tape.output().clone();
             assert_eq!(values(&y)[..3], values(w.value())[9..]);
             assert!(values(&y)[3..].iter().all(|y| y.is_nan()));
-            backward(&y, &y.ones_like().unwrap());
+            tape.backward(&y.ones_like().unwrap()).unwrap();
             assert_eq!(values(grad_of(&w)), [[0.0; 9].as_slice(), &[1.0; 3]].concat());
         });
     }
@@ -90,8 +108,8 @@ fn wrong_ids_are_nan_where_there_is_no_waiting_for_the_device() {
 #[test]
 fn wrong_ids_are_named() {
     let w = Weight::frozen(randn((4, 3), 1));
-    assert_error(embedding(&ids(&[0, 3, 4]), &w), "id 4 at position 2 is not in the table of 4 rows");
+    assert_error(embedding(&ids(&[0, 3, 4]), &w, None), "id 4 at position 2 is not in the table of 4 rows");
     let signed = Tensor::new(&[0i64], &Device::Cpu).unwrap();
-    assert_error(embedding(&signed, &w), "ids are I64, want u32");
-    assert_error(embedding(&ids(&[0]), &Weight::frozen(randn(4, 1))), "want a table [v, d]");
+    assert_error(embedding(&signed, &w, None), "ids are I64, want u32");
+    assert_error(embedding(&ids(&[0]), &Weight::frozen(randn(4, 1)), None), "want a table [v, d]");
 }

@@ -1,7 +1,7 @@
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{GradSink, Precision, Weight, linear};
 
-use crate::cases::{Case, F32, assert_close, assert_error, backward, bits, grad_of, randn, trainable};
+use crate::cases::{Case, F32, assert_close, assert_error, bits, grad_of, randn, tape, trainable};
 
 fn check(lead: &[usize], k: usize, n: usize) {
     let x = randn([lead, &[k]].concat(), 1);
@@ -46,11 +46,12 @@ fn a_tall_input_goes_through_in_blocks() {
 
 #[test]
 fn no_tokens_give_no_output() {
-    let x = Var::zeros((0, 4), DType::F32, &Device::Cpu).unwrap();
+    let x = Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap();
     let w = trainable(&randn((3, 4), 1));
-    let y = linear(&x, &w, None, Precision::Compute).unwrap();
+    let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, None, Precision::Compute));
+    let y = tape.output().clone();
     assert_eq!(y.dims(), [0, 3]);
-    assert_eq!(backward(&y, &y.zeros_like().unwrap()).get(&x).unwrap().dims(), [0, 4]);
+    assert_eq!(tape.backward(&y).unwrap().get(&x).unwrap().dims(), [0, 4]);
 }
 
 #[test]
@@ -99,8 +100,8 @@ fn the_sink_is_added_to_inside_its_buffer_only() {
     let flat = Tensor::ones(20, DType::F32, &Device::Cpu).unwrap();
     let view = flat.narrow(0, 4, 6).unwrap().reshape((2, 3)).unwrap();
     let w = Weight::trainable(randn((2, 3), 1), GradSink::new(view).unwrap());
-    let y = linear(&randn((5, 3), 2), &w, None, Precision::Compute).unwrap();
-    backward(&y, &randn((5, 2), 3));
+    let x = randn((5, 3), 2);
+    tape(&[], || linear(&x, &w, None, Precision::Compute)).backward(&randn((5, 2), 3)).unwrap();
     let flat: Vec<f32> = flat.to_vec1().unwrap();
     assert!(flat[..4].iter().chain(&flat[10..]).all(|&x| x == 1.0));
     assert!(flat[4..10].iter().all(|&x| x != 1.0));

@@ -1,107 +1,174 @@
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::cell::Cell;
+use std::rc::Rc;
 
-use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, Var};
-use candlewick_ops::{GradSink, cotangent, record};
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_ops::{GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, reshape, scale, untracked};
 
-use crate::cases::{assert_error, backward, bits, randn};
+use crate::cases::{Case, assert_error, bits, grad_of, randn, tape, trainable};
 
-fn output(values: &[f32]) -> (Storage, Shape) {
-    (Storage::Cpu(CpuStorage::F32(values.to_vec())), Shape::from(values.len()))
+fn tensor(values: &[f32]) -> Tensor {
+    Tensor::new(values, &Device::Cpu).unwrap()
 }
 
-fn var(values: &[f32]) -> Var {
-    Var::new(values, &Device::Cpu).unwrap()
-}
-
-#[test]
-fn each_of_three_inputs_gets_its_gradient() {
-    let (a, b, c) = (var(&[1.0, 2.0]), var(&[3.0, 4.0]), var(&[5.0, 6.0]));
-    let y = record("op", [&a, &b, &c], output(&[9.0, 12.0]), |y, dy| {
-        Ok([Some(dy.clone()), Some((dy * 2.0)?), Some((dy * y)?)])
-    })
-    .unwrap();
-    assert_eq!(y.to_vec1::<f32>().unwrap(), [9.0, 12.0]);
-    let grads = backward(&y, &Tensor::new(&[1f32, 10.0], &Device::Cpu).unwrap());
-    let grad = |x: &Var| grads.get(x).unwrap().to_vec1::<f32>().unwrap();
-    assert_eq!(grad(&a), [1.0, 10.0]);
-    assert_eq!(grad(&b), [2.0, 20.0]);
-    assert_eq!(grad(&c), [9.0, 120.0]);
-}
-
-/// candle panics when a tracked inner node is left without a gradient.
-#[test]
-fn none_is_zero_for_an_inner_node() {
-    let leaf = var(&[1.0, 2.0]);
-    let inner = (leaf.as_tensor() * 3.0).unwrap();
-    let y = record("op", [&inner], output(&[0.0]), |_, _| Ok([None])).unwrap();
-    let grads = y.backward().unwrap();
-    assert_eq!(grads.get(&leaf).unwrap().to_vec1::<f32>().unwrap(), [0.0, 0.0]);
+fn numbers(x: Option<&Tensor>) -> Vec<f32> {
+    x.unwrap().to_vec1().unwrap()
 }
 
 #[test]
-fn untracked_inputs_give_an_untracked_output_that_saves_nothing() {
-    let saved = Arc::new(());
-    let held = saved.clone();
-    let x = randn(2, 1);
-    let y = record("op", [&x, &x], output(&[0.0]), move |_, _| {
-        let _ = &held;
-        Ok([None, None])
-    })
-    .unwrap();
-    assert!(!y.track_op());
-    assert_eq!(Arc::strong_count(&saved), 1);
+fn each_of_four_inputs_gets_its_gradient() {
+    let inputs = [1.0, 2.0, 3.0, 4.0].map(|x| tensor(&[x, 10.0 * x]));
+    let tape = tape(&inputs, || {
+        let back = |dy: &Tensor| Ok([Some(dy.clone()), Some((dy * 2.0)?), None, Some((dy * 4.0)?)]);
+        Ok(record("op", inputs.each_ref().map(Into::into), tensor(&[9.0, 12.0]), back))
+    });
+    assert_eq!(numbers(Some(tape.output())), [9.0, 12.0]);
+    let grads = tape.backward(&tensor(&[1.0, 10.0])).unwrap();
+    assert_eq!(numbers(grads.get(&inputs[0])), [1.0, 10.0]);
+    assert_eq!(numbers(grads.get(&inputs[1])), [2.0, 20.0]);
+    assert!(grads.get(&inputs[2]).is_none());
+    assert_eq!(numbers(grads.get(&inputs[3])), [4.0, 40.0]);
 }
 
 #[test]
 fn an_output_used_twice_runs_its_backward_once_with_the_sum() {
-    let calls = Arc::new(AtomicUsize::new(0));
+    let calls = Rc::new(Cell::new(0));
     let counted = calls.clone();
-    let x = var(&[1.0]);
-    let y = record("op", [&x], output(&[1.0]), move |_, dy| {
-        counted.fetch_add(1, Ordering::Relaxed);
-        Ok([Some(dy.clone())])
-    })
-    .unwrap();
-    let both = (&y + (&y * 4.0).unwrap()).unwrap();
-    assert_eq!(both.backward().unwrap().get(&x).unwrap().to_vec1::<f32>().unwrap(), [5.0]);
-    assert_eq!(calls.load(Ordering::Relaxed), 1);
+    let x = tensor(&[1.0]);
+    let tape = tape(std::slice::from_ref(&x), || {
+        let y = record("op", [(&x).into()], tensor(&[1.0]), move |dy| {
+            counted.set(counted.get() + 1);
+            Ok([Some(dy.clone())])
+        });
+        add(&y, &scale(&y, 4.0, DType::F32)?)
+    });
+    assert_eq!(numbers(tape.backward(&tensor(&[1.0])).unwrap().get(&x)), [5.0]);
+    assert_eq!(calls.get(), 1);
+}
+
+/// An input that is also what came out, and one that nothing used.
+#[test]
+fn the_identity_hands_the_gradient_on() {
+    let (x, unused) = (tensor(&[1.0]), tensor(&[2.0]));
+    let tape = Tape::record(&[&x, &unused], || Ok(x.clone())).unwrap();
+    assert!(tape.is_empty());
+    let grads = tape.backward(&tensor(&[3.0])).unwrap();
+    assert_eq!(numbers(grads.get(&x)), [3.0]);
+    assert!(grads.get(&unused).is_none());
+}
+
+#[test]
+fn what_is_not_tracked_saves_nothing() {
+    let saved = Rc::new(());
+    let x = randn(2, 1);
+    let op = || {
+        let held = saved.clone();
+        record("op", [(&x).into()], tensor(&[0.0]), move |_| {
+            let _ = &held;
+            Ok([None])
+        })
+    };
+    op();
+    tape(&[], || Ok(op()));
+    tape(std::slice::from_ref(&x), || untracked(|| Ok(op())));
+    assert_eq!(Rc::strong_count(&saved), 1);
+    let held = tape(std::slice::from_ref(&x), || Ok(op()));
+    assert_eq!(Rc::strong_count(&saved), 2);
+    drop(held);
+    assert_eq!(Rc::strong_count(&saved), 1);
+}
+
+#[test]
+fn what_an_op_saved_is_freed_before_the_backward_of_the_one_before_it_runs() {
+    let saved = Rc::new(());
+    let (held, seen) = (saved.clone(), saved.clone());
+    let x = tensor(&[1.0]);
+    let tape = tape(std::slice::from_ref(&x), || {
+        let y = record("first", [(&x).into()], tensor(&[1.0]), move |dy| {
+            assert_eq!(Rc::strong_count(&seen), 2, "this one's and the test's");
+            Ok([Some(dy.clone())])
+        });
+        Ok(record("second", [(&y).into()], tensor(&[1.0]), move |dy| {
+            let _ = &held;
+            Ok([Some(dy.clone())])
+        }))
+    });
+    tape.backward(&x).unwrap();
+}
+
+/// Tiles record tapes of their own while the whole is recorded, or while its backward runs.
+#[test]
+fn a_tape_within_another_is_its_own() {
+    let (x, w) = (randn((3, 4), 1), trainable(&randn((2, 4), 2)));
+    let outer = Tape::record(&[&x], || {
+        let inner = Tape::record(&[&x], || linear(&x, &w, None, Precision::Compute))?;
+        assert!(!is_tracked(inner.output()) && !inner.is_empty());
+        Ok(inner.output().clone())
+    });
+    assert!(outer.unwrap().is_empty());
+}
+
+#[test]
+fn a_failed_or_panicked_forward_leaves_no_recording_behind() {
+    let x = tensor(&[1.0]);
+    let failed: Result<Tape> = Tape::record(&[&x], || candle_core::bail!("the wire was cut"));
+    assert_error(failed, "the wire was cut");
+    std::panic::catch_unwind(|| drop(Tape::record(&[&tensor(&[1.0])], || panic!("on purpose")))).unwrap_err();
+    assert!(!is_tracked(&x));
 }
 
 #[test]
 fn an_error_in_backward_is_the_error_of_backward() {
-    let x = var(&[1.0]);
-    let fail = |_: &Tensor, _: &Tensor| -> Result<[Option<Tensor>; 1]> { candle_core::bail!("the wire was cut") };
-    let y = record("op", [&x], output(&[1.0]), fail).unwrap();
-    assert_error(y.backward(), "the wire was cut");
+    let x = tensor(&[1.0]);
+    let fail = |_: &Tensor| -> Result<[Option<Tensor>; 1]> { candle_core::bail!("the wire was cut") };
+    let tape = tape(std::slice::from_ref(&x), || Ok(record("op", [(&x).into()], tensor(&[1.0]), fail)));
+    assert_error(tape.backward(&x), "the wire was cut");
 }
 
 #[test]
-fn a_cotangent_seeds_exactly_what_it_is_given() {
-    for dtype in [DType::F32, DType::BF16] {
-        let x = Var::from_tensor(&randn((3, 4), 1).to_dtype(dtype).unwrap()).unwrap();
-        let y = x.as_tensor().t().unwrap().contiguous().unwrap();
-        let dy = randn((4, 3), 2).to_dtype(dtype).unwrap();
-        let grads = backward(&y, &dy);
-        assert_eq!(bits(grads.get(&x).unwrap()), bits(&dy.t().unwrap()));
+fn a_gradient_of_another_shape_or_format_is_refused() {
+    let of = |dy: &Tensor| tape(&[], || Ok(tensor(&[1.0, 2.0]))).backward(dy);
+    assert_error(of(&randn(3, 1)), "the gradient has shape [3]");
+    assert_error(of(&randn(2, 1).to_dtype(DType::BF16).unwrap()), "BF16");
+}
+
+#[test]
+fn a_weight_used_twice_gets_both_gradients() {
+    let (x, w) = (randn((5, 3), 1), trainable(&randn((3, 3), 2)));
+    let once = || linear(&x, &w, None, Precision::Compute);
+    let dy = randn((5, 3), 3);
+    tape(&[], || add(&once()?, &once()?)).backward(&dy).unwrap();
+    let alone = trainable(w.value());
+    tape(&[], || linear(&x, &alone, None, Precision::Compute)).backward(&dy).unwrap();
+    assert_eq!(bits(grad_of(&w)), bits(&(grad_of(&alone) * 2.0).unwrap()));
+}
+
+#[test]
+fn sums_products_with_numbers_and_views_equal_candles() {
+    for (name, op, reference) in [
+        (
+            "add",
+            (|x| add(&x[0], &x[1])) as fn(&[Tensor]) -> Result<Tensor>,
+            (|x| &x[0] + &x[1]) as fn(&[Tensor]) -> Result<Tensor>,
+        ),
+        ("scale", |x| add(&scale(&x[0], 0.3, x[0].dtype())?, &x[1]), |x| (&x[0] * 0.3)? + &x[1]),
+        ("reshape", |x| reshape(&add(&x[0], &x[1])?, (34, 50)), |x| (&x[0] + &x[1])?.reshape((34, 50))),
+    ] {
+        Case {
+            name,
+            inputs: vec![randn((17, 100), 1), randn((17, 100), 2)],
+            weights: vec![],
+            op: &|x, _| op(x),
+            reference: &|x| reference(x),
+        }
+        .check_all_formats();
     }
 }
 
 #[test]
-fn cotangents_add_up_over_several_outputs() {
-    let x = var(&[1.0, 2.0]);
-    let (y, z) = ((x.as_tensor() * 2.0).unwrap(), (x.as_tensor() * 3.0).unwrap());
-    let ones = y.ones_like().unwrap();
-    let root = (cotangent(&y, &ones).unwrap() + cotangent(&z, &ones).unwrap()).unwrap();
-    assert_eq!(root.dims(), [0usize; 0]);
-    assert_eq!(root.backward().unwrap().get(&x).unwrap().to_vec1::<f32>().unwrap(), [5.0, 5.0]);
-}
-
-#[test]
-fn a_cotangent_of_another_shape_or_format_is_refused() {
-    let y = var(&[1.0, 2.0]);
-    assert_error(cotangent(&y, &randn(3, 1)), "the gradient has shape [3]");
-    assert_error(cotangent(&y, &randn(2, 1).to_dtype(DType::BF16).unwrap()), "BF16");
+fn sums_of_different_shapes_or_formats_are_refused() {
+    let x = randn((2, 3), 1);
+    assert_error(add(&x, &randn((3, 2), 1)), "one is F32 [2, 3], the other F32 [3, 2]");
+    assert_error(add(&x, &x.to_dtype(DType::BF16).unwrap()), "the other BF16 [2, 3]");
 }
 
 #[test]
@@ -109,4 +176,10 @@ fn a_sink_must_be_a_contiguous_view() {
     assert_error(GradSink::new(randn((2, 3), 1).t().unwrap()), "want a contiguous f32 or bf16 view");
     let half = randn(2, 1).to_dtype(DType::F16).unwrap();
     assert_error(GradSink::new(half), "want a contiguous f32 or bf16 view, got F16");
+}
+
+#[test]
+fn a_frozen_weight_alone_is_not_recorded() {
+    let w = Weight::frozen(randn((2, 4), 2));
+    assert!(tape(&[], || linear(&randn((3, 4), 1), &w, None, Precision::Compute)).is_empty());
 }

@@ -1,0 +1,36 @@
+//! The sum of two activations: a residual connection, or the gradients of something that was used twice.
+
+mod cpu;
+
+use candle_core::{Result, Tensor, bail};
+
+use crate::device::on_device;
+use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
+use crate::storage::{self, host};
+use crate::tape::record;
+
+/// a + b, element by element, computed in f32 and rounded once.
+pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let _span = span("add", "forward");
+    check(a, b)?;
+    let (left, right) = (a.contiguous()?, b.contiguous()?);
+    let y = on_device!("add", left, {
+        cpu => {
+            let mut y = FloatBuf::unwritten(a.dtype(), a.elem_count())?;
+            let (left, right) = (host("add", &left)?, host("add", &right)?);
+            cpu::add(left.floats()?, right.floats()?, y.view());
+            storage::tensor(y, a.shape())
+        },
+        cuda => (&left + &right)?,
+    });
+    Ok(record("add", [a.into(), b.into()], y, |dy| Ok([Some(dy.clone()), Some(dy.clone())])))
+}
+
+fn check(a: &Tensor, b: &Tensor) -> Result<()> {
+    check_dtype("add", "the input", a.dtype())?;
+    if a.shape() != b.shape() || a.dtype() != b.dtype() {
+        bail!("add: one is {:?} {:?}, the other {:?} {:?}", a.dtype(), a.dims(), b.dtype(), b.dims())
+    }
+    Ok(())
+}

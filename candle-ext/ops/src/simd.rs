@@ -1,0 +1,10 @@
+//! Loops compiled for the vectors of the processor at hand.
+
+/// Runs a loop in a version compiled for the widest vectors that the processor has.
+///
+/// The compiler vectorises what it sees: `kernel` has all of the loop in it, inlined. A version rounds no different from
+/// another: Rust never joins a product and a sum into one operation.
+#[inline(always)]
+pub(crate) fn vectorised<R>(kernel: impl FnOnce() -> R) -> R {
+    pulp::Arch::new().dispatch(kernel)
+}
