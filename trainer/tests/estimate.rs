@@ -3,14 +3,16 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candlewick_text::hub::{Hub, HubSettings};
 use serde_json::{Value, json};
-use trainer::estimate::{Class, Place, Setup, estimate};
+use trainer::estimate::{Class, Estimate, Place, Setup, bytes, estimate};
 use trainer::metrics::Console;
 use trainer::plan::{Known, Plan, Reach};
 use trainer::recipe::Loaded;
+use trainer::run::{Began, prepare_data, train};
 
 struct Counting;
 
@@ -41,9 +43,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-const MIB: f64 = (1 << 20) as f64;
-
-/// A model of a few million parameters whose activations outweigh them, and a text to read.
+/// A causal run of two steps over a generated text, on a small model with random weights.
 fn recipe(folder: &Path) -> Value {
     let text: String = (0..3000).map(|i| format!("After {i} comes {}, and before it {}.\n", i + 1, i - 1)).collect();
     std::fs::write(folder.join("text.txt"), text).unwrap();
@@ -67,48 +67,116 @@ fn recipe(folder: &Path) -> Value {
     })
 }
 
-#[test]
-fn a_step_allocates_what_the_estimate_says() {
-    let none: &[&str] = &[];
-    for arguments in [
-        none,
-        &["model.dtype=bf16"],
-        &["model.activation_checkpoint=full"],
-        &["model.activation_checkpoint={every: 2}"],
-        &["model.activation_checkpoint=offload"],
-        &["model.dtype=bf16", "model.activation_checkpoint=full", "data.max_length=2048"],
-        &["model.config.vocab_size=30000", "model.config.num_hidden_layers=1"],
-        &["model.config.vocab_size=30000", "model.config.num_hidden_layers=1", "model.dtype=bf16"],
-        &["model.dtype=bf16", "deepspeed.bf16.bf16_optimizer_states=true", "model.config.num_hidden_layers=12", "data.max_length=64"],
-        &["model.dtype=bf16", "deepspeed.bf16.bf16_master_weights_and_grads=true", "model.config.num_hidden_layers=12", "data.max_length=64"],
-        &["model.peft_config={r: 16, target_modules: all-linear}"],
-        &["model.dtype=bf16", "model.peft_config={r: 16, lora_dropout: 0.1, target_modules: all-linear}"],
-        &["model.config.model_type=qwen3"],
-        &["model.config.intermediate_size=256", "model.config.num_key_value_heads=4"],
-        &["model.dtype=bf16", "model.config.intermediate_size=256", "model.config.num_key_value_heads=4"],
-        &["model.attn_implementation=reference"],
-        &["gradient_accumulation_steps=3", "data.max_length=256"],
-        &["data.max_length=4096", "model.config.num_hidden_layers=1"],
-        &["data.max_length=4096", "model.config.num_hidden_layers=2", "model.activation_checkpoint=full"],
-    ] {
-        check(arguments);
+/// A recipe in a folder of its own, with arguments, and its plan.
+struct Case {
+    folder: tempfile::TempDir,
+    arguments: Vec<String>,
+    plan: Plan,
+}
+
+impl Case {
+    fn new(arguments: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let text = recipe(folder.path()).to_string();
+        let path = folder.path().join("recipe.yaml");
+        std::fs::write(&path, &text).unwrap();
+        let save =
+            format!("checkpoint=[{{output_dir: {}, save_every_n_steps: 1}}]", folder.path().join("saves").display());
+        let text_file = folder.path().join("text.txt").display().to_string();
+        let arguments = arguments.iter().map(|a| if *a == "save" { save.clone() } else { a.replace('$', &text_file) });
+        let arguments: Vec<String> = arguments.collect();
+        let loaded = Loaded::parse(&path, text, &arguments).unwrap();
+        let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet).unwrap();
+        let plan = Plan::resolve(&loaded, &known).unwrap();
+        Self { folder, arguments, plan }
+    }
+
+    fn estimate(&self) -> Estimate {
+        estimate(&Setup::of(&self.plan, Place::Cpu).unwrap())
+    }
+
+    #[track_caller]
+    fn compare(&self, said: u64, measured: u64, tolerance: f64) {
+        let ratio = said as f64 / measured as f64;
+        eprintln!("{} said, {} measured, {ratio:.3}: {:?}", bytes(said), bytes(measured), self.arguments);
+        assert!((ratio - 1.0).abs() < tolerance, "said {said}, measured {measured}: {:?}", self.arguments);
     }
 }
 
-fn check(arguments: &[&str]) {
-    let folder = tempfile::tempdir().unwrap();
-    let text = recipe(folder.path()).to_string();
-    let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
-    let loaded = Loaded::parse(Path::new("r.yaml"), text, &arguments).unwrap();
-    let plan = Plan::resolve(&loaded, &Known::gather(&loaded, Reach::ThisMachine, Console::Quiet).unwrap()).unwrap();
+/// The formulas know nothing of allocators: what is counted here is what they say, but for small vectors.
+#[test]
+fn a_run_allocates_what_the_formulas_say() {
+    let none: &[&str] = &[];
+    let deep = "model.config.num_hidden_layers=12";
+    let shallow = "model.config.num_hidden_layers=1";
+    let many = "model.config.vocab_size=30000";
+    let document = "data.sources.0={name_or_path: $, kwargs: {sample_by: document}}";
+    let narrow = "model.config.intermediate_size=256";
+    for arguments in [
+        none,
+        &["model.dtype=bf16"],
+        &["model.activation_checkpoint={every: 2}"],
+        &["model.activation_checkpoint={every: 3}", "model.peft_config={r: 8, target_modules: [q_proj, v_proj]}"],
+        &["model.activation_checkpoint=offload", "model.dtype=bf16", "data.max_length=1024"],
+        &["model.activation_checkpoint=full", "model.dtype=bf16", "data.max_length=1024"],
+        &[many, shallow, "model.dtype=bf16"],
+        &[deep, "model.dtype=bf16", "deepspeed.bf16.bf16_optimizer_states=true", "data.max_length=64"],
+        &[deep, "model.dtype=bf16", "deepspeed.bf16.bf16_master_weights_and_grads=true", "data.max_length=64"],
+        &["model.peft_config={r: 16, lora_dropout: 0.1, target_modules: all-linear}"],
+        &["model.config.model_type=qwen3", "model.activation_checkpoint=full"],
+        &["model.dtype=bf16", narrow, "model.config.num_key_value_heads=4"],
+        &["gradient_accumulation_steps=3", "data.max_length=256"],
+        &["model.attn_implementation=reference", document],
+    ] {
+        counted(arguments);
+    }
+}
+
+#[track_caller]
+fn counted(arguments: &[&str]) {
+    let case = Case::new(arguments);
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() }).unwrap();
-    trainer::run::prepare_data(&plan, &hub, trainer::run::Began::now()).unwrap();
+    prepare_data(&case.plan, &hub, Began::now()).unwrap();
     let before = LIVE.load(SeqCst);
     PEAK.store(before, SeqCst);
-    trainer::run::train(&plan, &hub).unwrap();
-    let counted = (PEAK.load(SeqCst) - before) as f64;
-    let estimate = estimate(&Setup::of(&plan, Place::Cpu).unwrap());
-    let account = &estimate.peak().account;
-    let said = (account.total() - account.of(Class::Program) - account.of(Class::Allocator)) as f64;
-    eprintln!("{:7.1} MiB counted, {:7.1} said, {:.3}  {arguments:?}", counted / MIB, said / MIB, said / counted);
+    train(&case.plan, &hub).unwrap();
+    let counted = PEAK.load(SeqCst) - before;
+    let account = case.estimate().peak().account.clone();
+    let said = account.total() - account.of(Class::Program) - account.of(Class::Allocator);
+    case.compare(said, counted as u64, 0.05);
+}
+
+/// The whole process, allocator and all. Sizes are such that the program itself, some 100 MiB, hides no error.
+#[test]
+fn a_process_takes_what_the_estimate_says() {
+    let wide =
+        &["model.config.hidden_size=512", "model.config.intermediate_size=1536", "model.config.num_attention_heads=8"];
+    for arguments in [
+        &["data.max_length=1024"] as &[&str],
+        &["data.max_length=1024", "model.dtype=bf16"],
+        &["model.dtype=bf16", "deepspeed.bf16.bf16_optimizer_states=true", "model.config.num_hidden_layers=8"],
+        &["data.max_length=1024", "model.dtype=bf16", "model.peft_config={r: 16, target_modules: all-linear}"],
+        &["data.max_length=1024", "model.activation_checkpoint=full", "gradient_accumulation_steps=2"],
+        &["data.max_length=2048", "model.activation_checkpoint=offload"],
+        &["data.max_length=4096", "model.config.num_hidden_layers=1"],
+        &["model.config.vocab_size=32000", "model.config.num_hidden_layers=2", "save"],
+    ] {
+        let case = Case::new(&[wide, arguments].concat());
+        case.compare(case.estimate().peak_bytes(), max_rss(&case), 0.1);
+    }
+}
+
+/// Runs a case in a process of its own and returns the most memory that it had.
+fn max_rss(case: &Case) -> u64 {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    command.args(["-q", "train"]).arg(case.folder.path().join("recipe.yaml")).args(&case.arguments);
+    command.current_dir(case.folder.path()).env("RAYON_NUM_THREADS", "2").env("HF_HUB_OFFLINE", "1");
+    let child = command.stdin(Stdio::null()).spawn().unwrap();
+    let (mut status, mut usage) = (0, std::mem::MaybeUninit::<libc::rusage>::zeroed());
+    // SAFETY: both pointers are to locals of the right type, which outlive the call.
+    let waited = unsafe { libc::wait4(child.id() as i32, &raw mut status, 0, usage.as_mut_ptr()) };
+    assert_eq!((waited, status), (child.id() as i32, 0), "{:?}", case.arguments);
+    // SAFETY: all bits zero are a rusage, and the call has filled it.
+    let usage = unsafe { usage.assume_init() };
+    usage.ru_maxrss as u64 * 1024
 }

@@ -88,11 +88,11 @@ fn what_the_recipe_sets_is_not_changed() {
 fn where_nothing_fits_the_error_says_what_was_tried_and_what_would() {
     let free = free_for(peak("offload")) - (1 << 20);
     let error = resolve(Some(free), &[]).unwrap_err().to_string();
-    for part in ["r.yaml:3", "activation_checkpoint={\"every\":2} needs", "=offload needs", "lower data.max_length"] {
+    for part in ["r.yaml:3", "activation_checkpoint={every: 2}' needs", "=offload needs", "lower data.max_length"] {
         assert!(error.contains(part), "no {part:?} in:\n{error}");
     }
-    let longest: usize = error.split("the longest row that would fit has ").nth(1).unwrap().split(' ').next().unwrap()
-        .parse().unwrap();
+    let longest: usize =
+        error.split("the longest row that would fit has ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let fitting = format!("data.max_length={longest}");
     assert_eq!(resolve(Some(free), &[&fitting]).unwrap().model.activations, Activations::Offload);
     assert!(resolve(Some(free), &[&format!("data.max_length={}", longest + 1)]).is_err());

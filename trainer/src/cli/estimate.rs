@@ -9,7 +9,8 @@ use crate::recipe::{Loaded, MemoryModes};
 
 pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     if asked.ranks != 1 {
-        let error = anyhow!("failed to estimate {} ranks: a run has one so far; data parallelism is not built", asked.ranks);
+        let error =
+            anyhow!("failed to estimate {} ranks: a run has one so far; data parallelism is not built", asked.ranks);
         return Err(error.context(ExitCode::Usage));
     }
     let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;

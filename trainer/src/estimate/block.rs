@@ -49,36 +49,57 @@ impl<'a> Block<'a> {
         self.t * self.d * self.s
     }
 
-    /// candle's graph holds the output of every op of `model::block` until the tape is dropped: the copy of the input,
-    /// both norms, both projections back and both sums (7 d); q, rotated q and attention's output (3 q); k, rotated k and v
-    /// (3 kv); gate, up and their product (3 f). Norms of q and k and adapters add theirs.
+    /// What the ops of `model::block` save for backward, each tensor once, and the output. The input is not counted.
     pub(super) fn tape(&self) -> u64 {
-        let Self { t, d, q, kv, f, s, .. } = *self;
-        let norms = if self.setup.model.config().qk_norm() { q + kv } else { 0 };
-        let log_sum_exp = t * self.setup.model.config().n_heads() as u64 * F32;
-        let adapters: u64 = self.adapters.iter().map(|adapter| self.adapter(adapter)).sum();
-        t * s * (7 * d + 3 * q + 3 * kv + 3 * f + norms) + log_sum_exp + adapters + self.scores(7)
+        self.until_attention() + self.after_attention() + self.product_of_mlp()
     }
 
-    /// What an adapter adds to a tape (`model::weights`): its input after dropout, x A^T in f32 before and after the
-    /// scaling and rounded, (x A^T) B^T and the sum with the base's output.
-    fn adapter(&self, adapter: &Adapter) -> u64 {
-        let (n_in, n_out) = self.sides(&adapter.module);
-        let dropped = if adapter.dropout > 0.0 { n_in } else { 0 };
-        let rounded = if self.s == F32 { 0 } else { self.s };
-        let r = adapter.r as u64;
-        self.t * (self.s * (dropped + 2 * n_out) + r * (2 * F32 + rounded))
+    /// The output, which stays to the end; the first norm's; rotated q and k, v and attention's output with the logarithm
+    /// of each row's sum; q and k before their norms, if they have some.
+    fn until_attention(&self) -> u64 {
+        let Self { t, d, q, kv, s, .. } = *self;
+        let config = self.setup.model.config();
+        let norms = if config.qk_norm() { q + kv } else { 0 };
+        let first_norm = self.saved(&["q_proj", "k_proj", "v_proj"], d);
+        let log_sum_exp = t * config.n_heads() as u64 * F32;
+        let adapters = self.of_adapters(&["q_proj", "k_proj", "v_proj", "o_proj"]);
+        t * s * (d + 2 * q + 2 * kv + norms) + first_norm + log_sum_exp + adapters + self.reference(7)
     }
 
-    /// Inputs and outputs of a linear layer.
-    fn sides(&self, module: &str) -> (u64, u64) {
-        let Self { d, q, kv, f, .. } = *self;
-        match module.rsplit('.').next() {
-            Some("q_proj") => (d, q),
-            Some("k_proj" | "v_proj") => (d, kv),
-            Some("o_proj") => (q, d),
-            Some("down_proj") => (f, d),
-            _ => (d, f),
+    /// The sum after attention, its norm, gate and up.
+    fn after_attention(&self) -> u64 {
+        let adapters = self.of_adapters(&["gate_proj", "up_proj", "down_proj"]);
+        self.t * self.s * (self.d + 2 * self.f) + self.saved(&["gate_proj", "up_proj"], self.d) + adapters
+    }
+
+    /// silu(gate) up, which the gradient of the last product's weight needs.
+    fn product_of_mlp(&self) -> u64 {
+        self.saved(&["down_proj"], self.f)
+    }
+
+    /// A product saves its input for the gradient of its weight, or of an adapter's A that reads the same. Products that
+    /// share an input save it once.
+    fn saved(&self, products: &[&str], width: u64) -> u64 {
+        let reads = |adapter: &Adapter| adapter.dropout == 0.0 && is_one_of(adapter, products);
+        let is_saved = self.setup.model.lora().is_none() || self.adapters.iter().any(reads);
+        if is_saved { self.t * self.s * width } else { 0 }
+    }
+
+    /// What adapters save of their own: x A^T, rounded (`model::weights`), and their input if some of it is dropped.
+    fn of_adapters(&self, products: &[&str]) -> u64 {
+        let own = |adapter: &Adapter| {
+            let dropped = if adapter.dropout > 0.0 { self.n_in(adapter) } else { 0 };
+            self.t * self.s * (adapter.r as u64 + dropped)
+        };
+        self.adapters.iter().filter(|adapter| is_one_of(adapter, products)).map(own).sum()
+    }
+
+    /// The inputs of the product that an adapter sits on.
+    fn n_in(&self, adapter: &Adapter) -> u64 {
+        match adapter.module.rsplit('.').next() {
+            Some("o_proj") => self.q,
+            Some("down_proj") => self.f,
+            _ => self.d,
         }
     }
 
@@ -86,25 +107,29 @@ impl<'a> Block<'a> {
     pub(super) fn forward(&self) -> u64 {
         let Self { t, d, q, kv, f, s, .. } = *self;
         let mlp = t * s * (4 * d + 3 * f) + self.widened(f, d);
-        let attention = t * s * (d + 2 * q + 2 * kv) + self.by_head(2 * q + 2 * kv);
-        mlp.max(attention) + self.scores(2)
+        let attention = t * s * (d + 2 * q + 2 * kv) + self.attention_scratch(q, q + 2 * kv);
+        mlp.max(attention) + self.reference(3)
     }
 
-    /// A backward, beyond the tape and the gradient that comes in: the most of its stages. candle adds a gradient to zeros
-    /// and so holds it three times while it does.
+    /// Backward and the tape that it uses up: the most of its stages. The gradient that comes in is not counted.
     pub(super) fn backward(&self) -> u64 {
         let Self { t, d, q, kv, f, s, .. } = *self;
         let elements = |n: u64| t * s * n;
-        let down = elements(2 * d) + (elements(f) + self.product(f, d)).max(elements(3 * f));
-        let swiglu = elements(d + 5 * f);
-        let gate = elements(d + 2 * f) + (elements(d) + self.product(d, f)).max(elements(3 * d));
-        let attention = elements(d + 2 * q + 2 * kv) + self.by_head(4 * q + 4 * kv) + self.scores(4);
+        // The last product; what it saved goes, and the gradients of gate and up come; they become one of d.
+        let down = self.tape() + elements(f) + self.product(f, d);
+        let rest = self.until_attention() + self.after_attention();
+        let swiglu = rest + elements(3 * f);
+        let gate = rest + elements(d) + self.product(d, f);
+        // The gradients of the sum, of attention's output, of q, k and v; each query head sums dk and dv of its own.
+        let gradients = elements(d + 2 * q + 2 * kv) + self.reference(10);
+        let attention = self.until_attention() + gradients + self.attention_scratch(3 * q, 3 * q + 2 * kv);
         [down, swiglu, gate, attention].into_iter().max().unwrap_or(0)
     }
 
     /// The scratch of a product's backward: activations widened, and a gradient in bf16 summed in f32 (`ops::weight`).
     fn product(&self, n_in: u64, n_out: u64) -> u64 {
-        let is_rounded = self.setup.place == Place::Cpu && self.setup.masters.n_bytes() < F32 && self.adapters.is_empty();
+        let is_rounded =
+            self.setup.place == Place::Cpu && self.setup.masters.n_bytes() < F32 && self.setup.model.lora().is_none();
         self.widened(n_in, n_out) + if is_rounded { n_in * n_out * F32 } else { 0 }
     }
 
@@ -117,21 +142,29 @@ impl<'a> Block<'a> {
         rows * (n_in + n_out) * F32 + PANEL.min(n_in * n_out * F32)
     }
 
-    /// Attention on the CPU computes in f32, one head after the other (`ops::attention::layout`); on a GPU cuDNN sums dq
-    /// in f32, and our kernels nothing.
-    fn by_head(&self, width: u64) -> u64 {
+    /// Attention on the CPU computes in f32: what it writes, head by head, and what it reads if that is in 16 bits. On a
+    /// GPU cuDNN sums dq in f32, and our kernels nothing.
+    fn attention_scratch(&self, written: u64, read: u64) -> u64 {
         match self.setup.place {
-            Place::Cpu => self.t * width * F32,
+            Place::Cpu if self.s == F32 => self.t * written * F32,
+            Place::Cpu => self.t * (written + read) * F32,
             Place::Gpu => self.t * self.q * F32,
         }
     }
 
-    /// The reference implementation holds so many matrices of scores, for the longest sequence that a row may be.
-    fn scores(&self, n_matrices: u64) -> u64 {
+    /// The reference implementation holds so many matrices of scores, for the longest sequence that a row may be, and its
+    /// inputs and outputs in several layouts.
+    fn reference(&self, n_matrices: u64) -> u64 {
         let heads = self.setup.model.config().n_heads() as u64;
         match self.setup.attention {
-            AttentionImpl::Reference => n_matrices * heads * self.t * self.setup.row_tokens * F32,
+            AttentionImpl::Reference => {
+                self.t * F32 * (n_matrices * heads * self.setup.row_tokens + 4 * self.q + 5 * self.kv)
+            }
             _ => 0,
         }
     }
+}
+
+fn is_one_of(adapter: &Adapter, products: &[&str]) -> bool {
+    products.iter().any(|product| adapter.module.ends_with(product))
 }

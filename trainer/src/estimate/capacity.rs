@@ -59,18 +59,27 @@ impl Capacity {
         if let Ok(device) = text.parse() {
             return Ok(Self::now(device));
         }
-        let number = text.strip_suffix("iB").map_or(text.to_owned(), |number| format!("{number}i"));
-        match parse_number(number.strip_suffix('B').unwrap_or(&number)) {
-            Some(bytes) if bytes >= 1.0 => {
+        match n_bytes(text) {
+            Some(bytes) => {
                 let place = if matches!(device, DeviceChoice::Cuda(_)) { Place::Gpu } else { Place::Cpu };
-                Ok(Self { place, bytes: Some(bytes as u64), name: "--device".into() })
+                Ok(Self { place, bytes: Some(bytes), name: "--device".into() })
             }
-            _ => {
+            None => {
                 let names: Vec<&str> = GPUS.iter().map(|(name, _)| *name).collect();
                 Err(format!("expected cpu, cuda, {} or bytes such as 24GiB, found `{text}`", names.join(", ")))
             }
         }
     }
+}
+
+/// Reads `24GiB`, `24Gi`, `24GB`, `24G` or `24`.
+fn n_bytes(text: &str) -> Option<u64> {
+    const UNITS: [(&str, u32); 4] = [("K", 1), ("M", 2), ("G", 3), ("T", 4)];
+    let text = text.strip_suffix('B').unwrap_or(text);
+    let (text, base) = text.strip_suffix('i').map_or((text, 1000.0), |text| (text, 1024.0));
+    let unit = UNITS.iter().find_map(|(unit, power)| Some((text.strip_suffix(unit)?, *power)));
+    let (number, factor) = unit.map_or((text, 1.0), |(number, power)| (number, f64::powi(base, power as i32)));
+    parse_number(number).map(|number| (number * factor) as u64).filter(|bytes| *bytes > 0)
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ const F32: u64 = 4;
 const CPU_LOGITS: u64 = 64 << 20;
 const GPU_LOGITS: u64 = 1 << 30;
 
-/// The loss and its gradient. The norm's tape holds a copy of its input and its output, and dx a third; `ops::
-/// linear_cross_entropy` holds n rows of logits, their inputs and their dx. Where gradients are bf16 that of the weight is
+/// The loss and its gradient. The norm's output and its gradient stay while `ops::linear_cross_entropy` holds n rows of
+/// logits, their inputs and their dx. Where gradients are bf16 that of the weight is
 /// summed in f32 meanwhile.
 pub(super) fn backward(setup: &Setup) -> u64 {
     let Sizes { t, d, v, n, s } = Sizes::of(setup);
@@ -23,8 +23,8 @@ pub(super) fn backward(setup: &Setup) -> u64 {
         Place::Gpu if s == F32 => n * (v + 2 * d) * F32,
         Place::Gpu => n * v * (F32 + s) + 2 * n * d * s,
     };
-    // The norm's own backward holds five of its activations at once, when the logits are gone.
-    t * d * s * 3 + (logits + rounded).max(2 * t * d * s)
+    // When the logits are gone, the gradient of the norm's input comes.
+    t * d * s * 2 + (logits + rounded).max(t * d * s)
 }
 
 /// The losses alone: the norm's output, n rows of logits and of inputs.

@@ -21,5 +21,5 @@ pub use capacity::Capacity;
 pub use longest::longest;
 pub use modes::{Candidate, Choice, Fixed, Modes, choose, usable};
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate};
-pub use report::{Advice, Report, bytes};
+pub use report::{Advice, Report, bytes, written};
 pub use setup::{Place, Setup, SetupError};

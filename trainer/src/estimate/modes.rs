@@ -8,7 +8,7 @@ use super::{Setup, estimate, longest};
 use crate::plan::{Activations, Plan};
 
 /// What trades time for memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Modes {
     /// What blocks keep for backward.
     pub activations: Activations,
@@ -22,7 +22,7 @@ pub struct Fixed {
 }
 
 /// Modes and what a run needs with them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
     /// The modes.
     pub modes: Modes,
@@ -31,7 +31,7 @@ pub struct Candidate {
 }
 
 /// What a search found.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Choice {
     /// The cheapest modes that fit, if any do.
     pub found: Option<Candidate>,

@@ -51,7 +51,7 @@ pub struct PhaseEstimate {
 pub struct Estimate {
     /// The phases that the plan has, in their order.
     pub phases: Vec<PhaseEstimate>,
-    /// What lies in a temporary file meanwhile: inputs of blocks.
+    /// What lies elsewhere meanwhile: inputs of blocks, in temporary files.
     pub parked: u64,
     /// What a run on a GPU needs of the machine's RAM; `None` on the CPU, where everything is RAM.
     pub host: Option<u64>,
@@ -86,10 +86,11 @@ pub fn estimate(setup: &Setup) -> Estimate {
     if !setup.saves.is_empty() {
         phases.push((Phase::Save, resident.plus(&save(setup))));
     }
+    let parked = parked(setup);
     let host = || program::on_gpu_host(setup) + transfer(setup);
     Estimate {
         phases: phases.into_iter().map(|(phase, account)| PhaseEstimate { phase, account }).collect(),
-        parked: parked(setup),
+        parked,
         host: (setup.place == Place::Gpu).then(host),
     }
 }
@@ -114,24 +115,28 @@ fn transfer(setup: &Setup) -> u64 {
 /// The worst moment of a micro-batch (`parallel::Engine::forward_backward`): the loss, or some block's backward.
 fn step(setup: &Setup) -> Account {
     let blocks: Vec<Block> = (0..setup.model.n_blocks()).map(|block_idx| Block::new(setup, block_idx)).collect();
-    let rests: Vec<Residency> = (0..blocks.len()).map(|i| residency(setup.modes.activations, i)).collect();
+    let rests = residencies(setup);
     let input = blocks.first().map_or(0, Block::activation);
     // The embedded tokens stay to the end: they are block 0's input.
     let mut kept = input + rope(setup);
     let mut moments = Vec::new();
+    let mut moment = |kept: u64, at_work: u64| {
+        moments.push(Account::default().with(Class::Activations, kept).with(Class::Block, at_work));
+    };
     for (i, (block, rest)) in blocks.iter().zip(&rests).enumerate() {
         // An input that is the output at the end of a kept tape is there already.
         let is_there = i == 0 || rests[i - 1] == Residency::Keep;
-        let (at_work, stays) = match rest {
-            Residency::Keep => (block.backward(), block.tape()),
-            Residency::Recompute => (block.tape() + block.backward(), if is_there { 0 } else { input }),
-            Residency::Offload => (input + block.tape() + block.backward(), 0),
-        };
-        kept += stays;
-        moments.push(Account::default().with(Class::Activations, kept).with(Class::Block, input + at_work));
-        if *rest != Residency::Keep {
-            let forward = block.forward() + if *rest == Residency::Offload { input } else { 0 };
-            moments.push(Account::default().with(Class::Activations, kept).with(Class::Block, forward));
+        if *rest == Residency::Offload {
+            // While it is computed it is there all the same.
+            moment(kept, input + block.forward().max(input + block.backward()));
+            continue;
+        }
+        kept += if is_there { 0 } else { input };
+        // The gradient that comes in has the size of an input.
+        moment(kept, input + block.backward());
+        match rest {
+            Residency::Keep => kept += block.tape(),
+            _ => moment(kept, block.forward()),
         }
     }
     let output = if rests.last() == Some(&Residency::Keep) { 0 } else { input };
@@ -161,7 +166,10 @@ fn rope(setup: &Setup) -> u64 {
 }
 
 fn parked(setup: &Setup) -> u64 {
-    let n_blocks = setup.model.n_blocks();
-    let is_parked = |block_idx: &usize| residency(setup.modes.activations, *block_idx) == Residency::Offload;
-    (0..n_blocks).filter(is_parked).map(|block_idx| Block::new(setup, block_idx).activation()).sum()
+    let n_parked = residencies(setup).iter().filter(|rest| **rest == Residency::Offload).count() as u64;
+    n_parked * setup.tokens() * setup.model.config().hidden_size() as u64 * setup.compute.n_bytes()
+}
+
+fn residencies(setup: &Setup) -> Vec<Residency> {
+    (0..setup.model.n_blocks()).map(|block_idx| residency(setup.modes.activations, block_idx)).collect()
 }

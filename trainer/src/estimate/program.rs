@@ -5,7 +5,7 @@ use super::{Place, Setup};
 /// The program itself, its libraries, threads and buffers.
 const PROGRAM: u64 = 48 << 20;
 /// A token of a byte-pair tokenizer: its text, its merges and their tables.
-const TOKENIZER_BYTES: u64 = 1000;
+const TOKENIZER_BYTES: u64 = 400;
 /// A GPU's context, our kernels and the workspace of cuBLASLt.
 const GPU_CONTEXT: u64 = 640 << 20;
 /// What CUDA's libraries take of the host's RAM.
@@ -28,10 +28,12 @@ fn tokenizer(setup: &Setup) -> u64 {
     setup.model.config().vocab_size() as u64 * TOKENIZER_BYTES
 }
 
-/// Of what a step allocates and frees again, the allocator keeps pieces that nothing fits into.
+/// Of what a step allocates and frees again, the allocator keeps pieces that nothing of another size fits into: on the CPU
+/// a sixteenth, and besides as much as small buffers and the reading of the data have left, up to a bound.
 pub(super) fn slack(place: Place, passing: u64) -> u64 {
+    const LEFT: u64 = 32 << 20;
     match place {
-        Place::Cpu => passing / 12,
-        Place::Gpu => passing / 20,
+        Place::Cpu => passing / 16 + passing.min(LEFT),
+        Place::Gpu => passing / 16,
     }
 }

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::modes::by_cost;
 use super::{Capacity, Class, Estimate, Fixed, Modes, Phase, Setup, choose, estimate, longest, parameters};
 use crate::metrics::quantity;
-use crate::plan::ComputeDtype;
+use crate::plan::{Activations, ComputeDtype};
 
 /// Everything that there is to say. As JSON it is an interface: keys may be added, none changes its meaning.
 #[derive(Clone, Debug, Serialize)]
@@ -37,7 +37,7 @@ pub struct Report {
     pub peak_phase: Phase,
     /// Whether that fits; null if the device's bytes are not known.
     pub fits: Option<bool>,
-    /// Bytes by class for each phase, and in temporary files and the host's RAM.
+    /// Bytes by class for each phase, and what is parked and in the host's RAM.
     #[serde(flatten)]
     pub estimate: Estimate,
     /// The most tokens of a row that fit as the recipe stands; null if none do, or the device's bytes are not known.
@@ -86,27 +86,29 @@ impl Report {
     }
 }
 
-/// The cheapest modes that fit and those that need least; then the same with moments in bf16, which alone changes results.
+/// The cheapest modes that fit and those that need least; then the same with moments in bf16, which changes results.
 fn advice(setup: &Setup, bytes: u64) -> Vec<Advice> {
-    let mut advice = ladder(setup, bytes, true);
+    let mut advice = ladder(setup, bytes, &[]);
     if setup.compute == ComputeDtype::Bf16 && setup.moments == ComputeDtype::F32 {
-        advice.extend(ladder(&Setup { moments: ComputeDtype::Bf16, ..setup.clone() }, bytes, false));
+        let moments = Setup { moments: ComputeDtype::Bf16, ..setup.clone() };
+        advice.extend(ladder(&moments, bytes, &["deepspeed.bf16.bf16_optimizer_states"]));
     }
     advice
 }
 
-fn ladder(setup: &Setup, bytes: u64, same_result: bool) -> Vec<Advice> {
+/// The cheapest modes that fit, then those that need less, as far as they do. `switches` are on in `setup` already.
+fn ladder(setup: &Setup, bytes: u64, switches: &[&str]) -> Vec<Advice> {
     let found = choose(setup, Fixed::default(), bytes).found.map(|candidate| candidate.modes);
-    let last = by_cost(setup, Fixed::default()).into_iter().rev().take(2).rev();
-    let mut modes: Vec<Modes> = found.into_iter().chain(last).collect();
-    modes.dedup();
+    let most = by_cost(setup, Fixed::default()).into_iter();
+    let most = most.filter(|modes| matches!(modes.activations, Activations::Recompute | Activations::Offload));
+    let mut modes: Vec<Modes> = found.into_iter().collect();
+    modes.extend(most.filter(|modes| found.is_none_or(|found| found != *modes)));
     let to_advice = |modes: Modes| {
         let peak_bytes = estimate(&Setup { modes, ..setup.clone() }).peak_bytes();
-        let mut set: Map<String, Value> = modes.keys().into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        if !same_result {
-            set.insert("deepspeed.bf16.bf16_optimizer_states".to_owned(), true.into());
-        }
-        Advice { set, peak_bytes, fits: peak_bytes <= bytes, same_result }
+        let mut set: Map<String, Value> =
+            modes.keys().into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        set.extend(switches.iter().map(|key| ((*key).to_owned(), Value::from(true))));
+        Advice { set, peak_bytes, fits: peak_bytes <= bytes, same_result: switches.is_empty() }
     };
     modes.into_iter().map(to_advice).collect()
 }
@@ -120,20 +122,28 @@ pub fn bytes(n: u64) -> String {
     }
 }
 
-fn written(set: &Map<String, Value>) -> String {
-    let pairs: Vec<String> = set.iter().map(|(key, value)| format!("{key}={}", value_text(value))).collect();
-    pairs.join(" ")
+/// Writes keys and values as they may stand behind a recipe on the command line: `'key={every: 2}'`.
+pub fn written<'a>(set: impl IntoIterator<Item = (&'a str, &'a Value)>) -> String {
+    let pair = |(key, value): (&str, &Value)| match value {
+        Value::String(text) => format!("{key}={text}"),
+        Value::Object(map) => format!("'{key}={{{}}}'", flow(map)),
+        other => format!("{key}={other}"),
+    };
+    set.into_iter().map(pair).collect::<Vec<_>>().join(" ")
 }
 
-/// As it may stand behind a recipe on the command line.
-fn value_text(value: &Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+fn flow(map: &Map<String, Value>) -> String {
+    map.iter().map(|(key, value)| format!("{key}: {value}")).collect::<Vec<_>>().join(", ")
+}
+
+fn pairs(set: &Map<String, Value>) -> impl Iterator<Item = (&str, &Value)> {
+    set.iter().map(|(key, value)| (key.as_str(), value))
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [parameters, trained] = [self.n_parameters, self.n_trained].map(|n| quantity(n as f64));
-        let (recipe, tokens, modes) = (&self.recipe, self.tokens, written(&self.modes));
+        let (recipe, tokens, modes) = (&self.recipe, self.tokens, written(pairs(&self.modes)));
         writeln!(f, "memory of {recipe}: {parameters} parameters, {trained} trained, {tokens} tokens a micro-batch")?;
         writeln!(f, "with {modes}")?;
         self.table(f)?;
@@ -178,8 +188,30 @@ impl Report {
         for advice in &self.advice {
             let fits = if advice.fits { "fits" } else { "does not fit" };
             let note = if advice.same_result { "" } else { "; changes results by rounding" };
-            writeln!(f, "  {}: {}, {fits}{note}", written(&advice.set), bytes(advice.peak_bytes))?;
+            writeln!(f, "  {}: {}, {fits}{note}", written(pairs(&advice.set)), bytes(advice.peak_bytes))?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn bytes_have_the_unit_that_fits() {
+        let cases = [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1.0 KiB"), (3 << 19, "1.5 MiB"), (5 << 28, "1.25 GiB")];
+        for (n, want) in cases {
+            assert_eq!(bytes(n), want);
+        }
+    }
+
+    #[test]
+    fn keys_are_written_as_a_shell_wants_them() {
+        let (full, every, on) = (json!("full"), json!({"every": 2}), json!(true));
+        let set = [("a.b", &full), ("c", &every), ("d", &on)];
+        assert_eq!(written(set), "a.b=full 'c={every: 2}' d=true");
     }
 }

@@ -2,7 +2,7 @@
 
 use super::Plan;
 use super::table::Setting;
-use crate::estimate::{Candidate, Capacity, Choice, Fixed, Modes, Setup, bytes, choose, usable};
+use crate::estimate::{Candidate, Capacity, Choice, Fixed, Modes, Setup, bytes, choose, usable, written};
 use crate::recipe::{Loaded, Origin, RecipeError};
 
 impl Fixed {
@@ -47,18 +47,14 @@ fn tried(choice: &Choice, free: u64) -> String {
 }
 
 fn said(modes: Modes) -> String {
-    let keys: Vec<String> = modes.keys().into_iter().map(|(key, value)| format!("{key}={value}")).collect();
-    keys.join(" ")
+    written(modes.keys().iter().map(|(key, value)| (*key, value)))
 }
 
 fn apply(plan: &mut Plan, found: Candidate, fixed: Fixed, free: u64) {
     plan.model.activations = found.modes.activations;
-    if !fixed.activations {
-        for (key, value) in found.modes.keys() {
-            if let Some(setting) = plan.settings.iter_mut().find(|setting| setting.key == key) {
-                *setting = Setting::new(key, &value, Origin::Memory);
-            }
-        }
+    let key = super::model::ACTIVATIONS[0];
+    if let Some(setting) = plan.settings.iter_mut().find(|setting| setting.key == key && !fixed.activations) {
+        *setting = Setting::new(key, &found.modes.activations.to_recipe(), Origin::Memory);
     }
     let (modes, peak, free) = (said(found.modes), bytes(found.peak_bytes), bytes(free));
     plan.notes.push(format!("memory: auto takes {modes}: about {peak} of the {free} that are free"));
