@@ -2,6 +2,7 @@
 
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::DType;
@@ -112,6 +113,9 @@ struct Generate {
     /// Seeds the sampling
     #[arg(long, default_value_t = 42)]
     seed: u64,
+    /// Say on stderr how long the prompt and the new tokens took, as JSON; loading is not in it
+    #[arg(long)]
+    timings: bool,
 }
 
 #[derive(Debug, Args)]
@@ -127,6 +131,9 @@ struct Perplexity {
     /// The most rows to read
     #[arg(long)]
     limit: Option<usize>,
+    /// Say on stderr how long the rows took, as JSON; loading is not in it
+    #[arg(long)]
+    timings: bool,
 }
 
 #[derive(Debug, Args)]
@@ -165,7 +172,11 @@ fn run(command: &Command) -> Result<()> {
                 top_p: args.top_p,
                 seed: args.seed,
             };
-            answer(&if args.raw { lm.complete(&args.prompt, &options)? } else { lm.chat(&args.prompt, &options)? })
+            let said = if args.raw { lm.complete(&args.prompt, &options)? } else { lm.chat(&args.prompt, &options)? };
+            if args.timings {
+                eprintln!("{}", serde_json::to_string(&said.timings)?);
+            }
+            answer(&said.text)
         }
         Command::Perplexity(args) => perplexity(args, &hub),
         Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
@@ -182,8 +193,15 @@ fn perplexity(args: &Perplexity, hub: &Hub) -> Result<()> {
         Document::Text(text) => Ok(text),
         _ => anyhow::bail!("failed to read {} as text: it {}", source.locate(row_idx), format.describe()),
     });
-    let held_out = args.model.load(hub)?.held_out(texts)?;
+    let lm = args.model.load(hub)?;
+    let began = Instant::now();
+    let held_out = lm.held_out(texts)?;
+    let eval_time = began.elapsed().as_secs_f64();
     let (loss, n_targets) = (held_out.loss, held_out.n_targets);
+    if args.timings {
+        let tokens_per_second = n_targets as f64 / eval_time;
+        eprintln!("{}", json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second}));
+    }
     answer(&json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_rows}).to_string())
 }
 

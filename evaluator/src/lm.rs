@@ -15,7 +15,7 @@ use candlewick_text::template::{ChatTemplate, Ending};
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde::Serialize;
 
-use crate::generate::{GenerateOptions, generate};
+use crate::generate::{GenerateOptions, Timings, generate};
 use crate::held_out::{HeldOut, held_out_loss};
 use crate::weights::{Origin, fill};
 
@@ -24,6 +24,15 @@ pub struct Lm {
     engine: Engine,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
+}
+
+/// What a model said, and how long it took.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// Its words.
+    pub text: String,
+    /// The time of the generation.
+    pub timings: Timings,
 }
 
 /// A token and how likely it was after those before it.
@@ -71,13 +80,13 @@ impl Lm {
     }
 
     /// Continues `text` as it stands.
-    pub fn complete(&self, text: &str, options: &GenerateOptions) -> Result<String> {
+    pub fn complete(&self, text: &str, options: &GenerateOptions) -> Result<Answer> {
         let ids = self.tokenizer.encode(text, Specials::Add)?;
         complete(&self.engine, &self.tokenizer, &ids, options)
     }
 
     /// Answers `prompt` as the user's turn of a chat.
-    pub fn chat(&self, prompt: &str, options: &GenerateOptions) -> Result<String> {
+    pub fn chat(&self, prompt: &str, options: &GenerateOptions) -> Result<Answer> {
         let template = self.template.as_ref().context("failed to chat: the model has no chat template")?;
         chat(&self.engine, &self.tokenizer, template, prompt, options)
     }
@@ -127,14 +136,15 @@ pub fn chat(
     template: &ChatTemplate,
     prompt: &str,
     options: &GenerateOptions,
-) -> Result<String> {
+) -> Result<Answer> {
     let conversation = Conversation::new([Message::new("user", prompt)]);
     let text = template.render(&conversation, Ending::GenerationPrompt)?;
     complete(engine, tokenizer, &tokenizer.encode(&text, Specials::Omit)?, options)
 }
 
 /// Continues `prompt` with the model in `engine` up to a stop token of the tokenizer.
-pub fn complete(engine: &Engine, tokenizer: &Tokenizer, prompt: &[u32], options: &GenerateOptions) -> Result<String> {
+pub fn complete(engine: &Engine, tokenizer: &Tokenizer, prompt: &[u32], options: &GenerateOptions) -> Result<Answer> {
     let stop: Vec<u32> = tokenizer.eos_ids().iter().copied().collect();
-    Ok(tokenizer.decode(&generate(engine, prompt, &stop, options)?, Specials::Omit)?)
+    let (tokens, timings) = generate(engine, prompt, &stop, options)?;
+    Ok(Answer { text: tokenizer.decode(&tokens, Specials::Omit)?, timings })
 }

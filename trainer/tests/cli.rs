@@ -81,7 +81,7 @@ fn a_wrong_recipe_exits_with_2_before_anything_is_written() {
     room.check(&["check", "missing.yaml"], 2, "missing.yaml: cannot read the recipe");
     for command in ["check", "train"] {
         room.check(&[command, "r.yaml", "optimizer.lrr=1"], 2, "error: argument `optimizer.lrr=1`: unknown key");
-        room.check(&[command, "r.yaml", "tiled_mlp_compute=true"], 2, "not implemented yet");
+        room.check(&[command, "r.yaml", "enable_routing_replay=true"], 2, "not implemented yet");
         room.check(&[command, "r.yaml", "model={name_or_path: ./none}"], 2, "there is no folder ./none");
         room.check(&[command, "r.yaml", "model.config.model_type=bert"], 2, "r.yaml");
     }

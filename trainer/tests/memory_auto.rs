@@ -10,19 +10,24 @@ use serde_json::json;
 use support::Run;
 use trainer::estimate::{Capacity, Fixed, Place, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, Known, Plan};
+use trainer::plan::{Activations, Known, Plan, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\nmemory: auto\n";
 
 fn resolve(free: Option<u64>, arguments: &[&str]) -> Result<Plan, RecipeError> {
+    resolve_with(free, false, arguments)
+}
+
+fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) -> Result<Plan, RecipeError> {
     let config = json!({
         "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 768,
         "num_hidden_layers": 8, "num_attention_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
     });
     let config = Some(Config::from_json(config).unwrap());
     let capacity = Some(Capacity { place: Place::Cpu, bytes: free, name: "a test".into() });
-    let known = Known { config, n_cores: 4, has_train_py: false, console: Console::Full, capacity };
+    let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: parks_in_memory };
+    let known = Known { config, n_cores: 4, temp_dir, has_train_py: false, console: Console::Full, capacity };
     let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
     Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)
 }
@@ -53,7 +58,10 @@ fn the_cheapest_modes_that_fit_are_taken() {
         ("{every: 3}", Activations::RecomputeEvery(3)),
         ("{every: 2}", Activations::RecomputeEvery(2)),
         ("full", Activations::Recompute),
-        ("offload", Activations::Offload),
+        ("{offload: 0.25}", Activations::Offload(0.25)),
+        ("{offload: 0.5}", Activations::Offload(0.5)),
+        ("{offload: 0.75}", Activations::Offload(0.75)),
+        ("offload", Activations::Offload(1.0)),
     ];
     let peaks: Vec<u64> = ladder.iter().map(|(name, _)| peak(name)).collect();
     assert!(peaks.is_sorted_by(|dearer, cheaper| dearer >= cheaper), "{peaks:?}");
@@ -75,7 +83,7 @@ fn what_was_taken_is_said_with_its_origin() {
 #[test]
 fn what_the_recipe_sets_is_not_changed() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
-    assert_eq!(plan.model.activations, Activations::Offload);
+    assert_eq!(plan.model.activations, Activations::Offload(1.0));
     let table = plan.to_string();
     assert!(table.lines().any(|line| line.contains("activation_checkpoint") && line.ends_with("argument")), "{table}");
     for set in ["model.activation_checkpoint=none", "model.disable_activation_checkpoint=true"] {
@@ -94,12 +102,28 @@ fn where_nothing_fits_the_error_says_what_was_tried_and_what_would() {
     let longest: usize =
         error.split("the longest row that would fit has ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
     let fitting = format!("data.max_length={longest}");
-    assert_eq!(resolve(Some(free), &[&fitting]).unwrap().model.activations, Activations::Offload);
+    assert_eq!(resolve(Some(free), &[&fitting]).unwrap().model.activations, Activations::Offload(1.0));
     assert!(resolve(Some(free), &[&format!("data.max_length={}", longest + 1)]).is_err());
     let error = resolve(Some(1 << 20), &[]).unwrap_err().to_string();
     assert!(error.contains("no row would fit"), "{error}");
     let error = resolve(None, &[]).unwrap_err().to_string();
     assert!(error.contains("this machine does not tell") && error.contains("set memory: manual"), "{error}");
+}
+
+#[test]
+fn nothing_is_parked_where_that_saves_nothing() {
+    let free = free_for(peak("offload"));
+    assert!(resolve_with(Some(free), false, &[]).is_ok());
+    let error = resolve_with(Some(free), true, &[]).unwrap_err().to_string();
+    assert!(error.contains("=full needs") && !error.contains("offload"), "{error}");
+}
+
+#[test]
+fn a_mode_that_rounds_otherwise_is_not_chosen() {
+    for free in [1 << 50, free_for(peak("full"))] {
+        assert!(!resolve(Some(free), &[]).unwrap().model.tiled_mlp);
+    }
+    assert!(resolve(Some(1 << 50), &["tiled_mlp_compute=true"]).unwrap().model.tiled_mlp);
 }
 
 #[test]

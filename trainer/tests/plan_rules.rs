@@ -8,7 +8,7 @@ use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
 use serde_json::json;
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan};
+use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
 use trainer::schedule::{Floor, Shape, Span};
 
@@ -19,8 +19,9 @@ fn known() -> Known {
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
         "tie_word_embeddings": false, "initializer_range": 0.02
     });
+    let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: false };
     let config = Some(Config::from_json(config).unwrap());
-    Known { config, n_cores: 4, has_train_py: false, console: Console::Full, capacity: None }
+    Known { config, n_cores: 4, temp_dir, has_train_py: false, console: Console::Full, capacity: None }
 }
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl]}\n";
@@ -56,7 +57,6 @@ fn what_is_not_implemented_is_refused_by_name() {
         "arctic_moe=true",
         "enable_arctic_moe_custom_optimization=true",
         "enable_routing_replay=true",
-        "tiled_mlp_compute=true",
         "mem_profiler=step",
         "optimizer.type=fused_adam_moe",
         "optimizer.type=cpu_adam_moe",
@@ -72,7 +72,8 @@ fn what_is_not_implemented_is_refused_by_name() {
         "data.sources.0.process=false",
         "data.sources.0.kwargs={streaming: true}",
         "data.sources.0.sql=select",
-        "deepspeed.zero_optimization.offload_optimizer.device=cpu",
+        "deepspeed.zero_optimization.offload_optimizer.device=nvme",
+        "deepspeed.zero_optimization.offload_param.device=cpu",
         "deepspeed.torch_autocast.enabled=true",
         "deepspeed.train_batch_size=8",
         "deepspeed.zero_optimization.zero_hpz_partition_size=8",
@@ -114,11 +115,29 @@ fn states_are_bf16_if_the_recipe_says_so() {
 }
 
 #[test]
+fn the_optimizer_may_live_on_the_host() {
+    let on_host = |arguments: &[&str]| plan(arguments).optimizer_on_host;
+    let offload = "deepspeed.zero_optimization.offload_optimizer";
+    let cpu = format!("{offload}.device=cpu");
+    assert_eq!(on_host(&[]), 0.0);
+    assert_eq!(on_host(&[&format!("{offload}.device=none")]), 0.0);
+    assert_eq!(on_host(&[&cpu]), 1.0);
+    assert_eq!(on_host(&[&cpu, &format!("{offload}.ratio=70%")]), 0.7);
+    let pinned = plan(&[&cpu, &format!("{offload}.pin_memory=true")]);
+    assert!(pinned.notes.iter().any(|note| note.contains("always go through pinned memory")), "{:?}", pinned.notes);
+    let ratio = format!("{offload}.ratio=1.5");
+    refused(&[&cpu, &ratio], &[&format!("argument `{ratio}`"), "expected a share of the parameters from 0 to 1"]);
+    refused(&[&format!("{offload}.ratio=0.5")], &["ratio: nothing is offloaded", "offload_optimizer.device: cpu"]);
+    refused(&[&cpu, &format!("{offload}.pin_memory=3")], &["expected true or false, found 3"]);
+    refused(&[&cpu, &format!("{offload}.buffer_count=4")], &["buffer_count", "not implemented yet"]);
+}
+
+#[test]
 fn a_refused_key_of_the_recipe_has_its_line_and_all_of_them_are_shown() {
     let error =
-        resolve("tiled_mlp_compute: true\nmodel: {name_or_path: a}\nwandb:\n  enable: true\n", &[]).unwrap_err();
+        resolve("enable_routing_replay: true\nmodel: {name_or_path: a}\nwandb:\n  enable: true\n", &[]).unwrap_err();
     let message = error.to_string();
-    assert!(message.contains("recipes/r.yaml:1:1: `tiled_mlp_compute: true` is not implemented yet"), "{message}");
+    assert!(message.contains("recipes/r.yaml:1:1: `enable_routing_replay: true` is not implemented yet"), "{message}");
     assert!(message.contains("recipes/r.yaml:4:3: `wandb.enable: true` is not implemented yet"), "{message}");
     assert!(message.contains("data.sources: there is nothing to train on"), "{message}");
     assert_eq!(error.faults().len(), 3);
@@ -131,7 +150,6 @@ fn default_values_of_what_is_not_implemented_are_fine() {
         "expert_parallel_size=1",
         "arctic_moe=auto",
         "enable_routing_replay=false",
-        "tiled_mlp_compute=false",
         "mem_profiler=null",
         "wandb={enable: false, project: p, name: n}",
         "data.sources.0.kwargs={verification_mode: no_checks}",
@@ -304,18 +322,56 @@ fn activation_checkpoints_are_spelt_in_three_ways() {
     assert_eq!(plan(&["model.activation_checkpoint={every: 2}"]).model.activations, Activations::RecomputeEvery(2));
     assert_eq!(plan(&["model.disable_activation_checkpoint=false"]).model.activations, Activations::Recompute);
     assert_eq!(plan(&["model.disable_activation_checkpoint=true"]).model.activations, Activations::Keep);
-    assert_eq!(plan(&["activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload);
+    assert_eq!(plan(&["activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload(1.0));
     assert_eq!(
         plan(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=false"])
             .model
             .activations,
-        Activations::Offload
+        Activations::Offload(1.0)
     );
     refused(&["model.activation_checkpoint=full", "model.disable_activation_checkpoint=true"], &["contradicts"]);
     refused(&["model.activation_checkpoint=none", "model.disable_activation_checkpoint=false"], &["contradicts"]);
     refused(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=true"], &["contradicts"]);
     refused(&["activation_checkpoint_cpu_offload=true", "model.activation_checkpoint=full"], &["contradicts"]);
     refused(&["model.activation_checkpoint={every: 0}"], &["expected at least 1, found 0"]);
+}
+
+#[test]
+fn the_inputs_of_a_share_of_the_blocks_may_be_parked() {
+    let share = "model.activation_checkpoint={offload: 70%}";
+    assert_eq!(plan(&[share]).model.activations, Activations::Offload(0.7));
+    assert_eq!(plan(&[share, "activation_checkpoint_cpu_offload=true"]).model.activations, Activations::Offload(0.7));
+    for wrong in ["1.5", "-0.1"] {
+        let argument = format!("model.activation_checkpoint={{offload: {wrong}}}");
+        let want = format!("activation_checkpoint.offload: expected a share of the blocks from 0 to 1, found {wrong}");
+        refused(&[&argument], &[&format!("argument `{argument}`"), &want]);
+    }
+    refused(&[share, "model.disable_activation_checkpoint=true"], &["contradicts"]);
+}
+
+#[test]
+fn where_activations_are_parked_is_said_and_whether_that_is_memory() {
+    let notes = |is_memory| {
+        let loaded =
+            Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &["model.activation_checkpoint=offload".into()]);
+        let temp_dir = TempDir { path: "/scratch".into(), is_memory };
+        Plan::resolve(&loaded.unwrap(), &Known { temp_dir, ..known() }).unwrap().notes
+    };
+    let says = |notes: Vec<String>, what: &str| notes.iter().any(|note| note.contains(what));
+    assert!(says(notes(false), "the CPU in /scratch"));
+    assert!(!says(notes(false), "tmpfs"));
+    assert!(says(notes(true), "/scratch is kept in memory (tmpfs)"));
+    assert!(!says(plan(&[]).notes, "parks"));
+}
+
+#[test]
+fn a_tiled_mlp_is_asked_for_and_says_what_bf16_gradients_lose() {
+    assert!(!plan(&[]).model.tiled_mlp);
+    let tiled = plan(&["tiled_mlp_compute=true"]);
+    assert!(tiled.model.tiled_mlp);
+    assert!(!tiled.notes.iter().any(|note| note.contains("rounded once a tile")));
+    let rounded = plan(&["tiled_mlp_compute=true", "deepspeed.bf16.bf16_master_weights_and_grads=true"]);
+    assert!(rounded.notes.iter().any(|note| note.contains("rounded once a tile")), "{:?}", rounded.notes);
 }
 
 #[test]

@@ -61,6 +61,11 @@ fn an_unknown_key_names_its_place_and_the_nearest_key() {
     check("wandb: {enabled: false}", &["`wandb.enabled`", "did you mean `enable`?"]);
     check("generate: {prompt: [a]}", &["`generate.prompt`", "did you mean `prompts`?"]);
     check("model: {activation_checkpoint: {evry: 2}}", &["unknown key `model.activation_checkpoint.evry`"]);
+    for neither in ["{}", "{every: 2, offload: 0.5}"] {
+        let recipe = format!("model: {{activation_checkpoint: {neither}}}");
+        check(&recipe, &["model.activation_checkpoint: expected one of the keys `every` and `offload`"]);
+    }
+    check("model: {activation_checkpoint: {offload: much}}", &["activation_checkpoint.offload: expected a number"]);
 }
 
 #[test]

@@ -60,6 +60,35 @@ fn a_run_in_two_parts_has_the_losses_of_a_run_in_one() {
 }
 
 #[test]
+fn every_save_and_every_resume_is_recorded_with_its_time() {
+    let run = Run::new();
+    run.train_ok(&["exit_iteration=7"]);
+    run.train_ok(&["exit_iteration=12"]);
+    let records = run.metrics();
+    let of = |name: &str, time: &str| -> Vec<(u64, String)> {
+        let found = records.iter().filter_map(|record| Some((record, record[name].as_str()?)));
+        found
+            .map(|(record, folder)| {
+                assert!(record[time].as_f64().unwrap() > 0.0, "{record}");
+                let folder = folder.strip_prefix(run.path().to_str().unwrap()).unwrap();
+                (record["iter"].as_u64().unwrap(), folder.to_owned())
+            })
+            .collect()
+    };
+    let saves = [
+        (5, "checkpoints/epoch_0_"),
+        (7, "checkpoints/epoch_0_"),
+        (7, "hf/"),
+        (10, "checkpoints/epoch_0_"),
+        (12, "checkpoints/epoch_0_"),
+        (12, "hf/"),
+    ];
+    let saves: Vec<_> = saves.into_iter().map(|(iter, kind)| (iter, format!("/{kind}global_step_{iter}"))).collect();
+    assert_eq!(of("saved", "save_time"), saves);
+    assert_eq!(of("resumed_from", "resume_time"), [(7, "/checkpoints/epoch_0_global_step_7".to_owned())]);
+}
+
+#[test]
 fn an_adapter_with_dropout_in_bf16_on_packed_rows_resumes_to_the_bit() {
     let lora = "model.peft_config={r: 4, lora_alpha: 8, lora_dropout: 0.2, target_modules: all-linear}";
     let keys = [lora, "model.dtype=bf16", "data.pack_samples=true", "micro_batch_size=1", "train_iters=10"];

@@ -12,7 +12,7 @@ use std::{collections::HashMap, path::Path};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, Cx, Model, OneDevice, ParamSpec, Weights,
+    AdapterFolder, Config, Cx, MlpRows, Model, OneDevice, ParamSpec, Weights,
     checkpoint::{Checkpoint, Companions, Export},
 };
 use candlewick_ops::{AttentionChoice, Seqs, Weight};
@@ -81,6 +81,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         seqs: &seqs,
         dropout_key: None,
         attention: AttentionChoice::default(),
+        mlp_rows: MlpRows::Together,
         seams: &OneDevice,
     };
     let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?)?;

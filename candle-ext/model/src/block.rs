@@ -5,7 +5,7 @@
 use candle_core::{D, Result, Tensor};
 use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Seqs};
 
-use crate::{Config, Weights, unit::block_prefix};
+use crate::{Config, Weights, unit::block_prefix, weights::Dropped};
 
 /// The questions a block may ask the world; the defaults answer for one device.
 pub trait Seams {
@@ -30,6 +30,16 @@ pub struct OneDevice;
 
 impl Seams for OneDevice {}
 
+/// How the MLP of a block passes over the tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MlpRows {
+    /// All at once: what backward needs of it is kept.
+    #[default]
+    Together,
+    /// In tiles of about as many tokens as the model is wide: nothing of a tile is kept, and backward computes it again.
+    InTiles,
+}
+
 /// What all blocks of one forward have in common.
 #[derive(Clone, Copy)]
 pub struct Cx<'a> {
@@ -43,6 +53,8 @@ pub struct Cx<'a> {
     pub dropout_key: Option<u64>,
     /// What computes attention.
     pub attention: AttentionChoice,
+    /// How the MLP passes over the tokens.
+    pub mlp_rows: MlpRows,
     /// The world around the block.
     pub seams: &'a dyn Seams,
 }
@@ -80,8 +92,17 @@ impl Block<'_> {
     }
 
     fn mlp(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let (gate_tf, up_tf) = (self.linear("mlp.gate_proj", x_td, cx)?, self.linear("mlp.up_proj", x_td, cx)?);
-        self.linear("mlp.down_proj", &ops::swiglu(&gate_tf, &up_tf)?, cx)
+        let dropped = cx.dropout_key.map(Dropped::whole);
+        match cx.mlp_rows {
+            MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped),
+            MlpRows::InTiles => {
+                let (w, prefix) = (self.w.clone(), self.prefix.clone());
+                let tile_rows = tile_rows(x_td.dim(0)?, self.config.hidden_size());
+                ops::tiled(x_td, tile_rows, move |x_td, first_row| {
+                    mlp(&w, &prefix, x_td, dropped.map(|dropped| dropped.at_row(first_row)))
+                })
+            }
+        }
     }
 
     /// A projection split into heads, each normalised if the family does so.
@@ -104,11 +125,32 @@ impl Block<'_> {
     }
 
     fn linear(&self, name: &str, x: &Tensor, cx: &Cx) -> Result<Tensor> {
-        self.w.linear(&format!("{}.{name}", self.prefix), x, cx.dropout_key)
+        self.w.linear(&format!("{}.{name}", self.prefix), x, cx.dropout_key.map(Dropped::whole))
     }
 
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
         let weight = self.w.get(&format!("{}.{name}.weight", self.prefix))?;
         ops::rms_norm(x, weight, self.config.rms_norm_eps())
+    }
+}
+
+fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<Dropped>) -> Result<Tensor> {
+    let linear = |name: &str, x: &Tensor| w.linear(&format!("{prefix}.mlp.{name}"), x, dropped);
+    let (gate_tf, up_tf) = (linear("gate_proj", x_td)?, linear("up_proj", x_td)?);
+    linear("down_proj", &ops::swiglu(&gate_tf, &up_tf)?)
+}
+
+/// As ArcticTraining cuts: ceil(t / d) tiles of one size, but for the last.
+fn tile_rows(n_tokens: usize, hidden_size: usize) -> usize {
+    n_tokens.div_ceil(n_tokens.div_ceil(hidden_size).max(1)).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_no_longer_than_the_model_is_wide_and_of_one_size() {
+        assert_eq!([0, 1, 32, 33, 75, 96, 97].map(|n_tokens| tile_rows(n_tokens, 32)), [1, 1, 32, 17, 25, 32, 25]);
     }
 }

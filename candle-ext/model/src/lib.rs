@@ -17,7 +17,7 @@ mod rope;
 mod unit;
 mod weights;
 
-pub use block::{Cx, OneDevice, Seams};
+pub use block::{Cx, MlpRows, OneDevice, Seams};
 pub use config::Config;
 pub use error::ModelError;
 pub use family::Family;

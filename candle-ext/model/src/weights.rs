@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_core::{Result, Tensor};
+use candle_core::{D, Result, Tensor};
 use candlewick_ops::{self as ops, Dropout, Precision, Weight};
 
 use crate::{
@@ -15,6 +15,30 @@ use crate::{
 pub struct Weights {
     weights: HashMap<String, Weight>,
     adapters: HashMap<String, Adapter>,
+}
+
+/// What dropout drops of the rows at hand.
+#[derive(Clone, Copy)]
+pub(crate) struct Dropped {
+    key: u64,
+    /// Where these rows begin among those of the micro-batch.
+    first_row: usize,
+}
+
+impl Dropped {
+    pub(crate) fn whole(key: u64) -> Self {
+        Self { key, first_row: 0 }
+    }
+
+    pub(crate) fn at_row(self, first_row: usize) -> Self {
+        Self { first_row, ..self }
+    }
+
+    /// What is dropped of the inputs `x` of a module: the same whether its rows come in one piece or in several.
+    fn of(self, module: &str, p: f64, x: &Tensor) -> Result<Dropout> {
+        let key = ops::derive_key(self.key, fnv1a(FNV_START, module));
+        Ok(Dropout { p, key }.after(self.first_row * x.dim(D::Minus1)?))
+    }
 }
 
 impl Weights {
@@ -37,17 +61,13 @@ impl Weights {
         }
     }
 
-    /// y = x W^T + b, plus scaling * (dropout(x) A^T) B^T where the module has an adapter. Without a key nothing is
-    /// dropped.
-    pub fn linear(&self, module: &str, x: &Tensor, dropout_key: Option<u64>) -> Result<Tensor> {
+    /// y = x W^T + b, plus scaling * (dropout(x) A^T) B^T where the module has an adapter.
+    pub(crate) fn linear(&self, module: &str, x: &Tensor, dropped: Option<Dropped>) -> Result<Tensor> {
         let part = |name: &str| self.weights.get(&format!("{module}.{name}"));
         let base = ops::linear(x, self.get(&format!("{module}.weight"))?, part("bias"), Precision::Compute)?;
         let Some(adapter) = self.adapters.get(module) else { return Ok(base) };
-        let x = match dropout_key {
-            Some(key) => {
-                let key = ops::derive_key(key, fnv1a(FNV_START, module));
-                ops::dropout(x, Dropout { p: adapter.dropout, key })?
-            }
+        let x = match dropped {
+            Some(dropped) => ops::dropout(x, dropped.of(module, adapter.dropout, x)?)?,
             None => x.clone(),
         };
         // Scaled while it is small and unrounded.

@@ -9,6 +9,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use crate::dot::{dot, dot_bf16};
 use crate::simd::vectorised;
 
 /// Blocks of at least this many elements are widened by all threads.
@@ -66,6 +67,15 @@ impl<'a> Floats<'a> {
             Self::F32(data) => out.copy_from_slice(data),
             Self::Bf16(data) => widen_bf16(data, out),
             Self::F16(data) => data.convert_to_f32_slice(out),
+        }
+    }
+
+    /// The sum of the products with as many numbers in f32.
+    pub(crate) fn dot(self, x: &[f32]) -> f32 {
+        match self {
+            Self::F32(data) => dot(data, x),
+            Self::Bf16(data) => dot_bf16(data, x),
+            Self::F16(data) => dot(&data.to_f32_vec(), x),
         }
     }
 

@@ -9,6 +9,7 @@ mod accelerator;
 pub mod adamw;
 pub mod add;
 pub mod attention;
+pub mod bytes;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 mod device;
@@ -33,6 +34,7 @@ mod storage;
 pub mod swiglu;
 pub mod tape;
 pub mod threads;
+pub mod tiled;
 pub mod transfer;
 pub mod weight;
 
@@ -45,8 +47,10 @@ pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_librari
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
 pub use attention::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
+pub use bytes::{of_bytes, with_bytes};
 pub use dropout::{Dropout, derive_key, dropout};
 pub use embedding::embedding;
+pub use gemm::cpu_product;
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{Precision, linear};
@@ -59,5 +63,6 @@ pub use span::{PROFILE, span};
 pub use swiglu::swiglu;
 pub use tape::{Grads, Input, Tape, is_tracked, record, untracked};
 pub use threads::join_compute_threads;
-pub use transfer::{Readout, upload};
+pub use tiled::tiled;
+pub use transfer::{HostCopy, Readout, send_into, upload};
 pub use weight::{GradSink, Weight};

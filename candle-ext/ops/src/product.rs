@@ -5,11 +5,16 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use crate::floats::Floats;
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
 
 /// Elements of a widened panel: 4 MiB, about a core's share of the outer caches.
 const PANEL: usize = 1 << 20;
+
+/// Rows of the weight that one task multiplies with one token.
+const ROWS: usize = 64;
 
 /// The sizes of a product of [t, k] activations with an [n, k] weight.
 #[derive(Clone, Copy, Debug)]
@@ -22,10 +27,25 @@ pub(crate) struct Dims {
 /// y = [y +] x w^T, with x [t, k] and y [t, n].
 pub(crate) fn forward(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old, dims: Dims) {
     let Dims { t, n, k } = dims;
+    if t == 1 && k > 0 {
+        return one_row(x, w, y, old);
+    }
     let x = Mat::new(x, t, k);
     for_each_panel(w, dims, |rows, w| {
         let y = MatMut::with_stride(&mut y[rows.start..], t, rows.len(), n);
         gemm(y, old, x, Mat::new(w, rows.len(), k).t(), 1.0, Threads::All);
+    });
+}
+
+/// y = [y +] w x for one token: each weight is read once and in its own format, which is all that takes time.
+fn one_row(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old) {
+    let k = x.len();
+    y.par_chunks_mut(ROWS).enumerate().for_each(|(i, y)| {
+        for (j, y) in y.iter_mut().enumerate() {
+            let row = (i * ROWS + j) * k;
+            let sum = w.slice(row..row + k).dot(x);
+            *y = if old == Old::Keep { *y + sum } else { sum };
+        }
     });
 }
 

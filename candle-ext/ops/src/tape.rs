@@ -25,6 +25,8 @@ pub enum Input<'a> {
     Activation(&'a Tensor),
     /// A weight, to whose sink the op's backward adds by itself.
     Weight(&'a Weight),
+    /// Trainable weights that the op's backward reaches by itself.
+    Trained,
 }
 
 /// The gradients that a tape gave.
@@ -149,9 +151,13 @@ pub fn record<const N: usize>(
     with_innermost(|recording| {
         let ids = inputs.map(|input| match input {
             Input::Activation(x) => Some(x.id()).filter(|id| recording.tracked.contains(id)),
-            Input::Weight(_) => None,
+            Input::Weight(_) | Input::Trained => None,
         });
-        let trains = |input: &Input<'_>| matches!(input, Input::Weight(weight) if weight.sink().is_some());
+        let trains = |input: &Input<'_>| match input {
+            Input::Activation(_) => false,
+            Input::Weight(weight) => weight.sink().is_some(),
+            Input::Trained => true,
+        };
         if ids.iter().any(Option::is_some) || inputs.iter().any(trains) {
             recording.tracked.insert(output.id());
             let backward: Backward = Box::new(move |dy| Ok(backward(dy)?.into()));

@@ -51,3 +51,54 @@ impl Readout {
         }
     }
 }
+
+/// Copies a CPU tensor into the contiguous view `dst` of a device's tensor of the same format, without waiting for it.
+pub fn send_into(dst: &Tensor, src: &Tensor) -> Result<()> {
+    if dst.dtype() != src.dtype() || dst.elem_count() != src.elem_count() {
+        let [dst, src] = [dst, src].map(|x| (x.dtype(), x.dims().to_vec()));
+        bail!("send_into: {src:?} is not what {dst:?} holds")
+    }
+    match dst.device() {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => crate::bytes::with_bytes(src, |src| crate::cuda::transfer::send_into(dst, src, device)),
+        _ => crate::in_place::copy_into(dst, src),
+    }
+}
+
+/// A tensor's values in the host's memory: for a while, to make room on a device. On the CPU they are there already.
+pub struct HostCopy(Kept);
+
+enum Kept {
+    Here(Tensor),
+    #[cfg(feature = "cuda")]
+    OffCuda(crate::cuda::transfer::Pinned),
+}
+
+impl HostCopy {
+    /// Begins to copy `x`, whose memory on the device is free again when all work so far is done.
+    pub fn start(x: &Tensor) -> Result<Self> {
+        Ok(Self(match x.device() {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Kept::OffCuda(crate::cuda::transfer::Pinned::start(&x.contiguous()?, device)?),
+            _ => Kept::Here(x.clone()),
+        }))
+    }
+
+    /// Returns the values here, once they are.
+    pub fn into_host(self) -> Result<Tensor> {
+        match self.0 {
+            Kept::Here(x) => Ok(x),
+            #[cfg(feature = "cuda")]
+            Kept::OffCuda(pinned) => pinned.into_host(),
+        }
+    }
+
+    /// Returns the values on the device that they came from. The device fetches them when it comes to that.
+    pub fn into_device(self) -> Result<Tensor> {
+        match self.0 {
+            Kept::Here(x) => Ok(x),
+            #[cfg(feature = "cuda")]
+            Kept::OffCuda(pinned) => pinned.into_device(),
+        }
+    }
+}

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
     AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight,
-    attention, linear, linear_cross_entropy,
+    attention, linear, linear_cross_entropy, swiglu, tiled,
 };
 
 struct Counting;
@@ -122,4 +122,27 @@ fn weight_gradients_need_no_buffer_of_their_own() {
         let peak = of(w);
         assert!(peak < 4 * MIB, "{name}: {peak}");
     }
+}
+
+#[test]
+fn a_tiled_mlp_holds_the_inside_of_one_tile() {
+    let (t, d, f) = (4096, 32, 512);
+    let weight = |n, k| Weight::trainable(zeros((n, k), DType::F32), GradSink::new(zeros((n, k), DType::F32)).unwrap());
+    let of = |tile_rows: usize| {
+        let w = [weight(f, d), weight(f, d), weight(d, f)];
+        let x = zeros((t, d), DType::F32);
+        peak(|| {
+            let w = w.clone();
+            let mlp = move |x: &Tensor, _| {
+                let gate = linear(x, &w[0], None, Precision::Compute)?;
+                let up = linear(x, &w[1], None, Precision::Compute)?;
+                linear(&swiglu(&gate, &up)?, &w[2], None, Precision::Compute)
+            };
+            forth_and_back(&[&x], || tiled(&x, tile_rows, mlp));
+        })
+    };
+    // One [t, f] is 8 MiB. Backward needs six: gate, up, their product, and a gradient of each. A [t, d] is 0.5 MiB.
+    let (whole, tiles) = (of(t), of(256));
+    assert!(whole > 40 * MIB, "{whole}");
+    assert!(tiles < 9 * MIB, "{tiles}");
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
-use candlewick_model::{Cx, Model, OneDevice, Seams};
+use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams};
 use candlewick_ops::{AttentionChoice, CrossEntropy, Reduction, Seqs, Tape, Upstream, linear_cross_entropy, span};
 
-use crate::offload::Parked;
+use crate::offload::{Parked, Parking};
 use crate::store::Resident;
 
 /// What a block keeps between its forward and its backward.
@@ -19,7 +19,7 @@ pub enum Residency {
     Keep,
     /// Its input; the forward runs again in backward (activation checkpointing).
     Recompute,
-    /// Its input, parked outside the heap.
+    /// Its input, parked where [`Engine::with_parking`] says.
     Offload,
 }
 
@@ -74,9 +74,11 @@ pub struct Engine {
     model: Model,
     store: Resident,
     residency: Vec<Residency>,
+    parking: Parking,
     group: Arc<dyn Collective>,
     device: Device,
     attention: AttentionChoice,
+    mlp_rows: MlpRows,
 }
 
 enum Kept {
@@ -102,12 +104,23 @@ impl Engine {
         device: Device,
     ) -> Self {
         assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
-        Self { model, store, residency, group, device, attention: AttentionChoice::default() }
+        let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
+        Self { model, store, residency, parking, group, device, attention, mlp_rows }
     }
 
     /// The same engine with its attention computed as `attention` says.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
         Self { attention, ..self }
+    }
+
+    /// The same engine with the inputs of [`Residency::Offload`] parked there, not in the host's memory.
+    pub fn with_parking(self, parking: Parking) -> Self {
+        Self { parking, ..self }
+    }
+
+    /// The same engine with its MLPs passing over the tokens as `mlp_rows` says.
+    pub fn with_mlp_rows(self, mlp_rows: MlpRows) -> Self {
+        Self { mlp_rows, ..self }
     }
 
     /// Returns the model.
@@ -118,6 +131,16 @@ impl Engine {
     /// Returns the parameters.
     pub fn store(&self) -> &Resident {
         &self.store
+    }
+
+    /// Returns what each block keeps.
+    pub fn residency(&self) -> &[Residency] {
+        &self.residency
+    }
+
+    /// Returns how MLPs pass over the tokens.
+    pub fn mlp_rows(&self) -> MlpRows {
+        self.mlp_rows
     }
 
     /// Returns the device that the engine computes on.
@@ -136,9 +159,7 @@ impl Engine {
     /// Nothing here waits for a GPU: read the losses of a step together, at its end.
     pub fn forward_backward(&self, micro: &Micro, scale: &LossScale, dropout_key: u64) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
-        let dropout_key = Some(dropout_key);
-        let (seqs, attention) = (&micro.seqs, self.attention);
-        let cx = Cx { cos: &cos, sin: &sin, seqs, dropout_key, attention, seams: &OneDevice };
+        let cx = Cx { dropout_key: Some(dropout_key), ..self.cx([&cos, &sin], &micro.seqs, &OneDevice) };
 
         let embedded = Tape::record(&[], || self.model.embed(&self.store.fetch(0)?, &micro.ids))?;
         let mut x = embedded.output().clone();
@@ -167,7 +188,7 @@ impl Engine {
         }
         let y = self.model.block(block_idx, &self.store.fetch_frozen(unit_idx)?, &x, cx)?;
         let kept = match self.residency[block_idx] {
-            Residency::Offload => Kept::Parked(Parked::park(&x)?),
+            Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
             _ => Kept::Input(x),
         };
         Ok((y, kept))
@@ -228,12 +249,18 @@ impl Engine {
 
     fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
-        let cx = Cx { cos: &cos, sin: &sin, seqs, dropout_key: None, attention: self.attention, seams };
+        let cx = self.cx([&cos, &sin], seqs, seams);
         let mut x = self.model.embed(&self.store.fetch_frozen(0)?, ids)?;
         for block_idx in 0..self.model.n_blocks() {
             x = self.model.block(block_idx, &self.store.fetch_frozen(block_idx + 1)?, &x, &cx)?;
         }
         Ok(x)
+    }
+
+    /// What the blocks of a forward have in common, outside of training.
+    fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, seams: &'a dyn Seams) -> Cx<'a> {
+        let (attention, mlp_rows) = (self.attention, self.mlp_rows);
+        Cx { cos, sin, seqs, dropout_key: None, attention, mlp_rows, seams }
     }
 
     fn head(&self) -> usize {

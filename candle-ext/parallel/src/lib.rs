@@ -6,7 +6,9 @@ mod engine;
 mod kv_cache;
 mod offload;
 mod store;
+mod trainable;
 
 pub use engine::{Engine, LossScale, Micro, Residency};
 pub use kv_cache::KvCache;
+pub use offload::Parking;
 pub use store::{Formats, Mode, ParamState, Resident};

@@ -1,48 +1,76 @@
-//! An activation parked outside the heap: on CPU, in an unlinked temporary file.
+//! An activation parked where the compute device's memory is not: in a file, or in the host's memory.
 
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Error, Result, Tensor};
+use candlewick_ops::{HostCopy, of_bytes, with_bytes};
 
-/// A tensor that was written out. Its memory is given back; [`Parked::fetch`] reads it in again, bit for bit.
-pub(crate) struct Parked {
-    file: File,
-    shape: Vec<usize>,
-    dtype: DType,
-    device: Device,
+/// Where activations are parked between forward and backward.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Parking {
+    /// In the host's memory: what a GPU has besides its own.
+    HostMemory,
+    /// In unlinked files in this folder, for what is computed on the CPU. They vanish with the process.
+    Folder(PathBuf),
+}
+
+/// A tensor that was put away. Its memory is given back; [`Parked::fetch`] brings it back, bit for bit.
+pub(crate) enum Parked {
+    OnHost(HostCopy),
+    InFile { file: File, shape: Vec<usize>, dtype: DType },
 }
 
 impl Parked {
-    /// Writes `x` to a temporary file that vanishes with this value.
-    pub(crate) fn park(x: &Tensor) -> Result<Self> {
-        let mut writer = BufWriter::with_capacity(1 << 20, tempfile::tempfile()?);
-        x.write_bytes(&mut writer)?;
-        writer.flush()?;
-        let file = writer.into_inner().map_err(|e| e.into_error())?;
-        Ok(Self { file, shape: x.dims().to_vec(), dtype: x.dtype(), device: x.device().clone() })
+    pub(crate) fn park(x: &Tensor, parking: &Parking) -> Result<Self> {
+        let folder = match parking {
+            Parking::HostMemory => return Ok(Self::OnHost(HostCopy::start(x)?)),
+            Parking::Folder(folder) => folder,
+        };
+        let file = tempfile::tempfile_in(folder).map_err(|error| failed("open a file", folder, &error))?;
+        with_bytes(x, |bytes| write(&file, bytes, folder))?;
+        Ok(Self::InFile { file, shape: x.dims().to_vec(), dtype: x.dtype() })
     }
 
-    /// Reads the tensor back.
-    pub(crate) fn fetch(&self) -> Result<Tensor> {
-        let n_bytes = self.shape.iter().product::<usize>() * self.dtype.size_in_bytes();
-        let mut bytes = vec![0; n_bytes];
-        self.file.read_exact_at(&mut bytes, 0)?;
-        Tensor::from_raw_buffer(&bytes, self.dtype, &self.shape, &self.device)
+    pub(crate) fn fetch(self) -> Result<Tensor> {
+        match self {
+            Self::OnHost(copy) => copy.into_device(),
+            Self::InFile { file, shape, dtype } => of_bytes(dtype, shape, |bytes| Ok(file.read_exact_at(bytes, 0)?)),
+        }
     }
+}
+
+fn write(file: &File, bytes: &[u8], folder: &Path) -> Result<()> {
+    let doing = || format!("park an activation of {:.1} MiB", bytes.len() as f64 / f64::from(1 << 20));
+    file.write_all_at(bytes, 0).map_err(|error| failed(&doing(), folder, &error))
+}
+
+fn failed(doing: &str, folder: &Path, error: &io::Error) -> Error {
+    let advice = match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            "; set TMPDIR to a folder with more room, or park the inputs of fewer blocks"
+        }
+        _ => "; set TMPDIR to a folder that this user may write to",
+    };
+    Error::Msg(format!("failed to {doing} in {}: {error}{advice}", folder.display()))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use candle_core::Device;
 
+    #[track_caller]
     fn check(x: Tensor) {
-        let back = Parked::park(&x).unwrap().fetch().unwrap();
-        assert_eq!((back.dims(), back.dtype()), (x.dims(), x.dtype()));
-        let flat = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        assert_eq!(flat(&back), flat(&x));
+        for parking in [Parking::HostMemory, Parking::Folder(std::env::temp_dir())] {
+            let back = Parked::park(&x, &parking).unwrap().fetch().unwrap();
+            assert_eq!((back.dims(), back.dtype()), (x.dims(), x.dtype()));
+            let flat = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(flat(&back), flat(&x));
+        }
     }
 
     #[test]
@@ -53,5 +81,25 @@ mod tests {
         check(x.to_dtype(DType::F16).unwrap());
         check(x.narrow(0, 1, 2).unwrap().t().unwrap());
         check(Tensor::zeros((0, 6), DType::F32, &Device::Cpu).unwrap());
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_is_named_with_the_way_out() {
+        let x = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
+        let parked = Parked::park(&x, &Parking::Folder("/nowhere/at/all".into()));
+        let message = parked.err().unwrap().to_string();
+        assert!(
+            message.contains("failed to open a file in /nowhere/at/all") && message.contains("TMPDIR"),
+            "{message}"
+        );
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_full_disk_is_said_with_the_way_out() {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let message = write(&full, &[0; 1 << 19], Path::new("/big")).unwrap_err().to_string();
+        assert!(message.starts_with("failed to park an activation of 0.5 MiB in /big: "), "{message}");
+        assert!(message.contains("set TMPDIR to a folder with more room"), "{message}");
     }
 }

@@ -3,14 +3,16 @@
 //! A unit's parameters lie in flat buffers: frozen ones in the compute format; trainable ones as masters with their
 //! gradients and AdamW's moments, and a compute copy when that format is another. What an op gets is a zero-copy view.
 //! Between parameters lie zeros that stay zeros. Within a flat trainable buffer the parameters with weight decay come
-//! first, so that one optimizer call serves each half.
+//! first, so that one optimizer call serves each half. Masters and moments may lie on the host: see `trainable`.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use candlewick_model::{Model, ParamSpec, Unit, Weights};
-use candlewick_ops::{AdamW, AdamWState, GradScaler, GradSink, Weight, adamw, copy_into, sum_of_squares, zero_};
+use candlewick_ops::{AdamW, GradScaler, GradSink, Weight, copy_into, sum_of_squares, zero_};
+
+use crate::trainable::{Home, Trainable, step_on_host};
 
 /// What the parameters are kept for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,17 +63,6 @@ struct Slot {
     sink: Option<GradSink>,
 }
 
-struct Trainable {
-    master: Tensor,
-    /// The copy that the ops read: the master itself where it has that format.
-    compute: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    /// Where the parameters without weight decay begin.
-    n_decayed: usize,
-}
-
 /// Every parameter begins at a multiple of so many elements: of 256 bytes, as fast products on GPUs want it.
 const ALIGNMENT: usize = 128;
 
@@ -92,9 +83,25 @@ pub struct ParamState {
 impl Resident {
     /// Allocates the buffers of `model`'s parameters, all zero. [`Resident::fill`] sets the weights.
     pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device) -> Result<Self> {
-        let units =
-            model.units().iter().map(|unit| UnitStore::new(unit, formats, mode, device)).collect::<Result<_>>()?;
-        Ok(Self { units })
+        let units = model.units().iter();
+        let units = units.map(|unit| UnitStore::new(unit, formats, mode, device, Home::WithTheWeights));
+        Ok(Self { units: units.collect::<Result<_>>()? })
+    }
+
+    /// The same for training, with masters and moments of about this share of the parameters in the host's memory, whole
+    /// units at a time: there AdamW updates them.
+    pub fn with_optimizer_on_host(model: &Model, formats: Formats, share: f64, device: &Device) -> Result<Self> {
+        let n_trained =
+            |unit: &Unit| unit.params.iter().filter(|spec| spec.trainable).map(ParamSpec::numel).sum::<usize>() as f64;
+        let wanted = share * model.units().iter().map(n_trained).sum::<f64>();
+        let mut n_seen = 0.0;
+        let units = model.units().iter().map(|unit| {
+            // A unit goes where most of it belongs.
+            let home = if n_seen + n_trained(unit) / 2.0 <= wanted { Home::Host } else { Home::WithTheWeights };
+            n_seen += n_trained(unit);
+            UnitStore::new(unit, formats, Mode::Train, device, home)
+        });
+        Ok(Self { units: units.collect::<Result<_>>()? })
     }
 
     /// Sets every parameter from `source`, which may give any float dtype.
@@ -197,15 +204,11 @@ impl Resident {
     }
 
     /// Takes the AdamW step that `scaler` has decided upon. Parameters that the model exempts (norms, biases) get no
-    /// weight decay.
+    /// weight decay. Waits for a GPU only if something is updated on the host.
     pub fn step(&self, hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
-        let exempt = AdamW { weight_decay: 0.0, ..*hyper };
-        for flat in self.trainables() {
-            let n = flat.master.elem_count();
-            flat.step(hyper, scaler, 0..flat.n_decayed)?;
-            flat.step(&exempt, scaler, flat.n_decayed..n)?;
-        }
-        Ok(())
+        let (on_host, on_device): (Vec<_>, Vec<_>) = self.trainables().partition(|flat| flat.home == Home::Host);
+        on_device.into_iter().try_for_each(|flat| flat.step(hyper, scaler))?;
+        step_on_host(&on_host, hyper, scaler)
     }
 
     /// Returns the number of parameters, and how many of them are trained.
@@ -233,7 +236,7 @@ enum Copy {
 }
 
 impl UnitStore {
-    fn new(unit: &Unit, formats: Formats, mode: Mode, device: &Device) -> Result<Self> {
+    fn new(unit: &Unit, formats: Formats, mode: Mode, device: &Device, home: Home) -> Result<Self> {
         let is_trainable = |spec: &ParamSpec| mode == Mode::Train && spec.trainable;
         let mut slots = BTreeMap::new();
         let mut place = |kind: &dyn Fn(&ParamSpec) -> bool, start: usize| {
@@ -253,7 +256,7 @@ impl UnitStore {
         let n_trainable = place(&|spec| is_trainable(spec) && !spec.decay, n_decayed);
         let trainable = match n_trainable {
             0 => None,
-            n => Some(Trainable::new(n, n_decayed, formats, device)?),
+            n => Some(Trainable::new(n, n_decayed, formats, device, home)?),
         };
         if let Some(flat) = &trainable {
             for slot in slots.values_mut().filter(|slot| slot.is_trainable) {
@@ -286,10 +289,8 @@ impl UnitStore {
 
     fn refresh(&self, slot: &Slot) -> Result<()> {
         match &self.trainable {
-            Some(flat) if flat.compute.dtype() != flat.master.dtype() => {
-                copy_into(&slot.view(&flat.compute)?, &slot.view(&flat.master)?)
-            }
-            _ => Ok(()),
+            Some(flat) => flat.refresh(&slot.range),
+            None => Ok(()),
         }
     }
 }
@@ -297,35 +298,5 @@ impl UnitStore {
 impl Slot {
     fn view(&self, flat: &Tensor) -> Result<Tensor> {
         flat.narrow(0, self.range.start, self.range.len())?.reshape(self.shape.as_slice())
-    }
-}
-
-impl Trainable {
-    fn new(n: usize, n_decayed: usize, formats: Formats, device: &Device) -> Result<Self> {
-        let zeros = |dtype| Tensor::zeros(n, dtype, device);
-        if ![DType::F32, formats.compute].contains(&formats.masters) {
-            bail!("master weights in {:?} cannot be computed with in {:?}", formats.masters, formats.compute)
-        }
-        let (master, grad) = (zeros(formats.masters)?, zeros(formats.masters)?);
-        let (exp_avg, exp_avg_sq) = (zeros(formats.moments)?, zeros(formats.moments)?);
-        let compute = if formats.compute == formats.masters { master.clone() } else { zeros(formats.compute)? };
-        Ok(Self { master, compute, grad, exp_avg, exp_avg_sq, n_decayed })
-    }
-
-    fn step(&self, hyper: &AdamW, scaler: &GradScaler, range: Range<usize>) -> Result<()> {
-        if range.is_empty() {
-            return Ok(());
-        }
-        let part = |flat: &Tensor| flat.narrow(0, range.start, range.len());
-        let is_copied = self.compute.dtype() != self.master.dtype();
-        let copy = is_copied.then(|| part(&self.compute)).transpose()?;
-        let state = AdamWState {
-            master: &part(&self.master)?,
-            grad: &part(&self.grad)?,
-            exp_avg: &part(&self.exp_avg)?,
-            exp_avg_sq: &part(&self.exp_avg_sq)?,
-            compute: copy.as_ref(),
-        };
-        adamw(hyper, scaler, state)
     }
 }

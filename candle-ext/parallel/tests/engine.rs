@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
-use candlewick_model::{Config, Cx, LoraConfig, Model, OneDevice};
+use candlewick_model::{Config, Cx, LoraConfig, MlpRows, Model, OneDevice};
 use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Seqs, Tape,
     Upstream, Verdict, linear_cross_entropy,
@@ -152,6 +152,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             seqs: &micro.seqs,
             dropout_key: None,
             attention: AttentionChoice::default(),
+            mlp_rows: MlpRows::Together,
             seams: &OneDevice,
         };
         let head = store.fetch(model.n_blocks() + 1).unwrap();

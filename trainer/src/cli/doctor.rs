@@ -7,7 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use candle_core::DType;
 use candlewick_ops::{
-    AttentionChoice, AttentionHeads, DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu,
+    AttentionChoice, AttentionHeads, DeviceChoice, GpuInfo, NvidiaLibrary, cpu_product, gpus, nvidia_libraries,
+    why_no_gpu,
 };
 use candlewick_text::hub::HubSettings;
 use serde::Serialize;
@@ -23,6 +24,8 @@ struct Findings {
     host: Host,
     /// SIMD instructions that kernels look for.
     cpu_features: Vec<&'static str>,
+    /// The kernel of f32 products on the CPU.
+    cpu_product: &'static str,
     gpus: Vec<GpuInfo>,
     /// Why there is none.
     no_gpu: Option<String>,
@@ -68,6 +71,7 @@ impl Findings {
             versions: Versions::this(),
             host: Host::this(),
             cpu_features: cpu_features(),
+            cpu_product: cpu_product(),
             gpus: gpus(),
             no_gpu: why_no_gpu(),
             libraries: nvidia_libraries(),
@@ -84,6 +88,7 @@ impl Findings {
             ("processor".to_owned(), self.host.cpu.clone().unwrap_or_else(|| "unknown".into())),
             ("threads".to_owned(), self.host.n_cpus.to_string()),
             ("instructions".to_owned(), self.cpu_features.join(" ")),
+            ("f32 products".to_owned(), self.cpu_product.to_owned()),
             ("memory".to_owned(), self.host.memory_bytes.map_or("unknown".into(), bytes)),
         ];
         for gpu in &self.gpus {
@@ -195,7 +200,7 @@ mod tests {
     #[test]
     fn the_table_has_a_line_for_each_finding() {
         let text = Findings::now().table();
-        for what in ["version", "processor", "threads", "memory", "attention", "Hub", "disk, here"] {
+        for what in ["version", "processor", "f32 products", "threads", "memory", "attention", "Hub", "disk, here"] {
             assert!(text.lines().any(|line| line.starts_with(what)), "no {what} in:\n{text}");
         }
     }

@@ -1,6 +1,7 @@
 //! A block: what its tape keeps, and what computing it forward or backward needs besides.
 //!
-//! t tokens, d model, q and kv the widths of all query and key heads, f MLP width, r rank of an adapter
+//! t tokens, d model, q and kv the widths of all query and key heads, f MLP width, r rank of an adapter, u tokens of a
+//! tile of a tiled MLP
 
 use candlewick_model::Adapter;
 use candlewick_ops::AttentionImpl;
@@ -60,36 +61,54 @@ impl<'a> Block<'a> {
         let Self { t, d, q, kv, s, .. } = *self;
         let config = self.setup.model.config();
         let norms = if config.qk_norm() { q + kv } else { 0 };
-        let first_norm = self.saved(&["q_proj", "k_proj", "v_proj"], d);
+        let first_norm = self.saved(t, &["q_proj", "k_proj", "v_proj"], d);
         let log_sum_exp = t * config.n_heads() as u64 * F32;
-        let adapters = self.of_adapters(&["q_proj", "k_proj", "v_proj", "o_proj"]);
+        let adapters = self.of_adapters(t, &["q_proj", "k_proj", "v_proj", "o_proj"]);
         t * s * (d + 2 * q + 2 * kv + norms) + first_norm + log_sum_exp + adapters + self.reference(7)
     }
 
-    /// The sum after attention, its norm, gate and up.
+    /// The sum after attention, its norm, gate and up. A tiled MLP saves its input alone.
     fn after_attention(&self) -> u64 {
-        let adapters = self.of_adapters(&["gate_proj", "up_proj", "down_proj"]);
-        self.t * self.s * (self.d + 2 * self.f) + self.saved(&["gate_proj", "up_proj"], self.d) + adapters
+        let x = self.t * self.s * self.d;
+        match self.is_tiled() {
+            true => 2 * x,
+            false => x + self.saved(self.t, &["gate_proj", "up_proj"], self.d) + self.mlp_of(self.t),
+        }
+    }
+
+    /// Gate and up of some tokens, and what adapters save.
+    fn mlp_of(&self, rows: u64) -> u64 {
+        let adapters = self.of_adapters(rows, &["gate_proj", "up_proj", "down_proj"]);
+        rows * self.s * 2 * self.f + adapters
     }
 
     /// silu(gate) up, which the gradient of the last product's weight needs.
     fn product_of_mlp(&self) -> u64 {
-        self.saved(&["down_proj"], self.f)
+        if self.is_tiled() { 0 } else { self.saved(self.t, &["down_proj"], self.f) }
+    }
+
+    fn is_tiled(&self) -> bool {
+        self.setup.modes.tiled_mlp
+    }
+
+    /// The tokens of a tile (`model::block`): all, if the MLP is not tiled.
+    fn tile(&self) -> u64 {
+        if self.is_tiled() { self.t.div_ceil(self.t.div_ceil(self.d).max(1)) } else { self.t }
     }
 
     /// A product saves its input for the gradient of its weight, or of an adapter's A that reads the same. Products that
     /// share an input save it once.
-    fn saved(&self, products: &[&str], width: u64) -> u64 {
+    fn saved(&self, rows: u64, products: &[&str], width: u64) -> u64 {
         let reads = |adapter: &Adapter| adapter.dropout == 0.0 && is_one_of(adapter, products);
         let is_saved = self.setup.model.lora().is_none() || self.adapters.iter().any(reads);
-        if is_saved { self.t * self.s * width } else { 0 }
+        if is_saved { rows * self.s * width } else { 0 }
     }
 
     /// What adapters save of their own: x A^T, rounded (`model::weights`), and their input if some of it is dropped.
-    fn of_adapters(&self, products: &[&str]) -> u64 {
+    fn of_adapters(&self, rows: u64, products: &[&str]) -> u64 {
         let own = |adapter: &Adapter| {
             let dropped = if adapter.dropout > 0.0 { self.n_in(adapter) } else { 0 };
-            self.t * self.s * (adapter.r as u64 + dropped)
+            rows * self.s * (adapter.r as u64 + dropped)
         };
         self.adapters.iter().filter(|adapter| is_one_of(adapter, products)).map(own).sum()
     }
@@ -106,39 +125,57 @@ impl<'a> Block<'a> {
     /// A forward that records nothing, at the last product of the MLP or in attention. Its input is not counted.
     pub(super) fn forward(&self) -> u64 {
         let Self { t, d, q, kv, f, s, .. } = *self;
-        let mlp = t * s * (4 * d + 3 * f) + self.widened(f, d);
+        let u = self.tile();
+        // A tile's output is copied into the whole's.
+        let copied = if self.is_tiled() { u * s * d } else { 0 };
+        let mlp = t * s * 4 * d + u * s * 3 * f + copied + self.widened(u, f, d);
         let attention = t * s * (d + 2 * q + 2 * kv) + self.attention_scratch(q, q + 2 * kv);
         mlp.max(attention) + self.reference(3)
     }
 
     /// Backward and the tape that it uses up: the most of its stages. The gradient that comes in is not counted.
     pub(super) fn backward(&self) -> u64 {
-        let Self { t, d, q, kv, f, s, .. } = *self;
-        let elements = |n: u64| t * s * n;
-        // The last product; what it saved goes, and the gradients of gate and up come; they become one of d.
-        let down = self.tape() + elements(f) + self.product(f, d);
+        let Self { t, d, q, kv, s, .. } = *self;
         let rest = self.until_attention() + self.after_attention();
-        let swiglu = rest + elements(3 * f);
-        let gate = rest + elements(d) + self.product(d, f);
+        let mlp = match self.is_tiled() {
+            false => rest + self.mlp_backward(t) - self.mlp_of(t),
+            // The gradient of the MLP's input; and a tile's own tape, output and gradient of its input.
+            true => {
+                let u = self.tile();
+                rest + t * s * d + u * s * 2 * d + self.mlp_backward(u)
+            }
+        };
         // The gradients of the sum, of attention's output, of q, k and v; each query head sums dk and dv of its own.
-        let gradients = elements(d + 2 * q + 2 * kv) + self.reference(10);
+        let gradients = t * s * (d + 2 * q + 2 * kv) + self.reference(10);
         let attention = self.until_attention() + gradients + self.attention_scratch(3 * q, 3 * q + 2 * kv);
-        [down, swiglu, gate, attention].into_iter().max().unwrap_or(0)
+        mlp.max(attention)
+    }
+
+    /// The MLP's backward and tape on some tokens: at the last product; then, when what that saved is gone, the gradients of
+    /// gate and up come, and become one of d.
+    fn mlp_backward(&self, rows: u64) -> u64 {
+        let Self { d, f, s, .. } = *self;
+        let elements = |n: u64| rows * s * n;
+        let saved = self.saved(rows, &["down_proj"], f);
+        let down = saved + elements(f) + self.product(rows, f, d);
+        let swiglu = elements(3 * f);
+        let gate = elements(d) + self.product(rows, d, f);
+        self.mlp_of(rows) + down.max(swiglu).max(gate)
     }
 
     /// The scratch of a product's backward: activations widened, and a gradient in bf16 summed in f32 (`ops::weight`).
-    fn product(&self, n_in: u64, n_out: u64) -> u64 {
+    fn product(&self, rows: u64, n_in: u64, n_out: u64) -> u64 {
         let is_rounded =
             self.setup.place == Place::Cpu && self.setup.masters.n_bytes() < F32 && self.setup.model.lora().is_none();
-        self.widened(n_in, n_out) + if is_rounded { n_in * n_out * F32 } else { 0 }
+        self.widened(rows, n_in, n_out) + if is_rounded { n_in * n_out * F32 } else { 0 }
     }
 
     /// A product on the CPU widens what it reads and rounds what it writes, in blocks of tokens (`ops::linear`).
-    fn widened(&self, n_in: u64, n_out: u64) -> u64 {
+    fn widened(&self, rows: u64, n_in: u64, n_out: u64) -> u64 {
         if self.setup.place == Place::Gpu || self.s == F32 {
             return 0;
         }
-        let rows = (WIDENED / n_in.max(n_out).max(1)).clamp(WIDENED_ROWS.0, WIDENED_ROWS.1).min(self.t);
+        let rows = (WIDENED / n_in.max(n_out).max(1)).clamp(WIDENED_ROWS.0, WIDENED_ROWS.1).min(rows);
         rows * (n_in + n_out) * F32 + PANEL.min(n_in * n_out * F32)
     }
 

@@ -3,7 +3,7 @@
 use super::{Setup, estimate};
 
 /// No model reads more at once.
-const MOST: u64 = 1 << 27;
+const MOST: u64 = 1 << 24;
 
 /// Returns the most tokens of a row with which `setup` needs no more than `bytes`; `None` if even one is too many.
 ///

@@ -1,6 +1,7 @@
 //! Which modes trade time for memory, what each of them costs, and which are the cheapest that fit.
 //!
-//! No mode changes a result: a run may choose others whenever it is taken up.
+//! Modes that are chosen change no result, so that a run may choose others whenever it is taken up. Tiled MLPs sum the
+//! gradients of weights in another order: those are advised, never chosen.
 
 use serde_json::{Value, json};
 
@@ -12,6 +13,8 @@ use crate::plan::{Activations, Plan};
 pub struct Modes {
     /// What blocks keep for backward.
     pub activations: Activations,
+    /// Whether MLPs are computed in tiles.
+    pub tiled_mlp: bool,
 }
 
 /// The modes that somebody set: they are never changed.
@@ -44,12 +47,14 @@ pub struct Choice {
 impl Modes {
     /// The modes of a plan.
     pub fn of(plan: &Plan) -> Self {
-        Self { activations: plan.model.activations }
+        Self { activations: plan.model.activations, tiled_mlp: plan.model.tiled_mlp }
     }
 
     /// The recipe's keys and values that switch these modes on.
     pub fn keys(self) -> Vec<(&'static str, Value)> {
-        vec![("model.activation_checkpoint", json!(self.activations.to_recipe()))]
+        let activations = ("model.activation_checkpoint", json!(self.activations.to_recipe()));
+        let tiled_mlp = self.tiled_mlp.then_some(("tiled_mlp_compute", json!(true)));
+        [activations].into_iter().chain(tiled_mlp).collect()
     }
 }
 
@@ -75,7 +80,7 @@ pub fn choose(setup: &Setup, fixed: Fixed, bytes: u64) -> Choice {
 }
 
 /// All modes, those that cost least time first. A block that is computed again costs a third of its time, whichever it
-/// is: every k-th for ever smaller k, then all, then all with their inputs in a file.
+/// is: every k-th for ever smaller k, then all, then all with ever more inputs parked, if that leaves memory.
 pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     if fixed.activations {
         return vec![setup.modes];
@@ -84,6 +89,8 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     let mut every: Vec<usize> = (1..=n_blocks).map(|n_recomputed| n_blocks.div_ceil(n_recomputed)).collect();
     every.dedup();
     let some = every.into_iter().filter(|&k| k > 1).map(Activations::RecomputeEvery);
-    let activations = [Activations::Keep].into_iter().chain(some).chain([Activations::Recompute, Activations::Offload]);
-    activations.map(|activations| Modes { activations }).collect()
+    let shares: &[f64] = if setup.parks_in_memory { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
+    let parked = shares.iter().map(|share| Activations::Offload(*share));
+    let activations = [Activations::Keep].into_iter().chain(some).chain([Activations::Recompute]).chain(parked);
+    activations.map(|activations| Modes { activations, ..setup.modes }).collect()
 }

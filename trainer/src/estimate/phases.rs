@@ -51,7 +51,7 @@ pub struct PhaseEstimate {
 pub struct Estimate {
     /// The phases that the plan has, in their order.
     pub phases: Vec<PhaseEstimate>,
-    /// What lies elsewhere meanwhile: inputs of blocks, in temporary files.
+    /// What lies elsewhere meanwhile: inputs of blocks, in temporary files or in the RAM of a GPU's host.
     pub parked: u64,
     /// What a run on a GPU needs of the machine's RAM; `None` on the CPU, where everything is RAM.
     pub host: Option<u64>,
@@ -87,7 +87,7 @@ pub fn estimate(setup: &Setup) -> Estimate {
         phases.push((Phase::Save, resident.plus(&save(setup))));
     }
     let parked = parked(setup);
-    let host = || program::on_gpu_host(setup) + transfer(setup);
+    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + parked;
     Estimate {
         phases: phases.into_iter().map(|(phase, account)| PhaseEstimate { phase, account }).collect(),
         parked,
@@ -129,6 +129,7 @@ fn step(setup: &Setup) -> Account {
         if *rest == Residency::Offload {
             // While it is computed it is there all the same.
             moment(kept, input + block.forward().max(input + block.backward()));
+            kept += if setup.parks_in_memory { input } else { 0 };
             continue;
         }
         kept += if is_there { 0 } else { input };
@@ -171,5 +172,5 @@ fn parked(setup: &Setup) -> u64 {
 }
 
 fn residencies(setup: &Setup) -> Vec<Residency> {
-    (0..setup.model.n_blocks()).map(|block_idx| residency(setup.modes.activations, block_idx)).collect()
+    residency(setup.modes.activations, setup.model.n_blocks())
 }

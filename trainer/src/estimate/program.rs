@@ -1,6 +1,6 @@
-//! What a run needs whatever it trains, measured once: the only numbers here that are not read off the code.
+//! What a run needs whatever it trains. The constants were measured: the only numbers here that are not read off the code.
 
-use super::{Place, Setup};
+use super::{Place, Setup, head};
 
 /// The program itself, its libraries, threads and buffers.
 const PROGRAM: u64 = 48 << 20;
@@ -14,7 +14,7 @@ const GPU_HOST: u64 = 1536 << 20;
 /// The bytes in the memory of what computes.
 pub(super) fn on_device(setup: &Setup) -> u64 {
     match setup.place {
-        Place::Cpu => PROGRAM + tokenizer(setup),
+        Place::Cpu => PROGRAM + tokenizer(setup) + head::packed(setup),
         Place::Gpu => GPU_CONTEXT,
     }
 }
@@ -31,7 +31,7 @@ fn tokenizer(setup: &Setup) -> u64 {
 /// Of what a step allocates and frees again, the allocator keeps pieces that nothing of another size fits into: on the CPU
 /// a sixteenth, and besides as much as small buffers and the reading of the data have left, up to a bound.
 pub(super) fn slack(place: Place, passing: u64) -> u64 {
-    const LEFT: u64 = 32 << 20;
+    const LEFT: u64 = 40 << 20;
     match place {
         Place::Cpu => passing / 16 + passing.min(LEFT),
         Place::Gpu => passing / 16,

@@ -3,10 +3,10 @@
 use std::fmt;
 
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::modes::by_cost;
-use super::{Capacity, Class, Estimate, Fixed, Modes, Phase, Setup, choose, estimate, longest, parameters};
+use super::{Capacity, Class, Estimate, Fixed, Modes, Phase, Place, Setup, choose, estimate, longest, parameters};
 use crate::metrics::quantity;
 use crate::plan::{Activations, ComputeDtype};
 
@@ -86,31 +86,44 @@ impl Report {
     }
 }
 
-/// The cheapest modes that fit and those that need least; then the same with moments in bf16, which changes results.
+/// The cheapest modes that fit and those that need least; then the same with what also changes results by rounding: tiled
+/// MLPs, moments in bf16, a GPU's optimizer on its host.
 fn advice(setup: &Setup, bytes: u64) -> Vec<Advice> {
     let mut advice = ladder(setup, bytes, &[]);
+    let (mut setup, mut switches) = (setup.clone(), Vec::new());
+    if !setup.modes.tiled_mlp {
+        setup.modes.tiled_mlp = true;
+        switches.push(("tiled_mlp_compute", json!(true)));
+        advice.extend(ladder(&setup, bytes, &switches));
+    }
     if setup.compute == ComputeDtype::Bf16 && setup.moments == ComputeDtype::F32 {
-        let moments = Setup { moments: ComputeDtype::Bf16, ..setup.clone() };
-        advice.extend(ladder(&moments, bytes, &["deepspeed.bf16.bf16_optimizer_states"]));
+        setup.moments = ComputeDtype::Bf16;
+        switches.push(("deepspeed.bf16.bf16_optimizer_states", json!(true)));
+        advice.extend(ladder(&setup, bytes, &switches));
+    }
+    if setup.place == Place::Gpu && setup.optimizer_on_host < 1.0 {
+        setup.optimizer_on_host = 1.0;
+        switches.push(("deepspeed.zero_optimization.offload_optimizer", json!({"device": "cpu"})));
+        advice.extend(ladder(&setup, bytes, &switches));
     }
     advice
 }
 
-/// The cheapest modes that fit, then those that need less, as far as they do. `switches` are on in `setup` already.
-fn ladder(setup: &Setup, bytes: u64, switches: &[&str]) -> Vec<Advice> {
+/// The cheapest modes that fit, then `full` and `offload`. `switches` are on in `setup` already.
+fn ladder(setup: &Setup, bytes: u64, switches: &[(&str, Value)]) -> Vec<Advice> {
     let found = choose(setup, Fixed::default(), bytes).found.map(|candidate| candidate.modes);
-    let most = by_cost(setup, Fixed::default()).into_iter();
-    let most = most.filter(|modes| matches!(modes.activations, Activations::Recompute | Activations::Offload));
-    let mut modes: Vec<Modes> = found.into_iter().collect();
-    modes.extend(most.filter(|modes| found.is_none_or(|found| found != *modes)));
+    let most = by_cost(setup, Fixed::default()).into_iter().filter(|modes| {
+        let keeps_least = [Activations::Recompute, Activations::Offload(1.0)].contains(&modes.activations);
+        keeps_least && found.is_none_or(|found| found != *modes)
+    });
     let to_advice = |modes: Modes| {
         let peak_bytes = estimate(&Setup { modes, ..setup.clone() }).peak_bytes();
         let mut set: Map<String, Value> =
             modes.keys().into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-        set.extend(switches.iter().map(|key| ((*key).to_owned(), Value::from(true))));
+        set.extend(switches.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
         Advice { set, peak_bytes, fits: peak_bytes <= bytes, same_result: switches.is_empty() }
     };
-    modes.into_iter().map(to_advice).collect()
+    found.into_iter().chain(most).map(to_advice).collect()
 }
 
 /// Writes bytes in the unit that fits: `512 B`, `37.5 MiB`, `1.25 GiB`.
@@ -133,7 +146,8 @@ pub fn written<'a>(set: impl IntoIterator<Item = (&'a str, &'a Value)>) -> Strin
 }
 
 fn flow(map: &Map<String, Value>) -> String {
-    map.iter().map(|(key, value)| format!("{key}: {value}")).collect::<Vec<_>>().join(", ")
+    let plain = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    map.iter().map(|(key, value)| format!("{key}: {}", plain(value))).collect::<Vec<_>>().join(", ")
 }
 
 fn pairs(set: &Map<String, Value>) -> impl Iterator<Item = (&str, &Value)> {
@@ -148,7 +162,7 @@ impl fmt::Display for Report {
         writeln!(f, "with {modes}")?;
         self.table(f)?;
         if self.estimate.parked > 0 {
-            writeln!(f, "in temporary files: {}", bytes(self.estimate.parked))?;
+            writeln!(f, "parked elsewhere: {}", bytes(self.estimate.parked))?;
         }
         if let Some(host) = self.estimate.host {
             writeln!(f, "RAM of the host: {}", bytes(host))?;
@@ -196,8 +210,6 @@ impl Report {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     #[test]

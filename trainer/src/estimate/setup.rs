@@ -33,6 +33,10 @@ pub struct Setup {
     pub row_tokens: u64,
     /// Rows of a micro-batch.
     pub rows: u64,
+    /// Whether inputs that are parked stay in the memory that computes.
+    pub parks_in_memory: bool,
+    /// The share of the parameters whose masters and moments are in the RAM of a GPU's host.
+    pub optimizer_on_host: f64,
     /// What computes.
     pub place: Place,
     /// What computes attention.
@@ -68,6 +72,8 @@ impl Setup {
             modes: Modes::of(plan),
             row_tokens: plan.data.max_length as u64,
             rows: plan.data.micro_batch_size as u64,
+            parks_in_memory: place == Place::Cpu && plan.model.parks_in_memory,
+            optimizer_on_host: if place == Place::Gpu { plan.optimizer_on_host } else { 0.0 },
             place,
             attention: plan.model.attention.implementation,
             init: plan.model.init,

@@ -4,6 +4,9 @@
 //! N = L (3 h i + h (q + k + v + o)) + V h   with q = o = n_heads k, k = v = n_kv_heads k
 //! FLOPs = a N tokens + b k n_heads L sum(s^2)
 //!
+//! Forwards that backward computes again are counted apart, by what is really computed again: blocks, MLPs. There
+//! ArcticTraining's formula counts the head as well, and all blocks or none.
+//!
 //! h hidden, i intermediate, k head dim, L layers, V vocabulary, s the length of a packed sequence.
 
 use serde::{Deserialize, Serialize};
@@ -40,12 +43,17 @@ impl Pass {
     pub const FORWARD: Self = Self { linear: 2, attention: 4 };
     /// Forward, and a backward that costs twice as much.
     pub const TRAIN: Self = Self { linear: 6, attention: 12 };
-    /// With every block's forward done twice. ArcticTraining counts the head's as well.
-    pub const TRAIN_RECOMPUTE: Self = Self { linear: 8, attention: 16 };
     /// Frozen weights under an adapter: no gradient of the weights. The adapter itself is not counted.
     pub const ADAPTER: Self = Self { linear: 4, attention: 12 };
-    /// The same with every block's forward done twice.
-    pub const ADAPTER_RECOMPUTE: Self = Self { linear: 6, attention: 16 };
+}
+
+/// Holds what backward computes again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Recomputed {
+    /// Blocks of which only the input was kept.
+    pub n_blocks: usize,
+    /// MLPs of which nothing was kept inside of their block: tiled ones.
+    pub n_mlps: usize,
 }
 
 /// Says which query-key pairs count.
@@ -64,18 +72,41 @@ impl ModelShape {
     /// Returns N: the weights that take part in matrix products, the output head included and the
     /// embedding's lookup not.
     pub fn n_weights(&self) -> u64 {
-        let heads = (2 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim;
-        let layer = 3 * self.hidden * self.intermediate + self.hidden * heads;
-        (self.n_layers * layer + self.vocab * self.hidden) as u64
+        (self.n_layers * self.n_block_weights() + self.vocab * self.hidden) as u64
+    }
+
+    fn n_block_weights(&self) -> usize {
+        self.n_mlp_weights() + self.hidden * (2 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    }
+
+    fn n_mlp_weights(&self) -> usize {
+        3 * self.hidden * self.intermediate
     }
 }
 
 /// Counts the operations of one pass over packed sequences of these lengths.
 pub fn flops(shape: &ModelShape, pass: Pass, visibility: Visibility, lengths: &[usize]) -> f64 {
+    count(shape, pass, shape.n_weights(), shape.n_layers, visibility, lengths)
+}
+
+/// Counts the operations of the forwards that backward computes again: no useful work.
+pub fn recomputed_flops(shape: &ModelShape, again: Recomputed, visibility: Visibility, lengths: &[usize]) -> f64 {
+    let n_weights = again.n_blocks * shape.n_block_weights() + again.n_mlps * shape.n_mlp_weights();
+    count(shape, Pass::FORWARD, n_weights as u64, again.n_blocks, visibility, lengths)
+}
+
+fn count(
+    shape: &ModelShape,
+    pass: Pass,
+    n_weights: u64,
+    n_layers: usize,
+    visibility: Visibility,
+    lengths: &[usize],
+) -> f64 {
     let n_tokens: u64 = lengths.iter().map(|&s| s as u64).sum();
     let pairs: f64 = lengths.iter().map(|&s| visibility.pairs(s as u64)).sum();
-    let width = (shape.head_dim * shape.n_heads * shape.n_layers) as f64;
-    (pass.linear * shape.n_weights()) as f64 * n_tokens as f64 + pass.attention as f64 * width * pairs
+    let width = (shape.head_dim * shape.n_heads * n_layers) as f64;
+    (pass.linear * n_weights) as f64 * n_tokens as f64 + pass.attention as f64 * width * pairs
 }
 
 /// Returns the share of the peak that useful work reached. Pass operations counted without
@@ -127,10 +158,21 @@ mod tests {
         let count = |pass| flops(&TINY, pass, Visibility::Full, &[3, 4]);
         assert_eq!(count(Pass::FORWARD), 2.0 * 400.0 * 7.0 + 4.0 * 12.0 * 25.0);
         assert_eq!(count(Pass::TRAIN), 6.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
-        assert_eq!(count(Pass::TRAIN_RECOMPUTE), 8.0 * 400.0 * 7.0 + 16.0 * 12.0 * 25.0);
         assert_eq!(count(Pass::ADAPTER), 4.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
-        assert_eq!(count(Pass::ADAPTER_RECOMPUTE), count(Pass::ADAPTER) + count(Pass::FORWARD));
-        assert_eq!(count(Pass::TRAIN_RECOMPUTE), count(Pass::TRAIN) + count(Pass::FORWARD));
+    }
+
+    #[test]
+    fn what_is_computed_again_is_counted_by_blocks_and_mlps() {
+        let count =
+            |n_blocks, n_mlps| recomputed_flops(&TINY, Recomputed { n_blocks, n_mlps }, Visibility::Full, &[3, 4]);
+        assert_eq!(count(0, 0), 0.0);
+        // 7 tokens; a block has 120 weights and attends to 25 pairs with a width of 2*2; an MLP has 3*4*6 = 72 weights.
+        assert_eq!(count(1, 0), 2.0 * 120.0 * 7.0 + 4.0 * 4.0 * 25.0);
+        assert_eq!(count(0, 1), 2.0 * 72.0 * 7.0);
+        assert_eq!(count(2, 3), 2.0 * count(1, 0) + 3.0 * count(0, 1));
+        // All blocks are the whole forward but for the head.
+        let forward = flops(&TINY, Pass::FORWARD, Visibility::Full, &[3, 4]);
+        assert_eq!(count(3, 0), forward - 2.0 * 40.0 * 7.0);
     }
 
     #[test]

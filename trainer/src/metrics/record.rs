@@ -1,5 +1,7 @@
 //! One line of metrics.jsonl: ArcticTraining's names, and ours beside them.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 use super::gpu::GpuMemory;
@@ -64,6 +66,32 @@ pub struct EvalRecord {
     pub eval_time: f64,
 }
 
+/// Describes a finished save.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SaveRecord {
+    /// Epochs done.
+    pub epoch: usize,
+    /// Optimizer steps done: the save's tag.
+    pub iter: usize,
+    /// The save's folder.
+    pub saved: PathBuf,
+    /// Seconds that it took, until it was safe on disk.
+    pub save_time: f64,
+}
+
+/// Describes a run that goes on from a save.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ResumeRecord {
+    /// Epochs done.
+    pub epoch: usize,
+    /// Optimizer steps done.
+    pub iter: usize,
+    /// The save's folder.
+    pub resumed_from: PathBuf,
+    /// Seconds that checking and reading it took.
+    pub resume_time: f64,
+}
+
 /// A record for the tests of this folder.
 #[cfg(test)]
 pub(super) fn example() -> StepRecord {
@@ -107,6 +135,14 @@ mod tests {
     fn an_evaluations_json_has_these_names() {
         let record = EvalRecord { epoch: 1, iter: 4, loss: 2.5, n_targets: 12, eval_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"loss/eval":2.5,"n_targets":12,"eval_time":0.5}"#);
+    }
+
+    #[test]
+    fn a_saves_and_a_resumes_json_have_these_names() {
+        let record = SaveRecord { epoch: 1, iter: 4, saved: "out/global_step_4".into(), save_time: 0.5 };
+        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"saved":"out/global_step_4","save_time":0.5}"#);
+        let record = ResumeRecord { epoch: 1, iter: 4, resumed_from: "out/global_step_4".into(), resume_time: 0.5 };
+        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"resumed_from":"out/global_step_4","resume_time":0.5}"#);
     }
 
     #[test]

@@ -5,9 +5,10 @@ use std::io;
 use serde::Serialize;
 
 use super::console::{Terminal, eval_line, step_line};
+use super::format::duration;
 use super::jsonl::{MetricsFile, Start};
 use super::plan::LogPlan;
-use super::record::{EvalRecord, StepRecord};
+use super::record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord};
 
 /// Reports the steps and evaluations of one run.
 #[derive(Debug)]
@@ -51,6 +52,19 @@ impl Reporter {
             self.append(record);
             self.terminal.line(&eval_line(record, self.total_steps));
         }
+    }
+
+    /// Reports a save.
+    pub fn save(&mut self, record: &SaveRecord) {
+        self.append(record);
+        self.terminal.line(&format!("saved {} in {}", record.saved.display(), duration(record.save_time)));
+    }
+
+    /// Reports that the run goes on from a save.
+    pub fn resume(&mut self, record: &ResumeRecord) {
+        self.append(record);
+        let (dir, time) = (record.resumed_from.display(), duration(record.resume_time));
+        self.terminal.line(&format!("resumed after step {} from {dir} in {time}", record.iter));
     }
 
     /// Returns the terminal, for lines of another kind.

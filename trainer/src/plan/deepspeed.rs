@@ -38,9 +38,11 @@ const ONLY: &[(&str, Harmless)] = &[
     ("prescale_gradients", Harmless::False),
     ("torch_autocast.enabled", Harmless::False),
     ("wall_clock_breakdown", Harmless::False),
-    ("zero_optimization.offload_optimizer.device", Harmless::None),
     ("zero_optimization.offload_param.device", Harmless::None),
 ];
+
+/// Where masters and moments are: the keys of `zero_optimization.offload_optimizer`.
+const OFFLOAD: &str = "zero_optimization.offload_optimizer.";
 
 /// What is kept in bf16 instead of f32: master weights and gradients, and moments.
 const BF16_STATES: [&str; 2] = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"];
@@ -93,6 +95,7 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
                 resolver.wrong(&[&path], format!("{path}: expected true or false, found {value}"));
             }
         }
+        _ if key.starts_with(OFFLOAD) => check_offload(resolver, key, &path, value),
         _ if key.starts_with("fp16.") => check_scaling(resolver, key, &path, value),
         _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect on one process")),
         _ => check_only(resolver, key, &path, value),
@@ -110,6 +113,45 @@ fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
         }
         None => resolver.wrong_because(&[path], format!("`{path}` is not implemented yet"), "remove the key"),
     }
+}
+
+/// A key of `zero_optimization.offload_optimizer`. Its numbers are nothing without a device.
+fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
+    let device = lookup(&resolver.recipe().deepspeed, &format!("{OFFLOAD}device"));
+    let to_cpu = device.and_then(Value::as_str) == Some("cpu");
+    match &key[OFFLOAD.len()..] {
+        "device" if matches!(value.as_str(), Some("cpu" | "none")) => {}
+        "device" => {
+            let advice = "use cpu, or none to keep the optimizer with the weights";
+            resolver.wrong_because(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+        }
+        "ratio" if !number(value).is_some_and(|share| (0.0..=1.0).contains(&share)) => {
+            resolver.wrong(&[path], format!("{path}: expected a share of the parameters from 0 to 1, found {value}"));
+        }
+        "ratio" if !to_cpu => {
+            let advice = format!("set deepspeed.{OFFLOAD}device: cpu, or remove the ratio");
+            resolver.wrong_because(&[path], format!("{path}: nothing is offloaded"), advice);
+        }
+        "ratio" => {}
+        "pin_memory" if !value.is_boolean() => {
+            resolver.wrong(&[path], format!("{path}: expected true or false, found {value}"));
+        }
+        "pin_memory" => resolver.note(format!("{path} has no effect: copies always go through pinned memory")),
+        _ => check_only(resolver, key, path, value),
+    }
+}
+
+/// The share of the parameters whose optimizer is on the host.
+pub(super) fn optimizer_on_host(resolver: &mut Resolver) -> f64 {
+    let section = &resolver.recipe().deepspeed;
+    let given = |key: &str| lookup(section, &format!("{OFFLOAD}{key}"));
+    if given("device").and_then(Value::as_str) != Some("cpu") {
+        return 0.0;
+    }
+    let share = given("ratio").and_then(number).unwrap_or(1.0);
+    let paths = ["ratio", "device"].map(|key| format!("deepspeed.{OFFLOAD}{key}"));
+    let origin = resolver.loaded.origin(&[&paths[0], &paths[1]]);
+    resolver.record(&paths[0], share, origin)
 }
 
 /// A number of the `fp16` section.
@@ -144,6 +186,11 @@ pub(super) fn bf16_states(resolver: &mut Resolver, dtype: ComputeDtype) -> (Comp
     (masters, moments)
 }
 
+/// Whether the section keeps master weights and gradients in bf16.
+pub(super) fn has_bf16_masters(resolver: &Resolver) -> bool {
+    lookup(&resolver.recipe().deepspeed, BF16_STATES[0]) == Some(&Value::Bool(true))
+}
+
 /// How the section scales losses: what it leaves out is as in DeepSpeed.
 pub(super) fn loss_scaling(resolver: &mut Resolver) -> LossScaling {
     let [fixed, power, window, hysteresis, min] = [0, 1, 2, 3, 4].map(|at| {
@@ -160,8 +207,9 @@ pub(super) fn loss_scaling(resolver: &mut Resolver) -> LossScaling {
 }
 
 fn lookup<'a>(map: &'a serde_json::Map<String, Value>, path: &str) -> Option<&'a Value> {
-    let (first, rest) = path.split_once('.')?;
-    map.get(first)?.get(rest)
+    let mut keys = path.split('.');
+    let first = map.get(keys.next()?)?;
+    keys.try_fold(first, |value, key| value.get(key))
 }
 
 fn check_format(resolver: &mut Resolver, path: &str, value: &Value, format: Dtype) {

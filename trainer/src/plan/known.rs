@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candlewick_model::{Config, ModelError};
 use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
 
+use super::TempDir;
 use crate::estimate::Capacity;
 use crate::metrics::Console;
 use crate::recipe::{ConfigSource, Loaded, MemoryModes, ModelType, RecipeError};
@@ -16,6 +17,8 @@ pub struct Known {
     pub config: Option<Config>,
     /// Threads that may run at once.
     pub n_cores: usize,
+    /// Where temporary files go.
+    pub temp_dir: TempDir,
     /// Whether ArcticTraining would find Python code beside the recipe.
     pub has_train_py: bool,
     /// How much goes to the terminal.
@@ -56,6 +59,7 @@ impl Known {
         Ok(Self {
             config: find_config(loaded, reach, settings)?,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
+            temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             console,
             capacity: (loaded.recipe.memory == Some(MemoryModes::Auto)).then(|| capacity(loaded)),

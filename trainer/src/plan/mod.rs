@@ -14,6 +14,7 @@ mod refused;
 mod resolver;
 mod sources;
 mod table;
+mod temp_dir;
 
 use std::fmt::Display;
 use std::path::PathBuf;
@@ -25,11 +26,12 @@ use serde::{Serialize, Serializer};
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{ActivationCheckpoint, Free, HumanInt, Loaded, MemoryModes, OnNonfinite, RecipeError};
+use crate::recipe::{ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, MemoryModes, OnNonfinite, RecipeError};
 use crate::schedule::Schedule;
 
 pub use known::{Known, KnownError, Reach};
 pub use table::Setting;
+pub use temp_dir::TempDir;
 
 use resolver::Resolver;
 
@@ -51,6 +53,8 @@ pub struct Plan {
     pub data: DataPlan,
     /// The optimizer.
     pub optimizer: OptimizerPlan,
+    /// The share of the parameters whose masters and moments a GPU run keeps, and updates, in the host's memory.
+    pub optimizer_on_host: f64,
     /// The learning rate over the run. It is checked against the number of steps once the data are counted.
     pub schedule: Schedule,
     /// Evaluation, if there are data for it.
@@ -97,6 +101,12 @@ pub struct ModelPlan {
     pub adapter_folder: Option<PathBuf>,
     /// What blocks keep for backward.
     pub activations: Activations,
+    /// Where the CPU parks activations.
+    pub parking_folder: PathBuf,
+    /// Whether that folder is memory itself, so that nothing is saved.
+    pub parks_in_memory: bool,
+    /// Whether MLPs are computed in tiles.
+    pub tiled_mlp: bool,
     /// What computes attention.
     pub attention: AttentionChoice,
 }
@@ -134,15 +144,15 @@ impl ComputeDtype {
 }
 
 /// What blocks keep for backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activations {
     /// Everything.
     Keep,
     /// Their inputs.
     Recompute,
-    /// Their inputs, outside the heap.
-    Offload,
+    /// Their inputs, those of this share of the blocks parked outside of the memory that computes.
+    Offload(f64),
     /// Every k-th block its input, the others everything.
     RecomputeEvery(usize),
 }
@@ -153,7 +163,8 @@ impl Activations {
         match self {
             Self::Keep => ActivationCheckpoint::None,
             Self::Recompute => ActivationCheckpoint::Full,
-            Self::Offload => ActivationCheckpoint::Offload,
+            Self::Offload(share) if share >= 1.0 => ActivationCheckpoint::Offload,
+            Self::Offload(share) => ActivationCheckpoint::OffloadShare(HumanFloat(share)),
             Self::RecomputeEvery(k) => ActivationCheckpoint::Every(HumanInt(k)),
         }
     }
@@ -262,6 +273,7 @@ impl Plan {
         let tokenizer = model::resolve_tokenizer(&mut resolver);
         let data = batches::resolve(&mut resolver, kind, &model, &tokenizer);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
+        let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
         let schedule = optimizer::resolve_schedule(&mut resolver);
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
         let eval = output::resolve_eval(&mut resolver, &data);
@@ -284,6 +296,7 @@ impl Plan {
             tokenizer,
             data,
             optimizer,
+            optimizer_on_host,
             schedule,
             eval,
             exit,

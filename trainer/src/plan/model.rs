@@ -7,7 +7,7 @@ use candlewick_ops::{AttentionChoice, AttentionImpl};
 use serde_json::Value;
 
 use super::resolver::Resolver;
-use super::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TokenizerPlan};
+use super::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TempDir, TokenizerPlan, deepspeed};
 use crate::recipe::{ActivationCheckpoint, Attention, ConfigSource, Dtype, HumanInt, ModelType, Origin};
 
 /// The names of what blocks keep.
@@ -41,6 +41,9 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         adapter,
         adapter_folder: model.adapter_name_or_path.as_ref().map(PathBuf::from),
         activations: activations(resolver),
+        parking_folder: resolver.known.temp_dir.path.clone(),
+        parks_in_memory: resolver.known.temp_dir.is_memory,
+        tiled_mlp: tiled_mlp(resolver, dtype),
         attention: attention(resolver),
     }
 }
@@ -160,7 +163,8 @@ fn activations(resolver: &mut Resolver) -> Activations {
         let message = "model.disable_activation_checkpoint contradicts model.activation_checkpoint";
         resolver.wrong_because(&[ACTIVATIONS[1]], message, "keep model.activation_checkpoint");
     }
-    if offload && (disabled == Some(true) || given.is_some_and(|given| given != ActivationCheckpoint::Offload)) {
+    let offloads = |given| matches!(given, ActivationCheckpoint::Offload | ActivationCheckpoint::OffloadShare(_));
+    if offload && (disabled == Some(true) || given.is_some_and(|given| !offloads(given))) {
         let other = if given.is_some() { ACTIVATIONS[0] } else { ACTIVATIONS[1] };
         let message = format!("activation_checkpoint_cpu_offload contradicts {other}");
         resolver.wrong_because(&[ACTIVATIONS[2]], message, "keep model.activation_checkpoint: offload");
@@ -173,12 +177,44 @@ fn activations(resolver: &mut Resolver) -> Activations {
     };
     let given = given.or(spelt_otherwise);
     let origin = if given.is_some() { resolver.loaded.origin(&ACTIVATIONS) } else { Origin::Default };
-    match resolver.record(ACTIVATIONS[0], given.unwrap_or(ActivationCheckpoint::None), origin) {
-        ActivationCheckpoint::None => Activations::Keep,
-        ActivationCheckpoint::Full => Activations::Recompute,
-        ActivationCheckpoint::Offload => Activations::Offload,
-        ActivationCheckpoint::Every(k) => Activations::RecomputeEvery(k.0),
+    let share = match resolver.record(ACTIVATIONS[0], given.unwrap_or(ActivationCheckpoint::None), origin) {
+        ActivationCheckpoint::None => return Activations::Keep,
+        ActivationCheckpoint::Full => return Activations::Recompute,
+        ActivationCheckpoint::Every(k) => return Activations::RecomputeEvery(k.0),
+        ActivationCheckpoint::Offload => 1.0,
+        ActivationCheckpoint::OffloadShare(share) => share.0,
+    };
+    if !(0.0..=1.0).contains(&share) {
+        let message = format!("{}.offload: expected a share of the blocks from 0 to 1, found {share}", ACTIVATIONS[0]);
+        resolver.wrong(&[ACTIVATIONS[0]], message);
     }
+    note_parking(resolver);
+    Activations::Offload(share)
+}
+
+/// Says where activations go, and if that is the memory that they should leave.
+fn note_parking(resolver: &mut Resolver) {
+    let TempDir { path, is_memory } = &resolver.known.temp_dir;
+    let folder = path.display();
+    let note = format!("a GPU parks activations in the host's memory, the CPU in {folder} (the environment's TMPDIR)");
+    resolver.note(note);
+    if *is_memory {
+        resolver.note(format!(
+            "{folder} is kept in memory (tmpfs): what the CPU parks there saves none; set TMPDIR to a folder on a disk"
+        ));
+    }
+}
+
+const TILED_MLP: &str = "tiled_mlp_compute";
+
+fn tiled_mlp(resolver: &mut Resolver, dtype: ComputeDtype) -> bool {
+    let tiled = resolver.pick(TILED_MLP, resolver.recipe().tiled_mlp_compute, false);
+    if tiled && dtype == ComputeDtype::Bf16 && deepspeed::has_bf16_masters(resolver) {
+        resolver.note(format!(
+            "{TILED_MLP}: gradients that are kept in bf16 are rounded once a tile instead of once a micro-batch"
+        ));
+    }
+    tiled
 }
 
 const ATTENTION: &str = "model.attn_implementation";

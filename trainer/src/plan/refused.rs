@@ -27,7 +27,6 @@ fn top_level(resolver: &mut Resolver) {
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
         ("enable_arctic_moe_custom_optimization", on(recipe.enable_arctic_moe_custom_optimization)),
         ("enable_routing_replay", on(recipe.enable_routing_replay)),
-        ("tiled_mlp_compute", on(recipe.tiled_mlp_compute)),
         ("mem_profiler", recipe.mem_profiler.is_some()),
     ] {
         refuse(resolver, key, is_asked);

@@ -57,7 +57,8 @@ pub struct Recipe {
     pub scheduler: Scheduler,
     /// The optimizer.
     pub optimizer: Optimizer,
-    /// A DeepSpeed config. Keys that cannot matter to one process are accepted, `gradient_clipping` is read, and all
+    /// A DeepSpeed config. Keys that cannot matter to one process are accepted; `gradient_clipping`, the numbers of
+    /// `fp16`, the switches of `bf16` and `zero_optimization.offload_optimizer` (`device: cpu`, `ratio`) are read; all
     /// others are refused by name.
     pub deepspeed: DeepSpeed,
     /// Gradients are scaled down to this global norm; 0 turns it off. Default 1.0.
@@ -94,7 +95,8 @@ pub struct Recipe {
     pub enable_routing_replay: Option<bool>,
     /// ArcticTraining's spelling of `model.activation_checkpoint: offload`.
     pub activation_checkpoint_cpu_offload: Option<bool>,
-    /// Not implemented yet.
+    /// Computes the MLP of each block in tiles of about as many tokens as the model is wide, keeps nothing of a tile for
+    /// backward and computes it again there: less memory for one more forward of the MLP. Default false.
     pub tiled_mlp_compute: Option<bool>,
     /// Seeds the initial weights and LoRA factors. Default 42. The order of the data has `data.seed`.
     pub seed: Option<HumanInt>,
@@ -106,7 +108,7 @@ pub struct Recipe {
     pub loss_log_interval: Option<HumanInt>,
     /// Records and shows metrics every so many steps; 0 turns them off. Default 1.
     pub train_log_iter_interval: Option<HumanInt>,
-    /// One JSON object a step is appended here. Default `metrics.jsonl` in `output_dir`.
+    /// One JSON object is appended here for each step, evaluation, save and resume. Default `metrics.jsonl` in `output_dir`.
     pub train_log_metrics_path: Option<String>,
     /// Evaluates every so many steps, and at the end. Must be above 0 if and only if evaluation data are configured.
     pub eval_interval: Option<HumanInt>,

@@ -8,7 +8,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
-use super::number::HumanInt;
+use super::number::{HumanFloat, HumanInt};
 
 /// A map whose keys belong to somebody else's schema.
 pub type Free = serde_json::Map<String, serde_json::Value>;
@@ -44,8 +44,9 @@ pub struct Model {
     /// then takes `fused`, and `cudnn` takes memory that grows with the square of the length on Hopper.
     pub attn_deterministic: Option<bool>,
     /// What blocks keep for backward: `none` (no checkpointing: everything is kept, fastest), `full` (only each
-    /// block's input; forward runs again), `offload` (as `full`, inputs parked outside the heap), or `{every: k}`
-    /// (recompute every k-th block, keep the others). Unset is `none`, unlike ArcticTraining, whose default is `full`:
+    /// block's input; forward runs again), `offload` (as `full`, inputs parked: in the host's memory by a GPU, in
+    /// unlinked files in `TMPDIR` by the CPU), `{offload: 0.7}` (parks those of this share of the blocks, the first
+    /// ones, and keeps the others' in memory) or `{every: k}` (recompute every k-th block, keep the others). Unset is `none`, unlike ArcticTraining, whose default is `full`:
     /// a model that fits should not pay for memory it does not need.
     pub activation_checkpoint: Option<ActivationCheckpoint>,
     /// ArcticTraining's spelling: `true` is `activation_checkpoint: none`, an explicit `false` is `full`.
@@ -114,15 +115,18 @@ pub enum ConfigSource {
 }
 
 /// What blocks keep between forward and backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationCheckpoint {
     /// Everything.
     None,
     /// Their inputs.
     Full,
-    /// Their inputs, outside the heap.
+    /// Their inputs, parked outside of the memory that computes.
     Offload,
+    /// Their inputs, those of this share of the blocks parked.
+    #[serde(rename = "offload")]
+    OffloadShare(HumanFloat),
     /// Every k-th block its input, the others everything.
     Every(HumanInt),
 }
@@ -189,8 +193,9 @@ impl JsonSchema for ConfigSource {
 
 #[derive(DeriveDeserialize)]
 #[serde(deny_unknown_fields)]
-struct Every {
-    every: HumanInt,
+struct Numbers {
+    every: Option<HumanInt>,
+    offload: Option<HumanFloat>,
 }
 
 impl<'de> Deserialize<'de> for ActivationCheckpoint {
@@ -200,18 +205,22 @@ impl<'de> Deserialize<'de> for ActivationCheckpoint {
             type Value = ActivationCheckpoint;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("none, full, offload or {every: k}")
+                f.write_str("none, full, offload, {offload: share} or {every: k}")
             }
             fn visit_str<E: de::Error>(self, name: &str) -> Result<ActivationCheckpoint, E> {
                 match name {
                     "none" => Ok(ActivationCheckpoint::None),
                     "full" => Ok(ActivationCheckpoint::Full),
                     "offload" => Ok(ActivationCheckpoint::Offload),
-                    _ => Err(E::unknown_variant(name, &["none", "full", "offload", "{every: k}"])),
+                    _ => Err(E::unknown_variant(name, &["none", "full", "offload", "{offload: share}", "{every: k}"])),
                 }
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ActivationCheckpoint, A::Error> {
-                Every::deserialize(MapAccessDeserializer::new(map)).map(|e| ActivationCheckpoint::Every(e.every))
+                match Numbers::deserialize(MapAccessDeserializer::new(map))? {
+                    Numbers { every: Some(k), offload: None } => Ok(ActivationCheckpoint::Every(k)),
+                    Numbers { every: None, offload: Some(share) } => Ok(ActivationCheckpoint::OffloadShare(share)),
+                    _ => Err(de::Error::custom("expected one of the keys `every` and `offload`")),
+                }
             }
         }
         deserializer.deserialize_any(OneOf)
@@ -222,7 +231,7 @@ impl JsonSchema for ActivationCheckpoint {
     fn schema_name() -> Cow<'static, str> {
         "ActivationCheckpoint".into()
     }
-    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
         json_schema!({
             "description": "What blocks keep for backward.",
             "anyOf": [
@@ -231,6 +240,12 @@ impl JsonSchema for ActivationCheckpoint {
                     "type": "object",
                     "properties": { "every": { "type": "integer", "minimum": 1 } },
                     "required": ["every"],
+                    "additionalProperties": false
+                },
+                {
+                    "type": "object",
+                    "properties": { "offload": generator.subschema_for::<HumanFloat>() },
+                    "required": ["offload"],
                     "additionalProperties": false
                 }
             ]

@@ -133,6 +133,6 @@ pub struct SchedulerKwargs {
     pub power: Option<HumanFloat>,
 }
 
-/// A DeepSpeed config. Keys that cannot matter to one process are accepted, `gradient_clipping` and `bf16.enabled` are
-/// read, and all others are refused by name.
+/// A DeepSpeed config. Keys that cannot matter to one process are accepted, some are read, and all others are refused by
+/// name.
 pub type DeepSpeed = Free;

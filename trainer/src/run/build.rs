@@ -6,8 +6,8 @@ use anyhow::{Context, Result, anyhow};
 use candle_core::DType;
 use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterFolder, Model};
-use candlewick_parallel::{Engine, Formats, Mode, Residency, Resident};
+use candlewick_model::{AdapterFolder, MlpRows, Model};
+use candlewick_parallel::{Engine, Formats, Mode, Parking, Residency, Resident};
 use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
@@ -34,8 +34,15 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
     let said = attention.explain(&device, compute, model.config().attention_heads());
-    let said = said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
-    let store = Resident::new(&model, Formats { compute, masters, moments }, Mode::Train, &device)?;
+    let mut said = Vec::from_iter(said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?);
+    if plan.optimizer_on_host > 0.0 && device.is_cpu() {
+        said.push("the optimizer is not offloaded: what computes is the CPU, whose memory is the host's".to_owned());
+    }
+    let formats = Formats { compute, masters, moments };
+    let store = match device.is_cpu() {
+        true => Resident::new(&model, formats, Mode::Train, &device)?,
+        false => Resident::with_optimizer_on_host(&model, formats, plan.optimizer_on_host, &device)?,
+    };
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
@@ -45,9 +52,16 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String
     let base = base.as_ref().map_or(random, Origin::Checkpoint);
     let notes = fill(&store, &model, base, adapter.as_ref().map_or(random, |it| Origin::Checkpoint(&it.weights)))?;
     notes.iter().for_each(|note| tracing::warn!("{note}"));
-    let residency = (0..model.n_blocks()).map(|block_idx| residency(plan.model.activations, block_idx)).collect();
-    let engine = Engine::new(model, store, residency, Arc::new(Solo), device).with_attention(attention);
-    Ok((engine, said.into_iter().collect()))
+    let residency = residency(plan.model.activations, model.n_blocks());
+    let parking = match device.is_cpu() {
+        true => Parking::Folder(plan.model.parking_folder.clone()),
+        false => Parking::HostMemory,
+    };
+    let engine = Engine::new(model, store, residency, Arc::new(Solo), device)
+        .with_attention(attention)
+        .with_parking(parking)
+        .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together });
+    Ok((engine, said))
 }
 
 /// The number format of a plan, as candle names it.
@@ -59,13 +73,36 @@ pub(super) fn dtype(dtype: ComputeDtype) -> DType {
     }
 }
 
-/// What the plan lets a block keep.
-pub(crate) fn residency(activations: Activations, block_idx: usize) -> Residency {
-    match activations {
+/// What each block keeps. Where not all inputs are parked, the first blocks' are: backward needs them last.
+pub(crate) fn residency(activations: Activations, n_blocks: usize) -> Vec<Residency> {
+    let of_block = |block_idx: usize| match activations {
         Activations::Keep => Residency::Keep,
         Activations::Recompute => Residency::Recompute,
-        Activations::Offload => Residency::Offload,
+        Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => Residency::Offload,
+        Activations::Offload(_) => Residency::Recompute,
         Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => Residency::Recompute,
         Activations::RecomputeEvery(_) => Residency::Keep,
+    };
+    (0..n_blocks).map(of_block).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_blocks_are_parked_and_every_kth_computed_again() {
+        use Residency::{Keep, Offload, Recompute};
+        for (activations, want) in [
+            (Activations::Keep, [Keep; 5]),
+            (Activations::Recompute, [Recompute; 5]),
+            (Activations::Offload(1.0), [Offload; 5]),
+            (Activations::Offload(0.0), [Recompute; 5]),
+            (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Recompute]),
+            (Activations::Offload(0.2), [Offload, Recompute, Recompute, Recompute, Recompute]),
+            (Activations::RecomputeEvery(2), [Recompute, Keep, Recompute, Keep, Recompute]),
+        ] {
+            assert_eq!(residency(activations, 5), want, "{activations:?}");
+        }
     }
 }

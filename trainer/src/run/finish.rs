@@ -63,7 +63,7 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
             (Kind::Sft, Some(template)) => lm::chat(engine, tokenizer, template, prompt, &options)?,
             _ => lm::complete(engine, tokenizer, &tokenizer.encode(prompt, Specials::Add)?, &options)?,
         };
-        writeln!(out, "> {prompt}\n{}\n", answer.trim()).context("failed to print a sample")?;
+        writeln!(out, "> {prompt}\n{}\n", answer.text.trim()).context("failed to print a sample")?;
     }
     Ok(())
 }

@@ -96,13 +96,13 @@ impl<'a> Saves<'a> {
         (n * build::dtype(self.run.plan.model.dtype).size_in_bytes()) as u64
     }
 
-    /// Makes one save and returns a line about it; nothing if this step is saved there already.
+    /// Makes one save and returns its folder; nothing if this step is saved there already.
     pub(super) fn save(
         &mut self,
         checkpoint: &CheckpointPlan,
         stream: &Stream,
         progress: Progress,
-    ) -> Result<Option<String>> {
+    ) -> Result<Option<PathBuf>> {
         let state = self.run_state(stream, progress);
         let place = (checkpoint.kind, checkpoint.output_dir.clone());
         if self.last.get(&place) == Some(&state.step) {
@@ -113,7 +113,7 @@ impl<'a> Saves<'a> {
             Kind::HuggingFace => self.export(checkpoint, state.tag())?,
         };
         self.last.insert(place, state.step);
-        Ok(Some(format!("saved {}", dir.display())))
+        Ok(Some(dir))
     }
 
     fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {

@@ -5,18 +5,19 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
+use candlewick_model::MlpRows;
 use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, gpus, span};
-use candlewick_parallel::Engine;
+use candlewick_parallel::{Engine, Residency};
 use evaluator::held_out::{HeldOut, held_out_loss};
 use serde_json::json;
 
 use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Tag};
 use crate::data::{Cursor, EvalStream, Ledger, Prepared, Step, Stream};
 use crate::metrics::{
-    EvalRecord, GpuMonitor, Memory, ModelShape, Pass, Reporter, RunJson, RunReport, Start, StepRecord, Visibility,
-    flops, gpu_peak, model_flops_utilization,
+    EvalRecord, GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport,
+    SaveRecord, Start, StepRecord, Visibility, flops, gpu_peak, model_flops_utilization, recomputed_flops,
 };
-use crate::plan::{Activations, Plan};
+use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
 use crate::signals::StopRequests;
 
@@ -72,7 +73,9 @@ impl<'a> Session<'a> {
     pub(super) fn begin(run: Run<'a>, run_json: &'a mut RunJson) -> Result<Self> {
         let Run { plan, prepared, .. } = run;
         let mut saves = Saves::new(run);
+        let resuming = Instant::now();
         let resumed = saves.resume()?;
+        let resume_time = resuming.elapsed();
         let state = resumed.as_ref().map(|resumed| &resumed.run);
         let cursor: Cursor = match state {
             Some(state) => serde_json::from_value(state.cursor.clone()).context("failed to read the data cursor")?,
@@ -117,7 +120,7 @@ impl<'a> Session<'a> {
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
-        session.announce(resumed.as_ref())?;
+        session.announce(resumed.as_ref(), resume_time)?;
         if resumed.is_some() {
             session.save_missing()?;
         }
@@ -125,13 +128,14 @@ impl<'a> Session<'a> {
     }
 
     /// Says what was found out before the first step.
-    fn announce(&mut self, resumed: Option<&Resumed>) -> Result<()> {
-        let (terminal, prepared) = (self.reporter.terminal(), self.run.prepared);
+    fn announce(&mut self, resumed: Option<&Resumed>, resume_time: Duration) -> Result<()> {
+        let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
         terminal.line(&prepared.ledger.to_string());
         if let Some(Resumed { run, dir, .. }) = resumed {
-            terminal.line(&format!("resumed after step {} from {}", run.step, dir.display()));
+            let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
+            self.reporter.resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
             for difference in self.saves.new_settings(run) {
                 terminal.line(&format!("changed since that save: {difference}"));
             }
@@ -238,20 +242,16 @@ impl<'a> Session<'a> {
             head_dim: config.head_dim(),
             vocab: config.vocab_size(),
         };
-        let recomputes = work == Work::All && self.run.plan.model.activations != Activations::Keep;
-        let visibility = match work {
-            Work::All => Visibility::Full,
-            Work::Useful => Visibility::Causal { window: None },
+        let (visibility, again) = match work {
+            Work::All => (Visibility::Full, recomputed(self.run.engine.residency(), self.run.engine.mlp_rows())),
+            Work::Useful => (Visibility::Causal { window: None }, Recomputed::default()),
         };
-        let pass = match (&self.run.plan.model.adapter, recomputes) {
-            (None, false) => Pass::TRAIN,
-            (None, true) => Pass::TRAIN_RECOMPUTE,
-            (Some(_), false) => Pass::ADAPTER,
-            (Some(_), true) => Pass::ADAPTER_RECOMPUTE,
+        let pass = if self.run.plan.model.adapter.is_some() { Pass::ADAPTER } else { Pass::TRAIN };
+        let of_batch = |ends: &[usize]| {
+            let lengths: Vec<usize> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
+            flops(&shape, pass, visibility, &lengths) + recomputed_flops(&shape, again, visibility, &lengths)
         };
-        let lengths = |ends: &[usize]| ends.windows(2).map(|pair| pair[1] - pair[0]).collect::<Vec<_>>();
-        let batches = step.micro_batches.iter();
-        batches.map(|batch| flops(&shape, pass, visibility, &lengths(&batch.cu_seqlens))).sum()
+        step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
     }
 
     /// Evaluates on the held-out data, if there are any. A request to stop ends it without a result.
@@ -327,8 +327,11 @@ impl<'a> Session<'a> {
             self.settle(0)?;
             let _span = span("save", "");
             let progress = Progress { before: self.progress.before + self.started.elapsed(), ..self.progress };
-            if let Some(line) = self.saves.save(checkpoint, &self.stream, progress)? {
-                self.reporter.terminal().line(&line);
+            let started = Instant::now();
+            if let Some(saved) = self.saves.save(checkpoint, &self.stream, progress)? {
+                let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
+                let save_time = started.elapsed().as_secs_f64();
+                self.reporter.save(&SaveRecord { epoch, iter, saved, save_time });
             }
             n_saves += 1;
         }
@@ -339,10 +342,19 @@ impl<'a> Session<'a> {
 /// Which operations are counted.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Work {
-    /// As ArcticTraining counts them: attention to all tokens, and forwards that are computed again.
+    /// What is computed: attention to all tokens, as ArcticTraining counts it, and forwards that are computed again.
     All,
     /// What the model needs: causal attention, each forward once.
     Useful,
+}
+
+/// What backward computes again: whole blocks, and tiled MLPs once more than their block.
+fn recomputed(kept: &[Residency], mlp_rows: MlpRows) -> Recomputed {
+    let n_mlps = match mlp_rows {
+        MlpRows::Together => 0,
+        MlpRows::InTiles => kept.len(),
+    };
+    Recomputed { n_blocks: kept.iter().filter(|kept| **kept != Residency::Keep).count(), n_mlps }
 }
 
 /// The peak of a GPU in the number format of nearly all products, bf16.
@@ -367,5 +379,23 @@ impl Progress {
     fn of(state: &RunState) -> Self {
         let before = Duration::from_secs_f64(state.elapsed_s);
         Self { before, best_eval: state.best_eval, n_skipped: state.n_skipped, scaler: state.scaler }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_without_a_tape_and_tiled_mlps_are_computed_again() {
+        use Residency::{Keep, Offload, Recompute};
+        let counts = |kept: &[Residency], mlp_rows| {
+            let Recomputed { n_blocks, n_mlps } = recomputed(kept, mlp_rows);
+            (n_blocks, n_mlps)
+        };
+        assert_eq!(counts(&[Keep; 3], MlpRows::Together), (0, 0));
+        assert_eq!(counts(&[Recompute, Keep, Recompute], MlpRows::Together), (2, 0));
+        assert_eq!(counts(&[Offload, Offload, Recompute], MlpRows::InTiles), (3, 3));
+        assert_eq!(counts(&[Keep; 3], MlpRows::InTiles), (0, 3));
     }
 }

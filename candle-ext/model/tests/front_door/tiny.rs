@@ -6,7 +6,9 @@ use std::{
 };
 
 use candle_core::{DType, Device, Result, Tensor};
-use candlewick_model::{AdapterFolder, Config, Cx, Model, OneDevice, ParamSpec, Unit, Weights, checkpoint::Checkpoint};
+use candlewick_model::{
+    AdapterFolder, Config, Cx, MlpRows, Model, OneDevice, ParamSpec, Unit, Weights, checkpoint::Checkpoint,
+};
 use candlewick_ops::{
     AttentionChoice, CrossEntropy, GradSink, Reduction, Seqs, Tape, Upstream, Weight, linear_cross_entropy,
 };
@@ -82,6 +84,7 @@ impl Tiny {
             seqs: &seqs,
             dropout_key: None,
             attention: AttentionChoice::default(),
+            mlp_rows: MlpRows::Together,
             seams: &OneDevice,
         };
         let mut x = self.model.embed(&self.weights[0], ids)?;

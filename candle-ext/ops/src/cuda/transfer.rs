@@ -12,6 +12,8 @@ use super::{address, driver};
 
 /// The smallest buffer in bytes: a page.
 const SMALLEST: usize = 4096;
+/// Buffers from this size on are rounded up to a multiple of it, smaller ones to a power of two.
+const LARGE: usize = 1 << 20;
 
 /// Buffers that nobody holds. A device may still be reading from some.
 static POOL: Mutex<Vec<Staging>> = Mutex::new(Vec::new());
@@ -25,15 +27,20 @@ struct Staging {
 }
 
 impl Staging {
-    /// Takes a buffer of at least so many bytes that no copy needs any more.
+    /// Takes a buffer of at least so many bytes, and no more than twice as many, that no copy needs any more.
     fn take(device: &CudaDevice, n_bytes: usize) -> std::result::Result<Self, DriverError> {
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits =
-            |staging: &Self| staging.device == device.id() && staging.bytes.len() >= n_bytes && staging.is_ready();
+        let sizes = n_bytes..=(2 * n_bytes).max(SMALLEST);
+        let fits = |staging: &Self| {
+            staging.device == device.id() && sizes.contains(&staging.bytes.len()) && staging.is_ready()
+        };
         if let Some(at) = pool.iter().position(fits) {
             return Ok(pool.swap_remove(at));
         }
-        let n_bytes = n_bytes.next_power_of_two().max(SMALLEST);
+        let n_bytes = match n_bytes {
+            LARGE.. => n_bytes.next_multiple_of(LARGE),
+            _ => n_bytes.next_power_of_two().max(SMALLEST),
+        };
         // SAFETY: whoever takes a buffer writes what is read from it. No flags: the host may read it fast, too.
         let bytes = unsafe { device.cuda_stream().context().alloc_pinned_with_flags(n_bytes, 0)? };
         Ok(Self { device: device.id(), bytes, copy: None })
@@ -65,6 +72,15 @@ pub(crate) fn upload<T: WithDType>(values: &[T], shape: Shape, device: &CudaDevi
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
 
+/// See [`crate::transfer::send_into`].
+pub(crate) fn send_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Result<()> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
+    let to = address("send_into", dst)?;
+    send(bytes, to, device).map_err(|error| Error::Msg(format!("send_into: CUDA failed: {error}")))
+}
+
 fn send(bytes: &[u8], to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
     let stream = device.cuda_stream();
     let mut staging = Staging::take(device, bytes.len())?;
@@ -84,7 +100,7 @@ pub(crate) struct Readback {
 
 impl Readback {
     pub(crate) fn start(x: &Tensor, device: &CudaDevice) -> Result<Self> {
-        let n_bytes = x.elem_count() * DType::F32.size_in_bytes();
+        let n_bytes = x.elem_count() * x.dtype().size_in_bytes();
         let from = address("readout", x)?;
         Self::copy(from, n_bytes, device).map_err(failed)
     }
@@ -99,16 +115,62 @@ impl Readback {
         Ok(Self { staging: ManuallyDrop::new(staging), n_bytes })
     }
 
+    fn send_back(&mut self, to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
+        if self.n_bytes == 0 {
+            return Ok(());
+        }
+        let stream = device.cuda_stream();
+        let bytes = &self.staging.bytes.as_slice()?[..self.n_bytes];
+        // SAFETY: the device has room for the bytes at `to`, and the buffer goes back with the mark of this copy.
+        unsafe { result::memcpy_htod_async(to, bytes, stream.cu_stream())? };
+        self.staging.mark(&stream)
+    }
+
     pub(crate) fn is_ready(&self) -> bool {
         self.staging.is_ready()
     }
 
-    pub(crate) fn wait(self) -> Result<Vec<f32>> {
+    fn wait_for_bytes(&self) -> Result<&[u8]> {
         if let Some(copy) = &self.staging.copy {
             copy.synchronize().map_err(failed)?;
         }
-        let bytes = &self.staging.bytes.as_slice().map_err(failed)?[..self.n_bytes];
+        Ok(&self.staging.bytes.as_slice().map_err(failed)?[..self.n_bytes])
+    }
+
+    pub(crate) fn wait(self) -> Result<Vec<f32>> {
+        let bytes = self.wait_for_bytes()?;
         Ok(bytes.chunks_exact(4).map(|bytes| f32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])).collect())
+    }
+}
+
+/// A tensor whose values wait in pinned memory.
+pub(crate) struct Pinned {
+    readback: Readback,
+    shape: Shape,
+    dtype: DType,
+    device: CudaDevice,
+}
+
+impl Pinned {
+    pub(crate) fn start(x: &Tensor, device: &CudaDevice) -> Result<Self> {
+        let (shape, dtype, device) = (x.shape().clone(), x.dtype(), device.clone());
+        Ok(Self { readback: Readback::start(x, &device)?, shape, dtype, device })
+    }
+
+    pub(crate) fn into_host(self) -> Result<Tensor> {
+        let bytes = self.readback.wait_for_bytes()?;
+        crate::bytes::of_bytes(self.dtype, self.shape.clone(), |host| {
+            host.copy_from_slice(bytes);
+            Ok(())
+        })
+    }
+
+    /// Both copies are on one stream: the second begins when the first is done, and the host waits for neither.
+    pub(crate) fn into_device(mut self) -> Result<Tensor> {
+        let storage = driver::alloc(&self.device, self.dtype, self.shape.elem_count())?;
+        let to = driver::base("unpark", &storage)?;
+        self.readback.send_back(to, &self.device).map_err(failed)?;
+        Ok(crate::storage::tensor(Storage::Cuda(storage), self.shape))
     }
 }
 

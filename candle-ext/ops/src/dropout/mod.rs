@@ -22,6 +22,11 @@ pub struct Dropout {
 }
 
 impl Dropout {
+    /// The mask of what comes after the first `n_elements`: a tensor that is dropped in parts loses what the whole would.
+    pub fn after(self, n_elements: usize) -> Self {
+        Self { key: cpu::key_after(self.key, n_elements as u64), ..self }
+    }
+
     /// What a kept element is multiplied by.
     fn scale(self) -> f32 {
         (1.0 / (1.0 - self.p)) as f32

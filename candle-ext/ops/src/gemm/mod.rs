@@ -1,7 +1,11 @@
-//! f32 matrix product over strided slices: our own kernel where there is AVX-512, elsewhere the `gemm` crate.
+//! f32 matrix product over strided slices: our own kernels where there is AMX or AVX-512, elsewhere the `gemm` crate.
 
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod blocks;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
 
@@ -76,6 +80,18 @@ pub(crate) enum Threads {
     All,
 }
 
+/// Returns the name of what computes f32 products on this processor: `amx`, `avx512`, or `gemm` (the crate). Each rounds in
+/// its own way.
+pub fn cpu_product() -> &'static str {
+    match Engine::best() {
+        #[cfg(target_arch = "x86_64")]
+        Engine::Amx(_) => "amx",
+        #[cfg(target_arch = "x86_64")]
+        Engine::Avx512(_) => "avx512",
+        Engine::Crate => "gemm",
+    }
+}
+
 /// out = [out +] scale * a b
 pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
     assert!(
@@ -94,11 +110,41 @@ pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32
     if a.cols == 0 {
         return clear(out, old);
     }
+    Engine::best().run(out, old, a, b, scale, threads);
+}
+
+/// What computes a product. One computes all of a process: bits must not depend on the number of rows.
+#[derive(Clone, Copy)]
+enum Engine {
     #[cfg(target_arch = "x86_64")]
-    if avx512::is_here() {
-        return avx512::gemm(out, old, a, b, scale, threads);
+    Amx(amx::Amx),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(avx512::Avx512),
+    Crate,
+}
+
+impl Engine {
+    fn best() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(kernel) = amx::Amx::detect() {
+            return Self::Amx(kernel);
+        }
+        #[cfg(target_arch = "x86_64")]
+        if let Some(kernel) = avx512::Avx512::detect() {
+            return Self::Avx512(kernel);
+        }
+        Self::Crate
     }
-    by_crate(out, old, a, b, scale, threads);
+
+    fn run(self, out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(kernel) => blocks::gemm(kernel, out, old, a, b, scale, threads),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(kernel) => blocks::gemm(kernel, out, old, a, b, scale, threads),
+            Self::Crate => by_crate(out, old, a, b, scale, threads),
+        }
+    }
 }
 
 fn by_crate(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
@@ -160,42 +206,138 @@ fn check_bounds(len: usize, rows: usize, cols: usize, row_stride: usize) {
 mod tests {
     use super::*;
 
+    /// All that this processor has.
+    fn engines() -> Vec<Engine> {
+        let mut engines = vec![Engine::Crate];
+        #[cfg(target_arch = "x86_64")]
+        engines.extend(avx512::Avx512::detect().map(Engine::Avx512));
+        #[cfg(target_arch = "x86_64")]
+        engines.extend(amx::Amx::detect().map(Engine::Amx));
+        engines
+    }
+
     fn numbers(len: usize, seed: usize) -> Vec<f32> {
         (0..len).map(|i| ((i * 37 + seed * 11) % 19) as f32 - 9.0).collect()
     }
 
-    /// Small integers, so that every order of summation gives the same bits.
+    /// A product of one shape and layout against three loops. The operands are small integers, so that every order of
+    /// summation gives the same bits.
+    fn check(engine: Engine, (m, n, k): (usize, usize, usize), (a_t, b_t, pad): (bool, bool, usize)) {
+        let (a_rows, a_cols) = if a_t { (k, m) } else { (m, k) };
+        let (b_rows, b_cols) = if b_t { (n, k) } else { (k, n) };
+        let (a, b) = (numbers(a_rows * (a_cols + pad), 1), numbers(b_rows * (b_cols + pad), 2));
+        let a_mat = Mat::with_stride(&a, a_rows, a_cols, a_cols + pad);
+        let b_mat = Mat::with_stride(&b, b_rows, b_cols, b_cols + pad);
+        let (a_mat, b_mat) = (if a_t { a_mat.t() } else { a_mat }, if b_t { b_mat.t() } else { b_mat });
+        for (old, threads) in [(Old::Overwrite, Threads::One), (Old::Keep, Threads::All)] {
+            let before = numbers(m * (n + pad), 3);
+            let mut out = before.clone();
+            engine.run(MatMut::with_stride(&mut out, m, n, n + pad), old, a_mat, b_mat, 2.0, threads);
+            for (at, (&got, &before)) in out.iter().zip(&before).enumerate() {
+                let (i, j) = (at / (n + pad), at % (n + pad));
+                let term =
+                    |l| a[i * a_mat.row_stride + l * a_mat.col_stride] * b[l * b_mat.row_stride + j * b_mat.col_stride];
+                let want = match (j < n, old) {
+                    (false, _) => before,
+                    (true, Old::Keep) => before + 2.0 * (0..k).map(term).sum::<f32>(),
+                    (true, Old::Overwrite) => 2.0 * (0..k).map(term).sum::<f32>(),
+                };
+                assert_eq!(got, want, "[{m}, {n}, {k}] at ({i}, {j})");
+            }
+        }
+    }
+
     #[test]
     fn every_layout_equals_three_loops() {
-        for (m, n, k) in
-            [(1, 1, 1), (3, 5, 7), (1, 33, 64), (40, 1, 9), (65, 70, 130), (4, 4, 0), (15, 700, 17), (29, 31, 800)]
-        {
-            for (a_t, b_t, pad) in [(false, false, 0), (true, false, 3), (false, true, 1), (true, true, 0)] {
-                let (a_rows, a_cols) = if a_t { (k, m) } else { (m, k) };
-                let (b_rows, b_cols) = if b_t { (n, k) } else { (k, n) };
-                let (a, b) = (numbers(a_rows * (a_cols + pad), 1), numbers(b_rows * (b_cols + pad), 2));
-                let a_mat = Mat::with_stride(&a, a_rows, a_cols, a_cols + pad);
-                let b_mat = Mat::with_stride(&b, b_rows, b_cols, b_cols + pad);
-                let (a_mat, b_mat) = (if a_t { a_mat.t() } else { a_mat }, if b_t { b_mat.t() } else { b_mat });
-                for (old, threads) in [(Old::Overwrite, Threads::One), (Old::Keep, Threads::All)] {
-                    let before = numbers(m * (n + pad), 3);
-                    let mut out = before.clone();
-                    let mat = MatMut::with_stride(&mut out, m, n, n + pad);
-                    gemm(mat, old, a_mat, b_mat, 2.0, threads);
-                    for (at, (&got, &before)) in out.iter().zip(&before).enumerate() {
-                        let (i, j) = (at / (n + pad), at % (n + pad));
-                        let term = |l| {
-                            a[i * a_mat.row_stride + l * a_mat.col_stride]
-                                * b[l * b_mat.row_stride + j * b_mat.col_stride]
-                        };
-                        let want = match (j < n, old) {
-                            (false, _) => before,
-                            (true, Old::Keep) => before + 2.0 * (0..k).map(term).sum::<f32>(),
-                            (true, Old::Overwrite) => 2.0 * (0..k).map(term).sum::<f32>(),
-                        };
-                        assert_eq!(got, want, "[{m}, {n}, {k}] at ({i}, {j})");
-                    }
+        for engine in engines() {
+            for shape in [
+                (1, 1, 1),
+                (3, 5, 7),
+                (1, 33, 64),
+                (40, 1, 9),
+                (65, 70, 130),
+                (15, 700, 17),
+                (29, 31, 800),
+                (33, 64, 1100),
+            ] {
+                for layout in [(false, false, 0), (true, false, 3), (false, true, 1), (true, true, 0)] {
+                    check(engine, shape, layout);
                 }
+            }
+        }
+    }
+
+    /// More than is packed at once, of rows, columns and terms.
+    #[test]
+    fn large_products_are_whole() {
+        for engine in engines() {
+            check(engine, (7000, 3, 600), (true, false, 0));
+            check(engine, (3, 7000, 600), (false, true, 0));
+            check(engine, (40, 50, 90_000), (false, false, 0));
+        }
+    }
+
+    #[test]
+    fn no_terms_are_zero() {
+        let mut out = [3.0; 4];
+        gemm(MatMut::new(&mut out, 2, 2), Old::Keep, Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), 1.0, Threads::All);
+        assert_eq!(out, [3.0; 4]);
+        gemm(MatMut::new(&mut out, 2, 2), Old::Overwrite, Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), 1.0, Threads::All);
+        assert_eq!(out, [0.0; 4]);
+    }
+
+    /// In f64, from numbers of all sizes that products of halves of their bits could lose.
+    #[test]
+    fn sums_are_as_exact_as_f32_is() {
+        let numbers = |len: usize, seed: u32| -> Vec<f32> {
+            let mut state = seed;
+            let mut next = || {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                f64::from(state) / f64::from(u32::MAX)
+            };
+            (0..len).map(|_| ((next() - 0.5) * (8.0 * next() - 4.0).exp()) as f32).collect()
+        };
+        let (m, n, k) = (40, 50, 700);
+        let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
+        for engine in engines() {
+            let mut out = vec![f32::NAN; m * n];
+            engine.run(
+                MatMut::new(&mut out, m, n),
+                Old::Overwrite,
+                Mat::new(&a, m, k),
+                Mat::new(&b, k, n),
+                1.0,
+                Threads::One,
+            );
+            let (mut error, mut norm) = (0.0, 0.0);
+            for (at, &got) in out.iter().enumerate() {
+                let term = |l: usize| f64::from(a[at / n * k + l]) * f64::from(b[l * n + at % n]);
+                let want: f64 = (0..k).map(term).sum();
+                error += (f64::from(got) - want).powi(2);
+                norm += want.powi(2);
+            }
+            let error = (error / norm).sqrt();
+            // 8 units of the last place: a sum of 700 rounds as often, in both directions.
+            assert!(error < 4.0 * f64::from(f32::EPSILON), "{error:.2e}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_stays_so() {
+        for engine in engines() {
+            for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let (mut a, b) = (vec![1.0; 40 * 40], vec![1.0; 40 * 40]);
+                a[5 * 40 + 7] = wrong;
+                let mut out = vec![0.0; 40 * 40];
+                engine.run(
+                    MatMut::new(&mut out, 40, 40),
+                    Old::Keep,
+                    Mat::new(&a, 40, 40),
+                    Mat::new(&b, 40, 40),
+                    1.0,
+                    Threads::One,
+                );
+                assert!(out.iter().enumerate().all(|(at, x)| x.is_finite() == (at / 40 != 5)));
             }
         }
     }

@@ -170,6 +170,13 @@ impl GradScaler {
         &self.state
     }
 
+    /// Returns the decision for what is updated on the host; nothing if there is no update. Waits for the device.
+    pub fn on_host(&self) -> Result<Option<Self>> {
+        let here = Self { policy: self.policy, state: self.state.to_device(&Device::Cpu)? };
+        let applies = Verdict::read(&here.state.to_vec1()?).outcome == Outcome::Applied;
+        Ok(applies.then_some(here))
+    }
+
     /// Returns the numbers of an update; nothing if there is none. For the CPU, where nobody has to wait for them.
     pub(crate) fn step(&self) -> Result<Option<StepFactors>> {
         let state = host("grad_scaler", &self.state)?;

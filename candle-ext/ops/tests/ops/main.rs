@@ -19,3 +19,4 @@ mod rms_norm;
 mod rope;
 mod swiglu;
 mod tape;
+mod tiled;

@@ -1,0 +1,88 @@
+//! A function of rows, computed tile by tile: what it needs inside is in memory for one tile at a time.
+//!
+//! It has no kernel: it is a loop around other ops, once for forward and once for backward.
+
+use candle_core::{Result, Shape, Tensor, bail};
+
+use crate::in_place::copy_into;
+use crate::span::span;
+use crate::tape::{Input, Tape, is_tracked, record, untracked};
+
+/// y = f(x), where row i of y depends on nothing but row i of x and on weights.
+///
+/// `f` gets `tile_rows` rows of x at a time (the last tile may be shorter) with the index of the first of them, and is
+/// dropped with everything it recorded before the next tile begins. Backward runs it again on each tile and takes that
+/// tile's vjp. Gradients of weights leave through their sinks, where the sums of the tiles add up.
+pub fn tiled(x: &Tensor, tile_rows: usize, f: impl Fn(&Tensor, usize) -> Result<Tensor> + 'static) -> Result<Tensor> {
+    let _span = span("tiled", "forward");
+    if tile_rows == 0 {
+        bail!("tiled: want at least one row in a tile, got 0")
+    }
+    let tiled = Tiled { x: x.clone(), tile_rows, f };
+    let (y, trains_weights) = tiled.forward()?;
+    let inside = if trains_weights { Input::Trained } else { Input::Activation(x) };
+    let wants_dx = is_tracked(x);
+    Ok(record("tiled", [x.into(), inside], y, move |dy| Ok([tiled.backward(dy, wants_dx)?, None])))
+}
+
+struct Tiled<F> {
+    x: Tensor,
+    tile_rows: usize,
+    f: F,
+}
+
+impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
+    /// Returns y, and whether f trains weights.
+    fn forward(&self) -> Result<(Tensor, bool)> {
+        let (mut y, mut trains_weights) = (None, false);
+        for (first, n_rows) in self.tiles()? {
+            let run = || (self.f)(&self.x.narrow(0, first, n_rows)?, first);
+            let tile = match &y {
+                Some(_) => untracked(run)?,
+                None => {
+                    let tape = Tape::record(&[], run)?;
+                    trains_weights = !tape.is_empty();
+                    tape.output().clone()
+                }
+            };
+            let y = match &y {
+                Some(y) => y,
+                None => y.insert(self.output_like(&tile, n_rows)?),
+            };
+            copy_into(&y.narrow(0, first, n_rows)?, &tile)?;
+        }
+        let y = y.expect("there is at least one tile");
+        Ok((y, trains_weights))
+    }
+
+    /// Returns dx, of which each tile's vjp is rows of its own.
+    fn backward(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
+        let dx = wants_dx.then(|| Tensor::zeros(self.x.shape(), self.x.dtype(), self.x.device())).transpose()?;
+        for (first, n_rows) in self.tiles()? {
+            let rows = self.x.narrow(0, first, n_rows)?;
+            let inputs: &[&Tensor] = if wants_dx { &[&rows] } else { &[] };
+            let tape = Tape::record(inputs, || (self.f)(&rows, first))?;
+            let grads = tape.backward(&dy.narrow(0, first, n_rows)?)?;
+            if let (Some(dx), Some(grad)) = (&dx, grads.get(&rows)) {
+                copy_into(&dx.narrow(0, first, n_rows)?, grad)?;
+            }
+        }
+        Ok(dx)
+    }
+
+    /// The first row and the number of rows of each tile. Without rows there is one empty tile, which tells y's shape.
+    fn tiles(&self) -> Result<impl Iterator<Item = (usize, usize)>> {
+        let (n_rows, tile_rows) = (self.x.dim(0)?, self.tile_rows);
+        let firsts = (0..n_rows.max(1)).step_by(tile_rows);
+        Ok(firsts.map(move |first| (first, tile_rows.min(n_rows - first))))
+    }
+
+    fn output_like(&self, tile: &Tensor, n_rows: usize) -> Result<Tensor> {
+        if tile.dims().first() != Some(&n_rows) {
+            bail!("tiled: want a row for each of {n_rows} rows, got shape {:?}", tile.dims())
+        }
+        let mut shape = tile.dims().to_vec();
+        shape[0] = self.x.dim(0)?;
+        Tensor::zeros(Shape::from(shape), tile.dtype(), tile.device())
+    }
+}

@@ -1,0 +1,118 @@
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::{DType, Result, Tensor};
+use candlewick_ops::{Dropout, Precision, Weight, dropout, linear, reshape, swiglu, tiled};
+
+use crate::cases::{Case, Place, assert_close, assert_error, bits, grad_of, randn, tape, trainable};
+
+/// A gated MLP with a bias, as a block has one: gate, up and down with its bias.
+fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
+    let gate = linear(x, &w[0], None, Precision::Compute)?;
+    let up = linear(x, &w[1], None, Precision::Compute)?;
+    linear(&swiglu(&gate, &up)?, &w[2], Some(&w[3]), Precision::Compute)
+}
+
+fn weights() -> Vec<Tensor> {
+    vec![randn((24, 16), 2), randn((24, 16), 3), randn((16, 24), 4), randn(16, 5)]
+}
+
+/// The output, the gradient of the input and those of the weights.
+fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
+    let like_x = |w: &Tensor| w.to_dtype(x.dtype()).unwrap().to_device(x.device()).unwrap();
+    let w: Vec<Weight> = weights().iter().map(|w| trainable(&like_x(w))).collect();
+    let of_tile = w.clone();
+    let tape = tape(std::slice::from_ref(x), || {
+        let inner = reshape(x, x.shape())?;
+        match tile_rows {
+            Some(rows) => tiled(&inner, rows, move |x, _| mlp(x, &of_tile)),
+            None => mlp(&inner, &w),
+        }
+    });
+    let y = tape.output().clone();
+    let grads = tape.backward(&like_x(&randn(y.shape(), 9))).unwrap();
+    let dx = grads.get(x).unwrap().clone();
+    [y, dx].into_iter().chain(w.iter().map(|w| grad_of(w).clone())).collect()
+}
+
+/// Rows are computed as in one piece (if there are two: one row alone has a kernel of its own); only the sums over rows, in the weights' gradients, have another order.
+#[test]
+fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
+    for place in Place::all() {
+        for (dtype, tile_rows) in [(DType::F32, 8), (DType::F32, 50), (DType::F32, 2), (DType::BF16, 16)] {
+            let x = place.put(&randn((50, 16), 1).to_dtype(dtype).unwrap());
+            let (whole, tiles) = place.run(|| (run(&x, None), run(&x, Some(tile_rows))));
+            assert_eq!(bits(&tiles[0]), bits(&whole[0]), "y of {tile_rows} in {place:?}");
+            assert_eq!(bits(&tiles[1]), bits(&whole[1]), "dx of {tile_rows} in {place:?}");
+            for (tiles, whole) in tiles[2..].iter().zip(&whole[2..]) {
+                assert_close("dw", tiles, whole, 1e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn the_gradient_is_the_slope() {
+    Case {
+        name: "tiled",
+        inputs: vec![randn((10, 16), 1)],
+        weights: weights(),
+        op: &|x, w| {
+            let w = w.to_vec();
+            tiled(&x[0], 4, move |x, _| mlp(x, &w))
+        },
+        reference: &|x| Ok(x[0].clone()),
+    }
+    .check_finite_difference();
+}
+
+#[test]
+fn a_sink_is_reached_from_an_untracked_input() {
+    let w: Vec<Weight> = weights().iter().map(trainable).collect();
+    let inside = w.clone();
+    let tape = tape(&[], || tiled(&randn((50, 16), 1), 20, move |x, _| mlp(x, &inside)));
+    let dy = randn(tape.output().shape(), 9);
+    tape.backward(&dy).unwrap();
+    for (w, want) in w.iter().zip(&run(&randn((50, 16), 1), Some(20))[2..]) {
+        assert_eq!(bits(grad_of(w)), bits(want));
+    }
+}
+
+#[test]
+fn frozen_weights_and_an_untracked_input_record_nothing_and_run_once() {
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counted = calls.clone();
+    let w: Vec<Weight> = weights().into_iter().map(Weight::frozen).collect();
+    let tape = tape(&[], || {
+        tiled(&randn((50, 16), 1), 20, move |x, _| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            mlp(x, &w)
+        })
+    });
+    assert!(tape.is_empty());
+    assert_eq!(calls.load(Ordering::Relaxed), 3);
+    assert_eq!(Arc::strong_count(&calls), 1, "the function was kept");
+}
+
+#[test]
+fn a_tile_knows_its_first_row_and_drops_what_the_whole_would() {
+    let x = randn((50, 33), 1);
+    let spec = Dropout { p: 0.4, key: 11 };
+    let whole = dropout(&x, spec).unwrap();
+    let tiles = tiled(&x, 13, move |x, first_row| dropout(x, spec.after(first_row * 33))).unwrap();
+    assert_eq!(bits(&tiles), bits(&whole));
+}
+
+#[test]
+fn no_rows_give_no_rows() {
+    let w: Vec<Weight> = weights().into_iter().map(Weight::frozen).collect();
+    let y = tiled(&randn((0, 16), 1), 4, move |x, _| mlp(x, &w)).unwrap();
+    assert_eq!(y.dims(), [0, 16]);
+}
+
+#[test]
+fn tiles_without_rows_and_functions_that_lose_rows_are_refused() {
+    let x = randn((6, 4), 1);
+    assert_error(tiled(&x, 0, |x, _| Ok(x.clone())), "want at least one row in a tile");
+    assert_error(tiled(&x, 3, |x, _| x.sum(0)), "want a row for each of 3 rows, got shape [4]");
+}

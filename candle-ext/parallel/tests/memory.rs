@@ -1,0 +1,92 @@
+//! What the modes that trade time for memory save, measured by a counting allocator.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_comm::Solo;
+use candlewick_model::{Config, MlpRows, Model};
+use candlewick_ops::Seqs;
+use candlewick_parallel::{Engine, Formats, LossScale, Micro, Mode, Parking, Residency, Resident};
+use serde_json::json;
+
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is passed on to the system's allocator; only counters are added.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        PEAK.fetch_max(LIVE.fetch_add(layout.size(), SeqCst) + layout.size(), SeqCst);
+        // SAFETY: the caller's promises about `layout` are passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE.fetch_sub(layout.size(), SeqCst);
+        // SAFETY: the pointer came from `System` with this layout, by `alloc` above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const N_BLOCKS: usize = 8;
+const N_TOKENS: usize = 1024;
+const WIDTH: usize = 64;
+/// The bytes of a block's input, the unit of everything here. The MLP is four times as wide.
+const INPUT: usize = N_TOKENS * WIDTH * 4;
+
+/// The most bytes alive during a forward and backward, above what was alive before.
+fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
+    let config = json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": N_BLOCKS, "num_attention_heads": 4,
+        "vocab_size": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "tie_word_embeddings": true
+    });
+    let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
+    let store = Resident::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu).unwrap();
+    let folder = Parking::Folder(std::env::temp_dir());
+    let engine =
+        Engine::new(model, store, residency, Arc::new(Solo), Device::Cpu).with_parking(folder).with_mlp_rows(mlp_rows);
+    let micro = Micro {
+        ids: Tensor::zeros(N_TOKENS, DType::U32, &Device::Cpu).unwrap(),
+        targets: Tensor::zeros(N_TOKENS, DType::I64, &Device::Cpu).unwrap(),
+        positions: (0..N_TOKENS as u32).map(|i| i % 64).collect(),
+        seqs: Seqs::packed((0..=N_TOKENS).step_by(64).collect()).unwrap(),
+    };
+    let before = LIVE.load(SeqCst);
+    PEAK.store(before, SeqCst);
+    engine.forward_backward(&micro, &LossScale::mean_over(1.0), 5).unwrap();
+    PEAK.load(SeqCst) - before
+}
+
+/// One test, because the counters are global.
+#[test]
+fn each_mode_saves_what_it_promises() {
+    let of = |residency, mlp_rows| peak(vec![residency; N_BLOCKS], mlp_rows);
+    // Threads and thread-local scratch of the matrix product are made by the first run.
+    of(Residency::Keep, MlpRows::Together);
+    let keep = of(Residency::Keep, MlpRows::Together);
+    let tiled = of(Residency::Keep, MlpRows::InTiles);
+    let full = of(Residency::Recompute, MlpRows::Together);
+    let full_tiled = of(Residency::Recompute, MlpRows::InTiles);
+    let parked = of(Residency::Offload, MlpRows::Together);
+    let mut half = vec![Residency::Offload; N_BLOCKS / 2];
+    half.resize(N_BLOCKS, Residency::Recompute);
+    let half_parked = peak(half, MlpRows::Together);
+    let all = [keep, tiled, full, full_tiled, half_parked, parked].map(|bytes| bytes as f64 / INPUT as f64);
+    // Of each block's MLP gate, up and their product are kept or not.
+    assert!(keep > tiled + N_BLOCKS * 12 * INPUT, "{all:.1?}");
+    assert!(keep > full + N_BLOCKS * 12 * INPUT, "{all:.1?}");
+    // Within the one block that is computed again the MLP is most, with its gradients.
+    assert!(full > full_tiled + 12 * INPUT, "{all:.1?}");
+    // Of 8 inputs the last is in use when memory is at its peak.
+    assert!(full > parked + 6 * INPUT, "{all:.1?}");
+    assert!(full > half_parked + 5 * INPUT / 2 && half_parked > parked + 5 * INPUT / 2, "{all:.1?}");
+}

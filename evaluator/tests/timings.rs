@@ -1,0 +1,80 @@
+//! `evaluator ... --timings`: how fast, beside the answer.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
+use candlewick_model::{Config, Model, ParamSpec};
+use serde_json::{Value, json};
+
+const PROMPT: &str = "Say wolf 4 times.";
+
+#[test]
+fn timings_count_the_prompt_and_the_answer_and_leave_the_answer_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = export(folder.path());
+    let generate = ["generate", "--raw", "--prompt", PROMPT, "--max-new-tokens", "8"];
+    let plain = evaluator(&model, &generate);
+    let timed = evaluator(&model, &[&generate[..], &["--timings"]].concat());
+    assert_eq!(plain.stdout, timed.stdout);
+    assert!(plain.stderr.is_empty());
+
+    let timings = parse(&timed.stderr);
+    let scored = parse(&evaluator(&model, &["score", "--text", PROMPT]).stdout);
+    assert_eq!(timings["prompt_tokens"].as_u64().unwrap() as usize, scored.as_array().unwrap().len());
+    let number = |name: &str| timings[name].as_f64().unwrap();
+    assert!((1.0..=8.0).contains(&number("new_tokens")), "{timings}");
+    let speed = number("new_tokens") / (number("prompt_time") + number("decode_time"));
+    assert!((number("tokens_per_second") / speed - 1.0).abs() < 1e-9, "{timings}");
+}
+
+#[test]
+fn timings_of_a_perplexity_count_its_targets() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = export(folder.path());
+    let data = folder.path().join("texts.txt");
+    std::fs::write(&data, "Say wolf 4 times.\nSpell the word cloud.\n").unwrap();
+    let output = evaluator(&model, &["perplexity", "--timings", "--data", data.to_str().unwrap()]);
+    let (said, timings) = (parse(&output.stdout), parse(&output.stderr));
+    assert_eq!(timings["tokens"], said["tokens"]);
+    let speed = said["tokens"].as_f64().unwrap() / timings["eval_time"].as_f64().unwrap();
+    assert_eq!(timings["tokens_per_second"].as_f64().unwrap(), speed);
+}
+
+/// Writes a tiny model with random weights and returns its folder.
+fn export(folder: &Path) -> PathBuf {
+    let folder = folder.join("model");
+    let config = json!({
+        "model_type": "llama", "vocab_size": 600, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 64,
+    });
+    let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
+    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../recipes/quickstart/tokenizer");
+    let companions = Companions { folders: &[&tokenizer], chat_template: None };
+    let (config, dtype, shard_bytes) = (model.config(), DType::F32, DEFAULT_SHARD_BYTES);
+    let export = Export { folder: &folder, config, companions, dtype, shard_bytes };
+    let random = |spec: &ParamSpec| {
+        let mut values = vec![0.0; spec.numel()];
+        spec.initialise(1, &mut values);
+        Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
+    };
+    export.save(model.base_params(), random).unwrap();
+    folder
+}
+
+fn evaluator(model: &Path, arguments: &[&str]) -> Output {
+    let (command, options) = arguments.split_first().unwrap();
+    let mut evaluator = Command::new(env!("CARGO_BIN_EXE_evaluator"));
+    success(evaluator.arg(command).arg("--model").arg(model).args(["--device", "cpu"]).args(options).output().unwrap())
+}
+
+fn success(output: Output) -> Output {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+fn parse(bytes: &[u8]) -> Value {
+    serde_json::from_slice(bytes).unwrap()
+}

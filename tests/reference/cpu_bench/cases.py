@@ -1,0 +1,88 @@
+"""What is measured: the shapes, and the list of cases. A case is data; ours.py and peer.py know how to do it."""
+
+from dataclasses import dataclass
+
+SMALL = dict(model_type="llama", hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=64, vocab_size=8192, tie_word_embeddings=False)
+SMOLLM2 = dict(model_type="llama", hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+               num_attention_heads=9, num_key_value_heads=3, head_dim=64, vocab_size=49152, tie_word_embeddings=True)
+QWEN3 = dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+             num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True)
+TINY = dict(SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16, vocab_size=2048)
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. Its first word says what both sides do."""
+
+    name: str
+    unit: str
+    shape: dict
+    # Tokens of a row; a data case's megabytes of text.
+    length: int
+    # Rows of a micro-batch, micro-batches of a step, steps; an evaluation's rows are `steps`, a decoding's new tokens too.
+    rows: int = 1
+    accumulated: int = 1
+    steps: int = 1
+    dtype: str = "f32"
+    # Those of --peers that differ in this case.
+    peers: tuple = ("eager",)
+
+    @property
+    def what(self) -> str:
+        return self.name.split()[0]
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.unit == "s"
+
+
+# torch as it comes; with torch.compile; with an allocator that gives no memory back, as ours does not.
+PEERS = ("eager", "compile", "keep")
+
+
+def train(name: str, shape: dict, rows: int, length: int, accumulated: int, steps: int) -> Case:
+    return Case(f"train {name}", "tokens/s", shape, length, rows, accumulated, steps, peers=PEERS)
+
+
+CASES = [
+    train("small 4x256", SMALL, 4, 256, 1, 12),
+    train("smollm2-135m 1x512", SMOLLM2, 1, 512, 1, 6),
+    train("smollm2-135m 1x1024", SMOLLM2, 1, 1024, 1, 5),
+    train("smollm2-135m 4x1024 accumulated", SMOLLM2, 1, 1024, 4, 4),
+    train("qwen3-0.6b 1x512", QWEN3, 1, 512, 1, 4),
+    Case("eval small 1x256", "tokens/s", SMALL, 256, steps=40),
+    Case("eval smollm2-135m 1x512", "tokens/s", SMOLLM2, 512, steps=8),
+    Case("eval smollm2-135m 1x1024", "tokens/s", SMOLLM2, 1024, steps=4),
+    Case("decode small f32", "tokens/s", SMALL, 16, steps=128),
+    Case("decode smollm2-135m f32", "tokens/s", SMOLLM2, 16, steps=128),
+    Case("decode smollm2-135m bf16", "tokens/s", SMOLLM2, 16, steps=128, dtype="bf16"),
+    Case("start smollm2-135m", "s", SMOLLM2, 64),
+    Case("save checkpoint smollm2-135m", "s", SMOLLM2, 64),
+    Case("save huggingface smollm2-135m", "s", SMOLLM2, 64),
+    Case("load checkpoint smollm2-135m", "s", SMOLLM2, 64),
+    Case("data 100 MB", "MB/s", SMOLLM2, 100),
+    Case("profile small 4x256", "tokens/s", SMALL, 256, rows=4, steps=12),
+    Case("profile smollm2-135m 1x512", "tokens/s", SMOLLM2, 512, steps=6),
+]
+
+# The same paths with nothing in them: to try the scripts, not to measure.
+QUICK = [
+    train("tiny 2x64", TINY, 2, 64, 2, 4),
+    Case("eval tiny 1x64", "tokens/s", TINY, 64, steps=4),
+    Case("decode tiny f32", "tokens/s", TINY, 16, steps=16),
+    Case("decode tiny bf16", "tokens/s", TINY, 16, steps=16, dtype="bf16"),
+    Case("start tiny", "s", TINY, 64),
+    Case("save checkpoint tiny", "s", TINY, 64),
+    Case("save huggingface tiny", "s", TINY, 64),
+    Case("load checkpoint tiny", "s", TINY, 64),
+    Case("data 1 MB", "MB/s", TINY, 1),
+    Case("profile tiny 2x64", "tokens/s", TINY, 64, rows=2, steps=8),
+]
+
+
+def config(case: Case) -> dict:
+    """The config.json of both sides. Nothing ends a generation early."""
+    return dict(case.shape, architectures=[CLASSES[case.shape["model_type"]]], max_position_embeddings=8192,
+                rms_norm_eps=1e-6, rope_theta=10000.0, bos_token_id=None, eos_token_id=None, pad_token_id=0)

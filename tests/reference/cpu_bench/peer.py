@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""The other side of each case, by torch and transformers on the CPU: prints its number as the last line.
+
+peers.py says what to do, in a JSON object; each is done in a process of its own. Nothing is timed that we do not do as well:
+imports count in `start` only.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+job = json.loads(sys.argv[1])
+
+
+def model(training: bool = True, dtype: torch.dtype = torch.float32):
+    """The model of the job's folder, or one with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    if "folder" in job and job["what"] != "make":
+        made = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=dtype, attn_implementation="sdpa")
+    else:
+        settings = dict(job["config"])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return made.train(training)
+
+
+def rows():
+    return torch.tensor(json.loads(Path(job["ids"]).read_text()))
+
+
+def optimizer(of):
+    return torch.optim.AdamW(of.parameters(), lr=1e-4, weight_decay=0.1)
+
+
+def loss_of(of, ids):
+    """Every token but a row's first is a target. The last logit of a row has none: to cut it off would be a copy."""
+    logits = of(input_ids=ids, use_cache=False).logits
+    targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def step(of, loss, adamw, micro_batches):
+    for ids in micro_batches:
+        (loss(of, ids) / len(micro_batches)).backward()
+    torch.nn.utils.clip_grad_norm_(of.parameters(), 1.0)
+    adamw.step()
+    adamw.zero_grad(set_to_none=True)
+
+
+def train():
+    of = model()
+    adamw = optimizer(of)
+    loss = torch.compile(loss_of, dynamic=False) if job["compiled"] else loss_of
+    n_rows = job["rows"]
+    speeds = []
+    for batch in rows().split(n_rows * job["accumulated"]):
+        began = time.perf_counter()
+        step(of, loss, adamw, batch.split(n_rows))
+        speeds.append(batch.numel() / (time.perf_counter() - began))
+    speeds = sorted(speeds[job["warm"]:])
+    return speeds[len(speeds) // 2]
+
+
+@torch.no_grad()
+def evaluate():
+    """A row before the clock starts warms up."""
+    of = model(training=False)
+    batches = rows().split(1)
+    loss_of(of, batches[0]).item()
+    began = time.perf_counter()
+    for ids in batches:
+        loss_of(of, ids).item()
+    return sum(ids.numel() - 1 for ids in batches) / (time.perf_counter() - began)
+
+
+@torch.no_grad()
+def decode():
+    """The faster of two, of which the first warms up."""
+    of = model(training=False, dtype=torch.bfloat16 if job["dtype"] == "bf16" else torch.float32)
+    of.generation_config.eos_token_id = None
+    of.generation_config.pad_token_id = 0
+    prompt, n_new = rows(), job["steps"]
+    speeds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        said = of.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=n_new, min_new_tokens=n_new,
+                           do_sample=False, use_cache=True)
+        speeds.append(n_new / (time.perf_counter() - began))
+        assert said.shape[1] == prompt.shape[1] + n_new
+    return max(speeds)
+
+
+def start():
+    of = model()
+    step(of, loss_of, optimizer(of), rows().split(1))
+    print("Train iter: 1/1", file=sys.stderr, flush=True)
+
+
+def trained():
+    of = model()
+    adamw = optimizer(of)
+    step(of, loss_of, adamw, rows().split(1))
+    return of, adamw
+
+
+def sync(path: Path):
+    """A save that a power cut may take is none: ours is on disk when it is done."""
+    for file in [*path.iterdir(), path] if path.is_dir() else [path]:
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def save():
+    of, adamw = trained()
+    path = Path(job["path"])
+    began = time.perf_counter()
+    if job["kind"] == "huggingface":
+        of.save_pretrained(path)
+    else:
+        torch.save({"model": of.state_dict(), "optimizer": adamw.state_dict()}, path)
+    sync(path)
+    return time.perf_counter() - began
+
+
+def load():
+    of = model()
+    adamw = optimizer(of)
+    began = time.perf_counter()
+    state = torch.load(job["path"])
+    of.load_state_dict(state["model"])
+    adamw.load_state_dict(state["optimizer"])
+    return time.perf_counter() - began
+
+
+def make():
+    model().save_pretrained(job["folder"])
+
+
+def data():
+    """Tokens and rows of 1024 with datasets.map, as transformers' run_clm.py makes them (it also copies the labels)."""
+    # A process a thread already computes.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import datasets
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=job["tokenizer"])
+    datasets.disable_progress_bars()
+
+    def group(examples):
+        joined = [token for ids in examples["input_ids"] for token in ids]
+        whole = len(joined) // 1024 * 1024
+        rows = [joined[at:at + 1024] for at in range(0, whole, 1024)]
+        return {"input_ids": rows}
+
+    began = time.perf_counter()
+    texts = datasets.load_dataset("json", data_files=job["text"], split="train", cache_dir=job["cache"])
+    tokens = texts.map(lambda examples: {"input_ids": tokenizer(examples["text"])["input_ids"]}, batched=True,
+                      num_proc=job["threads"], remove_columns=["text"])
+    tokens.map(group, batched=True, num_proc=job["threads"])
+    return os.path.getsize(job["text"]) / 1e6 / (time.perf_counter() - began)
+
+
+def ceilings():
+    """What the machine can do just now: a product of f32 matrices, and a += b * s over arrays past every cache."""
+    def best(work):
+        times = []
+        for _ in range(7):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    n = job["size"]
+    a, b, out = torch.randn(n, n), torch.randn(n, n), torch.empty(n, n)
+    x, y = torch.zeros(16 * n * n), torch.ones(16 * n * n)
+    product, triad = best(lambda: torch.mm(a, b, out=out)), best(lambda: x.add_(y, alpha=2.0))
+    return {"gflops": 2 * n**3 / product / 1e9, "gb_per_second": 3 * 4 * x.numel() / triad / 1e9}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(job["threads"])
+    work = {"train": train, "eval": evaluate, "decode": decode, "start": start, "save": save, "load": load,
+            "make": make, "data": data, "ceilings": ceilings}
+    print(json.dumps(work[job["what"]]()))
