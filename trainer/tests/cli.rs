@@ -124,6 +124,11 @@ fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
     let step = report["phases"][1]["account"].as_object().unwrap();
     let sum: u64 = step.values().map(|bytes| bytes.as_u64().unwrap()).sum();
     assert_eq!(report["peak_bytes"], sum);
+    let offload = "deepspeed.zero_optimization.offload_optimizer={device: cpu}";
+    let output = room.check(&["estimate", "r.yaml", "--json", "--device", "t4", offload], 0, "fits");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let account = &report["phases"][2]["account"];
+    assert!(account["moments"].is_null() && account["gradients"].is_u64(), "{account}");
     assert!(!room.0.join("runs").exists());
 }
 

@@ -175,6 +175,7 @@ fn a_process_takes_what_the_estimate_says() {
 }
 
 /// Runs a case in a process of its own and returns the most memory that it had.
+#[expect(clippy::zombie_processes, reason = "wait4 waits for it, and tells its memory besides")]
 fn max_rss(case: &Case) -> u64 {
     let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
     command.args(["-q", "train"]).arg(case.folder.path().join("recipe.yaml")).args(&case.arguments);
