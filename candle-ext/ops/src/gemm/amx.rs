@@ -8,8 +8,8 @@ use std::arch::asm;
 use std::arch::x86_64::{
     __cpuid_count, __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_epi32, _mm512_and_si512, _mm512_castps_si512,
     _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_mul_ps,
-    _mm512_or_si512, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_srli_epi32, _mm512_store_si512,
-    _mm512_sub_ps,
+    _mm512_or_si512, _mm512_permutex2var_epi16, _mm512_set_epi16, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
+    _mm512_srli_epi32, _mm512_store_si512, _mm512_sub_ps,
 };
 use std::sync::LazyLock;
 
@@ -121,21 +121,25 @@ impl Kernel for Amx {
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn split(x: __m512) -> [__m512i; PARTS] {
-    let high = round_to_bf16(x);
+    let high = nearest(x);
     let rest = _mm512_sub_ps(x, _mm512_castsi512_ps(high));
-    let middle = round_to_bf16(rest);
-    let low = round_to_bf16(_mm512_sub_ps(rest, _mm512_castsi512_ps(middle)));
-    [high, middle, low]
+    let middle = nearest(rest);
+    let rest = _mm512_sub_ps(rest, _mm512_castsi512_ps(middle));
+    // What is left has no more bits. And cut off, a NaN stays one, whatever its bits; added to, it might not.
+    [high, middle, high_half(_mm512_castps_si512(rest))]
 }
 
-/// To nearest, ties to even, in the high half of each lane; the low half is zero.
+/// The nearest bf16, in the high half of each lane.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn round_to_bf16(x: __m512) -> __m512i {
-    let bits = _mm512_castps_si512(x);
-    let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
-    let rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    _mm512_and_si512(rounded, _mm512_set1_epi32(0xffff_0000_u32 as i32))
+fn nearest(x: __m512) -> __m512i {
+    high_half(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)))
+}
+
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn high_half(bits: __m512i) -> __m512i {
+    _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000_u32 as i32))
 }
 
 /// Pairs of bf16: `first` in the low half of each lane, `second` in the high.
@@ -214,24 +218,66 @@ fn pack_a(block: Mat<'_>, to: &mut [Line]) {
     assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver has room");
     for (step, to) in to.chunks_exact_mut(STEP).enumerate().take(block.rows.div_ceil(DEPTH)) {
         for side in 0..2 {
-            let halves = terms(block, step * DEPTH, side * LANES);
-            // Pairs of terms in a lane for each row; turned, a row's pairs lie side by side.
-            let mut pairs = [[_mm512_setzero_ps(); LANES]; PARTS];
-            for (half, rows) in halves.iter().enumerate() {
-                for (p, pair_of_terms) in rows.chunks_exact(2).enumerate() {
-                    let (first, second) = (split(pair_of_terms[0]), split(pair_of_terms[1]));
-                    for part in 0..PARTS {
-                        pairs[part][half * LANES / 2 + p] = _mm512_castsi512_ps(pair(first[part], second[part]));
-                    }
-                }
+            if block.row_stride == 1 {
+                pack_rows(block, step * DEPTH, side, to);
+            } else {
+                pack_columns(block, step * DEPTH, side, to);
             }
-            for (part, pairs) in pairs.into_iter().enumerate() {
-                let lines = &mut to[(part * 2 + side) * LANES..][..LANES];
-                for (line, row) in lines.iter_mut().zip(transpose(pairs)) {
-                    // SAFETY: a line is a register wide, and aligned.
-                    unsafe { _mm512_store_si512((&raw mut *line).cast(), _mm512_castps_si512(row)) };
-                }
+        }
+    }
+}
+
+/// 32 terms of 16 rows that lie in memory as rows.
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
+    // The odd 16 bits of one register, then of the other: the high halves.
+    let high_halves = _mm512_set_epi16(
+        63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9,
+        7, 5, 3, 1,
+    );
+    let n_terms = block.rows - first_k;
+    for line in 0..LANES {
+        let row = side * LANES + line;
+        let mut halves = [_mm512_setzero_ps(); 2];
+        if row < block.cols {
+            // SAFETY: row `row` begins at row col_stride, and masks leave out what is past its end, as `Mat` has checked.
+            unsafe {
+                let from = block.data.as_ptr().add(row * block.col_stride + first_k);
+                halves[0] = _mm512_maskz_loadu_ps(mask(n_terms), from);
+                halves[1] = _mm512_maskz_loadu_ps(mask(n_terms.saturating_sub(LANES)), from.wrapping_add(LANES));
             }
+        }
+        let (first, second) = (split(halves[0]), split(halves[1]));
+        for part in 0..PARTS {
+            let terms = _mm512_permutex2var_epi16(first[part], high_halves, second[part]);
+            let line = &mut to[(part * 2 + side) * LANES + line];
+            // SAFETY: a line is a register wide, and aligned.
+            unsafe { _mm512_store_si512((&raw mut *line).cast(), terms) };
+        }
+    }
+}
+
+/// 32 terms of 16 rows that lie in memory as columns.
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn pack_columns(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
+    let halves = terms(block, first_k, side * LANES);
+    // Pairs of terms in a lane for each row; turned, a row's pairs lie side by side.
+    let mut pairs = [[_mm512_setzero_ps(); LANES]; PARTS];
+    for (half, rows) in halves.iter().enumerate() {
+        for (p, pair_of_terms) in rows.chunks_exact(2).enumerate() {
+            let (first, second) = (split(pair_of_terms[0]), split(pair_of_terms[1]));
+            for part in 0..PARTS {
+                pairs[part][half * LANES / 2 + p] = _mm512_castsi512_ps(pair(first[part], second[part]));
+            }
+        }
+    }
+    for (part, pairs) in pairs.into_iter().enumerate() {
+        let lines = &mut to[(part * 2 + side) * LANES..][..LANES];
+        for (line, row) in lines.iter_mut().zip(transpose(pairs)) {
+            // SAFETY: a line is a register wide, and aligned.
+            unsafe { _mm512_store_si512((&raw mut *line).cast(), _mm512_castps_si512(row)) };
         }
     }
 }
