@@ -3,6 +3,7 @@
 pub mod checkpoint;
 pub mod cli;
 pub mod data;
+pub mod estimate;
 pub mod exit;
 pub mod metrics;
 pub mod plan;

@@ -109,6 +109,30 @@ fn a_check_misses_files_that_are_not_there() {
 }
 
 #[test]
+fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
+    let room = Room::new("estimate");
+    room.check(&["estimate", "r.yaml", "--device", "1GiB"], 0, "fits: ");
+    room.check(&["estimate", "r.yaml", "--device", "20MiB"], 4, "does not fit: ");
+    room.check(&["estimate", "r.yaml", "memory=auto"], 0, "model.activation_checkpoint=none");
+    room.check(&["estimate", "r.yaml", "--device", "h100-80g"], 0, "RAM of the host");
+    room.check(&["estimate", "r.yaml", "--device", "h1000"], 2, "h100-80g");
+    room.check(&["estimate", "r.yaml", "--ranks", "2"], 2, "data parallelism is not built");
+    room.check(&["estimate", "r.yaml", "model={name_or_path: org/model}"], 3, "failed to find the model's config");
+    let output = room.check(&["estimate", "r.yaml", "--json", "--device", "1"], 4, "advice");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["format"], &report["fits"], &report["longest_row"]), (&1.into(), &false.into(), &().into()));
+    let step = report["phases"][1]["account"].as_object().unwrap();
+    let sum: u64 = step.values().map(|bytes| bytes.as_u64().unwrap()).sum();
+    assert_eq!(report["peak_bytes"], sum);
+    let offload = "deepspeed.zero_optimization.offload_optimizer={device: cpu}";
+    let output = room.check(&["estimate", "r.yaml", "--json", "--device", "t4", offload], 0, "fits");
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let account = &report["phases"][2]["account"];
+    assert!(account["moments"].is_null() && account["gradients"].is_u64(), "{account}");
+    assert!(!room.0.join("runs").exists());
+}
+
+#[test]
 fn a_shell_completes_the_commands() {
     let room = Room::new("completions");
     for shell in ["bash", "zsh", "fish"] {

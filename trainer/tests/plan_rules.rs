@@ -21,7 +21,7 @@ fn known() -> Known {
     });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: false };
     let config = Some(Config::from_json(config).unwrap());
-    Known { config, n_cores: 4, temp_dir, has_train_py: false, console: Console::Full }
+    Known { config, n_cores: 4, temp_dir, has_train_py: false, console: Console::Full, capacity: None }
 }
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl]}\n";

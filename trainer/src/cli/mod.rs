@@ -3,6 +3,7 @@
 mod check;
 mod data;
 mod doctor;
+mod estimate;
 mod logging;
 mod profile;
 mod train;
@@ -37,7 +38,8 @@ Examples:
   trainer schema > recipe.schema.json
 
 Exit codes:
-  0 done, 1 failed, 2 wrong command line or recipe, 3 wrong data, 4 out of memory,
+  0 done, 1 failed, 2 wrong command line or recipe, 3 wrong data, 4 out of memory
+  (or an estimate that does not fit),
   5 loss not finite, 6 checkpoint or disk, 7 another rank failed,
   75 stopped on request with a checkpoint saved, 128+n ended by signal n";
 
@@ -52,6 +54,9 @@ enum Command {
     /// Read the data as a run would and print what the model will learn; nothing is trained
     #[command(visible_alias = "process-data", after_long_help = DATA_EXAMPLES)]
     Data(Data),
+    /// Say what memory a run will need, without weights, device or data
+    #[command(after_long_help = ESTIMATE_EXAMPLES)]
+    Estimate(EstimateArgs),
     /// Say what this machine has: processor, memory, GPUs, NVIDIA's libraries, the Hub, disks
     Doctor {
         /// For programs
@@ -88,6 +93,13 @@ Examples:
   trainer data recipe.yaml
   trainer data recipe.yaml --steps 2
   trainer data recipe.yaml --steps 2 --output-format json data.max_length=512";
+
+const ESTIMATE_EXAMPLES: &str = "\
+Examples:
+  trainer estimate recipe.yaml
+  trainer estimate recipe.yaml --device h100-80g data.max_length=32Ki
+  trainer estimate recipe.yaml --device 24GiB --json
+Exits with 4 if the run does not fit.";
 
 #[derive(Debug, Args)]
 struct Recipe {
@@ -133,6 +145,22 @@ struct Data {
     /// How the data are printed
     #[arg(long, value_enum, default_value_t = Format::Text)]
     output_format: Format,
+}
+
+#[derive(Debug, Args)]
+struct EstimateArgs {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// What must hold it: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: what the recipe's device has
+    /// free now]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Processes that train together
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    ranks: usize,
+    /// For programs
+    #[arg(long)]
+    json: bool,
 }
 
 /// How an answer is printed.
@@ -191,6 +219,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             logging::start(cli.verbosity, &plan.logger, None)?;
             data::show(&plan, &train::hub(&ui)?, data.steps, data.output_format)
         }
+        Command::Estimate(asked) => estimate::run(asked, cli.verbosity, &ui),
         Command::Doctor { json } => doctor::run(if *json { Format::Json } else { Format::Text }, &ui),
         Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
         Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
@@ -214,7 +243,7 @@ mod tests {
 
     #[test]
     fn every_example_parses() {
-        let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES, DATA_EXAMPLES].concat();
+        let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES, DATA_EXAMPLES, ESTIMATE_EXAMPLES].concat();
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));
             assert!(Cli::try_parse_from(words).is_ok(), "{line}");

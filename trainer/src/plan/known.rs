@@ -6,8 +6,9 @@ use candlewick_model::{Config, ModelError};
 use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
 
 use super::TempDir;
+use crate::estimate::Capacity;
 use crate::metrics::Console;
-use crate::recipe::{ConfigSource, Loaded, ModelType, RecipeError};
+use crate::recipe::{ConfigSource, Loaded, MemoryModes, ModelType, RecipeError};
 
 /// What is known of the outside while a plan is made.
 #[derive(Clone, Debug)]
@@ -22,6 +23,8 @@ pub struct Known {
     pub has_train_py: bool,
     /// How much goes to the terminal.
     pub console: Console,
+    /// What is free where the run would compute, if the recipe wants that to decide something.
+    pub capacity: Option<Capacity>,
 }
 
 /// How far [`Known::gather`] may go.
@@ -59,8 +62,15 @@ impl Known {
             temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             console,
+            capacity: (loaded.recipe.memory == Some(MemoryModes::Auto)).then(|| capacity(loaded)),
         })
     }
+}
+
+/// A device whose name makes no sense is blamed by the plan.
+fn capacity(loaded: &Loaded) -> Capacity {
+    let device = loaded.recipe.device.as_deref().and_then(|device| device.parse().ok());
+    Capacity::now(device.unwrap_or_default())
 }
 
 fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<Option<Config>, KnownError> {

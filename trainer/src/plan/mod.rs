@@ -6,6 +6,7 @@
 mod batches;
 mod deepspeed;
 mod known;
+mod memory;
 mod model;
 mod optimizer;
 mod output;
@@ -25,7 +26,7 @@ use serde::{Serialize, Serializer};
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{Free, Loaded, OnNonfinite, RecipeError};
+use crate::recipe::{ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, MemoryModes, OnNonfinite, RecipeError};
 use crate::schedule::Schedule;
 
 pub use known::{Known, KnownError, Reach};
@@ -102,6 +103,8 @@ pub struct ModelPlan {
     pub activations: Activations,
     /// Where the CPU parks activations.
     pub parking_folder: PathBuf,
+    /// Whether that folder is memory itself, so that nothing is saved.
+    pub parks_in_memory: bool,
     /// Whether MLPs are computed in tiles.
     pub tiled_mlp: bool,
     /// What computes attention.
@@ -130,6 +133,16 @@ pub enum ComputeDtype {
     F16,
 }
 
+impl ComputeDtype {
+    /// The bytes of a number.
+    pub fn n_bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
+}
+
 /// What blocks keep for backward.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -142,6 +155,19 @@ pub enum Activations {
     Offload(f64),
     /// Every k-th block its input, the others everything.
     RecomputeEvery(usize),
+}
+
+impl Activations {
+    /// The value of `model.activation_checkpoint` that means this.
+    pub fn to_recipe(self) -> ActivationCheckpoint {
+        match self {
+            Self::Keep => ActivationCheckpoint::None,
+            Self::Recompute => ActivationCheckpoint::Full,
+            Self::Offload(share) if share >= 1.0 => ActivationCheckpoint::Offload,
+            Self::Offload(share) => ActivationCheckpoint::OffloadShare(HumanFloat(share)),
+            Self::RecomputeEvery(k) => ActivationCheckpoint::Every(HumanInt(k)),
+        }
+    }
 }
 
 /// The tokenizer of a run.
@@ -260,8 +286,9 @@ impl Plan {
         let seed = resolver.count("seed", recipe.seed, 42) as u64;
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
+        let memory = resolver.pick("memory", recipe.memory, MemoryModes::Manual);
         let (settings, notes) = resolver.finish()?;
-        Ok(Self {
+        let plan = Self {
             recipe: loaded.source().path.clone(),
             seed,
             device,
@@ -280,7 +307,11 @@ impl Plan {
             logger,
             settings,
             notes,
-        })
+        };
+        match memory {
+            MemoryModes::Manual => Ok(plan),
+            MemoryModes::Auto => memory::resolve(plan, loaded, known.capacity.as_ref()),
+        }
     }
 }
 

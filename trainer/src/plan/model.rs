@@ -10,7 +10,8 @@ use super::resolver::Resolver;
 use super::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TempDir, TokenizerPlan, deepspeed};
 use crate::recipe::{ActivationCheckpoint, Attention, ConfigSource, Dtype, HumanInt, ModelType, Origin};
 
-const ACTIVATIONS: [&str; 3] =
+/// The names of what blocks keep.
+pub(super) const ACTIVATIONS: [&str; 3] =
     ["model.activation_checkpoint", "model.disable_activation_checkpoint", "activation_checkpoint_cpu_offload"];
 
 pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
@@ -41,6 +42,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         adapter_folder: model.adapter_name_or_path.as_ref().map(PathBuf::from),
         activations: activations(resolver),
         parking_folder: resolver.known.temp_dir.path.clone(),
+        parks_in_memory: resolver.known.temp_dir.is_memory,
         tiled_mlp: tiled_mlp(resolver, dtype),
         attention: attention(resolver),
     }

@@ -29,6 +29,8 @@ pub enum Origin {
     Default,
     /// Another setting or the model's config.
     Derived,
+    /// What is free, by `memory: auto`.
+    Memory,
 }
 
 impl Loaded {
@@ -120,6 +122,7 @@ impl fmt::Display for Origin {
             Origin::Argument => f.write_str("argument"),
             Origin::Default => f.write_str("default"),
             Origin::Derived => f.write_str("derived"),
+            Origin::Memory => f.write_str("memory: auto"),
         }
     }
 }

@@ -80,6 +80,9 @@ pub struct Recipe {
     /// What computes: `auto` (default: the first GPU, if the program was built for GPUs and there is one), `cpu`, `cuda`
     /// or `cuda:1`.
     pub device: Option<String>,
+    /// Whether `auto` may switch on what trades time for memory (`model.activation_checkpoint`), the cheapest that fits
+    /// what is free when the run starts; what the recipe sets itself stays. Default `manual`.
+    pub memory: Option<MemoryModes>,
     /// Ulysses degree. Above 1 is not implemented yet.
     pub sequence_parallel_size: Option<HumanInt>,
     /// Expert-parallel degree. Above 1 is not implemented yet.
@@ -139,6 +142,16 @@ pub struct Recipe {
     pub label_smoothing: Option<HumanFloat>,
     /// Of `type: dpo`. Not implemented yet.
     pub reference_model_deepspeed: Option<Free>,
+}
+
+/// Who chooses what trades time for memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryModes {
+    /// The recipe.
+    Manual,
+    /// The plan, by what is free.
+    Auto,
 }
 
 /// Whether ArcticTraining's mixture-of-experts layers are used.

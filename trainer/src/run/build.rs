@@ -74,7 +74,7 @@ pub(super) fn dtype(dtype: ComputeDtype) -> DType {
 }
 
 /// What each block keeps. Where not all inputs are parked, the first blocks' are: backward needs them last.
-fn residency(activations: Activations, n_blocks: usize) -> Vec<Residency> {
+pub(crate) fn residency(activations: Activations, n_blocks: usize) -> Vec<Residency> {
     let of_block = |block_idx: usize| match activations {
         Activations::Keep => Residency::Keep,
         Activations::Recompute => Residency::Recompute,

@@ -26,6 +26,7 @@ use crate::plan::Plan;
 use crate::signals::{Stop, StopRequests};
 
 pub use assets::Assets;
+pub(crate) use build::residency;
 pub use step::NonFinite;
 
 use session::Session;

@@ -81,6 +81,8 @@ accessors! {
     rms_norm_eps: f64,
     /// Returns whether the output layer is the embedding.
     tied: bool,
+    /// Returns whether every head's query and key are normalised.
+    qk_norm: bool,
     /// Returns the token that begins a sequence, if config.json names one.
     bos_id: Option<u32>,
     /// Returns the padding token, if config.json names one.

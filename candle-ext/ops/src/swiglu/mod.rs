@@ -18,8 +18,8 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
     let (gate_kept, up_kept) = (gate.contiguous()?, up.contiguous()?);
     let y = forward(&gate_kept, &up_kept)?;
-    let (again_gate, again_up) = (gate_kept.clone(), up_kept.clone());
-    make_cheap(&y, move || forward(&again_gate, &again_up));
+    let again = (gate_kept.clone(), up_kept.clone());
+    make_cheap(&y, move || forward(&again.0, &again.1));
     Ok(record("swiglu", [gate.into(), up.into()], y, move |dy| {
         let (gate, up) = (&gate_kept, &up_kept);
         let (d_gate, d_up) = on_device!("swiglu", dy, {

@@ -1,0 +1,40 @@
+//! `trainer estimate`: the memory that a run will need.
+
+use anyhow::{Context, Result, anyhow};
+
+use super::{EstimateArgs, Recipe, Ui, Verbosity, train};
+use crate::estimate::{Capacity, Fixed, Report, Setup, choose, usable};
+use crate::exit::ExitCode;
+use crate::recipe::{Loaded, MemoryModes};
+
+pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    if asked.ranks != 1 {
+        let error =
+            anyhow!("failed to estimate {} ranks: a run has one so far; data parallelism is not built", asked.ranks);
+        return Err(error.context(ExitCode::Usage));
+    }
+    let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
+    // What `memory: auto` takes depends on the device that is asked about, not on what is free here.
+    let manual = ["memory=manual".to_owned()];
+    let overrides = asked.recipe.overrides.iter().chain(&manual).cloned().collect();
+    let plan = train::plan(&Recipe { path: asked.recipe.path.clone(), overrides }, verbosity)?;
+    let capacity = match &asked.device {
+        Some(text) => {
+            let parsed = Capacity::parse(text, plan.device);
+            parsed.map_err(|problem| anyhow!("failed to read --device: {problem}").context(ExitCode::Usage))?
+        }
+        None => Capacity::now(plan.device),
+    };
+    let mut setup = Setup::of(&plan, capacity.place)?;
+    if let (Some(MemoryModes::Auto), Some(bytes)) = (loaded.recipe.memory, capacity.bytes)
+        && let Some(found) = choose(&setup, Fixed::of(&loaded), usable(bytes)).found
+    {
+        setup.modes = found.modes;
+    }
+    let report = Report::new(plan.recipe.display().to_string(), &setup, &capacity);
+    match asked.json {
+        true => ui.answer(&serde_json::to_string_pretty(&report).context("failed to write the estimate as JSON")?)?,
+        false => ui.answer(report.to_string().trim_end())?,
+    };
+    Ok(if report.fits == Some(false) { ExitCode::OutOfMemory } else { ExitCode::Ok })
+}

@@ -1,0 +1,95 @@
+//! Bytes by what they are for.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+/// What memory is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    /// What forward and backward read: frozen weights and the compute copies of trained ones.
+    Weights,
+    /// What the optimizer updates, where that is not the compute copy itself.
+    Masters,
+    /// The sums of the gradients.
+    Gradients,
+    /// AdamW's two moments.
+    Moments,
+    /// What blocks keep between forward and backward.
+    Activations,
+    /// What the block at work needs besides: its tape if it is computed again, cotangents, widened copies.
+    Block,
+    /// The logits of some tokens and what is made of them.
+    Logits,
+    /// A parameter on its way in, or a piece on its way out.
+    Transfer,
+    /// The program, the tokenizer, the index of the data; on a GPU its context and libraries.
+    Program,
+    /// Freed memory that the allocator has not given back, or cannot use again.
+    Allocator,
+}
+
+impl Class {
+    /// All of them, in the order of a table.
+    pub const ALL: [Self; 10] = [
+        Self::Weights,
+        Self::Masters,
+        Self::Gradients,
+        Self::Moments,
+        Self::Activations,
+        Self::Block,
+        Self::Logits,
+        Self::Transfer,
+        Self::Program,
+        Self::Allocator,
+    ];
+
+    /// Its name in a table.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Weights => "weights",
+            Self::Masters => "master weights",
+            Self::Gradients => "gradients",
+            Self::Moments => "optimizer moments",
+            Self::Activations => "kept activations",
+            Self::Block => "the block at work",
+            Self::Logits => "logits",
+            Self::Transfer => "parameter in transfer",
+            Self::Program => "program",
+            Self::Allocator => "allocator's slack",
+        }
+    }
+}
+
+/// Bytes by class. A class that is not there has none.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Account(BTreeMap<Class, u64>);
+
+impl Account {
+    /// The same with `bytes` more of a class.
+    #[must_use]
+    pub fn with(mut self, class: Class, bytes: u64) -> Self {
+        if bytes > 0 {
+            *self.0.entry(class).or_default() += bytes;
+        }
+        self
+    }
+
+    /// The sum of two accounts.
+    #[must_use]
+    pub fn plus(self, other: &Self) -> Self {
+        other.0.iter().fold(self, |sum, (class, bytes)| sum.with(*class, *bytes))
+    }
+
+    /// The bytes of a class.
+    pub fn of(&self, class: Class) -> u64 {
+        self.0.get(&class).copied().unwrap_or(0)
+    }
+
+    /// The bytes of all classes.
+    pub fn total(&self) -> u64 {
+        self.0.values().sum()
+    }
+}

@@ -1,0 +1,109 @@
+//! How much memory there is: of a device by its name, or free at this moment.
+
+use candlewick_ops::{DeviceChoice, why_no_gpu};
+
+use super::{Place, free_ram::free_ram};
+use crate::metrics::GpuMonitor;
+use crate::recipe::parse_number;
+
+const MIB: u64 = 1 << 20;
+
+/// GPUs by name, with the memory that NVIDIA's tools report of them.
+const GPUS: [(&str, u64); 9] = [
+    ("a100-40g", 40_960 * MIB),
+    ("a100-80g", 81_920 * MIB),
+    ("a10g", 23_028 * MIB),
+    ("h100-80g", 81_559 * MIB),
+    ("h200", 143_771 * MIB),
+    ("l4", 23_034 * MIB),
+    ("l40s", 46_068 * MIB),
+    ("rtx-4090", 24_564 * MIB),
+    ("t4", 15_360 * MIB),
+];
+
+/// What an estimate is compared with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capacity {
+    /// What computes.
+    pub place: Place,
+    /// The memory that a run may use; `None` if nobody tells.
+    pub bytes: Option<u64>,
+    /// What it is, for people.
+    pub name: String,
+}
+
+impl Capacity {
+    /// What is free at this moment where a run on `device` would compute.
+    pub fn now(device: DeviceChoice) -> Self {
+        let gpu = match device {
+            DeviceChoice::Cpu => None,
+            DeviceChoice::Auto => why_no_gpu().is_none().then_some(0),
+            DeviceChoice::Cuda(ordinal) => Some(ordinal),
+        };
+        match gpu {
+            Some(ordinal) => {
+                let memory = GpuMonitor::open(ordinal).map(|monitor| monitor.memory());
+                let free = memory.map(|memory| memory.gpu_total_bytes.saturating_sub(memory.gpu_used_bytes));
+                let bytes = free.filter(|free| *free > 0);
+                Self { place: Place::Gpu, bytes, name: format!("cuda:{ordinal}, free now") }
+            }
+            None => Self { place: Place::Cpu, bytes: free_ram(), name: "this machine's RAM, free now".into() },
+        }
+    }
+
+    /// Reads the name of a device, or a number of bytes for the kind of device that `device` is.
+    pub fn parse(text: &str, device: DeviceChoice) -> Result<Self, String> {
+        if let Some((name, bytes)) = GPUS.iter().find(|(name, _)| *name == text) {
+            return Ok(Self { place: Place::Gpu, bytes: Some(*bytes), name: (*name).to_owned() });
+        }
+        if let Ok(device) = text.parse() {
+            return Ok(Self::now(device));
+        }
+        match n_bytes(text) {
+            Some(bytes) => {
+                let place = if matches!(device, DeviceChoice::Cuda(_)) { Place::Gpu } else { Place::Cpu };
+                Ok(Self { place, bytes: Some(bytes), name: "--device".into() })
+            }
+            None => {
+                let names: Vec<&str> = GPUS.iter().map(|(name, _)| *name).collect();
+                Err(format!("expected cpu, cuda, {} or bytes such as 24GiB, found `{text}`", names.join(", ")))
+            }
+        }
+    }
+}
+
+/// Reads `24GiB`, `24Gi`, `24GB`, `24G` or `24`.
+fn n_bytes(text: &str) -> Option<u64> {
+    const UNITS: [(&str, u32); 4] = [("K", 1), ("M", 2), ("G", 3), ("T", 4)];
+    let text = text.strip_suffix('B').unwrap_or(text);
+    let (text, base) = text.strip_suffix('i').map_or((text, 1000.0), |text| (text, 1024.0));
+    let unit = UNITS.iter().find_map(|(unit, power)| Some((text.strip_suffix(unit)?, *power)));
+    let (number, factor) = unit.map_or((text, 1.0), |(number, power)| (number, f64::powi(base, power as i32)));
+    parse_number(number).map(|number| (number * factor) as u64).filter(|bytes| *bytes > 0)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(text: &str, device: DeviceChoice, place: Place, bytes: u64) {
+        let capacity = Capacity::parse(text, device).unwrap();
+        assert_eq!((capacity.place, capacity.bytes), (place, Some(bytes)), "{text}");
+    }
+
+    #[test]
+    fn a_device_has_a_name_or_bytes() {
+        check("h100-80g", DeviceChoice::Cpu, Place::Gpu, 81_559 << 20);
+        for (text, bytes) in [("24GiB", 24 << 30), ("24Gi", 24 << 30), ("24GB", 24_000_000_000), ("1048576", 1 << 20)] {
+            check(text, DeviceChoice::Auto, Place::Cpu, bytes);
+            check(text, DeviceChoice::Cuda(1), Place::Gpu, bytes);
+        }
+        assert_eq!(Capacity::parse("cpu", DeviceChoice::Cuda(0)).unwrap().place, Place::Cpu);
+        for wrong in ["h100", "0", "-1", "GiB", ""] {
+            let error = Capacity::parse(wrong, DeviceChoice::Auto).unwrap_err();
+            assert!(error.contains("h100-80g"), "{error}");
+        }
+    }
+}

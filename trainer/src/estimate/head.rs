@@ -1,0 +1,65 @@
+//! The head: the last norm, the logits of some tokens at a time, and their gradients.
+//!
+//! t tokens, d model, v vocabulary, n tokens whose logits exist at once
+
+use super::{Place, Setup};
+
+const F32: u64 = 4;
+/// Bytes of logits at once (`parallel::Engine::logits_bytes`).
+const CPU_LOGITS: u64 = 64 << 20;
+const GPU_LOGITS: u64 = 1 << 30;
+
+/// The loss and its gradient. The norm's output and its gradient stay while `ops::linear_cross_entropy` holds n rows of
+/// logits, their inputs and their dx. Where gradients are bf16 that of the weight is
+/// summed in f32 meanwhile.
+pub(super) fn backward(setup: &Setup) -> u64 {
+    let Sizes { t, d, v, n, s } = Sizes::of(setup);
+    let rounded = match setup.place {
+        Place::Cpu if setup.masters.n_bytes() < F32 && setup.model.lora().is_none() => v * d * F32,
+        _ => 0,
+    };
+    let logits = match setup.place {
+        Place::Cpu => n * (v + 2 * d) * F32,
+        Place::Gpu if s == F32 => n * (v + 2 * d) * F32,
+        Place::Gpu => n * v * (F32 + s) + 2 * n * d * s,
+    };
+    // When the logits are gone, the gradient of the norm's input comes.
+    t * d * s * 2 + (logits + rounded).max(t * d * s)
+}
+
+/// The losses alone: the norm's output, n rows of logits and of inputs.
+pub(super) fn forward(setup: &Setup) -> u64 {
+    let Sizes { t, d, v, n, s } = Sizes::of(setup);
+    let width = if setup.place == Place::Cpu { F32 } else { s };
+    t * d * s + n * (v * F32 + d * width)
+}
+
+/// What products on the CPU pack of both their factors (`ops::gemm::blocks`) and keep for the next one: up to 2^21 elements
+/// of each, of 6 bytes where the processor has AMX and 4 elsewhere.
+pub(super) fn packed(setup: &Setup) -> u64 {
+    const MOST: u64 = 1 << 21;
+    let Sizes { t, d, v, n, .. } = Sizes::of(setup);
+    let f = setup.model.config().intermediate_size() as u64;
+    match setup.place {
+        Place::Cpu => 2 * 6 * (t * f).max(n * v).max(v * d).max(d * f).min(MOST),
+        Place::Gpu => 0,
+    }
+}
+
+struct Sizes {
+    t: u64,
+    d: u64,
+    v: u64,
+    n: u64,
+    s: u64,
+}
+
+impl Sizes {
+    fn of(setup: &Setup) -> Self {
+        let config = setup.model.config();
+        let (t, v) = (setup.tokens(), config.vocab_size() as u64);
+        let bytes = if setup.place == Place::Cpu { CPU_LOGITS } else { GPU_LOGITS };
+        let n = (bytes / (v * F32).max(1)).clamp(1, t.max(1));
+        Self { t, d: config.hidden_size() as u64, v, n, s: setup.compute.n_bytes() }
+    }
+}

@@ -1,0 +1,96 @@
+//! Which modes trade time for memory, what each of them costs, and which are the cheapest that fit.
+//!
+//! Modes that are chosen change no result, so that a run may choose others whenever it is taken up. Tiled MLPs sum the
+//! gradients of weights in another order: those are advised, never chosen.
+
+use serde_json::{Value, json};
+
+use super::{Setup, estimate, longest};
+use crate::plan::{Activations, Plan};
+
+/// What trades time for memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Modes {
+    /// What blocks keep for backward.
+    pub activations: Activations,
+    /// Whether MLPs are computed in tiles.
+    pub tiled_mlp: bool,
+}
+
+/// The modes that somebody set: they are never changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fixed {
+    /// `model.activation_checkpoint`, or one of its other names.
+    pub activations: bool,
+}
+
+/// Modes and what a run needs with them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Candidate {
+    /// The modes.
+    pub modes: Modes,
+    /// The most bytes at once.
+    pub peak_bytes: u64,
+}
+
+/// What a search found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Choice {
+    /// The cheapest modes that fit, if any do.
+    pub found: Option<Candidate>,
+    /// All that were tried, in the order of what they cost.
+    pub tried: Vec<Candidate>,
+    /// The longest row that would fit with those of the tried modes that need least.
+    pub longest: Option<u64>,
+}
+
+impl Modes {
+    /// The modes of a plan.
+    pub fn of(plan: &Plan) -> Self {
+        Self { activations: plan.model.activations, tiled_mlp: plan.model.tiled_mlp }
+    }
+
+    /// The recipe's keys and values that switch these modes on.
+    pub fn keys(self) -> Vec<(&'static str, Value)> {
+        let activations = ("model.activation_checkpoint", json!(self.activations.to_recipe()));
+        let tiled_mlp = self.tiled_mlp.then_some(("tiled_mlp_compute", json!(true)));
+        [activations].into_iter().chain(tiled_mlp).collect()
+    }
+}
+
+/// What a run may be planned for of the bytes that are free: the data, and other programs, want some, too.
+pub fn usable(free: u64) -> u64 {
+    free - free / 10
+}
+
+/// Finds the cheapest modes with which `setup` needs no more than `bytes`. Those that are `fixed` stay as they are.
+pub fn choose(setup: &Setup, fixed: Fixed, bytes: u64) -> Choice {
+    let mut tried = Vec::new();
+    for modes in by_cost(setup, fixed) {
+        let setup = Setup { modes, ..setup.clone() };
+        let candidate = Candidate { modes, peak_bytes: estimate(&setup).peak_bytes() };
+        tried.push(candidate);
+        if candidate.peak_bytes <= bytes {
+            return Choice { found: Some(candidate), tried, longest: longest(&setup, bytes) };
+        }
+    }
+    let least = tried.iter().min_by_key(|candidate| candidate.peak_bytes).map(|candidate| candidate.modes);
+    let longest = least.and_then(|modes| longest(&Setup { modes, ..setup.clone() }, bytes));
+    Choice { found: None, tried, longest }
+}
+
+/// All modes, those that cost least time first. A block that is computed again costs a third of its time, whichever it
+/// is: every k-th for ever smaller k, then all, then all with ever more inputs parked, if that leaves memory.
+pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
+    if fixed.activations {
+        return vec![setup.modes];
+    }
+    let n_blocks = setup.model.n_blocks();
+    let mut every: Vec<usize> = (1..=n_blocks).map(|n_recomputed| n_blocks.div_ceil(n_recomputed)).collect();
+    every.dedup();
+    let some = every.into_iter().filter(|&k| k > 1).map(Activations::RecomputeEvery);
+    let shares: &[f64] = if setup.parks_in_memory { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
+    let parked = shares.iter().map(|share| Activations::Offload(*share));
+    let activations = [Activations::Keep].into_iter().chain(some).chain([Activations::Recompute]).chain(parked);
+    activations.map(|activations| Modes { activations, ..setup.modes }).collect()
+}

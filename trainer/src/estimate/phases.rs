@@ -1,0 +1,176 @@
+//! The phases of a run, and the moment of each at which it needs most.
+
+use candlewick_parallel::Residency;
+use serde::Serialize;
+
+use super::account::{Account, Class};
+use super::block::Block;
+use super::{Place, Setup, head, parameters, program};
+use crate::run::residency;
+
+/// A part of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Buffers are made and weights set.
+    Load,
+    /// Forward, loss and backward of a micro-batch.
+    Step,
+    /// The update.
+    Optimizer,
+    /// Held-out data.
+    Evaluation,
+    /// Checkpoints.
+    Save,
+}
+
+impl Phase {
+    /// Its name in a table.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Load => "load",
+            Self::Step => "step",
+            Self::Optimizer => "optimizer",
+            Self::Evaluation => "evaluation",
+            Self::Save => "save",
+        }
+    }
+}
+
+/// The memory of a phase at its worst moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PhaseEstimate {
+    /// Which one.
+    pub phase: Phase,
+    /// Its bytes by class.
+    pub account: Account,
+}
+
+/// The memory of a run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Estimate {
+    /// The phases that the plan has, in their order.
+    pub phases: Vec<PhaseEstimate>,
+    /// What lies elsewhere meanwhile: inputs of blocks, in temporary files or in the RAM of a GPU's host.
+    pub parked: u64,
+    /// What a run on a GPU needs of the machine's RAM; `None` on the CPU, where everything is RAM.
+    pub host: Option<u64>,
+}
+
+impl Estimate {
+    /// The phase that needs most.
+    pub fn peak(&self) -> &PhaseEstimate {
+        self.phases.iter().rev().max_by_key(|phase| phase.account.total()).expect("every run loads")
+    }
+
+    /// The bytes of that phase.
+    pub fn peak_bytes(&self) -> u64 {
+        self.peak().account.total()
+    }
+}
+
+/// Estimates the memory of a setup.
+pub fn estimate(setup: &Setup) -> Estimate {
+    let program = Account::default().with(Class::Program, program::on_device(setup));
+    let resident = program.clone().plus(&parameters::resident(setup));
+    let passing = step(setup);
+    let slack = program::slack(setup.place, passing.total());
+    let mut phases = vec![
+        (Phase::Load, program.plus(&load(setup))),
+        (Phase::Step, resident.clone().plus(&passing).with(Class::Allocator, slack)),
+        (Phase::Optimizer, resident.clone()),
+    ];
+    if setup.evaluates {
+        phases.push((Phase::Evaluation, resident.clone().plus(&evaluation(setup))));
+    }
+    if !setup.saves.is_empty() {
+        phases.push((Phase::Save, resident.plus(&save(setup))));
+    }
+    let parked = parked(setup);
+    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + parked;
+    Estimate {
+        phases: phases.into_iter().map(|(phase, account)| PhaseEstimate { phase, account }).collect(),
+        parked,
+        host: (setup.place == Place::Gpu).then(host),
+    }
+}
+
+/// The store's buffers; on the CPU the zeros of gradients and moments take no memory until they are written. A parameter
+/// is read or drawn in f32 and copied into its place (`evaluator::weights`).
+fn load(setup: &Setup) -> Account {
+    let resident = parameters::resident(setup);
+    match setup.place {
+        Place::Gpu => resident.with(Class::Transfer, transfer(setup)),
+        Place::Cpu => Account::default()
+            .with(Class::Weights, resident.of(Class::Weights))
+            .with(Class::Masters, resident.of(Class::Masters))
+            .with(Class::Transfer, transfer(setup)),
+    }
+}
+
+fn transfer(setup: &Setup) -> u64 {
+    4 * parameters::largest(setup)
+}
+
+/// The worst moment of a micro-batch (`parallel::Engine::forward_backward`): the loss, or some block's backward.
+fn step(setup: &Setup) -> Account {
+    let blocks: Vec<Block> = (0..setup.model.n_blocks()).map(|block_idx| Block::new(setup, block_idx)).collect();
+    let rests = residencies(setup);
+    let input = blocks.first().map_or(0, Block::activation);
+    // The embedded tokens stay to the end: they are block 0's input.
+    let mut kept = input + rope(setup);
+    let mut moments = Vec::new();
+    let mut moment = |kept: u64, at_work: u64| {
+        moments.push(Account::default().with(Class::Activations, kept).with(Class::Block, at_work));
+    };
+    for (i, (block, rest)) in blocks.iter().zip(&rests).enumerate() {
+        // An input that is the output at the end of a kept tape is there already.
+        let is_there = i == 0 || rests[i - 1] == Residency::Keep;
+        if *rest == Residency::Offload {
+            // While it is computed it is there all the same.
+            moment(kept, input + block.forward().max(input + block.backward()));
+            kept += if setup.parks_in_memory { input } else { 0 };
+            continue;
+        }
+        kept += if is_there { 0 } else { input };
+        // The gradient that comes in has the size of an input.
+        moment(kept, input + block.backward());
+        match rest {
+            Residency::Keep => kept += block.tape(),
+            _ => moment(kept, block.forward()),
+        }
+    }
+    let output = if rests.last() == Some(&Residency::Keep) { 0 } else { input };
+    let logits = Account::default().with(Class::Activations, kept).with(Class::Block, output);
+    moments.push(logits.with(Class::Logits, head::backward(setup)));
+    moments.into_iter().max_by_key(Account::total).unwrap_or_default()
+}
+
+/// One forward that records nothing, then the losses (`parallel::Engine::evaluate`).
+fn evaluation(setup: &Setup) -> Account {
+    let block = Block::new(setup, 0);
+    let activations = block.activation() + rope(setup);
+    let (block, logits) = (block.forward(), head::forward(setup));
+    let account = Account::default().with(Class::Activations, activations);
+    if block > logits { account.with(Class::Block, block) } else { account.with(Class::Logits, logits) }
+}
+
+/// Values leave in pieces of 4 MiB: as they are, in f32, as a vector and as bytes (`checkpoint::shard`).
+fn save(setup: &Setup) -> Account {
+    const PIECES: u64 = 4 * (4 << 20);
+    Account::default().with(Class::Transfer, if setup.place == Place::Cpu { PIECES } else { PIECES / 4 })
+}
+
+/// Sines and cosines in f32.
+fn rope(setup: &Setup) -> u64 {
+    setup.tokens() * setup.model.config().head_dim() as u64 * 4
+}
+
+fn parked(setup: &Setup) -> u64 {
+    let n_parked = residencies(setup).iter().filter(|rest| **rest == Residency::Offload).count() as u64;
+    n_parked * setup.tokens() * setup.model.config().hidden_size() as u64 * setup.compute.n_bytes()
+}
+
+fn residencies(setup: &Setup) -> Vec<Residency> {
+    residency(setup.modes.activations, setup.model.n_blocks())
+}

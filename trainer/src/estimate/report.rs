@@ -1,0 +1,229 @@
+//! The answer of `trainer estimate`: a table for people, JSON for programs.
+
+use std::fmt;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use super::modes::by_cost;
+use super::{Capacity, Class, Estimate, Fixed, Modes, Phase, Place, Setup, choose, estimate, longest, parameters};
+use crate::metrics::quantity;
+use crate::plan::{Activations, ComputeDtype};
+
+/// Everything that there is to say. As JSON it is an interface: keys may be added, none changes its meaning.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// The version of this form: 1.
+    pub format: u32,
+    /// The recipe.
+    pub recipe: String,
+    /// What the estimate is compared with: a device's name.
+    pub device: String,
+    /// Its bytes; null if nobody tells.
+    pub device_bytes: Option<u64>,
+    /// Parameters of the model and its adapter.
+    pub n_parameters: u64,
+    /// Those of them that are trained.
+    pub n_trained: u64,
+    /// The number format of forward and backward.
+    pub dtype: ComputeDtype,
+    /// The most tokens of a micro-batch.
+    pub tokens: u64,
+    /// The modes that trade time for memory, as keys of the recipe: those it sets, or those that `memory: auto` takes.
+    pub modes: Map<String, Value>,
+    /// The bytes of the worst phase.
+    pub peak_bytes: u64,
+    /// The worst phase.
+    pub peak_phase: Phase,
+    /// Whether that fits; null if the device's bytes are not known.
+    pub fits: Option<bool>,
+    /// Bytes by class for each phase, and what is parked and in the host's RAM.
+    #[serde(flatten)]
+    pub estimate: Estimate,
+    /// The most tokens of a row that fit as the recipe stands; null if none do, or the device's bytes are not known.
+    pub longest_row: Option<u64>,
+    /// If it does not fit: what could be changed, what costs least time first.
+    pub advice: Vec<Advice>,
+}
+
+/// A change of the recipe, and what it would give.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Advice {
+    /// The keys and their values.
+    pub set: Map<String, Value>,
+    /// The bytes of the worst phase.
+    pub peak_bytes: u64,
+    /// Whether that fits.
+    pub fits: bool,
+    /// Whether the trained weights stay the same to the bit.
+    pub same_result: bool,
+}
+
+impl Report {
+    /// Estimates `setup` and compares it with `capacity`.
+    pub fn new(recipe: String, setup: &Setup, capacity: &Capacity) -> Self {
+        let estimate = estimate(setup);
+        let (frozen, trained) = parameters::counts(setup);
+        let fits = capacity.bytes.map(|bytes| estimate.peak_bytes() <= bytes);
+        let advice = if fits == Some(false) { advice(setup, capacity.bytes.unwrap_or(0)) } else { Vec::new() };
+        Self {
+            format: 1,
+            recipe,
+            device: capacity.name.clone(),
+            device_bytes: capacity.bytes,
+            n_parameters: frozen + trained,
+            n_trained: trained,
+            dtype: setup.compute,
+            tokens: setup.tokens(),
+            modes: setup.modes.keys().into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
+            peak_bytes: estimate.peak_bytes(),
+            peak_phase: estimate.peak().phase,
+            fits,
+            longest_row: capacity.bytes.and_then(|bytes| longest(setup, bytes)),
+            estimate,
+            advice,
+        }
+    }
+}
+
+/// The cheapest modes that fit and those that need least; then the same with what also changes results by rounding: tiled
+/// MLPs, moments in bf16, a GPU's optimizer on its host.
+fn advice(setup: &Setup, bytes: u64) -> Vec<Advice> {
+    let mut advice = ladder(setup, bytes, &[]);
+    let (mut setup, mut switches) = (setup.clone(), Vec::new());
+    if !setup.modes.tiled_mlp {
+        setup.modes.tiled_mlp = true;
+        switches.push(("tiled_mlp_compute", json!(true)));
+        advice.extend(ladder(&setup, bytes, &switches));
+    }
+    if setup.compute == ComputeDtype::Bf16 && setup.moments == ComputeDtype::F32 {
+        setup.moments = ComputeDtype::Bf16;
+        switches.push(("deepspeed.bf16.bf16_optimizer_states", json!(true)));
+        advice.extend(ladder(&setup, bytes, &switches));
+    }
+    if setup.place == Place::Gpu && setup.optimizer_on_host < 1.0 {
+        setup.optimizer_on_host = 1.0;
+        switches.push(("deepspeed.zero_optimization.offload_optimizer", json!({"device": "cpu"})));
+        advice.extend(ladder(&setup, bytes, &switches));
+    }
+    advice
+}
+
+/// The cheapest modes that fit, then `full` and `offload`. `switches` are on in `setup` already.
+fn ladder(setup: &Setup, bytes: u64, switches: &[(&str, Value)]) -> Vec<Advice> {
+    let found = choose(setup, Fixed::default(), bytes).found.map(|candidate| candidate.modes);
+    let most = by_cost(setup, Fixed::default()).into_iter().filter(|modes| {
+        let keeps_least = [Activations::Recompute, Activations::Offload(1.0)].contains(&modes.activations);
+        keeps_least && found.is_none_or(|found| found != *modes)
+    });
+    let to_advice = |modes: Modes| {
+        let peak_bytes = estimate(&Setup { modes, ..setup.clone() }).peak_bytes();
+        let mut set: Map<String, Value> =
+            modes.keys().into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+        set.extend(switches.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        Advice { set, peak_bytes, fits: peak_bytes <= bytes, same_result: switches.is_empty() }
+    };
+    found.into_iter().chain(most).map(to_advice).collect()
+}
+
+/// Writes bytes in the unit that fits: `512 B`, `37.5 MiB`, `1.25 GiB`.
+pub fn bytes(n: u64) -> String {
+    const UNITS: [(u64, &str, usize); 3] = [(1 << 30, "GiB", 2), (1 << 20, "MiB", 1), (1 << 10, "KiB", 1)];
+    match UNITS.iter().find(|(unit, ..)| n >= *unit) {
+        Some((unit, name, digits)) => format!("{:.digits$} {name}", n as f64 / *unit as f64),
+        None => format!("{n} B"),
+    }
+}
+
+/// Writes keys and values as they may stand behind a recipe on the command line: `'key={every: 2}'`.
+pub fn written<'a>(set: impl IntoIterator<Item = (&'a str, &'a Value)>) -> String {
+    let pair = |(key, value): (&str, &Value)| match value {
+        Value::String(text) => format!("{key}={text}"),
+        Value::Object(map) => format!("'{key}={{{}}}'", flow(map)),
+        other => format!("{key}={other}"),
+    };
+    set.into_iter().map(pair).collect::<Vec<_>>().join(" ")
+}
+
+fn flow(map: &Map<String, Value>) -> String {
+    let plain = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    map.iter().map(|(key, value)| format!("{key}: {}", plain(value))).collect::<Vec<_>>().join(", ")
+}
+
+fn pairs(set: &Map<String, Value>) -> impl Iterator<Item = (&str, &Value)> {
+    set.iter().map(|(key, value)| (key.as_str(), value))
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [parameters, trained] = [self.n_parameters, self.n_trained].map(|n| quantity(n as f64));
+        let (recipe, tokens, modes) = (&self.recipe, self.tokens, written(pairs(&self.modes)));
+        writeln!(f, "memory of {recipe}: {parameters} parameters, {trained} trained, {tokens} tokens a micro-batch")?;
+        writeln!(f, "with {modes}")?;
+        self.table(f)?;
+        if self.estimate.parked > 0 {
+            writeln!(f, "parked elsewhere: {}", bytes(self.estimate.parked))?;
+        }
+        if let Some(host) = self.estimate.host {
+            writeln!(f, "RAM of the host: {}", bytes(host))?;
+        }
+        self.verdict(f)
+    }
+}
+
+impl Report {
+    fn table(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let phases = &self.estimate.phases;
+        let is_used = |class: &Class| phases.iter().any(|phase| phase.account.of(*class) > 0);
+        let row = |name: &str, cells: Vec<String>| {
+            let cells: String = cells.iter().map(|cell| format!("{cell:>13}")).collect();
+            format!("  {name:<22}{cells}")
+        };
+        writeln!(f, "{}", row("", phases.iter().map(|phase| phase.phase.name().to_owned()).collect()))?;
+        for class in Class::ALL.into_iter().filter(is_used) {
+            let cell = |n: u64| if n == 0 { "-".to_owned() } else { bytes(n) };
+            writeln!(f, "{}", row(class.name(), phases.iter().map(|phase| cell(phase.account.of(class))).collect()))?;
+        }
+        let mark = |phase: &Phase| if *phase == self.peak_phase { "*" } else { "" };
+        let totals = phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), bytes(phase.account.total())));
+        writeln!(f, "{}", row("all (* is the peak)", totals.collect()))
+    }
+
+    fn verdict(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(capacity) = self.device_bytes else {
+            return writeln!(f, "the memory of {} is not known", self.device);
+        };
+        let verdict = if self.fits == Some(true) { "fits" } else { "does not fit" };
+        writeln!(f, "{verdict}: {} of {} ({})", bytes(self.peak_bytes), bytes(capacity), self.device)?;
+        match self.longest_row {
+            Some(tokens) => writeln!(f, "longest row that fits as the recipe stands: {tokens} tokens")?,
+            None => writeln!(f, "no row fits as the recipe stands")?,
+        }
+        for advice in &self.advice {
+            let fits = if advice.fits { "fits" } else { "does not fit" };
+            let note = if advice.same_result { "" } else { "; changes results by rounding" };
+            writeln!(f, "  {}: {}, {fits}{note}", written(pairs(&advice.set)), bytes(advice.peak_bytes))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_have_the_unit_that_fits() {
+        let cases = [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1.0 KiB"), (3 << 19, "1.5 MiB"), (5 << 28, "1.25 GiB")];
+        for (n, want) in cases {
+            assert_eq!(bytes(n), want);
+        }
+    }
+
+    #[test]
+    fn keys_are_written_as_a_shell_wants_them() {
+        let (full, every, on) = (json!("full"), json!({"every": 2}), json!(true));
+        let set = [("a.b", &full), ("c", &every), ("d", &on)];
+        assert_eq!(written(set), "a.b=full 'c={every: 2}' d=true");
+    }
+}

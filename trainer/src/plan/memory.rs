@@ -1,0 +1,61 @@
+//! `memory: auto`: the cheapest modes with which the run fits what is free.
+
+use super::Plan;
+use super::table::Setting;
+use crate::estimate::{Candidate, Capacity, Choice, Fixed, Modes, Setup, bytes, choose, usable, written};
+use crate::recipe::{Loaded, Origin, RecipeError};
+
+impl Fixed {
+    /// The modes that a recipe sets itself.
+    pub fn of(loaded: &Loaded) -> Self {
+        Self { activations: super::model::ACTIVATIONS.iter().any(|key| loaded.is_set(key)) }
+    }
+}
+
+/// Chooses the modes that `loaded` leaves open, so that the run fits what is free with some headroom, or says why none do.
+///
+/// A function of its arguments: what is free was looked at before.
+pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, capacity: Option<&Capacity>) -> Result<Plan, RecipeError> {
+    let wrong = |message: String, advice: &str| loaded.error(vec![loaded.fault(&["memory"], message).note(advice)]);
+    if plan.model.config.is_none() {
+        plan.notes.push("memory: auto chooses once the model's config.json is on this machine".into());
+        return Ok(plan);
+    }
+    let Some((place, free)) = capacity.and_then(|capacity| Some((capacity.place, capacity.bytes?))) else {
+        return Err(wrong("memory: auto needs to know what is free, and this machine does not tell".into(), MANUAL));
+    };
+    let setup = Setup::of(&plan, place).map_err(|error| wrong(format!("memory: failed to {error}"), MANUAL))?;
+    let fixed = Fixed::of(loaded);
+    let choice = choose(&setup, fixed, usable(free));
+    let Some(found) = choice.found else {
+        let longest = match choice.longest {
+            Some(tokens) => format!("the longest row that would fit has {tokens} tokens: lower data.max_length"),
+            None => "no row would fit: use a smaller model, 16-bit states or an adapter".to_owned(),
+        };
+        return Err(wrong(tried(&choice, free), &longest));
+    };
+    apply(&mut plan, found, fixed, free);
+    Ok(plan)
+}
+
+const MANUAL: &str = "set memory: manual, and the modes yourself";
+
+fn tried(choice: &Choice, free: u64) -> String {
+    let tried: Vec<String> =
+        choice.tried.iter().map(|it| format!("{} needs {}", said(it.modes), bytes(it.peak_bytes))).collect();
+    format!("memory: nothing fits {} of the {} that are free: {}", bytes(usable(free)), bytes(free), tried.join("; "))
+}
+
+fn said(modes: Modes) -> String {
+    written(modes.keys().iter().map(|(key, value)| (*key, value)))
+}
+
+fn apply(plan: &mut Plan, found: Candidate, fixed: Fixed, free: u64) {
+    plan.model.activations = found.modes.activations;
+    let key = super::model::ACTIVATIONS[0];
+    if let Some(setting) = plan.settings.iter_mut().find(|setting| setting.key == key && !fixed.activations) {
+        *setting = Setting::new(key, &found.modes.activations.to_recipe(), Origin::Memory);
+    }
+    let (modes, peak, free) = (said(found.modes), bytes(found.peak_bytes), bytes(free));
+    plan.notes.push(format!("memory: auto takes {modes}: about {peak} of the {free} that are free"));
+}

@@ -1,0 +1,148 @@
+//! `memory: auto`: what it takes of so many bytes, and what it leaves alone.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod support;
+
+use std::path::Path;
+
+use candlewick_model::Config;
+use serde_json::json;
+use support::Run;
+use trainer::estimate::{Capacity, Fixed, Place, Setup, choose, estimate, usable};
+use trainer::metrics::Console;
+use trainer::plan::{Activations, Known, Plan, TempDir};
+use trainer::recipe::{Loaded, RecipeError};
+
+const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\nmemory: auto\n";
+
+fn resolve(free: Option<u64>, arguments: &[&str]) -> Result<Plan, RecipeError> {
+    resolve_with(free, false, arguments)
+}
+
+fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) -> Result<Plan, RecipeError> {
+    let config = json!({
+        "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 768,
+        "num_hidden_layers": 8, "num_attention_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    });
+    let config = Some(Config::from_json(config).unwrap());
+    let capacity = Some(Capacity { place: Place::Cpu, bytes: free, name: "a test".into() });
+    let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: parks_in_memory };
+    let known = Known { config, n_cores: 4, temp_dir, has_train_py: false, console: Console::Full, capacity };
+    let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
+    Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)
+}
+
+/// The peak of the base recipe with some modes.
+fn peak(activations: &str) -> u64 {
+    let argument = format!("model.activation_checkpoint={activations}");
+    let plan = resolve(Some(1 << 50), &[&argument]).unwrap();
+    estimate(&Setup::of(&plan, Place::Cpu).unwrap()).peak_bytes()
+}
+
+/// The least that must be free for a peak to be planned for.
+fn free_for(peak: u64) -> u64 {
+    (peak..).find(|free| usable(*free) >= peak).unwrap()
+}
+
+#[track_caller]
+fn takes(free: u64, want: Activations) {
+    assert_eq!(resolve(Some(free), &[]).unwrap().model.activations, want, "{free} bytes");
+}
+
+#[test]
+fn the_cheapest_modes_that_fit_are_taken() {
+    let ladder = [
+        ("none", Activations::Keep),
+        ("{every: 8}", Activations::RecomputeEvery(8)),
+        ("{every: 4}", Activations::RecomputeEvery(4)),
+        ("{every: 3}", Activations::RecomputeEvery(3)),
+        ("{every: 2}", Activations::RecomputeEvery(2)),
+        ("full", Activations::Recompute),
+        ("{offload: 0.25}", Activations::Offload(0.25)),
+        ("{offload: 0.5}", Activations::Offload(0.5)),
+        ("{offload: 0.75}", Activations::Offload(0.75)),
+        ("offload", Activations::Offload(1.0)),
+    ];
+    let peaks: Vec<u64> = ladder.iter().map(|(name, _)| peak(name)).collect();
+    assert!(peaks.is_sorted_by(|dearer, cheaper| dearer >= cheaper), "{peaks:?}");
+    for ((_, activations), peak) in ladder.into_iter().zip(peaks) {
+        takes(free_for(peak), activations);
+    }
+    takes(1 << 50, Activations::Keep);
+}
+
+#[test]
+fn what_was_taken_is_said_with_its_origin() {
+    let plan = resolve(Some(free_for(peak("full"))), &[]).unwrap();
+    let table = plan.to_string();
+    let line = table.lines().find(|line| line.contains("model.activation_checkpoint")).unwrap();
+    assert!(line.contains("full") && line.ends_with("memory: auto"), "{line}");
+    assert!(table.contains("note: memory: auto takes model.activation_checkpoint=full: about"), "{table}");
+}
+
+#[test]
+fn what_the_recipe_sets_is_not_changed() {
+    let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
+    assert_eq!(plan.model.activations, Activations::Offload(1.0));
+    let table = plan.to_string();
+    assert!(table.lines().any(|line| line.contains("activation_checkpoint") && line.ends_with("argument")), "{table}");
+    for set in ["model.activation_checkpoint=none", "model.disable_activation_checkpoint=true"] {
+        let error = resolve(Some(free_for(peak("full"))), &[set]).unwrap_err().to_string();
+        assert!(error.contains("model.activation_checkpoint=none needs") && !error.contains("full"), "{error}");
+    }
+}
+
+#[test]
+fn where_nothing_fits_the_error_says_what_was_tried_and_what_would() {
+    let free = free_for(peak("offload")) - (1 << 20);
+    let error = resolve(Some(free), &[]).unwrap_err().to_string();
+    for part in ["r.yaml:3", "activation_checkpoint={every: 2}' needs", "=offload needs", "lower data.max_length"] {
+        assert!(error.contains(part), "no {part:?} in:\n{error}");
+    }
+    let longest: usize =
+        error.split("the longest row that would fit has ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap();
+    let fitting = format!("data.max_length={longest}");
+    assert_eq!(resolve(Some(free), &[&fitting]).unwrap().model.activations, Activations::Offload(1.0));
+    assert!(resolve(Some(free), &[&format!("data.max_length={}", longest + 1)]).is_err());
+    let error = resolve(Some(1 << 20), &[]).unwrap_err().to_string();
+    assert!(error.contains("no row would fit"), "{error}");
+    let error = resolve(None, &[]).unwrap_err().to_string();
+    assert!(error.contains("this machine does not tell") && error.contains("set memory: manual"), "{error}");
+}
+
+#[test]
+fn nothing_is_parked_where_that_saves_nothing() {
+    let free = free_for(peak("offload"));
+    assert!(resolve_with(Some(free), false, &[]).is_ok());
+    let error = resolve_with(Some(free), true, &[]).unwrap_err().to_string();
+    assert!(error.contains("=full needs") && !error.contains("offload"), "{error}");
+}
+
+#[test]
+fn a_mode_that_rounds_otherwise_is_not_chosen() {
+    for free in [1 << 50, free_for(peak("full"))] {
+        assert!(!resolve(Some(free), &[]).unwrap().model.tiled_mlp);
+    }
+    assert!(resolve(Some(1 << 50), &["tiled_mlp_compute=true"]).unwrap().model.tiled_mlp);
+}
+
+#[test]
+fn a_choice_is_a_function_of_the_plan_and_the_bytes() {
+    let plan = resolve(Some(1 << 50), &[]).unwrap();
+    let setup = Setup::of(&plan, Place::Cpu).unwrap();
+    for bytes in [1 << 20, peak("full"), peak("none"), 1 << 50] {
+        assert_eq!(choose(&setup, Fixed::default(), bytes), choose(&setup, Fixed::default(), bytes));
+    }
+}
+
+/// What is free differs from start to start, and with it the modes.
+#[test]
+fn a_run_that_is_taken_up_with_other_modes_ends_the_same() {
+    let whole = Run::new();
+    whole.train_ok(&["train_iters=8", "memory=auto"]);
+    let interrupted = Run::new();
+    interrupted.train_ok(&["train_iters=8", "exit_iteration=5", "model.activation_checkpoint={every: 2}"]);
+    interrupted.train_ok(&["train_iters=8", "memory=auto"]);
+    interrupted.assert_resumed();
+    assert_eq!(interrupted.exported(), whole.exported());
+}
