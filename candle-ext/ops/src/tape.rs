@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
+use std::rc::Rc;
 
 use candle_core::{Result, Tensor, TensorId, bail};
 
@@ -46,6 +47,20 @@ type Backward = Box<dyn FnOnce(&Tensor) -> Result<Vec<Option<Tensor>>>>;
 struct Recording {
     tracked: HashSet<TensorId>,
     nodes: Vec<Node>,
+    /// What can be computed again at little cost.
+    cheap: HashMap<TensorId, Rc<Cheap>>,
+}
+
+/// What an op keeps of an activation for its backward.
+pub(crate) enum Kept {
+    Tensor(Tensor),
+    Cheap(Rc<Cheap>),
+}
+
+/// The way to an activation, and the activation itself from the first backward that asks for it to the last.
+pub(crate) struct Cheap {
+    make: Box<dyn Fn() -> Result<Tensor>>,
+    made: RefCell<Option<Tensor>>,
 }
 
 thread_local! {
@@ -57,7 +72,7 @@ impl Tape {
     /// Runs `forward` and records how its output came from `inputs` and from trainable weights.
     pub fn record(inputs: &[&Tensor], forward: impl FnOnce() -> Result<Tensor>) -> Result<Self> {
         let tracked = inputs.iter().map(|input| input.id()).collect();
-        let (output, recording) = within(Some(Recording { tracked, nodes: Vec::new() }), forward)?;
+        let (output, recording) = within(Some(Recording { tracked, ..Recording::default() }), forward)?;
         let nodes = recording.map(|recording| recording.nodes).unwrap_or_default();
         Ok(Self { output, nodes })
     }
@@ -125,6 +140,38 @@ impl<'a> From<&'a Tensor> for Input<'a> {
 impl<'a> From<&'a Weight> for Input<'a> {
     fn from(weight: &'a Weight) -> Self {
         Self::Weight(weight)
+    }
+}
+
+/// Says that `make` computes `x` anew, to the bit and at little cost: ops that need `x` in their backward keep the way to it.
+pub(crate) fn make_cheap(x: &Tensor, make: impl Fn() -> Result<Tensor> + 'static) {
+    with_innermost(|recording| {
+        let cheap = Cheap { make: Box::new(make), made: RefCell::new(None) };
+        recording.cheap.insert(x.id(), Rc::new(cheap));
+    });
+}
+
+/// Keeps `x` for a backward: the tensor, or the way to it.
+pub(crate) fn keep(x: &Tensor) -> Kept {
+    match with_innermost(|recording| recording.cheap.get(&x.id()).cloned()).flatten() {
+        Some(cheap) => Kept::Cheap(cheap),
+        None => Kept::Tensor(x.clone()),
+    }
+}
+
+impl Kept {
+    /// Returns the activation.
+    pub(crate) fn get(&self) -> Result<Tensor> {
+        match self {
+            Self::Tensor(tensor) => Ok(tensor.clone()),
+            Self::Cheap(cheap) => {
+                let mut made = cheap.made.borrow_mut();
+                if made.is_none() {
+                    *made = Some((cheap.make)()?);
+                }
+                Ok(made.as_ref().expect("it was made above").clone())
+            }
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
     AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight,
-    attention, linear, linear_cross_entropy, swiglu, tiled,
+    attention, linear, linear_cross_entropy, rms_norm, swiglu, tiled,
 };
 
 struct Counting;
@@ -49,6 +49,17 @@ fn peak(run: impl Fn()) -> usize {
     PEAK.store(before, SeqCst);
     run();
     PEAK.load(SeqCst) - before
+}
+
+/// The bytes that a tape holds, its output included.
+fn held(inputs: &[&Tensor], op: impl Fn() -> Result<Tensor>) -> usize {
+    let _one = MEASURING.lock().unwrap();
+    drop(Tape::record(inputs, &op));
+    let before = LIVE.load(SeqCst);
+    let tape = Tape::record(inputs, &op);
+    let held = LIVE.load(SeqCst) - before;
+    drop(tape);
+    held
 }
 
 fn forth_and_back(inputs: &[&Tensor], op: impl FnOnce() -> Result<Tensor>) {
@@ -145,4 +156,20 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
     let (whole, tiles) = (of(t), of(256));
     assert!(whole > 40 * MIB, "{whole}");
     assert!(tiles < 9 * MIB, "{tiles}");
+}
+
+#[test]
+fn what_is_cheap_to_compute_again_is_not_kept() {
+    let (t, d, f) = (1024, 64, 1024);
+    let trainable =
+        |value: Tensor| Weight::trainable(value.clone(), GradSink::new(value.zeros_like().unwrap()).unwrap());
+    let (square, down) = (trainable(zeros((d, d), DType::F32)), trainable(zeros((d, f), DType::F32)));
+    let norm = trainable(Tensor::zeros(d, DType::F32, &Device::Cpu).unwrap());
+    let (x, gate, up) = (zeros((t, d), DType::F32), zeros((t, f), DType::F32), zeros((t, f), DType::F32));
+    let product = || linear(&swiglu(&gate, &up)?, &down, None, Precision::Compute);
+    let normed = || linear(&rms_norm(&x, &norm, 1e-6)?, &square, None, Precision::Compute);
+    // The output of either is 0.25 MiB. The product is 4 MiB, the normalised input 0.25.
+    let (product, normed) = (held(&[&gate, &up], product), held(&[&x], normed));
+    assert!(product < MIB / 2, "{product}");
+    assert!(normed < MIB * 3 / 8, "{normed}");
 }

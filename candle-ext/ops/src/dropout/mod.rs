@@ -10,7 +10,7 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::record;
+use crate::tape::{make_cheap, record};
 
 /// Which elements are dropped.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,7 +49,9 @@ pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
     if spec.p == 0.0 {
         return Ok(x.clone());
     }
-    let y = masked(&x.contiguous()?, spec)?;
+    let kept = x.contiguous()?;
+    let y = masked(&kept, spec)?;
+    make_cheap(&y, move || masked(&kept, spec));
     Ok(record("dropout", [x.into()], y, move |dy| Ok([Some(masked(dy, spec)?)])))
 }
 

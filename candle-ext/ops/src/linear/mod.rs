@@ -13,7 +13,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::product::Dims;
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{is_tracked, record};
+use crate::tape::{Kept, is_tracked, keep, record};
 use crate::weight::Weight;
 
 /// The format of an output. Everything is computed in f32 and rounded once at the end.
@@ -46,7 +46,7 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
         *last = dims.n;
     }
     let saved = Saved {
-        input: w.sink().map(|_| input),
+        input: w.sink().map(|_| keep(&input)),
         wants_dx: is_tracked(x).then(|| (x.dtype(), x.dims().to_vec())),
         w: w.clone(),
         bias: bias.cloned(),
@@ -69,7 +69,7 @@ fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, 
 
 struct Saved {
     /// Kept for the weight's gradient only.
-    input: Option<Tensor>,
+    input: Option<Kept>,
     wants_dx: Option<(DType, Vec<usize>)>,
     w: Weight,
     bias: Option<Weight>,
@@ -83,7 +83,7 @@ impl Saved {
             cpu => self.backward_cpu(dy),
             cuda => {
                 if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
-                    cuda::add_grad_w(dy, x, sink.grad(), self.dims)?;
+                    cuda::add_grad_w(dy, &x.get()?, sink.grad(), self.dims)?;
                 }
                 if let Some(sink) = self.bias.as_ref().and_then(Weight::sink) {
                     cuda::add_grad_bias(dy, sink.grad(), self.dims)?;
@@ -98,7 +98,8 @@ impl Saved {
         let dy = host("linear", dy)?;
         let dy = dy.floats()?;
         if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
-            let x = host("linear", x)?;
+            let x = x.get()?;
+            let x = host("linear", &x)?;
             let x = x.floats()?;
             sink.add("linear", |dw| cpu::add_grad_w(dy, x, dw, self.dims))?;
         }

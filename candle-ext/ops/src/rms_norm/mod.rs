@@ -12,7 +12,7 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{is_tracked, record};
+use crate::tape::{is_tracked, make_cheap, record};
 use crate::weight::Weight;
 
 /// y = x / sqrt(mean(x^2) + eps) * w over the last dim, in x's dtype. Accumulates in f32.
@@ -25,23 +25,30 @@ pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
     let d = check(x, w)?;
     let input = x.contiguous()?;
     let eps = eps as f32;
-    let (y, saved) = on_device!("rms_norm", x, {
-        cpu => {
-            let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
-            let (x, w) = (host("rms_norm", &input)?, host("rms_norm", w.value())?);
-            cpu::forward(x.floats()?, w.floats()?, y.view(), d, eps);
-            (y.into_storage(), None)
-        },
-        cuda => {
-            let (y, rstd) = cuda::forward(&input, w.value(), d, eps)?;
-            (y.into_storage(), Some(rstd))
-        },
-    });
+    let (y, saved) = forward(&input, w, d, eps)?;
+    let (kept, weight) = (input.clone(), w.clone());
+    make_cheap(&y, move || Ok(forward(&kept, &weight, d, eps)?.0));
     let (weight, wants_dx) = (w.clone(), is_tracked(x));
-    Ok(record("rms_norm", [x.into(), w.into()], storage::tensor(y, x.shape()), move |dy| {
+    Ok(record("rms_norm", [x.into(), w.into()], y, move |dy| {
         let saved = Saved { input: &input, weight: &weight, rstd: saved.as_ref(), eps };
         Ok([saved.backward(dy, wants_dx)?, None])
     }))
+}
+
+/// Returns y, and on CUDA 1 / sqrt(mean(x^2) + eps) of each row.
+fn forward(x: &Tensor, w: &Weight, d: usize, eps: f32) -> Result<(Tensor, Option<Tensor>)> {
+    on_device!("rms_norm", x, {
+        cpu => {
+            let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
+            let (x_host, w) = (host("rms_norm", x)?, host("rms_norm", w.value())?);
+            cpu::forward(x_host.floats()?, w.floats()?, y.view(), d, eps);
+            Ok((storage::tensor(y, x.shape()), None))
+        },
+        cuda => {
+            let (y, rstd) = cuda::forward(x, w.value(), d, eps)?;
+            Ok((y.into_tensor(x.shape()), Some(rstd)))
+        },
+    })
 }
 
 struct Saved<'a> {

@@ -10,30 +10,36 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::record;
+use crate::tape::{make_cheap, record};
 
 /// y = gate * sigmoid(gate) * up, element by element, computed in f32 and rounded once.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check(gate, up)?;
-    let saved = (gate.contiguous()?, up.contiguous()?);
-    let y = on_device!("swiglu", gate, {
-        cpu => {
-            let mut y = FloatBuf::unwritten(gate.dtype(), gate.elem_count())?;
-            let (gate_host, up_host) = (host("swiglu", &saved.0)?, host("swiglu", &saved.1)?);
-            cpu::forward(gate_host.floats()?, up_host.floats()?, y.view());
-            storage::tensor(y, gate.shape())
-        },
-        cuda => cuda::forward(&saved.0, &saved.1)?.into_tensor(gate.shape()),
-    });
+    let (gate_kept, up_kept) = (gate.contiguous()?, up.contiguous()?);
+    let y = forward(&gate_kept, &up_kept)?;
+    let (again_gate, again_up) = (gate_kept.clone(), up_kept.clone());
+    make_cheap(&y, move || forward(&again_gate, &again_up));
     Ok(record("swiglu", [gate.into(), up.into()], y, move |dy| {
-        let (gate, up) = &saved;
+        let (gate, up) = (&gate_kept, &up_kept);
         let (d_gate, d_up) = on_device!("swiglu", dy, {
             cpu => backward_cpu(gate, up, dy)?,
             cuda => cuda::backward(gate, up, dy)?,
         });
         Ok([Some(d_gate), Some(d_up)])
     }))
+}
+
+fn forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    on_device!("swiglu", gate, {
+        cpu => {
+            let mut y = FloatBuf::unwritten(gate.dtype(), gate.elem_count())?;
+            let (gate_host, up_host) = (host("swiglu", gate)?, host("swiglu", up)?);
+            cpu::forward(gate_host.floats()?, up_host.floats()?, y.view());
+            Ok(storage::tensor(y, gate.shape()))
+        },
+        cuda => Ok(cuda::forward(gate, up)?.into_tensor(gate.shape())),
+    })
 }
 
 fn backward_cpu(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
