@@ -50,29 +50,30 @@ impl<'a> Block<'a> {
         self.t * self.d * self.s
     }
 
-    /// What the ops of `model::block` save for backward, each tensor once, and the output. The input is not counted.
+    /// What the ops of `model::block` save for backward, each tensor once, and the output. The input is not counted, nor what
+    /// is made again from what is saved: norms, and silu(gate) up.
     pub(super) fn tape(&self) -> u64 {
         self.until_attention() + self.after_attention() + self.product_of_mlp()
     }
 
-    /// The output, which stays to the end; the first norm's; rotated q and k, v and attention's output with the logarithm
-    /// of each row's sum; q and k before their norms, if they have some.
+    /// The output, which stays to the end; rotated q and k, v and attention's output with the logarithm of each row's sum; q
+    /// and k before their norms, if they have some.
     fn until_attention(&self) -> u64 {
         let Self { t, d, q, kv, s, .. } = *self;
         let config = self.setup.model.config();
         let norms = if config.qk_norm() { q + kv } else { 0 };
-        let first_norm = self.saved(t, &["q_proj", "k_proj", "v_proj"], d);
+        let first_norm = self.dropped(t, &["q_proj", "k_proj", "v_proj"], d);
         let log_sum_exp = t * config.n_heads() as u64 * F32;
         let adapters = self.of_adapters(t, &["q_proj", "k_proj", "v_proj", "o_proj"]);
         t * s * (d + 2 * q + 2 * kv + norms) + first_norm + log_sum_exp + adapters + self.reference(7)
     }
 
-    /// The sum after attention, its norm, gate and up. A tiled MLP saves its input alone.
+    /// The sum after attention, gate and up. A tiled MLP saves its input instead.
     fn after_attention(&self) -> u64 {
         let x = self.t * self.s * self.d;
         match self.is_tiled() {
             true => 2 * x,
-            false => x + self.saved(self.t, &["gate_proj", "up_proj"], self.d) + self.mlp_of(self.t),
+            false => x + self.dropped(self.t, &["gate_proj", "up_proj"], self.d) + self.mlp_of(self.t),
         }
     }
 
@@ -82,9 +83,9 @@ impl<'a> Block<'a> {
         rows * self.s * 2 * self.f + adapters
     }
 
-    /// silu(gate) up, which the gradient of the last product's weight needs.
+    /// silu(gate) up, if an adapter drops some of it.
     fn product_of_mlp(&self) -> u64 {
-        if self.is_tiled() { 0 } else { self.saved(self.t, &["down_proj"], self.f) }
+        if self.is_tiled() { 0 } else { self.dropped(self.t, &["down_proj"], self.f) }
     }
 
     fn is_tiled(&self) -> bool {
@@ -96,30 +97,16 @@ impl<'a> Block<'a> {
         if self.is_tiled() { self.t.div_ceil(self.t.div_ceil(self.d).max(1)) } else { self.t }
     }
 
-    /// A product saves its input for the gradient of its weight, or of an adapter's A that reads the same. Products that
-    /// share an input save it once.
-    fn saved(&self, rows: u64, products: &[&str], width: u64) -> u64 {
-        let reads = |adapter: &Adapter| adapter.dropout == 0.0 && is_one_of(adapter, products);
-        let is_saved = self.setup.model.lora().is_none() || self.adapters.iter().any(reads);
-        if is_saved { rows * self.s * width } else { 0 }
+    /// The input of these products, if an adapter on one of them drops some of it: what is left is drawn again from it.
+    fn dropped(&self, rows: u64, products: &[&str], width: u64) -> u64 {
+        let drops = |adapter: &Adapter| adapter.dropout > 0.0 && is_one_of(adapter, products);
+        if self.adapters.iter().any(drops) { rows * self.s * width } else { 0 }
     }
 
-    /// What adapters save of their own: x A^T, rounded (`model::weights`), and their input if some of it is dropped.
+    /// What adapters save of their own: x A^T, rounded (`model::weights`).
     fn of_adapters(&self, rows: u64, products: &[&str]) -> u64 {
-        let own = |adapter: &Adapter| {
-            let dropped = if adapter.dropout > 0.0 { self.n_in(adapter) } else { 0 };
-            rows * self.s * (adapter.r as u64 + dropped)
-        };
-        self.adapters.iter().filter(|adapter| is_one_of(adapter, products)).map(own).sum()
-    }
-
-    /// The inputs of the product that an adapter sits on.
-    fn n_in(&self, adapter: &Adapter) -> u64 {
-        match adapter.module.rsplit('.').next() {
-            Some("o_proj") => self.q,
-            Some("down_proj") => self.f,
-            _ => self.d,
-        }
+        let ranks = self.adapters.iter().filter(|adapter| is_one_of(adapter, products)).map(|adapter| adapter.r as u64);
+        rows * self.s * ranks.sum::<u64>()
     }
 
     /// A forward that records nothing, at the last product of the MLP or in attention. Its input is not counted.
@@ -151,15 +138,14 @@ impl<'a> Block<'a> {
         mlp.max(attention)
     }
 
-    /// The MLP's backward and tape on some tokens: at the last product; then, when what that saved is gone, the gradients of
-    /// gate and up come, and become one of d.
+    /// The MLP's backward and tape on some tokens: at the last product, whose input is made again; then, when that is gone,
+    /// the gradients of gate and up come, and become one of d, beside the norm that is made again.
     fn mlp_backward(&self, rows: u64) -> u64 {
         let Self { d, f, s, .. } = *self;
         let elements = |n: u64| rows * s * n;
-        let saved = self.saved(rows, &["down_proj"], f);
-        let down = saved + elements(f) + self.product(rows, f, d);
+        let down = self.dropped(rows, &["down_proj"], f) + elements(2 * f) + self.product(rows, f, d);
         let swiglu = elements(3 * f);
-        let gate = elements(d) + self.product(rows, d, f);
+        let gate = elements(2 * d) + self.product(rows, d, f);
         self.mlp_of(rows) + down.max(swiglu).max(gate)
     }
 
