@@ -13,8 +13,8 @@ use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
 /// Elements of a widened panel: 4 MiB, about a core's share of the outer caches.
 const PANEL: usize = 1 << 20;
 
-/// Rows of the weight that one task multiplies with one token.
-const ROWS: usize = 64;
+/// Elements of the weight that one task multiplies with one token: to wake a thread for fewer takes longer.
+const PARALLEL_FROM: usize = 1 << 17;
 
 /// The sizes of a product of [t, k] activations with an [n, k] weight.
 #[derive(Clone, Copy, Debug)]
@@ -40,9 +40,10 @@ pub(crate) fn forward(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old, dims: D
 /// y = [y +] w x for one token: each weight is read once and in its own format, which is all that takes time.
 fn one_row(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old) {
     let k = x.len();
-    y.par_chunks_mut(ROWS).enumerate().for_each(|(i, y)| {
+    let rows_at_once = (PARALLEL_FROM / k).max(1);
+    y.par_chunks_mut(rows_at_once).enumerate().for_each(|(i, y)| {
         for (j, y) in y.iter_mut().enumerate() {
-            let row = (i * ROWS + j) * k;
+            let row = (i * rows_at_once + j) * k;
             let sum = w.slice(row..row + k).dot(x);
             *y = if old == Old::Keep { *y + sum } else { sum };
         }

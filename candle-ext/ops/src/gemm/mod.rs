@@ -6,6 +6,7 @@ mod amx;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+mod row;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
 
@@ -109,6 +110,9 @@ pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32
     }
     if a.cols == 0 {
         return clear(out, old);
+    }
+    if row::takes(&out, a, b) {
+        return row::gemm(out, old, a, b, scale);
     }
     Engine::best().run(out, old, a, b, scale, threads);
 }
@@ -274,6 +278,22 @@ mod tests {
             check(engine, (7000, 3, 600), (true, false, 0));
             check(engine, (3, 7000, 600), (false, true, 0));
             check(engine, (40, 50, 90_000), (false, false, 0));
+        }
+    }
+
+    #[test]
+    fn one_row_equals_three_loops() {
+        let (a, b) = (numbers(70, 1), numbers(70 * 45, 2));
+        for transposed in [false, true] {
+            let b = if transposed { Mat::with_stride(&b, 40, 70, 75).t() } else { Mat::with_stride(&b, 70, 40, 45) };
+            let term = |l: usize, j: usize| a[l] * b.data[l * b.row_stride + j * b.col_stride];
+            let want: Vec<f32> = (0..40).map(|j| 2.0 * (0..70).map(|l| term(l, j)).sum::<f32>()).collect();
+            let mut out = vec![1.0; 40];
+            assert!(row::takes(&MatMut::new(&mut out, 1, 40), Mat::new(&a, 1, 70), b));
+            gemm(MatMut::new(&mut out, 1, 40), Old::Overwrite, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
+            assert_eq!(out, want);
+            gemm(MatMut::new(&mut out, 1, 40), Old::Keep, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
+            assert_eq!(out, want.iter().map(|x| 2.0 * x).collect::<Vec<_>>());
         }
     }
 
