@@ -2,7 +2,8 @@
 
 /// Runs a loop in a version compiled for the widest vectors that the processor has.
 ///
-/// The compiler vectorises what it sees: `kernel` has all of the loop in it, inlined. A version rounds no different from
+/// The compiler vectorises what it sees: `kernel` is a closure marked `#[inline(always)]` with all of the loop in it. (Not
+/// marked, it may stay a function of its own, compiled for any processor.) A version rounds no different from
 /// another: Rust never joins a product and a sum into one operation.
 #[inline(always)]
 pub(crate) fn vectorised<R>(kernel: impl FnOnce() -> R) -> R {
