@@ -1,12 +1,11 @@
 //! What a run allocates, counted, beside what the estimate says of it.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candlewick_text::hub::{Hub, HubSettings};
+use peak_alloc::PeakAlloc;
 use serde_json::{Value, json};
 use trainer::estimate::{Class, Estimate, Place, Setup, bytes, estimate};
 use trainer::metrics::Console;
@@ -14,34 +13,8 @@ use trainer::plan::{Known, Plan, Reach};
 use trainer::recipe::Loaded;
 use trainer::run::{Began, prepare_data, train};
 
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is passed on to the system's allocator; only counters are added.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(LIVE.fetch_add(layout.size(), SeqCst) + layout.size(), SeqCst);
-        // SAFETY: the caller's promises about `layout` are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(LIVE.fetch_add(layout.size(), SeqCst) + layout.size(), SeqCst);
-        // SAFETY: as above.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), SeqCst);
-        // SAFETY: the pointer came from `System` with this layout, by the functions above.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 /// A causal run of two steps over a generated text, on a small model with random weights.
 fn recipe(folder: &Path) -> Value {
@@ -148,10 +121,10 @@ fn counted(arguments: &[&str]) {
 fn train_in_process(case: &Case) -> usize {
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() }).unwrap();
     prepare_data(&case.plan, &hub, Began::now()).unwrap();
-    let before = LIVE.load(SeqCst);
-    PEAK.store(before, SeqCst);
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
     train(&case.plan, &hub).unwrap();
-    PEAK.load(SeqCst) - before
+    ALLOCATOR.peak_usage() - before
 }
 
 /// The whole process, allocator and all. Sizes are such that the program itself, some 100 MiB, hides no error.

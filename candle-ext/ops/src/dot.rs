@@ -9,18 +9,12 @@ const LANES: usize = 16;
 
 /// sum(a b)
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    vectorised(
-        #[inline(always)]
-        || sum_of_products(a, b, |a| a),
-    )
+    vectorised!(sum_of_products(a, b, |a| a))
 }
 
 /// The same, one side widened on the way.
 pub(crate) fn dot_bf16(a: &[bf16], b: &[f32]) -> f32 {
-    vectorised(
-        #[inline(always)]
-        || sum_of_products(a, b, |a| f32::from_bits(u32::from(a.to_bits()) << 16)),
-    )
+    vectorised!(sum_of_products(a, b, |a| f32::from_bits(u32::from(a.to_bits()) << 16)))
 }
 
 #[inline(always)]

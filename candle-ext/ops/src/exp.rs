@@ -7,10 +7,7 @@ const LANES: usize = 16;
 
 /// Replaces each x of `row` by e^(x - shift) and returns their sum.
 pub(crate) fn exp_shifted(row: &mut [f32], shift: f32) -> f32 {
-    vectorised(
-        #[inline(always)]
-        || exp_shifted_by_lanes(row, shift),
-    )
+    vectorised!(exp_shifted_by_lanes(row, shift))
 }
 
 #[inline(always)]
@@ -33,10 +30,7 @@ fn exp_shifted_by_lanes(row: &mut [f32], shift: f32) -> f32 {
 
 /// The largest element; -inf for an empty row. NaNs are skipped: `exp_shifted` passes them on.
 pub(crate) fn max(row: &[f32]) -> f32 {
-    vectorised(
-        #[inline(always)]
-        || max_by_lanes(row),
-    )
+    vectorised!(max_by_lanes(row))
 }
 
 #[inline(always)]

@@ -54,12 +54,9 @@ impl<'a> Floats<'a> {
     pub(crate) fn round_like(self, values: &mut [f32]) {
         match self {
             Self::F32(_) => {}
-            Self::Bf16(_) => vectorised(
-                #[inline(always)]
-                || {
-                    values.iter_mut().for_each(|x| *x = f32::from_bits(u32::from(bf16_bits(*x)) << 16));
-                },
-            ),
+            Self::Bf16(_) => {
+                vectorised!(values.iter_mut().for_each(|x| *x = f32::from_bits(u32::from(bf16_bits(*x)) << 16)))
+            }
             Self::F16(_) => values.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
         }
     }
@@ -229,20 +226,14 @@ fn unwritten<T: Copy>(len: usize, poison: T) -> Vec<T> {
 /// half's own loops convert one element at a time; these two are vectorised.
 fn widen_bf16(values: &[bf16], out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "a block and its widened copy have one length");
-    vectorised(
-        #[inline(always)]
-        || {
-            values.iter().zip(out).for_each(|(value, out)| *out = f32::from_bits(u32::from(value.to_bits()) << 16));
-        },
+    vectorised!(
+        values.iter().zip(out).for_each(|(value, out)| *out = f32::from_bits(u32::from(value.to_bits()) << 16))
     );
 }
 
 fn round_to_bf16(values: &[f32], out: &mut [bf16]) {
     assert_eq!(values.len(), out.len(), "a block and its rounded copy have one length");
-    vectorised(
-        #[inline(always)]
-        || values.iter().zip(out).for_each(|(value, out)| *out = bf16::from_bits(bf16_bits(*value))),
-    );
+    vectorised!(values.iter().zip(out).for_each(|(value, out)| *out = bf16::from_bits(bf16_bits(*value))));
 }
 
 /// To nearest, ties to even; a NaN stays one.

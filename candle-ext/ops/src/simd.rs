@@ -1,11 +1,16 @@
 //! Loops compiled for the vectors of the processor at hand.
 
-/// Runs a loop in a version compiled for the widest vectors that the processor has.
+/// Evaluates an expression, a loop say, in a version compiled for the widest vectors that the processor has.
 ///
-/// The compiler vectorises what it sees: `kernel` is a closure marked `#[inline(always)]` with all of the loop in it. (Not
-/// marked, it may stay a function of its own, compiled for any processor.) A version rounds no different from
-/// another: Rust never joins a product and a sum into one operation.
-#[inline(always)]
-pub(crate) fn vectorised<R>(kernel: impl FnOnce() -> R) -> R {
-    pulp::Arch::new().dispatch(kernel)
+/// The compiler vectorises what it sees: all of the loop must be in the expression or inlined into it. A version rounds no
+/// different from another: Rust never joins a product and a sum into one operation.
+macro_rules! vectorised {
+    ($loop:expr) => {
+        // Not marked, the closure may stay a function of its own, compiled for any processor.
+        pulp::Arch::new().dispatch(
+            #[inline(always)]
+            || $loop,
+        )
+    };
 }
+pub(crate) use vectorised;

@@ -180,6 +180,11 @@ pub fn untracked<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     Ok(within(None, f)?.0)
 }
 
+/// True within [`Tape::record`], unless [`untracked`] stands between.
+pub(crate) fn is_recording() -> bool {
+    with_innermost(|_| ()).is_some()
+}
+
 /// True if `x` came from an input of the tape that records, or from a trainable weight: its gradient is wanted.
 pub fn is_tracked(x: &Tensor) -> bool {
     with_innermost(|recording| recording.tracked.contains(&x.id())).unwrap_or(false)

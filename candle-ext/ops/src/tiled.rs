@@ -6,7 +6,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use crate::in_place::copy_into;
 use crate::span::span;
-use crate::tape::{Input, Tape, is_tracked, record, untracked};
+use crate::tape::{Input, Tape, is_recording, is_tracked, record, untracked};
 
 /// y = f(x), where row i of y depends on nothing but row i of x and on weights.
 ///
@@ -37,13 +37,12 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
         let (mut y, mut trains_weights) = (None, false);
         for (first, n_rows) in self.tiles()? {
             let run = || (self.f)(&self.x.narrow(0, first, n_rows)?, first);
-            let tile = match &y {
-                Some(_) => untracked(run)?,
-                None => {
-                    let tape = Tape::record(&[], run)?;
-                    trains_weights = !tape.is_empty();
-                    tape.output().clone()
-                }
+            let tile = if y.is_none() && is_recording() {
+                let tape = Tape::record(&[], run)?;
+                trains_weights = !tape.is_empty();
+                tape.output().clone()
+            } else {
+                untracked(run)?
             };
             let y = match &y {
                 Some(y) => y,

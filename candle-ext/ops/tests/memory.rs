@@ -2,38 +2,17 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
     AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight,
     attention, linear, linear_cross_entropy, rms_norm, swiglu, tiled,
 };
-
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is passed on to the system's allocator; only counters are added.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(LIVE.fetch_add(layout.size(), SeqCst) + layout.size(), SeqCst);
-        // SAFETY: the caller's promises about `layout` are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), SeqCst);
-        // SAFETY: the pointer came from `System` with this layout, by `alloc` above.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+use peak_alloc::PeakAlloc;
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 /// The counters are global: one measurement at a time.
 static MEASURING: Mutex<()> = Mutex::new(());
@@ -45,19 +24,19 @@ fn peak(run: impl Fn()) -> usize {
     let _one = MEASURING.lock().unwrap();
     // Threads and thread-local scratch of the matrix product are made by the first run.
     run();
-    let before = LIVE.load(SeqCst);
-    PEAK.store(before, SeqCst);
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
     run();
-    PEAK.load(SeqCst) - before
+    ALLOCATOR.peak_usage() - before
 }
 
 /// The bytes that a tape holds, its output included.
 fn held(inputs: &[&Tensor], op: impl Fn() -> Result<Tensor>) -> usize {
     let _one = MEASURING.lock().unwrap();
     drop(Tape::record(inputs, &op));
-    let before = LIVE.load(SeqCst);
+    let before = ALLOCATOR.current_usage();
     let tape = Tape::record(inputs, &op);
-    let held = LIVE.load(SeqCst) - before;
+    let held = ALLOCATOR.current_usage() - before;
     drop(tape);
     held
 }

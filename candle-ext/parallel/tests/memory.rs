@@ -1,39 +1,18 @@
 //! What the modes that trade time for memory save, measured by a counting allocator.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, MlpRows, Model};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{Engine, Formats, LossScale, Micro, Mode, Parking, Residency, Resident};
+use peak_alloc::PeakAlloc;
 use serde_json::json;
 
-struct Counting;
-
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is passed on to the system's allocator; only counters are added.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(LIVE.fetch_add(layout.size(), SeqCst) + layout.size(), SeqCst);
-        // SAFETY: the caller's promises about `layout` are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), SeqCst);
-        // SAFETY: the pointer came from `System` with this layout, by `alloc` above.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 const N_BLOCKS: usize = 8;
 const N_TOKENS: usize = 1024;
@@ -60,10 +39,10 @@ fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
         positions: (0..N_TOKENS as u32).map(|i| i % 64).collect(),
         seqs: Seqs::packed((0..=N_TOKENS).step_by(64).collect()).unwrap(),
     };
-    let before = LIVE.load(SeqCst);
-    PEAK.store(before, SeqCst);
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
     engine.forward_backward(&micro, &LossScale::mean_over(1.0), 5).unwrap();
-    PEAK.load(SeqCst) - before
+    ALLOCATOR.peak_usage() - before
 }
 
 /// One test, because the counters are global.

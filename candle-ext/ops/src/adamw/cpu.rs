@@ -86,15 +86,12 @@ fn widened(by: &Update, buffers: Buffers<'_>, mut copy: Option<FloatsMut<'_>>) {
 fn step(by: &Update, master: &mut [f32], grad: &[f32], mean: &mut [f32], square: &mut [f32]) {
     let f = by.factors;
     let grad_scale = by.grad_scale;
-    vectorised(
-        #[inline(always)]
-        || {
-            for ((p, g), (m, v)) in master.iter_mut().zip(grad).zip(mean.iter_mut().zip(square)) {
-                let g = g * grad_scale;
-                *m = *m * f.beta1 + g * f.one_minus_beta1;
-                *v = *v * f.beta2 + g * g * f.one_minus_beta2;
-                *p = *p * f.shrink - f.lr * (*m / (v.sqrt() + f.eps));
-            }
-        },
-    );
+    vectorised!({
+        for ((p, g), (m, v)) in master.iter_mut().zip(grad).zip(mean.iter_mut().zip(square)) {
+            let g = g * grad_scale;
+            *m = *m * f.beta1 + g * f.one_minus_beta1;
+            *v = *v * f.beta2 + g * g * f.one_minus_beta2;
+            *p = *p * f.shrink - f.lr * (*m / (v.sqrt() + f.eps));
+        }
+    });
 }

@@ -15,10 +15,7 @@ pub(super) fn add(a: Floats<'_>, b: Floats<'_>, y: FloatsMut<'_>) {
         let (mut a_wide, mut b_wide) = (Vec::new(), Vec::new());
         let (a, b) = (a.slice(range.clone()).widened(&mut a_wide), b.slice(range).widened(&mut b_wide));
         if let FloatsMut::F32(y) = y {
-            vectorised(
-                #[inline(always)]
-                || y.iter_mut().zip(a.iter().zip(b)).for_each(|(y, (a, b))| *y = a + b),
-            );
+            vectorised!(y.iter_mut().zip(a.iter().zip(b)).for_each(|(y, (a, b))| *y = a + b));
         } else {
             let sums: Vec<f32> = a.iter().zip(b).map(|(a, b)| a + b).collect();
             y.write(0, &sums);

@@ -74,10 +74,7 @@ fn add_groups(x: &mut [f32], group: usize, len: usize) -> &[f32] {
     x.par_chunks_mut((group * len).max(1)).for_each(|heads| {
         let (sum, rest) = heads.split_at_mut(len);
         for head in rest.chunks_exact(len) {
-            vectorised(
-                #[inline(always)]
-                || sum.iter_mut().zip(head).for_each(|(sum, x)| *sum += x),
-            );
+            vectorised!(sum.iter_mut().zip(head).for_each(|(sum, x)| *sum += x));
         }
     });
     let n_sums = if len == 0 { 0 } else { x.len() / (group * len) };
@@ -153,10 +150,7 @@ impl Sequence<'_> {
 /// ds = p (dp - delta), in place of dp.
 fn softmax_backward(p: &[f32], dp: &mut [f32], delta: &[f32], n_keys: usize) {
     for ((p, dp), delta) in p.chunks_exact(n_keys).zip(dp.chunks_exact_mut(n_keys)).zip(delta) {
-        vectorised(
-            #[inline(always)]
-            || p.iter().zip(dp).for_each(|(p, dp)| *dp = p * (*dp - delta)),
-        );
+        vectorised!(p.iter().zip(dp).for_each(|(p, dp)| *dp = p * (*dp - delta)));
     }
 }
 

@@ -87,10 +87,7 @@ fn attend(queries: &Queries<'_>, (k, v): (Head<'_>, Head<'_>), span: &Span, o: &
             sums[row] = sums[row] * shrink + exp::exp_shifted(scores, max);
             maxima[row] = max;
             let o = &mut o[row * dim..(row + 1) * dim];
-            vectorised(
-                #[inline(always)]
-                || o.iter_mut().for_each(|o| *o *= shrink),
-            );
+            vectorised!(o.iter_mut().for_each(|o| *o *= shrink));
         }
         let p = Mat::new(&scores, rows, tile.len());
         gemm(MatMut::new(o, rows, dim), Old::Keep, p, of_span(v, &span.k, &tile), 1.0, Threads::One);

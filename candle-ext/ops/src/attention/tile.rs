@@ -64,10 +64,7 @@ impl Queries<'_> {
             let visible = self.visible_in(query, tile);
             clear_outside(scores, &visible);
             let (scores, lse) = (&mut scores[visible], lse[query]);
-            vectorised(
-                #[inline(always)]
-                || scores.iter_mut().for_each(|score| *score = exp(*score - lse)),
-            );
+            vectorised!(scores.iter_mut().for_each(|score| *score = exp(*score - lse)));
         }
     }
 }

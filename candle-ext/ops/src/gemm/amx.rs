@@ -2,7 +2,7 @@
 //! the sum of three bf16 (24 bits of mantissa are 3 times 8), and of the nine products of two such sums the six that
 //! matter are taken. What is left out is below 2^-25 of a product; sums are f32, as in any other kernel.
 //!
-//! Numbers below 2^-108 lose low bits, and infinities become NaN.
+//! Numbers below 2^-108 lose low bits; infinities, and what bf16 rounds to them (above 3.39e38), become NaN.
 
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -39,6 +39,7 @@ impl Amx {
             // Leaf 7 exists on every processor with AVX-512.
             let features = || __cpuid_count(7, 0).edx;
             is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
                 && features() & (AMX_BF16 | AMX_TILE) == AMX_BF16 | AMX_TILE
                 && permitted()
         });

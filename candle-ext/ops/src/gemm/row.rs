@@ -24,9 +24,6 @@ pub(super) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32
     }
     for (k, a) in a.iter().enumerate() {
         let (factor, row) = (scale * a, &b.data[k * b.row_stride..][..out.len()]);
-        vectorised(
-            #[inline(always)]
-            || out.iter_mut().zip(row).for_each(|(out, b)| *out += factor * b),
-        );
+        vectorised!(out.iter_mut().zip(row).for_each(|(out, b)| *out += factor * b));
     }
 }

@@ -30,10 +30,7 @@ pub(super) fn sum_of_squares(x: Floats<'_>) -> f64 {
             let mut wide = Vec::new();
             let end = ((i + 1) * CHUNK).min(x.len());
             let chunk = x.slice(i * CHUNK..end).widened(&mut wide);
-            vectorised(
-                #[inline(always)]
-                || squares(chunk),
-            )
+            vectorised!(squares(chunk))
         })
         .collect();
     sums.iter().sum()

@@ -98,10 +98,7 @@ fn softmax_minus_onehot(logits: &mut [f32], class: usize, weight: f32) -> f32 {
     let max = exp::max(logits);
     let sum = exp::exp_shifted(logits, max);
     let scale = weight / sum;
-    vectorised(
-        #[inline(always)]
-        || logits.iter_mut().for_each(|p| *p *= scale),
-    );
+    vectorised!(logits.iter_mut().for_each(|p| *p *= scale));
     logits[class] -= weight;
     max - at_target + sum.ln()
 }

@@ -23,10 +23,7 @@ pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, y: FloatsMut<'_>, d: usize, 
             let start = (i * n_rows + row) * d;
             let x_row = x.slice(start..start + d);
             normalise(x_row, x_row.widened(&mut x_wide), &mut out, eps);
-            vectorised(
-                #[inline(always)]
-                || out.iter_mut().zip(w).for_each(|(out, w)| *out *= w),
-            );
+            vectorised!(out.iter_mut().zip(w).for_each(|(out, w)| *out *= w));
             y.write(row * d, &out);
         }
     });
@@ -45,15 +42,9 @@ pub(super) fn grad_x(x: Floats<'_>, w: Floats<'_>, dy: Floats<'_>, dx: FloatsMut
             let x = x.slice(range.clone()).widened(&mut x_wide);
             let dy = dy.slice(range).widened(&mut dy_wide);
             let r = reciprocal_rms(x, eps);
-            vectorised(
-                #[inline(always)]
-                || out.iter_mut().zip(dy).zip(w).for_each(|((g, dy), w)| *g = dy * w),
-            );
+            vectorised!(out.iter_mut().zip(dy).zip(w).for_each(|((g, dy), w)| *g = dy * w));
             let gn = dot(x, &out) * r / d as f32;
-            vectorised(
-                #[inline(always)]
-                || out.iter_mut().zip(x).for_each(|(g, x)| *g = r * (*g - x * r * gn)),
-            );
+            vectorised!(out.iter_mut().zip(x).for_each(|(g, x)| *g = r * (*g - x * r * gn)));
             dx.write(row * d, &out);
         }
     });
@@ -73,10 +64,7 @@ pub(super) fn add_grad_w(x: Floats<'_>, dy: Floats<'_>, dw: &mut [f32], eps: f32
                 let x_row = x.slice(row * d..(row + 1) * d);
                 normalise(x_row, x_row.widened(&mut x_wide), &mut normed, eps);
                 let dy = dy.slice(row * d..(row + 1) * d).widened(&mut dy_wide);
-                vectorised(
-                    #[inline(always)]
-                    || sum.iter_mut().zip(&normed).zip(dy).for_each(|((sum, n), dy)| *sum += n * dy),
-                );
+                vectorised!(sum.iter_mut().zip(&normed).zip(dy).for_each(|((sum, n), dy)| *sum += n * dy));
             }
             sum
         })
@@ -89,10 +77,7 @@ pub(super) fn add_grad_w(x: Floats<'_>, dy: Floats<'_>, dw: &mut [f32], eps: f32
 /// out = x r, rounded to the input's format.
 fn normalise(format: Floats<'_>, x: &[f32], out: &mut [f32], eps: f32) {
     let r = reciprocal_rms(x, eps);
-    vectorised(
-        #[inline(always)]
-        || out.iter_mut().zip(x).for_each(|(out, x)| *out = x * r),
-    );
+    vectorised!(out.iter_mut().zip(x).for_each(|(out, x)| *out = x * r));
     format.round_like(out);
 }
 

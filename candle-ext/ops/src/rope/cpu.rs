@@ -24,21 +24,18 @@ pub(super) fn rotate(x: Floats<'_>, table: (&[f32], &[f32]), y: FloatsMut<'_>, (
             let x = x.slice(token * width..(token + 1) * width).widened(&mut wide);
             let cos = &table.0[token * half..(token + 1) * half];
             let sin = &table.1[token * half..(token + 1) * half];
-            vectorised(
-                #[inline(always)]
-                || {
-                    for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k)) {
-                        let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
-                        for ((((a, b), (cos, sin)), out_a), out_b) in
-                            a.iter().zip(b).zip(cos.iter().zip(sin)).zip(out_a).zip(out_b)
-                        {
-                            let sin = sign * sin;
-                            *out_a = a * cos - b * sin;
-                            *out_b = b * cos + a * sin;
-                        }
+            vectorised!({
+                for (x, out) in x.chunks_exact(k).zip(out.chunks_exact_mut(k)) {
+                    let ((a, b), (out_a, out_b)) = (x.split_at(half), out.split_at_mut(half));
+                    for ((((a, b), (cos, sin)), out_a), out_b) in
+                        a.iter().zip(b).zip(cos.iter().zip(sin)).zip(out_a).zip(out_b)
+                    {
+                        let sin = sign * sin;
+                        *out_a = a * cos - b * sin;
+                        *out_b = b * cos + a * sin;
                     }
-                },
-            );
+                }
+            });
             y.write(row * width, &out);
         }
     });

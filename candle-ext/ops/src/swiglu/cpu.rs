@@ -18,10 +18,7 @@ pub(super) fn forward(gate: Floats<'_>, up: Floats<'_>, y: FloatsMut<'_>) {
         let up = up.slice(range).widened(&mut up_wide);
         let mut out = [0.0; BLOCK];
         let out = &mut out[..gate.len()];
-        vectorised(
-            #[inline(always)]
-            || out.iter_mut().zip(gate.iter().zip(up)).for_each(|(out, (&g, u))| *out = g * sigmoid(g) * u),
-        );
+        vectorised!(out.iter_mut().zip(gate.iter().zip(up)).for_each(|(out, (&g, u))| *out = g * sigmoid(g) * u));
         y.write(0, out);
     });
 }
@@ -41,17 +38,14 @@ pub(super) fn backward(
         let dy = dy.slice(range).widened(&mut dy_wide);
         let (mut dg, mut du) = ([0.0; BLOCK], [0.0; BLOCK]);
         let (dg, du) = (&mut dg[..gate.len()], &mut du[..gate.len()]);
-        vectorised(
-            #[inline(always)]
-            || {
-                let outputs = dg.iter_mut().zip(du.iter_mut());
-                for (((dg, du), (&g, &u)), &dy) in outputs.zip(gate.iter().zip(up)).zip(dy) {
-                    let s = sigmoid(g);
-                    *du = dy * g * s;
-                    *dg = dy * u * s * (1.0 + g * (1.0 - s));
-                }
-            },
-        );
+        vectorised!({
+            let outputs = dg.iter_mut().zip(du.iter_mut());
+            for (((dg, du), (&g, &u)), &dy) in outputs.zip(gate.iter().zip(up)).zip(dy) {
+                let s = sigmoid(g);
+                *du = dy * g * s;
+                *dg = dy * u * s * (1.0 + g * (1.0 - s));
+            }
+        });
         d_gate.write(0, dg);
         d_up.write(0, du);
     });
