@@ -47,12 +47,11 @@ fn a_step_with_frozen_weights_has_the_operations_that_torch_counts() {
 fn causal_and_windowed_attention_count_the_pairs_that_the_mask_leaves() {
     for Counted { name, config, lengths, visible_pairs, forward, .. } in counted() {
         let config = Config::from_json(config).unwrap();
-        let shape = shape(&config);
-        let visibility = Visibility::Causal { window: config.window(0) };
+        let shape = ModelShape::of(&config);
         let all_pairs: usize = lengths.iter().map(|s| s * s).sum();
         let of_a_pair = (4 * shape.n_heads * shape.head_dim) as f64;
         let hidden: f64 = visible_pairs.iter().map(|visible| all_pairs as f64 - visible).sum();
-        assert_eq!(flops(&shape, Pass::FORWARD, visibility, &lengths), forward - of_a_pair * hidden, "{name}");
+        assert_eq!(flops(&shape, Pass::FORWARD, Visibility::Causal, &lengths), forward - of_a_pair * hidden, "{name}");
     }
 }
 
@@ -69,7 +68,7 @@ fn a_packed_rows_tflops_are_those_of_its_sequences() {
     assert_eq!((steps.len(), records.len()), (3, 3));
     for (step, record) in steps.iter().zip(records) {
         let lengths = lengths(step);
-        let work = flops(&TINY, Pass::TRAIN, Visibility::Full, &lengths);
+        let work = flops(&tiny(), Pass::TRAIN, Visibility::Full, &lengths);
         let number = |name: &str| record[name].as_f64().unwrap();
         let n_micro = step["micro_batches"].as_array().unwrap().len() as f64;
         for reported in
@@ -77,20 +76,22 @@ fn a_packed_rows_tflops_are_those_of_its_sequences() {
         {
             assert!((1e12 * reported - work).abs() <= 1e-9 * work, "{reported} {work}");
         }
-        let unpacked = flops(&TINY, Pass::TRAIN, Visibility::Full, &[lengths.iter().sum()]);
+        let unpacked = flops(&tiny(), Pass::TRAIN, Visibility::Full, &[lengths.iter().sum()]);
         assert!(unpacked > 1.01 * work, "the rows are not packed: {lengths:?}");
     }
 }
 
 /// The model of `support`.
-const TINY: ModelShape =
-    ModelShape { n_layers: 2, hidden: 32, intermediate: 64, n_heads: 4, n_kv_heads: 2, head_dim: 8, vocab: 1024 };
+fn tiny() -> ModelShape {
+    let windows = vec![None; 2];
+    ModelShape { windows, hidden: 32, intermediate: 64, n_heads: 4, n_kv_heads: 2, head_dim: 8, vocab: 1024 }
+}
 
 #[track_caller]
 fn check(pass: Pass, want: impl Fn(&Counted) -> Option<f64>) {
     let mut n_checked = 0;
     for counted in counted() {
-        let shape = shape(&Config::from_json(counted.config.clone()).unwrap());
+        let shape = ModelShape::of(&Config::from_json(counted.config.clone()).unwrap());
         if let Some(want) = want(&counted) {
             assert_eq!(flops(&shape, pass, Visibility::Full, &counted.lengths), want, "{}", counted.name);
             n_checked += 1;
@@ -101,18 +102,6 @@ fn check(pass: Pass, want: impl Fn(&Counted) -> Option<f64>) {
 
 fn counted() -> Vec<Counted> {
     serde_json::from_str(include_str!("fixtures/flops.json")).unwrap()
-}
-
-fn shape(config: &Config) -> ModelShape {
-    ModelShape {
-        n_layers: config.n_layers(),
-        hidden: config.hidden_size(),
-        intermediate: config.intermediate_size(),
-        n_heads: config.n_heads(),
-        n_kv_heads: config.n_kv_heads(),
-        head_dim: config.head_dim(),
-        vocab: config.vocab_size(),
-    }
 }
 
 /// The lengths of a step's sequences.

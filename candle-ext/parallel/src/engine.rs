@@ -186,7 +186,7 @@ impl Engine {
             let tape = Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?;
             return Ok((tape.output().clone(), Kept::Tape(x, tape)));
         }
-        let y = self.model.block(block_idx, &self.store.fetch_frozen(unit_idx)?, &x, cx)?;
+        let y = self.model.block(block_idx, &self.store.fetch(unit_idx)?, &x, cx)?;
         let kept = match self.residency[block_idx] {
             Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
             _ => Kept::Input(x),
@@ -230,7 +230,7 @@ impl Engine {
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Tensor> {
         let _span = span("evaluation", "forward");
         let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, &OneDevice)?;
-        let weights = self.store.fetch_frozen(self.head())?;
+        let weights = self.store.fetch(self.head())?;
         let lm_head = self.model.lm_head(&weights)?;
         let spec = self.cross_entropy(lm_head.value(), reduction)?;
         let normed = self.model.norm(&weights, &x_td)?;
@@ -242,7 +242,7 @@ impl Engine {
         let positions: Vec<u32> = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
         let seqs = Seqs::packed(vec![0, ids.len()])?;
         let x_td = self.hidden(&Tensor::new(ids, &self.device)?, &positions, &seqs, seams)?;
-        let weights = self.store.fetch_frozen(self.head())?;
+        let weights = self.store.fetch(self.head())?;
         let normed = self.model.norm(&weights, &x_td.narrow(0, ids.len() - 1, 1)?)?;
         self.model.logits(&weights, &normed)?.squeeze(0)
     }
@@ -250,9 +250,9 @@ impl Engine {
     fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
         let cx = self.cx([&cos, &sin], seqs, seams);
-        let mut x = self.model.embed(&self.store.fetch_frozen(0)?, ids)?;
+        let mut x = self.model.embed(&self.store.fetch(0)?, ids)?;
         for block_idx in 0..self.model.n_blocks() {
-            x = self.model.block(block_idx, &self.store.fetch_frozen(block_idx + 1)?, &x, &cx)?;
+            x = self.model.block(block_idx, &self.store.fetch(block_idx + 1)?, &x, &cx)?;
         }
         Ok(x)
     }

@@ -122,25 +122,16 @@ impl Resident {
         Ok(())
     }
 
-    /// Returns the weights of one unit with the sinks of the trainable ones: what a recorded forward needs.
+    /// Returns the weights of one unit, the trainable ones with their sinks.
     pub fn fetch(&self, unit_idx: usize) -> Result<Weights> {
-        self.weights(unit_idx, Sinks::Attached)
-    }
-
-    /// Returns the weights of one unit without sinks: a forward through them records nothing.
-    pub fn fetch_frozen(&self, unit_idx: usize) -> Result<Weights> {
-        self.weights(unit_idx, Sinks::None)
-    }
-
-    fn weights(&self, unit_idx: usize, sinks: Sinks) -> Result<Weights> {
         let store = &self.units[unit_idx];
         let mut weights = BTreeMap::new();
         for (name, slot) in &store.slots {
-            weights.insert(name.clone(), store.weight(slot, sinks)?);
+            weights.insert(name.clone(), store.weight(slot)?);
         }
         for shared in &store.unit.shared {
             let owner = &self.units[shared.unit];
-            weights.insert(shared.name.clone(), owner.weight(&owner.slots[&shared.name], sinks)?);
+            weights.insert(shared.name.clone(), owner.weight(&owner.slots[&shared.name])?);
         }
         Weights::new(&store.unit, weights)
     }
@@ -224,12 +215,6 @@ impl Resident {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Sinks {
-    Attached,
-    None,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
 enum Copy {
     Master,
     Compute,
@@ -279,11 +264,11 @@ impl UnitStore {
         }
     }
 
-    fn weight(&self, slot: &Slot, sinks: Sinks) -> Result<Weight> {
+    fn weight(&self, slot: &Slot) -> Result<Weight> {
         let value = self.value(slot, Copy::Compute)?;
         Ok(match &slot.sink {
-            Some(sink) if sinks == Sinks::Attached => Weight::trainable(value, sink.clone()),
-            _ => Weight::frozen(value),
+            Some(sink) => Weight::trainable(value, sink.clone()),
+            None => Weight::frozen(value),
         })
     }
 

@@ -9,13 +9,14 @@
 //!
 //! h hidden, i intermediate, k head dim, L layers, V vocabulary, s the length of a packed sequence.
 
-use serde::{Deserialize, Serialize};
+use candlewick_model::Config;
 
 /// Holds the sizes that the count depends on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelShape {
-    /// L.
-    pub n_layers: usize,
+    /// Of each of the L layers, the sliding window if it has one: a query sees itself and at most `window - 1` keys before
+    /// it.
+    pub windows: Vec<Option<usize>>,
     /// h.
     pub hidden: usize,
     /// i.
@@ -61,18 +62,28 @@ pub struct Recomputed {
 pub enum Visibility {
     /// All s^2 pairs, needed or not: what ArcticTraining and most published TFLOPS count.
     Full,
-    /// Pairs that a causal mask leaves, s (s + 1) / 2, fewer under a sliding window.
-    Causal {
-        /// A query sees itself and at most `window - 1` keys before it.
-        window: Option<usize>,
-    },
+    /// Pairs that a causal mask leaves, s (s + 1) / 2, fewer under a layer's sliding window.
+    Causal,
 }
 
 impl ModelShape {
+    /// Reads the sizes off a model's configuration.
+    pub fn of(config: &Config) -> Self {
+        Self {
+            windows: (0..config.n_layers()).map(|block_idx| config.window(block_idx)).collect(),
+            hidden: config.hidden_size(),
+            intermediate: config.intermediate_size(),
+            n_heads: config.n_heads(),
+            n_kv_heads: config.n_kv_heads(),
+            head_dim: config.head_dim(),
+            vocab: config.vocab_size(),
+        }
+    }
+
     /// Returns N: the weights that take part in matrix products, the output head included and the
     /// embedding's lookup not.
     pub fn n_weights(&self) -> u64 {
-        (self.n_layers * self.n_block_weights() + self.vocab * self.hidden) as u64
+        (self.windows.len() * self.n_block_weights() + self.vocab * self.hidden) as u64
     }
 
     fn n_block_weights(&self) -> usize {
@@ -86,26 +97,21 @@ impl ModelShape {
 
 /// Counts the operations of one pass over packed sequences of these lengths.
 pub fn flops(shape: &ModelShape, pass: Pass, visibility: Visibility, lengths: &[usize]) -> f64 {
-    count(shape, pass, shape.n_weights(), shape.n_layers, visibility, lengths)
+    let pairs: f64 = shape.windows.iter().map(|window| visibility.pairs(*window, lengths)).sum();
+    count(shape, pass, shape.n_weights(), pairs, lengths)
 }
 
-/// Counts the operations of the forwards that backward computes again: no useful work.
-pub fn recomputed_flops(shape: &ModelShape, again: Recomputed, visibility: Visibility, lengths: &[usize]) -> f64 {
+/// Counts the operations of the forwards that backward computes again, with all query-key pairs: no useful work.
+pub fn recomputed_flops(shape: &ModelShape, again: Recomputed, lengths: &[usize]) -> f64 {
     let n_weights = again.n_blocks * shape.n_block_weights() + again.n_mlps * shape.n_mlp_weights();
-    count(shape, Pass::FORWARD, n_weights as u64, again.n_blocks, visibility, lengths)
+    let pairs = again.n_blocks as f64 * Visibility::Full.pairs(None, lengths);
+    count(shape, Pass::FORWARD, n_weights as u64, pairs, lengths)
 }
 
-fn count(
-    shape: &ModelShape,
-    pass: Pass,
-    n_weights: u64,
-    n_layers: usize,
-    visibility: Visibility,
-    lengths: &[usize],
-) -> f64 {
+/// `pairs`: of query and key, of all layers.
+fn count(shape: &ModelShape, pass: Pass, n_weights: u64, pairs: f64, lengths: &[usize]) -> f64 {
     let n_tokens: u64 = lengths.iter().map(|&s| s as u64).sum();
-    let pairs: f64 = lengths.iter().map(|&s| visibility.pairs(s as u64)).sum();
-    let width = (shape.head_dim * shape.n_heads * n_layers) as f64;
+    let width = (shape.head_dim * shape.n_heads) as f64;
     (pass.linear * n_weights) as f64 * n_tokens as f64 + pass.attention as f64 * width * pairs
 }
 
@@ -131,15 +137,17 @@ pub fn gpu_peak(name: &str) -> Option<f64> {
 }
 
 impl Visibility {
-    fn pairs(self, s: u64) -> f64 {
-        match self {
-            Visibility::Full => s as f64 * s as f64,
-            Visibility::Causal { window } => {
-                let w = window.map_or(s, |w| s.min(w as u64));
+    /// The pairs of one layer.
+    fn pairs(self, window: Option<usize>, lengths: &[usize]) -> f64 {
+        let of_sequence = |s: f64| match self {
+            Visibility::Full => s * s,
+            Visibility::Causal => {
+                let w = window.map_or(s, |w| s.min(w as f64));
                 // The first w queries see 1, 2, .. w keys, each later one w.
-                w as f64 * (w as f64 + 1.0) / 2.0 + (s - w) as f64 * w as f64
+                w * (w + 1.0) / 2.0 + (s - w) * w
             }
-        }
+        };
+        lengths.iter().map(|&s| of_sequence(s as f64)).sum()
     }
 }
 
@@ -148,14 +156,16 @@ mod tests {
     use super::*;
 
     /// h = 4, k = 2, 2 query heads, 1 key head: a layer has 3*4*6 + 4*(4+2+2+4) = 120 weights.
-    const TINY: ModelShape =
-        ModelShape { n_layers: 3, hidden: 4, intermediate: 6, n_heads: 2, n_kv_heads: 1, head_dim: 2, vocab: 10 };
+    fn tiny() -> ModelShape {
+        let windows = vec![None; 3];
+        ModelShape { windows, hidden: 4, intermediate: 6, n_heads: 2, n_kv_heads: 1, head_dim: 2, vocab: 10 }
+    }
 
     #[test]
     fn a_tiny_model_by_hand() {
-        assert_eq!(TINY.n_weights(), 3 * 120 + 40);
+        assert_eq!(tiny().n_weights(), 3 * 120 + 40);
         // 7 tokens; 3^2 + 4^2 = 25 pairs; width 2*2*3 = 12.
-        let count = |pass| flops(&TINY, pass, Visibility::Full, &[3, 4]);
+        let count = |pass| flops(&tiny(), pass, Visibility::Full, &[3, 4]);
         assert_eq!(count(Pass::FORWARD), 2.0 * 400.0 * 7.0 + 4.0 * 12.0 * 25.0);
         assert_eq!(count(Pass::TRAIN), 6.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
         assert_eq!(count(Pass::ADAPTER), 4.0 * 400.0 * 7.0 + 12.0 * 12.0 * 25.0);
@@ -163,15 +173,14 @@ mod tests {
 
     #[test]
     fn what_is_computed_again_is_counted_by_blocks_and_mlps() {
-        let count =
-            |n_blocks, n_mlps| recomputed_flops(&TINY, Recomputed { n_blocks, n_mlps }, Visibility::Full, &[3, 4]);
+        let count = |n_blocks, n_mlps| recomputed_flops(&tiny(), Recomputed { n_blocks, n_mlps }, &[3, 4]);
         assert_eq!(count(0, 0), 0.0);
         // 7 tokens; a block has 120 weights and attends to 25 pairs with a width of 2*2; an MLP has 3*4*6 = 72 weights.
         assert_eq!(count(1, 0), 2.0 * 120.0 * 7.0 + 4.0 * 4.0 * 25.0);
         assert_eq!(count(0, 1), 2.0 * 72.0 * 7.0);
         assert_eq!(count(2, 3), 2.0 * count(1, 0) + 3.0 * count(0, 1));
         // All blocks are the whole forward but for the head.
-        let forward = flops(&TINY, Pass::FORWARD, Visibility::Full, &[3, 4]);
+        let forward = flops(&tiny(), Pass::FORWARD, Visibility::Full, &[3, 4]);
         assert_eq!(count(3, 0), forward - 2.0 * 40.0 * 7.0);
     }
 
@@ -181,15 +190,24 @@ mod tests {
             for window in [None, Some(1), Some(3), Some(8), Some(20)] {
                 let sees = |i: u64, j: u64| j <= i && window.is_none_or(|w| i - j < w as u64);
                 let pairs = (0..s).flat_map(|i| (0..s).map(move |j| (i, j))).filter(|&(i, j)| sees(i, j));
-                assert_eq!(Visibility::Causal { window }.pairs(s), pairs.count() as f64, "{s} {window:?}");
+                assert_eq!(Visibility::Causal.pairs(window, &[s as usize]), pairs.count() as f64, "{s} {window:?}");
             }
         }
     }
 
     #[test]
+    fn a_layers_window_hides_pairs_of_that_layer() {
+        let windowed = ModelShape { windows: vec![None, Some(2), None], ..tiny() };
+        let count = |shape: &ModelShape, visibility| flops(shape, Pass::FORWARD, visibility, &[4]);
+        assert_eq!(count(&windowed, Visibility::Full), count(&tiny(), Visibility::Full));
+        // Of 10 causal pairs of 4 tokens, 7 lie within 2; width 2*2.
+        assert_eq!(count(&tiny(), Visibility::Causal) - count(&windowed, Visibility::Causal), 4.0 * 4.0 * 3.0);
+    }
+
+    #[test]
     fn real_models_have_the_published_number_of_weights() {
         let smollm2_135m = ModelShape {
-            n_layers: 30,
+            windows: vec![None; 30],
             hidden: 576,
             intermediate: 1536,
             n_heads: 9,
@@ -200,7 +218,7 @@ mod tests {
         // 134,515,008 parameters, less 61 norms of 576.
         assert_eq!(smollm2_135m.n_weights(), 134_515_008 - 61 * 576);
         let qwen3_0_6b = ModelShape {
-            n_layers: 28,
+            windows: vec![None; 28],
             hidden: 1024,
             intermediate: 3072,
             n_heads: 16,

@@ -232,24 +232,15 @@ impl<'a> Session<'a> {
 
     /// The operations of a step.
     fn flops(&self, step: &Step, work: Work) -> f64 {
-        let config = self.run.engine.model().config();
-        let shape = ModelShape {
-            n_layers: config.n_layers(),
-            hidden: config.hidden_size(),
-            intermediate: config.intermediate_size(),
-            n_heads: config.n_heads(),
-            n_kv_heads: config.n_kv_heads(),
-            head_dim: config.head_dim(),
-            vocab: config.vocab_size(),
-        };
+        let shape = ModelShape::of(self.run.engine.model().config());
         let (visibility, again) = match work {
             Work::All => (Visibility::Full, recomputed(self.run.engine.residency(), self.run.engine.mlp_rows())),
-            Work::Useful => (Visibility::Causal { window: None }, Recomputed::default()),
+            Work::Useful => (Visibility::Causal, Recomputed::default()),
         };
         let pass = if self.run.plan.model.adapter.is_some() { Pass::ADAPTER } else { Pass::TRAIN };
         let of_batch = |ends: &[usize]| {
             let lengths: Vec<usize> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
-            flops(&shape, pass, visibility, &lengths) + recomputed_flops(&shape, again, visibility, &lengths)
+            flops(&shape, pass, visibility, &lengths) + recomputed_flops(&shape, again, &lengths)
         };
         step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
     }
