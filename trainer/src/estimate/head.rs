@@ -34,14 +34,17 @@ pub(super) fn forward(setup: &Setup) -> u64 {
     t * d * s + n * (v * F32 + d * width)
 }
 
-/// What products on the CPU pack of both their factors (`ops::gemm::blocks`) and keep for the next one: up to 2^21 elements
-/// of each, of 6 bytes where the processor has AMX and 4 elsewhere.
+/// What products on the CPU pack of their factors (`ops::gemm::blocks`) and keep for the next one: up to 2^21 elements of the
+/// one with fewer rows or columns, of 6 bytes where the processor has AMX and 4 elsewhere, and 768 KiB a thread of the other.
 pub(super) fn packed(setup: &Setup) -> u64 {
     const MOST: u64 = 1 << 21;
+    const BLOCK: u64 = 768 << 10;
     let Sizes { t, d, v, n, .. } = Sizes::of(setup);
     let f = setup.model.config().intermediate_size() as u64;
+    // Of the MLP's and the head's products: forward, the input's gradient, the weight's.
+    let shared = (t.min(d) * f).max(t.min(f) * d).max(n.min(d) * v).max(n.min(v) * d).max(d.min(f) * t);
     match setup.place {
-        Place::Cpu => 2 * 6 * (t * f).max(n * v).max(v * d).max(d * f).min(MOST),
+        Place::Cpu => 6 * shared.min(MOST) + BLOCK * rayon::current_num_threads() as u64,
         Place::Gpu => 0,
     }
 }

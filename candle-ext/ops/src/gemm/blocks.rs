@@ -1,9 +1,10 @@
-//! The loops around a kernel that multiplies packed slivers: both sides are packed once, by all threads; then each thread
-//! multiplies rows of its own.
+//! The loops around a kernel that multiplies packed slivers. The factor with fewer rows or columns is packed once, by all
+//! threads. The other falls into blocks: a thread packs a block into its own second cache and multiplies it with all of the
+//! first factor, which streams past.
 //!
-//! The scheme is Goto's (Anatomy of High-Performance Matrix Multiplication, 2008) with the loops turned: a sliver of a
-//! lies in the first cache while a block of b streams past it from the second. No sum is split among threads, and terms are
-//! summed in blocks that depend on their number alone: the bits of a result do not depend on the threads.
+//! The scheme is Goto's (Anatomy of High-Performance Matrix Multiplication, 2008) with one of the two packings left to the
+//! thread that needs it. No sum is split among threads, and terms are summed in parts that depend on their number alone: the
+//! bits of a result do not depend on the threads.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -62,17 +63,18 @@ pub(super) struct Tile {
     pub(super) n_cols: usize,
 }
 
-/// Columns of b that stream past the slivers of a band: with their terms about half of a second cache.
-const BLOCK_B: usize = 1 << 16;
-/// Elements of a and of b that are packed at once.
+/// Lines of a block: 768 KiB, so that a second cache of 1 or 2 MiB holds it with what streams past.
+const BLOCK_LINES: usize = 12 << 10;
+/// Elements of the shared factor that are packed at once.
 const MAX_PACKED: usize = 1 << 21;
 /// Products of fewer operations than this are not worth waking another thread.
 const PARALLEL_FROM: usize = 1 << 20;
-/// Bands that a thread computes: more of them even out what else the machine does.
-const BANDS: usize = 2;
+/// Blocks for each thread, at least: more of them even out what else the machine does.
+const BLOCKS: usize = 2;
 
 thread_local! {
-    static PACKED: RefCell<[Vec<Line>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
+    static SHARED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    static BLOCK: RefCell<Vec<Line>> = RefCell::new(vec![Line([0; 64]); BLOCK_LINES]);
 }
 
 /// out = [out +] scale a b; the shapes agree and no dimension is 0.
@@ -97,9 +99,9 @@ pub(super) fn gemm<K: Kernel>(
         old,
     };
     // Taken out: while other threads compute, this one may be given another product to do.
-    let mut packed = PACKED.take();
-    product.run(&mut packed, n_threads);
-    PACKED.set(packed);
+    let mut shared = SHARED.take();
+    product.run(&mut shared, n_threads);
+    SHARED.set(shared);
 }
 
 /// Ranges of at most `size` that make up `whole`.
@@ -120,7 +122,7 @@ struct Out {
     row_stride: usize,
 }
 
-// SAFETY: `Product::band` is the only user, and its caller keeps its parts apart.
+// SAFETY: `Product::block` is the only user, and its caller keeps its parts apart.
 unsafe impl Send for Out {}
 // SAFETY: as above.
 unsafe impl Sync for Out {}
@@ -135,138 +137,157 @@ struct Product<'a, K> {
     old: Old,
 }
 
-/// What is packed: some terms of some rows and columns.
+/// Which factor is meant.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    A,
+    B,
+}
+
+/// Packed slivers of one factor: some of its rows or columns with some terms.
 struct Packed<'a> {
-    rows: Range<usize>,
-    cols: Range<usize>,
+    side: Side,
+    /// Rows of a, or columns of b.
+    range: Range<usize>,
     terms: Range<usize>,
-    a: &'a [Line],
-    b: &'a [Line],
+    slivers: &'a [Line],
 }
 
 impl<K: Kernel> Product<'_, K> {
-    fn run(&self, [a_buffer, b_buffer]: &mut [Vec<Line>; 2], n_threads: usize) {
+    fn run(&self, buffer: &mut Vec<Line>, n_threads: usize) {
         let (m, n, k) = (self.a.rows, self.b.cols, self.a.cols);
-        let max_rows = (MAX_PACKED / self.kc).next_multiple_of(K::MR);
-        let max_cols = (MAX_PACKED / self.kc).next_multiple_of(K::NR);
-        let widest = m.min(max_rows).max(n.min(max_cols));
-        let max_terms = (MAX_PACKED / widest / self.kc).max(1) * self.kc;
-        for rows in parts(0..m, max_rows) {
+        let (shared, n_shared, n_blocked) = if m <= n { (Side::A, m, n) } else { (Side::B, n, m) };
+        let max_shared = (MAX_PACKED / self.kc).next_multiple_of(width::<K>(shared));
+        for range in parts(0..n_shared, max_shared) {
+            let max_terms = (MAX_PACKED / range.len() / self.kc).max(1) * self.kc;
             for terms in parts(0..k, max_terms) {
-                let max_cols = (MAX_PACKED / terms.len()).next_multiple_of(K::NR);
-                for (i, cols) in parts(0..n, max_cols).enumerate() {
-                    let a = (i == 0).then_some(&mut *a_buffer);
-                    self.pack(a, b_buffer, &rows, &cols, &terms, n_threads);
-                    let packed = Packed { rows: rows.clone(), cols, terms: terms.clone(), a: a_buffer, b: b_buffer };
-                    self.multiply(&packed, n_threads);
-                }
+                self.pack(shared, &range, &terms, buffer, n_threads);
+                let shared = Packed { side: shared, range: range.clone(), terms, slivers: buffer };
+                self.multiply(&shared, n_blocked, n_threads);
+            }
+        }
+    }
+
+    /// Packs all slivers of a factor's range.
+    fn pack(&self, side: Side, range: &Range<usize>, terms: &Range<usize>, buffer: &mut Vec<Line>, n_threads: usize) {
+        let pack = |(i, sliver)| self.pack_sliver(side, range, i, terms, sliver);
+        let slivers = slivers(buffer, range.len().div_ceil(width::<K>(side)), self.lines(side, terms)).enumerate();
+        if n_threads == 1 {
+            slivers.for_each(pack);
+        } else {
+            slivers.collect::<Vec<_>>().into_par_iter().for_each(pack);
+        }
+    }
+
+    /// Packs sliver `i` of a factor's range.
+    fn pack_sliver(&self, side: Side, range: &Range<usize>, i: usize, terms: &Range<usize>, mut sliver: &mut [Line]) {
+        let of = if side == Side::A { self.a.t() } else { self.b };
+        let first = range.start + i * width::<K>(side);
+        let n = width::<K>(side).min(range.end - first);
+        for terms in parts(terms.clone(), self.kc) {
+            let to = sliver.split_off_mut(..lines::<K>(side, terms.len())).expect("a sliver has all of the terms");
+            let block = of.part(terms.start, terms.len(), first, n);
+            match side {
+                Side::A => self.kernel.pack_a(block, to),
+                Side::B => self.kernel.pack_b(block, to),
             }
         }
     }
 
     /// Lines of a sliver with all of these terms.
-    fn lines(&self, terms: &Range<usize>, lines: fn(usize) -> usize) -> usize {
-        parts(terms.clone(), self.kc).map(|terms| lines(terms.len())).sum()
+    fn lines(&self, side: Side, terms: &Range<usize>) -> usize {
+        parts(terms.clone(), self.kc).map(|terms| lines::<K>(side, terms.len())).sum()
     }
 
-    fn pack(
-        &self,
-        a: Option<&mut Vec<Line>>,
-        b: &mut Vec<Line>,
-        rows: &Range<usize>,
-        cols: &Range<usize>,
-        terms: &Range<usize>,
-        n_threads: usize,
-    ) {
-        let (a_lines, b_lines) = (self.lines(terms, K::lines_a), self.lines(terms, K::lines_b));
-        let a_slivers = a.into_iter().flat_map(|a| slivers(a, rows.len().div_ceil(K::MR), a_lines));
-        let jobs: Vec<(Side, usize, &mut [Line])> = slivers(b, cols.len().div_ceil(K::NR), b_lines)
-            .enumerate()
-            .map(|(i, sliver)| (Side::B, i, sliver))
-            .chain(a_slivers.enumerate().map(|(i, sliver)| (Side::A, i, sliver)))
-            .collect();
-        let pack = |(side, i, mut sliver): (Side, usize, &mut [Line])| {
-            let (of, n, width, lines): (_, _, _, fn(usize) -> usize) = match side {
-                Side::A => (self.a.t(), rows, K::MR, K::lines_a),
-                Side::B => (self.b, cols, K::NR, K::lines_b),
-            };
-            let first = n.start + i * width;
-            for terms in parts(terms.clone(), self.kc) {
-                let block = of.part(terms.start, terms.len(), first, width.min(n.end - first));
-                let to = sliver.split_off_mut(..lines(terms.len())).expect("a sliver has all of the terms");
-                match side {
-                    Side::A => self.kernel.pack_a(block, to),
-                    Side::B => self.kernel.pack_b(block, to),
-                }
-            }
+    /// Multiplies the shared factor with all `n` rows or columns of the other.
+    fn multiply(&self, shared: &Packed<'_>, n: usize, n_threads: usize) {
+        let side = if shared.side == Side::A { Side::B } else { Side::A };
+        let n_slivers = n.div_ceil(width::<K>(side));
+        let most = (BLOCK_LINES / lines::<K>(side, self.kc)).max(1);
+        let wanted = if n_threads == 1 { 1 } else { BLOCKS * n_threads };
+        let size = even_parts(n_slivers, most.min(n_slivers.div_ceil(wanted))) * width::<K>(side);
+        let compute = |i: usize| {
+            let mut buffer = BLOCK.take();
+            // SAFETY: blocks do not overlap, and the output is borrowed mutably by `gemm`.
+            unsafe { self.block(shared, side, i * size..((i + 1) * size).min(n), &mut buffer) };
+            BLOCK.set(buffer);
         };
-        if n_threads == 1 { jobs.into_iter().for_each(pack) } else { jobs.into_par_iter().for_each(pack) }
-    }
-
-    fn multiply(&self, packed: &Packed<'_>, n_threads: usize) {
-        let n_slivers = packed.rows.len().div_ceil(K::MR);
-        let n_columns = packed.cols.len().div_ceil(K::NR);
-        let wanted = if n_threads == 1 { 1 } else { BANDS * n_threads };
-        let n_bands = wanted.min(n_slivers);
-        let n_col_parts = wanted.div_ceil(n_bands).min(n_columns);
-        let part = |i: usize, n_parts: usize, whole: usize| i * whole / n_parts..(i + 1) * whole / n_parts;
-        // SAFETY: bands do not overlap, and the output is borrowed mutably by `gemm`.
-        let compute = |i: usize| unsafe {
-            let slivers = part(i / n_col_parts, n_bands, n_slivers);
-            let columns = part(i % n_col_parts, n_col_parts, n_columns);
-            self.band(packed, slivers, columns);
-        };
-        let n = n_bands * n_col_parts;
+        let n_blocks = n.div_ceil(size);
         if n_threads == 1 {
-            (0..n).for_each(compute);
+            (0..n_blocks).for_each(compute);
         } else {
-            (0..n).into_par_iter().with_max_len(1).for_each(compute);
+            (0..n_blocks).into_par_iter().with_max_len(1).for_each(compute);
         }
     }
 
-    /// Computes these rows and columns, given in slivers.
+    /// Packs these rows or columns, part by part of the terms, and multiplies them with the shared factor.
     ///
     /// # Safety
     ///
     /// Nobody else may use that part of the output, and it must be there.
-    unsafe fn band(&self, packed: &Packed<'_>, slivers: Range<usize>, columns: Range<usize>) {
-        let Packed { rows, cols, terms, a, b } = packed;
-        let (a_lines, b_lines) = (self.lines(terms, K::lines_a), self.lines(terms, K::lines_b));
-        let block = (BLOCK_B / (K::NR * self.kc)).max(1);
-        self.kernel.begin();
-        for columns in parts(columns, block) {
-            let mut before = (0, 0);
-            for terms in parts(terms.clone(), self.kc) {
-                let kc = terms.len();
-                let old = if terms.start > 0 { Old::Keep } else { self.old };
-                for i in slivers.clone() {
-                    let first_row = rows.start + i * K::MR;
-                    let n_rows = K::MR.min(rows.end - first_row);
-                    let a = &a[i * a_lines + before.0..][..K::lines_a(kc)];
-                    for j in columns.clone() {
-                        let first_col = cols.start + j * K::NR;
-                        let n_cols = K::NR.min(cols.end - first_col);
-                        let b = &b[j * b_lines + before.1..][..K::lines_b(kc)];
-                        // SAFETY: the slivers have kc terms, and the caller answers for the part of the output.
-                        unsafe {
-                            let data = self.out.data.add(first_row * self.out.row_stride + first_col);
-                            let tile = Tile { data, stride: self.out.row_stride, n_rows, n_cols };
-                            self.kernel.multiply(kc, a, b, tile, self.scale, old);
+    unsafe fn block(&self, shared: &Packed<'_>, side: Side, range: Range<usize>, buffer: &mut Vec<Line>) {
+        let shared_lines = self.lines(shared.side, &shared.terms);
+        let mut before = 0;
+        for terms in parts(shared.terms.clone(), self.kc) {
+            self.pack(side, &range, &terms, buffer, 1);
+            let (of_block, of_shared) = (lines::<K>(side, terms.len()), lines::<K>(shared.side, terms.len()));
+            let old = if terms.start > 0 { Old::Keep } else { self.old };
+            self.kernel.begin();
+            for (i, one) in shared.slivers.chunks_exact(shared_lines).enumerate().take(n_slivers::<K>(shared)) {
+                let one = (shared.range.start + i * width::<K>(shared.side), &one[before..before + of_shared]);
+                for (j, other) in buffer.chunks_exact(of_block).enumerate().take(range.len().div_ceil(width::<K>(side)))
+                {
+                    let other = (range.start + j * width::<K>(side), other);
+                    let ends = (shared.range.end, range.end);
+                    // SAFETY: the slivers have these terms, and the caller answers for the part of the output.
+                    unsafe {
+                        match side {
+                            Side::A => self.tile(terms.len(), other, one, (ends.1, ends.0), old),
+                            Side::B => self.tile(terms.len(), one, other, ends, old),
                         }
                     }
                 }
-                before = (before.0 + K::lines_a(kc), before.1 + K::lines_b(kc));
             }
+            self.kernel.end();
+            before += of_shared;
         }
-        self.kernel.end();
+    }
+
+    /// Multiplies a sliver of a, given with its first row, and one of b, with its first column.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Product::block`], and the slivers must be of `kc` terms.
+    unsafe fn tile(
+        &self,
+        kc: usize,
+        (row, a): (usize, &[Line]),
+        (col, b): (usize, &[Line]),
+        (end_row, end_col): (usize, usize),
+        old: Old,
+    ) {
+        let (n_rows, n_cols) = (K::MR.min(end_row - row), K::NR.min(end_col - col));
+        // SAFETY: the caller's promise.
+        unsafe {
+            let data = self.out.data.add(row * self.out.row_stride + col);
+            let tile = Tile { data, stride: self.out.row_stride, n_rows, n_cols };
+            self.kernel.multiply(kc, a, b, tile, self.scale, old);
+        }
     }
 }
 
-/// Which matrix a sliver is of.
-#[derive(Clone, Copy)]
-enum Side {
-    A,
-    B,
+/// Rows or columns of a sliver.
+fn width<K: Kernel>(side: Side) -> usize {
+    if side == Side::A { K::MR } else { K::NR }
+}
+
+/// Lines of a sliver of `kc` terms.
+fn lines<K: Kernel>(side: Side, kc: usize) -> usize {
+    if side == Side::A { K::lines_a(kc) } else { K::lines_b(kc) }
+}
+
+fn n_slivers<K: Kernel>(packed: &Packed<'_>) -> usize {
+    packed.range.len().div_ceil(width::<K>(packed.side))
 }
 
 /// The first `n` pieces of `lines` lines each, of a buffer that grows if need be.
