@@ -10,10 +10,11 @@ use std::path::PathBuf;
 use super::error::CheckpointError;
 use super::find::{Complete, Skipped, search};
 use super::fingerprint::Fingerprint;
+use super::hash::has_changed;
 use super::manifest::{Manifest, STATE};
 use super::plan::CheckpointPlan;
 use super::retention::clear_leftovers;
-use super::shard::{read_shard, sha256_of};
+use super::shard::read_shard;
 use super::state::{RunState, TensorMeta, TrainState};
 
 /// Says from where a run goes on.
@@ -60,10 +61,8 @@ pub fn resume(
 /// Compares every hash and reads the loop's state.
 fn verify(complete: &Complete) -> Result<RunState, String> {
     for file in &complete.manifest.files {
-        let path = complete.dir.join(&file.name);
-        let sha256 = sha256_of(&path).map_err(|error| format!("{}: {error}", file.name))?;
-        if sha256 != file.sha256 {
-            return Err(format!("{} has changed since it was written (its sha256 differs)", file.name));
+        if has_changed(&complete.dir, file).map_err(|error| format!("{}: {error}", file.name))? {
+            return Err(format!("{} has changed since it was written (its hash differs)", file.name));
         }
     }
     let bytes = std::fs::read(complete.dir.join(STATE)).map_err(|error| format!("{STATE}: {error}"))?;

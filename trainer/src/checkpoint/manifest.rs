@@ -13,7 +13,8 @@ pub(crate) const MANIFEST: &str = "manifest.json";
 /// The file name of the loop's state.
 pub(crate) const STATE: &str = "state.json";
 const FORMAT: &str = "candlewick-sharded";
-const VERSION: u32 = 1;
+/// In the first version files were hashed by SHA-256.
+const VERSION: u32 = 2;
 
 /// Lists the files and tensors of a save.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,8 +42,12 @@ pub struct FileEntry {
     pub name: String,
     /// Its length in bytes.
     pub size: u64,
-    /// Its hash, in lower-case hexadecimal digits.
-    pub sha256: String,
+    /// Its BLAKE3 hash, in lower-case hexadecimal digits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blake3: Option<String>,
+    /// Its SHA-256 hash instead: in saves of the first version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
 }
 
 /// Describes a tensor, or the piece of it that one file holds.
@@ -85,9 +90,9 @@ impl Manifest {
     }
 
     fn check(&self) -> Result<(), String> {
-        if self.format != FORMAT || self.version != VERSION {
+        if self.format != FORMAT || !(1..=VERSION).contains(&self.version) {
             return Err(format!(
-                "it has the format {} {}; this program reads {FORMAT} {VERSION}",
+                "it has the format {} {}; this program reads {FORMAT} up to {VERSION}",
                 self.format, self.version
             ));
         }
@@ -125,8 +130,11 @@ fn check_file(file: &FileEntry) -> Result<(), String> {
     if !is_plain || file.name.contains(['/', '\\', '\0']) || file.name == MANIFEST {
         return Err(format!("{:?} is not a file name", file.name));
     }
-    if file.sha256.len() != 64 || !file.sha256.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f')) {
-        return Err(format!("the sha256 of {:?} is not one: {:?}", file.name, file.sha256));
+    let ((Some(hash), None) | (None, Some(hash))) = (&file.blake3, &file.sha256) else {
+        return Err(format!("{:?} has two hashes or none", file.name));
+    };
+    if hash.len() != 64 || !hash.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f')) {
+        return Err(format!("the hash of {:?} is not one: {hash:?}", file.name));
     }
     Ok(())
 }

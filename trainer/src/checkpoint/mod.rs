@@ -5,7 +5,7 @@
 //! ```text
 //! shard_00001.safetensors ..  f32 tensors under their global names
 //! state.json                  step, epoch, data cursor, RNG, ledger, the fingerprint of the plan
-//! manifest.json               written last: size and sha256 of each file; name, shape, offset of each tensor
+//! manifest.json               written last: size and BLAKE3 of each file; name, shape, offset of each tensor
 //! ```
 //! It is written beside its place under a dotted name, fsynced and renamed, so a folder with the
 //! right name is whole unless somebody changed it; the hashes tell that.
@@ -14,6 +14,7 @@ mod disk;
 mod error;
 mod find;
 mod fingerprint;
+mod hash;
 mod load;
 mod manifest;
 mod plan;

@@ -1,13 +1,13 @@
 //! Writes a save so that at every instant the old ones are whole and the new one is absent or whole.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use super::error::CheckpointError;
+use super::hash::HashedFile;
 use super::manifest::{FileEntry, MANIFEST, Manifest, STATE, TensorEntry};
 use super::plan::{CheckpointPlan, Tag};
 use super::retention::{old_name, prune_with, temporary_name};
-use super::shard::{HashedFile, write_shard};
+use super::shard::write_shard;
 use super::state::{RunState, TensorMeta, TrainState};
 use super::storage::{Drive, Storage};
 
@@ -113,7 +113,7 @@ fn write_json(
     let path = dir.join(name);
     let json = serde_json::to_vec_pretty(value).expect("string keys and plain values are JSON");
     let mut file = HashedFile::create(storage, &path).map_err(CheckpointError::io("create", &path))?;
-    file.write_all(&json).map_err(CheckpointError::io("write", &path))?;
+    file.write(&json).map_err(CheckpointError::io("write", &path))?;
     file.finish(name).map_err(CheckpointError::io("sync", &path))
 }
 

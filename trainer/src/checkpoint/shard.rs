@@ -1,54 +1,23 @@
-//! One safetensors file of a save, written and read in pieces of bounded size while it is hashed.
+//! One safetensors file of a save, written and read in pieces of bounded size.
 
+use std::borrow::Cow;
 use std::fs::File;
-use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
-use sha2::{Digest, Sha256};
 
 use super::error::CheckpointError;
+use super::hash::HashedFile;
 use super::manifest::FileEntry;
 use super::state::{TensorMeta, TrainState};
-use super::storage::{Storage, StoredFile};
+use super::storage::Storage;
 
 /// Values that travel at once: 4 MiB.
 const PIECE: usize = 1 << 20;
 /// A longer header than this is no header of ours.
 const MAX_HEADER: u64 = 100 << 20;
-
-/// Passes bytes on to a file, counting and hashing them.
-pub(crate) struct HashedFile {
-    file: Box<dyn StoredFile>,
-    hash: Sha256,
-    size: u64,
-}
-
-impl HashedFile {
-    pub(crate) fn create(storage: &dyn Storage, path: &Path) -> io::Result<Self> {
-        Ok(Self { file: storage.create_file(path)?, hash: Sha256::new(), size: 0 })
-    }
-
-    /// Makes the file durable and describes it.
-    pub(crate) fn finish(mut self, name: &str) -> io::Result<FileEntry> {
-        self.file.sync()?;
-        Ok(FileEntry { name: name.to_owned(), size: self.size, sha256: hex(&self.hash.finalize()) })
-    }
-}
-
-impl Write for HashedFile {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let n = self.file.write(bytes)?;
-        self.hash.update(&bytes[..n]);
-        self.size += n as u64;
-        Ok(n)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.file.flush()
-    }
-}
 
 /// Writes `tensors`, in their order, as the file `dir/name`.
 pub(crate) fn write_shard(
@@ -60,22 +29,15 @@ pub(crate) fn write_shard(
 ) -> Result<FileEntry, CheckpointError> {
     let path = dir.join(name);
     let mut file = HashedFile::create(storage, &path).map_err(CheckpointError::io("create", &path))?;
-    file.write_all(&header(tensors)).map_err(CheckpointError::io("write", &path))?;
-    let mut bytes = Vec::new();
-    let mut values = Vec::new();
+    file.write(&header(tensors)).map_err(CheckpointError::io("write", &path))?;
     for tensor in tensors {
         let n_values = tensor.n_values();
         for start in (0..n_values).step_by(PIECE) {
-            values.resize(PIECE.min(n_values - start), 0f32);
-            state.read(&tensor.name, start, &mut values).map_err(|source| CheckpointError::State {
-                action: "read",
-                name: tensor.name.clone(),
-                source,
-            })?;
-            bytes.resize(4 * values.len(), 0u8);
-            let (quads, _) = bytes.as_chunks_mut::<4>();
-            quads.iter_mut().zip(&values).for_each(|(quad, value)| *quad = value.to_le_bytes());
-            file.write_all(&bytes).map_err(CheckpointError::io("write", &path))?;
+            let mut written = Ok(());
+            let mut write = |values: &[f32]| written = file.write(&little_endian(values));
+            let read = state.read(&tensor.name, start, PIECE.min(n_values - start), &mut write);
+            read.map_err(|source| CheckpointError::State { action: "read", name: tensor.name.clone(), source })?;
+            written.map_err(CheckpointError::io("write", &path))?;
         }
     }
     file.finish(name).map_err(CheckpointError::io("sync", &path))
@@ -93,18 +55,16 @@ pub(crate) fn read_shard(
     let mut file = BufReader::with_capacity(1 << 20, file);
     let (data_start, metadata) =
         read_header(&mut file).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
-    let mut bytes = Vec::new();
     for tensor in tensors {
         let begin =
             begin_of(&metadata, tensor).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
         file.seek(SeekFrom::Start(data_start + begin)).map_err(CheckpointError::io("read", &path))?;
         let n_values = tensor.n_values();
         for start in (0..n_values).step_by(PIECE) {
-            bytes.resize(4 * PIECE.min(n_values - start), 0u8);
-            file.read_exact(&mut bytes).map_err(CheckpointError::io("read", &path))?;
-            let (quads, _) = bytes.as_chunks::<4>();
-            let values: Vec<f32> = quads.iter().map(|&quad| f32::from_le_bytes(quad)).collect();
-            state.load(&tensor.name, start, &values).map_err(|source| CheckpointError::State {
+            let mut values = vec![0f32; PIECE.min(n_values - start)];
+            file.read_exact(bytemuck::cast_slice_mut(&mut values)).map_err(CheckpointError::io("read", &path))?;
+            values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
+            state.load(&tensor.name, start, values).map_err(|source| CheckpointError::State {
                 action: "load",
                 name: tensor.name.clone(),
                 source,
@@ -114,16 +74,11 @@ pub(crate) fn read_shard(
     Ok(())
 }
 
-/// Hashes a whole file: its sha256 in hexadecimal digits.
-pub(crate) fn sha256_of(path: &Path) -> io::Result<String> {
-    let mut file = File::open(path)?;
-    let mut hash = Sha256::new();
-    let mut bytes = vec![0u8; 1 << 20];
-    loop {
-        match file.read(&mut bytes)? {
-            0 => return Ok(hex(&hash.finalize())),
-            n => hash.update(&bytes[..n]),
-        }
+/// The bytes of values as a file has them: their own, on most machines.
+fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
+    match cfg!(target_endian = "little") {
+        true => Cow::Borrowed(bytemuck::cast_slice(values)),
+        false => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
     }
 }
 
@@ -163,8 +118,4 @@ fn begin_of(metadata: &Metadata, tensor: &TensorMeta) -> Result<u64, String> {
         return Err(format!("{:?} is {:?} {:?}, not F32 {:?}", tensor.name, info.dtype, info.shape, tensor.shape));
     }
     Ok(info.data_offsets.0 as u64)
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

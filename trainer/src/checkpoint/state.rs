@@ -23,13 +23,13 @@ pub struct TensorMeta {
 /// Gives and takes the tensors of a training run (masters, first and second moments).
 ///
 /// They travel in pieces of a bounded size, so that a save needs no second copy of the state.
-pub trait TrainState {
+pub trait TrainState: Send {
     /// Lists every tensor, always in the same order.
     fn tensors(&self) -> Vec<TensorMeta>;
-    /// Copies the values from the row-major index `start` on into `values`.
-    fn read(&self, name: &str, start: usize, values: &mut [f32]) -> Result<(), StateError>;
+    /// Hands `n_values` values from the row-major index `start` on to `take`, without a copy where they are at hand.
+    fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError>;
     /// Replaces the values from the row-major index `start` on.
-    fn load(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), StateError>;
+    fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError>;
 }
 
 /// Holds the loop's side of a save.

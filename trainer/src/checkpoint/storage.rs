@@ -1,8 +1,10 @@
 //! The few things that a save asks of a file system, so that tests can take them away half-way.
 
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::path::Path;
+
+use candlewick_model::checkpoint::DurableFile;
 
 /// Stands for a disk.
 pub(crate) trait Storage {
@@ -16,7 +18,7 @@ pub(crate) trait Storage {
 }
 
 /// Stands for a file being written.
-pub(crate) trait StoredFile: Write {
+pub(crate) trait StoredFile: Write + Send {
     /// Makes what was written durable.
     fn sync(&mut self) -> io::Result<()>;
 }
@@ -30,7 +32,7 @@ impl Storage for Drive {
     }
 
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn StoredFile>> {
-        Ok(Box::new(BufWriter::with_capacity(1 << 20, File::create_new(path)?)))
+        Ok(Box::new(DurableFile::create_new(path)?))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -49,9 +51,8 @@ impl Storage for Drive {
     }
 }
 
-impl StoredFile for BufWriter<File> {
+impl StoredFile for DurableFile {
     fn sync(&mut self) -> io::Result<()> {
-        self.flush()?;
-        self.get_ref().sync_all()
+        self.sync()
     }
 }

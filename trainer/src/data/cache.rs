@@ -59,7 +59,7 @@ impl Cache {
     pub(crate) fn write(
         &self,
         key: &Key,
-        fill: impl FnOnce(&mut StoreWriter, &dyn Fn(io::Error) -> DataError) -> Result<(), DataError>,
+        fill: impl FnOnce(&mut StoreWriter, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<(), DataError>,
     ) -> Result<Arc<Store>, DataError> {
         let failed = |source| self.failed(source);
         let unfinished =

@@ -70,16 +70,23 @@ impl<'a> Renderer<'a> {
         source: &dyn Source,
         format: &Format,
         rows: &[u32],
-        mut keep: impl FnMut(u32, &Sample) -> Result<(), DataError>,
+        mut keep: impl FnMut(u32, &Sample) -> Result<(), DataError> + Send,
     ) -> Result<(), DataError> {
+        let mut keep = |rendered: Vec<(u32, Result<Sample, DataError>)>| {
+            rendered.into_iter().try_for_each(|(row, sample)| keep(row, &sample?))
+        };
+        let render = |chunk: &[u32]| {
+            let rows = chunk.par_iter().map(|&row| (row, self.row(source, format, row as usize)));
+            rows.collect::<Vec<_>>()
+        };
+        let mut rendered = Vec::new();
         for chunk in rows.chunks(ROWS) {
-            let samples: Vec<Result<Sample, DataError>> =
-                chunk.par_iter().map(|&row| self.row(source, format, row as usize)).collect();
-            for (&row, sample) in chunk.iter().zip(samples) {
-                keep(row, &sample?)?;
-            }
+            // What was rendered is written while the next rows are.
+            let (kept, next) = rayon::join(|| keep(rendered), || render(chunk));
+            kept?;
+            rendered = next;
         }
-        Ok(())
+        keep(rendered)
     }
 
     fn row(&self, source: &dyn Source, format: &Format, row: usize) -> Result<Sample, DataError> {

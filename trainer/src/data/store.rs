@@ -110,10 +110,12 @@ impl StoreWriter {
 
     pub(crate) fn push(&mut self, row: usize, ids: &[u32], is_target: &[bool]) -> io::Result<()> {
         assert_eq!(ids.len(), is_target.len(), "each token is a target or is not");
-        for (&id, &is_target) in ids.iter().zip(is_target) {
-            self.ids.write_all(&id.to_le_bytes())?;
-            self.push_bit(is_target)?;
+        if cfg!(target_endian = "little") {
+            self.ids.write_all(bytemuck::cast_slice(ids))?;
+        } else {
+            ids.iter().try_for_each(|id| self.ids.write_all(&id.to_le_bytes()))?;
         }
+        is_target.iter().try_for_each(|&is_target| self.push_bit(is_target))?;
         self.index.write_all(&self.n_tokens.to_le_bytes())?;
         self.index.write_all(&(row as u64).to_le_bytes())
     }

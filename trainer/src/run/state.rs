@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use candlewick_ops::copy_into;
 use candlewick_parallel::Resident;
 
@@ -40,15 +40,19 @@ impl TrainState for EngineState {
         self.metas.clone()
     }
 
-    fn read(&self, name: &str, start: usize, values: &mut [f32]) -> Result<(), StateError> {
-        let piece = self.piece(name, start, values.len())?.to_dtype(DType::F32)?;
-        values.copy_from_slice(&piece.to_vec1::<f32>()?);
+    fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
+        let piece = self.piece(name, start, n_values)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
+        let (storage, layout) = piece.storage_and_layout();
+        match (&*storage, layout.contiguous_offsets()) {
+            (Storage::Cpu(CpuStorage::F32(values)), Some((begin, end))) => take(&values[begin..end]),
+            _ => unreachable!("a piece of a flat view was turned into f32 on the CPU"),
+        }
         Ok(())
     }
 
-    fn load(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), StateError> {
+    fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError> {
         let piece = self.piece(name, start, values.len())?;
-        copy_into(&piece, &Tensor::new(values, piece.device())?)?;
+        copy_into(&piece, &Tensor::from_vec(values, piece.dims(), piece.device())?)?;
         Ok(())
     }
 }
@@ -57,7 +61,6 @@ impl TrainState for EngineState {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use candle_core::Device;
     use candlewick_model::{Config, Model};
     use candlewick_parallel::{Formats, Mode};
 
@@ -73,13 +76,14 @@ mod tests {
         let mut state = EngineState::of(&store).unwrap();
         assert_eq!(state.tensors().len(), 3 * (1 + 9 + 1));
         let name = "exp_avg/model.embed_tokens.weight";
-        state.load(name, 7, &[1.0, 2.0, 3.0]).unwrap();
-        let mut back = [0.0; 5];
-        state.read(name, 6, &mut back).unwrap();
+        state.load(name, 7, vec![1.0, 2.0, 3.0]).unwrap();
+        let mut back: Vec<f32> = Vec::new();
+        state.read(name, 6, 5, &mut |values| back.extend(values)).unwrap();
         assert_eq!(back, [0.0, 1.0, 2.0, 3.0, 0.0]);
         let embedding = store.states().unwrap().remove(0);
         assert_eq!(embedding.exp_avg.flatten_all().unwrap().to_vec1::<f32>().unwrap()[6..11], back);
-        assert!(state.read("exp_avg/nothing", 0, &mut back).is_err());
-        assert!(state.read(name, 38, &mut back).is_err());
+        let refused = |name, start| state.read(name, start, 5, &mut |_| unreachable!()).is_err();
+        assert!(refused("exp_avg/nothing", 0));
+        assert!(refused(name, 38));
     }
 }

@@ -73,6 +73,10 @@ pub(super) fn encode(
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
     let Storage::Cpu(storage) = &*storage else { candle_core::bail!("the tensor was moved to the CPU") };
     match storage {
+        // Values that are bytes of the file already.
+        CpuStorage::F32(x) if dtype == DType::F32 && cfg!(target_endian = "little") => {
+            Ok(x[range].chunks(PIECE * 16).try_for_each(|piece| write(bytemuck::cast_slice(piece)))?)
+        }
         CpuStorage::F32(x) => encode_slice(&x[range], dtype, &mut write),
         CpuStorage::BF16(x) => encode_slice(&x[range], dtype, &mut write),
         CpuStorage::F16(x) => encode_slice(&x[range], dtype, &mut write),

@@ -3,6 +3,7 @@
 //! Reading maps the files and converts one tensor at a time into the caller's buffer; writing streams one tensor at a
 //! time into a folder that appears whole or not at all.
 
+mod durable;
 mod element;
 mod header;
 mod index;
@@ -10,6 +11,7 @@ mod reader;
 mod staging;
 mod writer;
 
+pub use durable::DurableFile;
 pub use element::Element;
 pub use reader::Checkpoint;
 pub use staging::Staging;

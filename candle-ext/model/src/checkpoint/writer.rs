@@ -1,7 +1,7 @@
 //! A Hugging Face folder out: shards of bounded size, their index, config.json and the files around them.
 
 use std::{
-    fs::{self, File},
+    fs,
     io::{BufWriter, Write},
     path::Path,
 };
@@ -10,7 +10,7 @@ use candle_core::{DType, Tensor};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Staging,
+    DurableFile, Staging,
     element::{self, disk_dtype},
 };
 use crate::{Config, ModelError, ParamSpec};
@@ -123,7 +123,7 @@ pub(crate) struct ShardTensor<'a> {
     pub(crate) param: &'a ParamSpec,
 }
 
-/// Writes one safetensors file, a tensor at a time.
+/// Writes one safetensors file, a tensor at a time, and waits for the disk.
 pub(crate) fn write_shard(
     path: &Path,
     tensors: &[ShardTensor],
@@ -131,7 +131,7 @@ pub(crate) fn write_shard(
     mut fetch: impl FnMut(&ParamSpec) -> candle_core::Result<Tensor>,
 ) -> Result<(), ModelError> {
     let io = |e| ModelError::io("write", path)(e);
-    let mut out = BufWriter::with_capacity(1 << 20, File::create(path).map_err(io)?);
+    let mut out = BufWriter::with_capacity(1 << 20, DurableFile::create_new(path).map_err(io)?);
     out.write_all(&header(path, tensors, dtype)?).map_err(io)?;
     for ShardTensor { name, param } in tensors {
         let value = fetch(param)?;
@@ -153,7 +153,7 @@ pub(crate) fn write_shard(
             (None, Ok(())) => {}
         }
     }
-    out.flush().map_err(io)
+    out.into_inner().map_err(|e| io(e.into_error()))?.sync().map_err(io)
 }
 
 /// The length and the JSON, padded with spaces so that the data is aligned.

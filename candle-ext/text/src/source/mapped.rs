@@ -65,7 +65,7 @@ impl Mapped {
 }
 
 pub(crate) fn find_break(bytes: &[u8]) -> Option<usize> {
-    bytes.iter().position(|&b| b == b'\n')
+    memchr::memchr(b'\n', bytes)
 }
 
 pub(crate) fn is_blank(bytes: &[u8]) -> bool {
@@ -73,7 +73,7 @@ pub(crate) fn is_blank(bytes: &[u8]) -> bool {
 }
 
 fn count_lines(bytes: &[u8]) -> usize {
-    bytes.iter().filter(|&&b| b == b'\n').count()
+    memchr::memchr_iter(b'\n', bytes).count()
 }
 
 fn trim_return(line: &[u8]) -> &[u8] {

@@ -1,8 +1,12 @@
 //! A tokenizer as a Hugging Face folder holds it: `tokenizer.json` for text and ids, and the
 //! files beside it for the special tokens' roles and the chat templates.
 
+mod added;
+mod cut;
 mod files;
+mod known;
 mod special;
+mod words;
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -14,12 +18,15 @@ use serde_json::Value as Json;
 
 use crate::template::{ChatTemplate, TemplateError};
 use files::NamedTemplate;
+use words::Words;
 
 pub use special::SpecialToken;
 
 /// Text to ids and back, with the special tokens' roles.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// A quicker way to the same ids, for tokenizers that have one.
+    words: Option<Words>,
     directory: PathBuf,
     named: Vec<(String, String)>,
     bos: Option<SpecialToken>,
@@ -49,6 +56,23 @@ pub struct Encoded {
     /// The bytes of the text that each token stands for. Tokens that share a character share its
     /// bytes; where the tokenizer drops characters, they count to the token behind them.
     pub offsets: Vec<Range<usize>>,
+}
+
+/// Tokens whose bytes leave nothing out.
+#[derive(Default)]
+struct Covering {
+    encoded: Encoded,
+    covered: usize,
+}
+
+impl Covering {
+    /// Post-processors may trim the white space of a token from its bytes. What several tokens share begins where the
+    /// first of them does.
+    fn push(&mut self, id: u32, start: usize, end: usize) {
+        self.encoded.ids.push(id);
+        self.encoded.offsets.push(start.min(self.covered)..end);
+        self.covered = self.covered.max(end);
+    }
 }
 
 /// Why a tokenizer could not be loaded or used.
@@ -158,6 +182,7 @@ impl Tokenizer {
             directory: directory.to_owned(),
             add_bos: named.add_bos,
             named: named.tokens,
+            words: Words::of(&inner),
             inner,
             bos,
             eos,
@@ -216,22 +241,35 @@ impl Tokenizer {
 
     /// The ids of a text. Special tokens written out in it become their ids.
     pub fn encode(&self, text: &str, specials: Specials) -> Result<Vec<u32>, TokenizerError> {
+        let words = self.words.as_ref().filter(|_| specials == Specials::Omit);
+        let mut ids = Vec::new();
+        match words.and_then(|words| words.encode(&self.inner, text, |id, _, _| ids.push(id))) {
+            Some(()) => Ok(ids),
+            None => self.encode_by_the_book(text, specials),
+        }
+    }
+
+    fn encode_by_the_book(&self, text: &str, specials: Specials) -> Result<Vec<u32>, TokenizerError> {
         let encoding = self.inner.encode_fast(text, specials == Specials::Add);
         Ok(encoding.map_err(|error| self.refused("encode", error))?.get_ids().to_vec())
     }
 
     /// The ids of a text without added specials, and the bytes each stands for.
     pub fn encode_with_offsets(&self, text: &str) -> Result<Encoded, TokenizerError> {
-        let encoding = self.inner.encode(text, false).map_err(|error| self.refused("encode", error))?;
-        let mut offsets = Vec::with_capacity(encoding.len());
-        let mut covered = 0;
-        for (start, end) in encoding.get_offsets() {
-            // Post-processors may trim the white space of a token from its offsets.
-            offsets.push((*start).min(covered)..*end);
-            covered = covered.max(*end);
+        let mut covering = Covering::default();
+        let words = self.words.as_ref();
+        match words.and_then(|words| words.encode(&self.inner, text, |id, from, to| covering.push(id, from, to))) {
+            Some(()) => Ok(covering.encoded),
+            None => self.encode_with_offsets_by_the_book(text),
         }
-        // What several tokens share begins where the first of them does.
-        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets })
+    }
+
+    fn encode_with_offsets_by_the_book(&self, text: &str) -> Result<Encoded, TokenizerError> {
+        let encoding = self.inner.encode(text, false).map_err(|error| self.refused("encode", error))?;
+        let mut covering = Covering::default();
+        let tokens = encoding.get_ids().iter().zip(encoding.get_offsets());
+        tokens.for_each(|(&id, &(start, end))| covering.push(id, start, end));
+        Ok(covering.encoded)
     }
 
     /// The text of ids, with special tokens written out or left out.

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use proptest::prelude::*;
+use sha2::{Digest, Sha256};
 
 use super::*;
 
@@ -33,7 +34,7 @@ fn edit(path: PathBuf, change: impl Fn(&mut Vec<u8>)) {
 #[test]
 fn a_flipped_bit_is_found_by_its_hash() {
     for name in ["shard_00001.safetensors", "shard_00002.safetensors", "state.json"] {
-        check_fall_back(|dir| edit(dir.join(name), |bytes| bytes[20] ^= 1), "its sha256 differs");
+        check_fall_back(|dir| edit(dir.join(name), |bytes| bytes[20] ^= 1), "its hash differs");
     }
 }
 
@@ -45,6 +46,33 @@ fn cut_missing_and_foreign_files_are_found() {
     check_fall_back(|dir| edit(dir.join("manifest.json"), |bytes| bytes.truncate(99)), "not readable");
     let older = |dir: &Path| dir.with_file_name("epoch_0_global_step_1").join("manifest.json");
     check_fall_back(|dir| _ = fs::copy(older(dir), dir.join("manifest.json")).unwrap(), "says step 1");
+}
+
+/// Makes a manifest one of the first version.
+fn hash_as_before(dir: &Path) {
+    let path = dir.join("manifest.json");
+    let mut manifest: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    manifest["version"] = json!(1);
+    for file in manifest["files"].as_array_mut().unwrap() {
+        let bytes = fs::read(dir.join(file["name"].as_str().unwrap())).unwrap();
+        let hash: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        file.as_object_mut().unwrap().remove("blake3");
+        file["sha256"] = json!(hash);
+    }
+    fs::write(path, manifest.to_string()).unwrap();
+}
+
+#[test]
+fn a_save_of_the_first_version_resumes_and_is_compared() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    hash_as_before(&save_step(&Drive, &plan, 2).unwrap().dir);
+    assert_eq!(resumed_step(&plan), 2);
+    let harm = |dir: &Path| {
+        hash_as_before(dir);
+        edit(dir.join("shard_00001.safetensors"), |bytes| bytes[20] ^= 1);
+    };
+    check_fall_back(harm, "its hash differs");
 }
 
 fn a_manifest() -> Vec<u8> {
@@ -112,13 +140,15 @@ fn check_manifest(change: impl Fn(&mut serde_json::Value), want: &str) {
 
 #[test]
 fn a_manifest_of_nonsense_says_what() {
-    check_manifest(|m| m["version"] = json!(2), "this program reads candlewick-sharded 1");
+    check_manifest(|m| m["version"] = json!(3), "this program reads candlewick-sharded up to 2");
     check_manifest(|m| m["extra"] = json!(2), "unknown field `extra`");
     for name in ["../x", "a/b", "", ".", "/etc/passwd", "manifest.json"] {
         check_manifest(|m| m["files"][0]["name"] = json!(name), "is not a file name");
     }
     check_manifest(|m| m["files"][1]["name"] = m["files"][0]["name"].clone(), "is listed twice");
-    check_manifest(|m| m["files"][0]["sha256"] = json!("abc"), "the sha256 of");
+    check_manifest(|m| m["files"][0]["blake3"] = json!("abc"), "the hash of");
+    check_manifest(|m| m["files"][0]["sha256"] = m["files"][0]["blake3"].clone(), "has two hashes or none");
+    check_manifest(|m| _ = m["files"][0].as_object_mut().unwrap().remove("blake3"), "has two hashes or none");
     check_manifest(|m| _ = m["files"].as_array_mut().unwrap().pop(), "state.json is not listed");
     check_manifest(|m| m["tensors"][0]["file"] = json!("x"), "which is not listed");
     check_manifest(|m| m["tensors"][1]["name"] = m["tensors"][0]["name"].clone(), "is listed twice");

@@ -1,10 +1,10 @@
 //! A save killed at every one of its operations, and a disk that fills up at many byte counts.
 
-use std::cell::Cell;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
-use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use super::*;
 use crate::checkpoint::storage::StoredFile;
@@ -21,17 +21,17 @@ enum Fault {
 #[derive(Clone)]
 struct Faulty {
     fault: Fault,
-    n_operations: Rc<Cell<usize>>,
-    n_bytes: Rc<Cell<usize>>,
+    n_operations: Arc<AtomicUsize>,
+    n_bytes: Arc<AtomicUsize>,
 }
 
 impl Faulty {
     fn new(fault: Fault) -> Self {
-        Self { fault, n_operations: Rc::default(), n_bytes: Rc::default() }
+        Self { fault, n_operations: Arc::default(), n_bytes: Arc::default() }
     }
 
     fn operation(&self) -> io::Result<()> {
-        let number = self.n_operations.replace(self.n_operations.get() + 1);
+        let number = self.n_operations.fetch_add(1, SeqCst);
         match self.fault {
             Fault::KilledAt(last) if number >= last => Err(io::Error::other("killed")),
             _ => Ok(()),
@@ -70,17 +70,17 @@ struct FaultyFile {
 
 impl Write for FaultyFile {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let is_torn = matches!(self.disk.fault, Fault::KilledAt(n) if n == self.disk.n_operations.get());
+        let is_torn = matches!(self.disk.fault, Fault::KilledAt(n) if n == self.disk.n_operations.load(SeqCst));
         if let Err(error) = self.disk.operation() {
             self.file.write_all(&bytes[..if is_torn { bytes.len() / 2 } else { 0 }])?;
             return Err(error);
         }
         let room = match self.disk.fault {
-            Fault::FullAfter(limit) => limit - self.disk.n_bytes.get(),
+            Fault::FullAfter(limit) => limit - self.disk.n_bytes.load(SeqCst),
             Fault::KilledAt(_) => bytes.len(),
         };
         let n = self.file.write(&bytes[..room.min(bytes.len())])?;
-        self.disk.n_bytes.set(self.disk.n_bytes.get() + n);
+        self.disk.n_bytes.fetch_add(n, SeqCst);
         if n == 0 && !bytes.is_empty() { Err(io::ErrorKind::StorageFull.into()) } else { Ok(n) }
     }
     fn flush(&mut self) -> io::Result<()> {

@@ -40,13 +40,13 @@ impl TrainState for Toy {
         metas.map(|(name, (shape, _))| TensorMeta { name: name.clone(), shape: shape.clone() }).collect()
     }
 
-    fn read(&self, name: &str, start: usize, values: &mut [f32]) -> Result<(), StateError> {
-        let from = &self.0.get(name).ok_or("no such tensor")?.1[start..][..values.len()];
-        values.iter_mut().zip(from).for_each(|(value, &bits)| *value = f32::from_bits(bits));
+    fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
+        let from = &self.0.get(name).ok_or("no such tensor")?.1[start..][..n_values];
+        take(&from.iter().map(|&bits| f32::from_bits(bits)).collect::<Vec<_>>());
         Ok(())
     }
 
-    fn load(&mut self, name: &str, start: usize, values: &[f32]) -> Result<(), StateError> {
+    fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError> {
         let to = &mut self.0.get_mut(name).ok_or("no such tensor")?.1[start..][..values.len()];
         to.iter_mut().zip(values).for_each(|(bits, value)| *bits = value.to_bits());
         Ok(())
@@ -207,10 +207,10 @@ fn an_engines_failure_ends_the_save_and_removes_it() {
         fn tensors(&self) -> Vec<TensorMeta> {
             Toy::at(0).tensors()
         }
-        fn read(&self, _: &str, _: usize, _: &mut [f32]) -> Result<(), StateError> {
+        fn read(&self, _: &str, _: usize, _: usize, _: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
             Err("device lost".into())
         }
-        fn load(&mut self, _: &str, _: usize, _: &[f32]) -> Result<(), StateError> {
+        fn load(&mut self, _: &str, _: usize, _: Vec<f32>) -> Result<(), StateError> {
             Err("device lost".into())
         }
     }

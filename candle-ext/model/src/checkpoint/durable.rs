@@ -1,0 +1,127 @@
+//! A file that goes to the disk while it is written, so that little is left to wait for at its end: the system by itself
+//! begins only when a tenth of the memory waits.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+    path::Path,
+    sync::mpsc::{SyncSender, TrySendError, sync_channel},
+    thread::{Builder, JoinHandle},
+};
+
+/// Bytes after which the disk is asked for what there is so far.
+const STRETCH: u64 = 32 << 20;
+
+/// A new file. When [`DurableFile::sync`] has returned, what was written is on the disk.
+#[derive(Debug)]
+pub struct DurableFile {
+    file: File,
+    n_waiting: u64,
+    companion: Option<Companion>,
+}
+
+/// A thread that waits for the disk, so that the writer need not.
+#[derive(Debug)]
+struct Companion {
+    wake: SyncSender<()>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+impl DurableFile {
+    /// Creates a file that was not there.
+    pub fn create_new(path: &Path) -> io::Result<Self> {
+        Ok(Self { file: File::create_new(path)?, n_waiting: 0, companion: None })
+    }
+
+    /// Waits until everything is on the disk.
+    pub fn sync(&mut self) -> io::Result<()> {
+        self.companion.take().map_or(Ok(()), Companion::finish)?;
+        self.file.sync_all()
+    }
+
+    /// Sends on its way what was written. The thread's failures are the file's: the system tells of each only once.
+    fn send_off(&mut self) -> io::Result<()> {
+        if self.companion.is_none() {
+            self.companion = Some(Companion::start(self.file.try_clone()?)?);
+        }
+        let failed = self.companion.take_if(|companion| companion.wake() == Err(TrySendError::Disconnected(())));
+        failed.map_or(Ok(()), Companion::finish)
+    }
+}
+
+impl Write for DurableFile {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = self.file.write(bytes)?;
+        self.n_waiting += n as u64;
+        if self.n_waiting >= STRETCH {
+            self.n_waiting = 0;
+            self.send_off()?;
+        }
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Companion {
+    fn start(file: File) -> io::Result<Self> {
+        let (wake, woken) = sync_channel(1);
+        let work = move || woken.iter().try_for_each(|()| file.sync_data());
+        Ok(Self { wake, thread: Builder::new().name("sync".to_string()).spawn(work)? })
+    }
+
+    /// A full channel wakes it as well.
+    fn wake(&self) -> Result<(), TrySendError<()>> {
+        self.wake.try_send(())
+    }
+
+    fn finish(self) -> io::Result<()> {
+        drop(self.wake);
+        self.thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that syncs the file panicked")))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_in_any_pieces_is_there() {
+        let folder = tempfile::tempdir().unwrap();
+        for (i, sizes) in [vec![], vec![1], vec![STRETCH as usize, 5], vec![9 << 20; 9]].iter().enumerate() {
+            let path = folder.path().join(i.to_string());
+            let mut file = DurableFile::create_new(&path).unwrap();
+            let pieces = sizes.iter().enumerate().map(|(n, size)| vec![n as u8 + 1; *size]);
+            let want = pieces.inspect(|piece| file.write_all(piece).unwrap()).collect::<Vec<_>>().concat();
+            file.sync().unwrap();
+            assert!(std::fs::read(&path).unwrap() == want);
+            assert!(DurableFile::create_new(&path).is_err());
+        }
+    }
+
+    #[test]
+    fn an_abandoned_file_can_be_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("half");
+        let mut file = DurableFile::create_new(&path).unwrap();
+        file.write_all(&vec![1; 2 * STRETCH as usize]).unwrap();
+        drop(file);
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    /// A full disk takes no bytes, and a file that cannot be synced says so.
+    #[test]
+    fn a_failure_to_sync_is_the_files() {
+        let (reader, writer) = io::pipe().unwrap();
+        let file = File::from(std::os::fd::OwnedFd::from(writer));
+        let companion = Companion::start(file.try_clone().unwrap()).unwrap();
+        companion.wake().unwrap();
+        assert!(companion.finish().is_err());
+        let mut file = DurableFile { file, n_waiting: 0, companion: None };
+        assert!(file.sync().is_err());
+        drop(reader);
+    }
+}

@@ -1,0 +1,183 @@
+//! The quick way from text to ids for byte-level BPE, which is what most models have: a text is cut into words where the
+//! tokenizer cuts it, and the tokenizer is asked once what a word becomes.
+
+use std::sync::{Mutex, PoisonError};
+
+use regex_automata::meta::Cache;
+use tokenizers::models::ModelWrapper;
+use tokenizers::normalizers::NormalizerWrapper;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::processors::PostProcessorWrapper;
+use tokenizers::{Model, OffsetType, PreTokenizedString, PreTokenizer};
+use unicode_normalization_alignments::{IsNormalized, is_nfc_quick};
+
+use super::added::Added;
+use super::cut::{Cut, words};
+use super::known::{Known, Token};
+
+/// A tokenizer's steps, as far as they are those of byte-level BPE.
+pub(super) struct Words {
+    added: Added,
+    normalizes: bool,
+    cuts: Vec<Cut>,
+    trim: Trim,
+    /// What threads that encode no text just now left behind.
+    idle: Mutex<Vec<Memory>>,
+}
+
+/// What the post-processor takes off the bytes of a token: spaces, or nothing.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Trim {
+    Nothing,
+    Spaces {
+        /// One space at the beginning of a text is taken for one that was put there.
+        but_the_first: bool,
+    },
+}
+
+/// What one thread needs.
+struct Memory {
+    known: Known,
+    searches: Vec<Option<Cache>>,
+}
+
+impl Words {
+    /// `None`: the tokenizer is of another kind.
+    pub(super) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
+        let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
+        // With dropout a word becomes something else each time.
+        if model.dropout.is_some_and(|dropout| dropout > 0.0) {
+            return None;
+        }
+        let normalizes = match tokenizer.get_normalizer() {
+            None => false,
+            Some(NormalizerWrapper::NFC(_)) => true,
+            Some(_) => return None,
+        };
+        Some(Self {
+            added: Added::of(tokenizer)?,
+            normalizes,
+            cuts: Cut::all_of(tokenizer.get_pre_tokenizer()?)?,
+            trim: Trim::of(tokenizer.get_post_processor())?,
+            idle: Mutex::default(),
+        })
+    }
+
+    /// Hands out the id of each token and the bytes it stands for. `None`: the text is not for the quick way.
+    pub(super) fn encode(
+        &self,
+        tokenizer: &tokenizers::Tokenizer,
+        text: &str,
+        mut token: impl FnMut(u32, usize, usize),
+    ) -> Option<()> {
+        if self.normalizes && !text.is_ascii() && is_nfc_quick(text.chars()) != IsNormalized::Yes {
+            return None;
+        }
+        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut memory = idle().pop().unwrap_or_else(|| self.memory());
+        let encoded = self.pieces(tokenizer, &mut memory, text, &mut token);
+        idle().push(memory);
+        encoded
+    }
+
+    fn memory(&self) -> Memory {
+        Memory { known: Known::default(), searches: self.cuts.iter().map(Cut::cache).collect() }
+    }
+
+    fn pieces(
+        &self,
+        tokenizer: &tokenizers::Tokenizer,
+        memory: &mut Memory,
+        text: &str,
+        token: &mut impl FnMut(u32, usize, usize),
+    ) -> Option<()> {
+        let Memory { known, searches } = memory;
+        let mut start = 0;
+        self.added.pieces(text, &mut |piece, id| {
+            if let Some(id) = id {
+                let (from, to) = self.trim.token(piece, 0, piece.len(), start == 0);
+                token(id, start + from, start + to);
+                start += piece.len();
+                return Some(());
+            }
+            words(&self.cuts, searches, piece, &mut |word| {
+                let mut give = |tokens: &[Token]| {
+                    for &Token { id, start: from, end: to } in tokens {
+                        token(id, start + from as usize, start + to as usize);
+                    }
+                };
+                // A text's first word has offsets of its own.
+                match known.get(word).filter(|_| start > 0) {
+                    Some(tokens) => give(tokens),
+                    None => {
+                        let tokens = self.spell(tokenizer, word, start == 0)?;
+                        give(&tokens);
+                        if start > 0 {
+                            known.learn(word, &tokens);
+                        }
+                    }
+                }
+                start += word.len();
+                Some(())
+            })
+        })
+    }
+
+    /// Asks the tokenizer what a word becomes.
+    fn spell(&self, tokenizer: &tokenizers::Tokenizer, word: &str, is_first: bool) -> Option<Vec<Token>> {
+        let mut split = PreTokenizedString::from(word);
+        ByteLevel::new(false, false, false).pre_tokenize(&mut split).ok()?;
+        tokenizer.get_model().tokenize_in_pretokenized(&mut split, None).ok()?;
+        let encoding = split.into_encoding(None, 0, OffsetType::Byte).ok()?;
+        let tokens = encoding.get_ids().iter().zip(encoding.get_tokens()).zip(encoding.get_offsets());
+        let tokens = tokens.enumerate().map(|(i, ((&id, written), &(start, end)))| {
+            let (start, end) = self.trim.token(written, start, end, is_first && (i == 0 || start == 0));
+            Some(Token { id, start: u32::try_from(start).ok()?, end: u32::try_from(end).ok()? })
+        });
+        let tokens = tokens.collect::<Option<Vec<_>>>()?;
+        // Where the vocabulary lacks a word's only character, which token is the first of the text is not known here.
+        (!tokens.is_empty()).then_some(tokens)
+    }
+}
+
+impl Trim {
+    /// `None`: the post-processor changes more than that.
+    fn of(processor: Option<&PostProcessorWrapper>) -> Option<Self> {
+        let steps = match processor {
+            None => return Some(Self::Nothing),
+            Some(PostProcessorWrapper::Sequence(sequence)) => sequence.as_ref(),
+            Some(one) => std::slice::from_ref(one),
+        };
+        let mut trim = Self::Nothing;
+        for step in steps {
+            match step {
+                PostProcessorWrapper::ByteLevel(bytes) if !bytes.trim_offsets => {}
+                PostProcessorWrapper::ByteLevel(bytes) if trim == Self::Nothing => {
+                    trim = Self::Spaces { but_the_first: bytes.add_prefix_space };
+                }
+                PostProcessorWrapper::Template(template) => {
+                    let single = serde_json::to_value(&template.single).ok()?;
+                    let texts = single.as_array()?.iter().filter(|piece| piece.get("Sequence").is_some());
+                    (texts.count() == 1).then_some(())?;
+                }
+                _ => return None,
+            }
+        }
+        Some(trim)
+    }
+
+    /// The bytes of a token, as `ByteLevel` leaves them.
+    fn token(self, written: &str, start: usize, end: usize, is_first: bool) -> (usize, usize) {
+        let Self::Spaces { but_the_first } = self else { return (start, end) };
+        let is_space = |c: &char| *c == 'Ġ' || c.is_whitespace();
+        let n_before = written.chars().take_while(is_space).count();
+        let n_behind = written.chars().rev().take_while(is_space).count();
+        let n_before = if is_first && but_the_first && n_before == 1 { 0 } else { n_before };
+        let start = (start + n_before).min(end);
+        let end = if n_behind > 0 && end >= n_behind { (end - n_behind).max(start) } else { end };
+        (start, end)
+    }
+}
+
+#[cfg(test)]
+mod tests;

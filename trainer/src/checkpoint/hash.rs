@@ -1,0 +1,73 @@
+//! The hashes of a save's files: made while they are written, compared before they are loaded.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use sha2::{Digest, Sha256};
+
+use super::manifest::FileEntry;
+use super::storage::{Storage, StoredFile};
+
+/// Bytes that are read at once.
+const PIECE: usize = 4 << 20;
+
+/// A file that is hashed while it is written.
+pub(crate) struct HashedFile {
+    file: Box<dyn StoredFile>,
+    hash: blake3::Hasher,
+    size: u64,
+}
+
+impl HashedFile {
+    pub(crate) fn create(storage: &dyn Storage, path: &Path) -> io::Result<Self> {
+        Ok(Self { file: storage.create_file(path)?, hash: blake3::Hasher::new(), size: 0 })
+    }
+
+    /// Writes and hashes at the same time.
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let Self { file, hash, .. } = self;
+        let (written, _) = rayon::join(|| file.write_all(bytes), || hash.update(bytes));
+        self.size += bytes.len() as u64;
+        written
+    }
+
+    /// Makes the file durable and describes it.
+    pub(crate) fn finish(mut self, name: &str) -> io::Result<FileEntry> {
+        self.file.sync()?;
+        let blake3 = Some(self.hash.finalize().to_string());
+        Ok(FileEntry { name: name.to_owned(), size: self.size, blake3, sha256: None })
+    }
+}
+
+/// Whether a file of `dir` has another hash than it had when it was written.
+pub(crate) fn has_changed(dir: &Path, entry: &FileEntry) -> io::Result<bool> {
+    let path = dir.join(&entry.name);
+    if let Some(sha256) = &entry.sha256 {
+        let mut hash = Sha256::new();
+        read(&path, |piece| hash.update(piece))?;
+        let hex: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        return Ok(hex != *sha256);
+    }
+    let mut hash = blake3::Hasher::new();
+    read(&path, |piece| _ = hash.update(piece))?;
+    Ok(Some(hash.finalize().to_string()) != entry.blake3)
+}
+
+/// Hands on a file's bytes in pieces, and reads the next one at the same time.
+fn read(path: &Path, mut take: impl FnMut(&[u8]) + Send) -> io::Result<()> {
+    let mut file = File::open(path)?;
+    let (mut piece, mut next) = (Vec::new(), Vec::new());
+    loop {
+        let (n_read, ()) = rayon::join(|| read_piece(&mut file, &mut next), || take(&piece));
+        if n_read? == 0 {
+            return Ok(());
+        }
+        std::mem::swap(&mut piece, &mut next);
+    }
+}
+
+fn read_piece(file: &mut File, piece: &mut Vec<u8>) -> io::Result<usize> {
+    piece.clear();
+    file.take(PIECE as u64).read_to_end(piece)
+}
