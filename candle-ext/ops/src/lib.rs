@@ -62,7 +62,7 @@ pub use scale::scale;
 pub use span::{PROFILE, span};
 pub use swiglu::swiglu;
 pub use tape::{Grads, Input, Tape, is_tracked, record, untracked};
-pub use threads::join_compute_threads;
+pub use threads::{Awake, join_compute_threads, stay_awake};
 pub use tiled::tiled;
 pub use transfer::{HostCopy, Readout, send_into, upload};
 pub use weight::{GradSink, Weight};

@@ -13,8 +13,12 @@ use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
 /// Elements of a widened panel: 4 MiB, about a core's share of the outer caches.
 const PANEL: usize = 1 << 20;
 
-/// Elements of the weight that one task multiplies with one token: to wake a thread for fewer takes longer.
-const PARALLEL_FROM: usize = 1 << 17;
+/// Elements of the weight that one task multiplies with one token, at least: to hand over fewer takes longer.
+const PARALLEL_FROM: usize = 1 << 15;
+/// Tasks for each thread, if there is enough to do: the last of a few large ones would keep the others waiting.
+const TASKS: usize = 4;
+/// Elements of a weight that are fetched before their turn. By itself the processor stops at the end of each page.
+const AHEAD: usize = 1 << 10;
 
 /// The sizes of a product of [t, k] activations with an [n, k] weight.
 #[derive(Clone, Copy, Debug)]
@@ -40,10 +44,11 @@ pub(crate) fn forward(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old, dims: D
 /// y = [y +] w x for one token: each weight is read once and in its own format, which is all that takes time.
 fn one_row(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old) {
     let k = x.len();
-    let rows_at_once = (PARALLEL_FROM / k).max(1);
+    let rows_at_once = (PARALLEL_FROM / k).max(y.len().div_ceil(TASKS * rayon::current_num_threads())).max(1);
     y.par_chunks_mut(rows_at_once).enumerate().for_each(|(i, y)| {
         for (j, y) in y.iter_mut().enumerate() {
             let row = (i * rows_at_once + j) * k;
+            w.fetch(row + AHEAD..row + AHEAD + k);
             let sum = w.slice(row..row + k).dot(x);
             *y = if old == Old::Keep { *y + sum } else { sum };
         }

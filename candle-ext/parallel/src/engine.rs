@@ -7,7 +7,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams};
-use candlewick_ops::{AttentionChoice, CrossEntropy, Reduction, Seqs, Tape, Upstream, linear_cross_entropy, span};
+use candlewick_ops::{
+    AttentionChoice, Awake, CrossEntropy, Reduction, Seqs, Tape, Upstream, linear_cross_entropy, span, stay_awake,
+};
 
 use crate::offload::{Parked, Parking};
 use crate::store::Resident;
@@ -158,6 +160,7 @@ impl Engine {
     /// The gradient of `scale` times that sum is added to the main gradients. `dropout_key` chooses what dropout drops.
     /// Nothing here waits for a GPU: read the losses of a step together, at its end.
     pub fn forward_backward(&self, micro: &Micro, scale: &LossScale, dropout_key: u64) -> Result<Tensor> {
+        let _awake = self.stay_awake();
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
         let cx = Cx { dropout_key: Some(dropout_key), ..self.cx([&cos, &sin], &micro.seqs, &OneDevice) };
 
@@ -229,6 +232,7 @@ impl Engine {
 
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Tensor> {
         let _span = span("evaluation", "forward");
+        let _awake = self.stay_awake();
         let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, &OneDevice)?;
         let weights = self.store.fetch(self.head())?;
         let lm_head = self.model.lm_head(&weights)?;
@@ -239,6 +243,7 @@ impl Engine {
 
     /// Returns the f32 logits `[v]` after the last token of one sequence that continues what `seams` remembers.
     pub fn next_logits(&self, ids: &[u32], first_position: usize, seams: &dyn Seams) -> Result<Tensor> {
+        let _awake = self.stay_awake();
         let positions: Vec<u32> = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
         let seqs = Seqs::packed(vec![0, ids.len()])?;
         let x_td = self.hidden(&Tensor::new(ids, &self.device)?, &positions, &seqs, seams)?;
@@ -261,6 +266,11 @@ impl Engine {
     fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, seams: &'a dyn Seams) -> Cx<'a> {
         let (attention, mlp_rows) = (self.attention, self.mlp_rows);
         Cx { cos, sin, seqs, dropout_key: None, attention, mlp_rows, seams }
+    }
+
+    /// Where the CPU computes.
+    fn stay_awake(&self) -> Option<Awake> {
+        self.device.is_cpu().then(stay_awake)
     }
 
     fn head(&self) -> usize {
