@@ -9,11 +9,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from cases import CASES, PEERS, QUICK
+from cases import CASES, PEERS, QUICK, Case
 from inputs import Inputs
 from ours import Ours
 from peers import Peers, ceilings
-from process import N_THREADS
+from process import N_THREADS, Failed
 from table import HEAD, Table
 
 
@@ -32,9 +32,20 @@ def main() -> None:
             others = [peer for peer in options.peers if peer in case.peers]
             if not others:
                 continue
-            rounds = [(ours.measure(case), [peers.measure(case, peer) for peer in others]) for _ in range(options.rounds)]
+            rounds = [(ours.measure(case), [survived(peers, case, peer) for peer in others])
+                      for _ in range(options.rounds)]
             for n, peer in enumerate(others):
                 table.add(case, peer, [our for our, _ in rounds], [theirs[n] for _, theirs in rounds])
+
+
+def survived(peers: Peers, case: Case, peer: str) -> tuple[float, float] | None:
+    """What a peer measured; None if it ended badly on a sequence that may be too long for it."""
+    try:
+        return peers.measure(case, peer)
+    except Failed:
+        if not case.recomputed:
+            raise
+        return None
 
 
 def arguments() -> argparse.Namespace:

@@ -8,6 +8,7 @@ SMOLLM2 = dict(model_type="llama", hidden_size=576, intermediate_size=1536, num_
                num_attention_heads=9, num_key_value_heads=3, head_dim=64, vocab_size=49152, tie_word_embeddings=True)
 QWEN3 = dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
              num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True)
+SMOLLM2_4 = dict(SMOLLM2, num_hidden_layers=4)
 TINY = dict(SMALL, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16, vocab_size=2048)
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -26,12 +27,19 @@ class Case:
     accumulated: int = 1
     steps: int = 1
     dtype: str = "f32"
+    # Blocks are computed again in backward; ours tiles MLPs, too.
+    recomputed: bool = False
     # Those of --peers that differ in this case.
     peers: tuple = ("eager",)
 
     @property
     def what(self) -> str:
         return self.name.split()[0]
+
+    @property
+    def warm(self) -> int:
+        """The first steps of a run are not counted: memory is touched for the first time. A single one is."""
+        return min(2, self.steps - 1)
 
     @property
     def lower_is_better(self) -> bool:
@@ -46,12 +54,18 @@ def train(name: str, shape: dict, rows: int, length: int, accumulated: int, step
     return Case(f"train {name}", "tokens/s", shape, length, rows, accumulated, steps, peers=PEERS)
 
 
+def long(name: str, shape: dict, length: int) -> Case:
+    return Case(f"train {name} 1x{length} recomputed", "tokens/s", shape, length, recomputed=True, peers=PEERS[:1])
+
+
 CASES = [
     train("small 4x256", SMALL, 4, 256, 1, 12),
     train("smollm2-135m 1x512", SMOLLM2, 1, 512, 1, 6),
     train("smollm2-135m 1x1024", SMOLLM2, 1, 1024, 1, 5),
     train("smollm2-135m 4x1024 accumulated", SMOLLM2, 1, 1024, 4, 4),
     train("qwen3-0.6b 1x512", QWEN3, 1, 512, 1, 4),
+    *(long("4 layers", SMOLLM2_4, 1024 * k) for k in (4, 8, 16, 32, 64, 128)),
+    long("smollm2-135m", SMOLLM2, 32768),
     Case("eval small 1x256", "tokens/s", SMALL, 256, steps=40),
     Case("eval smollm2-135m 1x512", "tokens/s", SMOLLM2, 512, steps=8),
     Case("eval smollm2-135m 1x1024", "tokens/s", SMOLLM2, 1024, steps=4),
@@ -70,6 +84,7 @@ CASES = [
 # The same paths with nothing in them: to try the scripts, not to measure.
 QUICK = [
     train("tiny 2x64", TINY, 2, 64, 2, 4),
+    long("tiny", TINY, 128),
     Case("eval tiny 1x64", "tokens/s", TINY, 64, steps=4),
     Case("decode tiny f32", "tokens/s", TINY, 16, steps=16),
     Case("decode tiny bf16", "tokens/s", TINY, 16, steps=16, dtype="bf16"),
@@ -84,5 +99,5 @@ QUICK = [
 
 def config(case: Case) -> dict:
     """The config.json of both sides. Nothing ends a generation early."""
-    return dict(case.shape, architectures=[CLASSES[case.shape["model_type"]]], max_position_embeddings=8192,
+    return dict(case.shape, architectures=[CLASSES[case.shape["model_type"]]], max_position_embeddings=131072,
                 rms_norm_eps=1e-6, rope_theta=10000.0, bos_token_id=None, eos_token_id=None, pad_token_id=0)

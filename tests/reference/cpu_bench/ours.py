@@ -9,9 +9,6 @@ from cases import Case, config
 from inputs import Inputs
 from process import run, seconds_until
 
-# The first steps of a run are not counted: memory is touched for the first time.
-WARM = 2
-
 
 class Ours:
     def __init__(self, trainer: str, evaluator: str, inputs: Inputs):
@@ -25,7 +22,7 @@ class Ours:
     def train(self, case: Case, arguments: tuple = ()) -> tuple[float, float]:
         ran = run([self.trainer, "-q", "train", self.recipe(case), *arguments])
         speeds = [record["tokens_per_second"] for record in self.records("tokens_per_second")]
-        return statistics.median(speeds[WARM:]), ran.rss
+        return statistics.median(speeds[case.warm:]), ran.rss
 
     def profile(self, case: Case) -> tuple[float, float]:
         return self.train(case, ("--profile", "tottime"))
@@ -94,7 +91,9 @@ class Ours:
         path = self.inputs.folder / "recipe.yaml"
         path.write_text(json.dumps({
             "type": "causal", "device": "cpu", "output_dir": str(self.run_folder),
-            "model": {"config": config(case), "dtype": "f32"},
+            "model": {"config": config(case), "dtype": "f32",
+                      "activation_checkpoint": "full" if case.recomputed else "none"},
+            "tiled_mlp_compute": case.recomputed,
             "tokenizer": {"name_or_path": str(self.inputs.tokenizer(case))},
             "data": {"sources": [str(rows)], "max_length": case.length, "cache_dir": str(self.inputs.folder / "cache")},
             "micro_batch_size": case.rows, "gradient_accumulation_steps": case.accumulated, "train_iters": case.steps,

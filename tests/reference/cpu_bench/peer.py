@@ -55,6 +55,8 @@ def step(of, loss, adamw, micro_batches):
 
 def train():
     of = model()
+    if job["recomputed"]:
+        of.gradient_checkpointing_enable({"use_reentrant": False})
     adamw = optimizer(of)
     loss = torch.compile(loss_of, dynamic=False) if job["compiled"] else loss_of
     n_rows = job["rows"]

@@ -5,7 +5,7 @@ import shutil
 
 from cases import Case, config
 from inputs import Inputs
-from ours import WARM, Ours
+from ours import Ours
 from process import peer_command, run, seconds_until
 
 # Large blocks come from the heap, which is never given back, in huge pages: memory is touched for the first time once.
@@ -27,7 +27,7 @@ class Peers:
         return json.loads(ran.said.splitlines()[-1]), ran.rss
 
     def job(self, case: Case) -> dict:
-        job = {"config": config(case), "rows": case.rows, "accumulated": case.accumulated, "warm": WARM,
+        job = {"config": config(case), "rows": case.rows, "accumulated": case.accumulated, "warm": case.warm, "recomputed": case.recomputed,
                "steps": case.steps, "dtype": case.dtype}
         if case.what == "data":
             cache = self.inputs.folder / "peer-cache"

@@ -15,8 +15,8 @@ class Table:
     def __init__(self, path: str | None):
         self.path, self.results = path and Path(path), []
 
-    def add(self, case: Case, peer: str, ours: list[tuple], theirs: list[tuple]) -> None:
-        """`ours` and `theirs` are the numbers and the memory of each round."""
+    def add(self, case: Case, peer: str, ours: list[tuple], theirs: list[tuple | None]) -> None:
+        """`ours` and `theirs` are the numbers and the memory of each round; None of a peer that did not survive one."""
         result = compare(case, peer, ours, theirs)
         self.results.append(result)
         print(line(case, result), flush=True)
@@ -26,21 +26,30 @@ class Table:
 
 def compare(case: Case, peer: str, ours: list[tuple], theirs: list[tuple]) -> dict:
     """A ratio above 1 says that we are faster, an rss_ratio below 1 that we need less memory."""
+    if None in theirs:
+        return named(case, peer) | {"ours": statistics.median(our[0] for our in ours), "peer": None, "ratio": None,
+                                    "rss_ratio": None, "rss_mib": max(our[1] for our in ours), "peer_rss_mib": None}
     pairs = [(our[0], their[0]) for our, their in zip(ours, theirs)]
     ratios = [their / our if case.lower_is_better else our / their for our, their in pairs]
-    return {
-        "name": case.name if peer == "eager" else f"{case.name} beside {peer}",
+    return named(case, peer) | {
         "ours": statistics.median(our for our, _ in pairs),
         "peer": statistics.median(their for _, their in pairs),
-        "unit": case.unit,
         "ratio": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
         "rss_ratio": statistics.median(our[1] / their[1] for our, their in zip(ours, theirs)),
+        "rss_mib": max(our[1] for our in ours),
+        "peer_rss_mib": max(their[1] for their in theirs),
     }
 
 
+def named(case: Case, peer: str) -> dict:
+    return {"name": case.name if peer == "eager" else f"{case.name} beside {peer}", "unit": case.unit}
+
+
 def line(case: Case, result: dict) -> str:
+    if result["ratio"] is None:
+        return f"{result['name']:46} {result['ours']:9.2f} {'ended':>9} {result['unit']:9} {result['rss_mib']:.0f} MiB"
     ratio = f"x{result['ratio']:.3f} ({result['ratio_min']:.3f} to {result['ratio_max']:.3f})"
     end = f"x{result['rss_ratio']:.2f}"
     if case.what == "profile":
