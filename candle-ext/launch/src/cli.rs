@@ -13,6 +13,15 @@ use crate::values::{Backend, NodeRange, Patterns, ProcessCount, Ranks, Rendezvou
 #[derive(Clone, Debug, Parser)]
 #[command(name = "launch", version, override_usage = USAGE, after_long_help = EXAMPLES)]
 pub struct Cli {
+    /// Print what would run, one worker after the other, and start nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Print which rank this process is by its environment, as the programs read it under torchrun, srun or mpirun
+    #[arg(long)]
+    pub world: bool,
+    /// The program and its arguments, which are passed on untouched but for ${local_rank}
+    #[arg(trailing_var_arg = true, required_unless_present = "world", value_name = "PROGRAM")]
+    pub command: Vec<String>,
     /// How many workers.
     #[command(flatten)]
     pub workers: Workers,
@@ -31,15 +40,6 @@ pub struct Cli {
     /// torchrun's flags without a meaning here.
     #[command(flatten)]
     pub foreign: Foreign,
-    /// Print what would run, one worker after the other, and start nothing
-    #[arg(long)]
-    pub dry_run: bool,
-    /// Print which rank this process is by its environment, as the programs read it under torchrun, srun or mpirun
-    #[arg(long)]
-    pub world: bool,
-    /// The program and its arguments, which are passed on untouched but for ${local_rank}
-    #[arg(trailing_var_arg = true, required_unless_present = "world", value_name = "PROGRAM")]
-    pub command: Vec<String>,
 }
 
 const USAGE: &str = "launch [OPTIONS] [--] PROGRAM [ARGUMENTS]...";
@@ -125,11 +125,11 @@ pub struct Nodes {
 pub struct Faults {
     /// How often all workers are started again after one failed
     #[arg(long, alias = "max_restarts", env = "PET_MAX_RESTARTS", hide_env = true)]
-    #[arg(value_name = "N", default_value_t = 0)]
+    #[arg(value_name = "N", default_value_t = 0, allow_negative_numbers = true)]
     pub max_restarts: usize,
     /// Seconds between two looks at the other nodes. A worker that ends is seen at once
     #[arg(long, alias = "monitor_interval", env = "PET_MONITOR_INTERVAL", hide_env = true)]
-    #[arg(value_name = "SECONDS", default_value_t = 0.1)]
+    #[arg(value_name = "SECONDS", default_value_t = 0.1, allow_negative_numbers = true)]
     pub monitor_interval: f64,
     /// Signals that end the group: passed on once; the same again kills. SIGUSR1 and SIGUSR2 are passed on in any case
     #[arg(long, alias = "signals_to_handle", env = "PET_SIGNALS_TO_HANDLE", hide_env = true)]
@@ -137,7 +137,7 @@ pub struct Faults {
     pub signals_to_handle: Signals,
     /// Seconds that workers get to end before they are killed [default: 30 after a failure, 300 after a signal]
     #[arg(long, alias = "shutdown_timeout", env = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", hide_env = true)]
-    #[arg(value_name = "SECONDS")]
+    #[arg(value_name = "SECONDS", allow_negative_numbers = true)]
     pub shutdown_timeout: Option<f64>,
 }
 

@@ -28,8 +28,8 @@ pub const PREEMPTED: i32 = 75;
 impl Ended {
     /// Returns how a process ended that was waited for, or `None` if it did not.
     pub fn of(status: WaitIdStatus) -> Option<Self> {
-        let code = status.exit_status().map(|code| Self::Code(code as i32));
-        code.or_else(|| status.terminating_signal().map(|signal| Self::Signal(signal as i32)))
+        let code = status.exit_status().map(Self::Code);
+        code.or_else(|| status.terminating_signal().map(Self::Signal))
     }
 
     /// Returns what a shell would return: the code, or 128 + the signal.

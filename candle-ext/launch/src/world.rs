@@ -201,7 +201,7 @@ struct Names {
 /// `jobs` are the variables that name a job, so that two jobs of one machine meet on two ports.
 fn mpi(read: &Reader, source: Source, names: &Names, jobs: &[&'static str]) -> Result<Option<World>, WorldError> {
     let Some(rank) = read.number(names.rank)? else { return Ok(None) };
-    let need = |name| Ok(read.number(name)?.ok_or(WorldError::Missing { present: names.rank, absent: name })?);
+    let need = |name| read.number(name)?.ok_or(WorldError::Missing { present: names.rank, absent: name });
     let (world_size, local_rank) = (need(names.size)?, need(names.local_rank)?);
     let local_world_size = need(names.local_size)?;
     below((names.rank, rank), (names.size, world_size))?;
@@ -222,7 +222,7 @@ fn slurm(read: &Reader) -> Result<Option<World>, WorldError> {
     }
     // A shell of salloc is a step of one task in a job of many.
     let size_name = if read.text("SLURM_STEP_NUM_TASKS").is_some() { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
-    let need = |name| Ok(read.number(name)?.ok_or(WorldError::Missing { present: "SLURM_PROCID", absent: name })?);
+    let need = |name| read.number(name)?.ok_or(WorldError::Missing { present: "SLURM_PROCID", absent: name });
     let (world_size, local_rank, node) = (need(size_name)?, need("SLURM_LOCALID")?, need("SLURM_NODEID")?);
     below(("SLURM_PROCID", rank), (size_name, world_size))?;
     let local_world_size = slurm_local_size(read, node, world_size)?;
