@@ -9,7 +9,9 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use rustix::process::{Pid, Signal, getppid, kill_process_group, set_parent_process_death_signal, setsid};
+use rustix::process::{
+    Pid, Signal, getpid, getppid, kill_process, kill_process_group, set_parent_process_death_signal, setsid,
+};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
 /// The first argument of a worker that is not yet the user's program; then come the launcher's pid and the program.
@@ -27,10 +29,13 @@ pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
 }
 
 /// Leaves the launcher's session, so that its terminal reaches the worker through the launcher only, asks to die with
-/// the launcher, and becomes the program. What is asked of the kernel here survives the exec.
+/// the launcher, stops until the guard knows of it, and becomes the program. What is asked of the kernel here survives
+/// the exec.
 fn become_worker(arguments: &[OsString]) -> ExitCode {
     let [launcher, program, rest @ ..] = arguments else { return ExitCode::from(NOT_STARTED) };
-    let prepared = setsid().and_then(|_| set_parent_process_death_signal(Some(Signal::KILL)));
+    let prepared = setsid()
+        .and_then(|_| set_parent_process_death_signal(Some(Signal::KILL)))
+        .and_then(|()| kill_process(getpid(), Signal::STOP));
     if let Err(error) = prepared {
         eprintln!("launch: failed to prepare {}: {error}", program.display());
         return ExitCode::from(NOT_STARTED);

@@ -107,7 +107,8 @@ pub struct Nodes {
     /// The name of the job: nodes of the same name belong together
     #[arg(long, alias = "rdzv_id", env = "PET_RDZV_ID", hide_env = true, value_name = "ID", default_value = "none")]
     pub rdzv_id: String,
-    /// timeout (static, 900 s), join_timeout (600), last_call_timeout (30), read_timeout (60), is_host, ...
+    /// timeout=900 (static), join_timeout=600, last_call_timeout=30, is_host=1|0 (c10d), keep_alive_interval=5,
+    /// keep_alive_max_attempt=3; torchrun's others have no effect
     #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", hide_env = true)]
     #[arg(value_name = "KEY=VALUE,...", default_value = "", hide_default_value = true)]
     pub rdzv_conf: RendezvousOptions,

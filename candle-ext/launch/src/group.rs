@@ -87,8 +87,7 @@ fn start_all(setting: &Setting, mailbox: &Mailbox, guard: &mut Guard) -> io::Res
     let mut workers = Vec::new();
     for local_rank in 0..setting.plan.local_world_size {
         let start = start_of(setting, local_rank);
-        let worker = Worker::start(&start, &outlets, mailbox.sender.clone());
-        let worker = worker.and_then(|worker| guard.watch(worker.pid()).map(|()| worker));
+        let worker = Worker::start(&start, &outlets, guard, mailbox.sender.clone());
         match worker {
             Ok(worker) => workers.push(worker),
             Err(error) => {

@@ -38,6 +38,8 @@ pub struct Outlet {
 pub struct Pump {
     stream: Stream,
     lines: Lines,
+    /// The length of what stands before a line.
+    n_prefix: usize,
     is_shown: bool,
     file: Option<File>,
     filter: Option<(Vec<String>, Filtered)>,
@@ -78,6 +80,7 @@ impl Outlets {
         let pump = Pump {
             stream,
             lines: Lines::new(prefix),
+            n_prefix: prefix.len(),
             is_shown: self.plan.shown.as_ref().is_none_or(|shown| shown.0.contains(&local_rank)),
             file: is_teed.then(file).transpose()?,
             filter: filtered.map(|file| (words.clone(), file)),
@@ -131,7 +134,7 @@ impl Pump {
             {
                 let _ = file.lock().unwrap_or_else(PoisonError::into_inner).write_all(line);
             }
-            self.tail.push(&text);
+            self.tail.push(&text[self.n_prefix.min(text.len())..]);
         }
     }
 }

@@ -29,6 +29,8 @@ pub struct Plan {
     pub max_restarts: usize,
     /// How often the other nodes are looked at.
     pub monitor_interval: Duration,
+    /// How long another node may be silent before it counts as lost.
+    pub keep_alive: Duration,
     /// How long workers may take to end.
     pub grace: Grace,
     /// The signals that end the group.
@@ -72,8 +74,6 @@ pub struct Dynamic {
     pub join: Duration,
     /// How long to wait for more.
     pub last_call: Duration,
-    /// How long to wait for an answer of the store.
-    pub read: Duration,
 }
 
 /// How long workers may take to end before they are killed.
@@ -168,6 +168,7 @@ impl Plan {
             local_addr: cli.nodes.local_addr.clone(),
             max_restarts: faults.max_restarts,
             monitor_interval: seconds("--monitor-interval", faults.monitor_interval)?,
+            keep_alive: keep_alive(cli)?,
             grace: grace(faults.shutdown_timeout)?,
             signals: faults.signals_to_handle.clone(),
             output: output(cli, host),
@@ -222,14 +223,13 @@ fn rendezvous(cli: &Cli) -> Result<Rendezvous, PlanError> {
     let wait = |key, default| option_seconds(cli, key, default);
     if nodes.standalone {
         let endpoint = Endpoint { host: "localhost".into(), port: 0 };
-        let (join, last_call, read) = (Duration::from_secs(600), Duration::ZERO, Duration::from_secs(60));
-        return Ok(Rendezvous::Dynamic(Dynamic { endpoint, is_host: Some(true), join, last_call, read }));
+        let (join, last_call) = (Duration::from_secs(600), Duration::ZERO);
+        return Ok(Rendezvous::Dynamic(Dynamic { endpoint, is_host: Some(true), join, last_call }));
     }
     if nodes.rdzv_backend == Backend::C10d {
         let is_host = option_flag(cli, "is_host")?;
-        let (join, last_call, read) =
-            (wait("join_timeout", 600)?, wait("last_call_timeout", 30)?, wait("read_timeout", 60)?);
-        return Ok(Rendezvous::Dynamic(Dynamic { endpoint: c10d_endpoint(cli)?, is_host, join, last_call, read }));
+        let (join, last_call) = (wait("join_timeout", 600)?, wait("last_call_timeout", 30)?);
+        return Ok(Rendezvous::Dynamic(Dynamic { endpoint: c10d_endpoint(cli)?, is_host, join, last_call }));
     }
     if nodes.node_rank >= n_nodes {
         return Err(PlanError::NodeRank { node_rank: nodes.node_rank, n_nodes });
@@ -262,6 +262,16 @@ fn c10d_endpoint(cli: &Cli) -> Result<Endpoint, PlanError> {
         text => text,
     };
     Endpoint::parse(text, 29400).map_err(|problem| PlanError::Value { flag, problem })
+}
+
+/// A beat every five seconds, and three may be missed.
+fn keep_alive(cli: &Cli) -> Result<Duration, PlanError> {
+    let flag = "--rdzv-conf";
+    let key = "keep_alive_max_attempt";
+    let interval = option_seconds(cli, "keep_alive_interval", 5)?;
+    let times = cli.nodes.rdzv_conf.0.get(key).map_or(Ok(3), |text| text.parse::<u32>());
+    let times = times.ok().filter(|times| *times > 0);
+    Ok(interval * times.ok_or_else(|| PlanError::Value { flag, problem: format!("{key} is not a count") })?)
 }
 
 fn option_seconds(cli: &Cli, key: &str, default: u64) -> Result<Duration, PlanError> {

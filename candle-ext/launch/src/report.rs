@@ -29,7 +29,7 @@ pub struct RootCause {
     pub after: Duration,
     /// What it wrote about its end.
     pub error: Option<ErrorFile>,
-    /// The last lines of its stderr.
+    /// The last lines of its stderr: shown if there is no traceback.
     pub last_lines: Vec<String>,
     /// Its folder of logs, if there is anything in it.
     pub logs: Option<PathBuf>,
@@ -53,7 +53,8 @@ impl RootCause {
                 row("where", traceback.trim_end().to_owned());
             }
         }
-        if !self.last_lines.is_empty() {
+        let is_explained = self.error.as_ref().is_some_and(|error| error.traceback.is_some());
+        if !self.last_lines.is_empty() && !is_explained {
             row("stderr", self.last_lines.join("\n"));
         }
         if let Some(logs) = &self.logs {

@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_pro
 use crate::child::WORKER;
 use crate::ended::Ended;
 use crate::event::Event;
-use crate::guard::own_program;
+use crate::guard::{Guard, own_program};
 use crate::output::{Outlets, Pump, Tail};
 use crate::streams::Stream;
 use crate::world::Variables;
@@ -39,10 +39,10 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts a worker. `events` hears of its end.
+    /// Starts a worker. `guard` knows of it before its first instruction, and `events` hears of its end.
     ///
     /// The thread that calls this must live as long as the worker: the kernel ends the worker with it.
-    pub fn start(start: &Start, outlets: &Outlets, events: Sender<Event>) -> io::Result<Self> {
+    pub fn start(start: &Start, outlets: &Outlets, guard: &mut Guard, events: Sender<Event>) -> io::Result<Self> {
         let tail = Tail::default();
         let outlet = |stream, tail| outlets.outlet(start.local_rank, stream, &start.prefix, tail);
         let (out, err) = (outlet(Stream::Out, Tail::default())?, outlet(Stream::Err, tail.clone())?);
@@ -54,6 +54,9 @@ impl Worker {
         let mut child = command.spawn()?;
         let pid = Pid::from_child(&child);
         let pumps = [start_pump(out.pump, child.stdout.take()), start_pump(err.pump, child.stderr.take())];
+        wait_for_stop(pid);
+        guard.watch(pid)?;
+        kill_process(pid, Signal::CONT)?;
         notice_end(pid, start.local_rank, events);
         Ok(Self { pid, child, pumps: pumps.into_iter().flatten().collect(), tail })
     }
@@ -65,10 +68,9 @@ impl Worker {
 
     /// Sends a signal to the worker and the processes it started.
     pub fn signal(&self, signal: i32) {
-        let Some(signal) = Signal::from_named_raw(signal) else { return };
-        // Before it has a group of its own it has no children either. One that is gone needs no signal.
-        if kill_process_group(self.pid, signal).is_err() {
-            let _ = kill_process(self.pid, signal);
+        if let Some(signal) = Signal::from_named_raw(signal) {
+            // One that is gone needs no signal.
+            let _ = kill_process_group(self.pid, signal);
         }
     }
 
@@ -103,6 +105,12 @@ const LAST_LINES: Duration = Duration::from_secs(5);
 
 fn start_pump(pump: Option<Pump>, pipe: Option<impl io::Read + Send + 'static>) -> Option<JoinHandle<()>> {
     Some(pump?.start(pipe?))
+}
+
+/// A worker stops when it has left the launcher's session. One that ends instead is noticed later.
+fn wait_for_stop(pid: Pid) {
+    let options = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), options) {}
 }
 
 /// Waits on a thread, and leaves the process to be waited for by [`Worker::bury`].

@@ -187,7 +187,7 @@ fn pmi(read: &Reader) -> Result<Option<World>, WorldError> {
     }
     let names =
         Names { rank: "PMI_RANK", size: "PMI_SIZE", local_rank: "MPI_LOCALRANKID", local_size: "MPI_LOCALNRANKS" };
-    mpi(read, Source::Pmi, &names, &["PMI_PORT", "PMI_ID"])
+    mpi(read, Source::Pmi, &names, &["I_MPI_HYDRA_UUID", "PMI_PORT"])
 }
 
 /// The variables of one MPI.
@@ -210,7 +210,8 @@ fn mpi(read: &Reader, source: Source, names: &Names, jobs: &[&'static str]) -> R
     let is_one_machine = local_world_size == world_size;
     let job = jobs.iter().find_map(|name| read.text(name));
     let master = read.master(source, is_one_machine, job.map_or(DEFAULT_PORT, port_of_job))?;
-    let node = is_one_machine.then_some(0);
+    // Intel's says it.
+    let node = is_one_machine.then_some(0).or(read.number("HYDRA_BSTRAP_NODE_ID")?);
     Ok(Some(World { rank, local_rank, world_size, local_world_size, node, master, source }))
 }
 
@@ -272,11 +273,13 @@ fn slurm_master(read: &Reader, is_one_machine: bool) -> Result<Master, WorldErro
     Ok(Master { addr, port: read.port()?.unwrap_or(port), agent_hosts_store: false })
 }
 
-/// A port from the last digits of a job's number, as people do: below those that the system gives out by itself.
+/// A port from the last four digits of a job's number, as people do, or from a hash (FNV-1a) of its name. All are below
+/// those that the system gives out by itself.
 fn port_of_job(job: &str) -> u16 {
-    let digits: Vec<u16> = job.bytes().filter(u8::is_ascii_digit).map(|digit| u16::from(digit - b'0')).collect();
-    let last = digits.len().saturating_sub(4);
-    15000 + digits[last..].iter().fold(0, |number, digit| number * 10 + digit)
+    let number = job.parse().unwrap_or_else(|_| {
+        job.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    });
+    15000 + (number % 10000) as u16
 }
 
 struct Reader<'a>(&'a Variables);

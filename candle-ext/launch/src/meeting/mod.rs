@@ -21,18 +21,24 @@ use crate::round::{Member, Round};
 use crate::values::NodeRange;
 use crate::world::Master;
 
+use watch::Questions;
 pub use watch::Watch;
 
 /// A node at the store.
 #[derive(Debug)]
 pub struct Meeting {
-    /// Serves the others; kept until they have left.
+    /// Serves the other launchers, and the workers of the first round; kept until they have left.
     server: Option<Server>,
     store: Client,
-    master: Master,
+    /// Where `server` is.
+    address: Endpoint,
+    is_only: bool,
+    /// Serves the workers of the present round, if it is not the first.
+    workers_server: Option<Server>,
     nodes: NodeRange,
     rendezvous: Rendezvous,
     monitor_interval: Duration,
+    keep_alive: Duration,
     own: Member,
     /// What this node is in the present round.
     seat: Option<Seat>,
@@ -125,10 +131,13 @@ impl Meeting {
         Ok(Self {
             server,
             store: store.with_prefix(&format!("launch/{}", plan.run_id)),
-            master: Master { addr: address.host, port: address.port, agent_hosts_store: true },
+            address,
+            is_only,
+            workers_server: None,
             nodes: plan.nodes,
             rendezvous: plan.rendezvous.clone(),
             monitor_interval: plan.monitor_interval,
+            keep_alive: plan.keep_alive,
             own,
             seat: None,
         })
@@ -136,13 +145,37 @@ impl Meeting {
 
     /// Waits until the nodes have agreed on who takes part in a round after `before`, and returns it with its number.
     pub fn next_round(&mut self, interrupted: Interrupted) -> Result<(usize, Round)> {
-        let seat = match &self.rendezvous {
-            Rendezvous::Static { node_rank, timeout, .. } => self.take_given_seat(*node_rank, *timeout, interrupted)?,
-            Rendezvous::Dynamic(dynamic) => self.take_free_seat(dynamic, interrupted)?,
+        let seat = match self.rendezvous.clone() {
+            Rendezvous::Static { node_rank, timeout, .. } => self.take_given_seat(node_rank, timeout, interrupted)?,
+            Rendezvous::Dynamic(dynamic) => self.take_free_seat(&dynamic, interrupted)?,
         };
         self.seat = Some(seat);
         let members = self.members(seat)?;
-        Ok((seat.round, Round { group_rank: seat.group_rank, members, master: self.master.clone() }))
+        let port = self.workers_port(seat)?;
+        let master = Master { addr: self.address.host.clone(), port, agent_hosts_store: true };
+        Ok((seat.round, Round { group_rank: seat.group_rank, members, master }))
+    }
+
+    /// The workers of a later round get a store of their own: what those before them left in theirs, addresses of
+    /// processes that are dead, would lead them astray.
+    fn serve_workers_of(&mut self, round: usize) -> Result<()> {
+        if round == 0 || self.server.is_none() {
+            return Ok(());
+        }
+        let server = bind(&Endpoint { host: self.address.host.clone(), port: 0 }, self.is_only)?;
+        let seat = Seat { round, group_rank: 0, n_nodes: 0 };
+        let port = server.port().to_string();
+        self.workers_server = Some(server);
+        self.store.set(&seat.key("port"), port.as_bytes()).map_err(|source| self.lost(source))
+    }
+
+    fn workers_port(&self, seat: Seat) -> Result<u16> {
+        if seat.round == 0 {
+            return Ok(self.address.port);
+        }
+        let port = self.store.get(&seat.key("port")).map_err(|source| self.lost(source))?;
+        let port = String::from_utf8(port).ok().and_then(|port| port.parse().ok());
+        Ok(port.expect("a launcher writes what a launcher reads"))
     }
 
     /// Tells the others that workers of this node failed. The first to say so is believed.
@@ -157,7 +190,7 @@ impl Meeting {
     pub fn watch(&self, events: Sender<Event>) -> Result<Option<Watch>> {
         let Some(seat) = self.seat.filter(|_| self.nodes.max > 1) else { return Ok(None) };
         let store = self.store.reconnect().map_err(|source| self.lost(source))?;
-        Ok(Some(Watch::start(store, seat, self.may_grow(seat), self.monitor_interval, events)))
+        Ok(Some(Watch::start(store, seat, self.questions(seat), events)))
     }
 
     /// Waits until every node's workers have ended well: they may need this node's store or ranks until then. Returns
@@ -194,16 +227,13 @@ impl Meeting {
         }
     }
 
-    fn may_grow(&self, seat: Seat) -> bool {
-        matches!(self.rendezvous, Rendezvous::Dynamic(_)) && seat.n_nodes < self.nodes.max
-    }
-
-    fn endpoint(&self) -> Endpoint {
-        Endpoint { host: self.master.addr.clone(), port: self.master.port }
+    fn questions(&self, seat: Seat) -> Questions {
+        let may_grow = matches!(self.rendezvous, Rendezvous::Dynamic(_)) && seat.n_nodes < self.nodes.max;
+        Questions { may_grow, interval: self.monitor_interval, keep_alive: self.keep_alive }
     }
 
     fn lost(&self, source: Error) -> MeetingError {
-        MeetingError::Store { endpoint: self.endpoint(), source: Box::new(source) }
+        MeetingError::Store { endpoint: self.address.clone(), source: Box::new(source) }
     }
 }
 

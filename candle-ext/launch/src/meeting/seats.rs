@@ -12,13 +12,14 @@ use crate::round::Member;
 impl Meeting {
     /// Takes the seat of a node that was told its number.
     pub(super) fn take_given_seat(
-        &self,
+        &mut self,
         node_rank: usize,
         timeout: Duration,
         interrupted: Interrupted,
     ) -> Result<Seat> {
         let round = self.seat.map_or(0, |seat| seat.round + 1);
         let seat = Seat { round, group_rank: node_rank, n_nodes: self.nodes.max };
+        self.serve_workers_of(round)?;
         let lost = |source| self.lost(source);
         let key = seat.node_key("member", node_rank);
         if self.store.add(&seat.node_key("claims", node_rank), 1).map_err(lost)? > 1 {
@@ -32,14 +33,16 @@ impl Meeting {
     }
 
     /// Takes the next seat of a round that is open.
-    pub(super) fn take_free_seat(&self, dynamic: &Dynamic, interrupted: Interrupted) -> Result<Seat> {
+    pub(super) fn take_free_seat(&mut self, dynamic: &Dynamic, interrupted: Interrupted) -> Result<Seat> {
         if let Some(seat) = self.seat {
             self.close_round(seat.round)?;
         }
         let deadline = Instant::now() + dynamic.join;
         loop {
+            let round = self.store.add("round", 0).map_err(|source| self.lost(source))? as usize;
+            // Even if there is no seat for the host itself.
+            self.serve_workers_of(round)?;
             let lost = |source| self.lost(source);
-            let round = self.store.add("round", 0).map_err(lost)? as usize;
             let mut seat = Seat { round, group_rank: 0, n_nodes: 0 };
             let is_closed = self.store.check(&[&seat.key("size")]).map_err(lost)?;
             if !is_closed {
@@ -167,6 +170,6 @@ impl Meeting {
     }
 
     fn missing(&self, timeout: Duration, missing: String) -> MeetingError {
-        MeetingError::Missing { min: self.nodes.min, endpoint: self.endpoint(), timeout, missing }
+        MeetingError::Missing { min: self.nodes.min, endpoint: self.address.clone(), timeout, missing }
     }
 }

@@ -19,14 +19,23 @@ pub struct Watch {
     thread: Option<JoinHandle<()>>,
 }
 
+/// What is asked, and how often.
+pub(super) struct Questions {
+    /// Whether there is room for another node.
+    pub(super) may_grow: bool,
+    pub(super) interval: Duration,
+    /// How long a node may be silent.
+    pub(super) keep_alive: Duration,
+}
+
 impl Watch {
-    pub(super) fn start(store: Client, seat: Seat, may_grow: bool, interval: Duration, events: Sender<Event>) -> Self {
+    pub(super) fn start(store: Client, seat: Seat, questions: Questions, events: Sender<Event>) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let should_stop = Arc::clone(&stop);
         let thread = thread::spawn(move || {
-            let mut pulses = Pulses::new(seat);
+            let mut pulses = Pulses::new(seat, questions.keep_alive);
             while !should_stop.load(Ordering::Relaxed) {
-                let news = match look(&store, seat, may_grow, &mut pulses) {
+                let news = match look(&store, seat, questions.may_grow, &mut pulses) {
                     Ok(news) => news,
                     Err(error) => Some(Peer::Failed(format!("the node that hosts the store is gone ({error})"))),
                 };
@@ -35,7 +44,7 @@ impl Watch {
                     let _ = events.send(Event::Peer { round: seat.round, peer });
                     return;
                 }
-                thread::sleep(interval.clamp(SHORTEST, LONGEST));
+                thread::sleep(questions.interval.clamp(SHORTEST, LONGEST));
             }
         });
         Self { stop, thread: Some(thread) }
@@ -69,35 +78,34 @@ fn look(store: &Client, seat: Seat, may_grow: bool, pulses: &mut Pulses) -> Resu
 /// When each node was last heard of.
 struct Pulses {
     seat: Seat,
+    keep_alive: Duration,
     next: Instant,
     last: Vec<(i64, Instant)>,
 }
 
-/// How often a node says that it is alive, and how long it may be silent: torchrun's three times five seconds.
-const BEAT: Duration = Duration::from_secs(1);
-const SILENCE: Duration = Duration::from_secs(15);
-
 impl Pulses {
-    fn new(seat: Seat) -> Self {
+    fn new(seat: Seat, keep_alive: Duration) -> Self {
         let now = Instant::now();
-        Self { seat, next: now, last: vec![(0, now); seat.n_nodes] }
+        Self { seat, keep_alive, next: now, last: vec![(0, now); seat.n_nodes] }
     }
 
+    /// Says that this node is alive, and looks whether the others said so.
     fn feel(&mut self, store: &Client) -> Result<Option<Peer>, Error> {
         let now = Instant::now();
         if now < self.next {
             return Ok(None);
         }
-        self.next = now + BEAT;
+        self.next = now + (self.keep_alive / 5).min(Duration::from_secs(1));
         for group_rank in 0..self.seat.n_nodes {
             let is_own = group_rank == self.seat.group_rank;
             let beats = store.add(&self.seat.node_key("beats", group_rank), i64::from(is_own))?;
             if beats != self.last[group_rank].0 {
                 self.last[group_rank] = (beats, now);
             }
-            let is_silent = !is_own && now > self.last[group_rank].1 + SILENCE;
+            let is_silent = !is_own && now > self.last[group_rank].1 + self.keep_alive;
             if is_silent && !store.check(&[&self.seat.node_key("gone", group_rank)])? {
-                return Ok(Some(Peer::Failed(format!("node {group_rank} was not heard of for {SILENCE:?}"))));
+                let text = format!("node {group_rank} was not heard of for {:?}", self.keep_alive);
+                return Ok(Some(Peer::Failed(text)));
             }
         }
         Ok(None)

@@ -95,6 +95,15 @@ fn mpi_over_machines_needs_an_address() {
 }
 
 #[test]
+fn two_jobs_of_one_machine_meet_on_two_ports() {
+    let port =
+        |job: &str| World::from_variables(&variables(&format!("{PMI} I_MPI_HYDRA_UUID={job}"))).unwrap().master.port;
+    let (one, other) = (port("b9440000-e26c-bd81-d160-06001125053e"), port("ba440000-e26c-bd81-d160-06001125053e"));
+    assert_ne!(one, other);
+    assert!([one, other].iter().all(|port| (15000..25000).contains(port)));
+}
+
+#[test]
 fn srun_with_pmi_is_slurms() {
     check(
         &format!("{SLURM} PMI_RANK=5 PMI_SIZE=8"),

@@ -27,7 +27,7 @@ fn the_report_names_rank_process_reason_and_last_words() {
         "  ended by signal 9 (SIGKILL): nobody here sent it; the kernel does when memory runs out (see dmesg)\n",
         ", local rank 1\n",
         "  attempt  0, after ",
-        "  stderr   [1]: thinking\n           [1]: out of luck\n",
+        "  stderr   thinking\n           out of luck\n",
         "/attempt_0/1\n",
         "  others   rank 0 was stopped: signal 15 (SIGTERM)\n           rank 2 was stopped: signal 15 (SIGTERM)\n",
     ]);

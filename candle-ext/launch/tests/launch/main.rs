@@ -11,4 +11,5 @@ mod nodes;
 mod output;
 mod parity;
 mod signals;
+mod slurm;
 mod starters;

@@ -168,3 +168,45 @@ fn workers_find_the_launchers_store() {
     fs::write(path.join("end"), "").unwrap();
     running.finish().has_code(0);
 }
+
+/// What dead workers left in their store, torch's gloo would take for addresses of living ones.
+#[test]
+fn workers_that_start_again_find_an_empty_store() {
+    for job in [fixed(free_port()), dynamic(free_port(), "2", &[])] {
+        let job = Job { flags: &["--max-restarts", "1"], ..job };
+        let (_folder, path) = folder();
+        let script = format!(
+            "cd {}; n=$TORCHELASTIC_RESTART_COUNT; echo $MASTER_ADDR $MASTER_PORT > at$n.$RANK
+             while [ ! -e end$n ]; do sleep 0.01; done; exit $((1 - n))",
+            path.display()
+        );
+        let nodes = [node(&job, 0, &script), node(&job, 1, &script)];
+        for attempt in 0..2 {
+            let at = [0, 1, 2].map(|rank| wait_for_file(&path.join(format!("at{attempt}.{rank}"))));
+            assert!(at.iter().all(|other| *other == at[0]), "{at:?}");
+            let (host, port) = at[0].split_once(' ').unwrap();
+            let client = Client::connect(host, port.parse().unwrap(), Duration::from_secs(10)).unwrap();
+            assert!(!client.check(&["key"]).unwrap());
+            client.set("key", b"value").unwrap();
+            fs::write(path.join(format!("end{attempt}")), "").unwrap();
+        }
+        for node in nodes {
+            node.finish().has_code(0);
+        }
+    }
+}
+
+#[test]
+fn a_node_that_is_lost_is_done_without() {
+    let flags = &["--max-restarts", "1", "--rdzv-conf", "last_call_timeout=0.3,keep_alive_interval=0.1"];
+    let job = dynamic(free_port(), "1:2", flags);
+    let (_folder, path) = folder();
+    let script = format!("echo > {}/$WORLD_SIZE.$RANK; [ $WORLD_SIZE = 2 ] && exit 0; exec sleep 1000", path.display());
+    let first = node(&job, 0, &script);
+    wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
+    let second = node(&job, 1, &script);
+    wait_for_ranks(&path, &["3.0", "3.1", "3.2"]);
+    second.signal(Signal::KILL);
+    first.finish().has_code(0).says(&["was not heard of for 300ms", "starting all workers again: restart 1 of 1"]);
+    assert_eq!(second.finish().code, None);
+}
