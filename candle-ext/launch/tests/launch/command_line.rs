@@ -72,4 +72,6 @@ fn python_is_used_where_the_name_or_a_flag_says_so() {
         let out = launch(&arguments).out;
         assert_eq!(out.lines().last().map(str::trim), Some(want), "{line}");
     }
+    let done = start(command(&["--dry-run", "train.py"]).env("PYTHON_EXEC", "/opt/python")).finish();
+    assert!(done.out.ends_with("  /opt/python -u train.py\n"), "{}", done.out);
 }

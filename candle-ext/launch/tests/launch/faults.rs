@@ -110,6 +110,19 @@ fn no_orphans_are_left_by_a_killed_launcher() {
 }
 
 #[test]
+fn workers_die_with_the_launcher_even_without_its_guard() {
+    let (_folder, path) = folder();
+    let script = format!("echo $$ > {}/$RANK; while :; do sleep 0.01; done", path.display());
+    let running = start_script(2, &[], &script);
+    let pids = ["0", "1"].map(|rank| wait_for_file(&path.join(rank)));
+    rustix::process::kill_process(running.guard(), Signal::KILL).unwrap();
+    running.signal(Signal::KILL);
+    for pid in pids {
+        wait_until("the end of a worker", || !is_alive(&pid));
+    }
+}
+
+#[test]
 fn all_workers_start_again_after_a_failure() {
     let (_folder, path) = folder();
     let script = format!(

@@ -68,6 +68,18 @@ impl Running {
         rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal).unwrap();
     }
 
+    /// Its guard: the child that is neither a worker nor has become one.
+    pub(crate) fn guard(&self) -> rustix::process::Pid {
+        let parent = format!("PPid:\t{}\n", self.child.id());
+        let is_guard = |pid: &i32| {
+            let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+            read("status").contains(&parent) && read("cmdline").contains("__guard")
+        };
+        let names = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().file_name());
+        let pid = names.filter_map(|name| name.to_str()?.parse().ok()).find(is_guard);
+        rustix::process::Pid::from_raw(pid.unwrap()).unwrap()
+    }
+
     #[track_caller]
     pub(crate) fn finish(mut self) -> Done {
         let mut status = None;
