@@ -319,8 +319,8 @@ fn output(cli: &Cli, host: &Host) -> OutputPlan {
 fn threads(local_world_size: usize, host: &Host) -> BTreeMap<&'static str, String> {
     let share = (host.n_cores / local_world_size).max(1).to_string();
     let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", share)];
-    let is_open = |(name, _): &(&str, String)| local_world_size > 1 && !host.variables.contains_key(*name);
-    wanted.into_iter().filter(is_open).collect()
+    let has_company = local_world_size >= 2;
+    wanted.into_iter().filter(|(name, _)| has_company && !host.variables.contains_key(*name)).collect()
 }
 
 fn command(cli: &Cli, host: &Host) -> Result<Vec<String>, PlanError> {

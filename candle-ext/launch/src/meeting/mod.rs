@@ -1,7 +1,7 @@
 //! How the launchers of a job's nodes meet: at a store that one of them hosts, which the workers use too. With one node
 //! the same happens with nobody else.
 //!
-//! Keys are `launch/JOB/ROUND/...`. [`seats`] says who takes part in a round, [`watch`] what the others are told while
+//! Keys are `launch/JOB/ROUND/...`. `seats` says who takes part in a round, `watch` what the others are told while
 //! workers run.
 
 mod seats;

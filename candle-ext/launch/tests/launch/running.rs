@@ -20,7 +20,15 @@ pub(crate) struct Done {
 /// A run that goes on.
 pub(crate) struct Running {
     child: Child,
-    readers: [thread::JoinHandle<String>; 2],
+    readers: Option<[thread::JoinHandle<String>; 2]>,
+}
+
+/// A test that fails leaves nothing behind: the guard ends the workers of a launcher that is killed.
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
 }
 
 /// `launch` with few variables of its own.
@@ -52,7 +60,7 @@ pub(crate) fn script_arguments(n: usize, flags: &[&str], script: &str) -> Vec<St
 pub(crate) fn start(command: &mut Command) -> Running {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let readers = [read_all(child.stdout.take().unwrap()), read_all(child.stderr.take().unwrap())];
-    Running { child, readers }
+    Running { child, readers: Some(readers) }
 }
 
 fn read_all(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> {
@@ -87,7 +95,7 @@ impl Running {
             status = self.child.try_wait().unwrap();
             status.is_some()
         });
-        let [out, err] = self.readers.map(|reader| reader.join().unwrap());
+        let [out, err] = self.readers.take().unwrap().map(|reader| reader.join().unwrap());
         Done { code: status.unwrap().code(), out, err }
     }
 }
