@@ -13,6 +13,7 @@ use suite::{code_of, read, root, rust_files};
 const ROOMS: &[(&str, &[&str])] = &[
     ("candlewick-ops", &[]),
     ("candlewick-comm", &[]),
+    ("candlewick-launch", &["candlewick-comm"]),
     ("candlewick-text", &[]),
     ("candlewick-model", &["candlewick-ops"]),
     ("candlewick-parallel", &["candlewick-comm", "candlewick-model", "candlewick-ops"]),

@@ -2,6 +2,8 @@
 //!
 //! A group of one rank is [`Solo`], so that no caller asks whether it is alone.
 
+pub mod store;
+
 use candle_core::{Device, Result, Tensor};
 
 /// How the contributions of the ranks are combined.

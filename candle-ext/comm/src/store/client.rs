@@ -1,0 +1,242 @@
+//! A store's client: one connection, one query at a time.
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::wire::{MAGIC, Query, READY, STOP_WAITING, WAIT_CANCELED, read_i64, read_u32, read_value};
+use super::{Error, Result};
+
+/// How long a server that was reached may take for an answer that it need not wait for.
+const ANSWER_WITHIN: Duration = Duration::from_secs(60);
+const RETRY_EVERY: Duration = Duration::from_millis(50);
+
+/// A connection to a [`Server`](super::Server), or to torch's TCPStore. Clones share the connection and take turns: a
+/// thread that waits for a key keeps the others waiting, so a thread that must not wait calls [`Client::reconnect`].
+#[derive(Clone, Debug)]
+pub struct Client {
+    connection: Arc<Mutex<Connection>>,
+    host: String,
+    port: u16,
+    timeout: Duration,
+    prefix: String,
+}
+
+impl Client {
+    /// Connects, trying until `timeout` has passed: a server may start later than its clients. `timeout` then also
+    /// bounds every [`Client::get`] and [`Client::wait`].
+    pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
+        let stream = open(host, port, timeout)?;
+        let connection = Arc::new(Mutex::new(Connection { stream: Some(stream) }));
+        Ok(Self { connection, host: host.to_owned(), port, timeout, prefix: String::new() })
+    }
+
+    /// Opens a second connection to the same server, with the same prefix.
+    pub fn reconnect(&self) -> Result<Self> {
+        let fresh = Self::connect(&self.host, self.port, self.timeout)?;
+        Ok(Self { prefix: self.prefix.clone(), ..fresh })
+    }
+
+    /// Returns this client with `prefix/` before each of its keys (torch's `PrefixStore`).
+    pub fn with_prefix(&self, prefix: &str) -> Self {
+        Self { prefix: format!("{}{prefix}/", self.prefix), ..self.clone() }
+    }
+
+    /// Returns the host that was connected to.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Returns the port that was connected to.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Returns the time that [`Client::get`] and [`Client::wait`] wait for a key.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Stores `value` under `key`.
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.lock().ask(&Query::Set { key: self.key(key), value: value.to_vec() }, |_| Ok(()))
+    }
+
+    /// Waits until `key` exists and returns its value.
+    pub fn get(&self, key: &str) -> Result<Vec<u8>> {
+        let mut connection = self.lock();
+        connection.wait(vec![self.key(key)], self.timeout)?;
+        connection.ask(&Query::Get { key: self.key(key) }, read_value)
+    }
+
+    /// Adds `amount` to the number under `key`, 0 if there is none, and returns the new number.
+    pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
+        self.lock().ask(&Query::Add { key: self.key(key), amount }, read_i64)
+    }
+
+    /// Stores `desired` if `expected` is stored, or if nothing is and `expected` is empty. Returns what is stored
+    /// now; `expected` itself if nothing is (torch's rule).
+    pub fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        let (expected, desired) = (expected.to_vec(), desired.to_vec());
+        self.lock().ask(&Query::CompareSet { key: self.key(key), expected, desired }, read_value)
+    }
+
+    /// Returns whether all of `keys` exist.
+    pub fn check(&self, keys: &[&str]) -> Result<bool> {
+        let answer = self.lock().ask(&Query::Check { keys: self.keys(keys) }, read_u8)?;
+        Ok(answer == READY)
+    }
+
+    /// Waits until all of `keys` exist, for as long as [`Client::timeout`].
+    pub fn wait(&self, keys: &[&str]) -> Result<()> {
+        self.wait_for(keys, self.timeout)
+    }
+
+    /// Waits until all of `keys` exist, for as long as `timeout`.
+    pub fn wait_for(&self, keys: &[&str], timeout: Duration) -> Result<()> {
+        self.lock().wait(self.keys(keys), timeout)
+    }
+
+    /// Appends `value` to what is stored under `key`.
+    pub fn append(&self, key: &str, value: &[u8]) -> Result<()> {
+        self.lock().ask(&Query::Append { key: self.key(key), value: value.to_vec() }, |_| Ok(()))
+    }
+
+    /// Deletes `key`; returns whether it existed.
+    pub fn delete_key(&self, key: &str) -> Result<bool> {
+        Ok(self.lock().ask(&Query::Delete { key: self.key(key) }, read_i64)? > 0)
+    }
+
+    /// Returns the number of keys in the whole store, whatever their prefix.
+    pub fn num_keys(&self) -> Result<i64> {
+        self.lock().ask(&Query::NumKeys, read_i64)
+    }
+
+    // torch's client puts a slash before each key, so that no key collides with its own bookkeeping.
+    fn key(&self, key: &str) -> String {
+        format!("/{}{key}", self.prefix)
+    }
+
+    fn keys(&self, keys: &[&str]) -> Vec<String> {
+        keys.iter().map(|key| self.key(key)).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connection> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A stream on which no answer is outstanding; `None` once that was not so.
+struct Connection {
+    stream: Option<TcpStream>,
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Connection(open: {})", self.stream.is_some())
+    }
+}
+
+impl Connection {
+    fn ask<T>(&mut self, query: &Query, read: impl Fn(&mut TcpStream) -> io::Result<T>) -> Result<T> {
+        // Put back only after a whole answer: what follows half an answer would be misread.
+        let mut stream = self.stream.take().ok_or(Error::Lost { source: io::ErrorKind::NotConnected.into() })?;
+        let answer = send(&mut stream, query).and_then(|()| read(&mut stream));
+        let answer = answer.map_err(|source| Error::Lost { source })?;
+        self.stream = Some(stream);
+        Ok(answer)
+    }
+
+    fn wait(&mut self, keys: Vec<String>, timeout: Duration) -> Result<()> {
+        let query = Query::Wait { keys };
+        let arrived = self.ask(&query, |stream| read_within(stream, timeout))?;
+        if arrived.is_some() || self.ask(&Query::CancelWait, read_cancelled)? {
+            return Ok(());
+        }
+        let Query::Wait { keys } = query else { unreachable!("it was made above") };
+        let keys = keys.iter().map(|key| key.trim_start_matches('/')).collect::<Vec<_>>().join(", ");
+        Err(Error::Timeout { keys, timeout })
+    }
+}
+
+fn open(host: &str, port: u16, timeout: Duration) -> Result<TcpStream> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        let error = match try_open(host, port, deadline) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => error,
+        };
+        // Something answers there and is no store: it will not become one.
+        if matches!(error, Error::NotAStore { .. }) || Instant::now() + RETRY_EVERY >= deadline {
+            return Err(error);
+        }
+        thread::sleep(RETRY_EVERY);
+    }
+}
+
+fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
+    let failed = |source| Error::Connect { host: host.to_owned(), port, source };
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for addr in (host, port).to_socket_addrs().map_err(failed)? {
+        let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
+        match TcpStream::connect_timeout(&addr, left) {
+            Ok(stream) => return greet(stream, host, port),
+            Err(error) => last = error,
+        }
+    }
+    Err(failed(last))
+}
+
+/// Says hello and has a number sent back, so that anything else listening on the port is found out here.
+fn greet(mut stream: TcpStream, host: &str, port: u16) -> Result<TcpStream> {
+    let nonce = std::process::id();
+    let mut answer = || {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(ANSWER_WITHIN))?;
+        let hello = [Query::Validate(MAGIC).encode(), Query::Ping(nonce).encode()].concat();
+        stream.write_all(&hello)?;
+        read_u32(&mut stream)
+    };
+    match answer() {
+        Ok(number) if number == nonce => Ok(stream),
+        // A server that is stopping resets what is in its queue: worth another try.
+        Err(source) if source.kind() == io::ErrorKind::ConnectionReset => {
+            Err(Error::Connect { host: host.to_owned(), port, source })
+        }
+        _ => Err(Error::NotAStore { host: host.to_owned(), port }),
+    }
+}
+
+fn send(stream: &mut TcpStream, query: &Query) -> io::Result<()> {
+    stream.write_all(&query.encode())
+}
+
+fn read_u8(stream: &mut TcpStream) -> io::Result<u8> {
+    let mut byte = [0];
+    stream.read_exact(&mut byte)?;
+    Ok(byte[0])
+}
+
+/// Reads the byte that ends a wait; `None` when it has not come within `timeout`.
+fn read_within(stream: &mut TcpStream, timeout: Duration) -> io::Result<Option<u8>> {
+    stream.set_read_timeout(Some(timeout.max(Duration::from_millis(1))))?;
+    let answer = read_u8(stream);
+    stream.set_read_timeout(Some(ANSWER_WITHIN))?;
+    match answer {
+        Ok(byte) => Ok(Some(byte)),
+        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Reads the answer to a cancellation; true when the wait had ended just before.
+fn read_cancelled(stream: &mut TcpStream) -> io::Result<bool> {
+    match read_u8(stream)? {
+        WAIT_CANCELED => Ok(false),
+        STOP_WAITING => read_u8(stream).map(|_| true),
+        other => Err(io::Error::new(io::ErrorKind::InvalidData, format!("answer {other} to a cancelled wait"))),
+    }
+}

@@ -1,0 +1,153 @@
+//! A store's server: one thread accepts, one thread a connection reads its queries.
+
+use std::collections::HashMap;
+use std::io::{BufReader, Write};
+use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use super::table::{ClientId, Table};
+use super::wire::{MAGIC, Query, STOP_WAITING};
+use super::{Error, Result};
+
+/// Serves keys and values until it is dropped; then every connection is closed.
+#[derive(Debug)]
+pub struct Server {
+    addr: SocketAddr,
+    shared: Arc<Shared>,
+    acceptor: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Listens on `addr`, for example `("0.0.0.0", 29500)`; port 0 lets the system choose.
+    pub fn bind(addr: impl ToSocketAddrs + std::fmt::Debug) -> Result<Self> {
+        let named = format!("{addr:?}");
+        TcpListener::bind(addr).and_then(Self::start).map_err(|source| Error::Bind { addr: named, source })
+    }
+
+    /// Listens on `port` of every interface, IPv6 and IPv4 where the machine has both.
+    pub fn bind_any(port: u16) -> Result<Self> {
+        match Self::bind((Ipv6Addr::UNSPECIFIED, port)) {
+            Err(Error::Bind { source, .. }) if source.kind() != std::io::ErrorKind::AddrInUse => {
+                Self::bind((Ipv4Addr::UNSPECIFIED, port))
+            }
+            done => done,
+        }
+    }
+
+    /// Returns the address listened on, with the port that was chosen.
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// Returns the port listened on.
+    pub fn port(&self) -> u16 {
+        self.addr.port()
+    }
+
+    fn start(listener: TcpListener) -> std::io::Result<Self> {
+        let addr = listener.local_addr()?;
+        let shared = Arc::new(Shared::default());
+        let accepting = Arc::clone(&shared);
+        let acceptor =
+            thread::Builder::new().name("store-accept".to_owned()).spawn(move || accept(&listener, &accepting))?;
+        Ok(Self { addr, shared, acceptor: Some(acceptor) })
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.shared.stopping.store(true, Ordering::SeqCst);
+        // `accept` cannot be interrupted; a connection of our own wakes it, and it sees that it is to stop.
+        let woken = TcpStream::connect_timeout(&reachable(self.addr), Duration::from_secs(1));
+        if let (Ok(_), Some(acceptor)) = (woken, self.acceptor.take()) {
+            let _ = acceptor.join();
+        }
+        for stream in self.shared.lock().streams.values() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    stopping: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    table: Table,
+    streams: HashMap<ClientId, Arc<TcpStream>>,
+}
+
+impl Shared {
+    // A thread that panicked holds no half-made change: every query is applied by one call.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+    for client in 0.. {
+        let accepted = listener.accept();
+        if shared.stopping.load(Ordering::SeqCst) {
+            return;
+        }
+        let Ok((stream, _)) = accepted else {
+            // Out of file descriptors, most likely: others may be closed soon.
+            thread::sleep(Duration::from_millis(10));
+            continue;
+        };
+        let stream = Arc::new(stream);
+        shared.lock().streams.insert(client, Arc::clone(&stream));
+        let serving = Arc::clone(shared);
+        let spawned =
+            thread::Builder::new().name("store-serve".to_owned()).spawn(move || serve(client, &stream, &serving));
+        if spawned.is_err() {
+            shared.lock().streams.remove(&client);
+        }
+    }
+}
+
+/// Answers one client until it leaves. What a client does wrong costs it its connection, nobody else anything.
+fn serve(client: ClientId, stream: &TcpStream, shared: &Shared) {
+    let _ = answer(client, stream, shared);
+    let mut state = shared.lock();
+    state.table.forget(client);
+    state.streams.remove(&client);
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+fn answer(client: ClientId, mut stream: &TcpStream, shared: &Shared) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut queries = BufReader::new(stream);
+    if Query::read(&mut queries)? != Some(Query::Validate(MAGIC)) {
+        return Ok(());
+    }
+    while let Some(query) = Query::read(&mut queries)? {
+        let reply = {
+            let mut state = shared.lock();
+            let Ok(outcome) = state.table.apply(client, query) else { return Ok(()) };
+            // Sent under the lock, so that it comes before the answer to a cancellation that is handled later. One
+            // byte always fits: a waiting client has read all that was sent to it.
+            for woken in outcome.wake.iter().filter_map(|woken| state.streams.get(woken)) {
+                let _ = (&**woken).write_all(&[STOP_WAITING]);
+            }
+            outcome.reply
+        };
+        stream.write_all(&reply)?;
+    }
+    Ok(())
+}
+
+/// An address at which this process reaches a listener bound to `addr`.
+fn reachable(addr: SocketAddr) -> SocketAddr {
+    match addr {
+        SocketAddr::V4(v4) if v4.ip().is_unspecified() => (Ipv4Addr::LOCALHOST, v4.port()).into(),
+        SocketAddr::V6(v6) if v6.ip().is_unspecified() => (Ipv6Addr::LOCALHOST, v6.port()).into(),
+        named => named,
+    }
+}

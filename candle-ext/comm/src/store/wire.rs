@@ -1,0 +1,252 @@
+//! The bytes of the store's protocol: one type byte, then arguments; strings and values carry a u64 length.
+//!
+//! Little endian, as written by torch on every machine it runs on. A query is read and written here and nowhere else.
+
+use std::io::{self, Read};
+
+/// The number that a client sends first, so that a server can tell it from a port scanner.
+pub(super) const MAGIC: u32 = 0x3C85_F7CE;
+
+// Bounds that torch's server also keeps, so that a stray client cannot make it allocate at will.
+const MAX_KEYS: u64 = 128 * 1024;
+const MAX_KEY_BYTES: u64 = 8 * 1024;
+const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
+
+/// What a server answers to [`Query::Check`].
+pub(super) const READY: u8 = 0;
+/// What a server answers to [`Query::Check`] when a key is missing.
+pub(super) const NOT_READY: u8 = 1;
+/// What a server sends when all keys of a [`Query::Wait`] exist.
+pub(super) const STOP_WAITING: u8 = 0;
+/// What a server answers to [`Query::CancelWait`].
+pub(super) const WAIT_CANCELED: u8 = 1;
+
+/// A client's request. Keys are as on the wire: torch's client puts a `/` before each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Query {
+    /// Opens a connection; not answered.
+    Validate(u32),
+    /// Not answered.
+    Set { key: String, value: Vec<u8> },
+    /// Answered by the value now stored.
+    CompareSet { key: String, expected: Vec<u8>, desired: Vec<u8> },
+    /// Answered by the value; empty when the key is missing.
+    Get { key: String },
+    /// Adds to a decimal number; answered by the new number.
+    Add { key: String, amount: i64 },
+    /// Answered at once by [`READY`] or [`NOT_READY`].
+    Check { keys: Vec<String> },
+    /// Answered by [`STOP_WAITING`] when all keys exist.
+    Wait { keys: Vec<String> },
+    /// Answered by an i64.
+    NumKeys,
+    /// Answered by the number of deleted keys, an i64.
+    Delete { key: String },
+    /// Not answered.
+    Append { key: String, value: Vec<u8> },
+    /// Answered by the values, one after another.
+    MultiGet { keys: Vec<String> },
+    /// Not answered.
+    MultiSet { pairs: Vec<(String, Vec<u8>)> },
+    /// Answered by [`WAIT_CANCELED`], after a [`STOP_WAITING`] that was already on its way.
+    CancelWait,
+    /// Answered by the same number.
+    Ping(u32),
+    /// Not answered.
+    QueuePush { key: String, value: Vec<u8> },
+    /// Answered by the queue's length, and its first value if there is one.
+    QueuePop { key: String },
+    /// Answered by an i64.
+    QueueLen { key: String },
+    /// Answered by an i64 and that many strings.
+    ListKeys,
+}
+
+impl Query {
+    /// Returns the bytes to send.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let bytes = match self {
+            Self::Validate(magic) => kind(0).raw(&magic.to_le_bytes()),
+            Self::Set { key, value } => kind(1).string(key).value(value),
+            Self::CompareSet { key, expected, desired } => kind(2).string(key).value(expected).value(desired),
+            Self::Get { key } => kind(3).string(key),
+            Self::Add { key, amount } => kind(4).string(key).raw(&amount.to_le_bytes()),
+            Self::Check { keys } => kind(5).strings(keys),
+            Self::Wait { keys } => kind(6).strings(keys),
+            Self::NumKeys => kind(7),
+            Self::Delete { key } => kind(8).string(key),
+            Self::Append { key, value } => kind(9).string(key).value(value),
+            Self::MultiGet { keys } => kind(10).strings(keys),
+            Self::MultiSet { pairs } => {
+                pairs.iter().fold(kind(11).count(pairs.len()), |bytes, (key, value)| bytes.string(key).value(value))
+            }
+            Self::CancelWait => kind(12),
+            Self::Ping(nonce) => kind(13).raw(&nonce.to_le_bytes()),
+            Self::QueuePush { key, value } => kind(14).string(key).value(value),
+            Self::QueuePop { key } => kind(15).string(key),
+            Self::QueueLen { key } => kind(16).string(key),
+            Self::ListKeys => kind(17),
+        };
+        bytes.0
+    }
+
+    /// Reads one query; `None` when the client has closed the connection between two queries.
+    pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
+        let mut kind = [0];
+        if from.read(&mut kind)? == 0 {
+            return Ok(None);
+        }
+        let query = match kind[0] {
+            0 => Self::Validate(read_u32(from)?),
+            1 => Self::Set { key: read_string(from)?, value: read_value(from)? },
+            2 => Self::CompareSet { key: read_string(from)?, expected: read_value(from)?, desired: read_value(from)? },
+            3 => Self::Get { key: read_string(from)? },
+            4 => Self::Add { key: read_string(from)?, amount: read_i64(from)? },
+            5 => Self::Check { keys: read_strings(from)? },
+            6 => Self::Wait { keys: read_strings(from)? },
+            7 => Self::NumKeys,
+            8 => Self::Delete { key: read_string(from)? },
+            9 => Self::Append { key: read_string(from)?, value: read_value(from)? },
+            10 => Self::MultiGet { keys: read_strings(from)? },
+            11 => Self::MultiSet {
+                pairs: (0..read_count(from)?)
+                    .map(|_| Ok((read_string(from)?, read_value(from)?)))
+                    .collect::<io::Result<_>>()?,
+            },
+            12 => Self::CancelWait,
+            13 => Self::Ping(read_u32(from)?),
+            14 => Self::QueuePush { key: read_string(from)?, value: read_value(from)? },
+            15 => Self::QueuePop { key: read_string(from)? },
+            16 => Self::QueueLen { key: read_string(from)? },
+            17 => Self::ListKeys,
+            other => return Err(io::Error::new(io::ErrorKind::InvalidData, format!("query of unknown type {other}"))),
+        };
+        Ok(Some(query))
+    }
+}
+
+/// Bytes being put together.
+pub(super) struct Bytes(pub(super) Vec<u8>);
+
+fn kind(kind: u8) -> Bytes {
+    Bytes(vec![kind])
+}
+
+impl Bytes {
+    pub(super) fn raw(mut self, bytes: &[u8]) -> Self {
+        self.0.extend_from_slice(bytes);
+        self
+    }
+
+    pub(super) fn count(self, count: usize) -> Self {
+        self.raw(&(count as u64).to_le_bytes())
+    }
+
+    pub(super) fn value(self, value: &[u8]) -> Self {
+        self.count(value.len()).raw(value)
+    }
+
+    pub(super) fn string(self, string: &str) -> Self {
+        self.value(string.as_bytes())
+    }
+
+    fn strings(self, strings: &[String]) -> Self {
+        strings.iter().fold(self.count(strings.len()), |bytes, string| bytes.string(string))
+    }
+}
+
+/// Reads a length and that many bytes.
+pub(super) fn read_value(from: &mut impl Read) -> io::Result<Vec<u8>> {
+    let mut value = vec![0; read_bounded(from, MAX_VALUE_BYTES, "bytes in a value")? as usize];
+    from.read_exact(&mut value)?;
+    Ok(value)
+}
+
+/// Reads a signed number of eight bytes.
+pub(super) fn read_i64(from: &mut impl Read) -> io::Result<i64> {
+    let mut bytes = [0; 8];
+    from.read_exact(&mut bytes)?;
+    Ok(i64::from_le_bytes(bytes))
+}
+
+/// Reads an unsigned number of four bytes.
+pub(super) fn read_u32(from: &mut impl Read) -> io::Result<u32> {
+    let mut bytes = [0; 4];
+    from.read_exact(&mut bytes)?;
+    Ok(u32::from_le_bytes(bytes))
+}
+
+fn read_string(from: &mut impl Read) -> io::Result<String> {
+    let mut bytes = vec![0; read_bounded(from, MAX_KEY_BYTES, "bytes in a key")? as usize];
+    from.read_exact(&mut bytes)?;
+    String::from_utf8(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
+fn read_strings(from: &mut impl Read) -> io::Result<Vec<String>> {
+    (0..read_count(from)?).map(|_| read_string(from)).collect()
+}
+
+fn read_count(from: &mut impl Read) -> io::Result<u64> {
+    read_bounded(from, MAX_KEYS, "keys in one query")
+}
+
+fn read_bounded(from: &mut impl Read, bound: u64, what: &str) -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    from.read_exact(&mut bytes)?;
+    let n = u64::from_le_bytes(bytes);
+    if n > bound {
+        let message = format!("{n} {what}, at most {bound} are allowed");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+    }
+    Ok(n)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(query: Query) {
+        let bytes = query.encode();
+        let mut rest = bytes.as_slice();
+        assert_eq!(Query::read(&mut rest).unwrap(), Some(query));
+        assert!(rest.is_empty(), "{} bytes were not read", rest.len());
+        for cut in 1..bytes.len() {
+            assert!(Query::read(&mut &bytes[..cut]).is_err(), "a query cut after {cut} bytes was accepted");
+        }
+    }
+
+    #[test]
+    fn every_query_is_read_as_it_was_written() {
+        let key = || "/k".to_owned();
+        let keys = || vec![key(), String::new()];
+        let value = || vec![0, 255, 10];
+        check(Query::Validate(MAGIC));
+        check(Query::Set { key: key(), value: value() });
+        check(Query::CompareSet { key: key(), expected: vec![], desired: value() });
+        check(Query::Get { key: key() });
+        check(Query::Add { key: key(), amount: -3 });
+        check(Query::Check { keys: keys() });
+        check(Query::Wait { keys: keys() });
+        check(Query::NumKeys);
+        check(Query::Delete { key: key() });
+        check(Query::Append { key: key(), value: value() });
+        check(Query::MultiGet { keys: keys() });
+        check(Query::MultiSet { pairs: vec![(key(), value()), (key(), vec![])] });
+        check(Query::CancelWait);
+        check(Query::Ping(7));
+        check(Query::QueuePush { key: key(), value: value() });
+        check(Query::QueuePop { key: key() });
+        check(Query::QueueLen { key: key() });
+        check(Query::ListKeys);
+    }
+
+    #[test]
+    fn what_is_not_a_query_is_refused_before_it_is_allocated() {
+        let refused = |bytes: &[u8]| Query::read(&mut &*bytes).unwrap_err().to_string();
+        assert_eq!(refused(b"GET / HTTP/1.1\r\n\r\n"), "query of unknown type 71");
+        let long = [&[3][..], &u64::MAX.to_le_bytes()].concat();
+        assert_eq!(refused(&long), format!("{} bytes in a key, at most 8192 are allowed", u64::MAX));
+    }
+}

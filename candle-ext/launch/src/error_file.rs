@@ -1,0 +1,82 @@
+//! The file in which a worker says why it failed: torchrun's `error.json`, in both its forms.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde_json::Value;
+
+/// What a worker said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ErrorFile {
+    /// In one line, or a few.
+    pub message: String,
+    /// Where in the program, if it says so.
+    pub traceback: Option<String>,
+    /// When, in seconds since 1970; 0 if it does not say.
+    pub timestamp: u64,
+}
+
+impl ErrorFile {
+    /// Reads a worker's file. There is none if the worker had no time to write it.
+    pub fn read(path: &Path) -> Option<Self> {
+        let value: Value = serde_json::from_str(&fs::read_to_string(path).ok()?).ok()?;
+        match &value["message"] {
+            Value::String(message) => {
+                Some(Self { message: message.clone(), traceback: None, timestamp: seconds(&value["timestamp"]) })
+            }
+            inner @ Value::Object(_) => Some(Self {
+                message: inner["message"].as_str()?.to_owned(),
+                traceback: inner["extraInfo"]["py_callstack"].as_str().map(str::to_owned),
+                timestamp: seconds(&inner["extraInfo"]["timestamp"]),
+            }),
+            _ => None,
+        }
+    }
+}
+
+/// A number, or a number as text.
+fn seconds(value: &Value) -> u64 {
+    let number = value.as_f64().or_else(|| value.as_str()?.parse().ok());
+    number.unwrap_or(0.0) as u64
+}
+
+/// Copies a worker's file to where whoever started the launcher expects it, with the worker's exit code.
+pub fn hand_up(from: &Path, to: &Path, code: i32) -> io::Result<()> {
+    let mut value: Value = serde_json::from_str(&fs::read_to_string(from)?)?;
+    if let Some(inner) = value["message"].as_object_mut() {
+        inner.insert("errorCode".into(), code.into());
+    }
+    fs::write(to, value.to_string())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(text: &str, want: Option<(&str, Option<&str>, u64)>) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), text).unwrap();
+        let got = ErrorFile::read(file.path());
+        let got = got.as_ref().map(|file| (file.message.as_str(), file.traceback.as_deref(), file.timestamp));
+        assert_eq!(got, want);
+    }
+
+    #[test]
+    fn both_forms_are_read() {
+        let torch =
+            r#"{"message": {"message": "ValueError: no", "extraInfo": {"py_callstack": "T", "timestamp": "17"}}}"#;
+        check(torch, Some(("ValueError: no", Some("T"), 17)));
+        check(r#"{"message": "no", "timestamp": 17}"#, Some(("no", None, 17)));
+        check(r#"{"message": "no"}"#, Some(("no", None, 0)));
+    }
+
+    #[test]
+    fn a_file_that_was_cut_off_says_nothing() {
+        check(r#"{"message": {"mess"#, None);
+        check("{}", None);
+        check("", None);
+    }
+}

@@ -1,0 +1,30 @@
+//! Starts a program once for each rank, as torchrun does, and tells a program which rank it is.
+//!
+//! [`world`] is for programs. The rest is the program `launch`: [`cli`] is what the user wrote, [`plan`] what it comes
+//! to, [`launcher`] what is then done. This crate sets processes up and moves no data between them.
+
+pub mod attempt;
+pub mod child;
+pub mod cli;
+pub mod dry_run;
+pub mod ended;
+pub mod endpoint;
+pub mod error_file;
+pub mod event;
+pub mod group;
+pub mod guard;
+pub mod host;
+pub mod launcher;
+pub mod lines;
+pub mod logs;
+pub mod meeting;
+pub mod nodelist;
+pub mod output;
+pub mod plan;
+pub mod program;
+pub mod report;
+pub mod round;
+pub mod streams;
+pub mod values;
+pub mod worker;
+pub mod world;

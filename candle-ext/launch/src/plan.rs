@@ -1,0 +1,367 @@
+//! What a command line comes to on a machine. Every default and every check that needs no process is made here.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::cli::Cli;
+use crate::endpoint::Endpoint;
+use crate::host::Host;
+use crate::streams::PerRank;
+use crate::values::{Backend, NodeRange, Patterns, ProcessCount, Ranks, Signals};
+
+/// What will be started, and how it is watched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// How many nodes.
+    pub nodes: NodeRange,
+    /// How many workers this node starts.
+    pub local_world_size: usize,
+    /// How the nodes meet.
+    pub rendezvous: Rendezvous,
+    /// The job's name.
+    pub run_id: String,
+    /// The workers' name.
+    pub role: String,
+    /// The address under which others reach this node.
+    pub local_addr: Option<String>,
+    /// How often all workers are started again after one failed.
+    pub max_restarts: usize,
+    /// How often the other nodes are looked at.
+    pub monitor_interval: Duration,
+    /// How long another node may be silent before it counts as lost.
+    pub keep_alive: Duration,
+    /// How long workers may take to end.
+    pub grace: Grace,
+    /// The signals that end the group.
+    pub signals: Signals,
+    /// Where output goes.
+    pub output: OutputPlan,
+    /// Each worker sees one GPU.
+    pub virtual_local_rank: bool,
+    /// Variables that nobody set, with the value that suits so many workers on so many cores.
+    pub threads: BTreeMap<&'static str, String>,
+    /// The program and its arguments.
+    pub command: Vec<String>,
+    /// What the user should know.
+    pub notes: Vec<String>,
+}
+
+/// How the nodes meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Rendezvous {
+    /// Every node knows its number and where node 0 is.
+    Static {
+        /// Node 0's store.
+        master: Endpoint,
+        /// The number of this node.
+        node_rank: usize,
+        /// How long to wait for the other nodes.
+        timeout: Duration,
+    },
+    /// The nodes meet at a store.
+    Dynamic(Dynamic),
+}
+
+/// How nodes meet that have no numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dynamic {
+    /// Where the store is.
+    pub endpoint: Endpoint,
+    /// Whether this node hosts it; otherwise the node whose address that is does.
+    pub is_host: Option<bool>,
+    /// How long to wait for the least number of nodes.
+    pub join: Duration,
+    /// How long to wait for more.
+    pub last_call: Duration,
+}
+
+/// How long workers may take to end before they are killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grace {
+    /// When one of them failed: the others may hang for want of it.
+    pub after_failure: Duration,
+    /// When they were asked to stop: they may have a checkpoint to save.
+    pub after_signal: Duration,
+}
+
+/// Where output goes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OutputPlan {
+    /// The folder of logs; none for one in the temporary directory.
+    pub log_dir: Option<PathBuf>,
+    /// Streams that go to files only.
+    pub redirects: PerRank,
+    /// Streams that go to files too.
+    pub tee: PerRank,
+    /// The workers whose streams are shown; none for all.
+    pub shown: Option<Ranks>,
+    /// Words whose lines of stdout are copied.
+    pub stdout_filters: Patterns,
+    /// Words whose lines of stderr are copied.
+    pub stderr_filters: Patterns,
+    /// What stands before a line, with ${role_name}, ${local_rank} and ${rank}.
+    pub prefix: String,
+}
+
+/// Says why a command line cannot be carried out on this machine.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// One worker a GPU, and no GPU.
+    #[error("start one worker a GPU: there is no GPU here (--nproc-per-node cpu, auto or a number would do)")]
+    NoGpu,
+    /// More GPUs are needed than there are.
+    #[error("give each of {n_workers} workers a GPU (--virtual-local-rank): {n_gpus} can be seen")]
+    TooFewGpus {
+        /// The workers.
+        n_workers: usize,
+        /// The GPUs.
+        n_gpus: usize,
+    },
+    /// A node's number is too large.
+    #[error("start node {node_rank} of {n_nodes}: --node-rank counts from 0")]
+    NodeRank {
+        /// The number.
+        node_rank: usize,
+        /// How many nodes there are.
+        n_nodes: usize,
+    },
+    /// Nobody said where the other nodes are.
+    #[error("find the other nodes: with --nnodes {n_nodes}, {flag} must say where they meet")]
+    Where {
+        /// How many nodes there are.
+        n_nodes: usize,
+        /// The flag that would say it.
+        flag: &'static str,
+    },
+    /// A value of a flag that only the plan can judge.
+    #[error("read {flag}: {problem}")]
+    Value {
+        /// The flag.
+        flag: &'static str,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A flag that means something in Python only.
+    #[error("use {flag}: {reason}")]
+    Unsupported {
+        /// The flag.
+        flag: &'static str,
+        /// Why, and what to do instead.
+        reason: &'static str,
+    },
+}
+
+impl Plan {
+    /// Works out what the command line means on this machine.
+    pub fn resolve(cli: &Cli, host: &Host) -> Result<Self, PlanError> {
+        refuse_foreign(cli)?;
+        let local_world_size = local_world_size(cli, host)?;
+        let nodes = if cli.nodes.standalone { NodeRange { min: 1, max: 1 } } else { cli.nodes.nnodes };
+        let faults = &cli.faults;
+        Ok(Self {
+            nodes,
+            local_world_size,
+            rendezvous: rendezvous(cli)?,
+            run_id: if cli.nodes.standalone { random_id() } else { cli.nodes.rdzv_id.clone() },
+            role: cli.workers.role.clone(),
+            local_addr: cli.nodes.local_addr.clone(),
+            max_restarts: faults.max_restarts,
+            monitor_interval: seconds("--monitor-interval", faults.monitor_interval)?,
+            keep_alive: keep_alive(cli)?,
+            grace: grace(faults.shutdown_timeout)?,
+            signals: faults.signals_to_handle.clone(),
+            output: output(cli, host),
+            virtual_local_rank: cli.workers.virtual_local_rank,
+            threads: threads(local_world_size, host),
+            command: command(cli, host)?,
+            notes: notes(cli, local_world_size, host),
+        })
+    }
+}
+
+impl OutputPlan {
+    /// Says whether any worker's output goes to a file.
+    pub fn keeps_files(&self) -> bool {
+        self.redirects.is_any() || self.tee.is_any()
+    }
+}
+
+fn refuse_foreign(cli: &Cli) -> Result<(), PlanError> {
+    let reason = "it names a Python class, and this launcher has none";
+    let refuse = |flag, reason| Err(PlanError::Unsupported { flag, reason });
+    match &cli.foreign {
+        foreign if foreign.logs_specs.is_some() => refuse("--logs-specs", reason),
+        foreign if foreign.numa_binding.is_some() => refuse(
+            "--numa-binding",
+            "it is not implemented; start the program by numactl, as in `launch numactl --cpunodebind 0 PROGRAM`",
+        ),
+        _ => Ok(()),
+    }
+}
+
+fn local_world_size(cli: &Cli, host: &Host) -> Result<usize, PlanError> {
+    let n_workers = match cli.workers.nproc_per_node {
+        ProcessCount::Exactly(n) => n,
+        ProcessCount::Gpu if host.n_gpus == 0 => return Err(PlanError::NoGpu),
+        ProcessCount::Gpu => host.n_gpus,
+        ProcessCount::Auto if host.n_gpus > 0 => host.n_gpus,
+        ProcessCount::Auto | ProcessCount::Cpu => host.n_cores,
+    };
+    let visible = host.variables.get("CUDA_VISIBLE_DEVICES").map(|list| list.split(',').count());
+    match visible {
+        Some(n_gpus) if cli.workers.virtual_local_rank && n_gpus < n_workers => {
+            Err(PlanError::TooFewGpus { n_workers, n_gpus })
+        }
+        _ => Ok(n_workers),
+    }
+}
+
+fn rendezvous(cli: &Cli) -> Result<Rendezvous, PlanError> {
+    let nodes = &cli.nodes;
+    let n_nodes = nodes.nnodes.max;
+    let wait = |key, default| option_seconds(cli, key, default);
+    if nodes.standalone {
+        let endpoint = Endpoint { host: "localhost".into(), port: 0 };
+        let (join, last_call) = (Duration::from_secs(600), Duration::ZERO);
+        return Ok(Rendezvous::Dynamic(Dynamic { endpoint, is_host: Some(true), join, last_call }));
+    }
+    if nodes.rdzv_backend == Backend::C10d {
+        let is_host = option_flag(cli, "is_host")?;
+        let (join, last_call) = (wait("join_timeout", 600)?, wait("last_call_timeout", 30)?);
+        return Ok(Rendezvous::Dynamic(Dynamic { endpoint: c10d_endpoint(cli)?, is_host, join, last_call }));
+    }
+    if nodes.node_rank >= n_nodes {
+        return Err(PlanError::NodeRank { node_rank: nodes.node_rank, n_nodes });
+    }
+    let timeout = wait("timeout", 900)?;
+    Ok(Rendezvous::Static { master: static_master(cli)?, node_rank: nodes.node_rank, timeout })
+}
+
+fn static_master(cli: &Cli) -> Result<Endpoint, PlanError> {
+    let nodes = &cli.nodes;
+    let (flag, text) = match (&nodes.master_addr, nodes.rdzv_endpoint.as_str()) {
+        (Some(addr), "") => ("--master-addr", addr.as_str()),
+        (None, "") if nodes.nnodes.max > 1 => {
+            return Err(PlanError::Where { n_nodes: nodes.nnodes.max, flag: "--master-addr" });
+        }
+        (None, "") => ("--master-addr", "127.0.0.1"),
+        (_, endpoint) => ("--rdzv-endpoint", endpoint),
+    };
+    // An IPv6 address may be written without brackets where there is no port.
+    let bare = flag == "--master-addr" && text.parse::<std::net::Ipv6Addr>().is_ok();
+    let text = if bare { format!("[{text}]") } else { text.to_owned() };
+    Endpoint::parse(&text, nodes.master_port).map_err(|problem| PlanError::Value { flag, problem })
+}
+
+fn c10d_endpoint(cli: &Cli) -> Result<Endpoint, PlanError> {
+    let flag = "--rdzv-endpoint";
+    let text = match cli.nodes.rdzv_endpoint.as_str() {
+        "" if cli.nodes.nnodes.max > 1 => return Err(PlanError::Where { n_nodes: cli.nodes.nnodes.max, flag }),
+        "" => "localhost",
+        text => text,
+    };
+    Endpoint::parse(text, 29400).map_err(|problem| PlanError::Value { flag, problem })
+}
+
+/// A beat every five seconds, and three may be missed.
+fn keep_alive(cli: &Cli) -> Result<Duration, PlanError> {
+    let flag = "--rdzv-conf";
+    let key = "keep_alive_max_attempt";
+    let interval = option_seconds(cli, "keep_alive_interval", 5)?;
+    let times = cli.nodes.rdzv_conf.0.get(key).map_or(Ok(3), |text| text.parse::<u32>());
+    let times = times.ok().filter(|times| *times > 0);
+    Ok(interval * times.ok_or_else(|| PlanError::Value { flag, problem: format!("{key} is not a count") })?)
+}
+
+fn option_seconds(cli: &Cli, key: &str, default: u64) -> Result<Duration, PlanError> {
+    let Some(text) = cli.nodes.rdzv_conf.0.get(key) else { return Ok(Duration::from_secs(default)) };
+    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    let problem = || format!("{key}={text} is not a number of seconds");
+    seconds.ok_or_else(|| PlanError::Value { flag: "--rdzv-conf", problem: problem() })
+}
+
+fn option_flag(cli: &Cli, key: &str) -> Result<Option<bool>, PlanError> {
+    let Some(text) = cli.nodes.rdzv_conf.0.get(key) else { return Ok(None) };
+    match text.to_lowercase().as_str() {
+        "1" | "true" | "t" | "yes" | "y" => Ok(Some(true)),
+        "0" | "false" | "f" | "no" | "n" => Ok(Some(false)),
+        _ => Err(PlanError::Value { flag: "--rdzv-conf", problem: format!("{key}={text} is neither true nor false") }),
+    }
+}
+
+fn seconds(flag: &'static str, value: f64) -> Result<Duration, PlanError> {
+    let problem = || format!("{value} is not a number of seconds");
+    Duration::try_from_secs_f64(value).map_err(|_| PlanError::Value { flag, problem: problem() })
+}
+
+fn grace(asked: Option<f64>) -> Result<Grace, PlanError> {
+    let asked = asked.map(|value| seconds("--shutdown-timeout", value)).transpose()?;
+    let or = |default| asked.unwrap_or(Duration::from_secs(default));
+    Ok(Grace { after_failure: or(30), after_signal: or(300) })
+}
+
+fn output(cli: &Cli, host: &Host) -> OutputPlan {
+    let output = &cli.output;
+    let prefix = host.variables.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE");
+    OutputPlan {
+        log_dir: output.log_dir.clone(),
+        redirects: output.redirects.clone(),
+        tee: output.tee.clone(),
+        shown: output.local_ranks_filter.clone(),
+        stdout_filters: output.duplicate_stdout_filters.clone().unwrap_or_default(),
+        stderr_filters: output.duplicate_stderr_filters.clone().unwrap_or_default(),
+        prefix: prefix.map_or("[${rank}]: ", String::as_str).to_owned(),
+    }
+}
+
+/// Workers share the cores. OpenMP gets one thread, as torchrun decides; the pool that computes here gets its part.
+fn threads(local_world_size: usize, host: &Host) -> BTreeMap<&'static str, String> {
+    let share = (host.n_cores / local_world_size).max(1).to_string();
+    let wanted = [("OMP_NUM_THREADS", "1".to_owned()), ("RAYON_NUM_THREADS", share)];
+    let has_company = local_world_size >= 2;
+    wanted.into_iter().filter(|(name, _)| has_company && !host.variables.contains_key(*name)).collect()
+}
+
+fn command(cli: &Cli, host: &Host) -> Result<Vec<String>, PlanError> {
+    let python = &cli.python;
+    if python.module && python.no_python {
+        return Err(PlanError::Unsupported { flag: "--module", reason: "--no-python excludes it" });
+    }
+    let is_script = cli.command.first().is_some_and(|program| program.ends_with(".py")) && !python.no_python;
+    let interpreter = host.variables.get("PYTHON_EXEC").map_or("python3", String::as_str);
+    // -u: Python shall not keep back what it prints.
+    let before = match (python.run_path || is_script, python.module) {
+        (true, _) => vec![interpreter, "-u"],
+        (false, true) => vec![interpreter, "-u", "-m"],
+        (false, false) => vec![],
+    };
+    Ok(before.into_iter().map(str::to_owned).chain(cli.command.iter().cloned()).collect())
+}
+
+fn notes(cli: &Cli, local_world_size: usize, host: &Host) -> Vec<String> {
+    let mut notes = Vec::new();
+    let set = threads(local_world_size, host);
+    if !set.is_empty() {
+        let pairs: Vec<_> = set.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        notes.push(format!(
+            "{local_world_size} workers share {} cores: {} (set them to choose otherwise)",
+            host.n_cores,
+            pairs.join(" ")
+        ));
+    }
+    if (1..local_world_size).contains(&host.n_gpus) {
+        notes.push(format!("there are {local_world_size} workers and only {} GPUs", host.n_gpus));
+    }
+    if cli.foreign.start_method.is_some() || cli.foreign.event_log_handler.is_some() {
+        notes.push("--start-method and --event-log-handler have no effect here".into());
+    }
+    notes
+}
+
+/// A random UUID, as torchrun names a standalone job.
+fn random_id() -> String {
+    let bits: u128 = rand::random();
+    let hex = format!("{:032x}", (bits & !(0xf << 76) & !(0x3 << 62)) | (4 << 76) | (2 << 62));
+    [&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-")
+}

@@ -1,0 +1,108 @@
+//! What is printed when workers failed: which one first, how, and its last words.
+
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::attempt::Exit;
+use crate::ended::Ended;
+use crate::error_file::ErrorFile;
+
+/// What is known of the worker that failed first.
+#[derive(Clone, Debug)]
+pub struct RootCause {
+    /// Its rank among all.
+    pub rank: usize,
+    /// Its number on this machine.
+    pub local_rank: usize,
+    /// Its process.
+    pub pid: i32,
+    /// This machine.
+    pub host: String,
+    /// How it ended.
+    pub ended: Ended,
+    /// Which attempt it was.
+    pub attempt: usize,
+    /// How long the attempt had lasted.
+    pub after: Duration,
+    /// What it wrote about its end.
+    pub error: Option<ErrorFile>,
+    /// The last lines of its stderr: shown if there is no traceback.
+    pub last_lines: Vec<String>,
+    /// Its folder of logs, if there is anything in it.
+    pub logs: Option<PathBuf>,
+    /// How the others ended, by rank.
+    pub others: Vec<(usize, Exit)>,
+}
+
+impl RootCause {
+    /// Returns the report: a block of lines.
+    pub fn text(&self) -> String {
+        let mut text = format!("launch: rank {} failed first\n", self.rank);
+        let mut row = |name: &str, value: String| {
+            let _ = writeln!(text, "  {name:<9}{}", value.replace('\n', "\n           "));
+        };
+        row("ended by", self.ended_by());
+        row("process", format!("{} on {}, local rank {}", self.pid, self.host, self.local_rank));
+        row("attempt", format!("{}, after {:.1} s", self.attempt, self.after.as_secs_f64()));
+        if let Some(error) = &self.error {
+            row("error", error.message.trim_end().to_owned());
+            if let Some(traceback) = &error.traceback {
+                row("where", traceback.trim_end().to_owned());
+            }
+        }
+        let is_explained = self.error.as_ref().is_some_and(|error| error.traceback.is_some());
+        if !self.last_lines.is_empty() && !is_explained {
+            row("stderr", self.last_lines.join("\n"));
+        }
+        if let Some(logs) = &self.logs {
+            row("logs", logs.display().to_string());
+        }
+        if !self.others.is_empty() {
+            row("others", self.others());
+        }
+        text
+    }
+
+    fn ended_by(&self) -> String {
+        let hint = match self.ended {
+            Ended::Signal(9) => ": nobody here sent it; the kernel does when memory runs out (see dmesg)",
+            Ended::Signal(7) => ": a mapped file or /dev/shm has no room left, or the file was cut",
+            Ended::Code(126 | 127) => ": the program could not be started",
+            _ => "",
+        };
+        format!("{}{hint}", self.ended)
+    }
+
+    fn others(&self) -> String {
+        let one = |(rank, exit): &(usize, Exit)| match exit.is_failure() {
+            true => format!("rank {rank} failed too: {}", exit.ended),
+            false => format!("rank {rank} was stopped: {}", exit.ended),
+        };
+        const MOST: usize = 8;
+        let mut lines: Vec<_> = self.others.iter().take(MOST).map(one).collect();
+        if self.others.len() > MOST {
+            lines.push(format!("and {} more", self.others.len() - MOST));
+        }
+        lines.join("\n")
+    }
+}
+
+/// Reads the last lines of a log file.
+pub fn last_lines(path: &Path) -> Vec<String> {
+    const MOST_BYTES: u64 = 8192;
+    const MOST_LINES: usize = 20;
+    let read = || {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(MOST_BYTES)))?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes).map(|_| String::from_utf8_lossy(&bytes).into_owned())
+    };
+    // A file that is not there has no lines.
+    let text = read().unwrap_or_else(|_: std::io::Error| String::new());
+    let lines: Vec<_> = text.lines().map(str::to_owned).collect();
+    lines[lines.len().saturating_sub(MOST_LINES)..].to_vec()
+}

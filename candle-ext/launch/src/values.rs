@@ -1,0 +1,204 @@
+//! The values that flags take: counts of nodes and processes, rendezvous options, lists of ranks, signals and patterns.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::str::FromStr;
+
+use signal_hook::low_level::signal_name;
+
+/// How many nodes take part: `N`, or `MIN:MAX`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeRange {
+    /// The group does not start with fewer.
+    pub min: usize,
+    /// No more are let in.
+    pub max: usize,
+}
+
+/// How many workers a node starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcessCount {
+    /// So many.
+    Exactly(usize),
+    /// One a GPU, or one a core if there is no GPU.
+    Auto,
+    /// One a GPU.
+    Gpu,
+    /// One a core.
+    Cpu,
+}
+
+/// How the nodes find each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// Every node is told its number.
+    Static,
+    /// The nodes meet at a store, which one of them hosts; numbers go by arrival.
+    C10d,
+}
+
+/// `key=value` pairs for the rendezvous.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RendezvousOptions(pub BTreeMap<String, String>);
+
+/// A list of local ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ranks(pub BTreeSet<usize>);
+
+/// Words, of which a line must contain one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Patterns(pub Vec<String>);
+
+/// Signals, as they were written and as numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Signals {
+    /// What the user wrote: workers get it as TORCHELASTIC_SIGNALS_TO_HANDLE.
+    pub text: String,
+    /// Their numbers on this system.
+    pub numbers: Vec<i32>,
+}
+
+impl FromStr for NodeRange {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parse = |text: &str| text.parse::<usize>().map_err(|_| format!("`{text}` is not N or MIN:MAX"));
+        let (min, max) = text.split_once(':').unwrap_or((text, text));
+        let (min, max) = (parse(min)?, parse(max)?);
+        if min == 0 || min > max {
+            return Err(format!("at least one node, and not fewer than the minimum: not {min}:{max}"));
+        }
+        Ok(Self { min, max })
+    }
+}
+
+impl FromStr for ProcessCount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "gpu" => Ok(Self::Gpu),
+            "cpu" => Ok(Self::Cpu),
+            "xpu" => Err("Intel's GPUs are not supported: use auto, gpu, cpu or a number".into()),
+            _ => match text.parse() {
+                Ok(n) if n > 0 => Ok(Self::Exactly(n)),
+                _ => Err("expected auto, gpu, cpu or a number of at least 1".into()),
+            },
+        }
+    }
+}
+
+impl FromStr for Backend {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "static" => Ok(Self::Static),
+            "c10d" => Ok(Self::C10d),
+            _ if text.starts_with("etcd") => Err("etcd is not supported; c10d does the same without a server".into()),
+            _ => Err("expected static or c10d".into()),
+        }
+    }
+}
+
+impl FromStr for RendezvousOptions {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let pair = |item: &str| match item.split_once('=').map(|(key, value)| (key.trim(), value.trim())) {
+            Some((key, value)) if !key.is_empty() && !value.is_empty() => Ok((key.to_owned(), value.to_owned())),
+            _ => Err(format!("`{item}` is not KEY=VALUE, such as timeout=60")),
+        };
+        let items = text.split(',').filter(|_| !text.trim().is_empty());
+        let map: BTreeMap<_, _> = items.map(pair).collect::<Result<_, _>>()?;
+        match map.keys().find(|key| !KNOWN_OPTIONS.contains(&key.as_str())) {
+            Some(key) => Err(format!("`{key}` is none of {}", KNOWN_OPTIONS.join(", "))),
+            None => Ok(Self(map)),
+        }
+    }
+}
+
+/// torchrun's options. Those of etcd are not among them.
+const KNOWN_OPTIONS: &[&str] = &[
+    "close_timeout",
+    "heartbeat_timeout",
+    "is_host",
+    "join_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "last_call_timeout",
+    "rank",
+    "read_timeout",
+    "store_type",
+    "timeout",
+];
+
+impl FromStr for Ranks {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parse = |item: &str| item.trim().parse().map_err(|_| format!("`{item}` is not a local rank, as in 0,1,2"));
+        text.split(',').map(parse).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+impl FromStr for Patterns {
+    type Err = String;
+
+    /// A comma that belongs to a pattern is written twice.
+    fn from_str(text: &str) -> Result<Self, String> {
+        const KEPT: &str = "\0";
+        let items = text.replace(",,", KEPT);
+        Ok(Self(items.split(',').map(|item| item.replace(KEPT, ",")).collect()))
+    }
+}
+
+impl FromStr for Signals {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = |name: &str| {
+            let name = name.trim();
+            let number = (1..=64).find(|number| signal_name(*number) == Some(name));
+            let number = number.filter(|number| !signal_hook::consts::FORBIDDEN.contains(number));
+            number.ok_or_else(|| format!("`{name}` is not a signal that can be handled, such as SIGTERM"))
+        };
+        let numbers = text.split(',').map(number).collect::<Result<_, _>>()?;
+        Ok(Self { text: text.to_owned(), numbers })
+    }
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Backend::Static => "static",
+            Backend::C10d => "c10d",
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_doubled_comma_belongs_to_the_pattern() {
+        assert_eq!("a,b,,c".parse::<Patterns>().unwrap().0, ["a", "b,c"]);
+    }
+
+    #[test]
+    fn a_signal_that_nobody_can_handle_is_refused() {
+        assert!("SIGTERM, SIGUSR1".parse::<Signals>().is_ok());
+        for text in ["SIGKILL", "SIGSTOP", "TERM", "SIGTERM,", ""] {
+            assert!(text.parse::<Signals>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_option_is_refused() {
+        assert!("".parse::<RendezvousOptions>().unwrap().0.is_empty());
+        assert!("timeuot=3".parse::<RendezvousOptions>().unwrap_err().contains("`timeuot` is none of"));
+    }
+}

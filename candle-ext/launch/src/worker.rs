@@ -1,0 +1,129 @@
+//! One worker: a process in a session of its own, whose end is noticed at once and whose output is carried away.
+
+use std::io;
+use std::process::{Child, Stdio};
+use std::sync::mpsc::Sender;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
+
+use crate::child::WORKER;
+use crate::ended::Ended;
+use crate::event::Event;
+use crate::guard::{Guard, own_program};
+use crate::output::{Outlets, Pump, Tail};
+use crate::streams::Stream;
+use crate::world::Variables;
+
+/// What is started.
+#[derive(Clone, Debug)]
+pub struct Start {
+    /// Its number on this machine.
+    pub local_rank: usize,
+    /// The program and its arguments.
+    pub command: Vec<String>,
+    /// Variables beside those that it inherits.
+    pub variables: Variables,
+    /// What stands before its lines.
+    pub prefix: String,
+}
+
+/// A worker that was started.
+#[derive(Debug)]
+pub struct Worker {
+    pid: Pid,
+    child: Child,
+    pumps: Vec<JoinHandle<()>>,
+    tail: Tail,
+}
+
+impl Worker {
+    /// Starts a worker. `guard` knows of it before its first instruction, and `events` hears of its end.
+    ///
+    /// The thread that calls this must live as long as the worker: the kernel ends the worker with it.
+    pub fn start(start: &Start, outlets: &Outlets, guard: &mut Guard, events: Sender<Event>) -> io::Result<Self> {
+        let tail = Tail::default();
+        let outlet = |stream, tail| outlets.outlet(start.local_rank, stream, &start.prefix, tail);
+        let (out, err) = (outlet(Stream::Out, Tail::default())?, outlet(Stream::Err, tail.clone())?);
+        let mut command = own_program();
+        command.arg(WORKER).arg(std::process::id().to_string()).args(&start.command);
+        // One worker may be fed through a pipe; several would tear the input apart.
+        let stdin = if start.local_rank == 0 { Stdio::inherit() } else { Stdio::null() };
+        command.envs(&start.variables).stdin(stdin).stdout(out.stdio).stderr(err.stdio);
+        let mut child = command.spawn()?;
+        let pid = Pid::from_child(&child);
+        let pumps = [start_pump(out.pump, child.stdout.take()), start_pump(err.pump, child.stderr.take())];
+        wait_for_stop(pid);
+        guard.watch(pid)?;
+        kill_process(pid, Signal::CONT)?;
+        notice_end(pid, start.local_rank, events);
+        Ok(Self { pid, child, pumps: pumps.into_iter().flatten().collect(), tail })
+    }
+
+    /// Returns its process, which is its process group too.
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Sends a signal to the worker and the processes it started.
+    pub fn signal(&self, signal: i32) {
+        if let Some(signal) = Signal::from_named_raw(signal) {
+            // One that is gone needs no signal.
+            let _ = kill_process_group(self.pid, signal);
+        }
+    }
+
+    /// Ends the processes that the worker left behind. Until [`Worker::bury`] its number belongs to nobody else.
+    pub fn end_leftovers(&self) {
+        self.signal(Signal::KILL.as_raw());
+    }
+
+    /// Returns the last lines of its stderr, unless they went to a file only.
+    pub fn last_lines(&self) -> Vec<String> {
+        self.tail.lines()
+    }
+
+    /// Waits for its last lines to be carried away, and lets the kernel forget it.
+    pub fn bury(&mut self) {
+        let deadline = Instant::now() + LAST_LINES;
+        for pump in self.pumps.drain(..) {
+            // A process that left the group may hold the pipe for ever.
+            while !pump.is_finished() && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if pump.is_finished() {
+                let _ = pump.join();
+            }
+        }
+        let _ = self.child.wait();
+    }
+}
+
+/// How long the pipes of a worker that ended may stay open.
+const LAST_LINES: Duration = Duration::from_secs(5);
+
+fn start_pump(pump: Option<Pump>, pipe: Option<impl io::Read + Send + 'static>) -> Option<JoinHandle<()>> {
+    Some(pump?.start(pipe?))
+}
+
+/// A worker stops when it has left the launcher's session. One that ends instead is noticed later.
+fn wait_for_stop(pid: Pid) {
+    let options = WaitIdOptions::STOPPED | WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+    while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), options) {}
+}
+
+/// Waits on a thread, and leaves the process to be waited for by [`Worker::bury`].
+fn notice_end(pid: Pid, local_rank: usize, events: Sender<Event>) {
+    thread::spawn(move || {
+        let ended = loop {
+            match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
+                Err(rustix::io::Errno::INTR) => {}
+                Ok(Some(status)) => break Ended::of(status),
+                Ok(None) | Err(_) => break None,
+            }
+        };
+        // Nobody listens after the attempt is over.
+        let _ = events.send(Event::Ended { local_rank, ended: ended.unwrap_or(Ended::Code(-1)) });
+    });
+}

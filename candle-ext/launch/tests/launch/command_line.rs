@@ -1,0 +1,77 @@
+//! The command line as text: help, mistakes, and what a dry run prints.
+
+use crate::running::{command, launch, start};
+
+#[test]
+fn help_is_grouped() {
+    let done = launch(&["--help"]);
+    done.has_code(0);
+    insta::assert_snapshot!(done.out);
+}
+
+#[test]
+fn a_mistyped_flag_is_answered_by_the_right_one() {
+    launch(&["--nproc-per-nod", "4", "true"]).has_code(2).says(&["--nproc-per-nod", "--nproc-per-node"]);
+    launch(&["--bogus", "true"]).has_code(2).says(&["unexpected argument '--bogus'"]);
+}
+
+#[test]
+fn a_wrong_command_line_is_code_2_and_starts_nothing() {
+    for (line, words) in [
+        ("", "PROGRAM"),
+        ("--nproc-per-node 0 true", "at least 1"),
+        ("--nproc-per-node xpu true", "Intel's GPUs are not supported"),
+        ("--rdzv-backend etcd true", "etcd is not supported"),
+        ("--nnodes 2 true", "--master-addr must say where they meet"),
+        ("--nnodes 2 --rdzv-backend c10d true", "--rdzv-endpoint must say where they meet"),
+        ("--nnodes 2 --node-rank 2 --master-addr h true", "start node 2 of 2: --node-rank counts from 0"),
+        ("--rdzv-backend c10d --rdzv-endpoint h:x true", "`x` is not a port"),
+        ("--rdzv-conf timeout=soon true", "timeout=soon is not a number of seconds"),
+        ("--rdzv-conf timeuot=3 true", "`timeuot` is none of"),
+        ("--monitor-interval -1 true", "--monitor-interval"),
+        ("--numa-binding node true", "numactl"),
+        ("--logs-specs x true", "Python class"),
+        ("-m --no-python mod", "--no-python excludes it"),
+        ("-t 4 true", "`4` is none of 0 (neither), 1 (stdout), 2 (stderr), 3 (both)"),
+        ("--signals-to-handle SIGKILL true", "`SIGKILL` is not a signal that can be handled"),
+        ("no-such-program", "it is not on PATH"),
+        ("./no-such-program", "there is no such file"),
+    ] {
+        let arguments: Vec<_> = line.split(' ').filter(|word| !word.is_empty()).collect();
+        let done = launch(&arguments);
+        assert_eq!((done.code, done.out.as_str()), (Some(2), ""), "{line}\n{}", done.err);
+        done.says(&[words]);
+    }
+}
+
+#[test]
+fn a_dry_run_prints_lines_for_a_shell() {
+    let line = "--dry-run --nproc-per-node 2 --master-port 1234 --log-dir logs --rdzv-id job7 -- trainer train r.yaml";
+    let mut arguments: Vec<_> = line.split(' ').collect();
+    arguments.extend(["data.sources=[a b]", "gpu=${local_rank}"]);
+    let done = start(command(&arguments).env("RAYON_NUM_THREADS", "4").env("OMP_NUM_THREADS", "1")).finish();
+    insta::assert_snapshot!(done.has_code(0).out);
+}
+
+#[test]
+fn a_dry_run_of_a_node_among_others() {
+    let line = "--dry-run --nnodes 2 --node-rank 1 --master-addr node0 --max-restarts 3 trainer train r.yaml";
+    insta::assert_snapshot!(launch(&line.split(' ').collect::<Vec<_>>()).has_code(0).out);
+}
+
+#[test]
+fn python_is_used_where_the_name_or_a_flag_says_so() {
+    for (line, want) in [
+        ("train.py --lr 1", "python3 -u train.py --lr 1"),
+        ("--no-python ./train.py", "./train.py"),
+        ("-m pkg.train", "python3 -u -m pkg.train"),
+        ("--run-path train", "python3 -u train"),
+        ("trainer -m x", "trainer -m x"),
+    ] {
+        let arguments: Vec<_> = ["--dry-run"].into_iter().chain(line.split(' ')).collect();
+        let out = launch(&arguments).out;
+        assert_eq!(out.lines().last().map(str::trim), Some(want), "{line}");
+    }
+    let done = start(command(&["--dry-run", "train.py"]).env("PYTHON_EXEC", "/opt/python")).finish();
+    assert!(done.out.ends_with("  /opt/python -u train.py\n"), "{}", done.out);
+}

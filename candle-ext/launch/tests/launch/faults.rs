@@ -1,0 +1,158 @@
+//! Workers that fail, and what is left of a group: nothing but a report.
+
+use std::fs;
+use std::net::TcpListener;
+
+use rustix::process::Signal;
+
+use crate::running::{
+    command, folder, is_alive, launch, launch_script, script_arguments, start, start_script, wait_for_file, wait_until,
+};
+
+#[test]
+fn the_code_is_the_first_failing_workers() {
+    launch_script(2, &[], "exit 0").has_code(0);
+    launch_script(2, &[], "[ $RANK = 0 ] && exec sleep 1000; exit 42").has_code(42);
+    launch_script(2, &[], "[ $RANK = 0 ] && exec sleep 1000; kill -SEGV $$").has_code(128 + 11);
+    launch_script(1, &[], "exit 75").has_code(75);
+}
+
+#[test]
+fn the_report_names_rank_process_reason_and_last_words() {
+    let (_folder, logs) = folder();
+    let script = "echo thinking >&2; [ $RANK = 1 ] && { echo out of luck >&2; kill -9 $$; }; exec sleep 1000";
+    let done = launch_script(3, &["--log-dir", logs.to_str().unwrap(), "--tee", "2"], script);
+    done.has_code(137).says(&[
+        "launch: rank 1 failed first\n",
+        "  ended by signal 9 (SIGKILL): nobody here sent it; the kernel does when memory runs out (see dmesg)\n",
+        ", local rank 1\n",
+        "  attempt  0, after ",
+        "  stderr   thinking\n           out of luck\n",
+        "/attempt_0/1\n",
+        "  others   rank 0 was stopped: signal 15 (SIGTERM)\n           rank 2 was stopped: signal 15 (SIGTERM)\n",
+    ]);
+    assert_eq!(done.err.matches("failed first").count(), 1);
+}
+
+#[test]
+fn last_words_in_a_file_are_reported_too() {
+    launch_script(1, &["--redirects", "3"], "echo in the file >&2; exit 1")
+        .has_code(1)
+        .says(&["stderr   in the file\n"]);
+}
+
+#[test]
+fn an_error_file_is_shown_and_handed_up() {
+    let (_folder, path) = folder();
+    let json =
+        r#"{"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": "line 7", "timestamp": "9"}}}"#;
+    let script = format!("printf '%s' '{json}' > $TORCHELASTIC_ERROR_FILE; exit 3");
+    let own = path.join("own.json");
+    let done = start(command(&script_arguments(1, &[], &script)).env("TORCHELASTIC_ERROR_FILE", &own)).finish();
+    done.has_code(3).says(&["  error    ValueError: bad\n  where    line 7\n"]);
+    let handed: serde_json::Value = serde_json::from_str(&fs::read_to_string(own).unwrap()).unwrap();
+    assert_eq!(handed["message"]["errorCode"], 3);
+}
+
+#[test]
+fn the_earliest_error_file_is_the_cause() {
+    let (_folder, path) = folder();
+    let script = format!(
+        r#"echo "{{\"message\": \"too bad\", \"timestamp\": $((20 - RANK))}}" > $TORCHELASTIC_ERROR_FILE
+        [ $RANK = 1 ] && trap 'exit 5' TERM && echo > {0}/ready && while :; do sleep 0.01; done
+        while [ ! -e {0}/ready ]; do sleep 0.01; done; exit 4"#,
+        path.display()
+    );
+    launch_script(2, &[], &script).has_code(5).says(&["rank 1 failed first", "rank 0 failed too: exit code 4"]);
+}
+
+#[test]
+fn a_worker_that_ignores_the_request_is_killed() {
+    let (_folder, path) = folder();
+    let script = format!(
+        "trap '' TERM; [ $RANK = 0 ] && {{ echo $$ > {0}/pid; while :; do sleep 0.01; done; }}
+         while [ ! -s {0}/pid ]; do sleep 0.01; done; exit 1",
+        path.display()
+    );
+    let done = launch_script(2, &["--shutdown-timeout", "0.2"], &script);
+    done.has_code(1).says(&["rank 0 was stopped: signal 9 (SIGKILL)"]);
+    assert!(!is_alive(&wait_for_file(&path.join("pid"))));
+}
+
+#[test]
+fn what_workers_started_ends_with_them() {
+    let (_folder, path) = folder();
+    let script = format!(
+        "sleep 1000 > /dev/null 2>&1 & echo $! > {0}/$RANK
+         while [ ! -s {0}/0 ] || [ ! -s {0}/1 ]; do sleep 0.01; done; exit $RANK",
+        path.display()
+    );
+    launch_script(2, &[], &script).has_code(1);
+    for rank in ["0", "1"] {
+        let pid = wait_for_file(&path.join(rank));
+        wait_until("the end of a worker's child", || !is_alive(&pid));
+    }
+}
+
+#[test]
+fn no_orphans_are_left_by_a_killed_launcher() {
+    let (_folder, path) = folder();
+    let script = format!("sleep 1000 & echo $! > {0}/child$RANK; echo $$ > {0}/worker$RANK; wait", path.display());
+    let running = start_script(2, &[], &script);
+    let names = ["worker0", "worker1", "child0", "child1"];
+    let pids = names.map(|name| wait_for_file(&path.join(name)));
+    assert!(pids.iter().all(|pid| is_alive(pid)));
+    running.signal(Signal::KILL);
+    for (name, pid) in names.iter().zip(&pids) {
+        wait_until(&format!("the end of {name}"), || !is_alive(pid));
+    }
+    assert_eq!(running.finish().code, None);
+}
+
+#[test]
+fn workers_die_with_the_launcher_even_without_its_guard() {
+    let (_folder, path) = folder();
+    let script = format!("echo $$ > {}/$RANK; while :; do sleep 0.01; done", path.display());
+    let running = start_script(2, &[], &script);
+    let pids = ["0", "1"].map(|rank| wait_for_file(&path.join(rank)));
+    rustix::process::kill_process(running.guard(), Signal::KILL).unwrap();
+    running.signal(Signal::KILL);
+    for pid in pids {
+        wait_until("the end of a worker", || !is_alive(&pid));
+    }
+}
+
+#[test]
+fn all_workers_start_again_after_a_failure() {
+    let (_folder, path) = folder();
+    let script = format!(
+        "echo $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS >> {0}/$RANK
+         [ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0
+         while [ ! -s {0}/0 ]; do sleep 0.01; done; [ $RANK = 1 ] && exit 9; exec sleep 1000",
+        path.display()
+    );
+    let logs = path.join("logs");
+    let done = launch_script(2, &["--max-restarts", "3", "--log-dir", logs.to_str().unwrap(), "--tee", "3"], &script);
+    done.has_code(0).says(&["rank 1 failed first", "launch: starting all workers again: restart 1 of 3"]);
+    for rank in ["0", "1"] {
+        assert_eq!(fs::read_to_string(path.join(rank)).unwrap(), "0 of 3\n1 of 3\n");
+    }
+    let run = fs::read_dir(logs).unwrap().next().unwrap().unwrap().path();
+    assert!(run.join("attempt_0/1/stdout.log").exists() && run.join("attempt_1/1/stdout.log").exists());
+}
+
+#[test]
+fn restarts_are_counted() {
+    let done = launch_script(1, &["--max-restarts", "2"], "exit 8");
+    done.has_code(8);
+    assert_eq!(done.err.matches("rank 0 failed first").count(), 3);
+}
+
+#[test]
+fn a_port_in_use_is_said_before_anything_starts() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let done = launch(&["--master-port", port.as_str(), "sh", "-c", "echo started"]);
+    done.has_code(1).says(&["the port is in use", &port, "--standalone"]);
+    assert_eq!(done.out, "");
+}

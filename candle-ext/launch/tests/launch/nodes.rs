@@ -1,0 +1,212 @@
+//! Several launchers as several nodes. They share this machine and nothing else: all goes through the store.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use candlewick_comm::store::Client;
+use rustix::process::Signal;
+
+use crate::running::{Running, command, folder, free_port, start, start_script, wait_for_file, wait_until};
+
+struct Job {
+    port: u16,
+    backend: &'static str,
+    n_nodes: &'static str,
+    flags: &'static [&'static str],
+}
+
+fn fixed(port: u16) -> Job {
+    Job { port, backend: "static", n_nodes: "2", flags: &[] }
+}
+
+fn dynamic(port: u16, n_nodes: &'static str, flags: &'static [&'static str]) -> Job {
+    Job { port, backend: "c10d", n_nodes, flags }
+}
+
+/// Starts the launcher of one node with one worker, or with two on node 0.
+fn node(job: &Job, rank: usize, script: &str) -> Running {
+    let port = job.port.to_string();
+    let endpoint = format!("127.0.0.1:{port}");
+    let (rank, n_workers) = (rank.to_string(), (if rank == 0 { 2 } else { 1 }).to_string());
+    let mut arguments = vec!["--nnodes", job.n_nodes, "--nproc-per-node", &n_workers, "--rdzv-backend", job.backend];
+    match job.backend {
+        "static" => arguments.extend(["--node-rank", &rank, "--master-addr", "127.0.0.1", "--master-port", &port]),
+        _ => arguments.extend(["--rdzv-endpoint", &endpoint, "--rdzv-id", "job7"]),
+    }
+    arguments.extend(job.flags);
+    arguments.extend(["--", "sh", "-c", script]);
+    start(&mut command(&arguments))
+}
+
+const WHO: &str = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE";
+
+#[test]
+fn nodes_with_numbers_meet_whoever_comes_first() {
+    for order in [[0, 1], [1, 0]] {
+        let job = fixed(free_port());
+        let mut nodes: Vec<_> = order.iter().map(|rank| (*rank, node(&job, *rank, WHO))).collect();
+        nodes.sort_by_key(|(rank, _)| *rank);
+        let done: Vec<_> = nodes.into_iter().map(|(_, node)| node.finish()).collect();
+        assert_eq!(done[0].has_code(0).sorted(), ["[0]: 0/3 0/2 0/2", "[1]: 1/3 1/2 0/2"]);
+        assert_eq!(done[1].has_code(0).sorted(), ["[2]: 2/3 0/1 1/2"]);
+    }
+}
+
+#[test]
+fn nodes_without_numbers_get_them_by_arrival() {
+    let job = dynamic(free_port(), "2", &[]);
+    let nodes = [node(&job, 0, WHO), node(&job, 0, WHO)];
+    let mut lines: Vec<_> =
+        nodes.map(|node| node.finish().has_code(0).out.clone()).concat().lines().map(str::to_owned).collect();
+    lines.sort();
+    let want = ["[0]: 0/4 0/2 0/2", "[1]: 1/4 1/2 0/2", "[2]: 2/4 0/2 1/2", "[3]: 3/4 1/2 1/2"];
+    assert_eq!(lines, want);
+}
+
+#[test]
+fn a_failure_on_one_node_ends_the_other() {
+    let job = fixed(free_port());
+    let nodes = [node(&job, 0, "exec sleep 1000"), node(&job, 1, "exit 3")];
+    let [first, second] = nodes.map(Running::finish);
+    second.has_code(3).says(&["rank 2 failed first"]);
+    first.has_code(7).says(&["workers of another node failed: rank 2 on ", "exit code 3"]);
+}
+
+#[test]
+fn all_nodes_start_again_together() {
+    for job in [fixed(free_port()), dynamic(free_port(), "2", &[])] {
+        let flags: &[&str] = &["--max-restarts", "1"];
+        let job = Job { flags, ..job };
+        let script = "[ $TORCHELASTIC_RESTART_COUNT$RANK = 02 ] && exit 3
+            [ $TORCHELASTIC_RESTART_COUNT = 0 ] && exec sleep 1000; echo $RANK of $WORLD_SIZE";
+        let nodes = [node(&job, 0, script), node(&job, 1, script)];
+        let mut lines: Vec<_> =
+            nodes.map(|node| node.finish().has_code(0).out.clone()).concat().lines().map(str::to_owned).collect();
+        lines.sort();
+        assert_eq!(lines, ["[0]: 0 of 3", "[1]: 1 of 3", "[2]: 2 of 3"], "{}", job.backend);
+    }
+}
+
+#[test]
+fn two_launchers_cannot_be_the_same_node() {
+    let job = fixed(free_port());
+    let (_folder, path) = folder();
+    let script = format!("echo > {0}/$RANK; while [ ! -e {0}/end ]; do sleep 0.01; done", path.display());
+    let nodes = [node(&job, 0, &script), node(&job, 1, &script)];
+    wait_for_ranks(&path, &["0", "1", "2"]);
+    node(&job, 1, &script).finish().has_code(1).says(&["be node 1: another launcher of this job has that --node-rank"]);
+    fs::write(path.join("end"), "").unwrap();
+    for node in nodes {
+        node.finish().has_code(0);
+    }
+}
+
+fn wait_for_ranks(path: &Path, ranks: &[&str]) {
+    ranks.iter().for_each(|rank| wait_until("a rank", || path.join(rank).exists()));
+}
+
+#[test]
+fn a_node_that_comes_late_is_let_in() {
+    let job = dynamic(free_port(), "1:2", &["--rdzv-conf", "last_call_timeout=0.1"]);
+    let (_folder, path) = folder();
+    let script = format!(
+        "echo > {0}/$WORLD_SIZE.$RANK; [ $WORLD_SIZE = 3 ] && echo $RANK $TORCHELASTIC_RESTART_COUNT && exit 0
+         exec sleep 1000",
+        path.display()
+    );
+    let first = node(&job, 0, &script);
+    wait_for_ranks(&path, &["2.0", "2.1"]);
+    let second = node(&job, 1, &script);
+    let done = [first.finish(), second.finish()];
+    done[0].has_code(0).says(&["another node came: starting all workers again"]);
+    let mut lines: Vec<_> = done.iter().flat_map(|done| done.out.lines()).collect();
+    lines.sort_unstable();
+    assert_eq!(lines, ["[0]: 0 1", "[1]: 1 1", "[2]: 2 1"]);
+}
+
+#[test]
+fn a_node_that_never_comes_is_named() {
+    let job = Job { flags: &["--rdzv-conf", "timeout=0.3"], ..fixed(free_port()) };
+    node(&job, 0, "true").finish().has_code(1).says(&["meet 2 nodes at 127.0.0.1:", "node 1 did not come"]);
+    node(&job, 1, "true").finish().has_code(1).says(&["meet at 127.0.0.1:", "refused"]);
+}
+
+#[test]
+fn waiting_for_a_node_can_be_interrupted() {
+    let job = fixed(free_port());
+    let waiting = node(&job, 0, "true");
+    wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
+    waiting.signal(Signal::INT);
+    waiting.finish().has_code(130);
+}
+
+#[test]
+fn a_killed_launcher_of_the_store_ends_the_other_node() {
+    let job = fixed(free_port());
+    let (_folder, path) = folder();
+    let script = format!("echo > {}/$RANK; exec sleep 1000", path.display());
+    let nodes = [node(&job, 0, &script), node(&job, 1, &script)];
+    wait_for_ranks(&path, &["0", "1", "2"]);
+    nodes[0].signal(Signal::KILL);
+    let [first, second] = nodes.map(Running::finish);
+    assert_eq!(first.code, None);
+    second.has_code(7).says(&["the node that hosts the store is gone"]);
+}
+
+#[test]
+fn workers_find_the_launchers_store() {
+    let (_folder, path) = folder();
+    let script =
+        format!("echo $MASTER_ADDR $MASTER_PORT > {0}/at; while [ ! -e {0}/end ]; do sleep 0.01; done", path.display());
+    let running = start_script(1, &[], &script);
+    let at = wait_for_file(&path.join("at"));
+    let (host, port) = at.split_once(' ').unwrap();
+    let client = Client::connect(host, port.parse().unwrap(), Duration::from_secs(10)).unwrap();
+    client.set("key", b"value").unwrap();
+    assert_eq!(client.get("key").unwrap(), b"value");
+    fs::write(path.join("end"), "").unwrap();
+    running.finish().has_code(0);
+}
+
+/// What dead workers left in their store, torch's gloo would take for addresses of living ones.
+#[test]
+fn workers_that_start_again_find_an_empty_store() {
+    for job in [fixed(free_port()), dynamic(free_port(), "2", &[])] {
+        let job = Job { flags: &["--max-restarts", "1"], ..job };
+        let (_folder, path) = folder();
+        let script = format!(
+            "cd {}; n=$TORCHELASTIC_RESTART_COUNT; echo $MASTER_ADDR $MASTER_PORT > at$n.$RANK
+             while [ ! -e end$n ]; do sleep 0.01; done; exit $((1 - n))",
+            path.display()
+        );
+        let nodes = [node(&job, 0, &script), node(&job, 1, &script)];
+        for attempt in 0..2 {
+            let at = [0, 1, 2].map(|rank| wait_for_file(&path.join(format!("at{attempt}.{rank}"))));
+            assert!(at.iter().all(|other| *other == at[0]), "{at:?}");
+            let (host, port) = at[0].split_once(' ').unwrap();
+            let client = Client::connect(host, port.parse().unwrap(), Duration::from_secs(10)).unwrap();
+            assert!(!client.check(&["key"]).unwrap());
+            client.set("key", b"value").unwrap();
+            fs::write(path.join(format!("end{attempt}")), "").unwrap();
+        }
+        for node in nodes {
+            node.finish().has_code(0);
+        }
+    }
+}
+
+#[test]
+fn a_node_that_is_lost_is_done_without() {
+    let flags = &["--max-restarts", "1", "--rdzv-conf", "last_call_timeout=0.3,keep_alive_interval=0.1"];
+    let job = dynamic(free_port(), "1:2", flags);
+    let (_folder, path) = folder();
+    let script = format!("echo > {}/$WORLD_SIZE.$RANK; [ $WORLD_SIZE = 2 ] && exit 0; exec sleep 1000", path.display());
+    let first = node(&job, 0, &script);
+    wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
+    let second = node(&job, 1, &script);
+    wait_for_ranks(&path, &["3.0", "3.1", "3.2"]);
+    second.signal(Signal::KILL);
+    first.finish().has_code(0).says(&["was not heard of for 300ms", "starting all workers again: restart 1 of 1"]);
+    assert_eq!(second.finish().code, None);
+}

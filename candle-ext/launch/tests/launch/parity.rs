@@ -1,0 +1,135 @@
+//! Our settings beside torchrun's for the same command lines (tests/reference/torchrun_args.py).
+
+use std::collections::BTreeMap;
+
+use candlewick_launch::cli::Cli;
+use candlewick_launch::host::Host;
+use candlewick_launch::plan::{Plan, Rendezvous};
+use candlewick_launch::streams::{PerRank, Streams};
+use clap::Parser;
+use serde_json::{Value, json};
+
+use crate::running::command;
+
+/// Command lines that we read otherwise, on purpose, and why.
+const DIFFERENT: &[(&str, &str)] = &[
+    ("--no-python --nproc-per-node 2 prog -- a", "`--` behind the program is the program's"),
+    ("--nnodes 2 --no-python prog", "two nodes need to know where they meet"),
+    ("--nnodes 1:4 --no-python prog", "four nodes need to know where they meet"),
+    ("--nnodes=2:2 --no-python prog", "two nodes need to know where they meet"),
+];
+
+fn cases() -> (Value, Vec<Value>) {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/torchrun_args.json");
+    let head: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let cases = head["cases"].as_array().unwrap().clone();
+    (head, cases)
+}
+
+fn words(value: &Value) -> Vec<String> {
+    value.as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_owned()).collect()
+}
+
+/// What torchrun hands to its agent, from our plan.
+fn settings(case: &Value, n_cores: usize) -> Option<Value> {
+    let arguments = std::iter::once("launch".to_owned()).chain(words(&case["args"]));
+    let cli = Cli::try_parse_from(arguments).ok()?;
+    let n_gpus = case["gpus"].as_u64().unwrap() as usize;
+    let host = Host { n_cores, n_gpus, name: "h".into(), variables: BTreeMap::new() };
+    let plan = Plan::resolve(&cli, &host).ok()?;
+    let (backend, endpoint, mut options) = match &plan.rendezvous {
+        Rendezvous::Static { master, node_rank, .. } => {
+            ("static", master.to_string(), BTreeMap::from([("rank".to_owned(), node_rank.to_string())]))
+        }
+        Rendezvous::Dynamic(dynamic) => ("c10d", dynamic.endpoint.to_string(), BTreeMap::new()),
+    };
+    options.extend(cli.nodes.rdzv_conf.0.clone());
+    let shown = plan.output.shown.as_ref();
+    let command = plan.command.iter().map(|word| if word == "python3" { "python" } else { word });
+    Some(json!({
+        "min_nodes": plan.nodes.min,
+        "max_nodes": plan.nodes.max,
+        "nproc_per_node": plan.local_world_size,
+        "run_id": if cli.nodes.standalone { "<uuid>" } else { &plan.run_id },
+        "role": plan.role,
+        "rdzv_backend": backend,
+        "rdzv_endpoint": endpoint,
+        "rdzv_configs": options,
+        "max_restarts": plan.max_restarts,
+        "monitor_interval": plan.monitor_interval.as_secs_f64(),
+        "local_addr": plan.local_addr,
+        "log_dir": plan.output.log_dir,
+        "redirects": number(&plan.output.redirects),
+        "tee": number(&plan.output.tee),
+        "local_ranks_filter": shown.map(|shown| &shown.0),
+        "signals_to_handle": plan.signals.text,
+        "duplicate_stdout_filters": plan.output.stdout_filters.0,
+        "duplicate_stderr_filters": plan.output.stderr_filters.0,
+        "virtual_local_rank": plan.virtual_local_rank,
+        "command": command.collect::<Vec<_>>(),
+    }))
+}
+
+fn number(streams: &PerRank) -> Value {
+    let one = |streams: &Streams| u8::from(streams.out) + 2 * u8::from(streams.err);
+    match streams {
+        PerRank::Every(streams) => json!(one(streams)),
+        PerRank::Of(map) => map.iter().map(|(rank, streams)| (rank.to_string(), json!(one(streams)))).collect(),
+    }
+}
+
+/// torchrun keeps an endpoint as it was written; a port that was left out it finds later.
+fn theirs(case: &Value) -> Value {
+    let mut settings = case["settings"].clone();
+    if settings["rdzv_endpoint"] == "node0" {
+        settings["rdzv_endpoint"] = json!("node0:29400");
+    }
+    settings
+}
+
+#[test]
+fn command_lines_mean_what_torchrun_makes_of_them() {
+    let (head, cases) = cases();
+    let n_cores = head["cores"].as_u64().unwrap() as usize;
+    let mut n_compared = 0;
+    for case in cases.iter().filter(|case| case["env"].as_object().unwrap().is_empty()) {
+        let line = words(&case["args"]).join(" ");
+        let (ours, theirs) = (settings(case, n_cores), theirs(case));
+        match DIFFERENT.iter().find(|(other, _)| *other == line) {
+            Some((_, why)) => assert_ne!(ours.unwrap_or(Value::Null), theirs, "{line}: no longer different: {why}"),
+            None => assert_eq!(ours.unwrap_or(Value::Null), theirs, "{line}"),
+        }
+        n_compared += 1;
+    }
+    assert!(n_compared > 50, "only {n_compared} command lines were compared");
+}
+
+/// clap reads variables itself, so these are asked of the program; what it would start shows what it read.
+#[test]
+fn variables_set_defaults_as_torchruns_do() {
+    let (_, cases) = cases();
+    for case in cases.iter().filter(|case| !case["env"].as_object().unwrap().is_empty()) {
+        let variables =
+            case["env"].as_object().unwrap().iter().map(|(k, v)| (k.clone(), v.as_str().unwrap().to_owned()));
+        let mut command = command(&[["--dry-run".to_owned()].to_vec(), words(&case["args"])].concat());
+        let output = command.envs(variables).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap().replace('\'', "");
+        let theirs = &case["settings"];
+        if theirs["max_nodes"] != 1 && theirs["rdzv_backend"] == "static" {
+            assert_eq!(output.status.code(), Some(2), "{case}");
+            continue;
+        }
+        let n_workers = theirs["nproc_per_node"].as_u64().unwrap() as usize;
+        assert_eq!(text.matches("LOCAL_RANK=").count(), n_workers, "{case}\n{text}");
+        let restarts = format!("TORCHELASTIC_MAX_RESTARTS={}", theirs["max_restarts"]);
+        let role = format!("ROLE_NAME={} ", theirs["role"].as_str().unwrap());
+        let signals = format!("TORCHELASTIC_SIGNALS_TO_HANDLE={} ", theirs["signals_to_handle"].as_str().unwrap());
+        let backend = format!(" {}, store at ", theirs["rdzv_backend"].as_str().unwrap());
+        for word in [restarts, role, signals, backend] {
+            assert!(text.contains(&word), "{word}: {case}\n{text}");
+        }
+        let endpoint = theirs["rdzv_endpoint"].as_str().unwrap();
+        let point = if endpoint == "localhost:0" { "a free port" } else { endpoint };
+        assert!(text.contains(&format!("store at {point}\n")), "{case}\n{text}");
+    }
+}

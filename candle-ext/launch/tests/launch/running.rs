@@ -1,0 +1,161 @@
+//! Starts `launch` and waits for what it does: never for a time, only for an event, and not for ever.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io::Read;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A finished run.
+#[derive(Debug)]
+pub(crate) struct Done {
+    pub(crate) code: Option<i32>,
+    pub(crate) out: String,
+    pub(crate) err: String,
+}
+
+/// A run that goes on.
+pub(crate) struct Running {
+    child: Child,
+    readers: Option<[thread::JoinHandle<String>; 2]>,
+}
+
+/// A test that fails leaves nothing behind: the guard ends the workers of a launcher that is killed.
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `launch` with few variables of its own.
+pub(crate) fn command<S: AsRef<OsStr>>(arguments: &[S]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_launch"));
+    command.env_clear().env("PATH", std::env::var_os("PATH").unwrap()).args(arguments).stdin(Stdio::null());
+    command
+}
+
+pub(crate) fn launch<S: AsRef<OsStr>>(arguments: &[S]) -> Done {
+    start(&mut command(arguments)).finish()
+}
+
+/// Runs a script of the shell as `n` workers of one node, with flags before it.
+pub(crate) fn launch_script(n: usize, flags: &[&str], script: &str) -> Done {
+    launch(&script_arguments(n, flags, script))
+}
+
+pub(crate) fn start_script(n: usize, flags: &[&str], script: &str) -> Running {
+    start(&mut command(&script_arguments(n, flags, script)))
+}
+
+pub(crate) fn script_arguments(n: usize, flags: &[&str], script: &str) -> Vec<String> {
+    let n = n.to_string();
+    let words = ["--standalone", "--nproc-per-node", &n].into_iter().chain(flags.iter().copied());
+    words.chain(["--", "sh", "-c", script]).map(str::to_owned).collect()
+}
+
+pub(crate) fn start(command: &mut Command) -> Running {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let readers = [read_all(child.stdout.take().unwrap()), read_all(child.stderr.take().unwrap())];
+    Running { child, readers: Some(readers) }
+}
+
+fn read_all(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        from.read_to_end(&mut bytes).unwrap();
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}
+
+impl Running {
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        rustix::process::kill_process(rustix::process::Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Its guard: the child that is neither a worker nor has become one.
+    pub(crate) fn guard(&self) -> rustix::process::Pid {
+        let parent = format!("PPid:\t{}\n", self.child.id());
+        let is_guard = |pid: &i32| {
+            let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+            read("status").contains(&parent) && read("cmdline").contains("__guard")
+        };
+        let names = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().file_name());
+        let pid = names.filter_map(|name| name.to_str()?.parse().ok()).find(is_guard);
+        rustix::process::Pid::from_raw(pid.unwrap()).unwrap()
+    }
+
+    #[track_caller]
+    pub(crate) fn finish(mut self) -> Done {
+        let mut status = None;
+        wait_until("the launcher's end", || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        });
+        let [out, err] = self.readers.take().unwrap().map(|reader| reader.join().unwrap());
+        Done { code: status.unwrap().code(), out, err }
+    }
+}
+
+impl Done {
+    /// The lines of stdout, sorted: between workers there is no order.
+    pub(crate) fn sorted(&self) -> Vec<&str> {
+        let mut lines: Vec<_> = self.out.lines().collect();
+        lines.sort_unstable();
+        lines
+    }
+
+    #[track_caller]
+    pub(crate) fn says(&self, words: &[&str]) -> &Self {
+        for word in words {
+            assert!(self.err.contains(word), "`{word}` is not in:\n{}", self.err);
+        }
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn has_code(&self, code: i32) -> &Self {
+        assert_eq!(self.code, Some(code), "{}\n{}", self.out, self.err);
+        self
+    }
+}
+
+/// Looks again and again, and gives up after a time that only a hanging program needs.
+#[track_caller]
+pub(crate) fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[track_caller]
+pub(crate) fn wait_for_file(path: &Path) -> String {
+    let mut text = String::new();
+    wait_until(&path.display().to_string(), || {
+        text = fs::read_to_string(path).unwrap_or_default();
+        text.ends_with('\n')
+    });
+    text.trim().to_owned()
+}
+
+/// A process that nobody has waited for is gone all the same.
+pub(crate) fn is_alive(pid: &str) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+}
+
+pub(crate) fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A folder with the path of a file in it, for scripts.
+pub(crate) fn folder() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_owned();
+    (folder, path)
+}

@@ -1,0 +1,102 @@
+//! Signals to the launcher: passed on, waited for, and answered by a code that says what came of them.
+
+use std::path::Path;
+
+use rustix::process::Signal;
+
+use crate::running::{Done, Running, command, folder, script_arguments, start, start_script, wait_for_file};
+
+/// Starts two workers that say when they are ready, and then do `script`.
+fn ready(folder: &Path, script: &str) -> Running {
+    let running = start_script(2, &[], &prepared(folder, script));
+    wait_for_both(folder);
+    running
+}
+
+fn prepared(folder: &Path, script: &str) -> String {
+    let turn = "while :; do sleep 0.01; done";
+    format!("cd {}; {script}; echo $$ > $RANK.part; mv $RANK.part $RANK; {turn}", folder.display())
+}
+
+fn wait_for_both(folder: &Path) {
+    ["0", "1"].iter().for_each(|rank| drop(wait_for_file(&folder.join(rank))));
+}
+
+#[track_caller]
+fn check(script: &str, signals: &[Signal], code: i32) -> Done {
+    let (_folder, path) = folder();
+    let running = ready(&path, script);
+    signals.iter().for_each(|signal| running.signal(*signal));
+    let done = running.finish();
+    done.has_code(code);
+    done
+}
+
+#[test]
+fn sigterm_lets_every_worker_save() {
+    let save = "trap 'echo saved; exit 75' TERM";
+    let done = check(save, &[Signal::TERM], 75);
+    assert_eq!(done.sorted(), ["[0]: saved", "[1]: saved"]);
+    assert!(!done.err.contains("failed"), "{}", done.err);
+}
+
+#[test]
+fn a_worker_that_saves_slowly_hears_the_signal_once() {
+    let save = "trap 'echo asked; n=$((n+1)); [ $RANK = 0 ] && exit 75; sleep 0.3; exit 75' TERM";
+    let done = check(save, &[Signal::TERM], 75);
+    assert_eq!(done.sorted(), ["[0]: asked", "[1]: asked"]);
+}
+
+#[test]
+fn the_same_signal_is_passed_on() {
+    for (signal, code) in [(Signal::INT, 130), (Signal::HUP, 129), (Signal::QUIT, 131), (Signal::TERM, 143)] {
+        check(":", &[signal], code);
+    }
+}
+
+#[test]
+fn a_second_interrupt_kills() {
+    let (_folder, path) = folder();
+    let running = ready(&path, "trap 'echo heard > heard$RANK' INT");
+    running.signal(Signal::INT);
+    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    running.signal(Signal::INT);
+    running.finish().has_code(130);
+}
+
+#[test]
+fn sigusr1_is_a_notice() {
+    let (_folder, path) = folder();
+    let running = ready(&path, "trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM");
+    running.signal(Signal::USR1);
+    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    running.signal(Signal::TERM);
+    running.finish().has_code(75);
+}
+
+#[test]
+fn no_restart_follows_a_request_to_stop() {
+    let (_folder, path) = folder();
+    let script = prepared(&path, "trap 'exit 4' TERM");
+    let running = start_script(2, &["--max-restarts", "5"], &script);
+    wait_for_both(&path);
+    running.signal(Signal::TERM);
+    let done = running.finish();
+    done.has_code(4);
+    assert!(!done.err.contains("again"), "{}", done.err);
+}
+
+#[test]
+fn nohup_is_respected() {
+    let (_folder, path) = folder();
+    let script = prepared(&path, "trap 'exit 75' TERM");
+    let own = command(&script_arguments(2, &[], &script));
+    let arguments: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
+    let mut nohup = std::process::Command::new("sh");
+    nohup.args(["-c", "trap '' HUP; exec \"$0\" \"$@\""]).arg(own.get_program()).args(arguments);
+    let running = start(&mut nohup);
+    wait_for_both(&path);
+    running.signal(Signal::HUP);
+    running.signal(Signal::TERM);
+    running.finish().has_code(75);
+}

@@ -1,0 +1,56 @@
+//! The example jobs for Slurm, with stand-ins for Slurm's commands that print what they are asked.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+
+use crate::running::folder;
+
+const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+
+/// Returns what the job asked of `srun` and `scontrol`, and its code, if `srun` ends with `code`.
+fn run(job: &str, code: i32) -> (Option<i32>, String) {
+    let (_folder, path) = folder();
+    stand_in(&path.join("srun"), &format!("echo srun \"$@\"; exit {code}"));
+    stand_in(&path.join("scontrol"), r#"[ "$1" = show ] && printf 'node1\nnode2\n' || echo scontrol "$@""#);
+    let output = Command::new(format!("{ROOT}/scripts/slurm/{job}.slurm"))
+        .args(["recipe.yaml", "train_iters=5"])
+        .env("PATH", format!("{}:/usr/bin:/bin", path.display()))
+        .envs([("SLURM_JOB_ID", "123456"), ("SLURM_JOB_NODELIST", "node[1-2]"), ("SLURM_JOB_NUM_NODES", "2")])
+        .env("SLURM_CPUS_PER_TASK", "8")
+        .output()
+        .unwrap();
+    assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    (output.status.code(), String::from_utf8(output.stdout).unwrap())
+}
+
+fn stand_in(path: &Path, script: &str) {
+    fs::write(path, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+#[test]
+fn the_example_jobs_ask_for_what_they_should() {
+    let text: Vec<_> = jobs().iter().map(|job| format!("{job}\n{}", run(job, 0).1)).collect();
+    insta::assert_snapshot!(text.join("\n"));
+}
+
+#[test]
+fn a_job_that_saved_goes_back_into_the_queue() {
+    for job in jobs() {
+        let (code, text) = run(&job, 75);
+        assert_eq!((code, text.lines().last()), (Some(75), Some("scontrol requeue 123456")), "{job}");
+        let (code, text) = run(&job, 1);
+        assert_eq!((code, text.contains("requeue")), (Some(1), false), "{job}");
+    }
+}
+
+fn jobs() -> Vec<String> {
+    let entries = fs::read_dir(format!("{ROOT}/scripts/slurm")).unwrap();
+    let name = |path: &Path| path.file_stem().unwrap().to_str().unwrap().to_owned();
+    let mut jobs: Vec<_> = entries.map(|entry| name(&entry.unwrap().path())).collect();
+    jobs.sort();
+    assert_eq!(jobs.len(), 3);
+    jobs
+}
