@@ -47,6 +47,8 @@ pub(crate) enum Trouble {
     Mismatch(usize, String),
     /// A tensor could not be read or made.
     Tensor(candle_core::Error),
+    /// This one cannot be reached.
+    Connect(usize, std::io::Error),
 }
 
 impl From<candle_core::Error> for Trouble {

@@ -1,8 +1,8 @@
 //! Process groups: who tells whom what. Moves bytes between ranks and reduces them; computes nothing else.
 //!
 //! A [`Collective`] is one rank's end of a group. [`Solo`] is the group of one, so that no caller asks whether it is
-//! alone; [`threads`] is a world inside one process. Engines for many machines implement [`Collective`] too. Processes
-//! meet through a [`store`].
+//! alone; [`threads`] is a world inside one process, `local` one of processes on one machine. Engines for many machines
+//! implement [`Collective`] too. The ranks of `local` meet through a [`store`].
 
 mod arguments;
 mod call;
@@ -10,6 +10,8 @@ mod element;
 mod error;
 mod fabric;
 mod group;
+#[cfg(target_os = "linux")]
+pub mod local;
 mod pending;
 mod solo;
 pub mod store;

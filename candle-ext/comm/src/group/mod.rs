@@ -200,6 +200,7 @@ fn unconnected(fabric: &dyn Fabric, trouble: Trouble) -> Failure {
     let (rank, why) = match trouble {
         Trouble::Failed(failure) => return failure,
         Trouble::Late(ranks, after) => (ranks[0], format!("ranks {ranks:?} did not connect within {after:?}")),
+        Trouble::Connect(rank, error) => (rank, format!("{}: {error}", fabric.who(rank))),
         other => (fabric.rank(), format!("{other:?}")),
     };
     fabric.fail(Failure { rank, message: format!("connect rank {} to the others: {why}", fabric.rank()) })

@@ -216,6 +216,7 @@ impl Worker {
             }
             Trouble::Left(rank) => (rank, format!("{} has left", self.who(rank))),
             Trouble::Mismatch(rank, what) => (rank, what),
+            Trouble::Connect(rank, error) => (rank, format!("connect to {}: {error}", self.who(rank))),
             Trouble::Tensor(error) => (self.me, format!("{}: {error}", self.who(self.me))),
         };
         let (group, members, seen_by) = (&self.group, &self.members, self.fabric.rank());
