@@ -152,6 +152,7 @@ fn a_client_that_talks_nonsense_harms_nobody_else() -> Result<()> {
     let _ = stray.read_to_end(&mut answer);
     assert!(answer.is_empty());
     store.set("text", b"no number")?;
+    assert_eq!(store.get("text")?, b"no number", "a set is not answered; a get is answered after it");
     assert!(matches!(store.reconnect()?.add("text", 1), Err(Error::Lost { .. })));
     assert_eq!(store.get("text")?, b"no number");
     Ok(())

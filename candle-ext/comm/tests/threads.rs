@@ -3,7 +3,7 @@
 
 mod cases;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::threads::run;
@@ -147,16 +147,20 @@ fn a_rank_that_panics_ends_the_others() {
     assert!(rank == 1 && (message == panicked || message.contains("rank 1 calls all_reduce 1")), "{message}");
 }
 
+/// Calls nothing until the world has ended.
+fn stay_away(world: &World) -> Result<()> {
+    let began = Instant::now();
+    while world.failure().is_none() {
+        assert!(began.elapsed() < PATIENT.timeout, "nobody missed this rank");
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
 #[test]
 fn a_rank_that_stays_away_is_named_with_what_it_misses() {
     let (rank, message) = failure(3, HASTY, |world| match world.rank() {
-        1 => {
-            // Stays away until the world has ended.
-            while world.failure().is_none() {
-                std::thread::yield_now();
-            }
-            Ok(())
-        }
+        1 => stay_away(world),
         _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
     });
     assert_eq!(rank, 1);
@@ -168,12 +172,7 @@ fn a_rank_that_stays_away_is_named_with_what_it_misses() {
 fn a_send_that_nobody_takes_times_out() {
     let (rank, message) = failure(2, HASTY, |world| match world.rank() {
         0 => world.group().send_recv(Some(&ones(&[3])), Some(1), None).map(drop),
-        _ => {
-            while world.failure().is_none() {
-                std::thread::yield_now();
-            }
-            Ok(())
-        }
+        _ => stay_away(world),
     });
     assert_eq!(rank, 1);
     assert!(message.contains("send_recv 1 (to rank 1, f32 [3])") && message.contains("rank 1 silent"), "{message}");

@@ -67,7 +67,7 @@ impl Client {
         self.timeout
     }
 
-    /// Stores `value` under `key`.
+    /// Stores `value` under `key`. The server does not answer: other connections may see it a moment later.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.lock().ask(&Query::Set { key: self.key(key), value: value.to_vec() }, |_| Ok(()))
     }

@@ -191,6 +191,10 @@ fn strided(group: &dyn Collective) -> Result<()> {
     let views: Vec<Tensor> = (0..group.size()).map(view).collect();
     same(&group.all_reduce(&views[group.rank()], Reduce::Sum)?, &combined(&views, Reduce::Sum), "all_reduce of a view");
     same(&group.all_gather(&views[group.rank()])?, &rows(&views), "all_gather of a view");
+    // Contiguous, and not at the start of its storage.
+    let parts: Vec<Tensor> =
+        (0..group.size()).map(|rank| input(rank, DType::F32, &[6, 4]).narrow(0, 2, 3).unwrap()).collect();
+    same(&group.all_reduce(&parts[group.rank()], Reduce::Sum)?, &combined(&parts, Reduce::Sum), "all_reduce of rows");
     Ok(())
 }
 
