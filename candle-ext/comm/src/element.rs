@@ -9,7 +9,7 @@ use crate::Reduce;
 /// A number that tensors hold.
 pub(crate) trait Element: Pod + WithDType {
     /// In what it is summed.
-    type Wide: Copy + Send;
+    type Wide: Pod;
 
     fn widen(self) -> Self::Wide;
     fn narrow(wide: Self::Wide) -> Self;
@@ -144,11 +144,10 @@ pub(crate) fn tensor<T: Element>(elements: Vec<T>, shape: &[usize]) -> candle_co
     Tensor::from_vec(elements, shape, &Device::Cpu)
 }
 
-/// Combines `parts`, given in rank order, into `out`.
-pub(crate) fn combine<T: Element>(op: Reduce, parts: &[&[T]], wide: &mut Vec<T::Wide>, out: &mut [T]) {
+/// Combines `parts`, given in rank order, into `out`; `wide` is as long, and what it holds does not matter.
+pub(crate) fn combine<T: Element>(op: Reduce, parts: &[&[T]], wide: &mut [T::Wide], out: &mut [T]) {
     let (first, rest) = parts.split_first().expect("a group has a rank");
-    wide.clear();
-    wide.extend(first.iter().map(|x| x.widen()));
+    wide.iter_mut().zip(*first).for_each(|(wide, x)| *wide = x.widen());
     let merge = match op {
         Reduce::Sum => fold::<T>,
         Reduce::Max => |wide: &mut [T::Wide], part: &[T]| fold_by::<T>(wide, part, T::largest),
@@ -169,12 +168,14 @@ fn fold_by<T: Element>(wide: &mut [T::Wide], part: &[T], by: impl Fn(T::Wide, T:
 
 #[cfg(test)]
 mod tests {
+    use bytemuck::Zeroable;
+
     use super::*;
 
     #[track_caller]
     fn check<T: Element + std::fmt::Debug>(op: Reduce, parts: &[&[T]], want: &[T]) {
         let mut out = vec![T::zeroed(); want.len()];
-        combine(op, parts, &mut vec![], &mut out);
+        combine(op, parts, &mut vec![T::Wide::zeroed(); want.len()], &mut out);
         let bits = |x: &[T]| bytemuck::cast_slice::<T, u8>(x).to_vec();
         assert_eq!(bits(&out), bits(want), "{out:?}, not {want:?}");
     }

@@ -5,14 +5,14 @@
 
 use std::ops::Range;
 
-use bytemuck::{cast_slice, cast_slice_mut};
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
 
 use crate::Reduce;
 use crate::element::{Element, combine};
 use crate::fabric::{Links, Trouble};
 
 /// How much of each rank's share is summed at a time: what was received is still in the cache when it is added.
-const PIECE_BYTES: usize = 1 << 20;
+const PIECE_BYTES: usize = 1 << 18;
 
 /// One rank's connections, and its place among them.
 pub(super) struct Peers<'a> {
@@ -33,11 +33,15 @@ impl Peers<'_> {
 }
 
 /// out = x_0 + x_1 + ... over the ranks, or their maximum or minimum.
-pub(super) fn all_reduce<T: Element>(peers: &mut Peers, x: &[T], op: Reduce) -> Result<Vec<T>, Trouble> {
+pub(super) fn all_reduce<T: Element>(
+    peers: &mut Peers,
+    scratch: &mut Scratch,
+    x: &[T],
+    op: Reduce,
+) -> Result<Vec<T>, Trouble> {
     let mut out = vec![T::zeroed(); x.len()];
-    let mut sums = Sums::default();
     for piece in pieces::<T>(&shares(x.len(), peers.n)) {
-        let own = sums.of(peers, x, &piece, op)?;
+        let own = combined(peers, scratch, x, &piece, op)?;
         out[piece[peers.me].clone()].copy_from_slice(own);
         peers.swap(vec![own; peers.n], disjoint(&mut out, &piece))?;
     }
@@ -45,11 +49,10 @@ pub(super) fn all_reduce<T: Element>(peers: &mut Peers, x: &[T], op: Reduce) -> 
 }
 
 /// out = this rank's share of the sum; x splits evenly.
-pub(super) fn reduce_scatter<T: Element>(peers: &mut Peers, x: &[T]) -> Result<Vec<T>, Trouble> {
+pub(super) fn reduce_scatter<T: Element>(peers: &mut Peers, scratch: &mut Scratch, x: &[T]) -> Result<Vec<T>, Trouble> {
     let mut out = Vec::with_capacity(x.len() / peers.n);
-    let mut sums = Sums::default();
     for piece in pieces::<T>(&shares(x.len(), peers.n)) {
-        out.extend_from_slice(sums.of(peers, x, &piece, Reduce::Sum)?);
+        out.extend_from_slice(combined(peers, scratch, x, &piece, Reduce::Sum)?);
     }
     Ok(out)
 }
@@ -91,33 +94,39 @@ pub(super) fn broadcast<T: Element>(peers: &mut Peers, x: &[T], root: usize) -> 
     Ok(out)
 }
 
-/// Room in which sums are taken, kept from piece to piece.
-struct Sums<T: Element> {
-    inbox: Vec<T>,
-    wide: Vec<T::Wide>,
-    out: Vec<T>,
+/// Room in which sums are taken. It is kept from call to call: fresh memory costs more than the sums do.
+#[derive(Default)]
+pub(super) struct Scratch {
+    inbox: Vec<u64>,
+    wide: Vec<u64>,
+    out: Vec<u64>,
 }
 
-impl<T: Element> Default for Sums<T> {
-    fn default() -> Self {
-        Self { inbox: Vec::new(), wide: Vec::new(), out: Vec::new() }
-    }
+/// Gives each rank its part of `x`, and combines the parts that this rank is given.
+fn combined<'a, T: Element>(
+    peers: &mut Peers,
+    scratch: &'a mut Scratch,
+    x: &[T],
+    piece: &[Range<usize>],
+    op: Reduce,
+) -> Result<&'a [T], Trouble> {
+    let own = &x[piece[peers.me].clone()];
+    let places = spans(&vec![own.len(); peers.n]);
+    let inbox = room::<T>(&mut scratch.inbox, own.len() * peers.n);
+    let send = piece.iter().map(|part| &x[part.clone()]).collect();
+    peers.swap(send, disjoint(inbox, &places))?;
+    let mut parts: Vec<&[T]> = places.iter().map(|place| &inbox[place.clone()]).collect();
+    parts[peers.me] = own;
+    let out = room(&mut scratch.out, own.len());
+    combine(op, &parts, room(&mut scratch.wide, own.len()), out);
+    Ok(out)
 }
 
-impl<T: Element> Sums<T> {
-    /// Gives each rank its part of `x`, and combines the parts that this rank is given.
-    fn of(&mut self, peers: &mut Peers, x: &[T], piece: &[Range<usize>], op: Reduce) -> Result<&[T], Trouble> {
-        let own = &x[piece[peers.me].clone()];
-        let places = spans(&vec![own.len(); peers.n]);
-        self.inbox.resize(own.len() * peers.n, T::zeroed());
-        self.out.resize(own.len(), T::zeroed());
-        let send = piece.iter().map(|part| &x[part.clone()]).collect();
-        peers.swap(send, disjoint(&mut self.inbox, &places))?;
-        let mut parts: Vec<&[T]> = places.iter().map(|place| &self.inbox[place.clone()]).collect();
-        parts[peers.me] = own;
-        combine(op, &parts, &mut self.wide, &mut self.out);
-        Ok(&self.out)
-    }
+/// Borrows room for `n` elements.
+fn room<T: Pod>(words: &mut Vec<u64>, n: usize) -> &mut [T] {
+    let n_words = (n * size_of::<T>()).div_ceil(size_of::<u64>());
+    words.resize(n_words.max(words.len()), 0);
+    &mut cast_slice_mut(&mut words[..n_words])[..n]
 }
 
 /// Splits `n_elements` among `n` ranks, as evenly as can be.

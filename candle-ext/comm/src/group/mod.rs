@@ -15,6 +15,7 @@ use crate::call::Journal;
 use crate::fabric::{Fabric, Trouble};
 use crate::pending::stopped;
 use crate::{Call, Collective, Failure, Op, Pending, Reduce, Result, Solo, arguments};
+use exchange::Scratch;
 use worker::Worker;
 
 /// See [`Collective`].
@@ -49,6 +50,7 @@ impl Group {
             fabric: Arc::clone(fabric),
             n_sent: vec![0; size],
             n_received: vec![0; size],
+            scratch: Scratch::default(),
             members,
         };
         Self::new(worker, journal.clone())
@@ -193,7 +195,8 @@ fn part(of: &Worker, id: String, name: Arc<str>, list: &[usize], rank: usize) ->
     let me = list.iter().position(|other| *other == rank).expect("the list was chosen because it holds this rank");
     let n = members.len();
     let fabric = Arc::clone(&of.fabric);
-    Ok(Some(Worker { id, group: name, members, me, links, fabric, n_sent: vec![0; n], n_received: vec![0; n] }))
+    let (n_sent, n_received, scratch) = (vec![0; n], vec![0; n], Scratch::default());
+    Ok(Some(Worker { id, group: name, members, me, links, fabric, n_sent, n_received, scratch }))
 }
 
 fn unconnected(fabric: &dyn Fabric, trouble: Trouble) -> Failure {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytemuck::{Zeroable, cast_slice_mut};
 use candle_core::Tensor;
 
-use super::exchange::{self, Peers};
+use super::exchange::{self, Peers, Scratch};
 use super::head::{HEAD_BYTES, Head};
 use crate::element::{tensor, with_bytes, with_elements, with_type};
 use crate::fabric::{Fabric, Links, Trouble};
@@ -24,6 +24,7 @@ pub(super) struct Worker {
     /// How many tensors went to each rank, and came from each: both ends count alike.
     pub(super) n_sent: Vec<u64>,
     pub(super) n_received: Vec<u64>,
+    pub(super) scratch: Scratch,
 }
 
 impl Worker {
@@ -41,7 +42,7 @@ impl Worker {
     pub(super) fn all_reduce(&mut self, call: &Call, x: &Tensor, op: Reduce) -> Result<Tensor, Trouble> {
         self.agree(call, 0)?;
         with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| exchange::all_reduce(&mut self.peers(), x, op))??;
+            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, scratch| exchange::all_reduce(peers, scratch, x, op)))??;
             Ok(tensor(out, x.dims())?)
         })
     }
@@ -51,7 +52,7 @@ impl Worker {
         let mut shape = x.dims().to_vec();
         shape[0] *= self.members.len();
         with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| exchange::all_gather(&mut self.peers(), x))??;
+            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, _| exchange::all_gather(peers, x)))??;
             Ok(tensor(out, &shape)?)
         })
     }
@@ -61,7 +62,7 @@ impl Worker {
         let mut shape = x.dims().to_vec();
         shape[0] /= self.members.len();
         with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| exchange::reduce_scatter(&mut self.peers(), x))??;
+            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, scratch| exchange::reduce_scatter(peers, scratch, x)))??;
             Ok(tensor(out, &shape)?)
         })
     }
@@ -84,7 +85,7 @@ impl Worker {
         let elements = |rows: &[usize]| rows.iter().map(|n| n * row).collect::<Vec<_>>();
         let (send, recv) = (elements(send), elements(recv));
         with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| exchange::all_to_all(&mut self.peers(), x, &send, &recv))??;
+            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, _| exchange::all_to_all(peers, x, &send, &recv)))??;
             Ok(tensor(out, &shape)?)
         })
     }
@@ -92,7 +93,7 @@ impl Worker {
     pub(super) fn broadcast(&mut self, call: &Call, x: &Tensor, root: usize) -> Result<Tensor, Trouble> {
         self.agree(call, 0)?;
         with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| exchange::broadcast(&mut self.peers(), x, root))??;
+            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, _| exchange::broadcast(peers, x, root)))??;
             Ok(tensor(out, x.dims())?)
         })
     }
@@ -116,8 +117,9 @@ impl Worker {
         self.compare(&heard)
     }
 
-    fn peers(&mut self) -> Peers<'_> {
-        Peers { links: &mut *self.links, me: self.me, n: self.members.len() }
+    fn with_peers<T>(&mut self, exchange: impl FnOnce(&mut Peers, &mut Scratch) -> T) -> T {
+        let mut peers = Peers { links: &mut *self.links, me: self.me, n: self.members.len() };
+        exchange(&mut peers, &mut self.scratch)
     }
 
     /// Tells each rank its head and hears theirs; this rank's own is among them.
