@@ -223,6 +223,13 @@ fn subgroups(group: &dyn Collective) -> Result<()> {
     let inputs: Vec<Tensor> = list.iter().map(|rank| input(*rank, DType::F32, &[9])).collect();
     same(&parity.all_reduce(&inputs[parity.rank()], Reduce::Sum)?, &combined(&inputs, Reduce::Sum), "part of a group");
 
+    // A part of a part: its ranks are the part's, not the world's.
+    let halves = [(0..n / 2).collect::<Vec<_>>(), (n / 2..n).collect()].into_iter().filter(|half| !half.is_empty());
+    let half = backwards.split("half", &halves.collect::<Vec<_>>())?;
+    let order = half.all_gather(&Tensor::new(&[me as u32], &Device::Cpu)?)?.to_vec1::<u32>()?;
+    assert!(order.len() == half.size() && order.windows(2).all(|pair| pair[0] == pair[1] + 1), "{order:?}");
+    assert_eq!(order[half.rank()], me as u32);
+
     let alone = parity.split("alone", &(0..parity.size()).map(|rank| vec![rank]).collect::<Vec<_>>())?;
     assert_eq!((alone.rank(), alone.size()), (0, 1));
     crossed(group, &*backwards)
