@@ -1,4 +1,4 @@
-//! Ranks that are processes of one machine, with nothing installed: they meet through a [`store`](crate::store) and
+//! Ranks that are processes of one machine, with nothing installed: they meet through a [`store`] and
 //! then talk over Unix sockets, one between every two ranks of each group.
 //!
 //! A rank that dies is noticed at once, by its closed sockets; one that stops, by the time-out. Between machines this
