@@ -1,21 +1,49 @@
 //! Process groups: who tells whom what. Moves bytes between ranks and reduces them; computes nothing else.
 //!
-//! A group of one rank is [`Solo`], so that no caller asks whether it is alone.
+//! A [`Collective`] is one rank's end of a group. [`Solo`] is the group of one, so that no caller asks whether it is
+//! alone; [`threads`] is a world inside one process, `local` one of processes on one machine. Engines for many machines
+//! implement [`Collective`] too. The ranks of `local` meet through a [`store`].
 
+mod arguments;
+mod call;
+mod element;
+mod error;
+mod fabric;
+mod group;
+#[cfg(target_os = "linux")]
+pub mod local;
+mod pending;
+mod solo;
 pub mod store;
+pub mod threads;
+mod world;
 
-use candle_core::{Device, Result, Tensor};
+use std::sync::Arc;
 
-/// How the contributions of the ranks are combined.
+use candle_core::{Device, Tensor};
+
+pub use call::{Call, Op};
+pub use error::{Error, Failure, Result};
+pub use pending::Pending;
+pub use solo::Solo;
+pub use world::{Options, World};
+
+/// How the contributions of the ranks are combined. f16 and bf16 are summed in f32 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduce {
-    /// Adds them.
+    /// Adds them, in the order of the ranks; integers wrap.
     Sum,
-    /// Keeps the largest.
+    /// Keeps the largest; a NaN stays a NaN.
     Max,
+    /// Keeps the smallest; a NaN stays a NaN.
+    Min,
 }
 
-/// A communicator over an ordered set of ranks. Every rank of a group calls the same operations in the same order.
+/// A communicator over an ordered set of ranks. Every rank of a group calls the same operations in the same order, with
+/// tensors of one dtype and shape but for the rows of [`all_to_all`](Self::all_to_all). Results have no gradient.
+///
+/// The `start_*` forms return at once: the group's own thread does the work, one operation after another, while the
+/// caller computes or uses other groups. The tensor must not be written to until the operation is finished.
 pub trait Collective: Send + Sync {
     /// Returns this process's place in the group, `0..size`.
     fn rank(&self) -> usize;
@@ -23,46 +51,78 @@ pub trait Collective: Send + Sync {
     /// Returns the number of ranks in the group.
     fn size(&self) -> usize;
 
-    /// Combines `x` over the ranks, element by element; every rank gets the result, of the shape and dtype of `x`.
-    fn all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Tensor>;
-}
+    /// Starts [`all_reduce`](Self::all_reduce).
+    fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending>;
 
-/// A group of one rank.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Solo;
+    /// Starts [`all_gather`](Self::all_gather).
+    fn start_all_gather(&self, x: &Tensor) -> Result<Pending>;
 
-impl Collective for Solo {
-    fn rank(&self) -> usize {
-        0
+    /// Starts [`reduce_scatter`](Self::reduce_scatter).
+    fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending>;
+
+    /// Starts [`all_to_all`](Self::all_to_all).
+    fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending>;
+
+    /// Starts [`broadcast`](Self::broadcast).
+    fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending>;
+
+    /// Starts [`send_recv`](Self::send_recv).
+    fn start_send_recv(
+        &self,
+        x: Option<&Tensor>,
+        to: Option<usize>,
+        from: Option<usize>,
+    ) -> Result<Pending<Option<Tensor>>>;
+
+    /// Returns when every rank has called it.
+    fn barrier(&self) -> Result<()>;
+
+    /// Makes smaller groups: each list names ranks of this group, each rank is in one list, and its place there is its
+    /// new rank. Every rank gives the same lists and gets the group it is in. `name` is for messages.
+    fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>>;
+
+    /// Combines `x` over the ranks, element by element; every rank gets the same bits, of the shape and dtype of `x`.
+    fn all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Tensor> {
+        self.start_all_reduce(x, op)?.wait()
     }
 
-    fn size(&self) -> usize {
-        1
+    /// Puts the ranks' tensors one below another, along dim 0.
+    fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
+        self.start_all_gather(x)?.wait()
     }
 
-    fn all_reduce(&self, x: &Tensor, _op: Reduce) -> Result<Tensor> {
-        Ok(x.clone())
+    /// Sums over the ranks and keeps this rank's share of the rows: `1 / size` of them, in rank order.
+    fn reduce_scatter(&self, x: &Tensor) -> Result<Tensor> {
+        self.start_reduce_scatter(x)?.wait()
+    }
+
+    /// Sends the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receives `recv[r]` rows from
+    /// rank `r` and puts them one below another. Counts may be zero.
+    fn all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Tensor> {
+        self.start_all_to_all(x, send, recv)?.wait()
+    }
+
+    /// Gives all ranks the tensor of `root`. The others pass one of the same shape and dtype.
+    fn broadcast(&self, x: &Tensor, root: usize) -> Result<Tensor> {
+        self.start_broadcast(x, root)?.wait()
+    }
+
+    /// Sends `x` to one rank, receives from one, or both at once. Only these ranks call it. The receiver learns shape
+    /// and dtype from the sender. A large send returns when the receiver takes it: order sends and receives so that
+    /// they meet.
+    fn send_recv(&self, x: Option<&Tensor>, to: Option<usize>, from: Option<usize>) -> Result<Option<Tensor>> {
+        self.start_send_recv(x, to, from)?.wait()
     }
 }
 
 /// Sums a number over a group. A count is exact up to 2^53.
 pub fn sum(group: &dyn Collective, x: f64) -> Result<f64> {
-    group.all_reduce(&Tensor::new(x, &Device::Cpu)?, Reduce::Sum)?.to_scalar()
+    Ok(group.all_reduce(&Tensor::new(x, &Device::Cpu)?, Reduce::Sum)?.to_scalar()?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_group_of_one_keeps_what_it_is_given() -> Result<()> {
-        let x = Tensor::new(&[1f32, -2.0, 3.5], &Device::Cpu)?;
-        for op in [Reduce::Sum, Reduce::Max] {
-            assert_eq!(Solo.all_reduce(&x, op)?.to_vec1::<f32>()?, [1.0, -2.0, 3.5]);
-        }
-        assert_eq!((Solo.rank(), Solo.size()), (0, 1));
-        Ok(())
-    }
 
     #[test]
     fn a_count_survives_the_sum() -> Result<()> {

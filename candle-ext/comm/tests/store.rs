@@ -66,6 +66,34 @@ fn a_wait_that_is_too_long_names_its_keys_and_leaves_the_client_usable() -> Resu
 }
 
 #[test]
+fn a_key_that_comes_while_the_wait_is_given_up_has_come() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let peer = thread::spawn(move || {
+        let mut stream = listener.accept().unwrap().0;
+        let mut asked = |n: usize| {
+            let mut bytes = vec![0; n];
+            stream.read_exact(&mut bytes).unwrap();
+            bytes
+        };
+        let hello = asked(10);
+        let nonce = hello[6..].to_vec();
+        (&stream).write_all(&nonce).unwrap();
+        let asked = |n: usize| (&stream).read_exact(&mut vec![0; n]).unwrap();
+        asked(1 + 8 + 8 + "/k".len());
+        asked(1);
+        // The end of the wait was on its way when the wait was cancelled: both are answered.
+        (&stream).write_all(&[0, 1]).unwrap();
+        asked(1 + 8 + "/n".len() + 8);
+        (&stream).write_all(&7i64.to_le_bytes()).unwrap();
+    });
+    let store = Client::connect("127.0.0.1", port, LONG).unwrap();
+    store.wait_for(&["k"], SHORT).unwrap();
+    assert_eq!(store.add("n", 1).unwrap(), 7);
+    peer.join().unwrap();
+}
+
+#[test]
 fn a_prefix_keeps_keys_apart() -> Result<()> {
     let (_server, store) = pair();
     let inner = store.with_prefix("attempt").with_prefix("2");
@@ -152,6 +180,7 @@ fn a_client_that_talks_nonsense_harms_nobody_else() -> Result<()> {
     let _ = stray.read_to_end(&mut answer);
     assert!(answer.is_empty());
     store.set("text", b"no number")?;
+    assert_eq!(store.get("text")?, b"no number", "a set is not answered; a get is answered after it");
     assert!(matches!(store.reconnect()?.add("text", 1), Err(Error::Lost { .. })));
     assert_eq!(store.get("text")?, b"no number");
     Ok(())

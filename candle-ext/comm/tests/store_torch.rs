@@ -103,8 +103,7 @@ fn spawn(python: &PathBuf, script: &str, arguments: &[&str]) -> Child {
 }
 
 fn python_with_torch() -> Option<PathBuf> {
-    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache/refenv/bin/python"));
-    let python = std::env::var_os("CANDLEWICK_PYTHON").map(PathBuf::from).or_else(home)?;
+    let python = std::env::var_os("CANDLEWICK_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from);
     let has_torch = Command::new(&python).args(["-c", "import torch.distributed"]).stderr(Stdio::null()).status();
     if has_torch.is_ok_and(|status| status.success()) {
         return Some(python);

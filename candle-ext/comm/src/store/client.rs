@@ -29,8 +29,8 @@ impl Client {
     /// Connects, trying until `timeout` has passed: a server may start later than its clients. `timeout` then also
     /// bounds every [`Client::get`] and [`Client::wait`].
     pub fn connect(host: &str, port: u16, timeout: Duration) -> Result<Self> {
-        let stream = open(host, port, timeout)?;
-        let connection = Arc::new(Mutex::new(Connection { stream: Some(stream) }));
+        let stream = Some(open(host, port, timeout)?);
+        let connection = Arc::new(Mutex::new(Connection { stream, answer_within: ANSWER_WITHIN }));
         Ok(Self { connection, host: host.to_owned(), port, timeout, prefix: String::new() })
     }
 
@@ -38,6 +38,13 @@ impl Client {
     pub fn reconnect(&self) -> Result<Self> {
         let fresh = Self::connect(&self.host, self.port, self.timeout)?;
         Ok(Self { prefix: self.prefix.clone(), ..fresh })
+    }
+
+    /// Opens a second connection, whose every answer has to come within `timeout`: for what must not wait long.
+    pub fn reconnect_within(&self, timeout: Duration) -> Result<Self> {
+        let fresh = Self { timeout, ..self.reconnect()? };
+        fresh.lock().answer_within(timeout)?;
+        Ok(fresh)
     }
 
     /// Returns this client with `prefix/` before each of its keys (torch's `PrefixStore`).
@@ -60,7 +67,7 @@ impl Client {
         self.timeout
     }
 
-    /// Stores `value` under `key`.
+    /// Stores `value` under `key`. The server does not answer: other connections may see it a moment later.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         self.lock().ask(&Query::Set { key: self.key(key), value: value.to_vec() }, |_| Ok(()))
     }
@@ -132,6 +139,7 @@ impl Client {
 /// A stream on which no answer is outstanding; `None` once that was not so.
 struct Connection {
     stream: Option<TcpStream>,
+    answer_within: Duration,
 }
 
 impl fmt::Debug for Connection {
@@ -141,9 +149,15 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
+    fn answer_within(&mut self, timeout: Duration) -> Result<()> {
+        self.answer_within = timeout;
+        let stream = self.stream.as_ref().ok_or_else(unusable)?;
+        stream.set_read_timeout(Some(timeout)).map_err(|source| Error::Lost { source })
+    }
+
     fn ask<T>(&mut self, query: &Query, read: impl Fn(&mut TcpStream) -> io::Result<T>) -> Result<T> {
         // Put back only after a whole answer: what follows half an answer would be misread.
-        let mut stream = self.stream.take().ok_or(Error::Lost { source: io::ErrorKind::NotConnected.into() })?;
+        let mut stream = self.stream.take().ok_or_else(unusable)?;
         let answer = send(&mut stream, query).and_then(|()| read(&mut stream));
         let answer = answer.map_err(|source| Error::Lost { source })?;
         self.stream = Some(stream);
@@ -152,7 +166,8 @@ impl Connection {
 
     fn wait(&mut self, keys: Vec<String>, timeout: Duration) -> Result<()> {
         let query = Query::Wait { keys };
-        let arrived = self.ask(&query, |stream| read_within(stream, timeout))?;
+        let afterwards = self.answer_within;
+        let arrived = self.ask(&query, |stream| read_within(stream, timeout, afterwards))?;
         if arrived.is_some() || self.ask(&Query::CancelWait, read_cancelled)? {
             return Ok(());
         }
@@ -160,6 +175,10 @@ impl Connection {
         let keys = keys.iter().map(|key| key.trim_start_matches('/')).collect::<Vec<_>>().join(", ");
         Err(Error::Timeout { keys, timeout })
     }
+}
+
+fn unusable() -> Error {
+    Error::Lost { source: io::Error::new(io::ErrorKind::NotConnected, "the connection broke before") }
 }
 
 fn open(host: &str, port: u16, timeout: Duration) -> Result<TcpStream> {
@@ -220,11 +239,11 @@ fn read_u8(stream: &mut TcpStream) -> io::Result<u8> {
     Ok(byte[0])
 }
 
-/// Reads the byte that ends a wait; `None` when it has not come within `timeout`.
-fn read_within(stream: &mut TcpStream, timeout: Duration) -> io::Result<Option<u8>> {
+/// Reads the byte that ends a wait; `None` when it has not come within `timeout`. Later answers may take `afterwards`.
+fn read_within(stream: &mut TcpStream, timeout: Duration, afterwards: Duration) -> io::Result<Option<u8>> {
     stream.set_read_timeout(Some(timeout.max(Duration::from_millis(1))))?;
     let answer = read_u8(stream);
-    stream.set_read_timeout(Some(ANSWER_WITHIN))?;
+    stream.set_read_timeout(Some(afterwards))?;
     match answer {
         Ok(byte) => Ok(Some(byte)),
         Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => Ok(None),

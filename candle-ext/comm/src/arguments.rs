@@ -1,0 +1,94 @@
+//! What every engine asks of a call before anything is sent.
+
+use candle_core::Tensor;
+
+use crate::element::DTYPES;
+use crate::{Error, Result};
+
+/// The most dims that a message's head has room for.
+pub(crate) const MAX_DIMS: usize = 8;
+
+/// Checks that `x` can be sent between processes without a GPU.
+pub(crate) fn travels(op: &'static str, x: &Tensor) -> Result<()> {
+    if !x.device().is_cpu() {
+        return Err(wrong(
+            op,
+            format!("a tensor on {:?}: this engine moves tensors on the CPU", x.device().location()),
+        ));
+    }
+    if !DTYPES.contains(&x.dtype()) {
+        return Err(wrong(
+            op,
+            format!("{} does not travel; {} do", x.dtype().as_str(), DTYPES.map(|d| d.as_str()).join(", ")),
+        ));
+    }
+    if x.rank() > MAX_DIMS {
+        return Err(wrong(op, format!("{} dims, at most {MAX_DIMS} travel", x.rank())));
+    }
+    Ok(())
+}
+
+/// Checks that `x` has a dim 0 to be gathered or split along, and returns its rows.
+pub(crate) fn rows(op: &'static str, x: &Tensor) -> Result<usize> {
+    x.dims().first().copied().ok_or_else(|| wrong(op, "a scalar has no rows".to_owned()))
+}
+
+/// Checks that the rows of `x` can be shared out evenly, and returns the rows of a share.
+pub(crate) fn shares(x: &Tensor, size: usize) -> Result<usize> {
+    let n_rows = rows("reduce_scatter", x)?;
+    if !n_rows.is_multiple_of(size) {
+        return Err(wrong("reduce_scatter", format!("{n_rows} rows over {size} ranks: not divisible")));
+    }
+    Ok(n_rows / size)
+}
+
+/// Checks that there is a count for each rank and that `send` adds up to the rows of `x`.
+pub(crate) fn counts(x: &Tensor, send: &[usize], recv: &[usize], size: usize) -> Result<()> {
+    let n_rows = rows("all_to_all", x)?;
+    if send.len() != size || recv.len() != size {
+        let why = format!("{} counts to send and {} to receive for {size} ranks", send.len(), recv.len());
+        return Err(wrong("all_to_all", why));
+    }
+    let n_sent: usize = send.iter().sum();
+    if n_sent != n_rows {
+        return Err(wrong("all_to_all", format!("{n_sent} rows to send of a tensor with {n_rows}")));
+    }
+    Ok(())
+}
+
+/// Checks that `peer` is a rank of the group.
+pub(crate) fn peer(op: &'static str, peer: usize, size: usize) -> Result<()> {
+    if peer >= size {
+        return Err(wrong(op, format!("rank {peer} of a group of {size}")));
+    }
+    Ok(())
+}
+
+/// Checks that what is sent has a receiver, and that neither end is this rank itself.
+pub(crate) fn pair(x: Option<&Tensor>, to: Option<usize>, from: Option<usize>, rank: usize, size: usize) -> Result<()> {
+    for other in [to, from].into_iter().flatten() {
+        peer("send_recv", other, size)?;
+        if other == rank {
+            return Err(wrong("send_recv", format!("rank {rank} with itself")));
+        }
+    }
+    match (x, to) {
+        (Some(_), None) => Err(wrong("send_recv", "a tensor and nobody to send it to".to_owned())),
+        (None, Some(to)) => Err(wrong("send_recv", format!("nothing to send to rank {to}"))),
+        _ => Ok(()),
+    }
+}
+
+/// Checks that `lists` hold each rank of the group once, and returns the index of the list that holds `rank`.
+pub(crate) fn list_of(lists: &[Vec<usize>], rank: usize, size: usize) -> Result<usize> {
+    let mut all: Vec<usize> = lists.concat();
+    all.sort_unstable();
+    if !all.iter().copied().eq(0..size) {
+        return Err(wrong("split", format!("{lists:?} does not hold each of {size} ranks once")));
+    }
+    Ok(lists.iter().position(|list| list.contains(&rank)).expect("every rank was found above"))
+}
+
+fn wrong(op: &'static str, why: String) -> Error {
+    Error::Call { op, why }
+}

@@ -1,0 +1,118 @@
+//! One call to a group: what is recorded, what messages name, and what the ranks compare.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{DType, Tensor};
+
+use crate::Reduce;
+
+/// An operation of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// [`all_reduce`](crate::Collective::all_reduce)
+    AllReduce(Reduce),
+    /// [`all_gather`](crate::Collective::all_gather)
+    AllGather,
+    /// [`reduce_scatter`](crate::Collective::reduce_scatter)
+    ReduceScatter,
+    /// [`all_to_all`](crate::Collective::all_to_all)
+    AllToAll,
+    /// [`broadcast`](crate::Collective::broadcast)
+    Broadcast {
+        /// Whose tensor all get.
+        root: usize,
+    },
+    /// [`send_recv`](crate::Collective::send_recv)
+    SendRecv {
+        /// Who is sent to.
+        to: Option<usize>,
+        /// Who is received from.
+        from: Option<usize>,
+    },
+    /// [`barrier`](crate::Collective::barrier)
+    Barrier,
+    /// [`split`](crate::Collective::split)
+    Split,
+}
+
+impl Op {
+    /// Returns the method's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce(_) => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::Broadcast { .. } => "broadcast",
+            Self::SendRecv { .. } => "send_recv",
+            Self::Barrier => "barrier",
+            Self::Split => "split",
+        }
+    }
+}
+
+/// One rank's call to one of its groups.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// The group's name.
+    pub group: Arc<str>,
+    /// Its place among the calls that all ranks of the group make, from 1; [`Op::SendRecv`] counts by itself.
+    pub number: u64,
+    /// What was called.
+    pub op: Op,
+    /// The dtype of this rank's tensor.
+    pub dtype: Option<DType>,
+    /// The shape of this rank's tensor.
+    pub shape: Vec<usize>,
+}
+
+impl Call {
+    pub(crate) fn new(group: &Arc<str>, number: u64, op: Op, x: Option<&Tensor>) -> Self {
+        let shape = x.map_or_else(Vec::new, |x| x.dims().to_vec());
+        Self { group: Arc::clone(group), number, op, dtype: x.map(Tensor::dtype), shape }
+    }
+}
+
+/// `all_reduce 12 (sum, f32 [3, 4])`
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.op.name(), self.number)?;
+        let detail = match self.op {
+            Op::AllReduce(op) => Some(format!("{op:?}").to_lowercase()),
+            Op::Broadcast { root } => Some(format!("from rank {root}")),
+            Op::SendRecv { to, from } => Some(ends(to, from)),
+            _ => None,
+        };
+        let tensor = self.dtype.map(|dtype| format!("{} {:?}", dtype.as_str(), self.shape));
+        let inside: Vec<String> = detail.into_iter().chain(tensor).collect();
+        if inside.is_empty() { Ok(()) } else { write!(f, " ({})", inside.join(", ")) }
+    }
+}
+
+fn ends(to: Option<usize>, from: Option<usize>) -> String {
+    let to = to.map(|rank| format!("to rank {rank}"));
+    let from = from.map(|rank| format!("from rank {rank}"));
+    to.into_iter().chain(from).collect::<Vec<_>>().join(", ")
+}
+
+/// The calls of one rank to all its groups, in their order; shared by the groups.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Journal(Option<Arc<Mutex<Vec<Call>>>>);
+
+impl Journal {
+    /// Makes one that keeps what it is told, or one that does not.
+    pub(crate) fn new(record: bool) -> Self {
+        Self(record.then(Arc::default))
+    }
+
+    pub(crate) fn note(&self, call: &Call) {
+        if let Some(calls) = &self.0 {
+            calls.lock().unwrap_or_else(PoisonError::into_inner).push(call.clone());
+        }
+    }
+
+    pub(crate) fn calls(&self) -> Vec<Call> {
+        self.0.as_ref().map_or_else(Vec::new, |calls| calls.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}

@@ -1,0 +1,58 @@
+//! What an engine is to a group: something that moves bytes between ranks and tells all of them when one fails.
+//!
+//! Order, checks and sums are not here: they are written once, in `group`, for every engine that implements this.
+
+use std::time::Duration;
+
+use crate::{Call, Failure};
+
+/// One rank's way to all others.
+pub(crate) trait Fabric: Send + Sync {
+    /// Returns this rank, counted in the whole world.
+    fn rank(&self) -> usize;
+
+    /// Names a rank for a message, as precisely as the engine can.
+    fn who(&self, rank: usize) -> String;
+
+    /// Ends the world. The first failure of all ranks stands, and is returned.
+    fn fail(&self, failure: Failure) -> Failure;
+
+    /// Returns why the world has ended, if it has.
+    fn failure(&self) -> Option<Failure>;
+
+    /// Connects the ranks `members`, which all call this with the same `id`, never used before.
+    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble>;
+
+    /// Notes what this rank is doing in group `id`, for the message should a peer die meanwhile.
+    fn doing(&self, id: &str, call: Option<&Call>);
+}
+
+/// One rank's connections in one group. Ranks are the group's.
+pub(crate) trait Links: Send {
+    /// Sends `send[r]` to each rank `r` while receiving `recv[r]` from it, until all of it is done. The sizes at both
+    /// ends agree, and what is empty is not sent.
+    fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), Trouble>;
+}
+
+/// Why bytes do not arrive. Ranks are the group's.
+#[derive(Debug)]
+pub(crate) enum Trouble {
+    /// These were silent for so long.
+    Late(Vec<usize>, Duration),
+    /// This one has left, cleanly, while something was expected of it.
+    Left(usize),
+    /// The world has ended.
+    Failed(Failure),
+    /// The calls of the ranks do not fit together: the rank that differs from the first, and how.
+    Mismatch(usize, String),
+    /// A tensor could not be read or made.
+    Tensor(candle_core::Error),
+    /// This one cannot be reached.
+    Connect(usize, std::io::Error),
+}
+
+impl From<candle_core::Error> for Trouble {
+    fn from(error: candle_core::Error) -> Self {
+        Self::Tensor(error)
+    }
+}

@@ -1,0 +1,160 @@
+//! What each message starts with: the call it belongs to, so that calls that do not fit together are found out.
+
+use std::sync::Arc;
+
+use crate::arguments::MAX_DIMS;
+use crate::element::DTYPES;
+use crate::{Call, Op, Reduce};
+
+/// The length of an encoded head.
+pub(super) const HEAD_BYTES: usize = 8 * WORDS;
+
+const WORDS: usize = 7 + MAX_DIMS;
+
+/// A call, as one rank tells another of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Head {
+    kind: u64,
+    /// The reduction, the root, or a digest of what else must agree.
+    detail: u64,
+    /// The call's number in the group; for a send, its number between the two ranks.
+    number: u64,
+    dtype: u64,
+    n_dims: u64,
+    dims: [u64; MAX_DIMS],
+    /// The rows that the sender of this head sends to its receiver in an all_to_all.
+    pub(super) rows_there: u64,
+    /// The rows that it expects from it.
+    rows_here: u64,
+}
+
+impl Head {
+    /// Says what `call` is; `digest` stands for what its tensor does not show.
+    pub(super) fn new(call: &Call, digest: u64) -> Self {
+        let (kind, detail) = match call.op {
+            Op::Barrier => (0, 0),
+            Op::AllReduce(Reduce::Sum) => (1, 0),
+            Op::AllReduce(Reduce::Max) => (1, 1),
+            Op::AllReduce(Reduce::Min) => (1, 2),
+            Op::AllGather => (2, 0),
+            Op::ReduceScatter => (3, 0),
+            Op::AllToAll => (4, 0),
+            Op::Broadcast { root } => (5, root as u64),
+            Op::SendRecv { .. } => (6, 0),
+            Op::Split => (7, digest),
+        };
+        let mut dims = [0; MAX_DIMS];
+        dims.iter_mut().zip(&call.shape).for_each(|(dim, size)| *dim = *size as u64);
+        let dtype = call.dtype.and_then(|dtype| DTYPES.iter().position(|known| *known == dtype));
+        Self {
+            kind,
+            detail,
+            number: call.number,
+            dtype: dtype.map_or(0, |code| code as u64 + 1),
+            n_dims: call.shape.len() as u64,
+            dims,
+            ..Self::default()
+        }
+    }
+
+    /// Adds the rows of an all_to_all: those for the receiver of this head, those expected from it.
+    pub(super) fn with_rows(self, there: usize, here: usize) -> Self {
+        Self { rows_there: there as u64, rows_here: here as u64, ..self }
+    }
+
+    /// Gives the call another number.
+    pub(super) fn with_number(self, number: u64) -> Self {
+        Self { number, ..self }
+    }
+
+    /// Returns whether the calls of two ranks are one call of their group.
+    pub(super) fn fits(&self, other: &Self) -> bool {
+        // The rows of an all_to_all are each rank's own.
+        let common = |head: &Self| {
+            let mut head = Self { rows_there: 0, rows_here: 0, ..*head };
+            if head.kind == 4 {
+                head.dims[0] = 0;
+            }
+            head
+        };
+        common(self) == common(other)
+    }
+
+    /// Returns the call that a head from another rank tells of.
+    pub(super) fn call(&self, group: &Arc<str>) -> Call {
+        let op = match self.kind {
+            1 => Op::AllReduce([Reduce::Sum, Reduce::Max, Reduce::Min][self.detail.min(2) as usize]),
+            2 => Op::AllGather,
+            3 => Op::ReduceScatter,
+            4 => Op::AllToAll,
+            5 => Op::Broadcast { root: self.detail as usize },
+            6 => Op::SendRecv { to: None, from: None },
+            7 => Op::Split,
+            _ => Op::Barrier,
+        };
+        let dtype = self.dtype.checked_sub(1).and_then(|code| DTYPES.get(code as usize).copied());
+        Call { group: Arc::clone(group), number: self.number, op, dtype, shape: self.shape() }
+    }
+
+    /// Returns the shape of the sender's tensor.
+    pub(super) fn shape(&self) -> Vec<usize> {
+        self.dims.iter().take(self.n_dims as usize).map(|dim| *dim as usize).collect()
+    }
+
+    pub(super) fn encode(&self) -> [u8; HEAD_BYTES] {
+        let fixed = [self.kind, self.detail, self.number, self.dtype, self.n_dims, self.rows_there, self.rows_here];
+        let mut bytes = [0; HEAD_BYTES];
+        let words = fixed.into_iter().chain(self.dims);
+        bytes.chunks_exact_mut(8).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8; HEAD_BYTES]) -> Self {
+        let mut words = [0; WORDS];
+        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        words.iter_mut().zip(bytes.chunks_exact(8)).for_each(|(word, bytes)| *word = number(bytes));
+        let [kind, detail, number, dtype, n_dims, rows_there, rows_here, dims @ ..] = words;
+        Self { kind, detail, number, dtype, n_dims, dims, rows_there, rows_here }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+
+    #[track_caller]
+    fn check(op: Op, shape: &[usize]) -> Head {
+        let dtype = (!shape.is_empty()).then_some(DType::BF16);
+        let call = Call { group: "world".into(), number: 1 << 40, op, dtype, shape: shape.to_vec() };
+        let head = Head { rows_there: 3, rows_here: 4, ..Head::new(&call, 5) };
+        assert_eq!(Head::decode(&head.encode()), head);
+        assert_eq!(head.call(&call.group), call);
+        head
+    }
+
+    #[test]
+    fn a_call_survives_the_way() {
+        for op in [Reduce::Sum, Reduce::Max, Reduce::Min] {
+            check(Op::AllReduce(op), &[2, 0, 3]);
+        }
+        for op in [Op::AllGather, Op::ReduceScatter, Op::AllToAll, Op::Broadcast { root: 3 }] {
+            check(op, &[1, 2, 3, 4, 5, 6, 7, 8]);
+        }
+        check(Op::SendRecv { to: None, from: None }, &[1]);
+        check(Op::Barrier, &[]);
+        check(Op::Split, &[]);
+    }
+
+    #[test]
+    fn only_the_rows_of_an_all_to_all_may_differ() {
+        assert!(check(Op::AllToAll, &[2, 3]).fits(&check(Op::AllToAll, &[5, 3])));
+        assert!(!check(Op::AllToAll, &[2, 3]).fits(&check(Op::AllToAll, &[2, 4])));
+        assert!(!check(Op::AllGather, &[2, 3]).fits(&check(Op::AllGather, &[5, 3])));
+        assert!(!check(Op::AllGather, &[2]).fits(&check(Op::AllGather, &[2, 0])));
+        assert!(!check(Op::AllReduce(Reduce::Sum), &[2]).fits(&check(Op::AllReduce(Reduce::Max), &[2])));
+        assert!(!check(Op::Broadcast { root: 0 }, &[2]).fits(&check(Op::Broadcast { root: 1 }, &[2])));
+    }
+}

@@ -1,0 +1,210 @@
+//! One rank's end of a group over any engine: checks the arguments, hands the call to the group's thread.
+
+mod exchange;
+mod head;
+mod worker;
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use candle_core::Tensor;
+
+use crate::call::Journal;
+use crate::fabric::{Fabric, Trouble};
+use crate::pending::stopped;
+use crate::{Call, Collective, Failure, Op, Pending, Reduce, Result, Solo, arguments};
+use exchange::Scratch;
+use worker::Worker;
+
+/// See [`Collective`].
+pub(crate) struct Group {
+    name: Arc<str>,
+    rank: usize,
+    size: usize,
+    journal: Journal,
+    queue: Mutex<Queue>,
+    thread: Option<JoinHandle<()>>,
+}
+
+type Job = Box<dyn FnOnce(&mut Worker) + Send>;
+
+/// The way to the group's thread. Numbers are given out under the same lock that keeps calls in order.
+struct Queue {
+    jobs: Option<Sender<Job>>,
+    n_calls: u64,
+    n_sends: u64,
+}
+
+impl Group {
+    /// Connects all ranks.
+    pub(crate) fn world(fabric: &Arc<dyn Fabric>, size: usize, journal: &Journal) -> Result<Self> {
+        let (rank, members) = (fabric.rank(), (0..size).collect::<Vec<_>>());
+        let links = fabric.open("world", &members).map_err(|trouble| unconnected(&**fabric, trouble))?;
+        let worker = Worker {
+            id: "world".to_owned(),
+            group: "world".into(),
+            me: rank,
+            links,
+            fabric: Arc::clone(fabric),
+            n_sent: vec![0; size],
+            n_received: vec![0; size],
+            scratch: Scratch::default(),
+            members,
+        };
+        Self::new(worker, journal.clone())
+    }
+
+    fn new(mut worker: Worker, journal: Journal) -> Result<Self> {
+        let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
+        let (sender, jobs) = channel::<Job>();
+        let run = move || jobs.into_iter().for_each(|job| job(&mut worker));
+        let spawned = thread::Builder::new().name(format!("comm-{name}")).spawn(run);
+        let thread = Some(spawned.map_err(candle_core::Error::wrap)?);
+        let queue = Mutex::new(Queue { jobs: Some(sender), n_calls: 0, n_sends: 0 });
+        Ok(Self { name, rank, size, journal, queue, thread })
+    }
+
+    fn start<T: Send + 'static>(
+        &self,
+        op: Op,
+        x: Option<&Tensor>,
+        body: impl FnOnce(&mut Worker, &Call) -> Result<T, Trouble> + Send + 'static,
+    ) -> Result<Pending<T>> {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
+        *count += 1;
+        let call = Call::new(&self.name, *count, op, x);
+        self.journal.note(&call);
+        let (sender, pending) = Pending::started();
+        let job: Job = Box::new(move |worker| {
+            // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
+            let _ = sender.send(worker.run(&call, |worker| body(worker, &call)));
+        });
+        let jobs = queue.jobs.as_ref().expect("it is taken when the group is dropped");
+        jobs.send(job).map_err(|_| stopped())?;
+        Ok(pending)
+    }
+
+    /// Starts an operation on one tensor.
+    fn start_on(
+        &self,
+        op: Op,
+        x: &Tensor,
+        body: impl FnOnce(&mut Worker, &Call, &Tensor) -> Result<Tensor, Trouble> + Send + 'static,
+    ) -> Result<Pending> {
+        arguments::travels(op.name(), x)?;
+        // What led to x in a graph need not be kept alive.
+        let x = x.detach();
+        self.start(op, Some(&x.clone()), move |worker, call| body(worker, call, &x))
+    }
+}
+
+impl Collective for Group {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
+        self.start_on(Op::AllReduce(op), x, move |worker, call, x| worker.all_reduce(call, x, op))
+    }
+
+    fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
+        arguments::rows("all_gather", x)?;
+        self.start_on(Op::AllGather, x, Worker::all_gather)
+    }
+
+    fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
+        arguments::shares(x, self.size)?;
+        self.start_on(Op::ReduceScatter, x, Worker::reduce_scatter)
+    }
+
+    fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
+        arguments::counts(x, send, recv, self.size)?;
+        let (send, recv) = (send.to_vec(), recv.to_vec());
+        self.start_on(Op::AllToAll, x, move |worker, call, x| worker.all_to_all(call, x, &send, &recv))
+    }
+
+    fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
+        arguments::peer("broadcast", root, self.size)?;
+        self.start_on(Op::Broadcast { root }, x, move |worker, call, x| worker.broadcast(call, x, root))
+    }
+
+    fn start_send_recv(
+        &self,
+        x: Option<&Tensor>,
+        to: Option<usize>,
+        from: Option<usize>,
+    ) -> Result<Pending<Option<Tensor>>> {
+        arguments::pair(x, to, from, self.rank, self.size)?;
+        if let Some(x) = x {
+            arguments::travels("send_recv", x)?;
+        }
+        let going = x.map(Tensor::detach).zip(to);
+        self.start(Op::SendRecv { to, from }, x, move |worker, call| {
+            worker.send_recv(call, going.as_ref().map(|(x, to)| (x, *to)), from)
+        })
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.start(Op::Barrier, None, |worker, call| worker.agree(call, 0))?.wait()
+    }
+
+    fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
+        let index = arguments::list_of(lists, self.rank, self.size)?;
+        let list = lists[index].clone();
+        let mut hasher = DefaultHasher::new();
+        lists.hash(&mut hasher);
+        let (digest, name, rank) = (hasher.finish(), Arc::from(name), self.rank);
+        let made = self.start(Op::Split, None, move |worker, call| {
+            worker.agree(call, digest)?;
+            part(worker, format!("{}/{}.{index}", worker.id, call.number), name, &list, rank)
+        })?;
+        match made.wait()? {
+            Some(worker) => Ok(Arc::new(Self::new(worker, self.journal.clone())?)),
+            None => Ok(Arc::new(Solo)),
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.queue.get_mut().unwrap_or_else(PoisonError::into_inner).jobs = None;
+        // What was started is finished: the others need this rank's part of it. After a panic nothing is certain to
+        // finish, and the world is about to be ended.
+        if let Some(thread) = self.thread.take()
+            && !thread::panicking()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Connects the ranks in `list`; nothing needs to be connected for a list of one.
+fn part(of: &Worker, id: String, name: Arc<str>, list: &[usize], rank: usize) -> Result<Option<Worker>, Trouble> {
+    if list.len() == 1 {
+        return Ok(None);
+    }
+    let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
+    let links = of.fabric.open(&id, &members)?;
+    let me = list.iter().position(|other| *other == rank).expect("the list was chosen because it holds this rank");
+    let n = members.len();
+    let fabric = Arc::clone(&of.fabric);
+    let (n_sent, n_received, scratch) = (vec![0; n], vec![0; n], Scratch::default());
+    Ok(Some(Worker { id, group: name, members, me, links, fabric, n_sent, n_received, scratch }))
+}
+
+fn unconnected(fabric: &dyn Fabric, trouble: Trouble) -> Failure {
+    let (rank, why) = match trouble {
+        Trouble::Failed(failure) => return failure,
+        Trouble::Late(ranks, after) => (ranks[0], format!("ranks {ranks:?} did not connect within {after:?}")),
+        Trouble::Connect(rank, error) => (rank, format!("{}: {error}", fabric.who(rank))),
+        other => (fabric.rank(), format!("{other:?}")),
+    };
+    fabric.fail(Failure { rank, message: format!("connect rank {} to the others: {why}", fabric.rank()) })
+}

@@ -1,0 +1,58 @@
+//! What each rank tells the others about itself before they connect.
+
+use std::fs;
+
+/// Changes with what is said between ranks, so that different programs do not misread each other.
+const PROTOCOL: &str = "candlewick-local-1";
+
+/// A rank's process and machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct About {
+    /// The number of ranks it was started for.
+    pub(super) size: usize,
+    /// The machine's name, for people.
+    pub(super) host: String,
+    /// Differs between any two machines that are up, also where names are alike; containers of one machine share it.
+    pub(super) boot: String,
+    /// The name of its Unix socket.
+    pub(super) socket: String,
+    pub(super) pid: u32,
+}
+
+impl About {
+    /// Describes this process, which listens on `socket`.
+    pub(super) fn this_process(size: usize, socket: &str) -> Self {
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|boot| boot.trim().to_owned());
+        let boot = boot.unwrap_or_else(|_| host.clone());
+        Self { size, host, boot, socket: socket.to_owned(), pid: std::process::id() }
+    }
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let Self { size, host, boot, socket, pid } = self;
+        format!("{PROTOCOL}\n{size}\n{host}\n{boot}\n{socket}\n{pid}").into_bytes()
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut lines = std::str::from_utf8(bytes).ok()?.split('\n').map(str::to_owned);
+        if lines.next()? != PROTOCOL {
+            return None;
+        }
+        let size = lines.next()?.parse().ok()?;
+        let (host, boot, socket) = (lines.next()?, lines.next()?, lines.next()?);
+        Some(Self { size, host, boot, socket, pid: lines.next()?.parse().ok()? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_is_read_as_it_was_written() {
+        let about = About::this_process(3, "socket");
+        assert_eq!(About::decode(&about.encode()), Some(about));
+        assert_eq!(About::decode(b"another-program\n3\nhost\nboot\nsocket\n7"), None);
+        assert_eq!(About::decode(b"candlewick-local-1\n3\nhost"), None);
+    }
+}

@@ -1,0 +1,45 @@
+//! The result of an operation that is still under way.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+
+use candle_core::Tensor;
+
+use crate::{Failure, Result};
+
+/// An operation that was started. Dropping it lets the operation go on: the other ranks wait for this one's part, and a
+/// failure of it is met by the group's next call.
+#[must_use = "the result is had by waiting"]
+#[derive(Debug)]
+pub struct Pending<T = Tensor>(State<T>);
+
+#[derive(Debug)]
+enum State<T> {
+    Ready(T),
+    Started(Receiver<Result<T>>),
+}
+
+impl<T> Pending<T> {
+    /// Waits until the operation is finished and returns its result.
+    pub fn wait(self) -> Result<T> {
+        match self.0 {
+            State::Ready(value) => Ok(value),
+            State::Started(receiver) => receiver.recv().unwrap_or_else(|_| Err(stopped().into())),
+        }
+    }
+
+    /// Makes one whose result is known.
+    pub(crate) fn ready(value: T) -> Self {
+        Self(State::Ready(value))
+    }
+
+    /// Makes one and the end to which its result is sent.
+    pub(crate) fn started() -> (SyncSender<Result<T>>, Self) {
+        let (sender, receiver) = sync_channel(1);
+        (sender, Self(State::Started(receiver)))
+    }
+}
+
+/// What is left to say when the communication thread is gone: it panicked, and has said why.
+pub(crate) fn stopped() -> Failure {
+    Failure { rank: 0, message: "finish the operation: this group's communication thread has stopped".to_owned() }
+}

@@ -1,0 +1,68 @@
+//! The group of one.
+
+use std::sync::Arc;
+
+use candle_core::Tensor;
+
+use crate::{Collective, Error, Pending, Reduce, Result, arguments};
+
+/// A group of one rank: everything is already where it should be.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Solo;
+
+impl Collective for Solo {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        1
+    }
+
+    fn start_all_reduce(&self, x: &Tensor, _op: Reduce) -> Result<Pending> {
+        Ok(Pending::ready(x.clone()))
+    }
+
+    fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
+        arguments::rows("all_gather", x)?;
+        Ok(Pending::ready(x.clone()))
+    }
+
+    fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
+        arguments::shares(x, 1)?;
+        Ok(Pending::ready(x.clone()))
+    }
+
+    fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
+        arguments::counts(x, send, recv, 1)?;
+        if send != recv {
+            let why = format!("rank 0 sends itself {} rows and expects {}", send[0], recv[0]);
+            return Err(Error::Call { op: "all_to_all", why });
+        }
+        Ok(Pending::ready(x.clone()))
+    }
+
+    fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
+        arguments::peer("broadcast", root, 1)?;
+        Ok(Pending::ready(x.clone()))
+    }
+
+    fn start_send_recv(
+        &self,
+        x: Option<&Tensor>,
+        to: Option<usize>,
+        from: Option<usize>,
+    ) -> Result<Pending<Option<Tensor>>> {
+        arguments::pair(x, to, from, 0, 1)?;
+        Ok(Pending::ready(None))
+    }
+
+    fn barrier(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn split(&self, _name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
+        arguments::list_of(lists, 0, 1)?;
+        Ok(Arc::new(Self))
+    }
+}

@@ -1,0 +1,275 @@
+//! The world of threads, through the front door.
+#![allow(clippy::unwrap_used)]
+
+mod cases;
+
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor};
+use candlewick_comm::threads::run;
+use candlewick_comm::{Call, Collective, Error, Op, Options, Reduce, Result, World};
+
+/// Long enough for any machine; what is meant to time out says so.
+const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: false };
+const HASTY: Options = Options { timeout: Duration::from_millis(200), record: false };
+
+#[track_caller]
+fn check(size: usize) {
+    let first = run(size, PATIENT, cases::check).unwrap();
+    assert!(first.iter().all(|digest| *digest == first[0]), "the ranks have other bits");
+    assert_eq!(run(size, PATIENT, cases::check).unwrap(), first, "the second run has other bits");
+}
+
+#[test]
+fn one_rank_does_all() {
+    check(1);
+}
+
+#[test]
+fn two_ranks_do_all() {
+    check(2);
+}
+
+#[test]
+fn three_ranks_do_all() {
+    check(3);
+}
+
+#[test]
+fn four_ranks_do_all() {
+    check(4);
+}
+
+#[test]
+fn eight_ranks_do_all() {
+    check(8);
+}
+
+fn ones(shape: &[usize]) -> Tensor {
+    Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap()
+}
+
+/// Runs ranks that fail; returns the one failure that all of them report.
+#[track_caller]
+fn failure(size: usize, options: Options, rank: impl Fn(&World) -> Result<()> + Sync) -> (usize, String) {
+    let told = std::sync::Mutex::new(Vec::new());
+    let ended = run(size, options, |world| {
+        let done = rank(world);
+        if let Err(Error::Failed(failure)) = &done {
+            told.lock().unwrap().push(failure.clone());
+        }
+        done
+    });
+    let Err(Error::Failed(root)) = ended else { panic!("{ended:?}") };
+    assert!(told.lock().unwrap().iter().all(|failure| *failure == root), "{told:?} against {root:?}");
+    (root.rank, root.message)
+}
+
+#[test]
+fn calls_that_do_not_match_are_both_named() {
+    let (rank, message) = failure(3, PATIENT, |world| {
+        let group = world.group();
+        group.barrier()?;
+        match world.rank() {
+            2 => group.all_gather(&ones(&[4])).map(drop),
+            _ => group.all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
+        }
+    });
+    assert_eq!(rank, 2);
+    let (what, seen_by) = message.split_once(" (seen by rank ").unwrap();
+    assert!(seen_by.len() == 2, "{message}");
+    assert!(what.starts_with("finish all_") && what.contains(" 2 ("), "{message}");
+    assert!(what.contains("in group world of ranks [0, 1, 2]: "), "{message}");
+    let both = "rank 0 calls all_reduce 2 (sum, f32 [3]), rank 2 calls all_gather 2 (f32 [4])";
+    assert!(what.ends_with(both), "{message}");
+}
+
+#[track_caller]
+fn mismatch(what: &str, call: impl Fn(&dyn Collective) -> Result<()> + Sync) {
+    let (_, message) = failure(2, PATIENT, |world| call(&*world.group()));
+    assert!(message.contains(what), "{message}");
+}
+
+#[test]
+fn every_difference_is_a_mismatch() {
+    let x = |group: &dyn Collective| ones(&[2 + 2 * group.rank(), 2]);
+    mismatch("f32 [2, 2]), rank 1 calls all_reduce 1 (sum, f32 [4, 2])", |g| {
+        g.all_reduce(&x(g), Reduce::Sum).map(drop)
+    });
+    mismatch("rank 1 calls all_gather 1 (f32 [4, 2])", |g| g.all_gather(&x(g)).map(drop));
+    mismatch("rank 1 calls reduce_scatter 1 (f32 [4, 2])", |g| g.reduce_scatter(&x(g)).map(drop));
+    mismatch("rank 1 calls broadcast 1 (from rank 0, f32 [4, 2])", |g| g.broadcast(&x(g), 0).map(drop));
+    mismatch("(from rank 0, f32 [1]), rank 1 calls broadcast 1 (from rank 1, f32 [1])", |g| {
+        g.broadcast(&ones(&[1]), g.rank()).map(drop)
+    });
+    mismatch("rank 1 calls all_reduce 1 (max, f32 [1])", |g| {
+        g.all_reduce(&ones(&[1]), [Reduce::Sum, Reduce::Max][g.rank()]).map(drop)
+    });
+    mismatch("(sum, f32 [1]), rank 1 calls all_reduce 1 (sum, bf16 [1])", |g| {
+        g.all_reduce(&ones(&[1]).to_dtype([DType::F32, DType::BF16][g.rank()])?, Reduce::Sum).map(drop)
+    });
+    mismatch("each with other lists", |g| {
+        let lists = [vec![vec![0, 1]], vec![vec![1, 0]]];
+        g.split("part", &lists[g.rank()]).map(drop)
+    });
+    mismatch("rank 1 sends 1 rows to rank 0, which expects 2", |g| match g.rank() {
+        0 => g.all_to_all(&ones(&[2]), &[1, 1], &[1, 2]).map(drop),
+        _ => g.all_to_all(&ones(&[2]), &[1, 1], &[1, 1]).map(drop),
+    });
+    mismatch("rank 0 calls barrier 1, rank 1 calls send_recv 1 (from rank 0)", |g| match g.rank() {
+        0 => g.barrier(),
+        _ => g.send_recv(None, None, Some(0)).map(drop),
+    });
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others() {
+    let (rank, message) = failure(4, PATIENT, |world| match world.rank() {
+        2 => Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned()))),
+        _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
+    });
+    assert_eq!((rank, message.as_str()), (2, "go on: rank 2 failed to read row 17"));
+}
+
+#[test]
+fn a_rank_that_panics_ends_the_others() {
+    let (rank, message) = failure(3, PATIENT, |world| {
+        let part = world.group().split("part", &[vec![0, 1], vec![2]])?;
+        if world.rank() == 1 {
+            let _kept = part.start_all_reduce(&ones(&[2]), Reduce::Sum)?;
+            panic!("index out of bounds");
+        }
+        part.barrier()?;
+        world.group().barrier()
+    });
+    // Rank 0's barrier meets rank 1's all_reduce unless the panic is first: both are right.
+    let panicked = "go on: rank 1 failed to finish: it panicked: index out of bounds";
+    assert!(rank == 1 && (message == panicked || message.contains("rank 1 calls all_reduce 1")), "{message}");
+}
+
+/// Calls nothing until the world has ended.
+fn stay_away(world: &World) -> Result<()> {
+    let began = Instant::now();
+    while world.failure().is_none() {
+        assert!(began.elapsed() < PATIENT.timeout, "nobody missed this rank");
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rank_that_stays_away_is_named_with_what_it_misses() {
+    let (rank, message) = failure(3, HASTY, |world| match world.rank() {
+        1 => stay_away(world),
+        _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
+    });
+    assert_eq!(rank, 1);
+    let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 1 silent for 200ms";
+    assert!(message.starts_with(what), "{message}");
+}
+
+#[test]
+fn a_send_that_nobody_takes_times_out() {
+    let (rank, message) = failure(2, HASTY, |world| match world.rank() {
+        0 => world.group().send_recv(Some(&ones(&[3])), Some(1), None).map(drop),
+        _ => stay_away(world),
+    });
+    assert_eq!(rank, 1);
+    assert!(message.contains("send_recv 1 (to rank 1, f32 [3])") && message.contains("rank 1 silent"), "{message}");
+}
+
+#[test]
+fn a_rank_that_leaves_early_is_not_waited_for() {
+    let (rank, message) = failure(2, PATIENT, |world| match world.rank() {
+        1 => Ok(()),
+        _ => world.group().barrier(),
+    });
+    assert_eq!(rank, 1);
+    assert!(message.starts_with("finish barrier 1 in group world of ranks [0, 1]: rank 1 has left"), "{message}");
+}
+
+#[test]
+fn a_dropped_pending_still_does_its_part() {
+    let sums = run(2, PATIENT, |world| {
+        let group = world.group();
+        match world.rank() {
+            0 => group.start_all_reduce(&ones(&[2]), Reduce::Sum).map(|_| vec![]),
+            _ => Ok(group.all_reduce(&ones(&[2]), Reduce::Sum)?.to_vec1::<f32>()?),
+        }
+    });
+    assert_eq!(sums.unwrap(), [vec![], vec![2.0, 2.0]]);
+}
+
+#[test]
+fn a_failed_world_stays_failed() {
+    let ended = run(2, PATIENT, |world| {
+        let group = world.group();
+        world.fail("open the data");
+        let first = group.barrier().unwrap_err().to_string();
+        assert_eq!(group.all_reduce(&ones(&[1]), Reduce::Sum).unwrap_err().to_string(), first);
+        assert_eq!(world.fail("close it").message, first);
+        Ok::<_, Error>(())
+    });
+    let message = ended.unwrap_err().to_string();
+    assert!(message.starts_with("go on: rank ") && message.ends_with(" failed to open the data"), "{message}");
+}
+
+#[test]
+fn a_call_that_makes_no_sense_costs_nothing() {
+    let refused = |group: &dyn Collective| {
+        let word = |done: Result<Tensor>| done.unwrap_err().to_string();
+        [
+            word(group.all_gather(&ones(&[]))),
+            word(group.reduce_scatter(&ones(&[3]))),
+            word(group.all_to_all(&ones(&[3]), &[1, 1], &[1, 1])),
+            word(group.all_to_all(&ones(&[3]), &[3], &[3])),
+            word(group.broadcast(&ones(&[3]), 2)),
+            word(group.all_reduce(&ones(&[1; 9]), Reduce::Sum)),
+            group.send_recv(Some(&ones(&[1])), None, None).unwrap_err().to_string(),
+            group.send_recv(None, Some(1 - group.rank()), None).unwrap_err().to_string(),
+            group.send_recv(None, None, Some(group.rank())).unwrap_err().to_string(),
+            group.split("part", &[vec![0]]).err().unwrap().to_string(),
+        ]
+    };
+    let words = run(2, PATIENT, |world| {
+        let words = refused(&*world.group());
+        world.group().barrier().map(|()| words)
+    });
+    let want = [
+        "call all_gather: a scalar has no rows",
+        "call reduce_scatter: 3 rows over 2 ranks: not divisible",
+        "call all_to_all: 2 rows to send of a tensor with 3",
+        "call all_to_all: 1 counts to send and 1 to receive for 2 ranks",
+        "call broadcast: rank 2 of a group of 2",
+        "call all_reduce: 9 dims, at most 8 travel",
+        "call send_recv: a tensor and nobody to send it to",
+        "call send_recv: nothing to send to rank 1",
+        "call send_recv: rank 0 with itself",
+        "call split: [[0]] does not hold each of 2 ranks once",
+    ];
+    assert_eq!(words.unwrap()[0], want);
+}
+
+#[test]
+fn recorded_sequences_are_equal_across_ranks() {
+    let options = Options { record: true, ..PATIENT };
+    let calls = run(3, options, |world| {
+        let part = world.group().split("part", &[vec![0, 1, 2]])?;
+        let pending = part.start_all_gather(&ones(&[2, 2]))?;
+        world.group().all_reduce(&ones(&[3]), Reduce::Max)?;
+        pending.wait()?;
+        Ok::<_, Error>(world.calls())
+    });
+    let calls = calls.unwrap();
+    assert!(calls.iter().all(|rank| *rank == calls[0]));
+    let shown: Vec<String> = calls[0].iter().map(|call| format!("{}: {call}", call.group)).collect();
+    assert_eq!(shown, ["world: split 1", "part: all_gather 1 (f32 [2, 2])", "world: all_reduce 2 (max, f32 [3])"]);
+    let want = Call { group: "world".into(), number: 1, op: Op::Split, dtype: None, shape: vec![] };
+    assert_eq!(calls[0][0], want);
+}
+
+#[test]
+fn nothing_is_recorded_unless_asked_for() {
+    let calls = run(2, PATIENT, |world| world.group().barrier().map(|()| world.calls()));
+    assert!(calls.unwrap().concat().is_empty());
+}
