@@ -233,7 +233,6 @@ fn unwritten<T: Copy>(len: usize, poison: T) -> Vec<T> {
     buffer
 }
 
-/// half's own loops convert one element at a time; these two are vectorised.
 /// One prefetch a cache line.
 fn fetch<T>(data: &[T]) {
     #[cfg(target_arch = "x86_64")]
@@ -246,6 +245,7 @@ fn fetch<T>(data: &[T]) {
     let _ = data;
 }
 
+/// half's own loops convert one element at a time; these two are vectorised.
 fn widen_bf16(values: &[bf16], out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "a block and its widened copy have one length");
     vectorised!(

@@ -1,10 +1,10 @@
 //! One safetensors file of a save, written and read in pieces of bounded size.
 
-use std::borrow::Cow;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 
+use candlewick_model::checkpoint::little_endian;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 
@@ -72,14 +72,6 @@ pub(crate) fn read_shard(
         }
     }
     Ok(())
-}
-
-/// The bytes of values as a file has them: their own, on most machines.
-fn little_endian(values: &[f32]) -> Cow<'_, [u8]> {
-    match cfg!(target_endian = "little") {
-        true => Cow::Borrowed(bytemuck::cast_slice(values)),
-        false => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-    }
 }
 
 fn header(tensors: &[TensorMeta]) -> Vec<u8> {

@@ -9,6 +9,7 @@ use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::path::Path;
 
+use candlewick_model::checkpoint::little_endian;
 use memmap2::Mmap;
 
 const IDS: &str = "ids";
@@ -110,11 +111,7 @@ impl StoreWriter {
 
     pub(crate) fn push(&mut self, row: usize, ids: &[u32], is_target: &[bool]) -> io::Result<()> {
         assert_eq!(ids.len(), is_target.len(), "each token is a target or is not");
-        if cfg!(target_endian = "little") {
-            self.ids.write_all(bytemuck::cast_slice(ids))?;
-        } else {
-            ids.iter().try_for_each(|id| self.ids.write_all(&id.to_le_bytes()))?;
-        }
+        self.ids.write_all(&little_endian(ids))?;
         is_target.iter().try_for_each(|&is_target| self.push_bit(is_target))?;
         self.index.write_all(&self.n_tokens.to_le_bytes())?;
         self.index.write_all(&(row as u64).to_le_bytes())

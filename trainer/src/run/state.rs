@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
-use candlewick_ops::copy_into;
+use candle_core::{DType, Device, Tensor};
+use candlewick_ops::{copy_into, with_bytes};
 use candlewick_parallel::Resident;
 
 use crate::checkpoint::{StateError, TensorMeta, TrainState};
@@ -42,11 +42,10 @@ impl TrainState for EngineState {
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
         let piece = self.piece(name, start, n_values)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
-        let (storage, layout) = piece.storage_and_layout();
-        match (&*storage, layout.contiguous_offsets()) {
-            (Storage::Cpu(CpuStorage::F32(values)), Some((begin, end))) => take(&values[begin..end]),
-            _ => unreachable!("a piece of a flat view was turned into f32 on the CPU"),
-        }
+        with_bytes(&piece, |bytes| {
+            take(bytemuck::cast_slice(bytes));
+            Ok(())
+        })?;
         Ok(())
     }
 

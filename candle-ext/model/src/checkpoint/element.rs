@@ -1,5 +1,8 @@
 //! The number formats of a checkpoint and the conversions between them, through f32.
 
+use std::borrow::Cow;
+
+use bytemuck::NoUninit;
 use candle_core::{CpuStorage, DType, Storage, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -73,14 +76,22 @@ pub(super) fn encode(
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
     let Storage::Cpu(storage) = &*storage else { candle_core::bail!("the tensor was moved to the CPU") };
     match storage {
-        // Values that are bytes of the file already.
-        CpuStorage::F32(x) if dtype == DType::F32 && cfg!(target_endian = "little") => {
-            Ok(x[range].chunks(PIECE * 16).try_for_each(|piece| write(bytemuck::cast_slice(piece)))?)
+        CpuStorage::F32(x) if dtype == DType::F32 => {
+            Ok(x[range].chunks(PIECE * 16).try_for_each(|piece| write(&little_endian(piece)))?)
         }
         CpuStorage::F32(x) => encode_slice(&x[range], dtype, &mut write),
         CpuStorage::BF16(x) => encode_slice(&x[range], dtype, &mut write),
         CpuStorage::F16(x) => encode_slice(&x[range], dtype, &mut write),
         _ => candle_core::bail!("weights of type {:?} cannot be saved", tensor.dtype()),
+    }
+}
+
+/// The bytes of numbers as our files have them: their own, on most machines.
+pub fn little_endian<T: NoUninit>(values: &[T]) -> Cow<'_, [u8]> {
+    let bytes = bytemuck::cast_slice(values);
+    match cfg!(target_endian = "little") {
+        true => Cow::Borrowed(bytes),
+        false => bytes.chunks(size_of::<T>()).flat_map(|value| value.iter().rev()).copied().collect(),
     }
 }
 

@@ -12,7 +12,7 @@ mod staging;
 mod writer;
 
 pub use durable::DurableFile;
-pub use element::Element;
+pub use element::{Element, little_endian};
 pub use reader::Checkpoint;
 pub use staging::Staging;
 pub use writer::{Companions, DEFAULT_SHARD_BYTES, Export};

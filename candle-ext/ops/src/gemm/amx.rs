@@ -22,9 +22,6 @@ use super::{Mat, Old};
 const SIDE: usize = 32;
 /// Terms of one AMX product.
 const DEPTH: usize = 32;
-/// Terms that are fetched before their turn when a matrix is packed: it comes from memory, in more streams than the
-/// processor foresees.
-const AHEAD: usize = 4 * DEPTH;
 /// Summands of an f32.
 const PARTS: usize = 3;
 /// Lines of a sliver for DEPTH terms: PARTS times two AMX tiles of 16 lines.
@@ -173,14 +170,12 @@ fn terms(block: Mat<'_>, first_k: usize, first_col: usize) -> [[__m512; LANES]; 
             let from = from.add(first_k * row_stride + first_col * col_stride);
             if col_stride == 1 {
                 for (k, row) in rows.iter_mut().enumerate().take(n_terms) {
-                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add((k + AHEAD) * row_stride).cast());
                     *row = _mm512_maskz_loadu_ps(mask(n_cols), from.add(k * row_stride));
                 }
             } else {
                 let mut columns = [_mm512_setzero_ps(); LANES];
                 if row_stride == 1 && n_terms == LANES && n_cols == LANES {
                     for (j, column) in columns.iter_mut().enumerate() {
-                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(j * col_stride + AHEAD).cast());
                         *column = _mm512_loadu_ps(from.add(j * col_stride));
                     }
                 } else {
@@ -250,8 +245,6 @@ fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
             // SAFETY: row `row` begins at row col_stride, and masks leave out what is past its end, as `Mat` has checked.
             unsafe {
                 let from = block.data.as_ptr().add(row * block.col_stride + first_k);
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast());
-                _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD + LANES).cast());
                 halves[0] = _mm512_maskz_loadu_ps(mask(n_terms), from);
                 halves[1] = _mm512_maskz_loadu_ps(mask(n_terms.saturating_sub(LANES)), from.wrapping_add(LANES));
             }

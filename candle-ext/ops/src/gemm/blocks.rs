@@ -161,22 +161,35 @@ impl<K: Kernel> Product<'_, K> {
         for range in parts(0..n_shared, max_shared) {
             let max_terms = (MAX_PACKED / range.len() / self.kc).max(1) * self.kc;
             for terms in parts(0..k, max_terms) {
-                self.pack(shared, &range, &terms, buffer, n_threads);
-                let shared = Packed { side: shared, range: range.clone(), terms, slivers: buffer };
+                let slivers = self.pack(shared, &range, &terms, buffer, n_threads);
+                let shared = Packed { side: shared, range: range.clone(), terms, slivers };
                 self.multiply(&shared, n_blocked, n_threads);
             }
         }
     }
 
-    /// Packs all slivers of a factor's range.
-    fn pack(&self, side: Side, range: &Range<usize>, terms: &Range<usize>, buffer: &mut Vec<Line>, n_threads: usize) {
-        let pack = |(i, sliver)| self.pack_sliver(side, range, i, terms, sliver);
-        let slivers = slivers(buffer, range.len().div_ceil(width::<K>(side)), self.lines(side, terms)).enumerate();
-        if n_threads == 1 {
-            slivers.for_each(pack);
-        } else {
-            slivers.collect::<Vec<_>>().into_par_iter().for_each(pack);
+    /// Packs all slivers of a factor's range into a buffer that grows if need be, and returns them.
+    fn pack<'p>(
+        &self,
+        side: Side,
+        range: &Range<usize>,
+        terms: &Range<usize>,
+        buffer: &'p mut Vec<Line>,
+        n_threads: usize,
+    ) -> &'p [Line] {
+        let lines = self.lines(side, terms);
+        let n_lines = range.len().div_ceil(width::<K>(side)) * lines;
+        if buffer.len() < n_lines {
+            buffer.resize(n_lines, Line([0; 64]));
         }
+        let slivers = &mut buffer[..n_lines];
+        let pack = |(i, sliver)| self.pack_sliver(side, range, i, terms, sliver);
+        if n_threads == 1 {
+            slivers.chunks_exact_mut(lines).enumerate().for_each(pack);
+        } else {
+            slivers.par_chunks_exact_mut(lines).enumerate().for_each(pack);
+        }
+        slivers
     }
 
     /// Packs sliver `i` of a factor's range.
@@ -229,14 +242,13 @@ impl<K: Kernel> Product<'_, K> {
         let shared_lines = self.lines(shared.side, &shared.terms);
         let mut before = 0;
         for terms in parts(shared.terms.clone(), self.kc) {
-            self.pack(side, &range, &terms, buffer, 1);
+            let slivers = self.pack(side, &range, &terms, buffer, 1);
             let (of_block, of_shared) = (lines::<K>(side, terms.len()), lines::<K>(shared.side, terms.len()));
             let old = if terms.start > 0 { Old::Keep } else { self.old };
             self.kernel.begin();
-            for (i, one) in shared.slivers.chunks_exact(shared_lines).enumerate().take(n_slivers::<K>(shared)) {
+            for (i, one) in shared.slivers.chunks_exact(shared_lines).enumerate() {
                 let one = (shared.range.start + i * width::<K>(shared.side), &one[before..before + of_shared]);
-                for (j, other) in buffer.chunks_exact(of_block).enumerate().take(range.len().div_ceil(width::<K>(side)))
-                {
+                for (j, other) in slivers.chunks_exact(of_block).enumerate() {
                     let other = (range.start + j * width::<K>(side), other);
                     let ends = (shared.range.end, range.end);
                     // SAFETY: the slivers have these terms, and the caller answers for the part of the output.
@@ -284,16 +296,4 @@ fn width<K: Kernel>(side: Side) -> usize {
 /// Lines of a sliver of `kc` terms.
 fn lines<K: Kernel>(side: Side, kc: usize) -> usize {
     if side == Side::A { K::lines_a(kc) } else { K::lines_b(kc) }
-}
-
-fn n_slivers<K: Kernel>(packed: &Packed<'_>) -> usize {
-    packed.range.len().div_ceil(width::<K>(packed.side))
-}
-
-/// The first `n` pieces of `lines` lines each, of a buffer that grows if need be.
-fn slivers(buffer: &mut Vec<Line>, n: usize, lines: usize) -> impl Iterator<Item = &mut [Line]> {
-    if buffer.len() < n * lines {
-        buffer.resize(n * lines, Line([0; 64]));
-    }
-    buffer[..n * lines].chunks_mut(lines)
 }
