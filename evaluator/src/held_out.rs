@@ -1,7 +1,7 @@
 //! Held-out loss: the mean over target tokens, however they fall into batches.
 
 use anyhow::{Context, Result};
-use candlewick_comm::sum;
+use candlewick_comm::{Collective, sum};
 use candlewick_parallel::{Engine, Micro};
 use serde::Serialize;
 
@@ -21,19 +21,24 @@ impl HeldOut {
     }
 }
 
-/// Returns the loss over all micro-batches of all ranks, weighted by target tokens. Without any target it is NaN.
-///
-/// `batches` yields each micro-batch with its number of targets.
-pub fn held_out_loss(engine: &Engine, batches: impl Iterator<Item = Result<(Micro, usize)>>) -> Result<HeldOut> {
-    let (mut total, mut n_targets) = (0.0, 0);
-    for batch in batches {
-        let (micro, n) = batch?;
-        if n > 0 {
-            total += engine.loss(&micro).context("failed to compute the held-out loss")?;
-            n_targets += n;
-        }
+/// What this rank has added up so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct HeldOutSums {
+    loss: f64,
+    n_targets: usize,
+}
+
+impl HeldOutSums {
+    /// Adds a micro-batch with `n_targets` targets. All ranks call it as often.
+    pub fn add(&mut self, engine: &Engine, micro: &Micro, n_targets: usize) -> Result<()> {
+        self.loss += engine.loss(micro).context("failed to compute the held-out loss")?;
+        self.n_targets += n_targets;
+        Ok(())
     }
-    let total = sum(engine.group(), total)?;
-    let n_targets = sum(engine.group(), n_targets as f64)?;
-    Ok(HeldOut { loss: total / n_targets, n_targets: n_targets as usize })
+
+    /// Returns the loss over all micro-batches of all ranks, weighted by target tokens. Without any target it is NaN.
+    pub fn over_ranks(self, ranks: &dyn Collective) -> Result<HeldOut> {
+        let (loss, n_targets) = (sum(ranks, self.loss)?, sum(ranks, self.n_targets as f64)?);
+        Ok(HeldOut { loss: loss / n_targets, n_targets: n_targets as usize })
+    }
 }

@@ -9,14 +9,14 @@ use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionChoice, Seqs};
-use candlewick_parallel::{Engine, Formats, Micro, Mode, Residency, Resident};
+use candlewick_parallel::{Engine, Formats, Micro, Mode, ParamStore, Residency, Sharing};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::template::{ChatTemplate, Ending};
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde::Serialize;
 
 use crate::generate::{GenerateOptions, Timings, generate};
-use crate::held_out::{HeldOut, held_out_loss};
+use crate::held_out::{HeldOut, HeldOutSums};
 use crate::weights::{Origin, fill};
 
 /// A model that answers.
@@ -54,7 +54,7 @@ impl Lm {
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let config = Config::read(folder)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
-        let store = Resident::new(&model, Formats::computing_in(dtype), Mode::Infer, &device)?;
+        let store = ParamStore::new(&model, Formats::computing_in(dtype), Mode::Infer, &device, Sharing::alone())?;
         let base = Checkpoint::open(folder)?;
         let base = Origin::Checkpoint(&base);
         let notes = fill(&store, &model, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
@@ -105,15 +105,14 @@ impl Lm {
 
     /// Returns the mean loss of `texts`, each by itself, weighted by tokens.
     pub fn held_out(&self, texts: impl Iterator<Item = Result<String>>) -> Result<HeldOut> {
-        let batches = texts.filter_map(|text| {
-            let ids = text.and_then(|text| Ok(self.tokenizer.encode(&text, Specials::Add)?));
-            match ids {
-                Ok(ids) if ids.len() < 2 => None,
-                Ok(ids) => Some(micro(&ids, self.engine.device()).map(|batch| (batch, ids.len() - 1))),
-                Err(error) => Some(Err(error)),
+        let mut sums = HeldOutSums::default();
+        for text in texts {
+            let ids = self.tokenizer.encode(&text?, Specials::Add)?;
+            if ids.len() > 1 {
+                sums.add(&self.engine, &micro(&ids, self.engine.device())?, ids.len() - 1)?;
             }
-        });
-        held_out_loss(&self.engine, batches)
+        }
+        sums.over_ranks(self.engine.group())
     }
 }
 

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{Adapter, Model, ModelError, ParamSpec};
-use candlewick_parallel::Resident;
+use candlewick_parallel::ParamStore;
 
 /// Where parameters come from.
 #[derive(Clone, Copy, Debug)]
@@ -20,7 +20,7 @@ pub enum Origin<'a> {
 /// Sets all parameters of `store`: the model's own from `base`, an adapter's factors from `adapter`.
 ///
 /// Returns what the user should know, such as tensors that are there but not used.
-pub fn fill(store: &Resident, model: &Model, base: Origin, adapter: Origin) -> Result<Vec<String>, ModelError> {
+pub fn fill(store: &ParamStore, model: &Model, base: Origin, adapter: Origin) -> Result<Vec<String>, ModelError> {
     let mut notes = base.check(model.base_params())?;
     if model.lora().is_some() {
         notes.extend(adapter.check(model.adapter_params())?);

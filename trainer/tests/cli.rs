@@ -116,7 +116,7 @@ fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
     room.check(&["estimate", "r.yaml", "memory=auto"], 0, "model.activation_checkpoint=none");
     room.check(&["estimate", "r.yaml", "--device", "h100-80g"], 0, "RAM of the host");
     room.check(&["estimate", "r.yaml", "--device", "h1000"], 2, "h100-80g");
-    room.check(&["estimate", "r.yaml", "--ranks", "2"], 2, "data parallelism is not built");
+    room.check(&["estimate", "r.yaml", "--ranks", "0"], 2, "expected a number of processes, at least 1");
     room.check(&["estimate", "r.yaml", "model={name_or_path: org/model}"], 3, "failed to find the model's config");
     let output = room.check(&["estimate", "r.yaml", "--json", "--device", "1"], 4, "advice");
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();

@@ -79,6 +79,7 @@ impl Bench {
             ignore_empty_think: false,
             micro_batch_size: 1,
             gradient_accumulation_steps: 1,
+            data_ranks: 1,
             min_iterations: 0,
             horizon: Horizon::Epochs(1),
             overfit_first_batch: false,

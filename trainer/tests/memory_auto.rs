@@ -10,7 +10,7 @@ use serde_json::json;
 use support::Run;
 use trainer::estimate::{Capacity, Fixed, Place, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, Known, Plan, TempDir};
+use trainer::plan::{Activations, Known, Plan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\nmemory: auto\n";
@@ -27,7 +27,15 @@ fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) ->
     let config = Some(Config::from_json(config).unwrap());
     let capacity = Some(Capacity { place: Place::Cpu, bytes: free, name: "a test".into() });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: parks_in_memory };
-    let known = Known { config, n_cores: 4, temp_dir, has_train_py: false, console: Console::Full, capacity };
+    let known = Known {
+        config,
+        n_cores: 4,
+        seat: Seat::ALONE,
+        temp_dir,
+        has_train_py: false,
+        console: Console::Full,
+        capacity,
+    };
     let arguments: Vec<String> = arguments.iter().map(|a| (*a).to_owned()).collect();
     Plan::resolve(&Loaded::parse(Path::new("r.yaml"), BASE.to_owned(), &arguments)?, &known)
 }

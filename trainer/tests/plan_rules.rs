@@ -8,7 +8,7 @@ use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
 use serde_json::json;
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan, TempDir};
+use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
 use trainer::schedule::{Floor, Shape, Span};
 
@@ -21,7 +21,15 @@ fn known() -> Known {
     });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: false };
     let config = Some(Config::from_json(config).unwrap());
-    Known { config, n_cores: 4, temp_dir, has_train_py: false, console: Console::Full, capacity: None }
+    Known {
+        config,
+        n_cores: 4,
+        seat: Seat::ALONE,
+        temp_dir,
+        has_train_py: false,
+        console: Console::Full,
+        capacity: None,
+    }
 }
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl]}\n";

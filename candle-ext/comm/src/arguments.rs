@@ -1,6 +1,6 @@
 //! What every engine asks of a call before anything is sent.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 use crate::element::DTYPES;
 use crate::{Error, Result};
@@ -8,14 +8,20 @@ use crate::{Error, Result};
 /// The most dims that a message's head has room for.
 pub(crate) const MAX_DIMS: usize = 8;
 
+/// Checks that what lies on `device` can be sent between processes without a GPU.
+pub(crate) fn device(op: &'static str, device: &Device) -> Result<()> {
+    match device.is_cpu() {
+        true => Ok(()),
+        false => {
+            let what = format!("a tensor on {:?}: this engine moves tensors on the CPU", device.location());
+            Err(wrong(op, what))
+        }
+    }
+}
+
 /// Checks that `x` can be sent between processes without a GPU.
 pub(crate) fn travels(op: &'static str, x: &Tensor) -> Result<()> {
-    if !x.device().is_cpu() {
-        return Err(wrong(
-            op,
-            format!("a tensor on {:?}: this engine moves tensors on the CPU", x.device().location()),
-        ));
-    }
+    device(op, x.device())?;
     if !DTYPES.contains(&x.dtype()) {
         return Err(wrong(
             op,

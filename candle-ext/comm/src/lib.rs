@@ -2,7 +2,8 @@
 //!
 //! A [`Collective`] is one rank's end of a group. [`Solo`] is the group of one, so that no caller asks whether it is
 //! alone; [`threads`] is a world inside one process, `local` one of processes on one machine. Engines for many machines
-//! implement [`Collective`] too. The ranks of `local` meet through a [`store`].
+//! implement [`Collective`] too. The ranks of `local` meet through a [`store`]. A [`mesh`] says which ranks make
+//! which groups, and [`place`] which rank a process is.
 
 mod arguments;
 mod call;
@@ -10,9 +11,12 @@ mod element;
 mod error;
 mod fabric;
 mod group;
+mod join;
 #[cfg(target_os = "linux")]
 pub mod local;
+pub mod mesh;
 mod pending;
+pub mod place;
 mod solo;
 pub mod store;
 pub mod threads;
@@ -50,6 +54,9 @@ pub trait Collective: Send + Sync {
 
     /// Returns the number of ranks in the group.
     fn size(&self) -> usize;
+
+    /// Fails if tensors of this device cannot travel in the group.
+    fn check_device(&self, device: &Device) -> Result<()>;
 
     /// Starts [`all_reduce`](Self::all_reduce).
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending>;
@@ -118,6 +125,17 @@ pub trait Collective: Send + Sync {
 /// Sums a number over a group. A count is exact up to 2^53.
 pub fn sum(group: &dyn Collective, x: f64) -> Result<f64> {
     Ok(group.all_reduce(&Tensor::new(x, &Device::Cpu)?, Reduce::Sum)?.to_scalar()?)
+}
+
+/// Gives every rank what each rank has to say, in rank order: bytes of any length. For small things.
+pub fn exchange_bytes(group: &dyn Collective, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+    let lengths = group.all_gather(&Tensor::new(&[own.len() as i64], &Device::Cpu)?)?.to_vec1::<i64>()?;
+    let longest = lengths.iter().copied().max().unwrap_or(0) as usize;
+    // Nothing is no tensor: there is always a byte.
+    let mut padded = own.to_vec();
+    padded.resize(longest + 1, 0);
+    let all = group.all_gather(&Tensor::from_vec(padded, longest + 1, &Device::Cpu)?)?.to_vec1::<u8>()?;
+    Ok(all.chunks(longest + 1).zip(lengths).map(|(bytes, n)| bytes[..n as usize].to_vec()).collect())
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 use crate::{Collective, Error, Pending, Reduce, Result, arguments};
 
@@ -17,6 +17,10 @@ impl Collective for Solo {
 
     fn size(&self) -> usize {
         1
+    }
+
+    fn check_device(&self, _device: &Device) -> Result<()> {
+        Ok(())
     }
 
     fn start_all_reduce(&self, x: &Tensor, _op: Reduce) -> Result<Pending> {

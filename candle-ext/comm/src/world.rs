@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::call::Journal;
 use crate::fabric::Fabric;
 use crate::group::Group;
+use crate::store::Server;
 use crate::{Call, Collective, Failure, Result, Solo};
 
 /// How a world behaves.
@@ -30,19 +31,27 @@ pub struct World {
     group: Arc<dyn Collective>,
     fabric: Option<Arc<dyn Fabric>>,
     journal: Journal,
+    /// What the ranks meet in, where this one has to keep it.
+    host: Option<Server>,
 }
 
 impl World {
     /// Makes a world of one rank.
     pub fn solo() -> Self {
-        Self { group: Arc::new(Solo), fabric: None, journal: Journal::default() }
+        Self { group: Arc::new(Solo), fabric: None, journal: Journal::default(), host: None }
     }
 
     /// Connects all ranks that `fabric` reaches.
     pub(crate) fn open(fabric: Arc<dyn Fabric>, size: usize, options: &Options) -> Result<Self> {
         let journal = Journal::new(options.record);
         let group = Group::world(&fabric, size, &journal)?;
-        Ok(Self { group: Arc::new(group), fabric: Some(fabric), journal })
+        Ok(Self { group: Arc::new(group), fabric: Some(fabric), journal, host: None })
+    }
+
+    /// The same, with the store that its ranks meet in.
+    pub(crate) fn with_host(mut self, host: Option<Server>) -> Self {
+        self.host = host;
+        self
     }
 
     /// Returns the group of all ranks.

@@ -5,7 +5,7 @@ use crate::host::Host;
 use crate::logs::AttemptLogs;
 use crate::plan::{Plan, Rendezvous};
 use crate::round::{Member, Round};
-use crate::world::Master;
+use candlewick_comm::place::Master;
 
 /// Returns the workers' variables and commands. What only the other nodes know is assumed: that they are like this one.
 pub fn text(plan: &Plan, host: &Host) -> String {

@@ -16,7 +16,7 @@ use crate::report::{RootCause, last_lines};
 use crate::round::{Round, line_prefix, worker_command, worker_variables};
 use crate::streams::Stream;
 use crate::worker::{Start, Worker};
-use crate::world::Variables;
+use candlewick_comm::place::Variables;
 
 /// What an attempt needs to know.
 #[derive(Debug)]

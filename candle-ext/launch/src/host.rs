@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::world::Variables;
+use candlewick_comm::place::Variables;
 
 /// A machine and the variables of the launcher's own process.
 #[derive(Clone, Debug)]

@@ -1,7 +1,7 @@
-//! Starts a program once for each rank, as torchrun does, and tells a program which rank it is.
+//! Starts a program once for each rank, as torchrun does: the program `launch`.
 //!
-//! [`world`] is for programs. The rest is the program `launch`: [`cli`] is what the user wrote, [`plan`] what it comes
-//! to, [`launcher`] what is then done. This crate sets processes up and moves no data between them.
+//! [`cli`] is what the user wrote, [`plan`] what it comes to, [`launcher`] what is then done. This crate sets processes up
+//! and moves no data between them; what it tells them is read by [`candlewick_comm::place`].
 
 pub mod attempt;
 pub mod child;
@@ -18,7 +18,6 @@ pub mod launcher;
 pub mod lines;
 pub mod logs;
 pub mod meeting;
-pub mod nodelist;
 pub mod output;
 pub mod plan;
 pub mod program;
@@ -27,4 +26,3 @@ pub mod round;
 pub mod streams;
 pub mod values;
 pub mod worker;
-pub mod world;

@@ -4,13 +4,13 @@ use std::env;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
+use candlewick_comm::place::{Place, Variables};
 use candlewick_launch::cli::Cli;
 use candlewick_launch::ended::{FAILED, OK, USAGE};
 use candlewick_launch::host::Host;
 use candlewick_launch::launcher::{self, say};
 use candlewick_launch::plan::Plan;
 use candlewick_launch::program;
-use candlewick_launch::world::{Variables, World};
 use candlewick_launch::{child, dry_run};
 use clap::Parser;
 
@@ -53,7 +53,7 @@ fn launch(cli: &Cli, host: Host) -> i32 {
 }
 
 fn show_world(variables: &Variables) -> i32 {
-    match World::from_variables(variables) {
+    match Place::from_variables(variables) {
         Ok(world) => {
             println!("{world}");
             OK

@@ -1,7 +1,7 @@
 //! What the nodes agreed on before they start workers, and the variables that a worker gets from it.
 
 use crate::plan::Plan;
-use crate::world::{Master, Variables};
+use candlewick_comm::place::{Master, Variables};
 
 /// One meeting of the nodes: who takes part, in which order, with how many workers.
 #[derive(Clone, Debug, PartialEq, Eq)]

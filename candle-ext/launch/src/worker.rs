@@ -14,7 +14,7 @@ use crate::event::Event;
 use crate::guard::{Guard, own_program};
 use crate::output::{Outlets, Pump, Tail};
 use crate::streams::Stream;
-use crate::world::Variables;
+use candlewick_comm::place::Variables;
 
 /// What is started.
 #[derive(Clone, Debug)]

@@ -50,7 +50,7 @@ pub use attention::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpe
 pub use bytes::{of_bytes, with_bytes};
 pub use dropout::{Dropout, derive_key, dropout};
 pub use embedding::embedding;
-pub use gemm::cpu_product;
+pub use gemm::{cpu_product, cpu_product_rate};
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{Precision, linear};
@@ -65,4 +65,4 @@ pub use tape::{Grads, Input, Tape, is_tracked, record, untracked};
 pub use threads::{Awake, join_compute_threads, stay_awake};
 pub use tiled::tiled;
 pub use transfer::{HostCopy, Readout, send_into, upload};
-pub use weight::{GradSink, Weight};
+pub use weight::{Buffer, GradSink, Handle, View, Weight};

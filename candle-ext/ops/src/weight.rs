@@ -1,39 +1,177 @@
 //! A parameter as the ops see it: a value, and perhaps a place where its gradient is summed.
 
-use candle_core::{DType, Result, Tensor, bail};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::floats::FloatsMut;
 use crate::storage;
 
+/// A flat buffer that parameters or gradients are views of, and that may be away for a while: in shards on other ranks, or
+/// not made yet. Cloning shares it.
+///
+/// What ops keep for their backward is the way to it: a buffer that was away in between is read as it is then.
+#[derive(Clone, Debug)]
+pub struct Buffer {
+    n: usize,
+    dtype: DType,
+    at_hand: Arc<Mutex<Option<Tensor>>>,
+}
+
+impl Buffer {
+    /// Makes one of `n` elements that is away.
+    pub fn away(n: usize, dtype: DType) -> Self {
+        Self { n, dtype, at_hand: Arc::default() }
+    }
+
+    /// Makes one of a flat tensor.
+    pub fn of(flat: Tensor) -> Self {
+        let buffer = Self::away(flat.elem_count(), flat.dtype());
+        *buffer.lock() = Some(flat);
+        buffer
+    }
+
+    /// Returns the number of its elements.
+    #[expect(clippy::len_without_is_empty, reason = "whether there are none is nobody's question")]
+    pub fn len(&self) -> usize {
+        self.n
+    }
+
+    /// Gives it its elements: a flat tensor of its length and dtype.
+    pub fn put(&self, flat: Tensor) -> Result<()> {
+        if flat.dims() != [self.n] || flat.dtype() != self.dtype {
+            bail!("a buffer of {} {:?} got {:?} {:?}", self.n, self.dtype, flat.dims(), flat.dtype())
+        }
+        *self.lock() = Some(flat);
+        Ok(())
+    }
+
+    /// Takes its elements away, if they are at hand.
+    pub fn take(&self) -> Option<Tensor> {
+        self.lock().take()
+    }
+
+    /// Returns its elements.
+    pub fn get(&self) -> Result<Tensor> {
+        match &*self.lock() {
+            Some(flat) => Ok(flat.clone()),
+            None => bail!("a buffer of {} {:?} is used while it is away", self.n, self.dtype),
+        }
+    }
+
+    /// Tells whether its elements are at hand.
+    pub fn is_at_hand(&self) -> bool {
+        self.lock().is_some()
+    }
+
+    /// A view of the elements from `start` on, whether they are at hand or not.
+    pub fn view(&self, start: usize, shape: impl Into<Shape>) -> Result<View> {
+        let shape = shape.into();
+        if start + shape.elem_count() > self.n {
+            bail!("a view {:?} from {start} on of a buffer of {}", shape.dims(), self.n)
+        }
+        Ok(View { buffer: self.clone(), start, shape })
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Tensor>> {
+        self.at_hand.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A part of a [`Buffer`], with a shape.
+#[derive(Clone, Debug)]
+pub struct View {
+    buffer: Buffer,
+    start: usize,
+    shape: Shape,
+}
+
+/// The elements of a parameter or a gradient: a tensor, or a part of a buffer.
+#[derive(Clone, Debug)]
+pub enum Handle {
+    /// Always there.
+    Tensor(Tensor),
+    /// There while its buffer is.
+    View(View),
+}
+
+impl Handle {
+    /// Returns the elements; an error while they are away.
+    pub fn get(&self) -> Result<Tensor> {
+        match self {
+            Self::Tensor(tensor) => Ok(tensor.clone()),
+            Self::View(View { buffer, start, shape }) => {
+                buffer.get()?.narrow(0, *start, shape.elem_count())?.reshape(shape)
+            }
+        }
+    }
+
+    /// Returns the shape.
+    pub fn dims(&self) -> &[usize] {
+        match self {
+            Self::Tensor(tensor) => tensor.dims(),
+            Self::View(view) => view.shape.dims(),
+        }
+    }
+
+    /// Returns the number format.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::Tensor(tensor) => tensor.dtype(),
+            Self::View(view) => view.buffer.dtype,
+        }
+    }
+
+    fn is_contiguous(&self) -> bool {
+        match self {
+            Self::Tensor(tensor) => tensor.is_contiguous(),
+            Self::View(_) => true,
+        }
+    }
+}
+
+impl From<Tensor> for Handle {
+    fn from(tensor: Tensor) -> Self {
+        Self::Tensor(tensor)
+    }
+}
+
+impl From<View> for Handle {
+    fn from(view: View) -> Self {
+        Self::View(view)
+    }
+}
+
 /// The main gradient of one parameter, f32 or bf16. Ops add to it in place; cloning shares it.
 #[derive(Clone, Debug)]
 pub struct GradSink {
-    grad: Tensor,
+    grad: Handle,
 }
 
 impl GradSink {
-    /// Wraps `grad`, a contiguous view of any buffer. Its present values are added to; what is added is summed in f32 and,
-    /// in a bf16 gradient, rounded once for each use of the weight.
-    pub fn new(grad: Tensor) -> Result<Self> {
+    /// Wraps `grad`, contiguous. Its present values are added to; what is added is summed in f32 and, in a bf16 gradient,
+    /// rounded once for each use of the weight.
+    pub fn new(grad: impl Into<Handle>) -> Result<Self> {
+        let grad = grad.into();
         if !matches!(grad.dtype(), DType::F32 | DType::BF16) || !grad.is_contiguous() {
             bail!(
-                "gradient sink: want a contiguous f32 or bf16 view, got {:?} with shape {:?} and strides {:?}",
+                "gradient sink: want a contiguous f32 or bf16 view, got {:?} with shape {:?}{}",
                 grad.dtype(),
                 grad.dims(),
-                grad.stride()
+                if grad.is_contiguous() { "" } else { ", strided" }
             )
         }
         Ok(Self { grad })
     }
 
-    /// The gradient summed so far.
-    pub fn grad(&self) -> &Tensor {
-        &self.grad
+    /// Returns the gradient summed so far; an error while its buffer is away.
+    pub fn grad(&self) -> Result<Tensor> {
+        self.grad.get()
     }
 
     /// Hands the gradient's elements to `add`, which must only add to them.
     pub(crate) fn add(&self, op: &'static str, add: impl FnOnce(&mut [f32])) -> Result<()> {
-        storage::update(&self.grad, op, |grad| {
+        storage::update(&self.grad()?, op, |grad| {
             match grad {
                 FloatsMut::F32(grad) => add(grad),
                 mut rounded => {
@@ -51,24 +189,34 @@ impl GradSink {
 /// One parameter: its value in the compute dtype, often a view of a flat buffer, and its sink.
 #[derive(Clone, Debug)]
 pub struct Weight {
-    value: Tensor,
+    value: Handle,
     sink: Option<GradSink>,
 }
 
 impl Weight {
     /// A parameter that is only read; its gradient is never computed.
-    pub fn frozen(value: Tensor) -> Self {
-        Self { value, sink: None }
+    pub fn frozen(value: impl Into<Handle>) -> Self {
+        Self { value: value.into(), sink: None }
     }
 
     /// A parameter whose gradient every use adds to `sink`.
-    pub fn trainable(value: Tensor, sink: GradSink) -> Self {
-        Self { value, sink: Some(sink) }
+    pub fn trainable(value: impl Into<Handle>, sink: GradSink) -> Self {
+        Self { value: value.into(), sink: Some(sink) }
     }
 
-    /// The value that ops compute with.
-    pub fn value(&self) -> &Tensor {
-        &self.value
+    /// Returns the value that ops compute with; an error while its buffer is away.
+    pub fn value(&self) -> Result<Tensor> {
+        self.value.get()
+    }
+
+    /// Returns the shape of the value.
+    pub fn dims(&self) -> &[usize] {
+        self.value.dims()
+    }
+
+    /// Returns the number format of the value.
+    pub fn dtype(&self) -> DType {
+        self.value.dtype()
     }
 
     /// Where the gradient goes, if it is wanted.
@@ -78,17 +226,64 @@ impl Weight {
 
     /// Fails if the weight's shape is not what `op` needs or the sink's differs from it.
     pub(crate) fn check(&self, op: &str, want: &[usize]) -> Result<()> {
-        if self.value.dims() != want {
-            bail!("{op}: weight has shape {:?}, want {want:?}", self.value.dims())
+        if self.dims() != want {
+            bail!("{op}: weight has shape {:?}, want {want:?}", self.dims())
         }
         if !self.value.is_contiguous() {
-            bail!("{op}: the weight must be a contiguous view, its strides are {:?}", self.value.stride())
+            bail!("{op}: the weight must be contiguous; its shape is {:?}, strided", self.dims())
         }
         match &self.sink {
-            Some(sink) if sink.grad.elem_count() != self.value.elem_count() => {
-                bail!("{op}: weight has shape {:?}, its gradient sink {:?}", self.value.dims(), sink.grad.dims())
+            Some(sink) if sink.grad.dims().iter().product::<usize>() != want.iter().product::<usize>() => {
+                bail!("{op}: weight has shape {want:?}, its gradient sink {:?}", sink.grad.dims())
             }
             _ => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::tape::Tape;
+    use crate::{Precision, linear};
+    use candle_core::Device;
+
+    fn flat(values: &[f32]) -> Tensor {
+        Tensor::new(values, &Device::Cpu).unwrap()
+    }
+
+    /// A weight that is elsewhere between forward and backward: the backward reads it, and writes its gradient, where they
+    /// are then.
+    #[test]
+    fn backward_finds_what_was_away_in_between() {
+        let (weights, grads) = (Buffer::away(7, DType::F32), Buffer::away(7, DType::F32));
+        let sink = GradSink::new(grads.view(1, (2, 3)).unwrap()).unwrap();
+        let w = Weight::trainable(weights.view(1, (2, 3)).unwrap(), sink);
+        let x = flat(&[1.0, 2.0, 3.0]).reshape((1, 3)).unwrap();
+        let forward = || linear(&x, &w, None, Precision::Compute);
+        let error = forward().unwrap_err().to_string();
+        assert!(error.contains("a buffer of 7 F32 is used while it is away"), "{error}");
+
+        let values = flat(&[9.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0]);
+        weights.put(values.clone()).unwrap();
+        let tape = Tape::record(&[&x], forward).unwrap();
+        assert_eq!(tape.output().to_vec2::<f32>().unwrap(), [[1.0, 5.0]]);
+        assert!(weights.take().is_some() && !weights.is_at_hand());
+
+        weights.put((values * 2.0).unwrap()).unwrap();
+        grads.put(flat(&[0.5; 7])).unwrap();
+        let dx = tape.backward(&flat(&[1.0, 10.0]).reshape((1, 2)).unwrap()).unwrap().remove(&x).unwrap();
+        assert_eq!(dx.to_vec2::<f32>().unwrap(), [[2.0, 20.0, 20.0]]);
+        assert_eq!(grads.get().unwrap().to_vec1::<f32>().unwrap(), [0.5, 1.5, 2.5, 3.5, 10.5, 20.5, 30.5]);
+    }
+
+    #[test]
+    fn a_buffer_takes_nothing_that_it_is_not_for() {
+        let buffer = Buffer::away(3, DType::F32);
+        assert!(buffer.put(flat(&[0.0; 4])).is_err());
+        assert!(buffer.put(flat(&[0.0; 3]).to_dtype(DType::BF16).unwrap()).is_err());
+        assert!(buffer.view(2, 2).is_err());
+        assert!(buffer.put(flat(&[0.0; 3])).is_ok());
     }
 }

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
-use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams};
+use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
 use candlewick_ops::{
     AttentionChoice, Awake, CrossEntropy, Reduction, Seqs, Tape, Upstream, linear_cross_entropy, span, stay_awake,
 };
 
 use crate::offload::{Parked, Parking};
-use crate::store::Resident;
+use crate::params::ParamStore;
 
 /// What a block keeps between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ impl LossScale {
 /// The model, its parameters and the plan of what each block keeps.
 pub struct Engine {
     model: Model,
-    store: Resident,
+    store: ParamStore,
     residency: Vec<Residency>,
     parking: Parking,
     group: Arc<dyn Collective>,
@@ -100,7 +100,7 @@ impl Engine {
     /// Joins a model with its parameters. `residency` says what each block keeps; its length is the number of blocks.
     pub fn new(
         model: Model,
-        store: Resident,
+        store: ParamStore,
         residency: Vec<Residency>,
         group: Arc<dyn Collective>,
         device: Device,
@@ -131,7 +131,7 @@ impl Engine {
     }
 
     /// Returns the parameters.
-    pub fn store(&self) -> &Resident {
+    pub fn store(&self) -> &ParamStore {
         &self.store
     }
 
@@ -155,11 +155,33 @@ impl Engine {
         self.group.as_ref()
     }
 
-    /// Runs forward and backward and returns the sum of the token losses of this micro-batch, an f32 scalar.
+    /// Runs forward and backward over the micro-batches of a step and returns the sums of their token losses, f32 scalars:
+    /// this rank's. The gradient of `scale` times all sums of all ranks is in the main gradients then.
     ///
-    /// The gradient of `scale` times that sum is added to the main gradients. `dropout_key` chooses what dropout drops.
-    /// Nothing here waits for a GPU: read the losses of a step together, at its end.
-    pub fn forward_backward(&self, micro: &Micro, scale: &LossScale, dropout_key: u64) -> Result<Tensor> {
+    /// `dropout_key` chooses what dropout drops in a micro-batch. Nothing here waits for a GPU: read the losses of a step
+    /// together, at its end.
+    pub fn forward_backward(
+        &self,
+        micros: &[Micro],
+        scale: &LossScale,
+        dropout_key: impl Fn(usize) -> u64,
+    ) -> Result<Vec<Tensor>> {
+        let one = |(i, micro)| {
+            let _span = span("micro-batch", "");
+            self.one_forward_backward(micro, scale, dropout_key(i), i + 1 == micros.len())
+        };
+        let sums = micros.iter().enumerate().map(one).collect::<Result<_>>()?;
+        self.store.settle()?;
+        Ok(sums)
+    }
+
+    fn one_forward_backward(
+        &self,
+        micro: &Micro,
+        scale: &LossScale,
+        dropout_key: u64,
+        is_last: bool,
+    ) -> Result<Tensor> {
         let _awake = self.stay_awake();
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
         let cx = Cx { dropout_key: Some(dropout_key), ..self.cx([&cos, &sin], &micro.seqs, &OneDevice) };
@@ -167,6 +189,7 @@ impl Engine {
         let embedded = Tape::record(&[], || self.model.embed(&self.store.fetch(0)?, &micro.ids))?;
         let mut x = embedded.output().clone();
         let mut kept = Vec::with_capacity(self.model.n_blocks());
+        self.store.release(0);
         for block_idx in 0..self.model.n_blocks() {
             let (y, keep) = self.forward_block(block_idx, x, &cx)?;
             kept.push(keep);
@@ -174,37 +197,61 @@ impl Engine {
         }
         let (loss, mut dx) = self.loss_and_grad(&x, &micro.targets, scale)?;
         drop(x);
+        self.done_with(self.head(), is_last)?;
         for (block_idx, keep) in kept.into_iter().enumerate().rev() {
             dx = self.backward_block(block_idx, keep, &dx, &cx)?;
+            self.done_with(block_idx + 1, is_last)?;
         }
+        self.store.open_grads(0)?;
         embedded.backward(&dx)?;
+        self.done_with(0, is_last)?;
         Ok(loss)
+    }
+
+    /// Lets go of a unit after its backward.
+    fn done_with(&self, unit_idx: usize, is_last: bool) -> Result<()> {
+        self.store.release(unit_idx);
+        self.store.close_grads(unit_idx, is_last)
     }
 
     fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, Kept)> {
         let _span = span("block", "forward");
-        let unit_idx = block_idx + 1;
-        if self.residency[block_idx] == Residency::Keep {
-            let weights = self.store.fetch(unit_idx)?;
+        let weights = self.fetch(block_idx + 1, Some(block_idx + 2))?;
+        let (y, kept) = if self.residency[block_idx] == Residency::Keep {
             let tape = Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?;
-            return Ok((tape.output().clone(), Kept::Tape(x, tape)));
-        }
-        let y = self.model.block(block_idx, &self.store.fetch(unit_idx)?, &x, cx)?;
-        let kept = match self.residency[block_idx] {
-            Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
-            _ => Kept::Input(x),
+            (tape.output().clone(), Kept::Tape(x, tape))
+        } else {
+            let y = self.model.block(block_idx, &weights, &x, cx)?;
+            let kept = match self.residency[block_idx] {
+                Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
+                _ => Kept::Input(x),
+            };
+            (y, kept)
         };
+        // The last one's are wanted again at once.
+        if block_idx + 1 < self.model.n_blocks() {
+            self.store.release(block_idx + 1);
+        }
         Ok((y, kept))
+    }
+
+    /// The weights of a unit, while those of the one that is wanted after it are on their way.
+    fn fetch(&self, unit_idx: usize, next: Option<usize>) -> Result<Weights> {
+        let weights = self.store.fetch(unit_idx)?;
+        next.map_or(Ok(()), |next| self.store.prefetch(next))?;
+        Ok(weights)
     }
 
     fn backward_block(&self, block_idx: usize, kept: Kept, dy: &Tensor, cx: &Cx) -> Result<Tensor> {
         let _span = span("block", "backward");
+        // The embedding's backward reads no weights.
+        let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
+        self.store.open_grads(block_idx + 1)?;
         let x = match kept {
             Kept::Tape(x, tape) => return input_grad(tape, &x, dy),
             Kept::Input(x) => x,
             Kept::Parked(parked) => parked.fetch()?,
         };
-        let weights = self.store.fetch(block_idx + 1)?;
         input_grad(Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?, &x, dy)
     }
 
@@ -212,9 +259,10 @@ impl Engine {
     fn loss_and_grad(&self, x_td: &Tensor, targets: &Tensor, scale: &LossScale) -> Result<(Tensor, Tensor)> {
         let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
+        self.store.open_grads(self.head())?;
         let tape = Tape::record(&[x_td], || self.model.norm(&weights, x_td))?;
         let lm_head = self.model.lm_head(&weights)?;
-        let spec = self.cross_entropy(lm_head.value(), Reduction::Sum)?;
+        let spec = self.cross_entropy(lm_head.dims(), Reduction::Sum)?;
         let out = linear_cross_entropy(tape.output(), &lm_head, targets, &spec, scale.upstream())?;
         let dx = out.dx.expect("an upstream gradient was given");
         Ok((out.loss, input_grad(tape, x_td, &dx)?))
@@ -236,9 +284,11 @@ impl Engine {
         let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, &OneDevice)?;
         let weights = self.store.fetch(self.head())?;
         let lm_head = self.model.lm_head(&weights)?;
-        let spec = self.cross_entropy(lm_head.value(), reduction)?;
+        let spec = self.cross_entropy(lm_head.dims(), reduction)?;
         let normed = self.model.norm(&weights, &x_td)?;
-        Ok(linear_cross_entropy(&normed, &lm_head, &micro.targets, &spec, Upstream::NoGrad)?.loss)
+        let loss = linear_cross_entropy(&normed, &lm_head, &micro.targets, &spec, Upstream::NoGrad)?.loss;
+        self.store.release(self.head());
+        Ok(loss)
     }
 
     /// Returns the f32 logits `[v]` after the last token of one sequence that continues what `seams` remembers.
@@ -249,15 +299,19 @@ impl Engine {
         let x_td = self.hidden(&Tensor::new(ids, &self.device)?, &positions, &seqs, seams)?;
         let weights = self.store.fetch(self.head())?;
         let normed = self.model.norm(&weights, &x_td.narrow(0, ids.len() - 1, 1)?)?;
-        self.model.logits(&weights, &normed)?.squeeze(0)
+        let logits = self.model.logits(&weights, &normed)?;
+        self.store.release(self.head());
+        logits.squeeze(0)
     }
 
     fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
         let cx = self.cx([&cos, &sin], seqs, seams);
         let mut x = self.model.embed(&self.store.fetch(0)?, ids)?;
+        self.store.release(0);
         for block_idx in 0..self.model.n_blocks() {
-            x = self.model.block(block_idx, &self.store.fetch(block_idx + 1)?, &x, &cx)?;
+            x = self.model.block(block_idx, &self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &cx)?;
+            self.store.release(block_idx + 1);
         }
         Ok(x)
     }
@@ -277,8 +331,8 @@ impl Engine {
         self.model.n_blocks() + 1
     }
 
-    fn cross_entropy(&self, lm_head_vd: &Tensor, reduction: Reduction) -> Result<CrossEntropy> {
-        let row_bytes = lm_head_vd.dim(0)? * DType::F32.size_in_bytes();
+    fn cross_entropy(&self, lm_head_vd: &[usize], reduction: Reduction) -> Result<CrossEntropy> {
+        let row_bytes = lm_head_vd[0] * DType::F32.size_in_bytes();
         Ok(CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: (self.logits_bytes() / row_bytes).max(1) })
     }
 }

@@ -3,12 +3,13 @@
 //! No kernels and no family names: kernels are in `candlewick-ops`, what a block computes is in `candlewick-model`.
 
 mod engine;
+mod groups;
 mod kv_cache;
 mod offload;
-mod store;
-mod trainable;
+mod params;
 
 pub use engine::{Engine, LossScale, Micro, Residency};
+pub use groups::Groups;
 pub use kv_cache::KvCache;
 pub use offload::Parking;
-pub use store::{Formats, Mode, ParamState, Resident};
+pub use params::{Formats, Mode, ParamState, ParamStore, Sharded, Sharing};

@@ -10,7 +10,7 @@ use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Seqs, Tape,
     Upstream, Verdict, linear_cross_entropy,
 };
-use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, Residency, Resident};
+use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Residency, Sharing};
 use rand::{Rng, SeedableRng};
 use serde_json::json;
 
@@ -31,7 +31,7 @@ fn engine(model: Model, dtype: DType, residency: Residency) -> Engine {
 }
 
 fn engine_in(model: Model, formats: Formats, residency: Residency) -> Engine {
-    let store = Resident::new(&model, formats, Mode::Train, &Device::Cpu).unwrap();
+    let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -74,9 +74,13 @@ fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
     lengths.iter().map(|&n| (0..n).map(|_| token()).collect()).collect()
 }
 
+fn forward_backward(engine: &Engine, micro: &Micro, scale: &LossScale, key: u64) -> Tensor {
+    engine.forward_backward(std::slice::from_ref(micro), scale, |_| key).unwrap().remove(0)
+}
+
 /// One micro-batch forward and backward: its part of the step's mean loss.
 fn train(engine: &Engine, micro: &Micro, of: &[Vec<(u32, i64)>], key: u64) -> f64 {
-    let sum = engine.forward_backward(micro, &scale_of(of), key).unwrap();
+    let sum = forward_backward(engine, micro, &scale_of(of), key);
     f64::from(sum.to_scalar::<f32>().unwrap()) / n_targets(of)
 }
 
@@ -141,7 +145,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         let batch = sequences(&[9, 5]);
         let scale = scale_of(&batch);
         let by_block = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
-        by_block.forward_backward(&micro(&batch), &scale, 5).unwrap();
+        forward_backward(&by_block, &micro(&batch), &scale, 5);
 
         let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
@@ -228,7 +232,7 @@ fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {
 fn the_loss_without_a_tape_is_the_loss_with_one() {
     let batch = sequences(&[6, 9]);
     let engine = engine(Model::new(config(false), None).unwrap(), DType::F32, Residency::Keep);
-    let with = engine.forward_backward(&micro(&batch), &LossScale::mean_over(1.0), 5).unwrap();
+    let with = forward_backward(&engine, &micro(&batch), &LossScale::mean_over(1.0), 5);
     let before = grads(&engine);
     assert_eq!(engine.loss(&micro(&batch)).unwrap(), f64::from(with.to_scalar::<f32>().unwrap()));
     assert!(before == grads(&engine), "an evaluation touched the gradients");
@@ -241,7 +245,7 @@ fn an_adapters_base_has_no_gradient_and_its_factors_do() {
     let model = Model::new(config(true), Some(lora.unwrap())).unwrap();
     let engine = engine(model, DType::F32, Residency::Recompute);
     let batch = sequences(&[8]);
-    engine.forward_backward(&micro(&batch), &LossScale::mean_over(1.0), 5).unwrap();
+    forward_backward(&engine, &micro(&batch), &LossScale::mean_over(1.0), 5);
     let grads = grads(&engine);
     assert_eq!(grads.len(), 3 * 7 * 2);
     for (name, grad) in &grads {
@@ -301,7 +305,7 @@ fn half_precision_scales_the_loss_and_skips_what_overflows() {
         let scaler = scaler(GradPolicy { loss_scaling, ..GradPolicy::PLAIN });
         engine.store().zero_grads().unwrap();
         let scale = scale_of(&batch).times(scaler.loss_scale().unwrap());
-        engine.forward_backward(&micro(&batch), &scale, 5).unwrap();
+        forward_backward(&engine, &micro(&batch), &scale, 5);
         let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let before: Vec<f32> = engine.store().masters().flat_map(|master| flat(&master.unwrap().1)).collect();
         let verdict = step(&engine, &hyper, &scaler);

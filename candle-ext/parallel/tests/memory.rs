@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, MlpRows, Model};
 use candlewick_ops::Seqs;
-use candlewick_parallel::{Engine, Formats, LossScale, Micro, Mode, Parking, Residency, Resident};
+use candlewick_parallel::{Engine, Formats, LossScale, Micro, Mode, ParamStore, Parking, Residency, Sharing};
 use peak_alloc::PeakAlloc;
 use serde_json::json;
 
@@ -29,7 +29,8 @@ fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
         "tie_word_embeddings": true
     });
     let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
-    let store = Resident::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu).unwrap();
+    let store = ParamStore::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu, Sharing::alone())
+        .unwrap();
     let folder = Parking::Folder(std::env::temp_dir());
     let engine =
         Engine::new(model, store, residency, Arc::new(Solo), Device::Cpu).with_parking(folder).with_mlp_rows(mlp_rows);
@@ -41,7 +42,7 @@ fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
     };
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
-    engine.forward_backward(&micro, &LossScale::mean_over(1.0), 5).unwrap();
+    engine.forward_backward(std::slice::from_ref(&micro), &LossScale::mean_over(1.0), |_| 5).unwrap();
     ALLOCATOR.peak_usage() - before
 }
 

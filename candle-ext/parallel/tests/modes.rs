@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, LoraConfig, MlpRows, Model};
 use candlewick_ops::Seqs;
-use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, Parking, Residency, Resident};
+use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Parking, Residency, Sharing};
 use serde_json::{Value, json};
 
 const VOCAB: usize = 50;
@@ -53,7 +53,7 @@ fn engine(case: &Case, residency: Vec<Residency>, mlp_rows: MlpRows) -> Engine {
     let lora = case.lora.as_ref().map(|lora| LoraConfig::from_json(lora).unwrap());
     let model = Model::new(Config::from_json(case.config.clone()).unwrap(), lora).unwrap();
     let formats = Formats::computing_in(case.dtype);
-    let store = Resident::new(&model, formats, Mode::Train, &Device::Cpu).unwrap();
+    let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -94,7 +94,7 @@ fn run(case: &Case, residency: Vec<Residency>, mlp_rows: MlpRows) -> Results {
 }
 
 fn run_on(engine: Engine) -> Results {
-    let loss = engine.forward_backward(&micro(), &LossScale::mean_over(60.0), 5).unwrap().to_scalar().unwrap();
+    let loss = engine.forward_backward(&[micro()], &LossScale::mean_over(60.0), |_| 5).unwrap()[0].to_scalar().unwrap();
     let flat = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let grads = engine.store().states().unwrap().into_iter().map(|state| (state.name, flat(&state.grad))).collect();
     Results { loss, held_out: engine.loss(&micro()).unwrap(), grads }

@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, LossScaling, copy_into};
-use candlewick_parallel::{Formats, Mode, Resident};
+use candlewick_parallel::{Formats, Mode, ParamStore, Sharing};
 use serde_json::json;
 
 const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
@@ -20,11 +20,11 @@ fn model() -> Model {
 }
 
 /// `share` is that of the parameters whose optimizer is on the host.
-fn store(formats: Formats, share: Option<f64>) -> Resident {
+fn store(formats: Formats, share: Option<f64>) -> ParamStore {
     let (model, device) = (model(), Device::Cpu);
     let store = match share {
-        None => Resident::new(&model, formats, Mode::Train, &device),
-        Some(share) => Resident::with_optimizer_on_host(&model, formats, share, &device),
+        None => ParamStore::new(&model, formats, Mode::Train, &device, Sharing::alone()),
+        Some(share) => ParamStore::with_optimizer_on_host(&model, formats, share, &device, Sharing::alone()),
     }
     .unwrap();
     store
@@ -38,7 +38,7 @@ fn store(formats: Formats, share: Option<f64>) -> Resident {
 }
 
 /// Gradients for the `number`-th step, or one that overflows.
-fn set_grads(store: &Resident, number: usize, overflows: bool) {
+fn set_grads(store: &ParamStore, number: usize, overflows: bool) {
     for (i, state) in store.states().unwrap().into_iter().enumerate() {
         let n = state.grad.elem_count();
         let value = |j: usize| ((i * 7 + j * 3 + number) as f32).sin() * 0.3;
@@ -51,7 +51,7 @@ fn set_grads(store: &Resident, number: usize, overflows: bool) {
 }
 
 /// Everything that a store holds after a few steps, of which one overflows.
-fn after_steps(store: &Resident) -> Vec<Vec<f32>> {
+fn after_steps(store: &ParamStore) -> Vec<Vec<f32>> {
     let loss_scaling = LossScaling { initial: 4.0, window: 100, hysteresis: 1, min: 1.0 };
     let policy = GradPolicy { max_norm: Some(0.5), loss_scaling, halts: false };
     let scaler = GradScaler::new(policy, 0, &Device::Cpu).unwrap();
@@ -64,7 +64,7 @@ fn after_steps(store: &Resident) -> Vec<Vec<f32>> {
     everything(store)
 }
 
-fn everything(store: &Resident) -> Vec<Vec<f32>> {
+fn everything(store: &ParamStore) -> Vec<Vec<f32>> {
     let states = store.states().unwrap().into_iter().flat_map(|state| [state.master, state.exp_avg, state.exp_avg_sq]);
     let values = store.values().map(|value| value.unwrap().1);
     let masters = store.masters().map(|master| master.unwrap().1);

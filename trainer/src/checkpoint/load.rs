@@ -5,8 +5,10 @@
 //! exist and none is whole, that is an error: a run never starts over by itself.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::PathBuf;
 
+use super::crew::{Crew, first};
 use super::error::CheckpointError;
 use super::find::{Complete, Skipped, search};
 use super::fingerprint::Fingerprint;
@@ -14,7 +16,7 @@ use super::hash::has_changed;
 use super::manifest::{Manifest, STATE};
 use super::plan::CheckpointPlan;
 use super::retention::clear_leftovers;
-use super::shard::read_shard;
+use super::shard::{Wanted, read_shard};
 use super::state::{RunState, TensorMeta, TrainState};
 
 /// Says from where a run goes on.
@@ -30,18 +32,22 @@ pub struct Resumed {
 
 /// Loads the newest whole save of `plan.output_dir` into `state`, or returns `None` where there is
 /// no save at all. `fingerprint` is the present plan's; another one in the save is an error.
+///
+/// Each rank of `crew` verifies some of the files and loads what it needs. All call it, and come to the same.
 pub fn resume(
     plan: &CheckpointPlan,
     fingerprint: &Fingerprint,
     state: &mut dyn TrainState,
+    crew: &dyn Crew,
 ) -> Result<Option<Resumed>, CheckpointError> {
-    for line in clear_leftovers(&plan.output_dir)? {
+    let cleared = first(crew, || clear_leftovers(&plan.output_dir))?;
+    for line in cleared.into_iter().flatten() {
         tracing::info!("{line} in {}", plan.output_dir.display());
     }
     let found = search(&plan.output_dir)?;
     let mut skipped = found.skipped;
     for complete in found.complete {
-        match verify(&complete) {
+        match verify(&complete, crew)? {
             Ok(run) => {
                 check_same(&complete, &run, fingerprint, &state.tensors())?;
                 load_tensors(&complete, state)?;
@@ -58,13 +64,26 @@ pub fn resume(
     Err(CheckpointError::NoneWhole { output_dir: plan.output_dir.clone(), reasons })
 }
 
-/// Compares every hash and reads the loop's state.
-fn verify(complete: &Complete) -> Result<RunState, String> {
-    for file in &complete.manifest.files {
+/// Compares every hash and reads the loop's state. The reason why a save is not whole is the same for all ranks.
+fn verify(complete: &Complete, crew: &dyn Crew) -> Result<Result<RunState, String>, CheckpointError> {
+    let own = verify_share(complete, (crew.rank(), crew.size()));
+    let told = crew.tell(own.map(|()| Vec::new())).map_err(CheckpointError::Crew)?;
+    match told.into_iter().find_map(Result::err) {
+        Some(reason) => Ok(Err(reason)),
+        None => Ok(read_state(complete)),
+    }
+}
+
+fn verify_share(complete: &Complete, (rank, n_ranks): (usize, usize)) -> Result<(), String> {
+    for file in complete.manifest.files.iter().skip(rank).step_by(n_ranks) {
         if has_changed(&complete.dir, file).map_err(|error| format!("{}: {error}", file.name))? {
             return Err(format!("{} has changed since it was written (its hash differs)", file.name));
         }
     }
+    Ok(())
+}
+
+fn read_state(complete: &Complete) -> Result<RunState, String> {
     let bytes = std::fs::read(complete.dir.join(STATE)).map_err(|error| format!("{STATE}: {error}"))?;
     let run: RunState = serde_json::from_slice(&bytes).map_err(|error| format!("{STATE}: {error}"))?;
     if run.tag() != complete.manifest.tag() {
@@ -111,11 +130,27 @@ fn shorten(mut differences: Vec<String>) -> Vec<String> {
     differences
 }
 
+/// Loads what this rank has of each tensor from whichever files hold it.
 fn load_tensors(complete: &Complete, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
-    let mut by_file: BTreeMap<&str, Vec<TensorMeta>> = BTreeMap::new();
-    for tensor in &complete.manifest.tensors {
-        let meta = TensorMeta { name: tensor.name.clone(), shape: tensor.shape.clone() };
-        by_file.entry(&tensor.file).or_default().push(meta);
+    let mut missing: BTreeMap<String, Vec<(Range<usize>, usize)>> = BTreeMap::new();
+    for piece in state.pieces() {
+        let n = piece.range.len();
+        missing.entry(piece.tensor.name).or_default().push((piece.range, n));
     }
-    by_file.into_iter().try_for_each(|(file, tensors)| read_shard(&complete.dir, file, &tensors, state))
+    let mut by_file: BTreeMap<&str, Vec<Wanted>> = BTreeMap::new();
+    for entry in &complete.manifest.tensors {
+        let piece = entry.piece();
+        for (wanted, n_left) in missing.get_mut(&entry.name).into_iter().flatten() {
+            let range = piece.range.start.max(wanted.start)..piece.range.end.min(wanted.end);
+            if !range.is_empty() {
+                *n_left = n_left.saturating_sub(range.len());
+                by_file.entry(&entry.file).or_default().push(Wanted { piece: piece.clone(), range });
+            }
+        }
+    }
+    if let Some((name, _)) = missing.iter().find(|(_, pieces)| pieces.iter().any(|(_, n_left)| *n_left > 0)) {
+        let reason = format!("no file holds all of the tensor {name:?}");
+        return Err(CheckpointError::damaged(&complete.dir, reason));
+    }
+    by_file.into_iter().try_for_each(|(file, wanted)| read_shard(&complete.dir, file, &wanted, state))
 }

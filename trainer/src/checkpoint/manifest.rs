@@ -2,11 +2,13 @@
 //! it is read as if a stranger had written it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Component, Path};
 
 use serde::{Deserialize, Serialize};
 
 use super::plan::Tag;
+use super::state::{Piece, TensorMeta};
 
 /// The manifest's file name.
 pub(crate) const MANIFEST: &str = "manifest.json";
@@ -56,10 +58,15 @@ pub struct FileEntry {
 pub struct TensorEntry {
     /// The tensor's name in the whole model.
     pub name: String,
-    /// The whole tensor's shape; the piece's own shape is in its file's header.
+    /// The whole tensor's shape.
     pub shape: Vec<usize>,
-    /// Where the piece begins in the whole tensor.
-    pub offset: Vec<usize>,
+    /// Where a piece begins in the whole tensor: zeros. It dates from the first version.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    offset: Vec<usize>,
+    /// Which elements of the whole tensor the file holds, in the order of the rows; all of them if it does not say. A piece
+    /// is a list there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub range: Option<Range<usize>>,
     /// The file that holds it.
     pub file: String,
 }
@@ -106,21 +113,40 @@ impl Manifest {
         if !tensor_bytes.contains_key(STATE) {
             return Err(format!("{STATE} is not listed"));
         }
-        let mut names = std::collections::BTreeSet::new();
+        let mut places: BTreeMap<&str, Vec<Range<usize>>> = BTreeMap::new();
         for tensor in &self.tensors {
             let n_bytes = check_tensor(tensor)?;
             let sum = tensor_bytes
                 .get_mut(tensor.file.as_str())
                 .ok_or_else(|| format!("the tensor {:?} is in {:?}, which is not listed", tensor.name, tensor.file))?;
             *sum = sum.saturating_add(n_bytes);
-            if !names.insert(&tensor.name) {
-                return Err(format!("the tensor {:?} is listed twice", tensor.name));
+            places.entry(&tensor.name).or_default().push(tensor.piece().range);
+        }
+        for (name, mut pieces) in places {
+            pieces.sort_by_key(|piece| piece.start);
+            if pieces.windows(2).any(|pair| pair[0].end > pair[1].start) {
+                return Err(format!("the tensor {name:?} is listed twice"));
             }
         }
         match self.files.iter().find(|file| tensor_bytes[file.name.as_str()] > file.size) {
             Some(file) => Err(format!("the tensors of {:?} are larger than the file", file.name)),
             None => Ok(()),
         }
+    }
+}
+
+impl TensorEntry {
+    /// Describes what `file` holds of a tensor.
+    pub(crate) fn new(piece: Piece, file: &str) -> Self {
+        let range = (piece.range.len() != piece.tensor.n_values()).then_some(piece.range);
+        let TensorMeta { name, shape } = piece.tensor;
+        Self { name, shape, offset: Vec::new(), range, file: file.to_owned() }
+    }
+
+    /// What it holds.
+    pub fn piece(&self) -> Piece {
+        let whole = Piece::whole(TensorMeta { name: self.name.clone(), shape: self.shape.clone() });
+        Piece { range: self.range.clone().unwrap_or(whole.range), ..whole }
     }
 }
 
@@ -139,17 +165,19 @@ fn check_file(file: &FileEntry) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns the bytes of the tensor.
+/// Returns the bytes of the tensor, or of the piece.
 fn check_tensor(tensor: &TensorEntry) -> Result<u64, String> {
-    if tensor.offset.len() != tensor.shape.len() || tensor.offset.iter().any(|&o| o != 0) {
-        return Err(format!(
-            "the tensor {:?} is saved in pieces (offset {:?}); this program reads whole tensors",
-            tensor.name, tensor.offset
-        ));
+    let TensorEntry { name, shape, offset, range, .. } = tensor;
+    if offset.iter().any(|&o| o != 0) {
+        return Err(format!("the tensor {name:?} is cut at {offset:?}; this program reads ranges of elements"));
     }
-    tensor
-        .shape
-        .iter()
-        .try_fold(4u64, |bytes, &extent| bytes.checked_mul(extent as u64))
-        .ok_or_else(|| format!("the tensor {:?} has an absurd shape {:?}", tensor.name, tensor.shape))
+    let n_bytes = shape.iter().try_fold(4u64, |bytes, &extent| bytes.checked_mul(extent as u64));
+    let n_bytes = n_bytes.ok_or_else(|| format!("the tensor {name:?} has an absurd shape {shape:?}"))?;
+    match range {
+        None => Ok(n_bytes),
+        Some(range) if range.is_empty() || range.end as u64 > n_bytes / 4 => {
+            Err(format!("the tensor {name:?} of shape {shape:?} has no elements {range:?}"))
+        }
+        Some(range) => Ok(4 * range.len() as u64),
+    }
 }

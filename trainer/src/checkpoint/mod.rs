@@ -3,13 +3,15 @@
 //!
 //! A `sharded` save is a folder `<output_dir>/epoch_E_global_step_N/`:
 //! ```text
-//! shard_00001.safetensors ..  f32 tensors under their global names
+//! shard_RANK_N.safetensors .. f32 tensors under their global names, or pieces of them
 //! state.json                  step, epoch, data cursor, RNG, ledger, the fingerprint of the plan
 //! manifest.json               written last: size and BLAKE3 of each file; name, shape, offset of each tensor
 //! ```
-//! It is written beside its place under a dotted name, fsynced and renamed, so a folder with the
+//! Each rank writes what it has; the manifest says which elements of which tensor lie where, so that any number of ranks
+//! can take it up. It is written beside its place under a dotted name, fsynced and renamed, so a folder with the
 //! right name is whole unless somebody changed it; the hashes tell that.
 
+mod crew;
 mod disk;
 mod error;
 mod find;
@@ -27,6 +29,7 @@ mod storage;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
+pub use crew::{Alone, Crew, Word};
 pub use disk::{PlannedSaves, bytes_needed, free_bytes, preflight};
 pub use error::CheckpointError;
 pub use find::{Complete, Search, Skipped, newest_complete, search};
@@ -36,4 +39,4 @@ pub use manifest::{FileEntry, Manifest, TensorEntry};
 pub use plan::{CheckpointPlan, Kind, Moment, Tag};
 pub use retention::{clear_leftovers, prune};
 pub use save::{Saved, save};
-pub use state::{BestEval, RunState, StateError, TensorMeta, TrainState};
+pub use state::{BestEval, Piece, RunState, StateError, TensorMeta, TrainState};

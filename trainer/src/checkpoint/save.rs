@@ -2,13 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
+use super::crew::{Crew, first, together};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
 use super::manifest::{FileEntry, MANIFEST, Manifest, STATE, TensorEntry};
 use super::plan::{CheckpointPlan, Tag};
 use super::retention::{old_name, prune_with, temporary_name};
 use super::shard::write_shard;
-use super::state::{RunState, TensorMeta, TrainState};
+use super::state::{Piece, RunState, TrainState};
 use super::storage::{Drive, Storage};
 
 /// Bytes of tensors after which the next one begins another file.
@@ -27,8 +30,15 @@ pub struct Saved {
 
 /// Writes the state after `run.step` steps under the tag of that step, then deletes what `keep`
 /// says. A save of the same tag is replaced. After an error the earlier saves are as they were.
-pub fn save(plan: &CheckpointPlan, run: &RunState, state: &dyn TrainState) -> Result<Saved, CheckpointError> {
-    save_with(&Drive, SHARD_BYTES, plan, run, state)
+///
+/// Each rank of `crew` writes what it has; the first one makes it a save. All call it.
+pub fn save(
+    plan: &CheckpointPlan,
+    run: &RunState,
+    state: &dyn TrainState,
+    crew: &dyn Crew,
+) -> Result<Saved, CheckpointError> {
+    save_with(&Drive, SHARD_BYTES, plan, run, state, crew)
 }
 
 pub(crate) fn save_with(
@@ -37,21 +47,54 @@ pub(crate) fn save_with(
     plan: &CheckpointPlan,
     run: &RunState,
     state: &dyn TrainState,
+    crew: &dyn Crew,
 ) -> Result<Saved, CheckpointError> {
     let tag = run.tag();
     let dir = plan.dir(tag);
     let temporary = plan.output_dir.join(temporary_name(&plan.kind.dir_name(tag)));
-    let written = start(storage, &plan.output_dir, &temporary)
-        .and_then(|()| write_all(storage, shard_bytes, &temporary, run, state))
-        .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes));
-    let n_bytes = written.map_err(|error| {
+    let written = first(crew, || start(storage, &plan.output_dir, &temporary).map_err(|error| error.in_save(&dir)))
+        .and_then(|_| {
+            let own = if crew.writes() {
+                write_share(storage, shard_bytes, &temporary, state, crew.rank())
+            } else {
+                Ok(Share::default())
+            };
+            together(crew, own.map(|share| share.to_bytes()).map_err(|error| error.in_save(&dir)))
+        })
+        .and_then(|shares| {
+            let shares = shares.iter().map(|bytes| Share::of_bytes(bytes, &dir)).collect::<Result<Vec<_>, _>>()?;
+            first(crew, || {
+                let n_bytes = finish(storage, &temporary, run, shares)
+                    .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
+                    .map_err(|error| error.in_save(&dir))?;
+                let prune = |keep| prune_with(storage, plan.kind, &plan.output_dir, tag, keep);
+                Ok((n_bytes, plan.keep.map_or(Ok(Vec::new()), prune)?))
+            })
+        });
+    if written.is_err() && crew.rank() == 0 {
         // The first error is the one to report; what stays behind is cleared by the next start.
         let _ = storage.remove_dir(&temporary);
-        error.in_save(&dir)
-    })?;
-    let removed =
-        plan.keep.map_or(Ok(Vec::new()), |keep| prune_with(storage, plan.kind, &plan.output_dir, tag, keep))?;
+    }
+    let (n_bytes, removed) = written?.unwrap_or_default();
     Ok(Saved { dir, n_bytes, removed })
+}
+
+/// What one rank has written.
+#[derive(Default, Serialize, Deserialize)]
+struct Share {
+    files: Vec<FileEntry>,
+    tensors: Vec<TensorEntry>,
+}
+
+impl Share {
+    fn to_bytes(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("names and numbers are JSON")
+    }
+
+    fn of_bytes(bytes: &[u8], dir: &Path) -> Result<Self, CheckpointError> {
+        let malformed = |error| CheckpointError::damaged(dir, format!("what another rank says of its part: {error}"));
+        serde_json::from_slice(bytes).map_err(malformed)
+    }
 }
 
 fn start(storage: &dyn Storage, output_dir: &Path, temporary: &Path) -> Result<(), CheckpointError> {
@@ -60,42 +103,46 @@ fn start(storage: &dyn Storage, output_dir: &Path, temporary: &Path) -> Result<(
     storage.create_dir(temporary).map_err(CheckpointError::io("create", temporary))
 }
 
-/// Writes shards, state and manifest, in this order, and returns their bytes.
-fn write_all(
+/// Writes what this rank has.
+fn write_share(
     storage: &dyn Storage,
     shard_bytes: usize,
     dir: &Path,
-    run: &RunState,
     state: &dyn TrainState,
-) -> Result<u64, CheckpointError> {
-    let mut files = Vec::new();
-    let mut entries = Vec::new();
-    for (i, tensors) in split(state.tensors(), shard_bytes).into_iter().enumerate() {
-        let name = format!("shard_{:05}.safetensors", i + 1);
-        files.push(write_shard(storage, dir, &name, &tensors, state)?);
-        entries.extend(tensors.into_iter().map(|tensor| TensorEntry {
-            offset: vec![0; tensor.shape.len()],
-            name: tensor.name,
-            shape: tensor.shape,
-            file: name.clone(),
-        }));
+    rank: usize,
+) -> Result<Share, CheckpointError> {
+    let mut share = Share::default();
+    for (i, pieces) in split(state.pieces(), shard_bytes).into_iter().enumerate() {
+        let name = format!("shard_{rank:05}_{:05}.safetensors", i + 1);
+        share.files.push(write_shard(storage, dir, &name, &pieces, state)?);
+        share.tensors.extend(pieces.into_iter().map(|piece| TensorEntry::new(piece, &name)));
+    }
+    Ok(share)
+}
+
+/// Writes the state and the manifest of what the ranks have written, in this order, and returns the bytes of all.
+fn finish(storage: &dyn Storage, dir: &Path, run: &RunState, shares: Vec<Share>) -> Result<u64, CheckpointError> {
+    let (mut files, mut tensors) = (Vec::new(), Vec::new());
+    for share in shares {
+        files.extend(share.files);
+        tensors.extend(share.tensors);
     }
     files.push(write_json(storage, dir, STATE, run)?);
-    let manifest = Manifest::new(run.tag(), run.began, files, entries);
+    let manifest = Manifest::new(run.tag(), run.began, files, tensors);
     let written = write_json(storage, dir, MANIFEST, &manifest)?;
     storage.sync_dir(dir).map_err(CheckpointError::io("sync", dir))?;
     Ok(manifest.n_bytes() + written.size)
 }
 
-fn split(tensors: Vec<TensorMeta>, shard_bytes: usize) -> Vec<Vec<TensorMeta>> {
-    let mut shards: Vec<Vec<TensorMeta>> = Vec::new();
+fn split(pieces: Vec<Piece>, shard_bytes: usize) -> Vec<Vec<Piece>> {
+    let mut shards: Vec<Vec<Piece>> = Vec::new();
     let mut room = 0;
-    for tensor in tensors {
-        let n_bytes = 4 * tensor.n_values();
+    for piece in pieces {
+        let n_bytes = 4 * piece.range.len();
         match shards.last_mut().filter(|_| n_bytes <= room) {
-            Some(shard) => shard.push(tensor),
+            Some(shard) => shard.push(piece),
             None => {
-                shards.push(vec![tensor]);
+                shards.push(vec![piece]);
                 room = shard_bytes;
             }
         }

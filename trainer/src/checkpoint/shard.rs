@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::Path;
 
 use candlewick_model::checkpoint::little_endian;
@@ -11,31 +12,30 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
 use super::manifest::FileEntry;
-use super::state::{TensorMeta, TrainState};
+use super::state::{Piece, TrainState};
 use super::storage::Storage;
 
 /// Values that travel at once: 4 MiB.
-const PIECE: usize = 1 << 20;
+const AT_ONCE: usize = 1 << 20;
 /// A longer header than this is no header of ours.
 const MAX_HEADER: u64 = 100 << 20;
 
-/// Writes `tensors`, in their order, as the file `dir/name`.
+/// Writes `pieces`, in their order, as the file `dir/name`.
 pub(crate) fn write_shard(
     storage: &dyn Storage,
     dir: &Path,
     name: &str,
-    tensors: &[TensorMeta],
+    pieces: &[Piece],
     state: &dyn TrainState,
 ) -> Result<FileEntry, CheckpointError> {
     let path = dir.join(name);
     let mut file = HashedFile::create(storage, &path).map_err(CheckpointError::io("create", &path))?;
-    file.write(&header(tensors)).map_err(CheckpointError::io("write", &path))?;
-    for tensor in tensors {
-        let n_values = tensor.n_values();
-        for start in (0..n_values).step_by(PIECE) {
+    file.write(&header(pieces)).map_err(CheckpointError::io("write", &path))?;
+    for Piece { tensor, range } in pieces {
+        for start in range.clone().step_by(AT_ONCE) {
             let mut written = Ok(());
             let mut write = |values: &[f32]| written = file.write(&little_endian(values));
-            let read = state.read(&tensor.name, start, PIECE.min(n_values - start), &mut write);
+            let read = state.read(&tensor.name, start, AT_ONCE.min(range.end - start), &mut write);
             read.map_err(|source| CheckpointError::State { action: "read", name: tensor.name.clone(), source })?;
             written.map_err(CheckpointError::io("write", &path))?;
         }
@@ -43,11 +43,17 @@ pub(crate) fn write_shard(
     file.finish(name).map_err(CheckpointError::io("sync", &path))
 }
 
-/// Hands every tensor of the file to `state`. The file's hash was verified before.
+/// What to read of a file: a piece that it holds, and which elements of that piece's tensor are wanted.
+pub(crate) struct Wanted {
+    pub(crate) piece: Piece,
+    pub(crate) range: Range<usize>,
+}
+
+/// Hands what is wanted of the file to `state`. The file's hash was verified before.
 pub(crate) fn read_shard(
     dir: &Path,
     name: &str,
-    tensors: &[TensorMeta],
+    wanted: &[Wanted],
     state: &mut dyn TrainState,
 ) -> Result<(), CheckpointError> {
     let path = dir.join(name);
@@ -55,13 +61,14 @@ pub(crate) fn read_shard(
     let mut file = BufReader::with_capacity(1 << 20, file);
     let (data_start, metadata) =
         read_header(&mut file).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
-    for tensor in tensors {
+    for Wanted { piece, range } in wanted {
         let begin =
-            begin_of(&metadata, tensor).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
-        file.seek(SeekFrom::Start(data_start + begin)).map_err(CheckpointError::io("read", &path))?;
-        let n_values = tensor.n_values();
-        for start in (0..n_values).step_by(PIECE) {
-            let mut values = vec![0f32; PIECE.min(n_values - start)];
+            begin_of(&metadata, piece).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
+        let first = 4 * (range.start - piece.range.start) as u64;
+        file.seek(SeekFrom::Start(data_start + begin + first)).map_err(CheckpointError::io("read", &path))?;
+        let tensor = &piece.tensor;
+        for start in range.clone().step_by(AT_ONCE) {
+            let mut values = vec![0f32; AT_ONCE.min(range.end - start)];
             file.read_exact(bytemuck::cast_slice_mut(&mut values)).map_err(CheckpointError::io("read", &path))?;
             values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
             state.load(&tensor.name, start, values).map_err(|source| CheckpointError::State {
@@ -74,13 +81,13 @@ pub(crate) fn read_shard(
     Ok(())
 }
 
-fn header(tensors: &[TensorMeta]) -> Vec<u8> {
+fn header(pieces: &[Piece]) -> Vec<u8> {
     let mut end = 0;
-    let infos = tensors.iter().map(|tensor| {
+    let infos = pieces.iter().map(|piece| {
         let begin = end;
-        end += 4 * tensor.n_values();
-        let info = TensorInfo { dtype: Dtype::F32, shape: tensor.shape.clone(), data_offsets: (begin, end) };
-        (tensor.name.clone(), info)
+        end += 4 * piece.range.len();
+        let info = TensorInfo { dtype: Dtype::F32, shape: piece.shape(), data_offsets: (begin, end) };
+        (piece.tensor.name.clone(), info)
     });
     let metadata = Metadata::new(None, infos.collect()).expect("the offsets are consecutive");
     let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
@@ -104,10 +111,11 @@ fn read_header(file: &mut impl Read) -> Result<(u64, Metadata), String> {
     Ok((8 + length, metadata))
 }
 
-fn begin_of(metadata: &Metadata, tensor: &TensorMeta) -> Result<u64, String> {
-    let info = metadata.info(&tensor.name).ok_or_else(|| format!("no tensor {:?}", tensor.name))?;
-    if info.dtype != Dtype::F32 || info.shape != tensor.shape {
-        return Err(format!("{:?} is {:?} {:?}, not F32 {:?}", tensor.name, info.dtype, info.shape, tensor.shape));
+fn begin_of(metadata: &Metadata, piece: &Piece) -> Result<u64, String> {
+    let (name, shape) = (&piece.tensor.name, piece.shape());
+    let info = metadata.info(name).ok_or_else(|| format!("no tensor {name:?}"))?;
+    if info.dtype != Dtype::F32 || info.shape != shape {
+        return Err(format!("{name:?} is {:?} {:?}, not F32 {shape:?}", info.dtype, info.shape));
     }
     Ok(info.data_offsets.0 as u64)
 }

@@ -1,6 +1,8 @@
 //! What a save holds, seen from here: tensors that an engine gives and takes in pieces, and the
 //! numbers of the loop. Nothing here knows what an optimizer or a data set is.
 
+use std::ops::Range;
+
 use candlewick_ops::ScalerState;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -20,12 +22,26 @@ pub struct TensorMeta {
     pub shape: Vec<usize>,
 }
 
-/// Gives and takes the tensors of a training run (masters, first and second moments).
+/// Some elements of a tensor, in the order of its rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The whole tensor.
+    pub tensor: TensorMeta,
+    /// Which of its elements.
+    pub range: Range<usize>,
+}
+
+/// Gives and takes the tensors of a training run (masters, first and second moments), as far as this rank has them.
 ///
-/// They travel in pieces of a bounded size, so that a save needs no second copy of the state.
+/// They travel in pieces of a bounded size, so that a save needs no second copy of the state. Row-major indices count in
+/// the whole tensor.
 pub trait TrainState: Send {
-    /// Lists every tensor, always in the same order.
+    /// Lists every tensor of the model, always in the same order, whoever has it.
     fn tensors(&self) -> Vec<TensorMeta>;
+    /// Lists what this rank has, in the same order.
+    fn pieces(&self) -> Vec<Piece> {
+        self.tensors().into_iter().map(Piece::whole).collect()
+    }
     /// Hands `n_values` values from the row-major index `start` on to `take`, without a copy where they are at hand.
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError>;
     /// Replaces the values from the row-major index `start` on.
@@ -84,6 +100,18 @@ impl TensorMeta {
     /// Returns the number of values.
     pub fn n_values(&self) -> usize {
         self.shape.iter().product()
+    }
+}
+
+impl Piece {
+    /// All of a tensor.
+    pub fn whole(tensor: TensorMeta) -> Self {
+        Self { range: 0..tensor.n_values(), tensor }
+    }
+
+    /// The shape that it has in a file: the tensor's own, or that of a list.
+    pub(crate) fn shape(&self) -> Vec<usize> {
+        if self.range.len() == self.tensor.n_values() { self.tensor.shape.clone() } else { vec![self.range.len()] }
     }
 }
 

@@ -5,19 +5,16 @@ use anyhow::{Context, Result, anyhow};
 use super::{EstimateArgs, Recipe, Ui, Verbosity, train};
 use crate::estimate::{Capacity, Fixed, Report, Setup, choose, usable};
 use crate::exit::ExitCode;
+use crate::plan::Seat;
 use crate::recipe::{Loaded, MemoryModes};
 
 pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    if asked.ranks != 1 {
-        let error =
-            anyhow!("failed to estimate {} ranks: a run has one so far; data parallelism is not built", asked.ranks);
-        return Err(error.context(ExitCode::Usage));
-    }
+    let seat = Seat { rank: 0, n_ranks: asked.ranks };
     let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
     // What `memory: auto` takes depends on the device that is asked about, not on what is free here.
     let manual = ["memory=manual".to_owned()];
     let overrides = asked.recipe.overrides.iter().chain(&manual).cloned().collect();
-    let plan = train::plan(&Recipe { path: asked.recipe.path.clone(), overrides }, verbosity)?;
+    let plan = train::plan(&Recipe { path: asked.recipe.path.clone(), overrides }, verbosity, seat)?;
     let capacity = match &asked.device {
         Some(text) => {
             let parsed = Capacity::parse(text, plan.device);

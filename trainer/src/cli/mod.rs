@@ -3,19 +3,23 @@
 mod check;
 mod data;
 mod doctor;
+mod error_file;
 mod estimate;
 mod logging;
 mod profile;
 mod train;
 mod ui;
 
+use std::io::Write;
 use std::path::PathBuf;
 
+use candlewick_comm::place::Place;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use evaluator::exit::{completions, parse_arguments};
 
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
+use crate::plan::Seat;
 
 use profile::Sort;
 pub use ui::Ui;
@@ -155,8 +159,8 @@ struct EstimateArgs {
     /// free now]
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
-    /// Processes that train together
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    /// Processes that train together; the answer is for each of them
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     ranks: usize,
     /// For programs
     #[arg(long)]
@@ -198,10 +202,14 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(code) => return code,
     };
+    error_file::watch_panics();
     match run(&cli) {
         Ok(code) => code,
         Err(error) => {
-            eprint!("{}", report(&error));
+            let report = report(&error);
+            error_file::write(report.trim_end());
+            // A reader that has gone away is no failure.
+            let _ = std::io::stderr().write_all(report.as_bytes());
             classify(&error)
         }
     }
@@ -213,7 +221,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Train(train) => train::run(train, cli.verbosity, &ui),
         Command::Check(check) => check::run(check, cli.verbosity, &ui),
         Command::Data(data) => {
-            let mut plan = train::plan(&data.recipe, cli.verbosity)?;
+            let mut plan = train::plan(&data.recipe, cli.verbosity, seat(&place()?))?;
             // It is this command that fills the cache.
             plan.data.fail_on_missing_cache = false;
             logging::start(cli.verbosity, &plan.logger, None)?;
@@ -225,6 +233,22 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
         Command::Version => ui.answer(&format!("trainer {}", env!("CARGO_PKG_VERSION"))),
     }
+}
+
+/// This process's place among those that were started together, as torchrun, MPI or Slurm tell it.
+fn place() -> anyhow::Result<Place> {
+    let variables =
+        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let place = Place::from_variables(&variables.collect());
+    place.map_err(|error| anyhow::anyhow!("failed to {error}").context(ExitCode::Usage))
+}
+
+fn seat(place: &Place) -> Seat {
+    Seat { rank: place.rank, n_ranks: place.world_size }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number of processes, at least 1".into())
 }
 
 fn key_value(text: &str) -> Result<String, String> {

@@ -32,13 +32,24 @@ pub struct Batch {
 pub struct Step {
     /// The pass over the data it belongs to.
     pub epoch: usize,
-    /// What is computed, one after another.
+    /// What all ranks compute: the first ones each rank's first, in the order of the ranks, and so on.
     pub micro_batches: Vec<Batch>,
     /// The targets of the whole step: what every sum of losses is divided by.
     pub n_targets: usize,
 }
 
 impl Batch {
+    /// One token that teaches nothing: what a rank computes when the others have a micro-batch and it has none.
+    pub fn filler() -> Self {
+        Self {
+            ids: vec![0],
+            targets: vec![IGNORE_INDEX],
+            positions: vec![0],
+            cu_seqlens: vec![0, 1],
+            ..Self::default()
+        }
+    }
+
     /// Counts the pad tokens.
     pub fn n_padding(&self) -> usize {
         self.ids.len() - self.n_tokens
@@ -54,6 +65,16 @@ impl Step {
     pub(crate) fn new(epoch: usize, micro_batches: Vec<Batch>) -> Self {
         let n_targets = micro_batches.iter().map(|batch| batch.n_targets).sum();
         Self { epoch, micro_batches, n_targets }
+    }
+
+    /// How many micro-batches each rank computes, one after another.
+    pub fn n_micros(&self, n_ranks: usize) -> usize {
+        self.micro_batches.len().div_ceil(n_ranks)
+    }
+
+    /// The numbers of a rank's micro-batches among all. The last may be past their end: there is none left for this rank.
+    pub fn of_rank(&self, (rank, n_ranks): (usize, usize)) -> impl Iterator<Item = usize> + use<> {
+        (0..self.n_micros(n_ranks)).map(move |round| round * n_ranks + rank)
     }
 
     /// Counts the tokens, padding left out.

@@ -40,8 +40,10 @@ pub struct DataPlan {
     pub ignore_empty_think: bool,
     /// Rows in a micro-batch.
     pub micro_batch_size: usize,
-    /// Micro-batches in a step.
+    /// Micro-batches in a step, on each data rank.
     pub gradient_accumulation_steps: usize,
+    /// Ranks that compute different micro-batches of a step.
+    pub data_ranks: usize,
     /// An epoch repeats the data until it holds this many steps. Zero: once.
     pub min_iterations: usize,
     /// When the stream ends.
@@ -186,8 +188,8 @@ pub enum Horizon {
 }
 
 impl DataPlan {
-    /// Rows in a full step.
+    /// Rows in a full step, over all ranks.
     pub fn rows_per_step(&self) -> usize {
-        self.micro_batch_size * self.gradient_accumulation_steps
+        self.micro_batch_size * self.gradient_accumulation_steps * self.data_ranks
     }
 }

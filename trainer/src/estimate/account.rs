@@ -22,7 +22,7 @@ pub enum Class {
     Block,
     /// The logits of some tokens and what is made of them.
     Logits,
-    /// A parameter on its way in, or a piece on its way out.
+    /// A parameter on its way in, a piece on its way out, or a unit's weights or gradients on their way between ranks.
     Transfer,
     /// The program, the tokenizer, the index of the data; on a GPU its context and libraries.
     Program,
@@ -55,7 +55,7 @@ impl Class {
             Self::Activations => "kept activations",
             Self::Block => "the block at work",
             Self::Logits => "logits",
-            Self::Transfer => "parameter in transfer",
+            Self::Transfer => "in transfer",
             Self::Program => "program",
             Self::Allocator => "allocator's slack",
         }

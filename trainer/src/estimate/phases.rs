@@ -73,12 +73,12 @@ impl Estimate {
 pub fn estimate(setup: &Setup) -> Estimate {
     let program = Account::default().with(Class::Program, program::on_device(setup));
     let resident = program.clone().plus(&parameters::resident(setup));
-    let passing = step(setup);
+    let passing = step(setup).with(Class::Transfer, parameters::travelling(setup));
     let slack = program::slack(setup.place, passing.total());
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),
         (Phase::Step, resident.clone().plus(&passing).with(Class::Allocator, slack)),
-        (Phase::Optimizer, resident.clone()),
+        (Phase::Optimizer, resident.clone().with(Class::Transfer, parameters::gathered(setup))),
     ];
     if setup.evaluates {
         phases.push((Phase::Evaluation, resident.clone().plus(&evaluation(setup))));

@@ -5,7 +5,7 @@ use candlewick_ops::AttentionImpl;
 
 use super::modes::Modes;
 use crate::checkpoint::Kind;
-use crate::plan::{ComputeDtype, Init, Plan};
+use crate::plan::{ComputeDtype, Init, Plan, RanksPlan};
 
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +35,8 @@ pub struct Setup {
     pub rows: u64,
     /// Whether inputs that are parked stay in the memory that computes.
     pub parks_in_memory: bool,
+    /// How the ranks share what they have in common.
+    pub ranks: RanksPlan,
     /// The share of the parameters whose masters and moments are in the RAM of a GPU's host.
     pub optimizer_on_host: f64,
     /// What computes.
@@ -73,6 +75,7 @@ impl Setup {
             row_tokens: plan.data.max_length as u64,
             rows: plan.data.micro_batch_size as u64,
             parks_in_memory: place == Place::Cpu && plan.model.parks_in_memory,
+            ranks: plan.ranks,
             optimizer_on_host: if place == Place::Gpu { plan.optimizer_on_host } else { 0.0 },
             place,
             attention: plan.model.attention.implementation,

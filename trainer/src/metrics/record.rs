@@ -39,7 +39,8 @@ pub struct StepRecord {
     pub n_targets: u64,
     /// `tokens` over `step_time`.
     pub tokens_per_second: f64,
-    /// Model FLOPs utilization, between 0 and 1, where the device's peak is known.
+    /// Model FLOPs utilization, between 0 and 1, where the device's peak is known: a GPU's by its name, on the CPU what a
+    /// product of matrices reached when the run began.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
     /// Memory after the step, where the system tells.

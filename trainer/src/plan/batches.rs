@@ -8,7 +8,13 @@ use super::{ModelPlan, TokenizerPlan};
 use crate::data::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding};
 use crate::recipe::{self, DataType, Origin, PadTo};
 
-pub(super) fn resolve(resolver: &mut Resolver, kind: Kind, model: &ModelPlan, tokenizer: &TokenizerPlan) -> DataPlan {
+pub(super) fn resolve(
+    resolver: &mut Resolver,
+    kind: Kind,
+    data_ranks: usize,
+    model: &ModelPlan,
+    tokenizer: &TokenizerPlan,
+) -> DataPlan {
     let recipe = resolver.recipe();
     let data = &recipe.data;
     let (sources, eval_sources, eval_fraction) = sources::resolve(resolver, kind);
@@ -37,6 +43,7 @@ pub(super) fn resolve(resolver: &mut Resolver, kind: Kind, model: &ModelPlan, to
         ignore_empty_think: resolver.pick("data.ignore_empty_think", data.ignore_empty_think, false),
         micro_batch_size,
         gradient_accumulation_steps,
+        data_ranks,
         min_iterations: resolver.count("min_iterations", recipe.min_iterations, 0),
         horizon: horizon(resolver),
         overfit_first_batch: resolver.pick("overfit_first_batch", recipe.overfit_first_batch, false),

@@ -1,20 +1,20 @@
-//! The `deepspeed` section: keys that cannot matter to one process are accepted, the others read or refused by name.
+//! The `deepspeed` section: keys that only time or divide what travels are accepted, the others read or refused by name.
 
 use serde_json::Value;
 
 use candlewick_ops::LossScaling;
 
 use super::ComputeDtype;
+use super::known::Seat;
 use super::resolver::Resolver;
 use crate::recipe::{Dtype, parse_number};
 
-/// Keys that only divide or time what one process does alone.
+/// Keys that only divide or time what travels between ranks: here that goes unit by unit, each while others are computed.
 const WITHOUT_EFFECT: &[&str] = &[
     "allgather_bucket_size",
     "communication_data_type",
     "seq_parallel_communication_data_type",
     "steps_per_print",
-    "zero_optimization.stage",
     "zero_optimization.allgather_bucket_size",
     "zero_optimization.allgather_partitions",
     "zero_optimization.contiguous_gradients",
@@ -40,6 +40,9 @@ const ONLY: &[(&str, Harmless)] = &[
     ("wall_clock_breakdown", Harmless::False),
     ("zero_optimization.offload_param.device", Harmless::None),
 ];
+
+/// How many ranks keep a share each: other groups of them keep the same.
+pub(super) const SHARD_SIZE: &str = "deepspeed.zero_optimization.mics_shard_size";
 
 /// Where masters and moments are: the keys of `zero_optimization.offload_optimizer`.
 const OFFLOAD: &str = "zero_optimization.offload_optimizer.";
@@ -88,6 +91,14 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
         "zero_optimization.stage" if number(value).is_none_or(|stage| ![0.0, 1.0, 2.0, 3.0].contains(&stage)) => {
             resolver.wrong(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
         }
+        "zero_optimization.stage" if resolver.known.seat == Seat::ALONE => {
+            resolver.note(format!("{path} has no effect on one process: there is nobody to share with"));
+        }
+        "zero_optimization.stage" => {}
+        "zero_optimization.mics_shard_size" if !number(value).is_some_and(|n| n >= 1.0 && n.fract() == 0.0) => {
+            resolver.wrong(&[&path], format!("{path}: expected a number of ranks, found {value}"));
+        }
+        "zero_optimization.mics_shard_size" => {}
         "bf16.enabled" | "bfloat16.enabled" => check_format(resolver, &path, value, Dtype::Bf16),
         "fp16.enabled" => check_format(resolver, &path, value, Dtype::F16),
         _ if BF16_STATES.contains(&key) => {
@@ -97,7 +108,7 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
         }
         _ if key.starts_with(OFFLOAD) => check_offload(resolver, key, &path, value),
         _ if key.starts_with("fp16.") => check_scaling(resolver, key, &path, value),
-        _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect on one process")),
+        _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect here")),
         _ => check_only(resolver, key, &path, value),
     }
 }
@@ -139,6 +150,19 @@ fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
         "pin_memory" => resolver.note(format!("{path} has no effect: copies always go through pinned memory")),
         _ => check_only(resolver, key, path, value),
     }
+}
+
+/// The ZeRO stage, 0 if none is given. One out of bounds is blamed elsewhere.
+pub(super) fn zero_stage(resolver: &mut Resolver) -> usize {
+    let given = lookup(&resolver.recipe().deepspeed, "zero_optimization.stage").and_then(number);
+    let stage = given.filter(|stage| [0.0, 1.0, 2.0, 3.0].contains(stage));
+    resolver.pick("deepspeed.zero_optimization.stage", stage.map(|stage| stage as usize), 0)
+}
+
+/// The ranks that keep a share each, if the section says how many.
+pub(super) fn shard_size(resolver: &Resolver) -> Option<usize> {
+    let given = lookup(&resolver.recipe().deepspeed, "zero_optimization.mics_shard_size").and_then(number);
+    given.filter(|n| *n >= 1.0).map(|n| n as usize)
 }
 
 /// The share of the parameters whose optimizer is on the host.

@@ -17,6 +17,8 @@ pub struct Known {
     pub config: Option<Config>,
     /// Threads that may run at once.
     pub n_cores: usize,
+    /// Which of the processes that train together this one is.
+    pub seat: Seat,
     /// Where temporary files go.
     pub temp_dir: TempDir,
     /// Whether ArcticTraining would find Python code beside the recipe.
@@ -25,6 +27,20 @@ pub struct Known {
     pub console: Console,
     /// What is free where the run would compute, if the recipe wants that to decide something.
     pub capacity: Option<Capacity>,
+}
+
+/// One of the processes that train together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seat {
+    /// Its number.
+    pub rank: usize,
+    /// How many there are.
+    pub n_ranks: usize,
+}
+
+impl Seat {
+    /// A process by itself.
+    pub const ALONE: Self = Self { rank: 0, n_ranks: 1 };
 }
 
 /// How far [`Known::gather`] may go.
@@ -54,11 +70,12 @@ pub enum KnownError {
 
 impl Known {
     /// Looks at the machine, and as far as `reach` says at the Hub.
-    pub fn gather(loaded: &Loaded, reach: Reach, console: Console) -> Result<Self, KnownError> {
+    pub fn gather(loaded: &Loaded, reach: Reach, console: Console, seat: Seat) -> Result<Self, KnownError> {
         let settings = HubSettings::from_env();
         Ok(Self {
             config: find_config(loaded, reach, settings)?,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
+            seat,
             temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             console,

@@ -10,6 +10,7 @@ mod memory;
 mod model;
 mod optimizer;
 mod output;
+mod ranks;
 mod refused;
 mod resolver;
 mod sources;
@@ -29,7 +30,8 @@ use crate::metrics::LogPlan;
 use crate::recipe::{ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, MemoryModes, OnNonfinite, RecipeError};
 use crate::schedule::Schedule;
 
-pub use known::{Known, KnownError, Reach};
+pub use known::{Known, KnownError, Reach, Seat};
+pub use ranks::RanksPlan;
 pub use table::Setting;
 pub use temp_dir::TempDir;
 
@@ -45,6 +47,8 @@ pub struct Plan {
     /// What computes.
     #[serde(serialize_with = "shown")]
     pub device: DeviceChoice,
+    /// How the ranks share the work.
+    pub ranks: RanksPlan,
     /// The model.
     pub model: ModelPlan,
     /// The tokenizer.
@@ -271,7 +275,8 @@ impl Plan {
         let kind = batches::resolve_kind(&mut resolver);
         let model = model::resolve(&mut resolver);
         let tokenizer = model::resolve_tokenizer(&mut resolver);
-        let data = batches::resolve(&mut resolver, kind, &model, &tokenizer);
+        let ranks = ranks::resolve(&mut resolver);
+        let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
         let schedule = optimizer::resolve_schedule(&mut resolver);
@@ -292,6 +297,7 @@ impl Plan {
             recipe: loaded.source().path.clone(),
             seed,
             device,
+            ranks,
             model,
             tokenizer,
             data,

@@ -7,7 +7,7 @@ use super::{EvalPlan, ExitPlan, GeneratePlan, LoggerPlan};
 use crate::checkpoint::{CheckpointPlan, Kind};
 use crate::data::DataPlan;
 use crate::metrics::{Console, LogPlan};
-use crate::recipe::{Checkpoint, CheckpointType, LogLevel, Origin, Ranks, Recipe};
+use crate::recipe::{Checkpoint, CheckpointType, LogLevel, Origin};
 
 const NOWHERE: &str = "/dev/null";
 
@@ -128,7 +128,9 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
     let recipe = resolver.recipe();
     let stem = Path::new(&resolver.loaded.source().path).file_stem().map_or("run".into(), |s| s.to_string_lossy());
     let output_dir = resolver.pick("output_dir", recipe.output_dir.clone(), format!("runs/{stem}"));
-    let output_dir = (output_dir != NOWHERE).then(|| PathBuf::from(output_dir));
+    // The first rank reports for all.
+    let reports = resolver.known.seat.rank == 0;
+    let output_dir = (output_dir != NOWHERE && reports).then(|| PathBuf::from(output_dir));
     let key = "train_log_metrics_path";
     let metrics_path = match (&recipe.train_log_metrics_path, &output_dir) {
         (Some(path), _) => Some(PathBuf::from(resolver.pick(key, Some(path.clone()), String::new()))),
@@ -136,18 +138,19 @@ pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
         (None, None) => None,
     };
     LogPlan {
-        metrics_path: metrics_path.filter(|path| path != Path::new(NOWHERE)),
+        metrics_path: metrics_path.filter(|path| path != Path::new(NOWHERE) && reports),
         output_dir,
         loss_log_interval: resolver.count("loss_log_interval", recipe.loss_log_interval, 1),
         train_log_iter_interval: resolver.count("train_log_iter_interval", recipe.train_log_iter_interval, 1),
         eval_log_iter_interval: resolver.count("eval_log_iter_interval", recipe.eval_log_iter_interval, 1),
-        console: if prints(recipe) { resolver.known.console } else { Console::Quiet },
+        console: if prints(resolver) { resolver.known.console } else { Console::Quiet },
     }
 }
 
-/// Whether this process, rank 0 of one, is among those that print.
-fn prints(recipe: &Recipe) -> bool {
-    recipe.logger.print_output_ranks.as_ref().is_none_or(Ranks::has_rank_0)
+/// Whether this rank is among those that print.
+fn prints(resolver: &Resolver) -> bool {
+    let rank = resolver.known.seat.rank;
+    resolver.recipe().logger.print_output_ranks.as_ref().map_or(rank == 0, |ranks| ranks.has(rank))
 }
 
 pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
@@ -162,13 +165,14 @@ pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
         };
         name.to_owned()
     });
-    let writes = logger.file_output_ranks.as_ref().is_none_or(Ranks::has_rank_0);
+    let rank = resolver.known.seat.rank;
+    let writes = logger.file_output_ranks.as_ref().is_none_or(|ranks| ranks.has(rank));
     let dir = logger.output_dir.clone().filter(|dir| dir != NOWHERE && writes);
     if let Some(dir) = &dir {
         resolver.pick("logger.output_dir", Some(dir), dir);
     }
-    let file = dir.map(|dir| Path::new(&dir).join("logs").join("rank_0.log"));
-    LoggerPlan { level, print: prints(resolver.recipe()), file }
+    let file = dir.map(|dir| Path::new(&dir).join("logs").join(format!("rank_{rank}.log")));
+    LoggerPlan { level, print: prints(resolver), file }
 }
 
 pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> {

@@ -135,11 +135,11 @@ pub enum OnNonfinite {
 }
 
 impl Ranks {
-    /// Tells whether the only rank of a single process is among them.
-    pub fn has_rank_0(&self) -> bool {
+    /// Tells whether a rank is among them.
+    pub fn has(&self, rank: usize) -> bool {
         match self {
             Ranks::All(_) => true,
-            Ranks::These(ranks) => ranks.contains(&HumanInt(0)),
+            Ranks::These(ranks) => ranks.contains(&HumanInt(rank)),
         }
     }
 }

@@ -3,20 +3,30 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
-use candle_core::DType;
-use candlewick_comm::Solo;
+use candle_core::{DType, Device, DeviceLocation};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
-use candlewick_parallel::{Engine, Formats, Mode, Parking, Residency, Resident};
+use candlewick_ops::{cpu_product_rate, gpus};
+use candlewick_parallel::{Engine, Formats, Mode, ParamStore, Parking, Residency};
 use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
+use crate::metrics::gpu_peak;
 use crate::plan::{Activations, ComputeDtype, Init, OptimizerPlan, Plan};
 
-use super::Assets;
+use super::{Assets, Ranks};
 
-/// Builds the model and sets its weights. Also returns what there is to say of it.
-pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String>)> {
+/// An engine, and what was found out while it was built.
+pub(super) struct Built {
+    pub(super) engine: Engine,
+    /// What there is to say of it.
+    pub(super) notes: Vec<String>,
+    /// Operations a second that the device can do, where that is known.
+    pub(super) peak: Option<f64>,
+}
+
+/// Builds the model and sets its weights.
+pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Built> {
     let config = plan.model.config.clone().context("failed to build the model: its config is not known")?;
     let n_ids = assets.tokenizer.id_bound() as usize;
     if n_ids > config.vocab_size() {
@@ -30,6 +40,10 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String
     }
     let model = Model::new(config, plan.model.adapter.clone())?;
     let device = plan.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+    let travels = ranks.groups.data.check_device(&device);
+    travels.map_err(|error| anyhow!("failed to start: {error}; set device: cpu").context(ExitCode::Usage))?;
+    // Before there is much: the memory that it takes serves again.
+    let peak = peak(&device);
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
@@ -39,9 +53,13 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String
         said.push("the optimizer is not offloaded: what computes is the CPU, whose memory is the host's".to_owned());
     }
     let formats = Formats { compute, masters, moments };
+    let sharing = ranks.groups.sharing(plan.ranks.sharded());
     let store = match device.is_cpu() {
-        true => Resident::new(&model, formats, Mode::Train, &device)?,
-        false => Resident::with_optimizer_on_host(&model, formats, plan.optimizer_on_host, &device)?,
+        true => ParamStore::new(&model, formats, Mode::Train, &device, sharing)?,
+        false => {
+            let share = plan.optimizer_on_host;
+            ParamStore::with_optimizer_on_host(&model, formats, share, &device, sharing)?
+        }
     };
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
@@ -57,11 +75,19 @@ pub(super) fn engine(plan: &Plan, assets: &Assets) -> Result<(Engine, Vec<String
         true => Parking::Folder(plan.model.parking_folder.clone()),
         false => Parking::HostMemory,
     };
-    let engine = Engine::new(model, store, residency, Arc::new(Solo), device)
+    let engine = Engine::new(model, store, residency, Arc::clone(&ranks.groups.data), device)
         .with_attention(attention)
         .with_parking(parking)
         .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together });
-    Ok((engine, said))
+    Ok(Built { engine, notes: said, peak })
+}
+
+/// What products reach: on a GPU in bf16, the format of nearly all of them, by its name; on the CPU as measured now.
+fn peak(device: &Device) -> Option<f64> {
+    match device.location() {
+        DeviceLocation::Cuda { gpu_id } => gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)),
+        _ => Some(cpu_product_rate()),
+    }
 }
 
 /// The number format of a plan, as candle names it.

@@ -54,15 +54,21 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
         top_p: plan.top_p,
         seed: plan.seed,
     };
-    let Run { plan: whole, assets, engine, stop, .. } = session.run;
+    let Run { plan: whole, assets, engine, ranks, .. } = session.run;
     let template = assets.template()?;
     let tokenizer = &assets.tokenizer;
     let mut out = std::io::stdout().lock();
-    for prompt in plan.prompts.iter().take_while(|_| stop.poll().is_none()) {
+    for prompt in &plan.prompts {
+        if session.asked_to_stop()?.is_some() {
+            break;
+        }
         let answer = match (whole.data.kind, &template) {
             (Kind::Sft, Some(template)) => lm::chat(engine, tokenizer, template, prompt, &options)?,
             _ => lm::complete(engine, tokenizer, &tokenizer.encode(prompt, Specials::Add)?, &options)?,
         };
+        if !ranks.is_first() {
+            continue;
+        }
         writeln!(out, "> {prompt}\n{}\n", answer.text.trim()).context("failed to print a sample")?;
     }
     Ok(())

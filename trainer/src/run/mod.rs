@@ -7,6 +7,7 @@ mod assets;
 mod build;
 mod finish;
 mod lock;
+mod ranks;
 mod saves;
 mod session;
 mod state;
@@ -14,7 +15,8 @@ mod step;
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use candlewick_comm::World;
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
 use evaluator::exit::ExitCode;
@@ -29,6 +31,8 @@ pub use assets::Assets;
 pub(crate) use build::residency;
 pub use step::NonFinite;
 
+use build::Built;
+use ranks::Ranks;
 use session::Session;
 
 /// Why the loop ended.
@@ -58,14 +62,34 @@ impl Began {
     }
 }
 
-/// Trains as `plan` says and returns how the run ended. `run.json` tells the end in any case.
-pub fn train(plan: &Plan, hub: &Hub) -> Result<ExitCode> {
-    let _locks = lock::lock(plan)?;
+/// Trains as `plan` says, as one rank of `world` and number `local_rank` of this machine, and returns how the run ended. If
+/// it fails, the other ranks are told and fail too.
+pub fn train(plan: &Plan, hub: &Hub, world: &World, local_rank: usize) -> Result<ExitCode> {
+    // The groups are kept until the others know of a failure: leaving one waits for what was started in it.
+    let ranks = Ranks::new(world, local_rank, &plan.ranks)?;
+    train_as(plan, hub, &ranks).map_err(|error| match world.failure() {
+        // Only what another rank's end has caused here is that rank's failure.
+        Some(failure) if format!("{error:#}").contains(&failure.message) => {
+            anyhow!("failed to {failure}").context(ExitCode::Peer)
+        }
+        // The rank whose error this is tells it.
+        _ if crate::exit::classify(&error) == ExitCode::Peer => error,
+        _ => {
+            world.fail(format!("train: {error:#}"));
+            error
+        }
+    })
+}
+
+/// Trains as one of `ranks`. `run.json` tells the end in any case.
+fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
+    let locks = if ranks.is_first() { lock::lock(plan).map(Some) } else { Ok(None) };
+    let _locks = ranks.share(locks)?;
     let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(|source| {
         let path = plan.log.output_dir.clone().unwrap_or_default();
         CheckpointError::Io { action: "write run.json into", path, source }
     })?;
-    let ended = run(plan, hub, &mut run_json);
+    let ended = run(plan, hub, ranks, &mut run_json);
     let exit = match &ended {
         Ok((code, reason)) => Exit { code: *code as u8, reason: reason.clone() },
         Err(error) => Exit { code: crate::exit::classify(error) as u8, reason: format!("{error:#}") },
@@ -83,21 +107,41 @@ pub fn prepare_data(plan: &Plan, hub: &Hub, began: Began) -> Result<(Assets, Pre
     Ok((assets, prepared))
 }
 
-fn run(plan: &Plan, hub: &Hub, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
-    let began = saves::began(plan)?.unwrap_or_else(Began::now);
-    let (assets, prepared) = prepare_data(plan, hub, began)?;
-    let (engine, notes) = build::engine(plan, &assets)?;
+fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+    let began = began(plan, ranks)?;
+    let (assets, prepared) = prepare_in_turn(plan, hub, ranks, began)?;
+    let Built { engine, notes, peak } = build::engine(plan, &assets, ranks)?;
     let kill_switch = &plan.exit.kill_switch_path;
     ensure!(!kill_switch.exists(), "failed to start: the kill switch {} is on; remove the file", kill_switch.display());
     // Until here a signal ends the process at once: there is nothing to save.
     let stop = StopRequests::install(Some(kill_switch.clone())).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
-    let run = session::Run { plan, assets, engine, notes: &notes, prepared, began, stop: &stop };
+    let run = session::Run { plan, ranks, assets, engine, notes: &notes, peak, prepared, began, stop: &stop };
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
     session.settle(0)?;
     let code = finish::finish(&mut session, &end)?;
     Ok((code, end.reason()))
+}
+
+/// When the run began, for all ranks: a template that prints the date prints one.
+fn began(plan: &Plan, ranks: &Ranks) -> Result<Began> {
+    let own = saves::began(plan).map(|began| began.unwrap_or_else(Began::now));
+    let all = ranks.exchange(own.map(|began| began.0.to_le_bytes().to_vec()))?;
+    let first = all[0].as_slice().try_into().context("failed to read the first rank's clock")?;
+    Ok(Began(u64::from_le_bytes(first)))
+}
+
+/// Reads the data on one rank of this machine before the others: they find its downloads and tokens in the caches. They wait
+/// for it at a lock, which may take as long as it needs: no time-out of a group runs meanwhile.
+fn prepare_in_turn(plan: &Plan, hub: &Hub, ranks: &Ranks, began: Began) -> Result<(Assets, Prepared)> {
+    let turn = if ranks.is_first_here() { lock::turn(&plan.data.cache_dir) } else { Ok(None) };
+    let turn = ranks.share(turn)?;
+    let prepared = match turn {
+        Some(_held) => prepare_data(plan, hub, began),
+        None => lock::turn(&plan.data.cache_dir).and_then(|_| prepare_data(plan, hub, began)),
+    };
+    ranks.share(prepared)
 }
 
 fn steps(session: &mut Session) -> Result<End> {
@@ -110,7 +154,7 @@ fn steps(session: &mut Session) -> Result<End> {
         if done >= session.stream.total_steps() {
             return Ok(End::Horizon);
         }
-        if let Some(request) = session.run.stop.poll() {
+        if let Some(request) = session.asked_to_stop()? {
             return Ok(End::Stop(request));
         }
         let exit = &session.run.plan.exit;

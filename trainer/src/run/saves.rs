@@ -56,8 +56,8 @@ impl<'a> Saves<'a> {
         let Some(checkpoint) = self.run.plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else {
             return Ok(None);
         };
-        let mut state = EngineState::of(self.run.engine.store())?;
-        let resumed = resume(checkpoint, &self.fingerprint, &mut state)?;
+        let mut state = EngineState::of(self.run.engine)?;
+        let resumed = resume(checkpoint, &self.fingerprint, &mut state, self.run.ranks)?;
         if let Some(resumed) = &resumed {
             self.run.engine.store().refresh()?;
             self.last.insert((checkpoint.kind, checkpoint.output_dir.clone()), resumed.run.step);
@@ -72,7 +72,7 @@ impl<'a> Saves<'a> {
 
     /// Checks before the first step that every folder can be written and everything fits on disk.
     pub(super) fn preflight(&self, stream: &Stream) -> Result<()> {
-        let sharded = bytes_needed(&EngineState::of(self.run.engine.store())?.tensors());
+        let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
         let exported = self.n_export_bytes();
         let ends = epoch_ends(stream);
         let planned = |plan: &'a CheckpointPlan| {
@@ -83,7 +83,8 @@ impl<'a> Saves<'a> {
                 Kind::HuggingFace => PlannedSaves { plan, bytes_per_save: exported, n_saves },
             }
         };
-        Ok(preflight(&self.run.plan.checkpoints.iter().map(planned).collect::<Vec<_>>())?)
+        let planned: Vec<_> = self.run.plan.checkpoints.iter().map(planned).collect();
+        self.run.ranks.first_does(|| Ok(preflight(&planned)?))
     }
 
     fn n_export_bytes(&self) -> u64 {
@@ -109,7 +110,7 @@ impl<'a> Saves<'a> {
             return Ok(None);
         }
         let dir = match checkpoint.kind {
-            Kind::Sharded => save(checkpoint, &state, &EngineState::of(self.run.engine.store())?)?.dir,
+            Kind::Sharded => save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?.dir,
             Kind::HuggingFace => self.export(checkpoint, state.tag())?,
         };
         self.last.insert(place, state.step);
@@ -137,17 +138,35 @@ impl<'a> Saves<'a> {
         }
     }
 
-    /// Writes the weights alone: a model folder, or an adapter folder if only an adapter is trained.
+    /// Writes the weights alone: a model folder, or an adapter folder if only an adapter is trained. The first rank writes;
+    /// the others go through all weights with it, of which each may have a share.
     fn export(&self, checkpoint: &CheckpointPlan, tag: Tag) -> Result<PathBuf> {
+        let mut masters = self.run.engine.store().masters();
+        let written = match self.run.ranks.is_first() {
+            true => self.write_weights(checkpoint, tag, &mut masters),
+            false => Ok(()),
+        };
+        // A write that failed must not leave the others waiting.
+        let went_through = masters.try_for_each(|master| master.map(drop));
+        self.run.ranks.share(written.and(went_through.context("failed to gather the weights")))?;
+        Ok(checkpoint.dir(tag))
+    }
+
+    fn write_weights<'m>(
+        &self,
+        checkpoint: &CheckpointPlan,
+        tag: Tag,
+        masters: &mut impl Iterator<Item = candle_core::Result<(&'m ParamSpec, Tensor)>>,
+    ) -> Result<()> {
         let dir = checkpoint.dir(tag);
-        let masters: HashMap<String, Tensor> = self
-            .run
-            .engine
-            .store()
-            .masters()
-            .map(|master| master.map(|(spec, value)| (spec.name.clone(), value)))
-            .collect::<candle_core::Result<_>>()?;
-        let fetch = |spec: &ParamSpec| Ok(masters[&spec.name].clone());
+        // Exports are in the order of the model.
+        let fetch = |spec: &ParamSpec| {
+            let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
+            match found {
+                Some(master) => Ok(master?.1),
+                None => candle_core::bail!("{} is out of order", spec.name),
+            }
+        };
         let model = self.run.engine.model();
         let dtype = build::dtype(self.run.plan.model.dtype);
         let folders = [Some(self.run.assets.tokenizer.directory()), self.run.assets.model_folder.as_deref()];
@@ -163,7 +182,7 @@ impl<'a> Saves<'a> {
         if let Some(keep) = checkpoint.keep {
             prune(checkpoint.kind, &checkpoint.output_dir, tag, keep)?;
         }
-        Ok(dir)
+        Ok(())
     }
 }
 

@@ -6,33 +6,36 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
 use candlewick_model::MlpRows;
-use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, gpus, span};
+use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, span};
 use candlewick_parallel::{Engine, Residency};
-use evaluator::held_out::{HeldOut, held_out_loss};
+use evaluator::held_out::{HeldOut, HeldOutSums};
 use serde_json::json;
 
 use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Tag};
-use crate::data::{Cursor, EvalStream, Ledger, Prepared, Step, Stream};
+use crate::data::{Batch, Cursor, EvalStream, Ledger, Prepared, Step, Stream};
 use crate::metrics::{
     EvalRecord, GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport,
-    SaveRecord, Start, StepRecord, Visibility, flops, gpu_peak, model_flops_utilization, recomputed_flops,
+    SaveRecord, Start, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
-use crate::signals::StopRequests;
+use crate::signals::{Stop, StopRequests};
 
 use super::saves::{self, Saves};
 use super::step::{self, Launched, Outcome, Update};
-use super::{Assets, Began};
+use super::{Assets, Began, Ranks};
 
 /// What a run consists of before its first step.
 #[derive(Clone, Copy)]
 pub(super) struct Run<'a> {
     pub(super) plan: &'a Plan,
+    pub(super) ranks: &'a Ranks<'a>,
     pub(super) assets: &'a Assets,
     pub(super) engine: &'a Engine,
     /// What there is to say of the engine.
     pub(super) notes: &'a [String],
+    /// Operations a second that the device can do, where that is known.
+    pub(super) peak: Option<f64>,
     pub(super) prepared: &'a Prepared,
     pub(super) began: Began,
     pub(super) stop: &'a StopRequests,
@@ -50,8 +53,6 @@ pub(super) struct Session<'a> {
     launched: VecDeque<Launched>,
     /// When the last step was done that was looked at.
     settled: Instant,
-    /// Operations a second that the device can do, where that is known.
-    peak: Option<f64>,
     monitor: Option<GpuMonitor>,
     started: Instant,
 }
@@ -116,7 +117,6 @@ impl<'a> Session<'a> {
             scaler,
             launched: VecDeque::new(),
             settled: Instant::now(),
-            peak: gpu_id.and_then(peak),
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
@@ -178,10 +178,10 @@ impl<'a> Session<'a> {
 
     /// Looks at the steps that are done, and waits until no more than `n_waiting` are not.
     pub(super) fn settle(&mut self, n_waiting: usize) -> Result<()> {
-        let Run { plan, engine, prepared, .. } = self.run;
+        let Run { plan, prepared, .. } = self.run;
         while self.launched.len() > n_waiting || self.launched.front().is_some_and(Launched::is_done) {
             let Some(launched) = self.launched.pop_front() else { break };
-            let (step, outcome) = launched.outcome(engine, &prepared.train, plan.on_nonfinite, self.settled)?;
+            let (step, outcome) = launched.outcome(&prepared.train, plan.on_nonfinite, self.settled)?;
             self.settled = Instant::now();
             self.progress.n_skipped += usize::from(outcome.verdict.outcome != Judged::Applied);
             self.progress.scaler = Some(outcome.verdict.next);
@@ -198,9 +198,10 @@ impl<'a> Session<'a> {
                 format!("skipped step {number}: its gradient overflowed; the loss scale is {scale} from here on");
             self.reporter.terminal().line(&line);
         }
-        let n_micro = step.micro_batches.len() as f64;
+        let n_ranks = self.run.plan.data.data_ranks;
+        let (n_micros, n_rounds) = (step.micro_batches.len() as f64, step.n_micros(n_ranks) as f64);
         let (step_time, compute) = (outcome.elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
-        let tera_flops = self.flops(step, Work::All) / 1e12;
+        let tera_flops = self.flops(step, Work::All) / n_ranks as f64 / 1e12;
         let padded: usize = step.micro_batches.iter().map(|batch| batch.ids.len()).sum();
         let record = StepRecord {
             epoch: step.epoch,
@@ -209,15 +210,18 @@ impl<'a> Session<'a> {
             loss: outcome.loss,
             grad_norm: verdict.norm,
             loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(verdict.next.loss_scale),
-            seqlen: padded as f64 / n_micro,
-            iter_time: compute / n_micro,
+            seqlen: padded as f64 / n_micros,
+            iter_time: compute / n_rounds,
             iter_tflops: tera_flops / compute,
             step_time,
             step_tflops: tera_flops / step_time,
             tokens: step.n_tokens() as u64,
             n_targets: step.n_targets as u64,
             tokens_per_second: step.n_tokens() as f64 / step_time,
-            mfu: self.peak.map(|peak| model_flops_utilization(self.flops(step, Work::Useful), step_time, peak)),
+            mfu: self
+                .run
+                .peak
+                .map(|peak| model_flops_utilization(self.flops(step, Work::Useful) / n_ranks as f64, step_time, peak)),
             memory: Memory::now(),
             gpu_memory: self.monitor.as_ref().map(GpuMonitor::memory),
         };
@@ -230,7 +234,7 @@ impl<'a> Session<'a> {
         });
     }
 
-    /// The operations of a step.
+    /// The operations of a step, on all ranks.
     fn flops(&self, step: &Step, work: Work) -> f64 {
         let shape = ModelShape::of(self.run.engine.model().config());
         let (visibility, again) = match work {
@@ -251,14 +255,21 @@ impl<'a> Session<'a> {
         let Some(eval) = &self.run.prepared.eval else { return Ok(()) };
         let _span = span("evaluate", "");
         let started = Instant::now();
-        let Run { plan, engine, stop, .. } = self.run;
-        let batches = EvalStream::new(eval.clone(), &plan.data)
-            .take_while(|_| stop.poll().is_none())
-            .map(|batch| Ok((step::micro(&batch, engine)?, batch.n_targets)));
-        let HeldOut { loss, n_targets } = held_out_loss(engine, batches)?;
-        if stop.poll().is_some() {
-            return Ok(());
+        let Run { plan, engine, .. } = self.run;
+        let (rank, n_ranks) = step::seat(engine);
+        let mut stream = EvalStream::new(eval.clone(), &plan.data);
+        // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
+        let rounds = stream.n_batches().div_ceil(n_ranks);
+        let mut sums = HeldOutSums::default();
+        for _ in 0..rounds {
+            if self.asked_to_stop()?.is_some() {
+                return Ok(());
+            }
+            let round: Vec<Batch> = stream.by_ref().take(n_ranks).collect();
+            let own = round.into_iter().nth(rank).unwrap_or_else(Batch::filler);
+            sums.add(engine, &step::micro(&own, engine)?, own.n_targets)?;
         }
+        let HeldOut { loss, n_targets } = sums.over_ranks(engine.group())?;
         let cursor = self.stream.cursor();
         let (epoch, iter, eval_time) = (cursor.epoch, cursor.step, started.elapsed().as_secs_f64());
         let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
@@ -275,6 +286,12 @@ impl<'a> Session<'a> {
         if let Err(error) = self.run_json.update(change) {
             tracing::warn!("failed to write run.json: {error}");
         }
+    }
+
+    /// Whether anybody was asked to stop, told to all ranks alike.
+    pub(super) fn asked_to_stop(&self) -> Result<Option<Stop>> {
+        let Run { plan, ranks, stop, .. } = self.run;
+        ranks.agree(stop.poll(), &plan.exit.kill_switch_path)
     }
 
     /// Makes every save that is due after this step.
@@ -346,11 +363,6 @@ fn recomputed(kept: &[Residency], mlp_rows: MlpRows) -> Recomputed {
         MlpRows::InTiles => kept.len(),
     };
     Recomputed { n_blocks: kept.iter().filter(|kept| **kept != Residency::Keep).count(), n_mlps }
-}
-
-/// The peak of a GPU in the number format of nearly all products, bf16.
-fn peak(gpu_id: usize) -> Option<f64> {
-    gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name))
 }
 
 /// What is left of a run that was asked to stop.

@@ -4,44 +4,58 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{copy_into, with_bytes};
-use candlewick_parallel::Resident;
+use candlewick_parallel::Engine;
 
-use crate::checkpoint::{StateError, TensorMeta, TrainState};
+use crate::checkpoint::{Piece, StateError, TensorMeta, TrainState};
 
-/// Flat views of the training state by name: "master/model.norm.weight".
+/// The training state by name: "master/model.norm.weight".
 pub(super) struct EngineState {
-    metas: Vec<TensorMeta>,
-    views: HashMap<String, Tensor>,
+    tensors: Vec<TensorMeta>,
+    pieces: Vec<Piece>,
+    /// Flat views of the pieces, with the index of their first element.
+    views: HashMap<String, (usize, Tensor)>,
 }
 
+const PARTS: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
+
 impl EngineState {
-    /// Takes views of the state in `store`; reading and loading go to the store itself.
-    pub(super) fn of(store: &Resident) -> candle_core::Result<Self> {
-        let (mut metas, mut views) = (Vec::new(), HashMap::new());
-        for param in store.states()? {
-            let parts = [("master", &param.master), ("exp_avg", &param.exp_avg), ("exp_avg_sq", &param.exp_avg_sq)];
-            for (part, tensor) in parts {
-                let name = format!("{part}/{}", param.name);
-                metas.push(TensorMeta { name: name.clone(), shape: tensor.dims().to_vec() });
-                views.insert(name, tensor.flatten_all()?);
+    /// Takes views of the state in the engine's store; reading and loading go to the store itself.
+    pub(super) fn of(engine: &Engine) -> candle_core::Result<Self> {
+        let meta = |part: &str, name: &str, shape: &[usize]| TensorMeta {
+            name: format!("{part}/{name}"),
+            shape: shape.to_vec(),
+        };
+        let trained = engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable);
+        let tensors = trained.flat_map(|spec| PARTS.map(|part| meta(part, &spec.name, &spec.shape))).collect();
+        let (mut pieces, mut views) = (Vec::new(), HashMap::new());
+        for param in engine.store().states()? {
+            for (part, view) in PARTS.into_iter().zip([param.master, param.exp_avg, param.exp_avg_sq]) {
+                let tensor = meta(part, &param.name, &param.shape);
+                views.insert(tensor.name.clone(), (param.range.start, view));
+                pieces.push(Piece { tensor, range: param.range.clone() });
             }
         }
-        Ok(Self { metas, views })
+        Ok(Self { tensors, pieces, views })
     }
 
-    fn piece(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
-        let view = self.views.get(name).ok_or_else(|| format!("there is no tensor {name}"))?;
+    fn part(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
+        let (first, view) = self.views.get(name).ok_or_else(|| format!("this rank has nothing of a tensor {name}"))?;
+        let start = start.checked_sub(*first).ok_or_else(|| format!("this rank has {name} from element {first} on"))?;
         Ok(view.narrow(0, start, n_values)?)
     }
 }
 
 impl TrainState for EngineState {
     fn tensors(&self) -> Vec<TensorMeta> {
-        self.metas.clone()
+        self.tensors.clone()
+    }
+
+    fn pieces(&self) -> Vec<Piece> {
+        self.pieces.clone()
     }
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
-        let piece = self.piece(name, start, n_values)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
+        let piece = self.part(name, start, n_values)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
         with_bytes(&piece, |bytes| {
             take(bytemuck::cast_slice(bytes));
             Ok(())
@@ -50,7 +64,7 @@ impl TrainState for EngineState {
     }
 
     fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError> {
-        let piece = self.piece(name, start, values.len())?;
+        let piece = self.part(name, start, values.len())?;
         copy_into(&piece, &Tensor::from_vec(values, piece.dims(), piece.device())?)?;
         Ok(())
     }
@@ -60,8 +74,9 @@ impl TrainState for EngineState {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use candlewick_comm::Solo;
     use candlewick_model::{Config, Model};
-    use candlewick_parallel::{Formats, Mode};
+    use candlewick_parallel::{Formats, Mode, ParamStore, Residency, Sharing};
 
     #[test]
     fn what_is_loaded_is_read_back_and_reaches_the_store() {
@@ -71,16 +86,18 @@ mod tests {
             "rms_norm_eps": 1e-5, "tie_word_embeddings": true,
         });
         let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
-        let store = Resident::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu).unwrap();
-        let mut state = EngineState::of(&store).unwrap();
+        let formats = Formats::computing_in(DType::F32);
+        let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
+        let engine = Engine::new(model, store, vec![Residency::Keep], std::sync::Arc::new(Solo), Device::Cpu);
+        let mut state = EngineState::of(&engine).unwrap();
         assert_eq!(state.tensors().len(), 3 * (1 + 9 + 1));
         let name = "exp_avg/model.embed_tokens.weight";
         state.load(name, 7, vec![1.0, 2.0, 3.0]).unwrap();
         let mut back: Vec<f32> = Vec::new();
         state.read(name, 6, 5, &mut |values| back.extend(values)).unwrap();
         assert_eq!(back, [0.0, 1.0, 2.0, 3.0, 0.0]);
-        let embedding = store.states().unwrap().remove(0);
-        assert_eq!(embedding.exp_avg.flatten_all().unwrap().to_vec1::<f32>().unwrap()[6..11], back);
+        let embedding = engine.store().states().unwrap().remove(0);
+        assert_eq!(embedding.exp_avg.to_vec1::<f32>().unwrap()[6..11], back);
         let refused = |name, start| state.read(name, start, 5, &mut |_| unreachable!()).is_err();
         assert!(refused("exp_avg/nothing", 0));
         assert!(refused(name, 38));

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use candlewick_comm::sum;
+use candlewick_comm::Reduce;
 use candlewick_ops::{AdamW, GradScaler, Outcome as Judged, Readout, Seqs, Verdict, derive_key, span, upload};
 use candlewick_parallel::{Engine, LossScale, Micro};
 
@@ -54,13 +54,16 @@ pub(super) struct Update<'a> {
 /// A step that the device may still be busy with.
 pub(super) struct Launched {
     step: Step,
+    /// Which of its micro-batches this rank has.
+    own: Vec<usize>,
+    /// How many ranks share the micro-batches.
+    n_ranks: usize,
     number: usize,
     lr: f64,
     /// When the host began with it, and how long it was until all work was handed out: on the CPU until it was done.
     began: Instant,
     handed_out: Duration,
-    n_targets: f64,
-    /// The loss sum of each micro-batch, then the scaler's state.
+    /// The loss sum of each micro-batch: this rank's, then those over all ranks; then the scaler's state.
     readout: Readout,
 }
 
@@ -76,24 +79,24 @@ pub(super) fn launch(
     began: Instant,
 ) -> Result<Launched> {
     let _step = span("step", "");
-    let n_targets = sum(engine.group(), step.n_targets as f64)?;
+    let n_targets = step.n_targets as f64;
     let scale = LossScale::mean_over(n_targets).times(scaler.loss_scale()?);
     engine.store().zero_grads()?;
-    let mut sums = Vec::with_capacity(step.micro_batches.len());
-    for (micro_idx, batch) in step.micro_batches.iter().enumerate() {
-        let key = derive_key(update.dropout_key, micro_idx as u64);
-        let micro = micro(batch, engine)?;
-        let _span = span("micro-batch", "");
-        sums.push(engine.forward_backward(&micro, &scale, key).context("failed to compute the loss")?);
-    }
+    let own: Vec<usize> = step.of_rank(seat(engine)).collect();
+    let filler = Batch::filler();
+    let batches = own.iter().map(|micro_idx| step.micro_batches.get(*micro_idx).unwrap_or(&filler));
+    let micros = batches.map(|batch| micro(batch, engine)).collect::<Result<Vec<_>>>()?;
+    let key = |i: usize| derive_key(update.dropout_key, own[i] as u64);
+    let sums = engine.forward_backward(&micros, &scale, key).context("failed to compute the loss")?;
     let sums = Tensor::stack(&sums, 0)?;
+    let of_all = engine.group().all_reduce(&sums, Reduce::Sum)?;
     let _span = span("optimizer", "");
     let hyper = update.hyper();
-    scaler.judge(&engine.store().grad_squares()?, &sums, [hyper.beta1, hyper.beta2])?;
+    scaler.judge(&engine.store().grad_squares()?, &of_all, [hyper.beta1, hyper.beta2])?;
     engine.store().step(&hyper, scaler)?;
-    let readout = Readout::start(&Tensor::cat(&[&sums, scaler.state()], 0)?)?;
+    let readout = Readout::start(&Tensor::cat(&[&sums, &of_all, scaler.state()], 0)?)?;
     let (number, lr, handed_out) = (update.number, update.lr, began.elapsed());
-    Ok(Launched { step, number, lr, began, handed_out, n_targets, readout })
+    Ok(Launched { step, own, n_ranks: engine.group().size(), number, lr, began, handed_out, readout })
 }
 
 impl Launched {
@@ -107,21 +110,21 @@ impl Launched {
     /// A loss or gradient that is not finite is an error if the run is to stop at it.
     pub(super) fn outcome(
         self,
-        engine: &Engine,
         dataset: &Dataset,
         on_nonfinite: OnNonfinite,
         since: Instant,
     ) -> Result<(Step, Outcome)> {
-        let Self { step, number, lr, began, handed_out, n_targets, readout } = self;
+        let Self { step, own, n_ranks, number, lr, began, handed_out, readout } = self;
         let was_done = readout.is_ready();
         let numbers = readout.wait()?;
         let elapsed = began.max(since).elapsed();
-        let (sums, state) = numbers.split_at(step.micro_batches.len());
+        let (sums, rest) = numbers.split_at(own.len());
+        let (of_all, state) = rest.split_at(sums.len());
         let verdict = Verdict::read(state);
-        let loss = sum(engine.group(), sums.iter().copied().map(f64::from).sum())? / n_targets.max(1.0);
+        let loss = of_all.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         if verdict.outcome == Judged::NonFinite {
             let what = if loss.is_finite() { "gradient" } else { "loss" };
-            let rows = locate(dataset, &step, &suspects(&step, sums));
+            let rows = locate(dataset, &step, &suspects(&step, &own, n_ranks, [sums, of_all]));
             refuse(NonFinite { step: number, what, rows }, on_nonfinite)?;
         }
         let compute = if was_done { handed_out } else { elapsed };
@@ -129,10 +132,17 @@ impl Launched {
     }
 }
 
-/// The rows of the micro-batches whose loss is not finite.
-fn suspects(step: &Step, sums: &[f32]) -> Vec<usize> {
-    let batches = step.micro_batches.iter().zip(sums).filter(|(_, sum)| !sum.is_finite());
-    batches.flat_map(|(batch, _)| batch.samples.iter().copied()).collect()
+/// The rows of this rank's micro-batches whose loss is not finite; if there are none, those that other ranks computed at the
+/// time of one.
+fn suspects(step: &Step, own: &[usize], n_ranks: usize, [sums, of_all]: [&[f32]; 2]) -> Vec<usize> {
+    let wrong = |sums: &[f32]| (0..own.len()).filter(|round| !sums[*round].is_finite()).collect::<Vec<_>>();
+    let mine = wrong(sums).into_iter().map(|round| own[round]);
+    let mut micros: Vec<usize> = mine.collect();
+    if micros.is_empty() {
+        micros = wrong(of_all).into_iter().flat_map(|round| round * n_ranks..(round + 1) * n_ranks).collect();
+    }
+    let batches = micros.into_iter().filter_map(|micro_idx| step.micro_batches.get(micro_idx));
+    batches.flat_map(|batch| batch.samples.iter().copied()).collect()
 }
 
 fn refuse(found: NonFinite, on_nonfinite: OnNonfinite) -> Result<()> {
@@ -162,6 +172,11 @@ impl Update<'_> {
         let OptimizerPlan { beta1, beta2, eps, weight_decay, .. } = *self.plan;
         AdamW { lr: self.lr, beta1, beta2, eps, weight_decay }
     }
+}
+
+/// This rank's place among those that compute different micro-batches, and how many they are.
+pub(super) fn seat(engine: &Engine) -> (usize, usize) {
+    (engine.group().rank(), engine.group().size())
 }
 
 /// Puts a batch on the engine's device.

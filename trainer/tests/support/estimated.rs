@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use trainer::estimate::{Estimate, Place, Setup, bytes, estimate};
 use trainer::metrics::Console;
-use trainer::plan::{Known, Plan, Reach};
+use trainer::plan::{Known, Plan, Reach, Seat};
 use trainer::recipe::Loaded;
 
 /// A causal run of two steps over a generated text, on a small model with random weights.
@@ -52,7 +52,7 @@ impl Case {
         let arguments = arguments.iter().map(|a| if *a == "save" { save.clone() } else { a.replace('$', &text_file) });
         let arguments: Vec<String> = arguments.collect();
         let loaded = Loaded::parse(&path, text, &arguments).unwrap();
-        let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet).unwrap();
+        let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet, Seat::ALONE).unwrap();
         let plan = Plan::resolve(&loaded, &known).unwrap();
         Self { folder, arguments, plan }
     }

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 use crate::call::Journal;
 use crate::fabric::{Fabric, Trouble};
@@ -108,6 +108,10 @@ impl Collective for Group {
 
     fn size(&self) -> usize {
         self.size
+    }
+
+    fn check_device(&self, device: &Device) -> Result<()> {
+        arguments::device("travel", device)
     }
 
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {

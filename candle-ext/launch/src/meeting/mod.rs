@@ -19,7 +19,7 @@ use crate::host::Host;
 use crate::plan::{Plan, Rendezvous};
 use crate::round::{Member, Round};
 use crate::values::NodeRange;
-use crate::world::Master;
+use candlewick_comm::place::Master;
 
 use watch::Questions;
 pub use watch::Watch;

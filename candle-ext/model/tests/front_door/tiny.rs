@@ -63,8 +63,8 @@ impl Tiny {
         Self { model, weights, sinks }
     }
 
-    pub(crate) fn grad(&self, name: &str) -> &Tensor {
-        self.sinks[name].grad()
+    pub(crate) fn grad(&self, name: &str) -> Tensor {
+        self.sinks[name].grad().unwrap()
     }
 
     pub(crate) fn n_sinks(&self) -> usize {

@@ -24,9 +24,10 @@ pub fn embedding(ids: &Tensor, w: &Weight, padding: Option<u32>) -> Result<Tenso
     let _span = span("embedding", "forward");
     let d = check(ids, w)?;
     let ids = ids.contiguous()?;
-    let y = on_device!("embedding", w.value(), {
-        cpu => gather_cpu(&ids, w.value())?,
-        cuda => cuda::gather(&ids, w.value())?.into_storage(),
+    let table = w.value()?;
+    let y = on_device!("embedding", table, {
+        cpu => gather_cpu(&ids, &table)?,
+        cuda => cuda::gather(&ids, &table)?.into_storage(),
     });
     let mut shape = ids.dims().to_vec();
     shape.push(d);
@@ -40,7 +41,7 @@ pub fn embedding(ids: &Tensor, w: &Weight, padding: Option<u32>) -> Result<Tenso
                     let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
                     sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, d))?;
                 },
-                cuda => cuda::scatter_add(&ids, dy, sink.grad(), weight.value().dim(0)?)?,
+                cuda => cuda::scatter_add(&ids, dy, &sink.grad()?, weight.dims()[0])?,
             });
         }
         Ok([None])
@@ -70,8 +71,8 @@ fn check(ids: &Tensor, w: &Weight) -> Result<usize> {
     if ids.dtype() != DType::U32 {
         bail!("embedding: ids are {:?}, want u32", ids.dtype())
     }
-    check_dtype("embedding", "the table", w.value().dtype())?;
-    let Ok((v, d)) = w.value().dims2() else { bail!("embedding: want a table [v, d], got {:?}", w.value().dims()) };
+    check_dtype("embedding", "the table", w.dtype())?;
+    let &[v, d] = w.dims() else { bail!("embedding: want a table [v, d], got {:?}", w.dims()) };
     w.check("embedding", &[v, d])?;
     Ok(d)
 }

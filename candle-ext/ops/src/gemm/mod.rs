@@ -6,9 +6,12 @@ mod amx;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+mod rate;
 mod row;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
+
+pub use rate::cpu_product_rate;
 
 /// A matrix that is read; element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy)]

@@ -39,7 +39,10 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
     };
     let y = on_device!("linear", input, {
         cpu => forward_cpu(&input, w, bias, out_dtype, dims)?.into_storage(),
-        cuda => cuda::forward(&input, w.value(), bias.map(Weight::value), out_dtype, dims)?.into_storage(),
+        cuda => {
+            let bias = bias.map(Weight::value).transpose()?;
+            cuda::forward(&input, &w.value()?, bias.as_ref(), out_dtype, dims)?.into_storage()
+        },
     });
     let mut shape = x.dims().to_vec();
     if let Some(last) = shape.last_mut() {
@@ -60,8 +63,9 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
 
 fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {
     let mut y = FloatBuf::unwritten(out_dtype, dims.t * dims.n)?;
-    let (x, w) = (host("linear", x)?, host("linear", w.value())?);
-    let bias = bias.map(|bias| host("linear", bias.value())).transpose()?;
+    let (w, bias) = (w.value()?, bias.map(Weight::value).transpose()?);
+    let (x, w) = (host("linear", x)?, host("linear", &w)?);
+    let bias = bias.as_ref().map(|bias| host("linear", bias)).transpose()?;
     let bias = bias.as_ref().map(|bias| bias.floats()).transpose()?;
     cpu::forward(x.floats()?, w.floats()?, bias, y.view(), dims);
     Ok(y)
@@ -83,13 +87,13 @@ impl Saved {
             cpu => self.backward_cpu(dy),
             cuda => {
                 if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
-                    cuda::add_grad_w(dy, &x.get()?, sink.grad(), self.dims)?;
+                    cuda::add_grad_w(dy, &x.get()?, &sink.grad()?, self.dims)?;
                 }
                 if let Some(sink) = self.bias.as_ref().and_then(Weight::sink) {
-                    cuda::add_grad_bias(dy, sink.grad(), self.dims)?;
+                    cuda::add_grad_bias(dy, &sink.grad()?, self.dims)?;
                 }
                 let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
-                Ok(Some(cuda::grad_x(dy, self.w.value(), *dtype, self.dims)?.into_tensor(shape.as_slice())))
+                Ok(Some(cuda::grad_x(dy, &self.w.value()?, *dtype, self.dims)?.into_tensor(shape.as_slice())))
             },
         })
     }
@@ -110,7 +114,8 @@ impl Saved {
             return Ok(None);
         };
         let mut dx = FloatBuf::unwritten(*dtype, self.dims.t * self.dims.k)?;
-        let w = host("linear", self.w.value())?;
+        let w = self.w.value()?;
+        let w = host("linear", &w)?;
         cpu::grad_x(dy, w.floats()?, dx.view(), self.dims);
         Ok(Some(storage::tensor(dx, shape.as_slice())))
     }
@@ -118,13 +123,13 @@ impl Saved {
 
 fn check(x: &Tensor, w: &Weight, bias: Option<&Weight>) -> Result<Dims> {
     check_dtype("linear", "the input", x.dtype())?;
-    check_dtype("linear", "the weight", w.value().dtype())?;
-    let (Some(&k), Ok((n, _))) = (x.dims().last(), w.value().dims2()) else {
-        bail!("linear: want an input [.., k] and a weight [n, k], got {:?} and {:?}", x.dims(), w.value().dims())
+    check_dtype("linear", "the weight", w.dtype())?;
+    let (Some(&k), &[n, _]) = (x.dims().last(), w.dims()) else {
+        bail!("linear: want an input [.., k] and a weight [n, k], got {:?} and {:?}", x.dims(), w.dims())
     };
     w.check("linear", &[n, k])?;
     if let Some(bias) = bias {
-        check_dtype("linear", "the bias", bias.value().dtype())?;
+        check_dtype("linear", "the bias", bias.dtype())?;
         bias.check("linear (bias)", &[n])?;
     }
     let t = x.dims()[..x.rank() - 1].iter().product();

@@ -90,9 +90,10 @@ pub fn linear_cross_entropy(
             Ok(LossAndGrad { loss: reduce(&targets, &losses, spec.reduction, sizes.t)?, dx })
         },
         cuda => {
-            let head = cuda::Head::new(&x, w.value(), &targets, sizes, spec.chunk)?;
+            let (value, dw) = (w.value()?, w.sink().map(GradSink::grad).transpose()?);
+            let head = cuda::Head::new(&x, &value, &targets, sizes, spec.chunk)?;
             let factor = if let Upstream::Scaled(_, factor) = upstream { Some(factor) } else { None };
-            let gradients = cuda::Gradients { weights: &weights, factor, dw: w.sink().map(GradSink::grad) };
+            let gradients = cuda::Gradients { weights: &weights, factor, dw: dw.as_ref() };
             let (losses, dx) = head.run(wants_dx.then_some(&gradients))?;
             Ok(LossAndGrad { loss: head.reduce(&losses, spec.reduction)?, dx })
         },
@@ -108,7 +109,8 @@ fn on_cpu(
     sizes: Sizes,
     chunk: usize,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
-    let (x_host, w_host) = (host("linear_cross_entropy", x)?, host("linear_cross_entropy", w.value())?);
+    let value = w.value()?;
+    let (x_host, w_host) = (host("linear_cross_entropy", x)?, host("linear_cross_entropy", &value)?);
     let head = cpu::Head { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk };
     let Some(weights) = weights else { return Ok((head.losses(targets), None)) };
     let mut dx = FloatBuf::zeros(x.dtype(), x.elem_count())?;
@@ -143,9 +145,9 @@ struct Target {
 fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy) -> Result<Sizes> {
     let op = "linear_cross_entropy";
     check_dtype(op, "the input", x.dtype())?;
-    check_dtype(op, "the weight", w.value().dtype())?;
-    let (Ok((t, d)), Ok((v, _))) = (x.dims2(), w.value().dims2()) else {
-        bail!("{op}: want x [t, d] and w [v, d], got {:?} and {:?}", x.dims(), w.value().dims())
+    check_dtype(op, "the weight", w.dtype())?;
+    let (Ok((t, d)), &[v, _]) = (x.dims2(), w.dims()) else {
+        bail!("{op}: want x [t, d] and w [v, d], got {:?} and {:?}", x.dims(), w.dims())
     };
     w.check(op, &[v, d])?;
     if targets.dims() != [t] || targets.dtype() != DType::I64 {

@@ -40,12 +40,13 @@ fn forward(x: &Tensor, w: &Weight, d: usize, eps: f32) -> Result<(Tensor, Option
     on_device!("rms_norm", x, {
         cpu => {
             let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
-            let (x_host, w) = (host("rms_norm", x)?, host("rms_norm", w.value())?);
+            let w = w.value()?;
+            let (x_host, w) = (host("rms_norm", x)?, host("rms_norm", &w)?);
             cpu::forward(x_host.floats()?, w.floats()?, y.view(), d, eps);
             Ok((storage::tensor(y, x.shape()), None))
         },
         cuda => {
-            let (y, rstd) = cuda::forward(x, w.value(), d, eps)?;
+            let (y, rstd) = cuda::forward(x, &w.value()?, d, eps)?;
             Ok((y.into_tensor(x.shape()), Some(rstd)))
         },
     })
@@ -68,15 +69,16 @@ impl Saved<'_> {
             cuda => {
                 let Some(rstd) = self.rstd else { bail!("rms_norm: the forward was on another device") };
                 if let Some(sink) = self.weight.sink() {
-                    cuda::add_grad_w(self.input, dy, rstd, sink.grad())?;
+                    cuda::add_grad_w(self.input, dy, rstd, &sink.grad()?)?;
                 }
-                wants_dx.then(|| cuda::grad_x(self.input, self.weight.value(), dy, rstd)).transpose()
+                wants_dx.then(|| cuda::grad_x(self.input, &self.weight.value()?, dy, rstd)).transpose()
             },
         })
     }
 
     fn backward_cpu(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
-        let (x, w) = (host("rms_norm", self.input)?, host("rms_norm", self.weight.value())?);
+        let w = self.weight.value()?;
+        let (x, w) = (host("rms_norm", self.input)?, host("rms_norm", &w)?);
         let dy = host("rms_norm", dy)?;
         let (x, w, dy) = (x.floats()?, w.floats()?, dy.floats()?);
         if let Some(sink) = self.weight.sink() {
@@ -93,7 +95,7 @@ impl Saved<'_> {
 
 fn check(x: &Tensor, w: &Weight) -> Result<usize> {
     check_dtype("rms_norm", "the input", x.dtype())?;
-    check_dtype("rms_norm", "the weight", w.value().dtype())?;
+    check_dtype("rms_norm", "the weight", w.dtype())?;
     let Some(&d) = x.dims().last().filter(|&&d| d > 0) else {
         bail!("rms_norm: want an input [.., d], got {:?}", x.dims())
     };

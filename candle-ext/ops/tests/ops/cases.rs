@@ -94,8 +94,8 @@ pub(crate) fn trainable(value: &Tensor) -> Weight {
     Weight::trainable(value.clone(), GradSink::new(view).unwrap())
 }
 
-pub(crate) fn grad_of(weight: &Weight) -> &Tensor {
-    weight.sink().unwrap().grad()
+pub(crate) fn grad_of(weight: &Weight) -> Tensor {
+    weight.sink().unwrap().grad().unwrap()
 }
 
 /// What `op` gives, on a tape of `inputs`.
@@ -204,9 +204,9 @@ impl Case<'_> {
         let tape = tape(&inputs, || (self.op)(&inputs, &weights));
         let y = tape.output().clone();
         let grads = tape.backward(&place.put(&upstream(&y, y.dtype()))).unwrap();
-        let grads = inputs.iter().map(|x| grads.get(x).unwrap()).chain(weights.iter().map(grad_of));
+        let grads = inputs.iter().map(|x| grads.get(x).unwrap().clone()).chain(weights.iter().map(grad_of));
         let host = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
-        Results { y: host(&y), grads: grads.map(host).collect() }
+        Results { y: host(&y), grads: grads.map(|grad| host(&grad)).collect() }
     }
 
     fn reference_results(&self, dtype: DType) -> Results {
@@ -242,10 +242,10 @@ impl Case<'_> {
 
         let weights: Vec<Weight> = self.weights.iter().map(trainable).collect();
         let grads = tape(&self.inputs, || (self.op)(&self.inputs, &weights)).backward(&dy).unwrap();
-        let got = self.inputs.iter().map(|x| grads.get(x).unwrap()).chain(weights.iter().map(grad_of));
-        let grads: Vec<&Tensor> = got.collect();
+        let got = self.inputs.iter().map(|x| grads.get(x).unwrap().clone()).chain(weights.iter().map(grad_of));
+        let grads: Vec<Tensor> = got.collect();
         let got: f64 = grads.iter().zip(&direction).map(|(grad, d)| dot(grad, d)).sum();
-        assert_slope(self.name, got, want, &grads);
+        assert_slope(self.name, got, want, &grads.iter().collect::<Vec<_>>());
     }
 }
 

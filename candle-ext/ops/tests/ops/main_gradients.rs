@@ -19,7 +19,7 @@ fn check(name: &str, values: &[Tensor], run: impl Fn(&Place, &[Weight])) {
         let grads = |dtype| {
             let weights: Vec<Weight> = values.iter().map(|value| weight(&place, value, dtype)).collect();
             place.run(|| run(&place, &weights));
-            weights.iter().map(|weight| grad_of(weight).clone()).collect::<Vec<_>>()
+            weights.iter().map(grad_of).collect::<Vec<_>>()
         };
         for (rounded, whole) in grads(DType::BF16).iter().zip(grads(DType::F32)) {
             assert_eq!(rounded.dtype(), DType::BF16);

@@ -45,7 +45,7 @@ fn head(put: impl Fn(&Tensor) -> Tensor) -> Vec<Tensor> {
     let targets = Tensor::new(targets, &Device::Cpu).unwrap();
     let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 64 };
     let out = linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
-    vec![out.loss, out.dx.unwrap(), grad_of(&w).clone()]
+    vec![out.loss, out.dx.unwrap(), grad_of(&w)]
 }
 
 /// A parameter, its moments and its copy in the format, after two steps.

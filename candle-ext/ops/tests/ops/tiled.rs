@@ -32,7 +32,7 @@ fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
     let y = tape.output().clone();
     let grads = tape.backward(&like_x(&randn(y.shape(), 9))).unwrap();
     let dx = grads.get(x).unwrap().clone();
-    [y, dx].into_iter().chain(w.iter().map(|w| grad_of(w).clone())).collect()
+    [y, dx].into_iter().chain(w.iter().map(grad_of)).collect()
 }
 
 /// Rows are computed as in one piece (if there are two: one row alone has a kernel of its own); only the sums over rows, in the weights' gradients, have another order.
@@ -74,7 +74,7 @@ fn a_sink_is_reached_from_an_untracked_input() {
     let dy = randn(tape.output().shape(), 9);
     tape.backward(&dy).unwrap();
     for (w, want) in w.iter().zip(&run(&randn((50, 16), 1), Some(20))[2..]) {
-        assert_eq!(bits(grad_of(w)), bits(want));
+        assert_eq!(bits(&grad_of(w)), bits(want));
     }
 }
 

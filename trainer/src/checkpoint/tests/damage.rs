@@ -15,12 +15,12 @@ fn check_fall_back(harm: impl Fn(&Path), reason: &str) {
     save_step(&Drive, &plan, 1).unwrap();
     harm(&save_step(&Drive, &plan, 2).unwrap().dir);
     let mut toy = Toy::at(0);
-    let resumed = resume(&plan, &fingerprint(), &mut toy).unwrap().unwrap();
+    let resumed = resume(&plan, &fingerprint(), &mut toy, &Alone).unwrap().unwrap();
     assert_eq!((resumed.run.step, &toy), (1, &Toy::at(1)));
     assert!(resumed.skipped[0].reason.contains(reason), "{}", resumed.skipped[0].reason);
 
     fs::remove_dir_all(plan.dir(Tag { step: 1, epoch: 0 })).unwrap();
-    let error = resume(&plan, &fingerprint(), &mut toy).unwrap_err();
+    let error = resume(&plan, &fingerprint(), &mut toy, &Alone).unwrap_err();
     assert!(matches!(error, CheckpointError::NoneWhole { .. }), "{error}");
     assert!(error.to_string().contains(reason), "{error}");
 }
@@ -33,7 +33,7 @@ fn edit(path: PathBuf, change: impl Fn(&mut Vec<u8>)) {
 
 #[test]
 fn a_flipped_bit_is_found_by_its_hash() {
-    for name in ["shard_00001.safetensors", "shard_00002.safetensors", "state.json"] {
+    for name in ["shard_00000_00001.safetensors", "shard_00000_00002.safetensors", "state.json"] {
         check_fall_back(|dir| edit(dir.join(name), |bytes| bytes[20] ^= 1), "its hash differs");
     }
 }
@@ -41,7 +41,7 @@ fn a_flipped_bit_is_found_by_its_hash() {
 #[test]
 fn cut_missing_and_foreign_files_are_found() {
     check_fall_back(|dir| edit(dir.join("state.json"), |bytes| _ = bytes.pop()), "bytes, not");
-    check_fall_back(|dir| fs::remove_file(dir.join("shard_00002.safetensors")).unwrap(), "shard_00002");
+    check_fall_back(|dir| fs::remove_file(dir.join("shard_00000_00002.safetensors")).unwrap(), "shard_00000_00002");
     check_fall_back(|dir| fs::remove_file(dir.join("manifest.json")).unwrap(), "no manifest.json");
     check_fall_back(|dir| edit(dir.join("manifest.json"), |bytes| bytes.truncate(99)), "not readable");
     let older = |dir: &Path| dir.with_file_name("epoch_0_global_step_1").join("manifest.json");
@@ -70,7 +70,7 @@ fn a_save_of_the_first_version_resumes_and_is_compared() {
     assert_eq!(resumed_step(&plan), 2);
     let harm = |dir: &Path| {
         hash_as_before(dir);
-        edit(dir.join("shard_00001.safetensors"), |bytes| bytes[20] ^= 1);
+        edit(dir.join("shard_00000_00001.safetensors"), |bytes| bytes[20] ^= 1);
     };
     check_fall_back(harm, "its hash differs");
 }
@@ -123,7 +123,7 @@ proptest! {
         let saved = save_step(&Drive, &plan, 1).unwrap().dir;
         edit(saved.join(&names(&saved)[file]), |bytes| mutate(bytes, &edits));
         let mut toy = Toy::at(0);
-        match resume(&plan, &fingerprint(), &mut toy) {
+        match resume(&plan, &fingerprint(), &mut toy, &Alone) {
             Ok(resumed) => prop_assert_eq!((resumed.unwrap().run, toy), (run(1), Toy::at(1))),
             Err(_) => prop_assert_eq!(toy, Toy::at(0)),
         }
@@ -152,7 +152,16 @@ fn a_manifest_of_nonsense_says_what() {
     check_manifest(|m| _ = m["files"].as_array_mut().unwrap().pop(), "state.json is not listed");
     check_manifest(|m| m["tensors"][0]["file"] = json!("x"), "which is not listed");
     check_manifest(|m| m["tensors"][1]["name"] = m["tensors"][0]["name"].clone(), "is listed twice");
-    check_manifest(|m| m["tensors"][2]["offset"] = json!([1, 0]), "is saved in pieces");
+    check_manifest(|m| m["tensors"][2]["offset"] = json!([1, 0]), "is cut at [1, 0]");
+    let range = |start: u64, end: u64| json!({"start": start, "end": end});
+    check_manifest(|m| m["tensors"][2]["range"] = range(3, 3), "has no elements 3..3");
+    check_manifest(|m| m["tensors"][2]["range"] = range(0, 1_000_000), "has no elements 0..1000000");
+    let twice = |m: &mut serde_json::Value| {
+        let mut piece = m["tensors"][2].clone();
+        piece["range"] = range(1, 2);
+        m["tensors"].as_array_mut().unwrap().push(piece);
+    };
+    check_manifest(twice, "is listed twice");
     check_manifest(|m| m["tensors"][2]["shape"] = json!([u64::MAX, 3]), "has an absurd shape");
     check_manifest(|m| m["tensors"][2]["shape"] = json!([1000, 1000]), "larger than the file");
 }

@@ -93,14 +93,14 @@ fn run(step: usize) -> RunState {
 const SHARD: usize = 64;
 
 fn save_step(storage: &dyn Storage, plan: &CheckpointPlan, step: usize) -> Result<Saved, CheckpointError> {
-    save_with(storage, SHARD, plan, &run(step), &Toy::at(step))
+    save_with(storage, SHARD, plan, &run(step), &Toy::at(step), &Alone)
 }
 
 /// Resumes a fresh engine and returns the step, having compared every value with that step's.
 #[track_caller]
 fn resumed_step(plan: &CheckpointPlan) -> usize {
     let mut toy = Toy::at(0);
-    let resumed = resume(plan, &fingerprint(), &mut toy).unwrap().expect("a save");
+    let resumed = resume(plan, &fingerprint(), &mut toy, &Alone).unwrap().expect("a save");
     assert_eq!(resumed.run, run(resumed.run.step));
     assert_eq!(toy, Toy::at(resumed.run.step));
     resumed.run.step
@@ -117,18 +117,18 @@ fn names(dir: &Path) -> Vec<String> {
 fn a_save_reads_back_to_the_bit_and_is_safetensors() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    assert_eq!(resume(&plan, &fingerprint(), &mut Toy::at(0)).unwrap(), None);
+    assert_eq!(resume(&plan, &fingerprint(), &mut Toy::at(0), &Alone).unwrap(), None);
     let saved = save_step(&Drive, &plan, 3).unwrap();
     assert_eq!(resumed_step(&plan), 3);
     assert_eq!(
         names(&saved.dir),
-        ["manifest.json", "shard_00001.safetensors", "shard_00002.safetensors", "state.json"]
+        ["manifest.json", "shard_00000_00001.safetensors", "shard_00000_00002.safetensors", "state.json"]
     );
     let sizes = names(&saved.dir).iter().map(|name| fs::metadata(saved.dir.join(name)).unwrap().len()).sum();
     assert_eq!(saved.n_bytes, sizes);
     assert!(bytes_needed(&Toy::at(3).tensors()) >= sizes);
 
-    let bytes = fs::read(saved.dir.join("shard_00001.safetensors")).unwrap();
+    let bytes = fs::read(saved.dir.join("shard_00000_00001.safetensors")).unwrap();
     let shard = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let tensor = shard.tensor("master/a").unwrap();
     let want: Vec<u8> = Toy::at(3).0["master/a"].1.iter().flat_map(|bits| bits.to_le_bytes()).collect();
@@ -140,8 +140,8 @@ fn a_loss_that_is_not_a_number_does_not_spoil_a_save() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
     let best_eval = Some(BestEval { step: 1, loss: f64::NAN });
-    save(&plan, &RunState { best_eval, ..run(1) }, &Toy::at(1)).unwrap();
-    let resumed = resume(&plan, &fingerprint(), &mut Toy::at(0)).unwrap().unwrap();
+    save(&plan, &RunState { best_eval, ..run(1) }, &Toy::at(1), &Alone).unwrap();
+    let resumed = resume(&plan, &fingerprint(), &mut Toy::at(0), &Alone).unwrap().unwrap();
     assert!(resumed.run.best_eval.unwrap().loss.is_nan());
 }
 
@@ -151,9 +151,9 @@ fn a_tensor_larger_than_a_piece_reads_back() {
     let plan = plan(&dir, None);
     let n = (1 << 20) + 3;
     let big = Toy([("big".to_owned(), (vec![n], (0..n as u32).collect()))].into());
-    save(&plan, &run(1), &big).unwrap();
+    save(&plan, &run(1), &big, &Alone).unwrap();
     let mut read = Toy([("big".to_owned(), (vec![n], vec![0; n]))].into());
-    resume(&plan, &fingerprint(), &mut read).unwrap();
+    resume(&plan, &fingerprint(), &mut read, &Alone).unwrap();
     assert!(read == big);
 }
 
@@ -176,7 +176,7 @@ fn check_refused(now: &Fingerprint, mut toy: Toy, want: &[&str]) {
     let plan = plan(&dir, None);
     save_step(&Drive, &plan, 1).unwrap();
     let before = toy.clone();
-    match resume(&plan, now, &mut toy).unwrap_err() {
+    match resume(&plan, now, &mut toy, &Alone).unwrap_err() {
         CheckpointError::Different { differences, .. } => assert_eq!(differences, want),
         other => panic!("{other}"),
     }
@@ -216,9 +216,9 @@ fn an_engines_failure_ends_the_save_and_removes_it() {
     }
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    let error = save(&plan, &run(1), &Broken).unwrap_err();
+    let error = save(&plan, &run(1), &Broken, &Alone).unwrap_err();
     assert_eq!(error.to_string(), "read the tensor exp_avg/a");
     assert!(names(&plan.output_dir).is_empty());
     save_step(&Drive, &plan, 1).unwrap();
-    assert!(resume(&plan, &fingerprint(), &mut Broken).is_err());
+    assert!(resume(&plan, &fingerprint(), &mut Broken, &Alone).is_err());
 }

@@ -4,17 +4,19 @@
 //! Whoever stands closest to the process is believed: torchrun's variables before MPI's, MPI's before Slurm's, because
 //! `srun` may start `mpirun` and that a launcher.
 
+mod nodelist;
+
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::nodelist::first_host;
+use nodelist::first_host;
 
 /// The variables of a process.
 pub type Variables = BTreeMap<String, String>;
 
 /// The place of a process among those that were started together.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct World {
+pub struct Place {
     /// This process's number, `0..world_size`.
     pub rank: usize,
     /// Its number among the processes of this machine: the GPU it takes.
@@ -25,6 +27,8 @@ pub struct World {
     pub local_world_size: usize,
     /// The number of this machine, if whoever started the process says it.
     pub node: Option<usize>,
+    /// How often the processes were started anew after a failure.
+    pub restart: usize,
     /// Where the processes meet.
     pub master: Master,
     /// Who started the process.
@@ -59,7 +63,7 @@ pub enum Source {
 
 /// Says which variables do not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum WorldError {
+pub enum PlaceError {
     /// One variable is there and its companion is not.
     #[error("read the rank: {present} is set but {absent} is not")]
     Missing {
@@ -120,9 +124,9 @@ pub enum WorldError {
     },
 }
 
-impl World {
+impl Place {
     /// Reads the place of a process from its variables.
-    pub fn from_variables(variables: &Variables) -> Result<Self, WorldError> {
+    pub fn from_variables(variables: &Variables) -> Result<Self, PlaceError> {
         let read = Reader(variables);
         let sources = [torchrun, open_mpi, pmi, slurm];
         let found = sources.iter().find_map(|source| source(&read).transpose());
@@ -138,6 +142,7 @@ impl World {
             world_size: 1,
             local_world_size: 1,
             node: Some(0),
+            restart: 0,
             master,
             source: Source::Alone,
         }
@@ -147,30 +152,38 @@ impl World {
 const LOOPBACK: &str = "127.0.0.1";
 const DEFAULT_PORT: u16 = 29500;
 
-fn torchrun(read: &Reader) -> Result<Option<World>, WorldError> {
+fn torchrun(read: &Reader) -> Result<Option<Place>, PlaceError> {
     let (rank, world_size) = match (read.number("RANK")?, read.number("WORLD_SIZE")?) {
         (None, None) => return Ok(None),
-        (Some(_), None) => return Err(WorldError::Missing { present: "RANK", absent: "WORLD_SIZE" }),
-        (None, Some(_)) => return Err(WorldError::Missing { present: "WORLD_SIZE", absent: "RANK" }),
+        // Exported by a batch script for whatever it starts.
+        (None, Some(_))
+            if ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"].iter().any(|it| read.text(it).is_some()) =>
+        {
+            return Ok(None);
+        }
+        (Some(_), None) => return Err(PlaceError::Missing { present: "RANK", absent: "WORLD_SIZE" }),
+        (None, Some(_)) => return Err(PlaceError::Missing { present: "WORLD_SIZE", absent: "RANK" }),
         (Some(rank), Some(world_size)) => (rank, world_size),
     };
     // A rank's GPU is never guessed; only where there is one rank there is one answer.
     let is_single = world_size <= 1;
     let local_rank = read.number("LOCAL_RANK")?.or(is_single.then_some(0));
-    let local_rank = local_rank.ok_or(WorldError::Missing { present: "RANK", absent: "LOCAL_RANK" })?;
+    let local_rank = local_rank.ok_or(PlaceError::Missing { present: "RANK", absent: "LOCAL_RANK" })?;
     let local_world_size = read.number("LOCAL_WORLD_SIZE")?.or(is_single.then_some(1));
     let local_world_size =
-        local_world_size.ok_or(WorldError::Missing { present: "WORLD_SIZE", absent: "LOCAL_WORLD_SIZE" })?;
+        local_world_size.ok_or(PlaceError::Missing { present: "WORLD_SIZE", absent: "LOCAL_WORLD_SIZE" })?;
     below(("RANK", rank), ("WORLD_SIZE", world_size))?;
     // torchrun's --virtual-local-rank calls every worker 0; that is below every size too.
     below(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world_size))?;
     at_most(("LOCAL_WORLD_SIZE", local_world_size), ("WORLD_SIZE", world_size))?;
     let master = read.master(Source::Torchrun, is_single, DEFAULT_PORT)?;
     let node = read.number("GROUP_RANK")?;
-    Ok(Some(World { rank, local_rank, world_size, local_world_size, node, master, source: Source::Torchrun }))
+    let restart = read.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0);
+    let source = Source::Torchrun;
+    Ok(Some(Place { rank, local_rank, world_size, local_world_size, node, restart, master, source }))
 }
 
-fn open_mpi(read: &Reader) -> Result<Option<World>, WorldError> {
+fn open_mpi(read: &Reader) -> Result<Option<Place>, PlaceError> {
     let names = Names {
         rank: "OMPI_COMM_WORLD_RANK",
         size: "OMPI_COMM_WORLD_SIZE",
@@ -180,14 +193,21 @@ fn open_mpi(read: &Reader) -> Result<Option<World>, WorldError> {
     mpi(read, Source::OpenMpi, &names, &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"])
 }
 
-fn pmi(read: &Reader) -> Result<Option<World>, WorldError> {
-    // srun speaks PMI too, and then knows more than PMI says.
-    if read.text("PMI_RANK").is_some() && read.text("PMI_RANK") == read.text("SLURM_PROCID") {
+fn pmi(read: &Reader) -> Result<Option<Place>, PlaceError> {
+    if is_srun(read) {
         return slurm(read);
     }
     let names =
         Names { rank: "PMI_RANK", size: "PMI_SIZE", local_rank: "MPI_LOCALRANKID", local_size: "MPI_LOCALNRANKS" };
     mpi(read, Source::Pmi, &names, &["I_MPI_HYDRA_UUID", "PMI_PORT"])
+}
+
+/// srun speaks PMI too, and then knows more than PMI says. Hydra, MPI's own, hands on what srun told it, or told the batch
+/// script: its ranks have Slurm's variables as well, and numbers of their own.
+fn is_srun(read: &Reader) -> bool {
+    let same = |pmi, slurm| read.text(pmi).is_some() && read.text(pmi) == read.text(slurm);
+    let is_step = read.text("SLURM_STEP_ID").is_some() && read.text("MPI_LOCALRANKID").is_none();
+    is_step && same("PMI_RANK", "SLURM_PROCID")
 }
 
 /// The variables of one MPI.
@@ -199,9 +219,9 @@ struct Names {
 }
 
 /// `jobs` are the variables that name a job, so that two jobs of one machine meet on two ports.
-fn mpi(read: &Reader, source: Source, names: &Names, jobs: &[&'static str]) -> Result<Option<World>, WorldError> {
+fn mpi(read: &Reader, source: Source, names: &Names, jobs: &[&'static str]) -> Result<Option<Place>, PlaceError> {
     let Some(rank) = read.number(names.rank)? else { return Ok(None) };
-    let need = |name| read.number(name)?.ok_or(WorldError::Missing { present: names.rank, absent: name });
+    let need = |name| read.number(name)?.ok_or(PlaceError::Missing { present: names.rank, absent: name });
     let (world_size, local_rank) = (need(names.size)?, need(names.local_rank)?);
     let local_world_size = need(names.local_size)?;
     below((names.rank, rank), (names.size, world_size))?;
@@ -212,36 +232,37 @@ fn mpi(read: &Reader, source: Source, names: &Names, jobs: &[&'static str]) -> R
     let master = read.master(source, is_one_machine, job.map_or(DEFAULT_PORT, port_of_job))?;
     // Intel's says it.
     let node = is_one_machine.then_some(0).or(read.number("HYDRA_BSTRAP_NODE_ID")?);
-    Ok(Some(World { rank, local_rank, world_size, local_world_size, node, master, source }))
+    Ok(Some(Place { rank, local_rank, world_size, local_world_size, node, restart: 0, master, source }))
 }
 
 /// A batch script has Slurm's variables as well, and is no task: only a step has SLURM_STEP_ID.
-fn slurm(read: &Reader) -> Result<Option<World>, WorldError> {
+fn slurm(read: &Reader) -> Result<Option<Place>, PlaceError> {
     let Some(rank) = read.number("SLURM_PROCID")? else { return Ok(None) };
     if read.text("SLURM_STEP_ID").is_none() {
         return Ok(None);
     }
     // A shell of salloc is a step of one task in a job of many.
     let size_name = if read.text("SLURM_STEP_NUM_TASKS").is_some() { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
-    let need = |name| read.number(name)?.ok_or(WorldError::Missing { present: "SLURM_PROCID", absent: name });
+    let need = |name| read.number(name)?.ok_or(PlaceError::Missing { present: "SLURM_PROCID", absent: name });
     let (world_size, local_rank, node) = (need(size_name)?, need("SLURM_LOCALID")?, need("SLURM_NODEID")?);
     below(("SLURM_PROCID", rank), (size_name, world_size))?;
     let local_world_size = slurm_local_size(read, node, world_size)?;
     below(("SLURM_LOCALID", local_rank), ("SLURM_STEP_TASKS_PER_NODE", local_world_size))?;
     let master = slurm_master(read, local_world_size == world_size)?;
     let node = Some(node);
-    Ok(Some(World { rank, local_rank, world_size, local_world_size, node, master, source: Source::Slurm }))
+    let (restart, source) = (0, Source::Slurm);
+    Ok(Some(Place { rank, local_rank, world_size, local_world_size, node, restart, master, source }))
 }
 
 /// `SLURM_STEP_TASKS_PER_NODE` is `2(x3),1`: two tasks on each of three nodes, one on the fourth.
-fn slurm_local_size(read: &Reader, node: usize, world_size: usize) -> Result<usize, WorldError> {
+fn slurm_local_size(read: &Reader, node: usize, world_size: usize) -> Result<usize, PlaceError> {
     let name = "SLURM_STEP_TASKS_PER_NODE";
     let Some(text) = read.text(name).or_else(|| read.text("SLURM_TASKS_PER_NODE")) else {
         let is_one_node = read.number("SLURM_NNODES")?.is_none_or(|n| n <= 1);
-        let missing = WorldError::Missing { present: "SLURM_PROCID", absent: name };
+        let missing = PlaceError::Missing { present: "SLURM_PROCID", absent: name };
         return is_one_node.then_some(world_size).ok_or(missing);
     };
-    let not_a_number = || WorldError::NotANumber { name, value: text.to_owned(), bound: ", or n(xm)" };
+    let not_a_number = || PlaceError::NotANumber { name, value: text.to_owned(), bound: ", or n(xm)" };
     let mut node_left = node;
     for item in text.split(',') {
         let (size, times) = match item.split_once("(x") {
@@ -259,7 +280,7 @@ fn slurm_local_size(read: &Reader, node: usize, world_size: usize) -> Result<usi
     Err(not_a_number())
 }
 
-fn slurm_master(read: &Reader, is_one_machine: bool) -> Result<Master, WorldError> {
+fn slurm_master(read: &Reader, is_one_machine: bool) -> Result<Master, PlaceError> {
     let port = read.text("SLURM_JOB_ID").map_or(DEFAULT_PORT, port_of_job);
     if read.text("MASTER_ADDR").is_some() || is_one_machine {
         return read.master(Source::Slurm, is_one_machine, port);
@@ -269,7 +290,7 @@ fn slurm_master(read: &Reader, is_one_machine: bool) -> Result<Master, WorldErro
     let Some((name, list)) = lists.iter().find_map(|name| Some((*name, read.text(name)?))) else {
         return read.master(Source::Slurm, is_one_machine, port);
     };
-    let addr = first_host(list).ok_or_else(|| WorldError::NodeList { name, value: list.to_owned() })?;
+    let addr = first_host(list).ok_or_else(|| PlaceError::NodeList { name, value: list.to_owned() })?;
     Ok(Master { addr, port: read.port()?.unwrap_or(port), agent_hosts_store: false })
 }
 
@@ -289,28 +310,28 @@ impl<'a> Reader<'a> {
         self.0.get(name).map(String::as_str).filter(|text| !text.is_empty())
     }
 
-    fn number(&self, name: &'static str) -> Result<Option<usize>, WorldError> {
+    fn number(&self, name: &'static str) -> Result<Option<usize>, PlaceError> {
         let parse =
-            |text: &str| text.parse().map_err(|_| WorldError::NotANumber { name, value: text.to_owned(), bound: "" });
+            |text: &str| text.parse().map_err(|_| PlaceError::NotANumber { name, value: text.to_owned(), bound: "" });
         self.text(name).map(parse).transpose()
     }
 
-    fn port(&self) -> Result<Option<u16>, WorldError> {
+    fn port(&self) -> Result<Option<u16>, PlaceError> {
         let name = "MASTER_PORT";
         let bound = " up to 65535";
         let parse =
-            |text: &str| text.parse().map_err(|_| WorldError::NotANumber { name, value: text.to_owned(), bound });
+            |text: &str| text.parse().map_err(|_| PlaceError::NotANumber { name, value: text.to_owned(), bound });
         self.text(name).map(parse).transpose()
     }
 
-    fn master(&self, source: Source, is_one_machine: bool, port: u16) -> Result<Master, WorldError> {
+    fn master(&self, source: Source, is_one_machine: bool, port: u16) -> Result<Master, PlaceError> {
         let hint = match source {
             Source::OpenMpi => " (mpirun -x MASTER_ADDR=HOST)",
             Source::Pmi => " (mpirun -genv MASTER_ADDR HOST)",
             _ => "",
         };
         let addr = self.text("MASTER_ADDR").or(is_one_machine.then_some(LOOPBACK));
-        let addr = addr.ok_or(WorldError::NoMaster { source_name: source, hint })?.to_owned();
+        let addr = addr.ok_or(PlaceError::NoMaster { source_name: source, hint })?.to_owned();
         let agent = self.text("TORCHELASTIC_USE_AGENT_STORE");
         let agent_hosts_store =
             source == Source::Torchrun && agent.is_some_and(|text| text.eq_ignore_ascii_case("true"));
@@ -318,14 +339,14 @@ impl<'a> Reader<'a> {
     }
 }
 
-fn below(smaller: (&'static str, usize), larger: (&'static str, usize)) -> Result<(), WorldError> {
+fn below(smaller: (&'static str, usize), larger: (&'static str, usize)) -> Result<(), PlaceError> {
     let error =
-        WorldError::NotBelow { smaller_name: smaller.0, smaller: smaller.1, larger_name: larger.0, larger: larger.1 };
+        PlaceError::NotBelow { smaller_name: smaller.0, smaller: smaller.1, larger_name: larger.0, larger: larger.1 };
     (smaller.1 < larger.1).then_some(()).ok_or(error)
 }
 
-fn at_most(local: (&'static str, usize), all: (&'static str, usize)) -> Result<(), WorldError> {
-    let error = WorldError::TooMany { local_name: local.0, local: local.1, all_name: all.0, all: all.1 };
+fn at_most(local: (&'static str, usize), all: (&'static str, usize)) -> Result<(), PlaceError> {
+    let error = PlaceError::TooMany { local_name: local.0, local: local.1, all_name: all.0, all: all.1 };
     (local.1 <= all.1).then_some(()).ok_or(error)
 }
 
@@ -341,9 +362,9 @@ impl fmt::Display for Source {
     }
 }
 
-impl fmt::Display for World {
+impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, local_rank, world_size, local_world_size, node, master, source } = self;
+        let Self { rank, local_rank, world_size, local_world_size, node, restart: _, master, source } = self;
         let node = node.map_or_else(|| "?".to_owned(), |node| node.to_string());
         write!(f, "rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}, node {node}, ")?;
         let host = if master.agent_hosts_store { "the launcher's store" } else { "rank 0" };

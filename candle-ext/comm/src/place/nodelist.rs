@@ -3,12 +3,12 @@
 /// Returns the first host of a list in Slurm's short form, or `None` if it is empty or not well formed.
 ///
 /// The first host is the first in the list's own order, as `scontrol show hostnames` prints it.
-pub fn first_host(list: &str) -> Option<String> {
+pub(super) fn first_host(list: &str) -> Option<String> {
     expand(list)?.into_iter().next()
 }
 
 /// Writes a list out: every bracket becomes its numbers, with their leading zeros.
-pub fn expand(list: &str) -> Option<Vec<String>> {
+pub(super) fn expand(list: &str) -> Option<Vec<String>> {
     let mut hosts = Vec::new();
     for item in split_outside_brackets(list)? {
         hosts.extend(expand_item(item)?);

@@ -10,7 +10,7 @@ fn variables(text: &str) -> Variables {
 
 #[track_caller]
 fn check(text: &str, want: &str) {
-    let got = match World::from_variables(&variables(text)) {
+    let got = match Place::from_variables(&variables(text)) {
         Ok(world) => world.to_string(),
         Err(error) => format!("failed to {error}"),
     };
@@ -38,7 +38,7 @@ fn each_starter_is_understood() {
 fn the_closest_starter_is_believed() {
     let all = [TORCHRUN, OPEN_MPI, PMI, SLURM];
     for (i, source) in [Source::Torchrun, Source::OpenMpi, Source::Pmi, Source::Slurm].into_iter().enumerate() {
-        let world = World::from_variables(&variables(&all[i..].concat())).unwrap();
+        let world = Place::from_variables(&variables(&all[i..].concat())).unwrap();
         assert_eq!(world.source, source);
     }
 }
@@ -97,7 +97,7 @@ fn mpi_over_machines_needs_an_address() {
 #[test]
 fn two_jobs_of_one_machine_meet_on_two_ports() {
     let port =
-        |job: &str| World::from_variables(&variables(&format!("{PMI} I_MPI_HYDRA_UUID={job}"))).unwrap().master.port;
+        |job: &str| Place::from_variables(&variables(&format!("{PMI} I_MPI_HYDRA_UUID={job}"))).unwrap().master.port;
     let (one, other) = (port("b9440000-e26c-bd81-d160-06001125053e"), port("ba440000-e26c-bd81-d160-06001125053e"));
     assert_ne!(one, other);
     assert!([one, other].iter().all(|port| (15000..25000).contains(port)));
@@ -111,17 +111,38 @@ fn srun_with_pmi_is_slurms() {
     );
 }
 
+/// MPICH's and Intel's mpirun hand on what Slurm told the batch script, or the one task a node that it starts through srun.
+#[test]
+fn hydra_within_slurm_is_hydras_for_every_rank() {
+    for rank in 0..4 {
+        let hydra = format!("PMI_RANK={rank} PMI_SIZE=4 MPI_LOCALRANKID={rank} MPI_LOCALNRANKS=4 ");
+        let script = "SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=4 SLURM_JOB_ID=7 ";
+        let in_script = Place::from_variables(&variables(&(hydra.clone() + script))).unwrap();
+        let proxy = format!("{script} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1");
+        let by_srun = Place::from_variables(&variables(&(hydra + &proxy))).unwrap();
+        for place in [in_script, by_srun] {
+            assert_eq!((place.rank, place.world_size, place.source), (rank, 4, Source::Pmi));
+        }
+    }
+}
+
+#[test]
+fn a_world_size_alone_does_not_hide_another_starter() {
+    let place = Place::from_variables(&variables(&format!("{SLURM} WORLD_SIZE=8 MASTER_ADDR=n3"))).unwrap();
+    assert_eq!((place.rank, place.source, place.master.addr.as_str()), (5, Source::Slurm, "n3"));
+}
+
 #[test]
 fn a_batch_script_is_alone() {
     let script = SLURM.replace("SLURM_STEP_ID=0 ", "").replace("SLURM_PROCID=5", "SLURM_PROCID=0");
-    assert_eq!(World::from_variables(&variables(&script)).unwrap(), World::alone());
+    assert_eq!(Place::from_variables(&variables(&script)).unwrap(), Place::alone());
 }
 
 #[test]
 fn a_shell_of_salloc_is_one_task() {
     let shell = "SLURM_STEP_ID=4294967290 SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0 \
         SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=1";
-    let world = World::from_variables(&variables(shell)).unwrap();
+    let world = Place::from_variables(&variables(shell)).unwrap();
     assert_eq!((world.rank, world.world_size), (0, 1));
 }
 
@@ -129,7 +150,7 @@ fn a_shell_of_salloc_is_one_task() {
 fn slurms_tasks_need_not_be_the_same_on_every_node() {
     for (node, want) in [(0, 3), (1, 3), (2, 2)] {
         let text = format!("{SLURM} SLURM_NODEID={node} SLURM_STEP_TASKS_PER_NODE=3(x2),2");
-        assert_eq!(World::from_variables(&variables(&text)).unwrap().local_world_size, want);
+        assert_eq!(Place::from_variables(&variables(&text)).unwrap().local_world_size, want);
     }
     check(
         &format!("{SLURM} SLURM_NODEID=7"),

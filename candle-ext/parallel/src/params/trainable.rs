@@ -1,0 +1,126 @@
+//! The flat buffers of a unit's trainable parameters, and AdamW's step on them.
+//!
+//! Masters and moments lie with the weights, or on the host if a GPU has no room for them: then gradients come down,
+//! AdamW updates the masters there, and what the ops read goes up.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candlewick_ops::{AdamW, AdamWState, GradScaler, HostCopy, adamw, copy_into, send_into};
+
+use super::flat::{Grads, Weights};
+use super::sharing::Sharing;
+use super::{Formats, Home};
+
+/// A flat run of trained weights with all that training keeps of this rank's share.
+pub(crate) struct Trainable {
+    /// What the ops read.
+    pub(crate) weights: Weights,
+    pub(crate) grads: Grads,
+    /// This rank's share, as are the moments. It is the weights' own where they have one format and place.
+    pub(crate) master: Tensor,
+    pub(crate) exp_avg: Tensor,
+    pub(crate) exp_avg_sq: Tensor,
+    pub(crate) home: Home,
+    /// Where this rank's share lies in the run.
+    pub(crate) own: Range<usize>,
+    /// Where the parameters without weight decay begin in the run.
+    n_decayed: usize,
+}
+
+impl Trainable {
+    /// Allocates buffers for `n` elements, all zero.
+    pub(crate) fn zeros(
+        n: usize,
+        n_decayed: usize,
+        formats: Formats,
+        (device, home): (&Device, Home),
+        sharing: &Sharing,
+    ) -> Result<Self> {
+        let Formats { compute, masters, moments } = formats;
+        if ![DType::F32, compute].contains(&masters) {
+            bail!("master weights in {masters:?} cannot be computed with in {compute:?}")
+        }
+        let state_device = if home == Home::Host { &Device::Cpu } else { device };
+        let own = sharing.own(n);
+        let is_one = compute == masters && home == Home::WithTheWeights;
+        let weights = Weights::zeros(n, compute, device, sharing)?;
+        let master = if is_one { weights.own.clone() } else { Tensor::zeros(own.len(), masters, state_device)? };
+        let moment = || Tensor::zeros(own.len(), moments, state_device);
+        let grads = Grads::zeros(n, masters, device, sharing)?;
+        Ok(Self { weights, grads, master, exp_avg: moment()?, exp_avg_sq: moment()?, home, own, n_decayed })
+    }
+
+    /// Rewrites what the ops read from the masters.
+    pub(crate) fn refresh(&self, sharing: &Sharing) -> Result<()> {
+        let own = &self.weights.own;
+        match self.home {
+            Home::Host => send_into(own, &self.master.to_dtype(own.dtype())?)?,
+            Home::WithTheWeights if own.dtype() != self.master.dtype() => copy_into(own, &self.master)?,
+            Home::WithTheWeights => {}
+        }
+        self.weights.publish(sharing)
+    }
+
+    /// Returns the masters of the whole run, on their device.
+    pub(crate) fn whole_master(&self, sharing: &Sharing) -> Result<Tensor> {
+        Ok(sharing.shards.all_gather(&self.master)?)
+    }
+
+    /// Takes the step where the weights are.
+    pub(crate) fn step(&self, hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
+        let own = &self.weights.own;
+        let compute = (own.dtype() != self.master.dtype()).then_some(own);
+        self.update(hyper, scaler, &self.grads.sums()?, compute)
+    }
+
+    /// Updates masters and moments by `grad`, and their copy in another format if there is one beside them.
+    fn update(&self, hyper: &AdamW, scaler: &GradScaler, grad: &Tensor, compute: Option<&Tensor>) -> Result<()> {
+        let exempt = AdamW { weight_decay: 0.0, ..*hyper };
+        let border = self.n_decayed.clamp(self.own.start, self.own.end) - self.own.start;
+        for (hyper, range) in [(hyper, 0..border), (&exempt, border..self.own.len())] {
+            if range.is_empty() {
+                continue;
+            }
+            let part = |flat: &Tensor| flat.narrow(0, range.start, range.len());
+            let compute = compute.map(part).transpose()?;
+            let state = AdamWState {
+                master: &part(&self.master)?,
+                grad: &part(grad)?,
+                exp_avg: &part(&self.exp_avg)?,
+                exp_avg_sq: &part(&self.exp_avg_sq)?,
+                compute: compute.as_ref(),
+            };
+            adamw(hyper, scaler, state)?;
+        }
+        Ok(())
+    }
+}
+
+/// Takes the step of what lies on the host. The verdict is waited for once; while one gradient is used, the next one is
+/// on its way.
+pub(crate) fn step_on_host(flats: &[&Trainable], hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
+    if flats.is_empty() {
+        return Ok(());
+    }
+    let Some(scaler) = scaler.on_host()? else { return Ok(()) };
+    let mut coming = None;
+    for (i, flat) in flats.iter().enumerate() {
+        let copy = match coming.take() {
+            Some(copy) => copy,
+            None => HostCopy::start(&flat.grads.sums()?)?,
+        };
+        coming = flats.get(i + 1).map(|next| HostCopy::start(&next.grads.sums()?)).transpose()?;
+        let grad = copy.into_host()?;
+        let own = &flat.weights.own;
+        if own.dtype() == flat.master.dtype() {
+            flat.update(hyper, &scaler, &grad, None)?;
+            send_into(own, &flat.master)?;
+        } else {
+            let compute = Tensor::zeros(own.shape(), own.dtype(), &Device::Cpu)?;
+            flat.update(hyper, &scaler, &grad, Some(&compute))?;
+            send_into(own, &compute)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,111 @@
+//! What is trained: tiny models of each kind, and a step's sequences in micro-batches.
+
+use candle_core::{Device, Tensor};
+use candlewick_model::{Config, Model};
+use candlewick_ops::Seqs;
+use candlewick_parallel::Micro;
+use serde_json::json;
+
+const VOCAB: u32 = 48;
+
+/// A family, and whether the output layer is the embedding.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kind {
+    family: &'static str,
+    tied: bool,
+}
+
+pub(crate) const MODELS: [Kind; 4] = [
+    Kind { family: "llama", tied: false },
+    Kind { family: "llama", tied: true },
+    Kind { family: "qwen2", tied: false },
+    Kind { family: "qwen3", tied: true },
+];
+
+/// How a step's sequences become micro-batches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Batching {
+    /// One after the other.
+    Packed,
+    /// Each filled up to one length.
+    Padded,
+    /// Packed, in two micro-batches.
+    Accumulated,
+}
+
+pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded, Batching::Accumulated];
+
+/// Sequences of one step.
+const N_SEQUENCES: usize = 16;
+const PADDED_TO: usize = 12;
+
+impl Kind {
+    pub(crate) fn model(self) -> Model {
+        let class = match self.family {
+            "llama" => "LlamaForCausalLM",
+            "qwen2" => "Qwen2ForCausalLM",
+            _ => "Qwen3ForCausalLM",
+        };
+        let config = json!({
+            "architectures": [class], "model_type": self.family, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
+            "vocab_size": VOCAB, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+            "tie_word_embeddings": self.tied, "initializer_range": 0.2,
+        });
+        Model::new(Config::from_json(config).unwrap(), None).unwrap()
+    }
+}
+
+/// Numbers that look random, of a place and a step.
+fn hash(step: usize, sequence: usize, at: usize) -> u64 {
+    let mut x = (step as u64) << 40 ^ (sequence as u64) << 20 ^ at as u64;
+    for _ in 0..3 {
+        x = (x ^ (x >> 29)).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(0x632b_e593_bd9b_4e01);
+    }
+    x >> 33
+}
+
+/// Ids and targets of a sequence; about a third of the tokens predict nothing.
+fn sequence(step: usize, idx: usize) -> Vec<(u32, i64)> {
+    let n = 3 + hash(step, idx, 1000) as usize % (PADDED_TO - 3);
+    (0..n)
+        .map(|at| {
+            let (id, target) = (hash(step, idx, at), hash(step, idx, at + 500));
+            let target = if target % 3 == 0 { Micro::IGNORED } else { (target / 3) as i64 % i64::from(VOCAB) };
+            ((id % u64::from(VOCAB)) as u32, target)
+        })
+        .collect()
+}
+
+/// The micro-batches of data rank `rank` of `n_ranks` in a step, and how many targets they have.
+pub(crate) fn micros(batching: Batching, step: usize, rank: usize, n_ranks: usize) -> (Vec<Micro>, f64) {
+    let n_micros = if batching == Batching::Accumulated { 2 } else { 1 };
+    let mut n_targets = 0;
+    let mut micros = Vec::new();
+    for micro in 0..n_micros {
+        let of_micro = (0..N_SEQUENCES).filter(|idx| idx % n_micros == micro);
+        let own = of_micro.enumerate().filter(|(at, _)| at % n_ranks == rank).map(|(_, idx)| sequence(step, idx));
+        let mut own: Vec<_> = own.collect();
+        n_targets += own.iter().flatten().filter(|(_, target)| *target != Micro::IGNORED).count();
+        if batching == Batching::Padded {
+            own.iter_mut().for_each(|sequence| sequence.resize(PADDED_TO, (0, Micro::IGNORED)));
+        }
+        micros.push(packed(&own));
+    }
+    (micros, n_targets as f64)
+}
+
+fn packed(sequences: &[Vec<(u32, i64)>]) -> Micro {
+    let mut ends = vec![0];
+    ends.extend(sequences.iter().scan(0, |end, sequence| {
+        *end += sequence.len();
+        Some(*end)
+    }));
+    let (ids, targets): (Vec<u32>, Vec<i64>) = sequences.iter().flatten().copied().unzip();
+    Micro {
+        ids: Tensor::new(ids, &Device::Cpu).unwrap(),
+        targets: Tensor::new(targets, &Device::Cpu).unwrap(),
+        positions: sequences.iter().flat_map(|sequence| 0..sequence.len() as u32).collect(),
+        seqs: Seqs::packed(ends).unwrap(),
+    }
+}

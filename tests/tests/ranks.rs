@@ -1,0 +1,246 @@
+//! The trainer as several processes, started as torchrun starts them: the same run as one process makes.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use assert_cmd::cargo::cargo_bin;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use suite::root;
+
+/// One run in a folder of its own. All runs of a test see the same steps: 8 micro-batches each, over all ranks.
+struct Run {
+    folder: PathBuf,
+    n_ranks: usize,
+    arguments: Vec<String>,
+}
+
+impl Run {
+    fn new(folder: &Path, n_ranks: usize, arguments: &[&str]) -> Self {
+        let mut all = vec![
+            "device=cpu".to_owned(),
+            "train_iters=5".to_owned(),
+            "data.pack_samples=false".to_owned(),
+            format!("gradient_accumulation_steps={}", 8 / n_ranks),
+            format!("output_dir={}", folder.display()),
+            format!("data.cache_dir={}/cache", folder.display()),
+            "data.eval_sources=[recipes/quickstart/eval.jsonl]".to_owned(),
+            "eval_interval=5".to_owned(),
+        ];
+        all.extend(arguments.iter().map(|argument| (*argument).to_owned()));
+        Self { folder: folder.to_owned(), n_ranks, arguments: all }
+    }
+
+    fn start(&self) -> Ranks {
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let start = |rank: usize| {
+            let mut trainer = Command::new(cargo_bin("trainer"));
+            trainer.current_dir(root()).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
+            trainer.env("RAYON_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
+            if self.n_ranks > 1 {
+                let n = self.n_ranks.to_string();
+                trainer.envs([("RANK", rank.to_string()), ("LOCAL_RANK", rank.to_string()), ("WORLD_SIZE", n.clone())]);
+                trainer.envs([("LOCAL_WORLD_SIZE", n), ("MASTER_PORT", port.to_string())]);
+                trainer.env("MASTER_ADDR", "127.0.0.1");
+            }
+            trainer.spawn().unwrap()
+        };
+        Ranks((0..self.n_ranks).map(start).collect())
+    }
+
+    /// Runs to its end, which must be a good one.
+    fn finish(&self) -> &Self {
+        for (rank, (status, stderr)) in self.start().wait().into_iter().enumerate() {
+            assert!(status.success(), "rank {rank} of {}: {status}: {stderr}", self.n_ranks);
+        }
+        self
+    }
+
+    /// Losses and gradient norms by step, and held-out losses.
+    fn curve(&self) -> Vec<(u64, [f64; 2])> {
+        let lines = fs::read_to_string(self.folder.join("metrics.jsonl")).unwrap();
+        let records = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let numbers = records.filter_map(|record| {
+            let norm = record.get("grad_norm").and_then(Value::as_f64).unwrap_or(0.0);
+            let loss = record.get("loss").or_else(|| record.get("loss/eval"))?;
+            Some((record["iter"].as_u64()?, [loss.as_f64()?, norm]))
+        });
+        numbers.collect()
+    }
+}
+
+struct Ranks(Vec<Child>);
+
+impl Ranks {
+    fn wait(self) -> Vec<(ExitStatus, String)> {
+        let outputs = self.0.into_iter().map(|child| child.wait_with_output().unwrap());
+        outputs.map(|output| (output.status, String::from_utf8_lossy(&output.stderr).into_owned())).collect()
+    }
+
+    fn signal(&self, rank: usize, signal: Signal) {
+        kill_process(Pid::from_child(&self.0[rank]), signal).unwrap();
+    }
+}
+
+/// Waits until something is so.
+#[track_caller]
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < Duration::from_secs(60), "{what}: not within a minute");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Sums over ranks round in another order than those of one rank do; over five steps that moves a loss by less than 1e-6.
+#[track_caller]
+fn same_curve(ours: &[(u64, [f64; 2])], one_rank: &[(u64, [f64; 2])]) {
+    assert_eq!(ours.len(), one_rank.len(), "{ours:?} against {one_rank:?}");
+    for ((step, a), (other_step, b)) in ours.iter().zip(one_rank) {
+        let close = a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-5 * b.abs());
+        assert!(step == other_step && close, "step {step}: {a:?}, one rank has {b:?}");
+    }
+}
+
+#[test]
+fn processes_make_the_run_that_one_makes() {
+    let folder = tempfile::tempdir().unwrap();
+    let one = Run::new(&folder.path().join("one"), 1, &[]);
+    let one_curve = one.finish().curve();
+    assert_eq!(one_curve.len(), 6, "five steps and an evaluation");
+    for (n_ranks, arguments) in [
+        (2, vec![]),
+        (4, vec!["deepspeed.zero_optimization.stage=1"]),
+        (2, vec!["deepspeed.zero_optimization.stage=2", "model.activation_checkpoint=full"]),
+        (4, vec!["deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.mics_shard_size=2"]),
+    ] {
+        let run = Run::new(&folder.path().join(format!("{n_ranks}-{}", arguments.len())), n_ranks, &arguments);
+        same_curve(&run.finish().curve(), &one_curve);
+    }
+}
+
+/// Three ranks and eight micro-batches: in the last round one rank has none.
+#[test]
+fn a_rank_without_a_micro_batch_takes_part_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let short = ["data.drop_last=false", "train_iters=0", "epochs=1", "gradient_accumulation_steps=2"];
+    let run = |n_ranks, name: &str, more: &[&str]| {
+        let arguments = [&short[..], more].concat();
+        Run::new(&folder.path().join(name), n_ranks, &arguments).finish().curve()
+    };
+    let one = run(1, "one", &["gradient_accumulation_steps=6"]);
+    same_curve(&run(3, "three", &["deepspeed.zero_optimization.stage=3"]), &one);
+}
+
+#[test]
+fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = Run::new(&folder.path().join("whole"), 1, &[]).finish().curve();
+    let saves = |name: &str| {
+        let dir = folder.path().join(name).join("saves");
+        format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", dir.display())
+    };
+    let parts = [
+        (2, "deepspeed.zero_optimization.stage=3", "exit_iteration=2"),
+        (1, "deepspeed.zero_optimization.stage=0", "exit_iteration=3"),
+        (4, "deepspeed.zero_optimization.stage=1", "exit_iteration=4"),
+        (2, "deepspeed.zero_optimization.stage=0", "exit_iteration=9"),
+    ];
+    for (n_ranks, stage, exit) in parts {
+        Run::new(&folder.path().join("parts"), n_ranks, &[&saves("parts"), stage, exit]).finish();
+    }
+    let parts = Run::new(&folder.path().join("parts"), 1, &[]);
+    // A resume notes itself among the steps.
+    same_curve(&parts.curve(), &whole);
+}
+
+#[test]
+fn another_batch_is_refused_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves =
+        format!("checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1}}]", folder.path().display());
+    Run::new(&folder.path().join("run"), 1, &[&saves, "exit_iteration=1"]).finish();
+    let other = Run::new(&folder.path().join("run"), 2, &[&saves, "gradient_accumulation_steps=8"]);
+    for (status, stderr) in other.start().wait() {
+        assert_eq!(status.code(), Some(3), "{stderr}");
+        assert!(stderr.contains("rows a step was 8, now 16") || stderr.contains("another rank"), "{stderr}");
+    }
+}
+
+#[test]
+fn exports_of_shards_are_those_of_one_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let export = |n_ranks, name: &str, stage: &str| {
+        let dir = folder.path().join(name).join("weights");
+        let checkpoint =
+            format!("checkpoint=[{{type: huggingface, output_dir: {}, save_end_of_training: true}}]", dir.display());
+        Run::new(&folder.path().join(name), n_ranks, &[&checkpoint, stage]).finish();
+        let bytes = fs::read(dir.join("global_step_5/model.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let floats =
+            |data: &[u8]| data.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect::<Vec<_>>();
+        let mut named: Vec<_> = tensors.iter().map(|(name, view)| (name.to_owned(), floats(view.data()))).collect();
+        named.sort_by(|a, b| a.0.cmp(&b.0));
+        named
+    };
+    let one = export(1, "one", "deepspeed.zero_optimization.stage=0");
+    let shards = export(3, "three", "deepspeed.zero_optimization.stage=3");
+    assert_eq!(one.len(), shards.len());
+    assert!(one.len() > 20);
+    for ((name, one), (other_name, other)) in one.iter().zip(&shards) {
+        let square = |x: f32| f64::from(x).powi(2);
+        let difference: f64 = one.iter().zip(other).map(|(a, b)| square(a - b)).sum();
+        let norm: f64 = one.iter().map(|x| square(*x)).sum();
+        // Adam's first steps are of one size, whatever the gradient: where that is nearly zero, rounding decides its sign.
+        assert!(name == other_name && difference <= 1e-6 * norm, "{name}: {difference:e} of {norm:e}");
+    }
+}
+
+#[test]
+fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let saves = folder.path().join("saves");
+    let checkpoint = format!("checkpoint=[{{output_dir: {}, auto_resume: true}}]", saves.display());
+    let run = Run::new(&folder.path().join("run"), 2, &[&checkpoint, "train_iters=100000", "eval_interval=100000"]);
+    let ranks = run.start();
+    let metrics = run.folder.join("metrics.jsonl");
+    until("a first step", || fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1));
+    ranks.signal(1, Signal::TERM);
+    for (status, stderr) in ranks.wait() {
+        assert_eq!(status.code(), Some(75), "{stderr}");
+    }
+    let saved: Vec<_> = fs::read_dir(&saves).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(saved.iter().any(|name| name.to_string_lossy().starts_with("epoch_")), "{saved:?}");
+}
+
+#[test]
+fn a_rank_that_dies_ends_the_others_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::new(folder.path(), 3, &["train_iters=100000", "eval_interval=100000"]);
+    let ranks = run.start();
+    let metrics = run.folder.join("metrics.jsonl");
+    until("a first step", || fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1));
+    let began = Instant::now();
+    ranks.signal(1, Signal::KILL);
+    let ended = ranks.wait();
+    assert!(began.elapsed() < Duration::from_secs(20), "it took {:?}", began.elapsed());
+    for rank in [0, 2] {
+        let (status, stderr) = &ended[rank];
+        assert_eq!(status.code(), Some(7), "{stderr}");
+        assert!(stderr.contains("rank 1"), "{stderr}");
+    }
+}
+
+#[test]
+fn data_that_one_rank_cannot_read_are_everybodys_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::new(folder.path(), 2, &["data.sources=[/nowhere/at/all.jsonl]"]);
+    let ended = run.start().wait();
+    let codes: Vec<_> = ended.iter().map(|(status, _)| status.code().unwrap()).collect();
+    assert!(codes.contains(&3) && codes.iter().all(|code| [3, 7].contains(code)), "{codes:?} {ended:?}");
+}

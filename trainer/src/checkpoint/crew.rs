@@ -1,0 +1,67 @@
+//! The ranks that write a save together, and read it.
+
+use super::error::CheckpointError;
+use super::state::StateError;
+
+/// What a rank has to say: some bytes, or why it cannot go on.
+pub type Word = Result<Vec<u8>, String>;
+
+/// One rank of those that save and load together, all from and to one file system.
+pub trait Crew {
+    /// This rank's number; the first one does what is done once.
+    fn rank(&self) -> usize;
+    /// How many ranks there are.
+    fn size(&self) -> usize;
+    /// Tells whether this rank writes its part: no other has the same.
+    fn writes(&self) -> bool;
+    /// Gives every rank what each rank says, in rank order. All ranks call it.
+    fn tell(&self, own: Word) -> Result<Vec<Word>, StateError>;
+}
+
+/// A rank that has nobody beside it.
+#[derive(Clone, Copy, Debug)]
+pub struct Alone;
+
+impl Crew for Alone {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        1
+    }
+
+    fn writes(&self) -> bool {
+        true
+    }
+
+    fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
+        Ok(vec![own])
+    }
+}
+
+/// Gives every rank what each has come to; if one has failed, all fail. All ranks call it.
+pub(crate) fn together(
+    crew: &dyn Crew,
+    own: Result<Vec<u8>, CheckpointError>,
+) -> Result<Vec<Vec<u8>>, CheckpointError> {
+    let word = own.as_ref().map_err(|error| error.to_string()).cloned();
+    let told = crew.tell(word).map_err(CheckpointError::Crew);
+    // A rank's own reason says more than what the others make of it.
+    own?;
+    let said = told?.into_iter().enumerate();
+    said.map(|(rank, word)| word.map_err(|reason| CheckpointError::OtherRank { rank, reason })).collect()
+}
+
+/// Lets the first rank do something; if it fails, all fail. All ranks call it.
+pub(crate) fn first<T>(
+    crew: &dyn Crew,
+    what: impl FnOnce() -> Result<T, CheckpointError>,
+) -> Result<Option<T>, CheckpointError> {
+    let (done, own) = match (crew.rank() == 0).then(what).transpose() {
+        Ok(done) => (done, Ok(Vec::new())),
+        Err(error) => (None, Err(error)),
+    };
+    together(crew, own)?;
+    Ok(done)
+}

@@ -1,0 +1,151 @@
+//! This process among those that train together.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow};
+use candle_core::{Device, Tensor};
+use candlewick_comm::mesh::Mesh;
+use candlewick_comm::{Reduce, World, exchange_bytes};
+use candlewick_parallel::Groups;
+
+use crate::checkpoint::{Crew, StateError, Word};
+use crate::exit::ExitCode;
+use crate::plan::RanksPlan;
+use crate::signals::{Signal, Stop};
+
+/// This rank and its groups.
+pub(super) struct Ranks<'w> {
+    world: &'w World,
+    local_rank: usize,
+    pub(super) groups: Groups,
+}
+
+impl<'w> Ranks<'w> {
+    /// Makes the groups that `plan` wants of the ranks of `world`, which all call it. `local_rank` is this one's number on
+    /// its machine.
+    pub(super) fn new(world: &'w World, local_rank: usize, plan: &RanksPlan) -> Result<Self> {
+        let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
+        let groups = Groups::new(&mesh, &*world.group())?;
+        Ok(Self { world, local_rank, groups })
+    }
+
+    /// Tells whether this is the one rank that reports, and writes what is written once.
+    pub(super) fn is_first(&self) -> bool {
+        self.world.rank() == 0
+    }
+
+    /// Tells whether this is the one rank of its machine that reads data before the others.
+    pub(super) fn is_first_here(&self) -> bool {
+        self.local_rank == 0
+    }
+
+    /// Whether any rank was asked to stop, and how: a signal counts more than the kill switch. All ranks call it.
+    pub(super) fn agree(&self, own: Option<Stop>, kill_switch: &Path) -> Result<Option<Stop>> {
+        const SIGNALS: [Signal; 3] = [Signal::Preempt, Signal::Interrupt, Signal::Terminate];
+        let code = match own {
+            None => 0,
+            Some(Stop::KillSwitch(_)) => 1,
+            Some(Stop::Signal(signal)) => 2 + SIGNALS.iter().position(|it| *it == signal).unwrap_or(0) as u32,
+        };
+        let code = self.world.group().all_reduce(&Tensor::new(code, &Device::Cpu)?, Reduce::Max)?;
+        Ok(match code.to_scalar::<u32>()? {
+            0 => None,
+            1 => Some(Stop::KillSwitch(kill_switch.to_owned())),
+            code => Some(Stop::Signal(SIGNALS[code as usize - 2])),
+        })
+    }
+
+    /// Gives every rank what each rank says; if one of them failed, all fail with its reason. All ranks call it.
+    pub(super) fn exchange(&self, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+        let told = self.tell(own.as_ref().map_err(|error| format!("{error:#}")).cloned());
+        own?;
+        let told = told.map_err(|error| anyhow!("{error}"))?.into_iter().enumerate();
+        told.map(|(rank, word)| word.map_err(|reason| anyhow!("rank {rank}: {reason}").context(ExitCode::Peer)))
+            .collect()
+    }
+
+    /// Passes on what this rank has come to, once no rank has failed; else all fail. All ranks call it.
+    pub(super) fn share<T>(&self, own: Result<T>) -> Result<T> {
+        let (value, told) = match own {
+            Ok(value) => (Some(value), Ok(Vec::new())),
+            Err(error) => (None, Err(error)),
+        };
+        self.exchange(told)?;
+        value.context("failed to say what went wrong")
+    }
+
+    /// Lets the first rank do something, and the others wait until it is done; if it fails, all fail. All ranks call it.
+    pub(super) fn first_does(&self, what: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.share(if self.is_first() { what() } else { Ok(()) })
+    }
+}
+
+impl Crew for Ranks<'_> {
+    fn rank(&self) -> usize {
+        self.world.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.world.size()
+    }
+
+    fn writes(&self) -> bool {
+        self.groups.replicas.rank() == 0
+    }
+
+    fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
+        let (mark, bytes) = match own {
+            Ok(bytes) => (b'+', bytes),
+            Err(reason) => (b'-', reason.into_bytes()),
+        };
+        let all = exchange_bytes(&*self.world.group(), &[&[mark], bytes.as_slice()].concat())?;
+        let word = |bytes: Vec<u8>| match bytes.split_first() {
+            Some((b'+', said)) => Ok(said.to_vec()),
+            said => Err(String::from_utf8_lossy(said.map_or(&[], |(_, reason)| reason)).into_owned()),
+        };
+        Ok(all.into_iter().map(word).collect())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::plan::RanksPlan;
+    use candlewick_comm::{Options, threads};
+
+    /// What each of three ranks returns.
+    fn of_three<T: Send>(rank: impl Fn(&Ranks) -> Result<T> + Sync) -> Vec<T> {
+        let plan = RanksPlan { dp_replicate: 3, ..RanksPlan::alone() };
+        let run = |world: &World| rank(&Ranks::new(world, world.rank(), &plan)?);
+        threads::run(3, Options::default(), run).unwrap()
+    }
+
+    #[test]
+    fn a_stop_that_one_rank_hears_of_stops_all_at_one_step() {
+        let switch = Path::new("/tmp/stop");
+        let heard = of_three(|ranks| {
+            let own = (ranks.rank() == 1).then_some(Stop::Signal(Signal::Terminate));
+            let other = (ranks.rank() == 2).then(|| Stop::KillSwitch(switch.to_owned()));
+            let nothing = ranks.agree(None, switch)?;
+            let switched = ranks.agree(other.clone(), switch)?;
+            Ok([nothing, switched, ranks.agree(own.or(other), switch)?])
+        });
+        let (signal, file) = (Stop::Signal(Signal::Terminate), Stop::KillSwitch(switch.to_owned()));
+        assert!(heard.iter().all(|heard| *heard == [None, Some(file.clone()), Some(signal.clone())]), "{heard:?}");
+    }
+
+    #[test]
+    fn if_one_fails_all_fail_with_its_reason() {
+        let errors = of_three(|ranks| {
+            let rank = ranks.rank();
+            assert_eq!(ranks.exchange(Ok(vec![rank as u8]))?, [[0], [1], [2]]);
+            let own = if rank == 1 { Err(anyhow!("the disk is full")) } else { Ok(Vec::new()) };
+            Ok(format!("{:#}", ranks.exchange(own).unwrap_err()))
+        });
+        assert_eq!(errors[1], "the disk is full");
+        for other in [&errors[0], &errors[2]] {
+            assert!(other.contains("rank 1: the disk is full"), "{errors:?}");
+        }
+    }
+}
