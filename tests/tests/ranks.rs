@@ -118,8 +118,11 @@ fn processes_make_the_run_that_one_makes() {
         (4, vec!["deepspeed.zero_optimization.stage=1"]),
         (2, vec!["deepspeed.zero_optimization.stage=2", "model.activation_checkpoint=full"]),
         (4, vec!["deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.mics_shard_size=2"]),
+        (2, vec!["sequence_parallel_size=2", "gradient_accumulation_steps=8"]),
+        (4, vec!["sequence_parallel_size=2", "gradient_accumulation_steps=4", "deepspeed.zero_optimization.stage=3"]),
     ] {
-        let run = Run::new(&folder.path().join(format!("{n_ranks}-{}", arguments.len())), n_ranks, &arguments);
+        let name = format!("{n_ranks}-{}", arguments.join("-")).replace(['.', '='], "-");
+        let run = Run::new(&folder.path().join(name), n_ranks, &arguments);
         same_curve(&run.finish().curve(), &one_curve);
     }
 }

@@ -8,7 +8,7 @@ use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
 use serde_json::json;
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan, Seat, TempDir};
+use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan, RanksPlan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
 use trainer::schedule::{Floor, Shape, Span};
 
@@ -60,7 +60,6 @@ fn refused(arguments: &[&str], want: &[&str]) {
 #[test]
 fn what_is_not_implemented_is_refused_by_name() {
     for argument in [
-        "sequence_parallel_size=2",
         "expert_parallel_size=8",
         "arctic_moe=true",
         "enable_arctic_moe_custom_optimization=true",
@@ -520,4 +519,42 @@ fn a_plan_reads_as_a_table() {
     let text = "model: {name_or_path: org/model, dtype: f32}\ndata:\n  sources: [a.jsonl]\n  max_length: 1Ki\n\
 optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 100, auto_resume: true}\n";
     insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().to_string());
+}
+
+/// A plan of the first of some ranks, or what is wrong with it.
+fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    let known = Known { seat: Seat { rank: 0, n_ranks }, ..known() };
+    Plan::resolve(&loaded, &known).map(|plan| plan.ranks).map_err(|error| error.to_string())
+}
+
+#[test]
+fn ranks_share_as_the_stage_says() {
+    let plan =
+        |dp_replicate, dp_shard, sequence, zero_stage| Ok(RanksPlan { dp_replicate, dp_shard, sequence, zero_stage });
+    const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
+    const GROUPS_OF_4: &str = "deepspeed.zero_optimization.mics_shard_size=4";
+    assert_eq!(of_ranks(8, &[]), plan(8, 1, 1, 0));
+    assert_eq!(of_ranks(8, &[STAGE_3]), plan(1, 8, 1, 3));
+    assert_eq!(of_ranks(8, &[STAGE_3, GROUPS_OF_4]), plan(2, 4, 1, 3));
+    assert_eq!(of_ranks(8, &["sequence_parallel_size=4"]), plan(2, 1, 4, 0));
+    assert_eq!(of_ranks(8, &[STAGE_3, "sequence_parallel_size=2"]), plan(1, 4, 2, 3));
+    assert_eq!(of_ranks(8, &[STAGE_3, GROUPS_OF_4, "sequence_parallel_size=2"]), plan(2, 2, 2, 3));
+    assert_eq!(of_ranks(1, &[STAGE_3]), plan(1, 1, 1, 0));
+}
+
+#[test]
+fn ranks_that_do_not_divide_are_refused_with_what_would() {
+    let refused = |n_ranks, arguments: &[&str], want: [&str; 2]| {
+        let message = of_ranks(n_ranks, arguments).unwrap_err();
+        assert!(want.iter().all(|part| message.contains(part)), "{message}");
+    };
+    let groups_of_3 = ["deepspeed.zero_optimization.stage=2", "deepspeed.zero_optimization.mics_shard_size=3"];
+    refused(8, &groups_of_3, ["groups of 3 cannot be made of 8 ranks", "use 1 or 2 or 4 or 8"]);
+    refused(6, &["sequence_parallel_size=4"], ["6 ranks do not fall into groups of 4", "use 1 or 2 or 3 or 6"]);
+    let heads = "4 attention heads with 2 key heads cannot be shared by 3 ranks";
+    refused(6, &["sequence_parallel_size=3"], [heads, "use 1 or 2"]);
+    refused(1, &["sequence_parallel_size=2"], ["1 ranks do not fall into groups of 2", "use 1"]);
+    refused(2, &["sequence_parallel_size=0"], ["expected at least 1, found 0", "sequence_parallel_size"]);
 }

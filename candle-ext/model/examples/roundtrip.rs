@@ -80,6 +80,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         sin: &sin,
         seqs: &seqs,
         dropout_key: None,
+        first_row: 0,
         attention: AttentionChoice::default(),
         mlp_rows: MlpRows::Together,
         seams: &OneDevice,

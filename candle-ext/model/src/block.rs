@@ -51,12 +51,20 @@ pub struct Cx<'a> {
     pub seqs: &'a Seqs,
     /// Chooses what dropout drops; `None` outside of training, where nothing is.
     pub dropout_key: Option<u64>,
+    /// Where these tokens begin among those of the micro-batch.
+    pub first_row: usize,
     /// What computes attention.
     pub attention: AttentionChoice,
     /// How the MLP passes over the tokens.
     pub mlp_rows: MlpRows,
     /// The world around the block.
     pub seams: &'a dyn Seams,
+}
+
+impl Cx<'_> {
+    fn dropped(&self) -> Option<Dropped> {
+        self.dropout_key.map(|key| Dropped::whole(key).at_row(self.first_row))
+    }
 }
 
 /// x + attention(norm(x)), then + mlp(norm(x)). Head counts are read off the weights.
@@ -92,7 +100,7 @@ impl Block<'_> {
     }
 
     fn mlp(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let dropped = cx.dropout_key.map(Dropped::whole);
+        let dropped = cx.dropped();
         match cx.mlp_rows {
             MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped),
             MlpRows::InTiles => {
@@ -125,7 +133,7 @@ impl Block<'_> {
     }
 
     fn linear(&self, name: &str, x: &Tensor, cx: &Cx) -> Result<Tensor> {
-        self.w.linear(&format!("{}.{name}", self.prefix), x, cx.dropout_key.map(Dropped::whole))
+        self.w.linear(&format!("{}.{name}", self.prefix), x, cx.dropped())
     }
 
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {

@@ -30,8 +30,9 @@ impl Dropped {
         Self { key, first_row: 0 }
     }
 
-    pub(crate) fn at_row(self, first_row: usize) -> Self {
-        Self { first_row, ..self }
+    /// What is dropped of the rows from `row` of these on.
+    pub(crate) fn at_row(self, row: usize) -> Self {
+        Self { first_row: self.first_row + row, ..self }
     }
 
     /// What is dropped of the inputs `x` of a module: the same whether its rows come in one piece or in several.

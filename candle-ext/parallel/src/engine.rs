@@ -2,6 +2,7 @@
 //!
 //! t tokens (packed), d model, v vocabulary
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -13,6 +14,7 @@ use candlewick_ops::{
 
 use crate::offload::{Parked, Parking};
 use crate::params::ParamStore;
+use crate::sequence::{Part, Ulysses};
 
 /// What a block keeps between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +28,7 @@ pub enum Residency {
 }
 
 /// One micro-batch: packed sequences on the device.
+#[derive(Clone)]
 pub struct Micro {
     /// Token ids, u32 `[t]`.
     pub ids: Tensor,
@@ -81,6 +84,7 @@ pub struct Engine {
     device: Device,
     attention: AttentionChoice,
     mlp_rows: MlpRows,
+    sequence: Option<Ulysses>,
 }
 
 enum Kept {
@@ -107,7 +111,7 @@ impl Engine {
     ) -> Self {
         assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
         let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
-        Self { model, store, residency, parking, group, device, attention, mlp_rows }
+        Self { model, store, residency, parking, group, device, attention, mlp_rows, sequence: None }
     }
 
     /// The same engine with its attention computed as `attention` says.
@@ -123,6 +127,11 @@ impl Engine {
     /// The same engine with its MLPs passing over the tokens as `mlp_rows` says.
     pub fn with_mlp_rows(self, mlp_rows: MlpRows) -> Self {
         Self { mlp_rows, ..self }
+    }
+
+    /// The same engine with the tokens of each micro-batch shared among these ranks: all of them give the same ones.
+    pub fn with_sequence(self, ranks: Arc<dyn Collective>) -> Self {
+        Self { sequence: Some(Ulysses::new(ranks)), ..self }
     }
 
     /// Returns the model.
@@ -183,8 +192,10 @@ impl Engine {
         is_last: bool,
     ) -> Result<Tensor> {
         let _awake = self.stay_awake();
+        let Part { micro, first_row } = &self.part(micro)?;
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
-        let cx = Cx { dropout_key: Some(dropout_key), ..self.cx([&cos, &sin], &micro.seqs, &OneDevice) };
+        let of_all = self.cx([&cos, &sin], &micro.seqs, self.seams());
+        let cx = Cx { dropout_key: Some(dropout_key), first_row: *first_row, ..of_all };
 
         let embedded = Tape::record(&[], || self.model.embed(&self.store.fetch(0)?, &micro.ids))?;
         let mut x = embedded.output().clone();
@@ -281,7 +292,8 @@ impl Engine {
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Tensor> {
         let _span = span("evaluation", "forward");
         let _awake = self.stay_awake();
-        let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, &OneDevice)?;
+        let Part { micro, .. } = &self.part(micro)?;
+        let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, self.seams())?;
         let weights = self.store.fetch(self.head())?;
         let lm_head = self.model.lm_head(&weights)?;
         let spec = self.cross_entropy(lm_head.dims(), reduction)?;
@@ -316,10 +328,22 @@ impl Engine {
         Ok(x)
     }
 
+    /// What this rank computes of a micro-batch.
+    fn part<'m>(&self, micro: &'m Micro) -> Result<Part<'m>> {
+        match &self.sequence {
+            Some(sequence) => sequence.part(micro),
+            None => Ok(Part { micro: Cow::Borrowed(micro), first_row: 0 }),
+        }
+    }
+
+    fn seams(&self) -> &dyn Seams {
+        self.sequence.as_ref().map_or(&OneDevice, |sequence| sequence)
+    }
+
     /// What the blocks of a forward have in common, outside of training.
     fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, seams: &'a dyn Seams) -> Cx<'a> {
         let (attention, mlp_rows) = (self.attention, self.mlp_rows);
-        Cx { cos, sin, seqs, dropout_key: None, attention, mlp_rows, seams }
+        Cx { cos, sin, seqs, dropout_key: None, first_row: 0, attention, mlp_rows, seams }
     }
 
     /// Where the CPU computes.

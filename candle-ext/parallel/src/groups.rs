@@ -17,6 +17,8 @@ pub struct Groups {
     pub shards: Arc<dyn Collective>,
     /// Those of them that keep the same share.
     pub replicas: Arc<dyn Collective>,
+    /// The ranks that share the tokens of a micro-batch.
+    pub sequence: Arc<dyn Collective>,
 }
 
 impl Groups {
@@ -28,11 +30,17 @@ impl Groups {
             data: mesh.group(world, &data)?,
             shards: mesh.group(world, &shards)?,
             replicas: mesh.group(world, &[Axis::DpReplicate])?,
+            sequence: mesh.group(world, &[Axis::Sp])?,
         })
     }
 
-    /// Returns how parameters are shared over these groups.
-    pub fn sharing(&self, sharded: Sharded) -> Sharing {
-        Sharing { sharded, shards: Arc::clone(&self.shards), replicas: Arc::clone(&self.replicas) }
+    /// Returns how parameters are shared over these groups: each rank keeps all of them if nothing is sharded.
+    pub fn sharing(&self, sharded: Option<Sharded>) -> Sharing {
+        match sharded {
+            Some(sharded) => {
+                Sharing { sharded, shards: Arc::clone(&self.shards), replicas: Arc::clone(&self.replicas) }
+            }
+            None => Sharing { replicas: Arc::clone(&self.data), ..Sharing::alone() },
+        }
     }
 }

@@ -7,9 +7,11 @@ mod groups;
 mod kv_cache;
 mod offload;
 mod params;
+mod sequence;
 
 pub use engine::{Engine, LossScale, Micro, Residency};
 pub use groups::Groups;
 pub use kv_cache::KvCache;
 pub use offload::Parking;
 pub use params::{Formats, Mode, ParamState, ParamStore, Sharded, Sharing};
+pub use sequence::Ulysses;

@@ -155,6 +155,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             sin: &sin,
             seqs: &micro.seqs,
             dropout_key: None,
+            first_row: 0,
             attention: AttentionChoice::default(),
             mlp_rows: MlpRows::Together,
             seams: &OneDevice,

@@ -1,7 +1,7 @@
 //! What is trained: tiny models of each kind, and a step's sequences in micro-batches.
 
 use candle_core::{Device, Tensor};
-use candlewick_model::{Config, Model};
+use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::Seqs;
 use candlewick_parallel::Micro;
 use serde_json::json;
@@ -13,13 +13,18 @@ const VOCAB: u32 = 48;
 pub(crate) struct Kind {
     family: &'static str,
     tied: bool,
+    /// Whether an adapter with dropout is trained, and nothing else.
+    adapter: bool,
 }
 
+/// What dropout drops depends on the place of a token in its micro-batch: only ranks that share micro-batches drop the same.
+pub(crate) const ADAPTER: Kind = Kind { family: "qwen3", tied: true, adapter: true };
+
 pub(crate) const MODELS: [Kind; 4] = [
-    Kind { family: "llama", tied: false },
-    Kind { family: "llama", tied: true },
-    Kind { family: "qwen2", tied: false },
-    Kind { family: "qwen3", tied: true },
+    Kind { family: "llama", tied: false, adapter: false },
+    Kind { family: "llama", tied: true, adapter: false },
+    Kind { family: "qwen2", tied: false, adapter: false },
+    Kind { family: "qwen3", tied: true, adapter: false },
 ];
 
 /// How a step's sequences become micro-batches.
@@ -52,7 +57,9 @@ impl Kind {
             "vocab_size": VOCAB, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
             "tie_word_embeddings": self.tied, "initializer_range": 0.2,
         });
-        Model::new(Config::from_json(config).unwrap(), None).unwrap()
+        let lora = json!({"r": 4, "lora_alpha": 16, "lora_dropout": 0.3, "target_modules": "all-linear"});
+        let lora = self.adapter.then(|| LoraConfig::from_json(&lora).unwrap());
+        Model::new(Config::from_json(config).unwrap(), lora).unwrap()
     }
 }
 

@@ -13,22 +13,22 @@ mod sabotage;
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::Sharded;
 
-use case::{BATCHINGS, MODELS};
+use case::{ADAPTER, BATCHINGS, MODELS};
 use rank::{Outcome, Way, compare, run};
 use sabotage::Lie;
 
 const ONE: Degrees = Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 };
 
 fn dp(n_ranks: usize) -> Way {
-    Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, sharded: Sharded::Optimizer }
+    Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, sharded: None }
 }
 
 fn zero(n_ranks: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, sharded }
+    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, sharded: Some(sharded) }
 }
 
 fn hybrid(dp_replicate: usize, dp_shard: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, sharded }
+    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, sharded: Some(sharded) }
 }
 
 /// All models in all batchings; and with each of these collectives lying, a difference.
@@ -85,6 +85,41 @@ fn parity_of_replicated_shards() {
     check(hybrid(2, 2, Sharded::Optimizer), &[Lie::AllReduce, Lie::ReduceScatter, Lie::AllGather]);
     check(hybrid(2, 2, Sharded::Gradients), &[]);
     check(hybrid(2, 3, Sharded::Weights), &[Lie::AllReduce, Lie::ReduceScatter, Lie::AllGather]);
+}
+
+fn ulysses(dp_shard: usize, sp: usize, sharded: Option<Sharded>) -> Way {
+    Way { degrees: Degrees { dp_shard, sp, ..ONE }, sharded }
+}
+
+#[test]
+fn parity_of_sequences_in_two_parts() {
+    check(ulysses(1, 2, Some(Sharded::Optimizer)), &[Lie::AllToAll, Lie::ReduceScatter, Lie::AllGather]);
+}
+
+#[test]
+fn parity_of_as_many_parts_as_key_heads() {
+    check(ulysses(1, 4, None), &[Lie::AllToAll]);
+}
+
+/// Two ranks share each key head.
+#[test]
+fn parity_of_more_parts_than_key_heads() {
+    check(ulysses(1, 8, None), &[Lie::AllToAll]);
+}
+
+/// The parts drop what one rank drops.
+#[test]
+fn parity_of_parts_with_dropout() {
+    for batching in BATCHINGS {
+        let one_rank = run(Way::ONE_RANK, ADAPTER, batching, None);
+        compare(&run(ulysses(1, 4, None), ADAPTER, batching, None), &one_rank).unwrap();
+    }
+}
+
+#[test]
+fn parity_of_parts_and_shards() {
+    check(ulysses(2, 2, Some(Sharded::Gradients)), &[Lie::AllToAll, Lie::ReduceScatter, Lie::AllGather]);
+    check(ulysses(2, 4, Some(Sharded::Weights)), &[Lie::AllToAll, Lie::ReduceScatter, Lie::AllGather]);
 }
 
 /// Without dropout nothing is left to chance: bits do not depend on which rank comes first.

@@ -25,7 +25,7 @@ pub(super) fn resident(setup: &Setup) -> Account {
 /// What a rank keeps of `n` elements that are sharded from a ZeRO stage on.
 fn share(setup: &Setup, from_stage: usize, n: u64) -> u64 {
     match setup.ranks.zero_stage >= from_stage {
-        true => n.div_ceil(setup.ranks.dp_shard as u64),
+        true => n.div_ceil(setup.ranks.n_shards() as u64),
         false => n,
     }
 }
@@ -38,21 +38,20 @@ pub(super) fn travelling(setup: &Setup) -> u64 {
         params.map(|param| param.numel() as u64).sum::<u64>()
     };
     let largest = |trained| setup.model.units().iter().map(|unit| of(unit, trained)).max().unwrap_or(0);
-    let RanksPlan { zero_stage, dp_shard, .. } = setup.ranks;
+    let (zero_stage, n_shards) = (setup.ranks.zero_stage, setup.ranks.n_shards() as u64);
     if setup.ranks == RanksPlan::alone() {
         return 0;
     }
     let weights = if zero_stage == 3 { 2 * largest(false) * setup.compute.n_bytes() } else { 0 };
     let gradients = if zero_stage >= 2 { 2 * largest(true) * setup.masters.n_bytes() } else { 0 };
-    let sums = 2 * largest(true).div_ceil(dp_shard as u64) * setup.masters.n_bytes();
+    let sums = 2 * largest(true).div_ceil(n_shards) * setup.masters.n_bytes();
     weights + gradients + sums
 }
 
 /// What the update has besides where weights stay whole and their owners changed them: a unit's, gathered.
 pub(super) fn gathered(setup: &Setup) -> u64 {
-    let RanksPlan { zero_stage, dp_shard, .. } = setup.ranks;
-    match (zero_stage, dp_shard) {
-        (0 | 3, _) | (_, 1) => 0,
+    match setup.ranks.zero_stage {
+        0 | 3 => 0,
         _ => setup.model.units().iter().map(trained_of).max().unwrap_or(0) * setup.compute.n_bytes(),
     }
 }

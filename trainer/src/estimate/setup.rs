@@ -85,8 +85,8 @@ impl Setup {
         })
     }
 
-    /// The most tokens of a micro-batch.
+    /// The most tokens of a micro-batch that a rank computes.
     pub fn tokens(&self) -> u64 {
-        self.row_tokens * self.rows
+        (self.row_tokens * self.rows).div_ceil(self.ranks.sequence as u64)
     }
 }

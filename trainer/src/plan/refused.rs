@@ -22,7 +22,6 @@ fn top_level(resolver: &mut Resolver) {
     let degree = |n: Option<HumanInt>| n.is_some_and(|n| n.0 > 1);
     let on = |flag: Option<bool>| flag == Some(true);
     for (key, is_asked) in [
-        ("sequence_parallel_size", degree(recipe.sequence_parallel_size)),
         ("expert_parallel_size", degree(recipe.expert_parallel_size)),
         ("arctic_moe", recipe.arctic_moe == Some(ArcticMoe::On)),
         ("enable_arctic_moe_custom_optimization", on(recipe.enable_arctic_moe_custom_optimization)),
@@ -31,11 +30,8 @@ fn top_level(resolver: &mut Resolver) {
     ] {
         refuse(resolver, key, is_asked);
     }
-    for key in ["sequence_parallel_size", "expert_parallel_size"] {
-        let given = if key.starts_with('s') { recipe.sequence_parallel_size } else { recipe.expert_parallel_size };
-        if given == Some(HumanInt(0)) {
-            resolver.wrong(&[key], format!("{key}: expected at least 1, found 0"));
-        }
+    if recipe.expert_parallel_size == Some(HumanInt(0)) {
+        resolver.wrong(&["expert_parallel_size"], "expert_parallel_size: expected at least 1, found 0");
     }
 }
 

@@ -75,10 +75,13 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         true => Parking::Folder(plan.model.parking_folder.clone()),
         false => Parking::HostMemory,
     };
-    let engine = Engine::new(model, store, residency, Arc::clone(&ranks.groups.data), device)
+    let mut engine = Engine::new(model, store, residency, Arc::clone(&ranks.groups.data), device)
         .with_attention(attention)
         .with_parking(parking)
         .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together });
+    if plan.ranks.sequence > 1 {
+        engine = engine.with_sequence(Arc::clone(&ranks.groups.sequence));
+    }
     Ok(Built { engine, notes: said, peak })
 }
 

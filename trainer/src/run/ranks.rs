@@ -4,7 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::{Device, Tensor};
-use candlewick_comm::mesh::Mesh;
+use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Reduce, World, exchange_bytes};
 use candlewick_parallel::Groups;
 
@@ -18,6 +18,10 @@ pub(super) struct Ranks<'w> {
     world: &'w World,
     local_rank: usize,
     pub(super) groups: Groups,
+    /// This rank's place among those that compute different micro-batches, and how many places there are.
+    pub(super) seat: (usize, usize),
+    /// Whether it saves: no other rank keeps the same.
+    writes: bool,
 }
 
 impl<'w> Ranks<'w> {
@@ -26,12 +30,23 @@ impl<'w> Ranks<'w> {
     pub(super) fn new(world: &'w World, local_rank: usize, plan: &RanksPlan) -> Result<Self> {
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = Groups::new(&mesh, &*world.group())?;
-        Ok(Self { world, local_rank, groups })
+        let writes = match plan.sharded() {
+            Some(_) => groups.replicas.rank() == 0,
+            None => world.rank() == 0,
+        };
+        let place = |axis| mesh.place(world.rank(), axis);
+        let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
+        Ok(Self { world, local_rank, groups, seat: (seat, plan.n_data()), writes })
     }
 
     /// Tells whether this is the one rank that reports, and writes what is written once.
     pub(super) fn is_first(&self) -> bool {
         self.world.rank() == 0
+    }
+
+    /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
+    pub(super) fn counts(&self) -> bool {
+        self.groups.sequence.rank() == 0
     }
 
     /// Tells whether this is the one rank of its machine that reads data before the others.
@@ -90,7 +105,7 @@ impl Crew for Ranks<'_> {
     }
 
     fn writes(&self) -> bool {
-        self.groups.replicas.rank() == 0
+        self.writes
     }
 
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {

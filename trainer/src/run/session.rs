@@ -171,6 +171,7 @@ impl<'a> Session<'a> {
             lr: plan.schedule.lr(number - 1, self.stream.total_steps(), plan.optimizer.learning_rate),
             number,
             dropout_key: derive_key(plan.seed, number as u64),
+            seat: self.run.ranks.seat,
         };
         self.launched.push_back(step::launch(self.run.engine, &self.scaler, step, &update, began)?);
         self.settle(1)
@@ -198,8 +199,9 @@ impl<'a> Session<'a> {
                 format!("skipped step {number}: its gradient overflowed; the loss scale is {scale} from here on");
             self.reporter.terminal().line(&line);
         }
-        let n_ranks = self.run.plan.data.data_ranks;
-        let (n_micros, n_rounds) = (step.micro_batches.len() as f64, step.n_micros(n_ranks) as f64);
+        let (_, n_places) = self.run.ranks.seat;
+        let (n_micros, n_rounds) = (step.micro_batches.len() as f64, step.n_micros(n_places) as f64);
+        let n_ranks = n_places * self.run.plan.ranks.sequence;
         let (step_time, compute) = (outcome.elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
         let tera_flops = self.flops(step, Work::All) / n_ranks as f64 / 1e12;
         let padded: usize = step.micro_batches.iter().map(|batch| batch.ids.len()).sum();
@@ -255,8 +257,8 @@ impl<'a> Session<'a> {
         let Some(eval) = &self.run.prepared.eval else { return Ok(()) };
         let _span = span("evaluate", "");
         let started = Instant::now();
-        let Run { plan, engine, .. } = self.run;
-        let (rank, n_ranks) = step::seat(engine);
+        let Run { plan, engine, ranks, .. } = self.run;
+        let (rank, n_ranks) = ranks.seat;
         let mut stream = EvalStream::new(eval.clone(), &plan.data);
         // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
         let rounds = stream.n_batches().div_ceil(n_ranks);
@@ -267,7 +269,8 @@ impl<'a> Session<'a> {
             }
             let round: Vec<Batch> = stream.by_ref().take(n_ranks).collect();
             let own = round.into_iter().nth(rank).unwrap_or_else(Batch::filler);
-            sums.add(engine, &step::micro(&own, engine)?, own.n_targets)?;
+            let n_targets = if ranks.counts() { own.n_targets } else { 0 };
+            sums.add(engine, &step::micro(&own, engine)?, n_targets)?;
         }
         let HeldOut { loss, n_targets } = sums.over_ranks(engine.group())?;
         let cursor = self.stream.cursor();

@@ -49,6 +49,8 @@ pub(super) struct Update<'a> {
     pub(super) number: usize,
     /// Chooses what dropout drops in this step.
     pub(super) dropout_key: u64,
+    /// This rank's place among those that compute different micro-batches, and how many places there are.
+    pub(super) seat: (usize, usize),
 }
 
 /// A step that the device may still be busy with.
@@ -82,7 +84,7 @@ pub(super) fn launch(
     let n_targets = step.n_targets as f64;
     let scale = LossScale::mean_over(n_targets).times(scaler.loss_scale()?);
     engine.store().zero_grads()?;
-    let own: Vec<usize> = step.of_rank(seat(engine)).collect();
+    let own: Vec<usize> = step.of_rank(update.seat).collect();
     let filler = Batch::filler();
     let batches = own.iter().map(|micro_idx| step.micro_batches.get(*micro_idx).unwrap_or(&filler));
     let micros = batches.map(|batch| micro(batch, engine)).collect::<Result<Vec<_>>>()?;
@@ -96,7 +98,7 @@ pub(super) fn launch(
     engine.store().step(&hyper, scaler)?;
     let readout = Readout::start(&Tensor::cat(&[&sums, &of_all, scaler.state()], 0)?)?;
     let (number, lr, handed_out) = (update.number, update.lr, began.elapsed());
-    Ok(Launched { step, own, n_ranks: engine.group().size(), number, lr, began, handed_out, readout })
+    Ok(Launched { step, own, n_ranks: update.seat.1, number, lr, began, handed_out, readout })
 }
 
 impl Launched {
@@ -172,11 +174,6 @@ impl Update<'_> {
         let OptimizerPlan { beta1, beta2, eps, weight_decay, .. } = *self.plan;
         AdamW { lr: self.lr, beta1, beta2, eps, weight_decay }
     }
-}
-
-/// This rank's place among those that compute different micro-batches, and how many they are.
-pub(super) fn seat(engine: &Engine) -> (usize, usize) {
-    (engine.group().rank(), engine.group().size())
 }
 
 /// Puts a batch on the engine's device.

@@ -83,6 +83,7 @@ impl Tiny {
             sin: &sin,
             seqs: &seqs,
             dropout_key: None,
+            first_row: 0,
             attention: AttentionChoice::default(),
             mlp_rows: MlpRows::Together,
             seams: &OneDevice,

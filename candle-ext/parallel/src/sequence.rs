@@ -1,0 +1,184 @@
+//! Sequence parallelism as DeepSpeed-Ulysses has it: a rank has a part of the tokens, and within attention all tokens of a part
+//! of the heads. (Jacobs et al., 2023; <https://arxiv.org/abs/2309.14509>.)
+//!
+//! t tokens of a micro-batch, s ranks, h query heads, g key heads, k head dim; a rank has t/s tokens, h/s and at least one of
+//! the g heads
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor, bail};
+use candlewick_comm::Collective;
+use candlewick_model::Seams;
+use candlewick_ops::{self as ops, AttentionSpec, Seqs, record};
+
+use crate::engine::Micro;
+
+/// The ranks that share the tokens of each micro-batch, as the `attend` seam of all blocks.
+#[derive(Clone)]
+pub struct Ulysses {
+    ranks: Arc<dyn Collective>,
+}
+
+/// What a rank computes of a micro-batch: some of its tokens, and all of its sequences.
+pub(crate) struct Part<'m> {
+    pub(crate) micro: Cow<'m, Micro>,
+    /// Where these tokens begin among all.
+    pub(crate) first_row: usize,
+}
+
+impl Ulysses {
+    /// Shares tokens and heads among `ranks`.
+    pub fn new(ranks: Arc<dyn Collective>) -> Self {
+        Self { ranks }
+    }
+
+    /// This rank's part of a micro-batch, whose sequences stay known in full. If the tokens cannot be divided evenly, some
+    /// that teach nothing follow them, as a sequence of their own.
+    pub(crate) fn part<'m>(&self, micro: &Micro) -> Result<Part<'m>> {
+        let (rank, n_ranks, n_tokens) = (self.ranks.rank(), self.ranks.size(), micro.seqs.n_tokens());
+        let n_part = n_tokens.div_ceil(n_ranks);
+        let n_filler = n_part * n_ranks - n_tokens;
+        let (mut ids, mut targets) = (micro.ids.clone(), micro.targets.clone());
+        let mut positions = micro.positions.clone();
+        let mut ends = micro.seqs.cu_q().to_vec();
+        if n_filler > 0 {
+            let filler = |x: &Tensor| Tensor::zeros(n_filler, x.dtype(), x.device());
+            ids = Tensor::cat(&[&ids, &filler(&ids)?], 0)?;
+            let ignored = (filler(&targets)? + Micro::IGNORED as f64)?;
+            targets = Tensor::cat(&[&targets, &ignored], 0)?;
+            positions.extend(0..n_filler as u32);
+            ends.push(n_tokens + n_filler);
+        }
+        let first = rank * n_part;
+        let part = Micro {
+            ids: ids.narrow(0, first, n_part)?,
+            targets: targets.narrow(0, first, n_part)?,
+            positions: positions[first..first + n_part].to_vec(),
+            seqs: Seqs::packed(ends)?,
+        };
+        Ok(Part { micro: Cow::Owned(part), first_row: first })
+    }
+
+    /// [t/s, h, k] -> [t, h/s, k]: this rank's tokens of all heads become all tokens of its heads. A head may be wanted by
+    /// several ranks, whose gradients for it are added.
+    fn heads(&self, x: &Tensor, heads: &Heads) -> Result<Tensor> {
+        let y = self.scatter(x, heads)?;
+        let (ulysses, heads) = (self.clone(), heads.clone());
+        Ok(record("ulysses_heads", [x.into()], y, move |dy| Ok([Some(ulysses.gather(dy, &heads)?)])))
+    }
+
+    /// [t, h/s, k] -> [t/s, h, k]: the way back, for what attention gives.
+    fn tokens(&self, y: &Tensor, heads: &Heads) -> Result<Tensor> {
+        let x = self.gather(y, heads)?;
+        let (ulysses, heads) = (self.clone(), heads.clone());
+        Ok(record("ulysses_tokens", [y.into()], x, move |dx| Ok([Some(ulysses.scatter(dx, &heads)?)])))
+    }
+
+    fn scatter(&self, x: &Tensor, heads: &Heads) -> Result<Tensor> {
+        let (n_tokens, _, k) = x.dims3()?;
+        let (n_ranks, n) = (self.ranks.size(), heads.of_each);
+        let chosen = match &heads.indices {
+            Some(indices) => x.index_select(&Tensor::new(indices.as_slice(), x.device())?, 1)?,
+            None => x.clone(),
+        };
+        let by_rank = chosen.reshape((n_tokens, n_ranks, n, k))?.transpose(0, 1)?.contiguous()?;
+        self.exchange(&by_rank.reshape((n_ranks * n_tokens, n, k))?)
+    }
+
+    fn gather(&self, y: &Tensor, heads: &Heads) -> Result<Tensor> {
+        let n_ranks = self.ranks.size();
+        let by_rank = self.exchange(&y.contiguous()?)?;
+        let (n_all, n, k) = by_rank.dims3()?;
+        let n_tokens = n_all / n_ranks;
+        let chosen = by_rank.reshape((n_ranks, n_tokens, n, k))?.transpose(0, 1)?.contiguous()?;
+        let chosen = chosen.reshape((n_tokens, n_ranks * n, k))?;
+        match &heads.indices {
+            None => Ok(chosen),
+            Some(indices) => {
+                let indices = Tensor::new(indices.as_slice(), y.device())?;
+                Tensor::zeros((n_tokens, heads.n_all, k), y.dtype(), y.device())?.index_add(&indices, &chosen, 1)
+            }
+        }
+    }
+
+    /// As many rows to each rank as from each.
+    fn exchange(&self, rows: &Tensor) -> Result<Tensor> {
+        let counts = vec![rows.dim(0)? / self.ranks.size(); self.ranks.size()];
+        Ok(self.ranks.all_to_all(rows, &counts, &counts)?)
+    }
+}
+
+impl Seams for Ulysses {
+    fn attend(
+        &self,
+        _block_idx: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        seqs: &Seqs,
+        spec: &AttentionSpec,
+    ) -> Result<Tensor> {
+        let (h, g) = (q.dim(1)?, k.dim(1)?);
+        let (of_queries, of_keys) =
+            (Heads::of_queries(h, self.ranks.size())?, Heads::of_keys(h, g, self.ranks.size())?);
+        let q = self.heads(q, &of_queries)?;
+        let (k, v) = (self.heads(k, &of_keys)?, self.heads(v, &of_keys)?);
+        self.tokens(&ops::attention(&q, &k, &v, seqs, spec)?, &of_queries)
+    }
+}
+
+/// Which heads each rank has within attention.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Heads {
+    n_all: usize,
+    of_each: usize,
+    /// Those of the first rank, then of the next, and so on; `None` if these are all heads once and in order.
+    indices: Option<Vec<u32>>,
+}
+
+impl Heads {
+    fn of_queries(h: usize, n_ranks: usize) -> Result<Self> {
+        if !h.is_multiple_of(n_ranks) {
+            bail!("{h} attention heads over {n_ranks} ranks: not divisible")
+        }
+        Ok(Self { n_all: h, of_each: h / n_ranks, indices: None })
+    }
+
+    /// The key heads that a rank's queries use; with fewer of them than ranks, several ranks have the same.
+    fn of_keys(h: usize, g: usize, n_ranks: usize) -> Result<Self> {
+        if g.is_multiple_of(n_ranks) {
+            return Self::of_queries(g, n_ranks);
+        }
+        if !n_ranks.is_multiple_of(g) || !h.is_multiple_of(n_ranks) {
+            bail!("{g} key heads over {n_ranks} ranks: one must divide the other")
+        }
+        let indices = (0..n_ranks).map(|rank| (rank * g / n_ranks) as u32).collect();
+        Ok(Self { n_all: g, of_each: 1, indices: Some(indices) })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ranks_queries_find_their_keys() {
+        for (h, g, n_ranks) in [(8, 8, 4), (8, 2, 2), (8, 2, 4), (8, 2, 8), (32, 4, 16), (6, 3, 6)] {
+            let keys = Heads::of_keys(h, g, n_ranks).unwrap();
+            let indices = keys.indices.clone().unwrap_or_else(|| (0..g as u32).collect());
+            for rank in 0..n_ranks {
+                let queries = rank * (h / n_ranks)..(rank + 1) * (h / n_ranks);
+                let own = &indices[rank * keys.of_each..][..keys.of_each];
+                let wanted: Vec<u32> = queries.map(|query| (query / (h / g)) as u32).collect();
+                // Attention reads the key of a query off their places.
+                let group = (h / n_ranks) / keys.of_each;
+                let read: Vec<u32> = (0..h / n_ranks).map(|query| own[query / group]).collect();
+                assert_eq!(read, wanted, "{h} {g} {n_ranks}, rank {rank}");
+            }
+        }
+        assert!(Heads::of_keys(12, 3, 4).is_err());
+        assert!(Heads::of_queries(6, 4).is_err());
+    }
+}
