@@ -9,6 +9,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use assert_cmd::cargo::cargo_bin;
+use candlewick_comm::store::Server;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use suite::root;
@@ -36,8 +37,13 @@ impl Run {
         Self { folder: folder.to_owned(), n_ranks, arguments: all }
     }
 
+    /// Starts the ranks, which meet in a store of the launcher's, here the test's.
     fn start(&self) -> Ranks {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let store = Server::bind("127.0.0.1:0").unwrap();
+        self.start_at(store.port(), Some(store))
+    }
+
+    fn start_at(&self, port: u16, store: Option<Server>) -> Ranks {
         let start = |rank: usize| {
             let mut trainer = Command::new(cargo_bin("trainer"));
             trainer.current_dir(root()).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
@@ -47,10 +53,11 @@ impl Run {
                 trainer.envs([("RANK", rank.to_string()), ("LOCAL_RANK", rank.to_string()), ("WORLD_SIZE", n.clone())]);
                 trainer.envs([("LOCAL_WORLD_SIZE", n), ("MASTER_PORT", port.to_string())]);
                 trainer.env("MASTER_ADDR", "127.0.0.1");
+                trainer.env("TORCHELASTIC_USE_AGENT_STORE", if store.is_some() { "True" } else { "False" });
             }
             trainer.spawn().unwrap()
         };
-        Ranks((0..self.n_ranks).map(start).collect())
+        Ranks { children: (0..self.n_ranks).map(start).collect(), _store: store }
     }
 
     /// Runs to its end, which must be a good one.
@@ -74,16 +81,19 @@ impl Run {
     }
 }
 
-struct Ranks(Vec<Child>);
+struct Ranks {
+    children: Vec<Child>,
+    _store: Option<Server>,
+}
 
 impl Ranks {
     fn wait(self) -> Vec<(ExitStatus, String)> {
-        let outputs = self.0.into_iter().map(|child| child.wait_with_output().unwrap());
+        let outputs = self.children.into_iter().map(|child| child.wait_with_output().unwrap());
         outputs.map(|output| (output.status, String::from_utf8_lossy(&output.stderr).into_owned())).collect()
     }
 
     fn signal(&self, rank: usize, signal: Signal) {
-        kill_process(Pid::from_child(&self.0[rank]), signal).unwrap();
+        kill_process(Pid::from_child(&self.children[rank]), signal).unwrap();
     }
 }
 
@@ -127,10 +137,23 @@ fn processes_make_the_run_that_one_makes() {
     }
 }
 
-/// Three ranks and eight micro-batches: in the last round one rank has none.
+/// As without a launcher: rank 0 has the store.
+#[test]
+fn ranks_meet_at_rank_0() {
+    let folder = tempfile::tempdir().unwrap();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let run = Run::new(folder.path(), 2, &[]);
+    for (status, stderr) in run.start_at(port, None).wait() {
+        assert!(status.success(), "{status}: {stderr}");
+    }
+}
+
+/// Three ranks, and an epoch whose last step has too few micro-batches for all of them.
 #[test]
 fn a_rank_without_a_micro_batch_takes_part_all_the_same() {
     let folder = tempfile::tempdir().unwrap();
+    let n_rows = suite::read("recipes/quickstart/eval.jsonl").lines().count();
+    assert_eq!(n_rows % 6, 4, "the last step is to leave two ranks without a second micro-batch");
     let short = ["data.drop_last=false", "train_iters=0", "epochs=1", "gradient_accumulation_steps=2"];
     let run = |n_ranks, name: &str, more: &[&str]| {
         let arguments = [&short[..], more].concat();
