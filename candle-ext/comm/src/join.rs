@@ -9,12 +9,13 @@ impl World {
     /// 0 hosts the store where the ranks meet, unless the launcher does.
     pub fn join(place: &Place, options: Options) -> Result<Self> {
         let Place { rank, world_size, restart, master: Master { addr, port, agent_hosts_store }, .. } = place;
-        if *world_size == 1 {
-            return Ok(Self::solo());
-        }
+        let size = match *world_size {
+            1 => return Ok(Self::solo()),
+            size => size,
+        };
         let host = (*rank == 0 && !agent_hosts_store).then(|| Server::bind_any(*port)).transpose()?;
         let store = Client::connect(addr, *port, options.timeout)?.with_prefix(&format!("candlewick/{restart}"));
-        Ok(connect(&store, *rank, *world_size, options)?.with_host(host))
+        Ok(connect(&store, *rank, size, options)?.with_host(host))
     }
 }
 
