@@ -531,8 +531,9 @@ fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
 
 #[test]
 fn ranks_share_as_the_stage_says() {
-    let plan =
-        |dp_replicate, dp_shard, sequence, zero_stage| Ok(RanksPlan { dp_replicate, dp_shard, sequence, zero_stage });
+    let plan = |dp_replicate, dp_shard, sequence, zero_stage| {
+        Ok(RanksPlan { dp_replicate, dp_shard, sequence, timeout: 1800, zero_stage })
+    };
     const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
     const GROUPS_OF_4: &str = "deepspeed.zero_optimization.mics_shard_size=4";
     assert_eq!(of_ranks(8, &[]), plan(8, 1, 1, 0));

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, anyhow};
 
 use super::{EstimateArgs, Recipe, Ui, Verbosity, train};
-use crate::estimate::{Capacity, Fixed, Report, Setup, choose, usable};
+use crate::estimate::{Capacity, Fixed, Place, Report, Setup, choose, usable};
 use crate::exit::ExitCode;
 use crate::plan::Seat;
 use crate::recipe::{Loaded, MemoryModes};
@@ -21,6 +21,11 @@ pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result
             parsed.map_err(|problem| anyhow!("failed to read --device: {problem}").context(ExitCode::Usage))?
         }
         None => Capacity::now(plan.device),
+    };
+    let capacity = match capacity.place {
+        // The ranks of a machine have its memory together.
+        Place::Cpu => Capacity { bytes: capacity.bytes.map(|bytes| bytes / asked.ranks as u64), ..capacity },
+        Place::Gpu => capacity,
     };
     let mut setup = Setup::of(&plan, capacity.place)?;
     if let (Some(MemoryModes::Auto), Some(bytes)) = (loaded.recipe.memory, capacity.bytes)

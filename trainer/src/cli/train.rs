@@ -1,5 +1,7 @@
 //! `trainer train`: from a recipe to a plan to a run.
 
+use std::time::Duration;
+
 use anyhow::{Result, anyhow};
 use candlewick_comm::{Options, World};
 use candlewick_text::hub::{Hub, HubSettings};
@@ -23,7 +25,8 @@ pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
     for note in plan.notes.iter().filter(|_| place.rank == 0) {
         ui.remark(&format!("note: {note}"));
     }
-    let world = World::join(&place, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
+    let options = Options { timeout: Duration::from_secs(plan.ranks.timeout as u64), record: false };
+    let world = World::join(&place, options).map_err(|error| anyhow!("failed to {error}"))?;
     let code = crate::run::train(&plan, &hub(ui)?, &world, place.local_rank)?;
     if let Some(profile) = profile {
         ui.remark(&profile.finish()?);

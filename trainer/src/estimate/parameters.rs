@@ -44,7 +44,7 @@ pub(super) fn travelling(setup: &Setup) -> u64 {
     }
     let weights = if zero_stage == 3 { 2 * largest(false) * setup.compute.n_bytes() } else { 0 };
     let gradients = if zero_stage >= 2 { 2 * largest(true) * setup.masters.n_bytes() } else { 0 };
-    let sums = 2 * largest(true).div_ceil(n_shards) * setup.masters.n_bytes();
+    let sums = 2 * largest(true).div_ceil(if zero_stage > 0 { n_shards } else { 1 }) * setup.masters.n_bytes();
     weights + gradients + sums
 }
 

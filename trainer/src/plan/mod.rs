@@ -292,6 +292,10 @@ impl Plan {
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
         let memory = resolver.pick("memory", recipe.memory, MemoryModes::Manual);
+        if memory == MemoryModes::Auto && known.seat != Seat::ALONE {
+            let advice = "remove it, and set what `trainer estimate --ranks N` advises";
+            resolver.wrong_because(&["memory"], "`memory: auto` is not implemented yet for several ranks", advice);
+        }
         let (settings, notes) = resolver.finish()?;
         let plan = Self {
             recipe: loaded.source().path.clone(),

@@ -18,6 +18,8 @@ pub struct RanksPlan {
     pub dp_shard: usize,
     /// Parts that the tokens of a micro-batch fall into (Ulysses); with `dp_shard` the number of shares.
     pub sequence: usize,
+    /// Seconds for which ranks wait for one that is silent.
+    pub timeout: usize,
     /// The ZeRO stage: nothing is sharded (0), the optimizer's state (1), gradients too (2), weights too (3).
     pub zero_stage: usize,
 }
@@ -25,7 +27,7 @@ pub struct RanksPlan {
 impl RanksPlan {
     /// The plan of a single rank.
     pub fn alone() -> Self {
-        Self { dp_replicate: 1, dp_shard: 1, sequence: 1, zero_stage: 0 }
+        Self { dp_replicate: 1, dp_shard: 1, sequence: 1, timeout: 1800, zero_stage: 0 }
     }
 
     /// Ranks that compute different micro-batches.
@@ -60,7 +62,12 @@ pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> Ranks
     let sequence = sequence(resolver, config);
     let zero_stage = deepspeed::zero_stage(resolver);
     let n_shards = match (zero_stage, deepspeed::shard_size(resolver)) {
-        (0, _) => sequence,
+        (0, asked) => {
+            if asked.is_some() {
+                resolver.note(format!("{} has no effect: nothing is sharded in stage 0", deepspeed::SHARD_SIZE));
+            }
+            sequence
+        }
         (_, None) => n_ranks,
         (_, Some(size)) if n_ranks.is_multiple_of(size) && size.is_multiple_of(sequence) => size,
         (_, Some(size)) => {
@@ -75,7 +82,8 @@ pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> Ranks
     };
     // Of one share nothing is away.
     let zero_stage = if n_shards == 1 { 0 } else { zero_stage };
-    RanksPlan { dp_replicate: n_ranks / n_shards, dp_shard: n_shards / sequence, sequence, zero_stage }
+    let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
+    RanksPlan { dp_replicate: n_ranks / n_shards, dp_shard: n_shards / sequence, sequence, timeout, zero_stage }
 }
 
 /// The parts that sequences fall into. Each rank must get as many attention heads, and know which key heads are theirs.

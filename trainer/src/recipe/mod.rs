@@ -85,6 +85,9 @@ pub struct Recipe {
     pub memory: Option<MemoryModes>,
     /// Ulysses degree. Above 1 is not implemented yet.
     pub sequence_parallel_size: Option<HumanInt>,
+    /// Seconds for which the other ranks wait for one that is silent, as in transformers: the longest save, or the reading
+    /// of the data, must be over by then (default 1800).
+    pub ddp_timeout: Option<HumanInt>,
     /// Expert-parallel degree. Above 1 is not implemented yet.
     pub expert_parallel_size: Option<HumanInt>,
     /// Mixture-of-experts layers of ArcticTraining (`true`, `false` or `auto`). `true` is not implemented yet.

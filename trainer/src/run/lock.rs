@@ -27,16 +27,6 @@ pub(super) fn lock(plan: &Plan) -> Result<Locks> {
     Ok(Locks { _files: locks.into_iter().flatten().collect() })
 }
 
-/// Waits until no other process of this run prepares its data, and keeps them out until the lock is dropped. `None` if the
-/// file system has no locks, or there is nobody to wait for.
-pub(super) fn turn(cache_dir: &Path) -> Result<Option<File>> {
-    let folder = made(cache_dir)?;
-    let path = folder.join(".prepare.lock");
-    let file = File::options().create(true).write(true).truncate(false).open(&path);
-    let file = file.map_err(|source| CheckpointError::Io { action: "lock", path, source })?;
-    Ok(file.lock().is_ok().then_some(file))
-}
-
 fn made(folder: &Path) -> Result<PathBuf> {
     let made = fs::create_dir_all(folder).and_then(|()| folder.canonicalize());
     made.map_err(|source| CheckpointError::Io { action: "create", path: folder.to_owned(), source }.into())

@@ -15,7 +15,7 @@ mod step;
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use candlewick_comm::World;
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
@@ -67,29 +67,19 @@ impl Began {
 pub fn train(plan: &Plan, hub: &Hub, world: &World, local_rank: usize) -> Result<ExitCode> {
     // The groups are kept until the others know of a failure: leaving one waits for what was started in it.
     let ranks = Ranks::new(world, local_rank, &plan.ranks)?;
-    train_as(plan, hub, &ranks).map_err(|error| match world.failure() {
-        // Only what another rank's end has caused here is that rank's failure.
-        Some(failure) if format!("{error:#}").contains(&failure.message) => {
-            anyhow!("failed to {failure}").context(ExitCode::Peer)
-        }
-        // The rank whose error this is tells it.
-        _ if crate::exit::classify(&error) == ExitCode::Peer => error,
-        _ => {
-            world.fail(format!("train: {error:#}"));
-            error
-        }
-    })
+    train_as(plan, hub, &ranks).map_err(|error| ranks.blame(error))
 }
 
 /// Trains as one of `ranks`. `run.json` tells the end in any case.
 fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
+    ranks.agree_on(plan)?;
     let locks = if ranks.is_first() { lock::lock(plan).map(Some) } else { Ok(None) };
     let _locks = ranks.share(locks)?;
     let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(|source| {
         let path = plan.log.output_dir.clone().unwrap_or_default();
         CheckpointError::Io { action: "write run.json into", path, source }
     })?;
-    let ended = run(plan, hub, ranks, &mut run_json);
+    let ended = run(plan, hub, ranks, &mut run_json).map_err(|error| ranks.blame(error));
     let exit = match &ended {
         Ok((code, reason)) => Exit { code: *code as u8, reason: reason.clone() },
         Err(error) => Exit { code: crate::exit::classify(error) as u8, reason: format!("{error:#}") },
@@ -132,16 +122,13 @@ fn began(plan: &Plan, ranks: &Ranks) -> Result<Began> {
     Ok(Began(u64::from_le_bytes(first)))
 }
 
-/// Reads the data on one rank of this machine before the others: they find its downloads and tokens in the caches. They wait
-/// for it at a lock, which may take as long as it needs: no time-out of a group runs meanwhile.
+/// Reads the data on one rank of this machine before the others: they find its downloads and tokens in the caches.
 fn prepare_in_turn(plan: &Plan, hub: &Hub, ranks: &Ranks, began: Began) -> Result<(Assets, Prepared)> {
-    let turn = if ranks.is_first_here() { lock::turn(&plan.data.cache_dir) } else { Ok(None) };
-    let turn = ranks.share(turn)?;
-    let prepared = match turn {
-        Some(_held) => prepare_data(plan, hub, began),
-        None => lock::turn(&plan.data.cache_dir).and_then(|_| prepare_data(plan, hub, began)),
-    };
-    ranks.share(prepared)
+    let first = if ranks.is_first_here() { prepare_data(plan, hub, began).map(Some) } else { Ok(None) };
+    match ranks.share(first)? {
+        Some(prepared) => Ok(prepared),
+        None => prepare_data(plan, hub, began),
+    }
 }
 
 fn steps(session: &mut Session) -> Result<End> {

@@ -2,15 +2,15 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Reduce, World, exchange_bytes};
 use candlewick_parallel::Groups;
 
 use crate::checkpoint::{Crew, StateError, Word};
-use crate::exit::ExitCode;
-use crate::plan::RanksPlan;
+use crate::exit::{ExitCode, classify};
+use crate::plan::{Plan, RanksPlan};
 use crate::signals::{Signal, Stop};
 
 /// This rank and its groups.
@@ -68,6 +68,44 @@ impl<'w> Ranks<'w> {
             1 => Some(Stop::KillSwitch(kill_switch.to_owned())),
             code => Some(Stop::Signal(SIGNALS[code as usize - 2])),
         })
+    }
+
+    /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
+    pub(super) fn blame(&self, error: Error) -> Error {
+        match self.world.failure() {
+            // Only what another rank's end has caused here is that rank's failure.
+            Some(failure) if format!("{error:#}").contains(&failure.message) => {
+                anyhow!("failed to {failure}").context(ExitCode::Peer)
+            }
+            // The rank whose error this is tells it.
+            _ if classify(&error) == ExitCode::Peer => error,
+            _ => {
+                self.world.fail(format!("train: {error:#}"));
+                error
+            }
+        }
+    }
+
+    /// Fails if the ranks were not started for one run. All ranks call it.
+    pub(super) fn agree_on(&self, plan: &Plan) -> Result<()> {
+        let mut shown = serde_json::to_value(plan)?;
+        // What a rank prints and logs is its own.
+        for own in ["log", "logger", "settings", "notes"] {
+            shown.as_object_mut().map(|keys| keys.remove(own));
+        }
+        let text = shown.to_string().into_bytes();
+        let all = self.exchange(Ok(text.clone()))?;
+        match all.iter().position(|other| *other != text) {
+            None => Ok(()),
+            Some(rank) => {
+                let error = anyhow!(
+                    "failed to start: rank {rank} has another plan than rank {}; give all ranks the same recipe and \
+                     arguments",
+                    self.rank()
+                );
+                Err(error.context(ExitCode::Usage))
+            }
+        }
     }
 
     /// Gives every rank what each rank says; if one of them failed, all fail with its reason. All ranks call it.

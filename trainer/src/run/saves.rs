@@ -146,9 +146,9 @@ impl<'a> Saves<'a> {
             true => self.write_weights(checkpoint, tag, &mut masters),
             false => Ok(()),
         };
-        // A write that failed must not leave the others waiting.
-        let went_through = masters.try_for_each(|master| master.map(drop));
-        self.run.ranks.share(written.and(went_through.context("failed to gather the weights")))?;
+        // A write that failed must not leave the others waiting. A gather that failed has: they hear of it from the world.
+        masters.try_for_each(|master| master.map(drop)).context("failed to gather the weights")?;
+        self.run.ranks.share(written)?;
         Ok(checkpoint.dir(tag))
     }
 

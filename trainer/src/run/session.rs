@@ -314,7 +314,12 @@ impl<'a> Session<'a> {
         let Cursor { step, epoch, .. } = *self.stream.cursor();
         let (moment, began) = (self.moment(), self.run.began);
         let is_missing = |plan: &CheckpointPlan| !saves::is_of_run(&plan.dir(Tag { step, epoch }), began);
-        self.save_all(|plan| plan.due(moment) && is_missing(plan)).map(drop)
+        // The first rank looks for all: by the time that another does, a save may be there.
+        let found = self.run.plan.checkpoints.iter().map(|plan| u8::from(plan.due(moment) && is_missing(plan)));
+        let found = self.run.ranks.exchange(Ok(found.collect()))?.swap_remove(0);
+        let checkpoints = self.run.plan.checkpoints.iter().zip(found);
+        let missing: Vec<&CheckpointPlan> = checkpoints.filter(|(_, is)| *is == 1).map(|(plan, _)| plan).collect();
+        self.save_all(|plan| missing.contains(&plan)).map(drop)
     }
 
     /// Saves everything that a run which ends early is worth: what a later start needs, and what the end would export.
