@@ -7,6 +7,7 @@
 
 mod arguments;
 mod call;
+mod deadline;
 mod element;
 mod error;
 mod fabric;
@@ -15,9 +16,11 @@ mod join;
 #[cfg(target_os = "linux")]
 pub mod local;
 pub mod mesh;
+mod panic;
 mod pending;
 pub mod place;
 mod solo;
+mod staff;
 pub mod store;
 pub mod threads;
 mod world;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::wire::{MAGIC, Query, READY, STOP_WAITING, WAIT_CANCELED, read_i64, read_u32, read_value};
 use super::{Error, Result};
+use crate::deadline::deadline;
 
 /// How long a server that was reached may take for an answer that it need not wait for.
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
@@ -182,7 +183,7 @@ fn unusable() -> Error {
 }
 
 fn open(host: &str, port: u16, timeout: Duration) -> Result<TcpStream> {
-    let deadline = Instant::now() + timeout;
+    let deadline = deadline(timeout);
     loop {
         let error = match try_open(host, port, deadline) {
             Ok(stream) => return Ok(stream),
