@@ -14,7 +14,8 @@ use crate::{Call, Collective, Failure, Result, Solo, threads};
 /// How a world behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// How long a rank may be silent while others wait for it, in joining and in every operation.
+    /// How long a rank may be silent while others wait for it: until all have joined, until the sockets of a group are
+    /// there, and between any two bytes of an operation. An operation as a whole may take longer.
     pub timeout: Duration,
     /// Whether every call is kept, for [`World::calls`].
     pub record: bool,
