@@ -71,7 +71,7 @@ impl Switch {
         let shared = Arc::new(Shared::new(rank, pids, arbiter).map_err(system)?);
         let (wake, woken) = UnixStream::pair().map_err(system)?;
         listening.listener.set_nonblocking(true).map_err(system)?;
-        let watcher = Watcher { shared: Arc::clone(&shared), listener: Some(listening.listener), woken };
+        let watcher = Watcher { shared: Arc::clone(&shared), listener: listening.listener, accepts: true, woken };
         let watcher = Some(watcher.start().map_err(system)?);
         let switch = Self { rank, others, shared, timeout, watcher, wake };
         switch.meet(deadline).map_err(|trouble| switch.unconnected(trouble))?;

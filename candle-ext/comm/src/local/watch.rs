@@ -27,8 +27,9 @@ struct News {
 /// What the thread owns.
 pub(super) struct Watcher {
     pub(super) shared: Arc<Shared>,
-    /// `None` when nobody can be accepted any more.
-    pub(super) listener: Option<UnixListener>,
+    pub(super) listener: UnixListener,
+    /// Whether calls are still taken. The listener stays open: who calls in vain learns of the failure, not of a refusal.
+    pub(super) accepts: bool,
     /// Becomes readable when there is something new to watch, or when it is time to stop.
     pub(super) woken: UnixStream,
 }
@@ -60,7 +61,7 @@ impl Watcher {
             if ready.called
                 && let Err(error) = self.accept()
             {
-                self.listener = None;
+                self.accepts = false;
                 self.give_up(&format!("accept a connection: {error}"));
             }
             for (rank, stream) in ready.spoke {
@@ -79,7 +80,9 @@ impl Watcher {
             control.iter().enumerate().filter_map(|(r, stream)| Some((r, stream.as_ref()?))).collect();
         let mut fds = vec![PollFd::new(&self.woken, PollFlags::IN)];
         fds.extend(speakers.iter().map(|(_, stream)| PollFd::new(&***stream, PollFlags::IN)));
-        fds.extend(self.listener.iter().map(|listener| PollFd::new(listener, PollFlags::IN)));
+        if self.accepts {
+            fds.push(PollFd::new(&self.listener, PollFlags::IN));
+        }
         while let Err(error) = poll(&mut fds, None) {
             if error != rustix::io::Errno::INTR {
                 return Err(error.into());
@@ -97,8 +100,7 @@ impl Watcher {
     /// Takes a caller's stream. Fails if this process cannot take any.
     fn accept(&self) -> io::Result<()> {
         use io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
-        let Some(listener) = &self.listener else { return Ok(()) };
-        let stream = match listener.accept() {
+        let stream = match self.listener.accept() {
             Ok((stream, _)) => stream,
             Err(error) if matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) => return Ok(()),
             Err(error) => return Err(error),
