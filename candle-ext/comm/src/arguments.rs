@@ -55,9 +55,18 @@ pub(crate) fn counts(x: &Tensor, send: &[usize], recv: &[usize], size: usize) ->
         let why = format!("{} counts to send and {} to receive for {size} ranks", send.len(), recv.len());
         return Err(wrong("all_to_all", why));
     }
-    let n_sent: usize = send.iter().sum();
-    if n_sent != n_rows {
-        return Err(wrong("all_to_all", format!("{n_sent} rows to send of a tensor with {n_rows}")));
+    let total = |counts: &[usize]| counts.iter().try_fold(0usize, |sum, n| sum.checked_add(*n));
+    if total(send) != Some(n_rows) {
+        let why = match total(send) {
+            Some(n_sent) => format!("{n_sent} rows to send of a tensor with {n_rows}"),
+            None => format!("{send:?} rows to send of a tensor with {n_rows}"),
+        };
+        return Err(wrong("all_to_all", why));
+    }
+    let row_bytes = x.dims()[1..].iter().product::<usize>() * x.dtype().size_in_bytes();
+    let n_bytes = total(recv).and_then(|n_rows| n_rows.checked_mul(row_bytes));
+    if n_bytes.is_none_or(|n_bytes| n_bytes > isize::MAX as usize) {
+        return Err(wrong("all_to_all", format!("{recv:?} rows of {row_bytes} bytes to receive do not fit")));
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! The dtypes that travel: their bytes, and how their sums are taken.
 
-use bytemuck::Pod;
+use bytemuck::{Pod, Zeroable, cast_slice, cast_slice_mut};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 
@@ -125,18 +125,35 @@ macro_rules! with_type {
 }
 pub(crate) use with_type;
 
-/// Calls `read` with the elements of a CPU tensor of dtype `T`, in row-major order.
-pub(crate) fn with_elements<T: Element, R>(x: &Tensor, read: impl FnOnce(&[T]) -> R) -> candle_core::Result<R> {
-    let x = x.contiguous()?;
-    let (storage, layout) = x.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else { candle_core::bail!("read a tensor that is not on the CPU") };
-    let (start, end) = layout.contiguous_offsets().expect("it was made contiguous above");
-    Ok(read(&CpuStorage::as_slice::<T>(storage)?[start..end]))
-}
+/// The bytes of a CPU tensor, in row-major order, read part by part: candle locks the storage against writers of any
+/// view of it, and it must not stay locked while other ranks are waited for.
+pub(crate) struct Source(Tensor);
 
-/// Calls `read` with the bytes of a CPU tensor, in row-major order.
-pub(crate) fn with_bytes<R>(x: &Tensor, read: impl FnOnce(&[u8]) -> R) -> candle_core::Result<R> {
-    with_type!(x.dtype(), T => with_elements::<T, R>(x, |elements| read(bytemuck::cast_slice(elements))))
+impl Source {
+    pub(crate) fn new(x: &Tensor) -> candle_core::Result<Self> {
+        Ok(Self(x.contiguous()?))
+    }
+
+    pub(crate) fn n_bytes(&self) -> usize {
+        self.0.elem_count() * self.0.dtype().size_in_bytes()
+    }
+
+    /// Fills `into` with the bytes from `start` on.
+    pub(crate) fn read(&self, start: usize, into: &mut [u8]) -> candle_core::Result<()> {
+        with_type!(self.0.dtype(), T => {
+            let (storage, layout) = self.0.storage_and_layout();
+            let Storage::Cpu(storage) = &*storage else { candle_core::bail!("read a tensor that is not on the CPU") };
+            let (first, end) = layout.contiguous_offsets().expect("it was made contiguous above");
+            let bytes: &[u8] = cast_slice(&CpuStorage::as_slice::<T>(storage)?[first..end]);
+            into.copy_from_slice(&bytes[start..start + into.len()]);
+            Ok(())
+        })
+    }
+
+    /// Fills `into` with the elements from `start` on; `T` is the tensor's dtype.
+    pub(crate) fn read_elements<T: Element>(&self, start: usize, into: &mut [T]) -> candle_core::Result<()> {
+        self.read(start * size_of::<T>(), cast_slice_mut(into))
+    }
 }
 
 /// Makes a CPU tensor.
@@ -144,21 +161,25 @@ pub(crate) fn tensor<T: Element>(elements: Vec<T>, shape: &[usize]) -> candle_co
     Tensor::from_vec(elements, shape, &Device::Cpu)
 }
 
-/// Combines `parts`, given in rank order, into `out`; `wide` is as long, and what it holds does not matter.
-pub(crate) fn combine<T: Element>(op: Reduce, parts: &[&[T]], wide: &mut [T::Wide], out: &mut [T]) {
-    let (first, rest) = parts.split_first().expect("a group has a rank");
-    wide.iter_mut().zip(*first).for_each(|(wide, x)| *wide = x.widen());
+/// How many elements are combined at a time: what they are summed in stays in the first cache.
+const LANE: usize = 1024;
+
+/// Combines `parts`, given in rank order, into `out`, which is as long as each of them.
+pub(crate) fn combine<T: Element>(op: Reduce, parts: &[&[T]], out: &mut [T]) {
     let merge = match op {
-        Reduce::Sum => fold::<T>,
+        Reduce::Sum => |wide: &mut [T::Wide], part: &[T]| fold_by::<T>(wide, part, T::sum),
         Reduce::Max => |wide: &mut [T::Wide], part: &[T]| fold_by::<T>(wide, part, T::largest),
         Reduce::Min => |wide: &mut [T::Wide], part: &[T]| fold_by::<T>(wide, part, T::smallest),
     };
-    rest.iter().for_each(|part| merge(wide, part));
-    out.iter_mut().zip(wide).for_each(|(out, wide)| *out = T::narrow(*wide));
-}
-
-fn fold<T: Element>(wide: &mut [T::Wide], part: &[T]) {
-    fold_by::<T>(wide, part, T::sum);
+    let (first, rest) = parts.split_first().expect("a group has a rank");
+    let mut wide = [T::Wide::zeroed(); LANE];
+    for (lane, out) in out.chunks_mut(LANE).enumerate() {
+        let at = lane * LANE..lane * LANE + out.len();
+        let wide = &mut wide[..out.len()];
+        wide.iter_mut().zip(&first[at.clone()]).for_each(|(wide, x)| *wide = x.widen());
+        rest.iter().for_each(|part| merge(wide, &part[at.clone()]));
+        out.iter_mut().zip(wide).for_each(|(out, wide)| *out = T::narrow(*wide));
+    }
 }
 
 #[inline(always)]
@@ -168,14 +189,12 @@ fn fold_by<T: Element>(wide: &mut [T::Wide], part: &[T], by: impl Fn(T::Wide, T:
 
 #[cfg(test)]
 mod tests {
-    use bytemuck::Zeroable;
-
     use super::*;
 
     #[track_caller]
     fn check<T: Element + std::fmt::Debug>(op: Reduce, parts: &[&[T]], want: &[T]) {
         let mut out = vec![T::zeroed(); want.len()];
-        combine(op, parts, &mut vec![T::Wide::zeroed(); want.len()], &mut out);
+        combine(op, parts, &mut out);
         let bits = |x: &[T]| bytemuck::cast_slice::<T, u8>(x).to_vec();
         assert_eq!(bits(&out), bits(want), "{out:?}, not {want:?}");
     }
@@ -212,5 +231,11 @@ mod tests {
         check(Reduce::Sum, &[&[i64::MAX], &[1]], &[i64::MIN]);
         check(Reduce::Max, &[&[3u32, 1], &[2, 4]], &[3, 4]);
         check(Reduce::Min, &[&[3i64, 1], &[-2, 4]], &[-2, 1]);
+    }
+
+    #[test]
+    fn more_than_a_lane_is_combined() {
+        let [a, b] = [1, 2].map(|k| (0..2 * LANE as u32 + 3).map(|i| k * i).collect::<Vec<_>>());
+        check(Reduce::Sum, &[&a, &b], &a.iter().map(|x| 3 * x).collect::<Vec<_>>());
     }
 }

@@ -20,6 +20,9 @@ pub(crate) trait Fabric: Send + Sync {
     /// Returns why the world has ended, if it has.
     fn failure(&self) -> Option<Failure>;
 
+    /// Waits until the world has ended, for as long as `within`, and returns why.
+    fn await_failure(&self, within: Duration) -> Option<Failure>;
+
     /// Connects the ranks `members`, which all call this with the same `id`, never used before.
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble>;
 
@@ -43,16 +46,45 @@ pub(crate) enum Trouble {
     Left(usize),
     /// The world has ended.
     Failed(Failure),
-    /// The calls of the ranks do not fit together: the rank that differs from the first, and how.
+    /// The calls of the ranks do not fit together: the rank that differs from the others, and how.
     Mismatch(usize, String),
-    /// A tensor could not be read or made.
-    Tensor(candle_core::Error),
-    /// This one cannot be reached.
-    Connect(usize, std::io::Error),
+    /// This one cannot be reached, or not any more.
+    Unreachable(usize, std::io::Error),
+    /// This process cannot go on.
+    Own(String),
+}
+
+impl Trouble {
+    /// Renames the ranks, which were those of a smaller group.
+    pub(crate) fn map_ranks(self, of: impl Fn(usize) -> usize) -> Self {
+        match self {
+            Self::Late(ranks, after) => Self::Late(ranks.into_iter().map(of).collect(), after),
+            Self::Left(rank) => Self::Left(of(rank)),
+            Self::Mismatch(rank, what) => Self::Mismatch(of(rank), what),
+            Self::Unreachable(rank, error) => Self::Unreachable(of(rank), error),
+            other @ (Self::Failed(_) | Self::Own(_)) => other,
+        }
+    }
+
+    /// Returns the rank that caused it, and what happened in words; or the failure with which the world has ended. `me`
+    /// is this rank, `who` names one.
+    pub(crate) fn tell(self, me: usize, who: impl Fn(usize) -> String) -> Result<(usize, String), Failure> {
+        Ok(match self {
+            Self::Failed(failure) => return Err(failure),
+            Self::Late(ranks, after) => {
+                let names: Vec<String> = ranks.iter().map(|rank| who(*rank)).collect();
+                (ranks[0], format!("{} silent for {after:?}", names.join(", ")))
+            }
+            Self::Left(rank) => (rank, format!("{} has left", who(rank))),
+            Self::Mismatch(rank, what) => (rank, what),
+            Self::Unreachable(rank, error) => (rank, format!("{} cannot be reached: {error}", who(rank))),
+            Self::Own(what) => (me, format!("{}: {what}", who(me))),
+        })
+    }
 }
 
 impl From<candle_core::Error> for Trouble {
     fn from(error: candle_core::Error) -> Self {
-        Self::Tensor(error)
+        Self::Own(error.to_string())
     }
 }

@@ -7,6 +7,7 @@
 
 mod arguments;
 mod call;
+mod deadline;
 mod element;
 mod error;
 mod fabric;
@@ -15,9 +16,11 @@ mod join;
 #[cfg(target_os = "linux")]
 pub mod local;
 pub mod mesh;
+mod panic;
 mod pending;
 pub mod place;
 mod solo;
+mod staff;
 pub mod store;
 pub mod threads;
 mod world;
@@ -45,6 +48,9 @@ pub enum Reduce {
 
 /// A communicator over an ordered set of ranks. Every rank of a group calls the same operations in the same order, with
 /// tensors of one dtype and shape but for the rows of [`all_to_all`](Self::all_to_all). Results have no gradient.
+///
+/// An [`Error::Call`] leaves the group as it was. An [`Error::Failed`] is the end of the world: every later call to any
+/// of its groups fails with the same.
 ///
 /// The `start_*` forms return at once: the group's own thread does the work, one operation after another, while the
 /// caller computes or uses other groups. The tensor must not be written to until the operation is finished.
@@ -93,18 +99,20 @@ pub trait Collective: Send + Sync {
         self.start_all_reduce(x, op)?.wait()
     }
 
-    /// Puts the ranks' tensors one below another, along dim 0.
+    /// Puts the ranks' tensors one below another, along dim 0: `[rows, ...]` becomes `[size * rows, ...]`. A scalar is
+    /// refused.
     fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
         self.start_all_gather(x)?.wait()
     }
 
-    /// Sums over the ranks and keeps this rank's share of the rows: `1 / size` of them, in rank order.
+    /// Sums over the ranks and keeps this rank's share of the rows, in rank order: `[rows, ...]` becomes
+    /// `[rows / size, ...]`. Rows that are no multiple of `size` are refused.
     fn reduce_scatter(&self, x: &Tensor) -> Result<Tensor> {
         self.start_reduce_scatter(x)?.wait()
     }
 
     /// Sends the first `send[0]` rows to rank 0, the next `send[1]` to rank 1, and so on; receives `recv[r]` rows from
-    /// rank `r` and puts them one below another. Counts may be zero.
+    /// rank `r` and puts them one below another: `[sum of recv, ...]`. Counts may be zero; `send` adds up to the rows of `x`.
     fn all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Tensor> {
         self.start_all_to_all(x, send, recv)?.wait()
     }
@@ -116,7 +124,7 @@ pub trait Collective: Send + Sync {
 
     /// Sends `x` to one rank, receives from one, or both at once. Only these ranks call it. The receiver learns shape
     /// and dtype from the sender. A large send returns when the receiver takes it: order sends and receives so that
-    /// they meet.
+    /// they meet. Returns `None` if `from` is `None`.
     fn send_recv(&self, x: Option<&Tensor>, to: Option<usize>, from: Option<usize>) -> Result<Option<Tensor>> {
         self.start_send_recv(x, to, from)?.wait()
     }

@@ -4,7 +4,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use candle_core::Tensor;
 
-use crate::{Failure, Result};
+use crate::Result;
 
 /// An operation that was started. Dropping it lets the operation go on: the other ranks wait for this one's part, and a
 /// failure of it is met by the group's next call.
@@ -23,7 +23,7 @@ impl<T> Pending<T> {
     pub fn wait(self) -> Result<T> {
         match self.0 {
             State::Ready(value) => Ok(value),
-            State::Started(receiver) => receiver.recv().unwrap_or_else(|_| Err(stopped().into())),
+            State::Started(receiver) => receiver.recv().expect("a group's thread answers every call"),
         }
     }
 
@@ -37,9 +37,4 @@ impl<T> Pending<T> {
         let (sender, receiver) = sync_channel(1);
         (sender, Self(State::Started(receiver)))
     }
-}
-
-/// What is left to say when the communication thread is gone: it panicked, and has said why.
-pub(crate) fn stopped() -> Failure {
-    Failure { rank: 0, message: "finish the operation: this group's communication thread has stopped".to_owned() }
 }

@@ -6,7 +6,8 @@ use candle_core::{Device, Tensor};
 
 use crate::{Collective, Error, Pending, Reduce, Result, arguments};
 
-/// A group of one rank: everything is already where it should be.
+/// A group of one rank: everything is already where it should be. A result shares the storage of the tensor it was
+/// called with, and is that tensor itself where that has no gradient.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Solo;
 
@@ -24,17 +25,17 @@ impl Collective for Solo {
     }
 
     fn start_all_reduce(&self, x: &Tensor, _op: Reduce) -> Result<Pending> {
-        Ok(Pending::ready(x.clone()))
+        Ok(Pending::ready(x.detach()))
     }
 
     fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
         arguments::rows("all_gather", x)?;
-        Ok(Pending::ready(x.clone()))
+        Ok(Pending::ready(x.detach()))
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
         arguments::shares(x, 1)?;
-        Ok(Pending::ready(x.clone()))
+        Ok(Pending::ready(x.detach()))
     }
 
     fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
@@ -43,12 +44,12 @@ impl Collective for Solo {
             let why = format!("rank 0 sends itself {} rows and expects {}", send[0], recv[0]);
             return Err(Error::Call { op: "all_to_all", why });
         }
-        Ok(Pending::ready(x.clone()))
+        Ok(Pending::ready(x.detach()))
     }
 
     fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
         arguments::peer("broadcast", root, 1)?;
-        Ok(Pending::ready(x.clone()))
+        Ok(Pending::ready(x.detach()))
     }
 
     fn start_send_recv(

@@ -3,7 +3,6 @@
 //! Messages are copied through mailboxes. A send is finished when it was received, as strictly as any engine may be, so
 //! that a program which deadlocks elsewhere does so here.
 
-use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::fabric::{Fabric, Links, Trouble};
+use crate::panic::said;
 use crate::{Call, Failure, Options, Result, World};
 
 /// Runs `rank` on `size` threads, each with its own end of one world, and returns what they return, in rank order. If
@@ -21,10 +21,10 @@ pub fn run<T: Send, E: Display>(
     options: Options,
     rank: impl Fn(&World) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>> {
-    let hall = Arc::new(Hall { timeout: options.timeout, ..Hall::default() });
+    let hall = Hall::new(&options);
     let results: Vec<Result<T>> = thread::scope(|scope| {
         let rank = &rank;
-        let spawn = |world: Result<World>| scope.spawn(move || attend(&world?, rank));
+        let spawn = |world: Result<World>| scope.spawn(move || attend(world?, rank));
         let threads: Vec<_> = worlds(&hall, size, &options).map(spawn).collect();
         threads.into_iter().map(|thread| thread.join().expect("panics are caught in the thread")).collect()
     });
@@ -35,29 +35,33 @@ pub fn run<T: Send, E: Display>(
 }
 
 fn worlds(hall: &Arc<Hall>, size: usize, options: &Options) -> impl Iterator<Item = Result<World>> {
-    (0..size).map(move |rank| {
-        let fabric = Arc::new(Door { rank, hall: Arc::clone(hall) });
-        if size == 1 { Ok(World::solo()) } else { World::open(fabric, size, options) }
+    let open = move |door| if size == 1 { Ok(World::alone(door)) } else { World::open(door, size, options) };
+    doors(hall, size).map(open)
+}
+
+/// Returns each rank's way to the others.
+pub(crate) fn doors(hall: &Arc<Hall>, size: usize) -> impl Iterator<Item = Arc<dyn Fabric>> {
+    (0..size).map(move |rank| Arc::new(Door { rank, hall: Arc::clone(hall) }) as Arc<dyn Fabric>)
+}
+
+/// The fabric of a world of one rank.
+pub(crate) fn alone() -> Arc<dyn Fabric> {
+    Arc::new(Door { rank: 0, hall: Arc::default() })
+}
+
+fn attend<T, E: Display>(world: World, rank: &impl Fn(&World) -> Result<T, E>) -> Result<T> {
+    world.run(|world| match catch_unwind(AssertUnwindSafe(|| rank(world))) {
+        Ok(done) => done.map_err(|error| error.to_string()),
+        Err(panic) => Err(format!("finish: it panicked: {}", said(&*panic))),
     })
-}
-
-fn attend<T, E: Display>(world: &World, rank: &impl Fn(&World) -> Result<T, E>) -> Result<T> {
-    match catch_unwind(AssertUnwindSafe(|| rank(world))) {
-        Ok(done) => done.map_err(|error| world.fail(error).into()),
-        Err(panic) => Err(world.fail(format!("finish: it panicked: {}", said(&*panic))).into()),
-    }
-}
-
-fn said(panic: &dyn Any) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }
 
 /// Where all ranks of a world meet.
 #[derive(Default)]
-struct Hall {
+pub(crate) struct Hall {
     timeout: Duration,
     failure: Mutex<Option<Failure>>,
+    failed: Condvar,
     rooms: Mutex<HashMap<String, Arc<Room>>>,
 }
 
@@ -67,19 +71,26 @@ struct Room {
     changed: Condvar,
 }
 
+type Message = Arc<[u8]>;
+
 struct Mail {
     /// What each rank has sent to each rank and that was not taken yet: `boxes[to][from]`.
-    boxes: Vec<Vec<VecDeque<Vec<u8>>>>,
+    boxes: Vec<Vec<VecDeque<Message>>>,
     gone: Vec<bool>,
 }
 
 impl Hall {
+    pub(crate) fn new(options: &Options) -> Arc<Self> {
+        Arc::new(Self { timeout: options.timeout, ..Self::default() })
+    }
+
     fn failure(&self) -> Option<Failure> {
         lock(&self.failure).clone()
     }
 
     fn fail(&self, failure: Failure) -> Failure {
         let first = lock(&self.failure).get_or_insert(failure).clone();
+        self.failed.notify_all();
         for room in lock(&self.rooms).values() {
             // Whoever has looked for a failure before this one is waiting once the lock is had.
             drop(lock(&room.mail));
@@ -120,10 +131,15 @@ impl Fabric for Door {
         self.hall.failure()
     }
 
+    fn await_failure(&self, within: Duration) -> Option<Failure> {
+        let waited = self.hall.failed.wait_timeout_while(lock(&self.hall.failure), within, |failure| failure.is_none());
+        waited.unwrap_or_else(PoisonError::into_inner).0.clone()
+    }
+
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
         let me = members.iter().position(|rank| *rank == self.rank).expect("who opens a group is in it");
         let room = self.hall.room(id, members.len());
-        Ok(Box::new(Seat { me, room, hall: Arc::clone(&self.hall) }))
+        Ok(Box::new(Seat { id: id.to_owned(), me, room, hall: Arc::clone(&self.hall) }))
     }
 
     fn doing(&self, _id: &str, _call: Option<&Call>) {}
@@ -131,32 +147,63 @@ impl Fabric for Door {
 
 /// One rank's place in a room.
 struct Seat {
+    id: String,
     me: usize,
     room: Arc<Room>,
     hall: Arc<Hall>,
 }
 
 impl Links for Seat {
+    // What is copied is copied outside the lock that all ranks share.
     fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+        let wanted: Vec<usize> = (0..recv.len()).filter(|from| !recv[*from].is_empty()).collect();
+        for (from, message) in self.pass(messages(send), wanted)? {
+            recv[from].copy_from_slice(&message);
+        }
+        Ok(())
+    }
+}
+
+/// Copies what is to be sent to each rank, once where several are sent the same.
+fn messages(send: &[&[u8]]) -> Vec<(usize, Message)> {
+    let mut messages: Vec<(usize, Message)> = Vec::new();
+    for (to, bytes) in send.iter().enumerate().filter(|(_, bytes)| !bytes.is_empty()) {
+        let same = messages.iter().find(|(other, _)| std::ptr::eq(send[*other], *bytes));
+        let message = same.map_or_else(|| Arc::from(*bytes), |(_, message)| Arc::clone(message));
+        messages.push((to, message));
+    }
+    messages
+}
+
+impl Seat {
+    /// Sends messages to ranks; returns those from the ranks `missing` once all are there, and what was sent is taken.
+    fn pass(&self, sent: Vec<(usize, Message)>, mut missing: Vec<usize>) -> Result<Vec<(usize, Message)>, Trouble> {
+        let receivers: Vec<usize> = sent.iter().map(|(to, _)| *to).collect();
         let mut mail = lock(&self.room.mail);
-        for (to, bytes) in send.iter().enumerate().filter(|(_, bytes)| !bytes.is_empty()) {
-            mail.boxes[to][self.me].push_back(bytes.to_vec());
+        for (to, message) in sent {
+            mail.boxes[to][self.me].push_back(message);
         }
         self.room.changed.notify_all();
-        let mut missing: Vec<usize> = (0..recv.len()).filter(|from| !recv[*from].is_empty()).collect();
+        let mut taken = Vec::with_capacity(missing.len());
         let mut last_moved = Instant::now();
         loop {
-            let n_missing = missing.len();
-            missing.retain(|from| !self.take(&mut mail, *from, recv[*from]));
-            if missing.len() < n_missing {
+            let n_taken = taken.len();
+            missing.retain(|from| match mail.boxes[self.me][*from].pop_front() {
+                Some(message) => {
+                    taken.push((*from, message));
+                    false
+                }
+                None => true,
+            });
+            if taken.len() > n_taken {
                 self.room.changed.notify_all();
                 last_moved = Instant::now();
             }
-            let untaken: Vec<usize> = (0..send.len()).filter(|to| !mail.boxes[*to][self.me].is_empty()).collect();
-            if missing.is_empty() && untaken.is_empty() {
-                return Ok(());
+            let untaken = || receivers.iter().copied().filter(|to| !mail.boxes[*to][self.me].is_empty());
+            let waits_for: Vec<usize> = if missing.is_empty() { untaken().collect() } else { missing.clone() };
+            if waits_for.is_empty() {
+                return Ok(taken);
             }
-            let waits_for = if missing.is_empty() { untaken } else { missing.clone() };
             if let Some(failure) = self.hall.failure() {
                 return Err(Trouble::Failed(failure));
             }
@@ -172,18 +219,17 @@ impl Links for Seat {
     }
 }
 
-impl Seat {
-    fn take(&self, mail: &mut Mail, from: usize, into: &mut [u8]) -> bool {
-        let Some(bytes) = mail.boxes[self.me][from].pop_front() else { return false };
-        into.copy_from_slice(&bytes);
-        true
-    }
-}
-
 impl Drop for Seat {
     fn drop(&mut self) {
-        lock(&self.room.mail).gone[self.me] = true;
+        let empty = {
+            let mut mail = lock(&self.room.mail);
+            mail.gone[self.me] = true;
+            mail.gone.iter().all(|gone| *gone)
+        };
         self.room.changed.notify_all();
+        if empty {
+            lock(&self.hall.rooms).remove(&self.id);
+        }
     }
 }
 

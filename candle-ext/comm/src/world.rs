@@ -7,13 +7,15 @@ use std::time::Duration;
 use crate::call::Journal;
 use crate::fabric::Fabric;
 use crate::group::Group;
+use crate::staff::Staff;
 use crate::store::Server;
-use crate::{Call, Collective, Failure, Result, Solo};
+use crate::{Call, Collective, Failure, Result, Solo, threads};
 
 /// How a world behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// How long a rank may be silent while others wait for it, in joining and in every operation.
+    /// How long a rank may be silent while others wait for it: until all have joined, until the sockets of a group are
+    /// there, and between any two bytes of an operation. An operation as a whole may take longer.
     pub timeout: Duration,
     /// Whether every call is kept, for [`World::calls`].
     pub record: bool,
@@ -25,11 +27,15 @@ impl Default for Options {
     }
 }
 
-/// One rank's end of a world: the group of all ranks, and the way to end it for all. Dropping it, when the groups are
-/// dropped too, leaves; dropping it in a panic ends the world.
+/// One rank's end of a world: the group of all ranks, and the way to end it for all.
+///
+/// Dropping it, when the groups are dropped too, waits until what was started is finished, and leaves; dropping it in a
+/// panic ends the world. [`World::run`] also ends it after an error.
 pub struct World {
     group: Arc<dyn Collective>,
-    fabric: Option<Arc<dyn Fabric>>,
+    staff: Arc<Staff>,
+    // After the threads, which are waited for.
+    fabric: Arc<dyn Fabric>,
     journal: Journal,
     /// What the ranks meet in, where this one has to keep it.
     host: Option<Server>,
@@ -38,14 +44,20 @@ pub struct World {
 impl World {
     /// Makes a world of one rank.
     pub fn solo() -> Self {
-        Self { group: Arc::new(Solo), fabric: None, journal: Journal::default(), host: None }
+        Self::alone(threads::alone())
+    }
+
+    /// Makes the world of the one rank of `fabric`.
+    pub(crate) fn alone(fabric: Arc<dyn Fabric>) -> Self {
+        Self { group: Arc::new(Solo), staff: Arc::default(), fabric, journal: Journal::default(), host: None }
     }
 
     /// Connects all ranks that `fabric` reaches.
     pub(crate) fn open(fabric: Arc<dyn Fabric>, size: usize, options: &Options) -> Result<Self> {
         let journal = Journal::new(options.record);
-        let group = Group::world(&fabric, size, &journal)?;
-        Ok(Self { group: Arc::new(group), fabric: Some(fabric), journal, host: None })
+        let staff = Arc::default();
+        let group = Arc::new(Group::world(&fabric, size, &journal, &staff)?);
+        Ok(Self { group, staff, fabric, journal, host: None })
     }
 
     /// The same, with the store that its ranks meet in.
@@ -73,13 +85,35 @@ impl World {
     /// Returns the world's failure, which is another one if there was one before.
     pub fn fail(&self, why: impl Display) -> Failure {
         let rank = self.rank();
-        let failure = Failure { rank, message: format!("go on: rank {rank} failed to {why}") };
-        self.fabric.as_ref().map_or_else(|| failure.clone(), |fabric| fabric.fail(failure.clone()))
+        self.fabric.fail(Failure { rank, message: format!("go on: rank {rank} failed to {why}") })
     }
 
     /// Returns why the world has ended, if it has.
     pub fn failure(&self) -> Option<Failure> {
-        self.fabric.as_ref().and_then(|fabric| fabric.failure())
+        self.fabric.failure()
+    }
+
+    /// Waits until the world has ended, for as long as `within`, and returns why.
+    pub fn await_failure(&self, within: Duration) -> Option<Failure> {
+        self.fabric.await_failure(within)
+    }
+
+    /// Does this rank's part and leaves. An error of it ends the world before anything is waited for; the world's failure
+    /// is returned, which is another one if there was one before.
+    pub fn run<T, E: Display>(self, part: impl FnOnce(&Self) -> Result<T, E>) -> Result<T> {
+        let done = part(&self).map_err(|error| self.fail(error))?;
+        self.leave()?;
+        Ok(done)
+    }
+
+    /// Waits until what was started in the groups is finished, and leaves. Fails if the world has ended, as it has when an
+    /// operation failed that nobody waited for. A group that is still held elsewhere is not waited for.
+    pub fn leave(mut self) -> Result<()> {
+        self.group = Arc::new(Solo);
+        if let Some(staff) = Arc::get_mut(&mut self.staff) {
+            staff.dismiss();
+        }
+        self.failure().map_or(Ok(()), |failure| Err(failure.into()))
     }
 
     /// Returns this rank's calls so far, to all its groups, if [`Options::record`] was asked for. Groups of one rank

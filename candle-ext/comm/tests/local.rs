@@ -4,14 +4,16 @@
 
 mod cases;
 
-use std::io::Read;
+use std::io::{Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::store::{Client, Server};
 use candlewick_comm::{Error, Options, Reduce, Result, World, local};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 
 const PATIENT: Duration = Duration::from_secs(60);
 const HASTY: Duration = Duration::from_millis(300);
@@ -29,7 +31,8 @@ fn rank() {
     let timeout = Duration::from_millis(number(timeout) as u64);
     let store = Client::connect("127.0.0.1", number(port) as u16, PATIENT).unwrap();
     let options = Options { timeout, record: true };
-    let done = local::join(&store, number(rank), number(size), options).and_then(|world| act(scenario, &world));
+    let done = local::join(&store, number(rank), number(size), options)
+        .and_then(|world| world.run(|world| act(scenario, world)));
     match done {
         Ok(result) => println!("RESULT {result}"),
         Err(error) => {
@@ -53,7 +56,27 @@ fn act(scenario: &str, world: &World) -> Result<String> {
             return Ok(shown.join("; "));
         }
         "mismatch" if last => drop(group.all_gather(&x)?),
-        "error" if last => return Err(Error::Tensor(candle_core::Error::Msg(world.fail("read row 17").message))),
+        "error" if last => return Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned()))),
+        // Where the others do not see it as a silence of this rank.
+        "error-early" if last => {
+            let _started =
+                group.split("part", &[(0..group.size()).collect()])?.start_all_reduce(&many()?, Reduce::Sum)?;
+            return Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned())));
+        }
+        "error-early" => {
+            let _part = group.split("part", &[(0..group.size()).collect()])?;
+            group.barrier()?;
+        }
+        // What does not fit into any socket's buffer, told by all at once.
+        "long" => return Err(Error::Tensor(candle_core::Error::Msg("ö".repeat(2 << 20)))),
+        "descriptors" => {
+            if world.rank() == 0 {
+                let few = Rlimit { current: Some(64), maximum: getrlimit(Resource::Nofile).maximum };
+                setrlimit(Resource::Nofile, few).unwrap();
+                (0..64).map_while(|_| std::fs::File::open("/dev/null").ok()).for_each(std::mem::forget);
+            }
+            group.split("part", &[(0..group.size()).collect()])?.barrier()?;
+        }
         "panic" if last => panic!("index out of bounds"),
         "leave" if last => {}
         "exit" if last => std::process::exit(3),
@@ -67,7 +90,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         "stop" if last => {
             kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
             // The signal may come a moment later.
-            while world.failure().is_none() {}
+            world.await_failure(PATIENT);
             group.barrier()?;
         }
         // Nobody waits for the dead one itself, only for those who do.
@@ -202,12 +225,29 @@ fn calls_that_do_not_match_are_both_named() {
 
 #[test]
 fn a_rank_that_fails_ends_the_others() {
-    assert_eq!(root_cause("error", 3), "go on: rank 2 failed to read row 17");
+    for scenario in ["error", "error-early"] {
+        let began = Instant::now();
+        assert_eq!(root_cause(scenario, 3), "go on: rank 2 failed to read row 17");
+        assert!(began.elapsed() < PATIENT / 2, "the time-out was waited for");
+    }
 }
 
 #[test]
 fn a_rank_that_panics_ends_the_others() {
     assert_eq!(root_cause("panic", 3), "go on: rank 2 failed to finish: it panicked");
+}
+
+#[test]
+fn ranks_that_fail_at_once_with_much_to_say_agree() {
+    let ends = run("long", 3, PATIENT);
+    assert!(ends.iter().all(|end| end.code == Some(1) && end.said == ends[0].said), "the ranks say different things");
+    assert!(ends[0].said.starts_with("go on: rank ") && ends[0].said.ends_with('ö') && ends[0].said.len() < 1 << 15);
+}
+
+#[test]
+fn a_rank_that_can_open_no_more_sockets_says_so() {
+    let said = root_cause("descriptors", 2);
+    assert!(said.starts_with("go on: rank 0 (pid ") && said.contains(") failed to accept a connection: "), "{said}");
 }
 
 #[test]
@@ -303,10 +343,78 @@ fn ranks_that_do_not_fit_are_refused() {
     refused(join(&store.with_prefix("fresh"), 1, 2, HASTY), "rank 0 runs another version of this program");
 }
 
+/// Joins as rank 0 of three in a thread of this process; rank 2 has not been heard of but in the store. `as_rank_1` is
+/// given a connection to rank 0. Returns why rank 0 fails.
+#[track_caller]
+fn joined_by_a_stranger(timeout: Duration, as_rank_1: impl FnOnce(UnixStream)) -> String {
+    let (_server, store) = store();
+    let ours = store.reconnect().unwrap();
+    let first = std::thread::spawn(move || join(&ours, 0, 3, timeout).err().unwrap().to_string());
+    let about = store.get("local/0/about").unwrap();
+    for rank in [1, 2] {
+        store.set(&format!("local/{rank}/about"), &about).unwrap();
+    }
+    let socket = String::from_utf8(about).unwrap().split('\n').nth(6).unwrap().to_owned();
+    as_rank_1(UnixStream::connect_addr(&SocketAddr::from_abstract_name(socket).unwrap()).unwrap());
+    first.join().unwrap()
+}
+
+/// What a rank says first when it calls.
+fn hello(rank: u32) -> Vec<u8> {
+    [&rank.to_le_bytes()[..], &7u32.to_le_bytes(), b"control"].concat()
+}
+
+#[test]
+fn a_rank_that_dies_while_others_join_is_named_at_once() {
+    let began = Instant::now();
+    let said = joined_by_a_stranger(PATIENT, |mut stream| stream.write_all(&hello(1)).unwrap());
+    assert!(said.starts_with("go on: rank 1 (pid ") && said.contains(") ended without leaving"), "{said}");
+    assert!(began.elapsed() < PATIENT / 2, "the time-out was waited for");
+}
+
+#[test]
+fn a_caller_that_is_no_rank_is_ignored() {
+    for stranger in [0, 3, u32::MAX] {
+        let said = joined_by_a_stranger(HASTY, |mut stream| stream.write_all(&hello(stranger)).unwrap());
+        assert!(said.starts_with("connect rank 0 to the others: rank 1 (pid "), "{said}");
+    }
+}
+
+#[test]
+fn ranks_of_another_user_or_container_are_refused() {
+    let (_server, store) = store();
+    let name = |store: &Client| {
+        refused(join(store, 0, 2, HASTY), "rank 1 did not join");
+        String::from_utf8(store.get("local/0/about").unwrap()).unwrap()
+    };
+    let about = name(&store);
+    let changed = |line: usize| {
+        let mut lines: Vec<&str> = about.split('\n').collect();
+        lines[line] = "4242";
+        lines.join("\n")
+    };
+    for (line, why) in [(4, "rank 0 runs in another container (4242, not net:["), (5, "rank 0 runs as user 4242, this")]
+    {
+        let store = store.with_prefix(&line.to_string());
+        store.set("local/0/about", changed(line).as_bytes()).unwrap();
+        refused(join(&store, 1, 2, HASTY), why);
+    }
+}
+
+#[test]
+fn no_time_is_too_long() {
+    let server = Server::bind("127.0.0.1:0").unwrap();
+    let ranks = [0, 1].map(|rank| {
+        let store = Client::connect("127.0.0.1", server.port(), Duration::MAX).unwrap();
+        std::thread::spawn(move || join(&store, rank, 2, Duration::MAX)?.group().barrier())
+    });
+    ranks.into_iter().for_each(|rank| rank.join().unwrap().unwrap());
+}
+
 #[test]
 fn ranks_on_two_hosts_are_told_what_to_use() {
     let (_server, store) = store();
-    store.set("local/0/about", b"candlewick-local-1\n2\nnode-7\nanother-boot\nsocket\n1").unwrap();
+    store.set("local/0/about", b"candlewick-local-2\n2\nnode-7\nanother-boot\nnet user\n0\nsocket\n1").unwrap();
     let error = join(&store, 1, 2, HASTY).err().unwrap();
     assert!(matches!(error, Error::OtherHost { other: 0, .. }), "{error}");
     let said = error.to_string();

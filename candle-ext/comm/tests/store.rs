@@ -4,12 +4,20 @@
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use candlewick_comm::store::{Client, Error, Result, Server};
 
 const LONG: Duration = Duration::from_secs(20);
 const SHORT: Duration = Duration::from_millis(30);
+
+/// An address of this process's own, at which nobody listens: other processes use 127.0.0.1.
+fn lonely() -> (String, u16) {
+    let [.., a, b] = std::process::id().to_be_bytes();
+    let host = format!("127.77.{a}.{b}");
+    let port = TcpListener::bind((host.as_str(), 0)).unwrap().local_addr().unwrap().port();
+    (host, port)
+}
 
 fn pair() -> (Server, Client) {
     let server = Server::bind("127.0.0.1:0").unwrap();
@@ -118,19 +126,75 @@ fn many_clients_count_together() -> Result<()> {
 
 #[test]
 fn a_client_may_come_before_its_server() -> Result<()> {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let early = thread::spawn(move || Client::connect("127.0.0.1", port, LONG));
-    let _server = Server::bind(("127.0.0.1", port))?;
+    let (host, port) = lonely();
+    let there = host.clone();
+    let early = thread::spawn(move || Client::connect(&there, port, LONG));
+    let _server = Server::bind((host.as_str(), port))?;
     early.join().unwrap()?.set("key", b"value")
 }
 
 #[test]
 fn nobody_there_is_said_after_the_time_out() {
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let error = Client::connect("127.0.0.1", port, SHORT).unwrap_err().to_string();
-    assert!(error.starts_with(&format!("connect to the store at 127.0.0.1:{port}: ")), "{error}");
-    let error = Client::connect("no-such-host.invalid", port, SHORT).unwrap_err().to_string();
-    assert!(error.starts_with(&format!("connect to the store at no-such-host.invalid:{port}: ")), "{error}");
+    let (host, port) = lonely();
+    let error = Client::connect(&host, port, SHORT).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("connect to the store at {host}:{port}: ")), "{error}");
+    let error = Client::connect("no\0host", port, SHORT).unwrap_err().to_string();
+    assert!(error.starts_with(&format!("connect to the store at no\0host:{port}: ")), "{error}");
+}
+
+/// Listens; each caller, in turn, is dealt with by one of `deeds`.
+fn peer<const N: usize>(deeds: [fn(TcpStream); N]) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    thread::spawn(move || deeds.into_iter().for_each(|deed| deed(listener.accept().unwrap().0)));
+    port
+}
+
+/// Answers a hello as a store does.
+fn welcome(stream: &mut TcpStream) {
+    let mut hello = [0; 10];
+    stream.read_exact(&mut hello).unwrap();
+    stream.write_all(&hello[6..]).unwrap();
+}
+
+#[test]
+fn a_server_that_is_stopping_is_tried_again() {
+    let port = peer([|mut stream| stream.read_exact(&mut [0; 10]).unwrap(), drop, |mut stream| welcome(&mut stream)]);
+    Client::connect("127.0.0.1", port, LONG).unwrap();
+}
+
+#[test]
+fn a_silent_server_is_given_up_in_time() {
+    let port = peer([std::mem::forget]);
+    let began = Instant::now();
+    let error = Client::connect("127.0.0.1", port, SHORT).unwrap_err();
+    assert!(matches!(error, Error::Connect { .. }) && began.elapsed() < LONG / 2, "{error}");
+}
+
+#[test]
+fn a_server_that_takes_nothing_is_given_up_in_time() {
+    let deaf = |mut stream: TcpStream| {
+        welcome(&mut stream);
+        // Kept open, and never read from again.
+        std::mem::forget(stream);
+    };
+    let store = Client::connect("127.0.0.1", peer([deaf, deaf]), LONG).unwrap().reconnect_within(SHORT).unwrap();
+    let began = Instant::now();
+    let error = (0..16).find_map(|_| store.set("large", &vec![0; 8 << 20]).err()).unwrap();
+    assert!(matches!(error, Error::Lost { .. }) && began.elapsed() < LONG / 2, "{error}");
+}
+
+#[test]
+fn what_no_server_takes_is_refused_before_it_is_sent() -> Result<()> {
+    let (_server, store) = pair();
+    let (value, key) = (vec![0; (8 << 20) + 1], "k".repeat(8 << 10));
+    let refused = |done: Result<()>| done.unwrap_err().to_string();
+    assert_eq!(refused(store.set("k", &value)), "store 8388609 bytes in a value: at most 8388608 are allowed");
+    assert_eq!(refused(store.append("k", &value)), "store 8388609 bytes in a value: at most 8388608 are allowed");
+    assert_eq!(refused(store.set(&key, b"")), "store 8193 bytes in a key: at most 8192 are allowed");
+    store.set(&key[1..], &value[1..])?;
+    assert!(store.get(&key[1..])? == value[1..]);
+    Ok(())
 }
 
 #[test]
@@ -159,8 +223,9 @@ fn a_port_in_use_is_an_error_of_the_server() {
 
 #[test]
 fn a_dropped_server_ends_its_clients_and_frees_its_port() {
-    let (server, store) = pair();
-    let port = server.port();
+    let (host, port) = lonely();
+    let server = Server::bind((host.as_str(), port)).unwrap();
+    let store = Client::connect(&host, port, LONG).unwrap();
     let other = store.reconnect().unwrap();
     let waiting = thread::spawn(move || other.get("never"));
     store.set("key", b"value").unwrap();
@@ -168,7 +233,7 @@ fn a_dropped_server_ends_its_clients_and_frees_its_port() {
     assert!(matches!(waiting.join().unwrap(), Err(Error::Lost { .. })));
     assert!(matches!(store.get("key"), Err(Error::Lost { .. })));
     assert!(matches!(store.get("key"), Err(Error::Lost { .. })), "a lost client stays lost");
-    drop(Server::bind(("127.0.0.1", port)).unwrap());
+    drop(Server::bind((host.as_str(), port)).unwrap());
 }
 
 #[test]

@@ -3,15 +3,16 @@
 
 mod cases;
 
+use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::threads::run;
-use candlewick_comm::{Call, Collective, Error, Op, Options, Reduce, Result, World};
+use candlewick_comm::{Call, Collective, Error, Op, Options, Reduce, Result, Solo, World};
 
 /// Long enough for any machine; what is meant to time out says so.
 const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: false };
-const HASTY: Options = Options { timeout: Duration::from_millis(200), record: false };
+const HASTY: Options = Options { timeout: Duration::from_secs(1), record: false };
 
 #[track_caller]
 fn check(size: usize) {
@@ -49,10 +50,11 @@ fn ones(shape: &[usize]) -> Tensor {
     Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// Runs ranks that fail; returns the one failure that all of them report.
+/// Runs ranks of which some fail, sooner than a patient one times out; returns the one failure that all of these report.
 #[track_caller]
 fn failure(size: usize, options: Options, rank: impl Fn(&World) -> Result<()> + Sync) -> (usize, String) {
-    let told = std::sync::Mutex::new(Vec::new());
+    let began = Instant::now();
+    let told = Mutex::new(Vec::new());
     let ended = run(size, options, |world| {
         let done = rank(world);
         if let Err(Error::Failed(failure)) = &done {
@@ -61,7 +63,9 @@ fn failure(size: usize, options: Options, rank: impl Fn(&World) -> Result<()> + 
         done
     });
     let Err(Error::Failed(root)) = ended else { panic!("{ended:?}") };
-    assert!(told.lock().unwrap().iter().all(|failure| *failure == root), "{told:?} against {root:?}");
+    let told = told.into_inner().unwrap();
+    assert!(!told.is_empty() && told.iter().all(|failure| *failure == root), "{told:?} against {root:?}");
+    assert!(began.elapsed() < PATIENT.timeout / 2, "the time-out was waited for");
     (root.rank, root.message)
 }
 
@@ -88,6 +92,15 @@ fn calls_that_do_not_match_are_both_named() {
 fn mismatch(what: &str, call: impl Fn(&dyn Collective) -> Result<()> + Sync) {
     let (_, message) = failure(2, PATIENT, |world| call(&*world.group()));
     assert!(message.contains(what), "{message}");
+}
+
+#[test]
+fn the_rank_that_differs_from_most_is_to_blame() {
+    let (rank, message) = failure(3, PATIENT, |world| match world.rank() {
+        0 => world.group().barrier(),
+        _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
+    });
+    assert!(rank == 0 && message.contains("rank 0 calls barrier 1, rank 1 calls all_reduce 1"), "{message}");
 }
 
 #[test]
@@ -149,22 +162,22 @@ fn a_rank_that_panics_ends_the_others() {
 
 /// Calls nothing until the world has ended.
 fn stay_away(world: &World) -> Result<()> {
-    let began = Instant::now();
-    while world.failure().is_none() {
-        assert!(began.elapsed() < PATIENT.timeout, "nobody missed this rank");
-        std::thread::yield_now();
-    }
-    Ok(())
+    world.await_failure(PATIENT.timeout).map(drop).ok_or_else(|| panic!("nobody missed this rank"))
 }
 
 #[test]
 fn a_rank_that_stays_away_is_named_with_what_it_misses() {
-    let (rank, message) = failure(3, HASTY, |world| match world.rank() {
-        1 => stay_away(world),
-        _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
+    // All have begun before the time of any runs, which may be longer on a busy machine.
+    let begun = Barrier::new(3);
+    let (rank, message) = failure(3, HASTY, |world| {
+        begun.wait();
+        match world.rank() {
+            1 => stay_away(world),
+            _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
+        }
     });
     assert_eq!(rank, 1);
-    let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 1 silent for 200ms";
+    let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 1 silent for 1s";
     assert!(message.starts_with(what), "{message}");
 }
 
@@ -201,6 +214,59 @@ fn a_dropped_pending_still_does_its_part() {
 }
 
 #[test]
+fn an_error_is_told_before_what_was_started_is_waited_for() {
+    let (rank, message) = failure(3, PATIENT, |world| {
+        let part = world.group().split("part", &[vec![0, 1], vec![2]])?;
+        if world.rank() == 0 {
+            let _started = part.start_all_reduce(&ones(&[2]), Reduce::Sum)?;
+            return Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned())));
+        }
+        world.group().barrier()
+    });
+    assert_eq!((rank, message.as_str()), (0, "go on: rank 0 failed to read row 17"));
+}
+
+#[test]
+fn leaving_tells_of_a_failure_that_nobody_waited_for() {
+    let dropped = Mutex::new(None);
+    let ended = run(2, PATIENT, |world| match world.rank() {
+        0 => world.group().start_all_reduce(&ones(&[2]), Reduce::Sum).map(drop),
+        _ => {
+            *dropped.lock().unwrap() = Some(world.group().barrier().unwrap_err().to_string());
+            Ok(())
+        }
+    });
+    assert_eq!(ended.unwrap_err().to_string(), dropped.into_inner().unwrap().unwrap());
+}
+
+#[test]
+fn a_world_of_one_rank_keeps_its_failure() {
+    let world = World::solo();
+    assert_eq!(world.failure(), None);
+    let first = world.fail("open the data");
+    world.fail("close it");
+    assert_eq!((world.failure(), world.await_failure(Duration::MAX)), (Some(first.clone()), Some(first)));
+    assert!(world.leave().is_err());
+}
+
+#[test]
+fn no_result_has_a_gradient() {
+    let weight = candle_core::Var::from_tensor(&ones(&[2, 2])).unwrap();
+    for x in [weight.as_tensor().clone(), weight.affine(2.0, 0.0).unwrap()] {
+        let results = [
+            Solo.all_reduce(&x, Reduce::Sum),
+            Solo.all_gather(&x),
+            Solo.reduce_scatter(&x),
+            Solo.broadcast(&x, 0),
+            Solo.all_to_all(&x, &[2], &[2]),
+        ];
+        assert!(results.into_iter().all(|got| !got.unwrap().track_op()));
+    }
+    let plain = ones(&[2]);
+    assert_eq!(Solo.all_gather(&plain).unwrap().id(), plain.id());
+}
+
+#[test]
 fn a_failed_world_stays_failed() {
     let ended = run(2, PATIENT, |world| {
         let group = world.group();
@@ -223,6 +289,8 @@ fn a_call_that_makes_no_sense_costs_nothing() {
             word(group.reduce_scatter(&ones(&[3]))),
             word(group.all_to_all(&ones(&[3]), &[1, 1], &[1, 1])),
             word(group.all_to_all(&ones(&[3]), &[3], &[3])),
+            word(group.all_to_all(&ones(&[3]), &[usize::MAX, 4], &[1, 1])),
+            word(group.all_to_all(&ones(&[3]), &[2, 1], &[1 << 62, 1])),
             word(group.broadcast(&ones(&[3]), 2)),
             word(group.all_reduce(&ones(&[1; 9]), Reduce::Sum)),
             group.send_recv(Some(&ones(&[1])), None, None).unwrap_err().to_string(),
@@ -240,6 +308,8 @@ fn a_call_that_makes_no_sense_costs_nothing() {
         "call reduce_scatter: 3 rows over 2 ranks: not divisible",
         "call all_to_all: 2 rows to send of a tensor with 3",
         "call all_to_all: 1 counts to send and 1 to receive for 2 ranks",
+        "call all_to_all: [18446744073709551615, 4] rows to send of a tensor with 3",
+        "call all_to_all: [4611686018427387904, 1] rows of 4 bytes to receive do not fit",
         "call broadcast: rank 2 of a group of 2",
         "call all_reduce: 9 dims, at most 8 travel",
         "call send_recv: a tensor and nobody to send it to",

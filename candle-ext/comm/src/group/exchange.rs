@@ -8,11 +8,12 @@ use std::ops::Range;
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 
 use crate::Reduce;
-use crate::element::{Element, combine};
+use crate::element::{Element, Source, combine};
 use crate::fabric::{Links, Trouble};
 
-/// How much of each rank's share is summed at a time: what was received is still in the cache when it is added.
-const PIECE_BYTES: usize = 1 << 18;
+/// How much goes to each rank at a time: what was received is still in the cache when it is added, and a tensor's storage
+/// is locked for no longer than it takes to copy so much.
+pub(super) const PIECE_BYTES: usize = 1 << 18;
 
 /// One rank's connections, and its place among them.
 pub(super) struct Peers<'a> {
@@ -23,103 +24,135 @@ pub(super) struct Peers<'a> {
 
 impl Peers<'_> {
     /// Sends `send[r]` to each rank r and fills `recv[r]` from it; this rank's own are left alone.
-    fn swap<T: Element>(&mut self, mut send: Vec<&[T]>, mut recv: Vec<&mut [T]>) -> Result<(), Trouble> {
+    fn swap<T: Pod>(&mut self, mut send: Vec<&[T]>, mut recv: Vec<&mut [T]>) -> Result<(), Trouble> {
         send[self.me] = &[];
         recv[self.me] = &mut [];
         let send: Vec<&[u8]> = send.into_iter().map(cast_slice).collect();
         let mut recv: Vec<&mut [u8]> = recv.into_iter().map(cast_slice_mut).collect();
         self.links.exchange(&send, &mut recv)
     }
+
+    /// Gives every rank what each has at its place in `out`.
+    fn share<T: Pod>(&mut self, out: &mut [T], places: &[Range<usize>]) -> Result<(), Trouble> {
+        let mut recv = disjoint(out, places);
+        let own = std::mem::take(&mut recv[self.me]);
+        self.swap(vec![&*own; self.n], recv)
+    }
+
+    /// Sends `send[r]` to each rank r and returns what each rank sends this one, in rank order; `inbox` is where it lies.
+    fn parts<'i, T: Pod>(&mut self, inbox: &'i mut Vec<u64>, send: Vec<&[T]>) -> Result<Vec<&'i [T]>, Trouble> {
+        let own = send[self.me];
+        let places = spans(&vec![own.len(); self.n]);
+        let inbox = room::<T>(inbox, own.len() * self.n);
+        inbox[places[self.me].clone()].copy_from_slice(own);
+        self.swap(send, disjoint(inbox, &places))?;
+        let inbox: &[T] = inbox;
+        Ok(places.into_iter().map(|place| &inbox[place]).collect())
+    }
+}
+
+/// Room for what is on its way. It is kept from call to call: fresh memory costs more than the sums do.
+#[derive(Default)]
+pub(super) struct Scratch {
+    inbox: Vec<u64>,
+    outbox: Vec<u64>,
 }
 
 /// out = x_0 + x_1 + ... over the ranks, or their maximum or minimum.
 pub(super) fn all_reduce<T: Element>(
     peers: &mut Peers,
     scratch: &mut Scratch,
-    x: &[T],
+    x: &Source,
     op: Reduce,
-) -> Result<Vec<T>, Trouble> {
-    let mut out = vec![T::zeroed(); x.len()];
-    for piece in pieces::<T>(&shares(x.len(), peers.n)) {
-        let own = combined(peers, scratch, x, &piece, op)?;
-        out[piece[peers.me].clone()].copy_from_slice(own);
-        peers.swap(vec![own; peers.n], disjoint(&mut out, &piece))?;
+    out: &mut [T],
+) -> Result<(), Trouble> {
+    for piece in pieces::<T>(&shares(out.len(), peers.n)) {
+        for part in &piece {
+            x.read_elements(part.start, &mut out[part.clone()])?;
+        }
+        let parts = peers.parts(&mut scratch.inbox, piece.iter().map(|part| &out[part.clone()]).collect())?;
+        combine(op, &parts, &mut out[piece[peers.me].clone()]);
+        peers.share(out, &piece)?;
     }
-    Ok(out)
+    Ok(())
 }
 
 /// out = this rank's share of the sum; x splits evenly.
-pub(super) fn reduce_scatter<T: Element>(peers: &mut Peers, scratch: &mut Scratch, x: &[T]) -> Result<Vec<T>, Trouble> {
-    let mut out = Vec::with_capacity(x.len() / peers.n);
-    for piece in pieces::<T>(&shares(x.len(), peers.n)) {
-        out.extend_from_slice(combined(peers, scratch, x, &piece, Reduce::Sum)?);
+pub(super) fn reduce_scatter<T: Element>(
+    peers: &mut Peers,
+    scratch: &mut Scratch,
+    x: &Source,
+    out: &mut [T],
+) -> Result<(), Trouble> {
+    let shares = shares(out.len() * peers.n, peers.n);
+    for piece in pieces::<T>(&shares) {
+        let outbox = room::<T>(&mut scratch.outbox, piece[0].len() * peers.n);
+        let mut send = Vec::with_capacity(peers.n);
+        for (part, staged) in piece.iter().zip(outbox.chunks_exact_mut(piece[0].len())) {
+            x.read_elements(part.start, staged)?;
+            send.push(&*staged);
+        }
+        let parts = peers.parts(&mut scratch.inbox, send)?;
+        let at = piece[peers.me].start - shares[peers.me].start;
+        combine(Reduce::Sum, &parts, &mut out[at..at + piece[peers.me].len()]);
     }
-    Ok(out)
+    Ok(())
 }
 
 /// out = x_0, x_1, ...
-pub(super) fn all_gather<T: Element>(peers: &mut Peers, x: &[T]) -> Result<Vec<T>, Trouble> {
-    let places = spans(&vec![x.len(); peers.n]);
-    let mut out = vec![T::zeroed(); x.len() * peers.n];
-    out[places[peers.me].clone()].copy_from_slice(x);
-    peers.swap(vec![x; peers.n], disjoint(&mut out, &places))?;
-    Ok(out)
+pub(super) fn all_gather(peers: &mut Peers, x: &Source, out: &mut [u8]) -> Result<(), Trouble> {
+    let places = spans(&vec![x.n_bytes(); peers.n]);
+    x.read(0, &mut out[places[peers.me].clone()])?;
+    peers.share(out, &places)
 }
 
-/// Sends `send[r]` elements to each rank r, in order; out = `recv[r]` elements from each.
-pub(super) fn all_to_all<T: Element>(
+/// Sends `send[r]` bytes to each rank r, in order; out = `recv[r]` bytes from each.
+pub(super) fn all_to_all(
     peers: &mut Peers,
-    x: &[T],
-    send: &[usize],
-    recv: &[usize],
-) -> Result<Vec<T>, Trouble> {
-    let parts: Vec<&[T]> = spans(send).into_iter().map(|part| &x[part]).collect();
-    let places = spans(recv);
-    let mut out = vec![T::zeroed(); recv.iter().sum()];
-    out[places[peers.me].clone()].copy_from_slice(parts[peers.me]);
-    peers.swap(parts, disjoint(&mut out, &places))?;
-    Ok(out)
-}
-
-/// out = x of `root`.
-pub(super) fn broadcast<T: Element>(peers: &mut Peers, x: &[T], root: usize) -> Result<Vec<T>, Trouble> {
-    let mut out = x.to_vec();
-    if peers.me == root {
-        peers.swap(vec![x; peers.n], nothing(peers.n))?;
-    } else {
-        let mut recv = nothing(peers.n);
-        recv[root] = &mut out;
-        peers.swap(vec![&[]; peers.n], recv)?;
+    scratch: &mut Scratch,
+    x: Option<&Source>,
+    [send, recv]: [&[usize]; 2],
+    out: &mut [u8],
+) -> Result<(), Trouble> {
+    let [mut send, mut recv] = [send, recv].map(spans);
+    if let Some(x) = x {
+        x.read(send[peers.me].start, &mut out[recv[peers.me].clone()])?;
     }
-    Ok(out)
+    for places in [&mut send, &mut recv] {
+        places[peers.me].end = places[peers.me].start;
+    }
+    // Both ends of each way cut it into the same pieces.
+    let longest = send.iter().chain(&recv).map(ExactSizeIterator::len).max().unwrap_or(0);
+    for at in (0..longest).step_by(PIECE_BYTES) {
+        let [from, to] = [&send, &recv].map(|places| cut(places, at, PIECE_BYTES));
+        let lengths: Vec<usize> = from.iter().map(ExactSizeIterator::len).collect();
+        let mut staged = disjoint(room::<u8>(&mut scratch.outbox, lengths.iter().sum()), &spans(&lengths));
+        for (part, staged) in from.iter().zip(&mut staged).filter(|(part, _)| !part.is_empty()) {
+            x.expect("only a tensor has a length").read(part.start, staged)?;
+        }
+        peers.swap(staged.into_iter().map(|staged| &*staged).collect(), disjoint(out, &to))?;
+    }
+    Ok(())
 }
 
-/// Room in which sums are taken. It is kept from call to call: fresh memory costs more than the sums do.
-#[derive(Default)]
-pub(super) struct Scratch {
-    inbox: Vec<u64>,
-    wide: Vec<u64>,
-    out: Vec<u64>,
-}
-
-/// Gives each rank its part of `x`, and combines the parts that this rank is given.
-fn combined<'a, T: Element>(
-    peers: &mut Peers,
-    scratch: &'a mut Scratch,
-    x: &[T],
-    piece: &[Range<usize>],
-    op: Reduce,
-) -> Result<&'a [T], Trouble> {
-    let own = &x[piece[peers.me].clone()];
-    let places = spans(&vec![own.len(); peers.n]);
-    let inbox = room::<T>(&mut scratch.inbox, own.len() * peers.n);
-    let send = piece.iter().map(|part| &x[part.clone()]).collect();
-    peers.swap(send, disjoint(inbox, &places))?;
-    let mut parts: Vec<&[T]> = places.iter().map(|place| &inbox[place.clone()]).collect();
-    parts[peers.me] = own;
-    let out = room(&mut scratch.out, own.len());
-    combine(op, &parts, room(&mut scratch.wide, own.len()), out);
-    Ok(out)
+/// out = x of `root`. The root sends each rank its share of x; each hands its share on.
+pub(super) fn broadcast(peers: &mut Peers, x: &Source, root: usize, out: &mut [u8]) -> Result<(), Trouble> {
+    let places = shares(out.len(), peers.n);
+    if peers.me == root {
+        x.read(0, out)?;
+        let out: &[u8] = out;
+        peers.swap(places.iter().map(|place| &out[place.clone()]).collect(), nothing(peers.n))?;
+        let own = &out[places[root].clone()];
+        return peers.swap(vec![own; peers.n], nothing(peers.n));
+    }
+    let mut recv = nothing(peers.n);
+    recv[root] = &mut out[places[peers.me].clone()];
+    peers.swap(vec![&[]; peers.n], recv)?;
+    let mut recv = disjoint(out, &places);
+    let own = std::mem::take(&mut recv[peers.me]);
+    let mut send = vec![&*own; peers.n];
+    send[root] = &[];
+    peers.swap(send, recv)
 }
 
 /// Borrows room for `n` elements.
@@ -131,17 +164,21 @@ fn room<T: Pod>(words: &mut Vec<u64>, n: usize) -> &mut [T] {
 
 /// Splits `n_elements` among `n` ranks, as evenly as can be.
 fn shares(n_elements: usize, n: usize) -> Vec<Range<usize>> {
-    (0..n).map(|r| n_elements * r / n..n_elements * (r + 1) / n).collect()
+    let end = |r: usize| (n_elements as u128 * r as u128 / n as u128) as usize;
+    (0..n).map(|r| end(r)..end(r + 1)).collect()
 }
 
 /// Goes through all shares at once, piece by piece: each item has a range a rank.
 fn pieces<T>(shares: &[Range<usize>]) -> impl Iterator<Item = Vec<Range<usize>>> {
     let step = PIECE_BYTES / size_of::<T>();
     let longest = shares.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
-    (0..longest).step_by(step).map(move |at| {
-        let part = |share: &Range<usize>| (share.start + at).min(share.end)..(share.start + at + step).min(share.end);
-        shares.iter().map(part).collect()
-    })
+    (0..longest).step_by(step).map(move |at| cut(shares, at, step))
+}
+
+/// Of each range, the part that begins `at` elements after its start and has `step` elements, or what there is of it.
+fn cut(ranges: &[Range<usize>], at: usize, step: usize) -> Vec<Range<usize>> {
+    let part = |all: &Range<usize>| (all.start + at).min(all.end)..(all.start + at + step).min(all.end);
+    ranges.iter().map(part).collect()
 }
 
 /// Returns where parts of these lengths lie, one after another.
@@ -168,4 +205,45 @@ fn disjoint<'a, T>(buffer: &'a mut [T], parts: &[Range<usize>]) -> Vec<&'a mut [
 
 fn nothing<'a, T>(n: usize) -> Vec<&'a mut [T]> {
     (0..n).map(|_| <&mut [T]>::default()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
+
+    use candle_core::{DType, Device, Tensor};
+
+    use super::*;
+
+    /// Links over which another view of a tensor is written to while its exchange is under way.
+    struct Writing(Tensor);
+
+    impl Links for Writing {
+        fn exchange(&mut self, _send: &[&[u8]], _recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+            let (other, ones, (sender, written)) = (self.0.clone(), self.0.ones_like()?, channel());
+            thread::spawn(move || sender.send(other.slice_set(&ones, 0, 0)));
+            written.recv_timeout(Duration::from_secs(20)).expect("the tensor is locked")?;
+            Ok(())
+        }
+    }
+
+    #[track_caller]
+    fn check(operation: impl FnOnce(&mut Peers, &mut Scratch, &Source) -> Result<(), Trouble>) {
+        let all = Tensor::zeros((2, 1024), DType::F32, &Device::Cpu).expect("there is room");
+        let [own, other] = [0, 1].map(|row| all.narrow(0, row, 1).expect("there are two rows"));
+        let mut links = Writing(other);
+        let source = Source::new(&own).expect("it is on the CPU");
+        operation(&mut Peers { links: &mut links, me: 0, n: 2 }, &mut Scratch::default(), &source).expect("it is done");
+    }
+
+    #[test]
+    fn other_views_of_a_tensor_may_be_written_to_meanwhile() {
+        check(|peers, scratch, x| all_reduce(peers, scratch, x, Reduce::Sum, &mut [0f32; 1024]));
+        check(|peers, scratch, x| reduce_scatter(peers, scratch, x, &mut [0f32; 512]));
+        check(|peers, _, x| all_gather(peers, x, &mut [0; 8192]));
+        check(|peers, scratch, x| all_to_all(peers, scratch, Some(x), [&[2048, 2048], &[2048, 2048]], &mut [0; 4096]));
+        check(|peers, _, x| broadcast(peers, x, 0, &mut [0; 4096]));
+    }
 }

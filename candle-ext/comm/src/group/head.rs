@@ -2,14 +2,23 @@
 
 use std::sync::Arc;
 
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
+
 use crate::arguments::MAX_DIMS;
 use crate::element::DTYPES;
 use crate::{Call, Op, Reduce};
 
-/// The length of an encoded head.
-pub(super) const HEAD_BYTES: usize = 8 * WORDS;
+/// How many bytes of a small tensor travel with its head: a small sum takes one exchange.
+pub(super) const SMALL_BYTES: usize = 8 * (OPENING_WORDS - WORDS);
 
+/// The first message of every call: a head, and a tensor if it is small. Always of one length, so that calls that do not
+/// fit together are read to their end.
+pub(super) type Opening = [u64; OPENING_WORDS];
+
+const OPENING_WORDS: usize = 128;
 const WORDS: usize = 7 + MAX_DIMS;
+
+const ALL_TO_ALL: u64 = 4;
 
 /// A call, as one rank tells another of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,7 +47,7 @@ impl Head {
             Op::AllReduce(Reduce::Min) => (1, 2),
             Op::AllGather => (2, 0),
             Op::ReduceScatter => (3, 0),
-            Op::AllToAll => (4, 0),
+            Op::AllToAll => (ALL_TO_ALL, 0),
             Op::Broadcast { root } => (5, root as u64),
             Op::SendRecv { .. } => (6, 0),
             Op::Split => (7, digest),
@@ -72,7 +81,7 @@ impl Head {
         // The rows of an all_to_all are each rank's own.
         let common = |head: &Self| {
             let mut head = Self { rows_there: 0, rows_here: 0, ..*head };
-            if head.kind == 4 {
+            if head.kind == ALL_TO_ALL {
                 head.dims[0] = 0;
             }
             head
@@ -86,7 +95,7 @@ impl Head {
             1 => Op::AllReduce([Reduce::Sum, Reduce::Max, Reduce::Min][self.detail.min(2) as usize]),
             2 => Op::AllGather,
             3 => Op::ReduceScatter,
-            4 => Op::AllToAll,
+            ALL_TO_ALL => Op::AllToAll,
             5 => Op::Broadcast { root: self.detail as usize },
             6 => Op::SendRecv { to: None, from: None },
             7 => Op::Split,
@@ -96,26 +105,43 @@ impl Head {
         Call { group: Arc::clone(group), number: self.number, op, dtype, shape: self.shape() }
     }
 
-    /// Returns the shape of the sender's tensor.
-    pub(super) fn shape(&self) -> Vec<usize> {
+    /// Returns the length of the sender's tensor; none if there can be no such tensor.
+    pub(super) fn n_bytes(&self) -> Option<usize> {
+        let dtype = DTYPES.get(self.dtype.checked_sub(1)? as usize)?;
+        let dims = self.dims.get(..usize::try_from(self.n_dims).ok()?)?;
+        let n_bytes = dims.iter().try_fold(dtype.size_in_bytes() as u64, |n, dim| n.checked_mul(*dim))?;
+        usize::try_from(n_bytes).ok().filter(|n| *n <= isize::MAX as usize)
+    }
+
+    fn shape(&self) -> Vec<usize> {
         self.dims.iter().take(self.n_dims as usize).map(|dim| *dim as usize).collect()
     }
 
-    pub(super) fn encode(&self) -> [u8; HEAD_BYTES] {
-        let fixed = [self.kind, self.detail, self.number, self.dtype, self.n_dims, self.rows_there, self.rows_here];
-        let mut bytes = [0; HEAD_BYTES];
-        let words = fixed.into_iter().chain(self.dims);
-        bytes.chunks_exact_mut(8).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
-        bytes
+    /// Returns a message with this head, and its room for a small tensor.
+    pub(super) fn open(&self) -> Opening {
+        let Self { kind, detail, number, dtype, n_dims, dims, rows_there, rows_here } = *self;
+        let mut opening = [0; OPENING_WORDS];
+        opening[..WORDS - MAX_DIMS].copy_from_slice(&[kind, detail, number, dtype, n_dims, rows_there, rows_here]);
+        opening[WORDS - MAX_DIMS..WORDS].copy_from_slice(&dims);
+        opening
     }
 
-    pub(super) fn decode(bytes: &[u8; HEAD_BYTES]) -> Self {
-        let mut words = [0; WORDS];
-        let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
-        words.iter_mut().zip(bytes.chunks_exact(8)).for_each(|(word, bytes)| *word = number(bytes));
-        let [kind, detail, number, dtype, n_dims, rows_there, rows_here, dims @ ..] = words;
+    /// Returns the head of a message.
+    pub(super) fn of(opening: &Opening) -> Self {
+        let [kind, detail, number, dtype, n_dims, rows_there, rows_here, rest @ ..] = *opening;
+        let dims = *rest.first_chunk().expect("a message is longer than a head");
         Self { kind, detail, number, dtype, n_dims, dims, rows_there, rows_here }
     }
+}
+
+/// Returns the first `n` elements of the tensor in a message.
+pub(super) fn small<T: Pod>(opening: &Opening, n: usize) -> &[T] {
+    &cast_slice(&opening[WORDS..])[..n]
+}
+
+/// Returns where the first `n` bytes of a small tensor go.
+pub(super) fn small_mut(opening: &mut Opening, n: usize) -> &mut [u8] {
+    &mut cast_slice_mut(&mut opening[WORDS..])[..n]
 }
 
 #[cfg(test)]
@@ -130,7 +156,7 @@ mod tests {
         let dtype = (!shape.is_empty()).then_some(DType::BF16);
         let call = Call { group: "world".into(), number: 1 << 40, op, dtype, shape: shape.to_vec() };
         let head = Head { rows_there: 3, rows_here: 4, ..Head::new(&call, 5) };
-        assert_eq!(Head::decode(&head.encode()), head);
+        assert_eq!(Head::of(&head.open()), head);
         assert_eq!(head.call(&call.group), call);
         head
     }
@@ -156,5 +182,16 @@ mod tests {
         assert!(!check(Op::AllGather, &[2]).fits(&check(Op::AllGather, &[2, 0])));
         assert!(!check(Op::AllReduce(Reduce::Sum), &[2]).fits(&check(Op::AllReduce(Reduce::Max), &[2])));
         assert!(!check(Op::Broadcast { root: 0 }, &[2]).fits(&check(Op::Broadcast { root: 1 }, &[2])));
+    }
+
+    #[test]
+    fn a_tensor_that_cannot_be_has_no_length() {
+        let head = check(Op::SendRecv { to: None, from: None }, &[2, 3]);
+        assert_eq!(head.n_bytes(), Some(12));
+        assert_eq!(Head { dtype: 0, ..head }.n_bytes(), None);
+        assert_eq!(Head { dtype: 8, ..head }.n_bytes(), None);
+        assert_eq!(Head { n_dims: 9, ..head }.n_bytes(), None);
+        assert_eq!(Head { dims: [u64::MAX; MAX_DIMS], ..head }.n_bytes(), None);
+        assert_eq!(Head { dims: [1 << 62; MAX_DIMS], n_dims: 1, ..head }.n_bytes(), None);
     }
 }

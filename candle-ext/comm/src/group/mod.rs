@@ -2,44 +2,44 @@
 
 mod exchange;
 mod head;
+#[cfg(test)]
+mod tests;
 mod worker;
 
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
 
 use candle_core::{Device, Tensor};
 
 use crate::call::Journal;
 use crate::fabric::{Fabric, Trouble};
-use crate::pending::stopped;
+use crate::staff::Staff;
 use crate::{Call, Collective, Failure, Op, Pending, Reduce, Result, Solo, arguments};
 use exchange::Scratch;
 use worker::Worker;
 
-/// See [`Collective`].
+/// See [`Collective`]. Dropped, it lets its thread finish what was started: the others need this rank's part of it.
 pub(crate) struct Group {
     name: Arc<str>,
     rank: usize,
     size: usize,
     journal: Journal,
     queue: Mutex<Queue>,
-    thread: Option<JoinHandle<()>>,
+    staff: Arc<Staff>,
 }
 
 type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
 /// The way to the group's thread. Numbers are given out under the same lock that keeps calls in order.
 struct Queue {
-    jobs: Option<Sender<Job>>,
+    jobs: Sender<Job>,
     n_calls: u64,
     n_sends: u64,
 }
 
 impl Group {
     /// Connects all ranks.
-    pub(crate) fn world(fabric: &Arc<dyn Fabric>, size: usize, journal: &Journal) -> Result<Self> {
+    pub(crate) fn world(fabric: &Arc<dyn Fabric>, size: usize, journal: &Journal, staff: &Arc<Staff>) -> Result<Self> {
         let (rank, members) = (fabric.rank(), (0..size).collect::<Vec<_>>());
         let links = fabric.open("world", &members).map_err(|trouble| unconnected(&**fabric, trouble))?;
         let worker = Worker {
@@ -53,17 +53,16 @@ impl Group {
             scratch: Scratch::default(),
             members,
         };
-        Self::new(worker, journal.clone())
+        Self::new(worker, journal.clone(), Arc::clone(staff))
     }
 
-    fn new(mut worker: Worker, journal: Journal) -> Result<Self> {
+    fn new(mut worker: Worker, journal: Journal, staff: Arc<Staff>) -> Result<Self> {
         let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
         let (sender, jobs) = channel::<Job>();
         let run = move || jobs.into_iter().for_each(|job| job(&mut worker));
-        let spawned = thread::Builder::new().name(format!("comm-{name}")).spawn(run);
-        let thread = Some(spawned.map_err(candle_core::Error::wrap)?);
-        let queue = Mutex::new(Queue { jobs: Some(sender), n_calls: 0, n_sends: 0 });
-        Ok(Self { name, rank, size, journal, queue, thread })
+        staff.hire(format!("comm-{name}"), run).map_err(candle_core::Error::wrap)?;
+        let queue = Mutex::new(Queue { jobs: sender, n_calls: 0, n_sends: 0 });
+        Ok(Self { name, rank, size, journal, queue, staff })
     }
 
     fn start<T: Send + 'static>(
@@ -82,8 +81,7 @@ impl Group {
             // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
             let _ = sender.send(worker.run(&call, |worker| body(worker, &call)));
         });
-        let jobs = queue.jobs.as_ref().expect("it is taken when the group is dropped");
-        jobs.send(job).map_err(|_| stopped())?;
+        queue.jobs.send(job).expect("the thread ends when the group is dropped");
         Ok(pending)
     }
 
@@ -162,29 +160,14 @@ impl Collective for Group {
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
         let index = arguments::list_of(lists, self.rank, self.size)?;
         let list = lists[index].clone();
-        let mut hasher = DefaultHasher::new();
-        lists.hash(&mut hasher);
-        let (digest, name, rank) = (hasher.finish(), Arc::from(name), self.rank);
+        let (digest, name, rank) = (digest(lists), Arc::from(name), self.rank);
         let made = self.start(Op::Split, None, move |worker, call| {
             worker.agree(call, digest)?;
             part(worker, format!("{}/{}.{index}", worker.id, call.number), name, &list, rank)
         })?;
         match made.wait()? {
-            Some(worker) => Ok(Arc::new(Self::new(worker, self.journal.clone())?)),
+            Some(worker) => Ok(Arc::new(Self::new(worker, self.journal.clone(), Arc::clone(&self.staff))?)),
             None => Ok(Arc::new(Solo)),
-        }
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        self.queue.get_mut().unwrap_or_else(PoisonError::into_inner).jobs = None;
-        // What was started is finished: the others need this rank's part of it. After a panic nothing is certain to
-        // finish, and the world is about to be ended.
-        if let Some(thread) = self.thread.take()
-            && !thread::panicking()
-        {
-            let _ = thread.join();
         }
     }
 }
@@ -195,7 +178,7 @@ fn part(of: &Worker, id: String, name: Arc<str>, list: &[usize], rank: usize) ->
         return Ok(None);
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
-    let links = of.fabric.open(&id, &members)?;
+    let links = of.fabric.open(&id, &members).map_err(|trouble| trouble.map_ranks(|rank| list[rank]))?;
     let me = list.iter().position(|other| *other == rank).expect("the list was chosen because it holds this rank");
     let n = members.len();
     let fabric = Arc::clone(&of.fabric);
@@ -203,12 +186,18 @@ fn part(of: &Worker, id: String, name: Arc<str>, list: &[usize], rank: usize) ->
     Ok(Some(Worker { id, group: name, members, me, links, fabric, n_sent, n_received, scratch }))
 }
 
+/// Stands for the lists of a split (FNV-1a), the same in every build.
+fn digest(lists: &[Vec<usize>]) -> u64 {
+    let numbers = lists.iter().flat_map(|list| [list.len()].into_iter().chain(list.iter().copied()));
+    numbers.fold(0xCBF2_9CE4_8422_2325, |hash, number| (hash ^ number as u64).wrapping_mul(0x0100_0000_01B3))
+}
+
 fn unconnected(fabric: &dyn Fabric, trouble: Trouble) -> Failure {
-    let (rank, why) = match trouble {
-        Trouble::Failed(failure) => return failure,
-        Trouble::Late(ranks, after) => (ranks[0], format!("ranks {ranks:?} did not connect within {after:?}")),
-        Trouble::Connect(rank, error) => (rank, format!("{}: {error}", fabric.who(rank))),
-        other => (fabric.rank(), format!("{other:?}")),
-    };
-    fabric.fail(Failure { rank, message: format!("connect rank {} to the others: {why}", fabric.rank()) })
+    match trouble.tell(fabric.rank(), |rank| fabric.who(rank)) {
+        Ok((rank, why)) => {
+            let message = format!("connect rank {} to the others: {why}", fabric.rank());
+            fabric.fail(Failure { rank, message })
+        }
+        Err(failure) => failure,
+    }
 }

@@ -1,14 +1,16 @@
 //! A group's own thread: it carries out calls one after another, and turns what goes wrong into the world's failure.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use bytemuck::{Zeroable, cast_slice_mut};
-use candle_core::Tensor;
+use bytemuck::{cast_slice, cast_slice_mut, zeroed_vec};
+use candle_core::{DType, Tensor};
 
 use super::exchange::{self, Peers, Scratch};
-use super::head::{HEAD_BYTES, Head};
-use crate::element::{tensor, with_bytes, with_elements, with_type};
+use super::head::{Head, Opening, SMALL_BYTES, small, small_mut};
+use crate::element::{Element, Source, combine, tensor, with_type};
 use crate::fabric::{Fabric, Links, Trouble};
+use crate::panic::said;
 use crate::{Call, Failure, Op, Reduce, Result};
 
 /// What the thread owns.
@@ -34,37 +36,55 @@ impl Worker {
             return Err(failure.into());
         }
         self.fabric.doing(&self.id, Some(call));
-        let done = body(self).map_err(|trouble| self.fail(call, trouble).into());
+        let done = catch_unwind(AssertUnwindSafe(|| body(self)))
+            .unwrap_or_else(|panic| Err(Trouble::Own(format!("panicked: {}", said(&*panic)))));
+        let done = done.map_err(|trouble| self.fail(call, trouble).into());
         self.fabric.doing(&self.id, None);
         done
     }
 
     pub(super) fn all_reduce(&mut self, call: &Call, x: &Tensor, op: Reduce) -> Result<Tensor, Trouble> {
-        self.agree(call, 0)?;
-        with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, scratch| exchange::all_reduce(peers, scratch, x, op)))??;
-            Ok(tensor(out, x.dims())?)
-        })
+        let x = &Source::new(x)?;
+        let openings = self.agree_on(call, x)?;
+        with_type!(dtype(call), T => made::<T>(&call.shape, |out| {
+            if x.n_bytes() <= SMALL_BYTES {
+                let parts: Vec<&[T]> = openings.iter().map(|opening| small(opening, out.len())).collect();
+                combine(op, &parts, out);
+                return Ok(());
+            }
+            let (mut peers, scratch) = self.peers();
+            exchange::all_reduce(&mut peers, scratch, x, op, out)
+        }))
     }
 
     pub(super) fn all_gather(&mut self, call: &Call, x: &Tensor) -> Result<Tensor, Trouble> {
-        self.agree(call, 0)?;
-        let mut shape = x.dims().to_vec();
-        shape[0] *= self.members.len();
-        with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, _| exchange::all_gather(peers, x)))??;
-            Ok(tensor(out, &shape)?)
+        let x = &Source::new(x)?;
+        let openings = self.agree_on(call, x)?;
+        let shape = with_rows(call, call.shape[0] * self.members.len());
+        made_of_bytes(dtype(call), &shape, |out| {
+            if x.n_bytes() <= SMALL_BYTES {
+                let places = openings.iter().zip(out.chunks_mut(x.n_bytes().max(1)));
+                places.for_each(|(opening, place)| place.copy_from_slice(small(opening, x.n_bytes())));
+                return Ok(());
+            }
+            exchange::all_gather(&mut self.peers().0, x, out)
         })
     }
 
     pub(super) fn reduce_scatter(&mut self, call: &Call, x: &Tensor) -> Result<Tensor, Trouble> {
-        self.agree(call, 0)?;
-        let mut shape = x.dims().to_vec();
-        shape[0] /= self.members.len();
-        with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, scratch| exchange::reduce_scatter(peers, scratch, x)))??;
-            Ok(tensor(out, &shape)?)
-        })
+        let x = &Source::new(x)?;
+        let openings = self.agree_on(call, x)?;
+        let shape = with_rows(call, call.shape[0] / self.members.len());
+        with_type!(dtype(call), T => made::<T>(&shape, |out| {
+            if x.n_bytes() <= SMALL_BYTES {
+                let own = self.me * out.len()..(self.me + 1) * out.len();
+                let parts: Vec<&[T]> = openings.iter().map(|opening| &small(opening, own.end)[own.clone()]).collect();
+                combine(Reduce::Sum, &parts, out);
+                return Ok(());
+            }
+            let (mut peers, scratch) = self.peers();
+            exchange::reduce_scatter(&mut peers, scratch, x, out)
+        }))
     }
 
     pub(super) fn all_to_all(
@@ -74,27 +94,30 @@ impl Worker {
         send: &[usize],
         recv: &[usize],
     ) -> Result<Tensor, Trouble> {
+        let x = &Source::new(x)?;
         let head = Head::new(call, 0);
-        let told = (0..self.members.len()).map(|r| head.with_rows(send[r], recv[r])).collect::<Vec<_>>();
-        let heard = self.tell(&told)?;
+        let told: Vec<_> = (0..self.members.len()).map(|r| head.with_rows(send[r], recv[r]).open()).collect();
+        let heard = heads(&self.tell(told)?);
         self.compare(&heard)?;
         self.compare_rows(&heard, recv)?;
-        let mut shape = x.dims().to_vec();
-        let row: usize = shape[1..].iter().product();
-        shape[0] = recv.iter().sum();
-        let elements = |rows: &[usize]| rows.iter().map(|n| n * row).collect::<Vec<_>>();
-        let (send, recv) = (elements(send), elements(recv));
-        with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, _| exchange::all_to_all(peers, x, &send, &recv)))??;
-            Ok(tensor(out, &shape)?)
+        let shape = with_rows(call, recv.iter().sum());
+        let row_bytes = call.shape[1..].iter().product::<usize>() * dtype(call).size_in_bytes();
+        let [send, recv] = [send, recv].map(|rows| rows.iter().map(|n| n * row_bytes).collect::<Vec<_>>());
+        made_of_bytes(dtype(call), &shape, |out| {
+            let (mut peers, scratch) = self.peers();
+            exchange::all_to_all(&mut peers, scratch, Some(x), [&send, &recv], out)
         })
     }
 
     pub(super) fn broadcast(&mut self, call: &Call, x: &Tensor, root: usize) -> Result<Tensor, Trouble> {
-        self.agree(call, 0)?;
-        with_type!(x.dtype(), T => {
-            let out = with_elements::<T, _>(x, |x| self.with_peers(|peers, _| exchange::broadcast(peers, x, root)))??;
-            Ok(tensor(out, x.dims())?)
+        let x = &Source::new(x)?;
+        let openings = self.agree_on(call, x)?;
+        made_of_bytes(dtype(call), &call.shape, |out| {
+            if x.n_bytes() <= SMALL_BYTES {
+                out.copy_from_slice(small(&openings[root], out.len()));
+                return Ok(());
+            }
+            exchange::broadcast(&mut self.peers().0, x, root, out)
         })
     }
 
@@ -104,47 +127,71 @@ impl Worker {
         x: Option<(&Tensor, usize)>,
         from: Option<usize>,
     ) -> Result<Option<Tensor>, Trouble> {
-        let coming = self.swap_heads(call, x.map(|(_, to)| to), from)?.zip(from);
-        match x {
-            Some((x, to)) => with_bytes(x, |bytes| self.swap_tensors(Some((bytes, to)), coming))?,
-            None => self.swap_tensors(None, coming),
+        let going = x.map(|(x, to)| Source::new(x).map(|x| (x, to))).transpose()?;
+        let coming = self.swap_openings(call, going.as_ref(), from)?;
+        let mut lengths = [vec![0; self.members.len()], vec![0; self.members.len()]];
+        if let Some((x, to)) = going.as_ref().filter(|(x, _)| x.n_bytes() > SMALL_BYTES) {
+            lengths[0][*to] = x.n_bytes();
         }
+        let Some((opening, from)) = coming.zip(from) else {
+            self.swap_tensors(going.as_ref(), &lengths, &mut [])?;
+            return Ok(None);
+        };
+        let theirs = Head::of(&opening).call(&self.group);
+        let made = made_of_bytes(dtype(&theirs), &theirs.shape, |out| {
+            if out.len() <= SMALL_BYTES {
+                out.copy_from_slice(small(&opening, out.len()));
+                return self.swap_tensors(going.as_ref(), &lengths, &mut []);
+            }
+            lengths[1][from] = out.len();
+            self.swap_tensors(going.as_ref(), &lengths, out)
+        });
+        made.map(Some)
     }
 
     /// Makes sure that all ranks make this call, and waits for them to do so.
     pub(super) fn agree(&mut self, call: &Call, digest: u64) -> Result<(), Trouble> {
-        let heard = self.tell(&vec![Head::new(call, digest); self.members.len()])?;
-        self.compare(&heard)
+        let heard = self.tell(vec![Head::new(call, digest).open(); self.members.len()])?;
+        self.compare(&heads(&heard))
     }
 
-    fn with_peers<T>(&mut self, exchange: impl FnOnce(&mut Peers, &mut Scratch) -> T) -> T {
-        let mut peers = Peers { links: &mut *self.links, me: self.me, n: self.members.len() };
-        exchange(&mut peers, &mut self.scratch)
+    /// Makes sure that all ranks make this call, and hands each the others' tensors if they are small.
+    fn agree_on(&mut self, call: &Call, x: &Source) -> Result<Vec<Opening>, Trouble> {
+        let opening = opening(&Head::new(call, 0), Some(x))?;
+        let heard = self.tell(vec![opening; self.members.len()])?;
+        self.compare(&heads(&heard))?;
+        Ok(heard)
     }
 
-    /// Tells each rank its head and hears theirs; this rank's own is among them.
-    fn tell(&mut self, told: &[Head]) -> Result<Vec<Head>, Trouble> {
-        let sent: Vec<_> = told.iter().map(Head::encode).collect();
-        let mut heard = sent.clone();
+    fn peers(&mut self) -> (Peers<'_>, &mut Scratch) {
+        (Peers { links: &mut *self.links, me: self.me, n: self.members.len() }, &mut self.scratch)
+    }
+
+    /// Tells each rank its opening and hears theirs; this rank's own is among them.
+    fn tell(&mut self, told: Vec<Opening>) -> Result<Vec<Opening>, Trouble> {
+        let mut heard = told.clone();
         let (mut send, mut recv) = self.nothing();
-        for (r, (sent, heard)) in sent.iter().zip(&mut heard).enumerate().filter(|(r, _)| *r != self.me) {
-            (send[r], recv[r]) = (sent, heard);
+        for (r, (told, heard)) in told.iter().zip(&mut heard).enumerate().filter(|(r, _)| *r != self.me) {
+            (send[r], recv[r]) = (cast_slice(told), cast_slice_mut(heard));
         }
         self.links.exchange(&send, &mut recv)?;
-        Ok(heard.iter().map(Head::decode).collect())
+        Ok(heard)
     }
 
-    // Every rank compares all with the first, so that all find the same one wrong.
+    // All ranks find the same one wrong: the one that differs from most, the last of several.
     fn compare(&self, heard: &[Head]) -> Result<(), Trouble> {
-        let Some(other) = heard.iter().position(|head| !head.fits(&heard[0])) else { return Ok(()) };
-        let [first, second] = [&heard[0], &heard[other]].map(|head| head.call(&self.group).to_string());
-        let [first_who, second_who] = [0, other].map(|r| self.who(r));
+        let alike = |r: &usize| heard.iter().filter(|head| head.fits(&heard[*r])).count();
+        let odd = (0..heard.len()).rev().min_by_key(alike).expect("a group has a rank");
+        let Some(other) = heard.iter().position(|head| !head.fits(&heard[odd])) else { return Ok(()) };
+        let [first, second] = [odd.min(other), odd.max(other)];
+        let [first_who, second_who] = [first, second].map(|r| self.who(r));
+        let [first, second] = [first, second].map(|r| heard[r].call(&self.group).to_string());
         let what = if first == second {
             format!("{first_who} and {second_who} call {first}, each with other lists")
         } else {
             format!("{first_who} calls {first}, {second_who} calls {second}")
         };
-        Err(Trouble::Mismatch(other, what))
+        Err(Trouble::Mismatch(odd, what))
     }
 
     fn compare_rows(&self, heard: &[Head], recv: &[usize]) -> Result<(), Trouble> {
@@ -156,24 +203,31 @@ impl Worker {
     }
 
     /// Of the two ranks of a send only the sender tells its call; the receiver is given it.
-    fn swap_heads(&mut self, call: &Call, to: Option<usize>, from: Option<usize>) -> Result<Option<Call>, Trouble> {
-        let number = to.map_or(0, |to| self.n_sent[to] + 1);
-        let told = Head::new(call, 0).with_number(number).encode();
-        let mut heard = [0; HEAD_BYTES];
+    fn swap_openings(
+        &mut self,
+        call: &Call,
+        going: Option<&(Source, usize)>,
+        from: Option<usize>,
+    ) -> Result<Option<Opening>, Trouble> {
+        let number = going.map_or(0, |(_, to)| self.n_sent[*to] + 1);
+        let told = opening(&Head::new(call, 0).with_number(number), going.map(|(x, _)| x))?;
+        let mut heard = Head::default().open();
         let (mut send, mut recv) = self.nothing();
-        if let Some(to) = to {
-            self.n_sent[to] += 1;
-            send[to] = &told;
+        if let Some((_, to)) = going {
+            self.n_sent[*to] += 1;
+            send[*to] = cast_slice(&told);
         }
         if let Some(from) = from {
             self.n_received[from] += 1;
-            recv[from] = &mut heard;
+            recv[from] = cast_slice_mut(&mut heard);
         }
         self.links.exchange(&send, &mut recv)?;
         let Some(from) = from else { return Ok(None) };
-        let theirs = Head::decode(&heard).call(&self.group);
-        if matches!(theirs.op, Op::SendRecv { .. }) && theirs.number == self.n_received[from] {
-            return Ok(Some(theirs));
+        let head = Head::of(&heard);
+        let theirs = head.call(&self.group);
+        let meant = matches!(theirs.op, Op::SendRecv { .. }) && theirs.number == self.n_received[from];
+        if meant && head.n_bytes().is_some() {
+            return Ok(Some(heard));
         }
         let what = format!("{} calls {theirs}, {} calls {call}", self.who(from), self.who(self.me));
         Err(Trouble::Mismatch(from, what))
@@ -181,23 +235,12 @@ impl Worker {
 
     fn swap_tensors(
         &mut self,
-        going: Option<(&[u8], usize)>,
-        coming: Option<(Call, usize)>,
-    ) -> Result<Option<Tensor>, Trouble> {
-        let (mut send, mut recv) = self.nothing();
-        if let Some((bytes, to)) = going {
-            send[to] = bytes;
-        }
-        let Some((call, from)) = coming else {
-            self.links.exchange(&send, &mut recv)?;
-            return Ok(None);
-        };
-        with_type!(call.dtype.expect("who sends says what"), T => {
-            let mut out = vec![<T as Zeroable>::zeroed(); call.shape.iter().product()];
-            recv[from] = cast_slice_mut(&mut out);
-            self.links.exchange(&send, &mut recv)?;
-            Ok(Some(tensor(out, &call.shape)?))
-        })
+        going: Option<&(Source, usize)>,
+        [send, recv]: &[Vec<usize>; 2],
+        out: &mut [u8],
+    ) -> Result<(), Trouble> {
+        let (mut peers, scratch) = self.peers();
+        exchange::all_to_all(&mut peers, scratch, going.map(|(x, _)| x), [send, recv], out)
     }
 
     fn nothing<'a>(&self) -> (Vec<&'a [u8]>, Vec<&'a mut [u8]>) {
@@ -210,19 +253,48 @@ impl Worker {
 
     /// Ends the world with what went wrong in `call`; returns why it ended.
     fn fail(&self, call: &Call, trouble: Trouble) -> Failure {
-        let (rank, what) = match trouble {
-            Trouble::Failed(failure) => return failure,
-            Trouble::Late(ranks, after) => {
-                let names: Vec<String> = ranks.iter().map(|rank| self.who(*rank)).collect();
-                (ranks[0], format!("{} silent for {after:?}", names.join(", ")))
-            }
-            Trouble::Left(rank) => (rank, format!("{} has left", self.who(rank))),
-            Trouble::Mismatch(rank, what) => (rank, what),
-            Trouble::Connect(rank, error) => (rank, format!("connect to {}: {error}", self.who(rank))),
-            Trouble::Tensor(error) => (self.me, format!("{}: {error}", self.who(self.me))),
+        let (rank, what) = match trouble.tell(self.me, |rank| self.who(rank)) {
+            Ok(told) => told,
+            Err(failure) => return failure,
         };
         let (group, members, seen_by) = (&self.group, &self.members, self.fabric.rank());
         let message = format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
         self.fabric.fail(Failure { rank: self.members[rank], message })
     }
+}
+
+/// Returns the message that opens a call; `x` goes with it if it is small.
+fn opening(head: &Head, x: Option<&Source>) -> candle_core::Result<Opening> {
+    let mut opening = head.open();
+    if let Some(x) = x.filter(|x| x.n_bytes() <= SMALL_BYTES) {
+        x.read(0, small_mut(&mut opening, x.n_bytes()))?;
+    }
+    Ok(opening)
+}
+
+fn heads(openings: &[Opening]) -> Vec<Head> {
+    openings.iter().map(Head::of).collect()
+}
+
+fn dtype(call: &Call) -> DType {
+    call.dtype.expect("the call has a tensor")
+}
+
+fn with_rows(call: &Call, n_rows: usize) -> Vec<usize> {
+    [&[n_rows], &call.shape[1..]].concat()
+}
+
+/// Makes a tensor whose elements `fill` provides.
+fn made<T: Element>(shape: &[usize], fill: impl FnOnce(&mut [T]) -> Result<(), Trouble>) -> Result<Tensor, Trouble> {
+    let mut out = zeroed_vec(shape.iter().product());
+    fill(&mut out)?;
+    Ok(tensor(out, shape)?)
+}
+
+fn made_of_bytes(
+    dtype: DType,
+    shape: &[usize],
+    fill: impl FnOnce(&mut [u8]) -> Result<(), Trouble>,
+) -> Result<Tensor, Trouble> {
+    with_type!(dtype, T => made::<T>(shape, |out| fill(cast_slice_mut(out))))
 }

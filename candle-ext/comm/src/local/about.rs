@@ -3,7 +3,7 @@
 use std::fs;
 
 /// Changes with what is said between ranks, so that different programs do not misread each other.
-const PROTOCOL: &str = "candlewick-local-1";
+const PROTOCOL: &str = "candlewick-local-2";
 
 /// A rank's process and machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +14,10 @@ pub(super) struct About {
     pub(super) host: String,
     /// Differs between any two machines that are up, also where names are alike; containers of one machine share it.
     pub(super) boot: String,
+    /// Where its socket's name and its user's number mean something: the network and user namespace. A container has its
+    /// own.
+    pub(super) namespaces: String,
+    pub(super) uid: u32,
     /// The name of its Unix socket.
     pub(super) socket: String,
     pub(super) pid: u32,
@@ -25,12 +29,15 @@ impl About {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|boot| boot.trim().to_owned());
         let boot = boot.unwrap_or_else(|_| host.clone());
-        Self { size, host, boot, socket: socket.to_owned(), pid: std::process::id() }
+        let namespace = |kind: &str| fs::read_link(format!("/proc/self/ns/{kind}")).unwrap_or_default();
+        let namespaces = ["net", "user"].map(|kind| namespace(kind).to_string_lossy().into_owned()).join(" ");
+        let (uid, pid) = (rustix::process::geteuid().as_raw(), std::process::id());
+        Self { size, host, boot, namespaces, uid, socket: socket.to_owned(), pid }
     }
 
     pub(super) fn encode(&self) -> Vec<u8> {
-        let Self { size, host, boot, socket, pid } = self;
-        format!("{PROTOCOL}\n{size}\n{host}\n{boot}\n{socket}\n{pid}").into_bytes()
+        let Self { size, host, boot, namespaces, uid, socket, pid } = self;
+        format!("{PROTOCOL}\n{size}\n{host}\n{boot}\n{namespaces}\n{uid}\n{socket}\n{pid}").into_bytes()
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
@@ -39,8 +46,9 @@ impl About {
             return None;
         }
         let size = lines.next()?.parse().ok()?;
-        let (host, boot, socket) = (lines.next()?, lines.next()?, lines.next()?);
-        Some(Self { size, host, boot, socket, pid: lines.next()?.parse().ok()? })
+        let (host, boot, namespaces) = (lines.next()?, lines.next()?, lines.next()?);
+        let (uid, socket) = (lines.next()?.parse().ok()?, lines.next()?);
+        Some(Self { size, host, boot, namespaces, uid, socket, pid: lines.next()?.parse().ok()? })
     }
 }
 
@@ -53,6 +61,6 @@ mod tests {
         let about = About::this_process(3, "socket");
         assert_eq!(About::decode(&about.encode()), Some(about));
         assert_eq!(About::decode(b"another-program\n3\nhost\nboot\nsocket\n7"), None);
-        assert_eq!(About::decode(b"candlewick-local-1\n3\nhost"), None);
+        assert_eq!(About::decode(b"candlewick-local-2\n3\nhost"), None);
     }
 }

@@ -1,17 +1,15 @@
 //! The sockets of one group, all of them sending and receiving at once.
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
-use super::watch::Shared;
+use super::shared::Shared;
 use crate::fabric::{Links, Trouble};
-
-/// How often a waiting rank looks whether the world has ended.
-const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 
 /// How much is written to one rank before the others get their turn.
 const TURN_BYTES: usize = 1 << 18;
@@ -35,19 +33,27 @@ impl Wires {
         Self { streams, members, shared, timeout }
     }
 
-    /// Waits until a socket that has something to do can do it, or until it is time to look around.
-    fn await_any(&self, send: &[&[u8]], recv: &[&mut [u8]]) {
-        let mut fds = Vec::with_capacity(self.streams.len());
+    /// Waits until sockets that have something to do can do it, the world has ended, or `left` has passed; returns the
+    /// peers of these sockets.
+    fn await_any(&self, send: &[&[u8]], recv: &[&mut [u8]], left: Duration) -> Result<Vec<usize>, Trouble> {
+        let mut fds = vec![PollFd::new(self.shared.ended(), PollFlags::IN)];
+        let mut peers = Vec::with_capacity(self.streams.len());
         for (peer, stream) in self.streams.iter().enumerate() {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::OUT, !send[peer].is_empty());
             flags.set(PollFlags::IN, !recv[peer].is_empty());
             if let (Some(stream), false) = (stream, flags.is_empty()) {
                 fds.push(PollFd::new(stream, flags));
+                peers.push(peer);
             }
         }
-        // Whatever poll says, the sockets are tried next.
-        let _ = poll(&mut fds, Some(&LOOK_EVERY));
+        let left = Timespec { tv_sec: left.as_secs().min(1 << 30) as i64, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut fds, Some(&left)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(Trouble::Own(format!("wait for the others: {error}"))),
+        }
+        let ready = fds[1..].iter().zip(peers).filter(|(fd, _)| !fd.revents().is_empty());
+        Ok(ready.map(|(_, peer)| peer).collect())
     }
 }
 
@@ -57,61 +63,60 @@ impl Links for Wires {
         let mut send = send.to_vec();
         let mut recv: Vec<&mut [u8]> = recv.iter_mut().map(|place| &mut **place).collect();
         let mut last_moved = Instant::now();
+        let mut ready: Vec<usize> = (0..self.streams.len()).collect();
         loop {
             let mut moved = false;
-            for (peer, stream) in self.streams.iter().enumerate() {
-                let Some(stream) = stream else { continue };
+            for peer in ready {
+                let Some(stream) = &self.streams[peer] else { continue };
                 let turn = write_some(stream, &mut send[peer])
                     .and_then(|wrote| Ok(wrote | read_some(stream, &mut recv[peer])?));
-                moved |= turn.map_err(|Closed| self.shared.why_closed(self.members[peer], peer))?;
+                moved |= turn.map_err(|error| self.shared.why_closed(self.members[peer], peer, error))?;
             }
             if send.iter().all(|left| left.is_empty()) && recv.iter().all(|left| left.is_empty()) {
                 return Ok(());
             }
             if moved {
                 last_moved = Instant::now();
-                continue;
-            }
-            if let Some(failure) = self.shared.failure() {
+            } else if let Some(failure) = self.shared.failure() {
                 return Err(Trouble::Failed(failure));
             }
-            if last_moved.elapsed() > self.timeout {
+            let left = self.timeout.saturating_sub(last_moved.elapsed());
+            if left.is_zero() {
                 return Err(Trouble::Late(late(&send, &recv), self.timeout));
             }
-            self.await_any(&send, &recv);
+            ready = self.await_any(&send, &recv, left)?;
         }
     }
 }
 
-/// The other end is gone.
-struct Closed;
-
-fn write_some(mut stream: &UnixStream, left: &mut &[u8]) -> Result<bool, Closed> {
+fn write_some(mut stream: &UnixStream, left: &mut &[u8]) -> io::Result<bool> {
     if left.is_empty() {
         return Ok(false);
     }
-    match stream.write(&left[..left.len().min(TURN_BYTES)]) {
-        Ok(n) => {
-            *left = &left[n..];
-            Ok(true)
-        }
-        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(false),
-        Err(_) => Err(Closed),
-    }
+    let Some(n) = unless_busy(stream.write(&left[..left.len().min(TURN_BYTES)]))? else { return Ok(false) };
+    *left = &left[n..];
+    Ok(true)
 }
 
-fn read_some(mut stream: &UnixStream, left: &mut &mut [u8]) -> Result<bool, Closed> {
+fn read_some(mut stream: &UnixStream, left: &mut &mut [u8]) -> io::Result<bool> {
     if left.is_empty() {
         return Ok(false);
     }
-    match stream.read(left) {
-        Ok(0) => Err(Closed),
-        Ok(n) => {
+    match unless_busy(stream.read(left))? {
+        Some(0) => Err(ErrorKind::UnexpectedEof.into()),
+        Some(n) => {
             *left = &mut std::mem::take(left)[n..];
             Ok(true)
         }
-        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(false),
-        Err(_) => Err(Closed),
+        None => Ok(false),
+    }
+}
+
+/// Returns what was done, or nothing if that was not possible just now.
+fn unless_busy(done: io::Result<usize>) -> io::Result<Option<usize>> {
+    match done {
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
+        done => done.map(Some),
     }
 }
 

@@ -6,12 +6,14 @@
 
 mod about;
 mod links;
+mod shared;
 mod switch;
 mod watch;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::deadline::deadline;
 use crate::store::{self, Client};
 use crate::{Error, Options, Result, World};
 use about::About;
@@ -22,8 +24,11 @@ use switch::{Listening, Switch};
 ///
 /// Each run, and each restart of it, needs keys of its own: see [`Client::with_prefix`]. Dropping the world and all its
 /// groups leaves; ending the process without that ends the world.
+///
+/// All processes are of one user and see each other's abstract sockets: containers share the network and the user
+/// namespace. Each holds a socket for every other rank and for every other member of each of its groups.
 pub fn join(store: &Client, rank: usize, size: usize, options: Options) -> Result<World> {
-    let meeting = Meeting { store: store.with_prefix("local"), rank, size, deadline: Instant::now() + options.timeout };
+    let meeting = Meeting { store: store.with_prefix("local"), rank, size, deadline: deadline(options.timeout) };
     if rank >= size {
         return Err(meeting.refuse("there is no such rank".to_owned()));
     }
@@ -33,7 +38,7 @@ pub fn join(store: &Client, rank: usize, size: usize, options: Options) -> Resul
     let listening = Listening::start().map_err(|error| meeting.refuse(format!("listen on a Unix socket: {error}")))?;
     meeting.announce(&About::this_process(size, listening.name()))?;
     let others = meeting.await_all(options.timeout)?;
-    let switch = Switch::connect(rank, others, listening, &meeting.store, options.timeout)?;
+    let switch = Switch::connect(rank, others, listening, &meeting.store, meeting.deadline, options.timeout)?;
     World::open(Arc::new(switch), size, &options)
 }
 
@@ -87,6 +92,15 @@ impl Meeting {
         }
         if there.boot != here.boot {
             return Err(Error::OtherHost { rank: self.rank, here: here.host, other: rank, there: there.host });
+        }
+        if there.namespaces != here.namespaces {
+            let (here, there) = (here.namespaces, there.namespaces);
+            return Err(self.refuse(format!(
+                "rank {rank} runs in another container ({there}, not {here}): give all one network and one user namespace"
+            )));
+        }
+        if there.uid != here.uid {
+            return Err(self.refuse(format!("rank {rank} runs as user {}, this one as user {}", there.uid, here.uid)));
         }
         Ok(there)
     }

@@ -12,13 +12,12 @@ use rustix::net::sockopt::set_socket_send_buffer_size;
 
 use super::about::About;
 use super::links::Wires;
-use super::watch::{Shared, Watcher, hello};
+use super::shared::{CONTROL, Shared};
+use super::watch::{Watcher, hello};
+use crate::deadline::deadline;
 use crate::fabric::{Fabric, Links, Trouble};
 use crate::store::Client;
 use crate::{Call, Failure, Result};
-
-/// The group in which failures and farewells are told.
-const CONTROL: &str = "control";
 
 /// How long the store may take to say whose failure was the first.
 const ARBITRATE_WITHIN: Duration = Duration::from_secs(2);
@@ -63,28 +62,37 @@ impl Switch {
         others: Vec<About>,
         listening: Listening,
         store: &Client,
+        deadline: Instant,
         timeout: Duration,
     ) -> Result<Self> {
         let arbiter = store.reconnect_within(ARBITRATE_WITHIN)?;
         let pids = others.iter().map(|about| about.pid).collect();
-        let shared = Arc::new(Shared::new(rank, pids, arbiter));
         let system = |error: io::Error| candle_core::Error::wrap(error);
+        let shared = Arc::new(Shared::new(rank, pids, arbiter).map_err(system)?);
         let (wake, woken) = UnixStream::pair().map_err(system)?;
-        let watcher = Watcher { shared: Arc::clone(&shared), listener: listening.listener, woken };
+        listening.listener.set_nonblocking(true).map_err(system)?;
+        let watcher = Watcher { shared: Arc::clone(&shared), listener: listening.listener, accepts: true, woken };
         let watcher = Some(watcher.start().map_err(system)?);
         let switch = Self { rank, others, shared, timeout, watcher, wake };
-        let everyone: Vec<usize> = (0..switch.others.len()).collect();
-        let control = switch.streams(CONTROL, &everyone).map_err(|trouble| switch.unconnected(trouble))?;
-        switch.shared.listen_to(control);
-        switch.poke();
+        switch.meet(deadline).map_err(|trouble| switch.unconnected(trouble))?;
         Ok(switch)
+    }
+
+    /// Connects to everyone; each is listened to from when it is connected.
+    fn meet(&self, deadline: Instant) -> Result<(), Trouble> {
+        for rank in 0..self.rank {
+            let stream = self.call(CONTROL, rank).map_err(|error| uncalled(rank, error))?;
+            self.shared.arrived(CONTROL, rank, stream);
+            self.poke();
+        }
+        self.shared.await_all(deadline, self.timeout)
     }
 
     /// Connects to each of `members`: the higher rank calls, the lower is called.
     fn streams(&self, id: &str, members: &[usize]) -> Result<Vec<Option<UnixStream>>, Trouble> {
-        let deadline = Instant::now() + self.timeout;
+        let deadline = deadline(self.timeout);
         for (index, rank) in members.iter().enumerate().filter(|(_, rank)| **rank < self.rank) {
-            let stream = self.call(id, *rank).map_err(|error| Trouble::Connect(index, error))?;
+            let stream = self.call(id, *rank).map_err(|error| uncalled(index, error))?;
             self.shared.arrived(id, *rank, stream);
         }
         let await_one = |(index, rank): (usize, &usize)| {
@@ -110,13 +118,11 @@ impl Switch {
     }
 
     fn unconnected(&self, trouble: Trouble) -> Failure {
-        let (rank, why) = match trouble {
-            Trouble::Failed(failure) => return failure,
-            Trouble::Late(ranks, after) => (ranks[0], format!("no call within {after:?}")),
-            Trouble::Connect(rank, error) => (rank, error.to_string()),
-            other => (self.rank, format!("{other:?}")),
+        let (rank, why) = match trouble.tell(self.rank, |rank| self.who(rank)) {
+            Ok(told) => told,
+            Err(failure) => return failure,
         };
-        let message = format!("connect rank {} to {}: {why}", self.rank, self.who(rank));
+        let message = format!("connect rank {} to the others: {why}", self.rank);
         self.fail(Failure { rank, message })
     }
 }
@@ -138,13 +144,16 @@ impl Fabric for Switch {
         self.shared.failure()
     }
 
+    fn await_failure(&self, within: Duration) -> Option<Failure> {
+        self.shared.await_failure(within)
+    }
+
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
         let streams = self.streams(id, members)?;
-        for (index, stream) in streams.iter().enumerate() {
-            let Some(stream) = stream else { continue };
+        for stream in streams.iter().flatten() {
             // A smaller buffer than asked for is slower, not wrong.
             let _ = set_socket_send_buffer_size(stream, BUFFER_BYTES);
-            stream.set_nonblocking(true).map_err(|error| Trouble::Connect(index, error))?;
+            stream.set_nonblocking(true).map_err(|error| Trouble::Own(error.to_string()))?;
         }
         Ok(Box::new(Wires::new(streams, members.to_vec(), Arc::clone(&self.shared), self.timeout)))
     }
@@ -162,4 +171,13 @@ impl Drop for Switch {
             let _ = watcher.join();
         }
     }
+}
+
+/// Says whose fault it is that a call did not get through.
+fn uncalled(peer: usize, error: io::Error) -> Trouble {
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset};
+    if matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset) {
+        return Trouble::Unreachable(peer, error);
+    }
+    Trouble::Own(format!("connect to another rank: {error}"))
 }

@@ -7,10 +7,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::wire::{MAGIC, Query, READY, STOP_WAITING, WAIT_CANCELED, read_i64, read_u32, read_value};
+use super::wire::{
+    MAGIC, MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES, Query, READY, STOP_WAITING, WAIT_CANCELED, read_i64, read_u32,
+    read_value,
+};
 use super::{Error, Result};
+use crate::deadline::deadline;
 
-/// How long a server that was reached may take for an answer that it need not wait for.
+/// How long a server that was reached may take to take a query, and for an answer that it need not wait for.
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 const RETRY_EVERY: Duration = Duration::from_millis(50);
 
@@ -69,31 +73,31 @@ impl Client {
 
     /// Stores `value` under `key`. The server does not answer: other connections may see it a moment later.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.lock().ask(&Query::Set { key: self.key(key), value: value.to_vec() }, |_| Ok(()))
+        self.lock().ask(&Query::Set { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
     }
 
     /// Waits until `key` exists and returns its value.
     pub fn get(&self, key: &str) -> Result<Vec<u8>> {
         let mut connection = self.lock();
-        connection.wait(vec![self.key(key)], self.timeout)?;
-        connection.ask(&Query::Get { key: self.key(key) }, read_value)
+        connection.wait(vec![self.key(key)?], self.timeout)?;
+        connection.ask(&Query::Get { key: self.key(key)? }, read_value)
     }
 
     /// Adds `amount` to the number under `key`, 0 if there is none, and returns the new number.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64> {
-        self.lock().ask(&Query::Add { key: self.key(key), amount }, read_i64)
+        self.lock().ask(&Query::Add { key: self.key(key)?, amount }, read_i64)
     }
 
     /// Stores `desired` if `expected` is stored, or if nothing is and `expected` is empty. Returns what is stored
     /// now; `expected` itself if nothing is (torch's rule).
     pub fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        let (expected, desired) = (expected.to_vec(), desired.to_vec());
-        self.lock().ask(&Query::CompareSet { key: self.key(key), expected, desired }, read_value)
+        let (expected, desired) = (bounded(expected)?, bounded(desired)?);
+        self.lock().ask(&Query::CompareSet { key: self.key(key)?, expected, desired }, read_value)
     }
 
     /// Returns whether all of `keys` exist.
     pub fn check(&self, keys: &[&str]) -> Result<bool> {
-        let answer = self.lock().ask(&Query::Check { keys: self.keys(keys) }, read_u8)?;
+        let answer = self.lock().ask(&Query::Check { keys: self.keys(keys)? }, read_u8)?;
         Ok(answer == READY)
     }
 
@@ -104,17 +108,17 @@ impl Client {
 
     /// Waits until all of `keys` exist, for as long as `timeout`.
     pub fn wait_for(&self, keys: &[&str], timeout: Duration) -> Result<()> {
-        self.lock().wait(self.keys(keys), timeout)
+        self.lock().wait(self.keys(keys)?, timeout)
     }
 
     /// Appends `value` to what is stored under `key`.
     pub fn append(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.lock().ask(&Query::Append { key: self.key(key), value: value.to_vec() }, |_| Ok(()))
+        self.lock().ask(&Query::Append { key: self.key(key)?, value: bounded(value)? }, |_| Ok(()))
     }
 
     /// Deletes `key`; returns whether it existed.
     pub fn delete_key(&self, key: &str) -> Result<bool> {
-        Ok(self.lock().ask(&Query::Delete { key: self.key(key) }, read_i64)? > 0)
+        Ok(self.lock().ask(&Query::Delete { key: self.key(key)? }, read_i64)? > 0)
     }
 
     /// Returns the number of keys in the whole store, whatever their prefix.
@@ -123,17 +127,29 @@ impl Client {
     }
 
     // torch's client puts a slash before each key, so that no key collides with its own bookkeeping.
-    fn key(&self, key: &str) -> String {
-        format!("/{}{key}", self.prefix)
+    fn key(&self, key: &str) -> Result<String> {
+        let key = format!("/{}{key}", self.prefix);
+        check("bytes in a key", key.len(), MAX_KEY_BYTES)?;
+        Ok(key)
     }
 
-    fn keys(&self, keys: &[&str]) -> Vec<String> {
+    fn keys(&self, keys: &[&str]) -> Result<Vec<String>> {
+        check("keys in one query", keys.len(), MAX_KEYS)?;
         keys.iter().map(|key| self.key(key)).collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Connection> {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn bounded(value: &[u8]) -> Result<Vec<u8>> {
+    check("bytes in a value", value.len(), MAX_VALUE_BYTES)?;
+    Ok(value.to_vec())
+}
+
+fn check(what: &'static str, n: usize, bound: u64) -> Result<()> {
+    if n as u64 > bound { Err(Error::TooLarge { what, n, bound }) } else { Ok(()) }
 }
 
 /// A stream on which no answer is outstanding; `None` once that was not so.
@@ -152,7 +168,7 @@ impl Connection {
     fn answer_within(&mut self, timeout: Duration) -> Result<()> {
         self.answer_within = timeout;
         let stream = self.stream.as_ref().ok_or_else(unusable)?;
-        stream.set_read_timeout(Some(timeout)).map_err(|source| Error::Lost { source })
+        limit(stream, timeout).map_err(|source| Error::Lost { source })
     }
 
     fn ask<T>(&mut self, query: &Query, read: impl Fn(&mut TcpStream) -> io::Result<T>) -> Result<T> {
@@ -182,7 +198,7 @@ fn unusable() -> Error {
 }
 
 fn open(host: &str, port: u16, timeout: Duration) -> Result<TcpStream> {
-    let deadline = Instant::now() + timeout;
+    let deadline = deadline(timeout);
     loop {
         let error = match try_open(host, port, deadline) {
             Ok(stream) => return Ok(stream),
@@ -201,32 +217,43 @@ fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for addr in (host, port).to_socket_addrs().map_err(failed)? {
         let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
-        match TcpStream::connect_timeout(&addr, left) {
-            Ok(stream) => return greet(stream, host, port),
+        let opened = TcpStream::connect_timeout(&addr, left).and_then(|stream| match is_to_itself(&stream) {
+            Ok(false) => Ok(stream),
+            Ok(true) => Err(io::ErrorKind::ConnectionRefused.into()),
+            Err(error) => Err(error),
+        });
+        match opened {
+            Ok(stream) => return greet(stream, deadline).map_err(failed)?.ok_or_else(|| not_a_store(host, port)),
             Err(error) => last = error,
         }
     }
     Err(failed(last))
 }
 
-/// Says hello and has a number sent back, so that anything else listening on the port is found out here.
-fn greet(mut stream: TcpStream, host: &str, port: u16) -> Result<TcpStream> {
+fn not_a_store(host: &str, port: u16) -> Error {
+    Error::NotAStore { host: host.to_owned(), port }
+}
+
+/// Whether nobody listens and the system chose this very port for the caller: TCP then connects the two.
+fn is_to_itself(stream: &TcpStream) -> io::Result<bool> {
+    Ok(stream.local_addr()? == stream.peer_addr()?)
+}
+
+/// Says hello and has a number sent back, so that anything else listening on the port is found out here: `None`. A server
+/// that is stopping closes the connection, which is worth another try.
+fn greet(mut stream: TcpStream, deadline: Instant) -> io::Result<Option<TcpStream>> {
     let nonce = std::process::id();
-    let mut answer = || {
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(ANSWER_WITHIN))?;
-        let hello = [Query::Validate(MAGIC).encode(), Query::Ping(nonce).encode()].concat();
-        stream.write_all(&hello)?;
-        read_u32(&mut stream)
-    };
-    match answer() {
-        Ok(number) if number == nonce => Ok(stream),
-        // A server that is stopping resets what is in its queue: worth another try.
-        Err(source) if source.kind() == io::ErrorKind::ConnectionReset => {
-            Err(Error::Connect { host: host.to_owned(), port, source })
-        }
-        _ => Err(Error::NotAStore { host: host.to_owned(), port }),
-    }
+    stream.set_nodelay(true)?;
+    limit(&stream, ANSWER_WITHIN.min(deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY)))?;
+    stream.write_all(&[Query::Validate(MAGIC).encode(), Query::Ping(nonce).encode()].concat())?;
+    let is_store = read_u32(&mut stream)? == nonce;
+    limit(&stream, ANSWER_WITHIN)?;
+    Ok(is_store.then_some(stream))
+}
+
+fn limit(stream: &TcpStream, timeout: Duration) -> io::Result<()> {
+    stream.set_read_timeout(Some(timeout))?;
+    stream.set_write_timeout(Some(timeout))
 }
 
 fn send(stream: &mut TcpStream, query: &Query) -> io::Result<()> {
@@ -257,5 +284,25 @@ fn read_cancelled(stream: &mut TcpStream) -> io::Result<bool> {
         WAIT_CANCELED => Ok(false),
         STOP_WAITING => read_u8(stream).map(|_| true),
         other => Err(io::Error::new(io::ErrorKind::InvalidData, format!("answer {other} to a cancelled wait"))),
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+
+    use rustix::net::{AddressFamily, SocketType, bind, connect, getsockname, socket};
+
+    use super::*;
+
+    #[test]
+    fn a_stream_to_itself_is_told_apart() {
+        let own = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        bind(&own, &SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+        connect(&own, &getsockname(&own).unwrap()).unwrap();
+        assert!(is_to_itself(&TcpStream::from(own)).unwrap());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        assert!(!is_to_itself(&TcpStream::connect(listener.local_addr().unwrap()).unwrap()).unwrap());
     }
 }

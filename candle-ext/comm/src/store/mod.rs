@@ -50,6 +50,16 @@ pub enum Error {
         /// How long was waited.
         timeout: Duration,
     },
+    /// A key or value that no server takes; nothing was sent.
+    #[error("store {n} {what}: at most {bound} are allowed")]
+    TooLarge {
+        /// What there is too much of.
+        what: &'static str,
+        /// How much there is.
+        n: usize,
+        /// How much is allowed.
+        bound: u64,
+    },
     /// The connection broke; the client is of no more use.
     #[error("talk to the store: {source}")]
     Lost {

@@ -131,16 +131,30 @@ fn answer(client: ClientId, mut stream: &TcpStream, shared: &Shared) -> std::io:
         let reply = {
             let mut state = shared.lock();
             let Ok(outcome) = state.table.apply(client, query) else { return Ok(()) };
-            // Sent under the lock, so that it comes before the answer to a cancellation that is handled later. One
-            // byte always fits: a waiting client has read all that was sent to it.
+            // Sent under the lock, so that it comes before the answer to a cancellation that is handled later.
             for woken in outcome.wake.iter().filter_map(|woken| state.streams.get(woken)) {
-                let _ = (&**woken).write_all(&[STOP_WAITING]);
+                if wake(woken).is_err() {
+                    let _ = woken.shutdown(Shutdown::Both);
+                }
             }
             outcome.reply
         };
         stream.write_all(&reply)?;
     }
     Ok(())
+}
+
+/// Ends a client's wait, without waiting for the client: one that has read what it was sent has room for a byte.
+#[cfg(target_os = "linux")]
+fn wake(stream: &TcpStream) -> std::io::Result<()> {
+    use rustix::net::{SendFlags, send};
+    send(stream, &[STOP_WAITING], SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn wake(mut stream: &TcpStream) -> std::io::Result<()> {
+    stream.write_all(&[STOP_WAITING])
 }
 
 /// An address at which this process reaches a listener bound to `addr`.

@@ -1,8 +1,8 @@
 //! What a store's server remembers, and what it answers; no sockets, so every rule is tested as plain calls.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
-use super::wire::{Bytes, NOT_READY, Query, READY, STOP_WAITING, WAIT_CANCELED};
+use super::wire::{Bytes, MAX_VALUE_BYTES, NOT_READY, Query, READY, STOP_WAITING, WAIT_CANCELED};
 
 /// One connection's number.
 pub(super) type ClientId = u64;
@@ -13,7 +13,9 @@ pub(super) struct Table {
     values: BTreeMap<String, Vec<u8>>,
     queues: HashMap<String, VecDeque<Vec<u8>>>,
     /// The keys that each waiting client still misses.
-    waiting: BTreeMap<ClientId, Vec<String>>,
+    waiting: HashMap<ClientId, HashSet<String>>,
+    /// The clients that miss each key, the longest connected first.
+    waiters: HashMap<String, BTreeSet<ClientId>>,
 }
 
 /// What a query leads to.
@@ -27,14 +29,16 @@ pub(super) struct Outcome {
 
 /// A query that cannot be answered; the connection is closed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("add to key {key:?}: its value is not a number")]
-pub(super) struct NotANumber {
-    key: String,
+pub(super) enum Refused {
+    #[error("add to key {key:?}: its value is not a number")]
+    NotANumber { key: String },
+    #[error("append to key {key:?}: {n} bytes, at most {MAX_VALUE_BYTES} are allowed")]
+    TooLong { key: String, n: usize },
 }
 
 impl Table {
     /// Carries out one query of `client`.
-    pub(super) fn apply(&mut self, client: ClientId, query: Query) -> Result<Outcome, NotANumber> {
+    pub(super) fn apply(&mut self, client: ClientId, query: Query) -> Result<Outcome, Refused> {
         let outcome = match query {
             Query::Validate(_) => Outcome::default(),
             Query::Ping(nonce) => reply(nonce.to_le_bytes()),
@@ -46,11 +50,11 @@ impl Table {
             Query::Wait { keys } => self.wait(client, keys),
             Query::NumKeys => reply((self.values.len() as i64).to_le_bytes()),
             Query::Delete { key } => reply(i64::from(self.values.remove(&key).is_some()).to_le_bytes()),
-            Query::Append { key, value } => self.append(key, &value),
+            Query::Append { key, value } => self.append(key, &value)?,
             Query::MultiGet { keys } => reply(keys.iter().fold(empty(), |bytes, key| bytes.value(self.get(key))).0),
             Query::MultiSet { pairs } => self.multi_set(pairs),
             Query::CancelWait => {
-                self.waiting.remove(&client);
+                self.forget(client);
                 reply([WAIT_CANCELED])
             }
             Query::QueuePush { key, value } => self.queue_push(key, value),
@@ -63,9 +67,11 @@ impl Table {
         Ok(outcome)
     }
 
-    /// Forgets a client whose connection is closed.
+    /// Forgets what a client waits for; its connection is closed, or it has given up.
     pub(super) fn forget(&mut self, client: ClientId) {
-        self.waiting.remove(&client);
+        for key in self.waiting.remove(&client).unwrap_or_default() {
+            self.forget_waiter(client, &key);
+        }
     }
 
     fn get(&self, key: &str) -> &[u8] {
@@ -92,12 +98,12 @@ impl Table {
         reply(empty().value(&now).0)
     }
 
-    fn add(&mut self, key: String, amount: i64) -> Result<Outcome, NotANumber> {
+    fn add(&mut self, key: String, amount: i64) -> Result<Outcome, Refused> {
         let before = match self.values.get(&key) {
             None => 0,
             Some(value) => match std::str::from_utf8(value).ok().and_then(|text| text.trim().parse::<i64>().ok()) {
                 Some(number) => number,
-                None => return Err(NotANumber { key }),
+                None => return Err(Refused::NotANumber { key }),
             },
         };
         let after = before.wrapping_add(amount);
@@ -105,10 +111,14 @@ impl Table {
         Ok(Outcome { reply: after.to_le_bytes().to_vec(), wake })
     }
 
-    fn append(&mut self, key: String, value: &[u8]) -> Outcome {
+    fn append(&mut self, key: String, value: &[u8]) -> Result<Outcome, Refused> {
+        let n = self.get(&key).len() + value.len();
+        if n as u64 > MAX_VALUE_BYTES {
+            return Err(Refused::TooLong { key, n });
+        }
         let wake = self.arrived(&key);
         self.values.entry(key).or_default().extend_from_slice(value);
-        Outcome { wake, ..Outcome::default() }
+        Ok(Outcome { wake, ..Outcome::default() })
     }
 
     fn multi_set(&mut self, pairs: Vec<(String, Vec<u8>)>) -> Outcome {
@@ -121,14 +131,18 @@ impl Table {
         if missing.is_empty() {
             return reply([STOP_WAITING]);
         }
-        self.waiting.insert(client, missing);
+        self.forget(client);
+        for key in &missing {
+            self.waiters.entry(key.clone()).or_default().insert(client);
+        }
+        self.waiting.insert(client, missing.into_iter().collect());
         Outcome::default()
     }
 
-    // A pushed value is for one client, so one is woken: the longest connected.
+    // A pushed value is for one client, so one is woken: the longest connected that waits for nothing else.
     fn queue_push(&mut self, key: String, value: Vec<u8>) -> Outcome {
-        let first = self.waiting.iter().find(|(_, missing)| missing.contains(&key)).map(|(client, _)| *client);
-        let wake = first.filter(|client| self.arrived_for(*client, &key));
+        let waiters = self.waiters.get(&key).cloned().unwrap_or_default();
+        let wake = waiters.into_iter().find(|client| self.arrived_for(*client, &key));
         self.queues.entry(key).or_default().push_back(value);
         Outcome { wake: wake.into_iter().collect(), ..Outcome::default() }
     }
@@ -149,19 +163,28 @@ impl Table {
     }
 
     fn arrived(&mut self, key: &str) -> Vec<ClientId> {
-        let clients: Vec<_> = self.waiting.keys().copied().collect();
-        clients.into_iter().filter(|client| self.arrived_for(*client, key)).collect()
+        let waiters = self.waiters.get(key).cloned().unwrap_or_default();
+        waiters.into_iter().filter(|client| self.arrived_for(*client, key)).collect()
     }
 
     /// Whether `key` was the last that `client` waited for.
     fn arrived_for(&mut self, client: ClientId, key: &str) -> bool {
+        self.forget_waiter(client, key);
         let Some(missing) = self.waiting.get_mut(&client) else { return false };
-        missing.retain(|other| other != key);
+        missing.remove(key);
         let done = missing.is_empty();
         if done {
             self.waiting.remove(&client);
         }
         done
+    }
+
+    fn forget_waiter(&mut self, client: ClientId, key: &str) {
+        let Some(waiters) = self.waiters.get_mut(key) else { return };
+        waiters.remove(&client);
+        if waiters.is_empty() {
+            self.waiters.remove(key);
+        }
     }
 }
 
@@ -222,6 +245,27 @@ mod tests {
         };
         assert_eq!((push(&mut table), push(&mut table), push(&mut table)), (vec![1], vec![2], vec![]));
         assert_eq!(wait(&mut table, 3, &["q"]).reply, [STOP_WAITING]);
+    }
+
+    #[test]
+    fn a_pushed_value_goes_to_a_client_that_waits_for_nothing_else() {
+        let mut table = Table::default();
+        wait(&mut table, 1, &["q", "other"]);
+        wait(&mut table, 2, &["q"]);
+        let push = Query::QueuePush { key: "q".to_owned(), value: b"v".to_vec() };
+        assert_eq!(table.apply(0, push).unwrap().wake, [2]);
+        assert_eq!(set(&mut table, "other", b""), [1]);
+        assert!(table.waiting.is_empty() && table.waiters.is_empty());
+    }
+
+    #[test]
+    fn a_value_cannot_be_appended_to_without_end() {
+        let mut table = Table::default();
+        let half = vec![0; MAX_VALUE_BYTES as usize / 2 + 1];
+        let mut append = || table.apply(0, Query::Append { key: "k".to_owned(), value: half.clone() });
+        append().unwrap();
+        let error = append().unwrap_err().to_string();
+        assert_eq!(error, "append to key \"k\": 8388610 bytes, at most 8388608 are allowed");
     }
 
     #[test]

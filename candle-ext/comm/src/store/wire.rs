@@ -8,9 +8,9 @@ use std::io::{self, Read};
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;
 
 // Bounds that torch's server also keeps, so that a stray client cannot make it allocate at will.
-const MAX_KEYS: u64 = 128 * 1024;
-const MAX_KEY_BYTES: u64 = 8 * 1024;
-const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
+pub(super) const MAX_KEYS: u64 = 128 * 1024;
+pub(super) const MAX_KEY_BYTES: u64 = 8 * 1024;
+pub(super) const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
 
 /// What a server answers to [`Query::Check`].
 pub(super) const READY: u8 = 0;
@@ -93,8 +93,9 @@ impl Query {
     /// Reads one query; `None` when the client has closed the connection between two queries.
     pub(super) fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
         let mut kind = [0];
-        if from.read(&mut kind)? == 0 {
-            return Ok(None);
+        match from.read_exact(&mut kind) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            done => done?,
         }
         let query = match kind[0] {
             0 => Self::Validate(read_u32(from)?),

@@ -1,5 +1,5 @@
 //! What every engine must do: each operation in each dtype against candle's own arithmetic, bit for bit.
-#![allow(dead_code, clippy::unwrap_used)]
+#![allow(clippy::unwrap_used)]
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -29,11 +29,16 @@ pub(crate) fn check(world: &World) -> Result<u64> {
             reduce_scatter(group, dtype, &[n_rows * group.size(), 2])?;
         }
         for salt in 0..3 {
-            all_to_all(group, dtype, salt)?;
+            all_to_all(group, dtype, salt, 3)?;
         }
         ring(group, dtype)?;
     }
     large(group)?.hash(&mut digest);
+    if group.size() <= 4 {
+        for dtype in [DType::BF16, DType::I64] {
+            several_pieces(group, dtype)?;
+        }
+    }
     pairs(group)?;
     strided(group)?;
     several_at_once(group)?;
@@ -120,6 +125,16 @@ fn large(group: &dyn Collective) -> Result<Vec<u8>> {
     Ok(got.iter().flat_map(|x| x.to_le_bytes()).collect())
 }
 
+/// More than a piece for each rank, and more than a socket takes at once.
+fn several_pieces(group: &dyn Collective, dtype: DType) -> Result<()> {
+    let shape = [150_001 * group.size()];
+    all_reduce(group, dtype, &shape, Reduce::Sum)?;
+    reduce_scatter(group, dtype, &shape)?;
+    all_gather(group, dtype, &shape)?;
+    broadcast(group, dtype, &shape, group.size() - 1)?;
+    all_to_all(group, dtype, 1, 150_001)
+}
+
 fn all_gather(group: &dyn Collective, dtype: DType, shape: &[usize]) -> Result<()> {
     let inputs = inputs(group, dtype, shape);
     let got = group.all_gather(&inputs[group.rank()])?;
@@ -136,12 +151,12 @@ fn reduce_scatter(group: &dyn Collective, dtype: DType, shape: &[usize]) -> Resu
     Ok(())
 }
 
-fn all_to_all(group: &dyn Collective, dtype: DType, salt: usize) -> Result<()> {
+fn all_to_all(group: &dyn Collective, dtype: DType, salt: usize, width: usize) -> Result<()> {
     let n = group.size();
     // Uneven, some zero; with salt 2 nobody sends to itself.
     let count = |from: usize, to: usize| if salt == 2 && from == to { 0 } else { (from * 2 + to * 3 + salt) % 4 };
     let sent: Vec<Vec<usize>> = (0..n).map(|from| (0..n).map(|to| count(from, to)).collect()).collect();
-    let inputs: Vec<Tensor> = (0..n).map(|r| input(r, dtype, &[sent[r].iter().sum(), 3])).collect();
+    let inputs: Vec<Tensor> = (0..n).map(|r| input(r, dtype, &[sent[r].iter().sum(), width])).collect();
     let me = group.rank();
     let received: Vec<usize> = (0..n).map(|from| sent[from][me]).collect();
     let got = group.all_to_all(&inputs[me], &sent[me], &received)?;

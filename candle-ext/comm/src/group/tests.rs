@@ -1,0 +1,102 @@
+//! A group over engines that break in ways which real ones do not break on demand.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::fabric::{Fabric, Links, Trouble};
+use crate::{Call, Collective, Failure, Options, Reduce, Result, World, threads};
+
+/// The fabric of threads, but for how a part of the world is connected.
+struct Broken {
+    sound: Arc<dyn Fabric>,
+    open: fn() -> Result<Box<dyn Links>, Trouble>,
+}
+
+impl Fabric for Broken {
+    fn rank(&self) -> usize {
+        self.sound.rank()
+    }
+
+    fn who(&self, rank: usize) -> String {
+        self.sound.who(rank)
+    }
+
+    fn fail(&self, failure: Failure) -> Failure {
+        self.sound.fail(failure)
+    }
+
+    fn failure(&self) -> Option<Failure> {
+        self.sound.failure()
+    }
+
+    fn await_failure(&self, within: Duration) -> Option<Failure> {
+        self.sound.await_failure(within)
+    }
+
+    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
+        if members.len() == 2 { (self.open)() } else { self.sound.open(id, members) }
+    }
+
+    fn doing(&self, id: &str, call: Option<&Call>) {
+        self.sound.doing(id, call);
+    }
+}
+
+struct Panicking;
+
+impl Links for Panicking {
+    fn exchange(&mut self, _send: &[&[u8]], _recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+        panic!("index out of bounds")
+    }
+}
+
+/// Splits four ranks, of whose parts only that of ranks 2 and 3 is broken; returns what both of these report.
+#[track_caller]
+fn check(
+    open: fn() -> Result<Box<dyn Links>, Trouble>,
+    then: impl Fn(&dyn Collective) -> Result<()> + Sync,
+) -> Failure {
+    let options = Options { timeout: Duration::from_secs(60), record: false };
+    let lists = [vec![0], vec![1], vec![2, 3]];
+    let rank = |sound| {
+        let world = World::open(Arc::new(Broken { sound, open }), 4, &options)?;
+        world.run(|world| then(&*world.group().split("part", &lists)?))
+    };
+    let hall = threads::Hall::new(&options);
+    let rank = &rank;
+    let ended: Vec<Result<()>> = thread::scope(|scope| {
+        let threads: Vec<_> = threads::doors(&hall, 4).map(|door| scope.spawn(move || rank(door))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("the rank does not panic")).collect()
+    });
+    let told = |ended: &Result<()>| match ended {
+        Err(crate::Error::Failed(failure)) => failure.clone(),
+        other => panic!("{other:?}"),
+    };
+    let [third, fourth] = [2, 3].map(|rank| told(&ended[rank]));
+    assert_eq!(third, fourth);
+    third
+}
+
+fn sum(group: &dyn Collective) -> Result<()> {
+    group.all_reduce(&Tensor::ones(3, DType::F32, &Device::Cpu)?, Reduce::Sum).map(drop)
+}
+
+#[test]
+fn a_rank_that_a_part_cannot_be_connected_to_is_named_as_in_the_world() {
+    let failure = check(|| Err(Trouble::Late(vec![1], Duration::from_secs(7))), sum);
+    assert_eq!(failure.rank, 3);
+    assert!(failure.message.contains("in group world of ranks [0, 1, 2, 3]: rank 3 silent for 7s"), "{failure}");
+    let refused = || Err(Trouble::Unreachable(1, std::io::ErrorKind::ConnectionRefused.into()));
+    assert_eq!(check(refused, sum).rank, 3);
+}
+
+#[test]
+fn a_panic_in_an_operation_ends_the_world() {
+    let failure = check(|| Ok(Box::new(Panicking)), |group| if group.size() == 2 { sum(group) } else { Ok(()) });
+    let what = format!("finish all_reduce 1 (sum, f32 [3]) in group part of ranks [2, 3]: rank {}", failure.rank);
+    assert!(failure.message.starts_with(&what), "{failure}");
+    assert!(failure.message.contains(": panicked: index out of bounds (seen by rank "), "{failure}");
+}
