@@ -6,6 +6,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::ended::Ended;
+
 /// What a worker said.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ErrorFile {
@@ -41,10 +43,15 @@ fn seconds(value: &Value) -> u64 {
     number.unwrap_or(0.0) as u64
 }
 
-/// Copies a worker's file to where whoever started the launcher expects it, with the worker's exit code.
-pub fn hand_up(from: &Path, to: &Path, code: i32) -> io::Result<()> {
+/// Copies a worker's file to where whoever started the launcher expects it, with how the worker ended, as torchrun does: a
+/// signal is a negative code.
+pub fn hand_up(from: &Path, to: &Path, ended: Ended) -> io::Result<()> {
     let mut value: Value = serde_json::from_str(&fs::read_to_string(from)?)?;
-    if let Some(inner) = value["message"].as_object_mut() {
+    let code = match ended {
+        Ended::Code(code) => code,
+        Ended::Signal(signal) => -signal,
+    };
+    if let Some(inner) = value.get_mut("message").and_then(Value::as_object_mut) {
         inner.insert("errorCode".into(), code.into());
     }
     fs::write(to, value.to_string())
@@ -78,5 +85,28 @@ mod tests {
         check(r#"{"message": {"mess"#, None);
         check("{}", None);
         check("", None);
+    }
+
+    #[track_caller]
+    fn check_handed_up(text: &str, want: &str) {
+        let folder = tempfile::tempdir().unwrap();
+        let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
+        fs::write(&from, text).unwrap();
+        hand_up(&from, &to, Ended::Signal(9)).unwrap();
+        let read = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        assert_eq!(read(&fs::read_to_string(to).unwrap()), read(want));
+    }
+
+    #[test]
+    fn the_code_is_added_as_torchrun_adds_it() {
+        check_handed_up(r#"{"message":{"message":"no"}}"#, r#"{"message":{"errorCode":-9,"message":"no"}}"#);
+        check_handed_up(r#"{"message":"no"}"#, r#"{"message":"no"}"#);
+    }
+
+    #[test]
+    fn what_is_no_object_is_handed_up_as_it_is() {
+        for text in ["[1]", "7", "\"no\"", "null", "{}"] {
+            check_handed_up(text, text);
+        }
     }
 }
