@@ -20,9 +20,15 @@ pub struct ErrorFile {
 }
 
 impl ErrorFile {
-    /// Reads a worker's file. There is none if the worker had no time to write it.
+    /// Reads a worker's file. There is none if the worker had no time to write it; one that cannot be understood says so.
     pub fn read(path: &Path) -> Option<Self> {
-        let value: Value = serde_json::from_str(&fs::read_to_string(path).ok()?).ok()?;
+        let text = fs::read(path).ok()?;
+        let read = serde_json::from_slice(&text).ok().and_then(|value| Self::of(&value));
+        let message = format!("{} is not an error file, or was cut off", path.display());
+        Some(read.unwrap_or(Self { message, traceback: None, timestamp: 0 }))
+    }
+
+    fn of(value: &Value) -> Option<Self> {
         match &value["message"] {
             Value::String(message) => {
                 Some(Self { message: message.clone(), traceback: None, timestamp: seconds(&value["timestamp"]) })
@@ -81,10 +87,14 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_off_says_nothing() {
-        check(r#"{"message": {"mess"#, None);
-        check("{}", None);
-        check("", None);
+    fn a_file_that_was_cut_off_is_named() {
+        for text in [r#"{"message": {"mess"#, "{}", "", "[1]"] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            fs::write(file.path(), text).unwrap();
+            let message = ErrorFile::read(file.path()).unwrap().message;
+            assert_eq!(message, format!("{} is not an error file, or was cut off", file.path().display()));
+        }
+        assert_eq!(ErrorFile::read(Path::new("/nowhere/error.json")), None);
     }
 
     #[track_caller]
