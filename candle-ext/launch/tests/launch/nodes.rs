@@ -337,3 +337,38 @@ fn launchers_that_were_not_started_alike_say_in_what() {
     assert!(done.iter().any(said), "{}\n{}", done[0].err, done[1].err);
     assert!(done.iter().all(|done| done.code == Some(1) && done.out.is_empty()));
 }
+
+/// Starts two nodes. The ranks of `done` end well, the others go on until they are told.
+fn half_done(job: &Job, done: &str) -> [Running; 2] {
+    let script = format!("case $RANK in {done}) exit 0;; esac; exec sleep 1000");
+    let nodes = [node(job, 0, &script), node(job, 1, &script)];
+    wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
+    let store = Client::connect("127.0.0.1", job.port, Duration::from_secs(10)).unwrap().with_prefix("launch/none/0");
+    wait_until("the end of half of the work", || store.add("done", 0).unwrap() > 0);
+    nodes
+}
+
+#[test]
+fn a_node_that_is_done_needs_no_store() {
+    let [host, other] = half_done(&fixed(free_port()), "2");
+    host.signal(Signal::KILL);
+    other.finish().has_code(0);
+    host.finish();
+}
+
+#[test]
+fn a_host_that_is_done_notices_that_the_others_are_lost() {
+    let flags = &["--rdzv-conf", "keep_alive_interval=1"];
+    let [host, other] = half_done(&Job { flags, ..fixed(free_port()) }, "0 | 1");
+    other.signal(Signal::KILL);
+    other.finish();
+    host.finish().has_code(7).says(&["node 1 was not heard of for 3s"]);
+}
+
+#[test]
+fn a_host_that_is_done_tells_the_others_when_it_is_stopped() {
+    let [host, other] = half_done(&fixed(free_port()), "0 | 1");
+    host.signal(Signal::TERM);
+    other.finish().has_code(7).says(&["another node was stopped: the launcher on "]);
+    host.finish().has_code(143);
+}

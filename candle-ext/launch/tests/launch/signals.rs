@@ -42,9 +42,20 @@ fn sigterm_lets_every_worker_save() {
 
 #[test]
 fn a_worker_that_saves_slowly_hears_the_signal_once() {
-    let save = "trap 'echo asked; n=$((n+1)); [ $RANK = 0 ] && exit 75; sleep 0.3; exit 75' TERM";
-    let done = check(save, &[Signal::TERM], 75);
-    assert_eq!(done.sorted(), ["[0]: asked", "[1]: asked"]);
+    let (_folder, path) = folder();
+    // Rank 1 listens for a while after rank 0 has ended.
+    let script = format!(
+        "cd {}; trap 'echo asked; asked=1' TERM; echo $$ > $RANK.part; mv $RANK.part $RANK
+         while [ -z \"$asked\" ]; do sleep 0.01; done; [ $RANK = 0 ] && exit 75
+         while grep -q '^State:.[RS]' /proc/$(cat 0)/status; do sleep 0.01; done
+         i=0; while [ $i -lt 20 ]; do sleep 0.01; i=$((i+1)); done; exit 75",
+        path.display()
+    );
+    let running = start_script(2, &[], &script);
+    wait_for_both(&path);
+    running.signal(Signal::TERM);
+    let done = running.finish();
+    assert_eq!(done.has_code(75).sorted(), ["[0]: asked", "[1]: asked"]);
 }
 
 #[test]
