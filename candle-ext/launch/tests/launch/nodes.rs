@@ -292,7 +292,9 @@ fn a_node_of_ranks_that_blame_another_is_not_the_cause() {
 
 #[test]
 fn who_left_while_it_waited_may_come_back() {
-    for job in [Job { n_nodes: "3", ..fixed(free_port()) }, dynamic(free_port(), "3", &[])] {
+    // Its silence alone would not make room for it in time.
+    let flags = &["--rdzv-conf", "keep_alive_interval=100"];
+    for job in [Job { n_nodes: "3", flags, ..fixed(free_port()) }, dynamic(free_port(), "3", flags)] {
         let host = node(&job, 0, WHO);
         wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
         let store = Client::connect("127.0.0.1", job.port, Duration::from_secs(10)).unwrap();
