@@ -331,8 +331,9 @@ fn a_dead_launchers_number_can_be_taken() {
 
 #[test]
 fn launchers_that_were_not_started_alike_say_in_what() {
-    let job = fixed(free_port());
-    let other = Job { flags: &["--max-restarts", "2"], ..fixed(job.port) };
+    // Whoever notices first leaves; the other may wait for a better one.
+    let job = Job { flags: &["--rdzv-conf", "timeout=5"], ..fixed(free_port()) };
+    let other = Job { flags: &["--rdzv-conf", "timeout=5", "--max-restarts", "2"], ..fixed(job.port) };
     let done = [node(&job, 0, WHO), node(&other, 1, WHO)].map(Running::finish);
     let said =
         |done: &Done| done.err.contains("agree with the launcher on ") && done.err.contains("--max-restarts is ");
