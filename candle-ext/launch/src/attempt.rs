@@ -64,8 +64,19 @@ struct Stop {
 pub enum Action {
     /// Nothing.
     Wait,
-    /// Send this signal to every worker that runs.
+    /// Send this signal to every worker that runs, and to what it started.
     Send(i32),
+    /// Send this signal to every worker that runs: it ends nothing.
+    Notify(i32),
+}
+
+/// What the other nodes must hear at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum News {
+    /// This node was asked to stop, by this signal.
+    Stops(i32),
+    /// A worker saved or failed, and does not blame another.
+    Ended(Exit),
 }
 
 /// How an attempt ended.
@@ -79,6 +90,8 @@ pub enum Outcome {
     Failed(Vec<Exit>),
     /// Workers of another node failed; the text says which.
     PeerFailed(String),
+    /// Another node was asked to stop, so these workers were too, with this code; the text says which.
+    PeerStopped(String, i32),
     /// The nodes must meet anew: another one came.
     Regroup,
 }
@@ -120,6 +133,16 @@ impl Attempt {
         }
     }
 
+    /// Returns what the other nodes must hear of an event that was just taken in, and of which worker.
+    pub fn news(&self, event: &Event) -> Option<News> {
+        let exit = self.ended.last();
+        match event {
+            Event::Signal(signal) if self.stop.is_some_and(|stop| stop.signal == *signal) => Some(News::Stops(*signal)),
+            Event::Ended { .. } => exit.filter(|exit| exit.is_news()).map(|exit| News::Ended(*exit)),
+            _ => None,
+        }
+    }
+
     /// Takes in that the deadline has passed.
     pub fn time_is_up(&mut self) -> Action {
         self.deadline = None;
@@ -135,6 +158,8 @@ impl Attempt {
             Ended::Code(OK) => return Action::Wait,
             // It was asked to stop, by whom ever. The others save too and must not hear it twice.
             Ended::Code(PREEMPTED) => self.end_within(self.rules.grace.after_signal, at),
+            // It did not save, but the others may.
+            _ if !exit.is_failure() => self.end_within(self.rules.grace.after_signal, at),
             _ => self.end_within(self.rules.grace.after_failure, at),
         }
         let is_first_failure = exit.is_failure() && self.sent == Sent::default();
@@ -143,11 +168,12 @@ impl Attempt {
 
     fn on_signal(&mut self, signal: i32, now: Instant) -> Action {
         match self.stop {
-            _ if !self.rules.ending.contains(&signal) => Action::Send(signal),
+            _ if !self.rules.ending.contains(&signal) => Action::Notify(signal),
             None => {
                 self.stop = Some(Stop { signal, at: now, is_kill: false });
                 self.end_within(self.rules.grace.after_signal, now);
-                self.end_by(signal)
+                // Another node may have been told before, and have told this one.
+                if self.sent.has(signal) { Action::Wait } else { self.end_by(signal) }
             }
             // Schedulers and shells say it more than once; a person at the keyboard means it.
             Some(stop) if signal != SIGINT && now < stop.at + ECHO => Action::Wait,
@@ -163,8 +189,11 @@ impl Attempt {
             return Action::Wait;
         }
         self.peer = Some(peer.clone());
-        self.end_within(self.rules.grace.after_failure, now);
-        if self.sent == Sent::default() { self.end_by(SIGTERM) } else { Action::Wait }
+        let grace = self.rules.grace;
+        let is_lost = matches!(peer, Peer::Failed(_) | Peer::Lost(_));
+        self.end_within(if is_lost { grace.after_failure } else { grace.after_signal }, now);
+        let is_told = self.sent != Sent::default() || matches!(peer, Peer::Saved(_));
+        if is_told { Action::Wait } else { self.end_by(SIGTERM) }
     }
 
     /// An earlier deadline stands.
@@ -185,15 +214,29 @@ impl Attempt {
         let was_preempted = self.ended.iter().any(|exit| exit.ended == Ended::Code(PREEMPTED));
         match (&self.stop, &self.peer) {
             (Some(stop), _) if stop.is_kill => Outcome::Stopped(128 + stop.signal),
-            (_, Some(Peer::Failed(text))) if failures.iter().all(Exit::blames_another) => {
+            (_, Some(Peer::Failed(text) | Peer::Lost(text))) if failures.iter().all(Exit::is_consequence) => {
+                Outcome::PeerFailed(text.clone())
+            }
+            (_, Some(Peer::Stopped(text) | Peer::Saved(text)))
+                if !failures.is_empty() && failures.iter().all(Exit::is_consequence) =>
+            {
                 Outcome::PeerFailed(text.clone())
             }
             _ if !failures.is_empty() => Outcome::Failed(failures),
             (Some(stop), _) => Outcome::Stopped(self.code_after(stop.signal, was_preempted)),
             (None, Some(Peer::Joins)) => Outcome::Regroup,
+            (None, Some(Peer::Stopped(text))) => Outcome::PeerStopped(text.clone(), self.code_for_peer(was_preempted)),
             _ if self.timed_out => Outcome::Stopped(128 + SIGKILL),
             _ if was_preempted => Outcome::Stopped(PREEMPTED),
             _ => Outcome::Succeeded,
+        }
+    }
+
+    fn code_for_peer(&self, was_preempted: bool) -> i32 {
+        match was_preempted {
+            _ if self.ended.iter().all(|exit| exit.ended == Ended::Code(OK)) => OK,
+            true => PREEMPTED,
+            false => PEER,
         }
     }
 
@@ -229,6 +272,16 @@ impl Exit {
             Ended::Code(code) => !self.sent.has(code - 128),
             Ended::Signal(signal) => !self.sent.has(signal),
         }
+    }
+
+    fn is_news(&self) -> bool {
+        let has_saved = self.ended == Ended::Code(PREEMPTED);
+        self.sent == Sent::default() && !self.blames_another() && (has_saved || self.is_failure())
+    }
+
+    /// Says whether another's end may be the cause: the worker says so, or ended after it was told to.
+    pub fn is_consequence(&self) -> bool {
+        self.blames_another() || self.sent != Sent::default()
     }
 
     /// Says whether the worker's code is "another rank failed".

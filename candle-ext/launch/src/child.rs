@@ -14,6 +14,8 @@ use rustix::process::{
 };
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 
+use crate::console::say;
+
 /// The first argument of a worker that is not yet the user's program; then come the launcher's pid and the program.
 pub const WORKER: &str = "__worker";
 /// The first argument of the guard.
@@ -33,21 +35,19 @@ pub fn run(arguments: &[OsString]) -> Option<ExitCode> {
 /// the exec.
 fn become_worker(arguments: &[OsString]) -> ExitCode {
     let [launcher, program, rest @ ..] = arguments else { return ExitCode::from(NOT_STARTED) };
-    let prepared = setsid()
-        .and_then(|_| set_parent_process_death_signal(Some(Signal::KILL)))
-        .and_then(|()| kill_process(getpid(), Signal::STOP));
-    if let Err(error) = prepared {
-        eprintln!("launch: failed to prepare {}: {error}", program.display());
-        return ExitCode::from(NOT_STARTED);
-    }
-    // The launcher may have died before it could be watched.
+    let prepared = setsid().and_then(|_| set_parent_process_death_signal(Some(Signal::KILL)));
+    // The launcher may have died before it could be watched: nobody would wake what stops now.
     let is_orphan =
         getppid().is_none_or(|parent| Some(parent.as_raw_nonzero().to_string().as_str()) != launcher.to_str());
     if is_orphan {
         return ExitCode::from(NOT_STARTED);
     }
+    if let Err(error) = prepared.and_then(|()| kill_process(getpid(), Signal::STOP)) {
+        say(&format!("failed to prepare {}: {error}", program.display()));
+        return ExitCode::from(NOT_STARTED);
+    }
     let error = Command::new(program).args(rest).exec();
-    eprintln!("launch: failed to start {}: {error}", program.display());
+    say(&format!("failed to start {}: {error}", program.display()));
     ExitCode::from(if error.kind() == io::ErrorKind::NotFound { NOT_FOUND } else { NOT_STARTED })
 }
 

@@ -11,7 +11,7 @@ use crate::values::{Backend, NodeRange, Patterns, ProcessCount, Ranks, Rendezvou
 
 /// Starts a program once for each rank, as torchrun does, and ends all of it if one of them fails.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "launch", version, override_usage = USAGE, after_long_help = EXAMPLES)]
+#[command(name = "launch", version, override_usage = USAGE, after_long_help = EXAMPLES, args_override_self = true)]
 pub struct Cli {
     /// Print what would run, one worker after the other, and start nothing
     #[arg(long)]

@@ -11,8 +11,15 @@ use candlewick_comm::place::Master;
 pub fn text(plan: &Plan, host: &Host) -> String {
     let round = imagined_round(plan, host);
     let logs = AttemptLogs::imagined(&plan.output, &plan.run_id);
-    let setting =
-        Setting { plan, round: &round, attempt: 0, logs: &logs, host: &host.name, variables: &host.variables };
+    let setting = Setting {
+        plan,
+        round: &round,
+        attempt: 0,
+        restart: 0,
+        logs: &logs,
+        host: &host.name,
+        variables: &host.variables,
+    };
     let mut text = format!(
         "# node {} of {}, {} workers, {}\n",
         round.group_rank,

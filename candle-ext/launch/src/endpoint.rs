@@ -1,7 +1,7 @@
 //! A host and a port, and whether the host is this machine.
 
 use std::fmt;
-use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv6Addr, ToSocketAddrs, UdpSocket};
 
 /// Where something listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,7 +17,11 @@ impl Endpoint {
     pub fn parse(text: &str, default_port: u16) -> Result<Self, String> {
         let text = text.trim();
         let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-            Some((host, port)) => (host, port.strip_prefix(':')),
+            Some((host, "")) => (host, None),
+            Some((host, rest)) => {
+                (host, Some(rest.strip_prefix(':').ok_or_else(|| format!("`{rest}` is not a port behind a colon"))?))
+            }
+            None if text.parse::<Ipv6Addr>().is_ok() => (text, None),
             None => text.rsplit_once(':').map_or((text, None), |(host, port)| (host, Some(port))),
         };
         let is_host = |c: char| c.is_alphanumeric() || "_.:-%".contains(c);
@@ -69,6 +73,7 @@ mod tests {
         check(" 10.0.0.1:0 ", "10.0.0.1:0");
         check("[::1]:5", "[::1]:5");
         check("[fe80::1%eth0]", "[fe80::1%eth0]:29400");
+        check("fe80::1", "[fe80::1]:29400");
     }
 
     #[test]
@@ -77,6 +82,7 @@ mod tests {
         check("node0:", "`` is not a port");
         check("http://node0:1", "`http://node0` is not a host");
         check(":5", "`` is not a host");
+        check("[::1]5", "`5` is not a port behind a colon");
     }
 
     #[test]

@@ -6,6 +6,8 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::ended::Ended;
+
 /// What a worker said.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ErrorFile {
@@ -18,9 +20,15 @@ pub struct ErrorFile {
 }
 
 impl ErrorFile {
-    /// Reads a worker's file. There is none if the worker had no time to write it.
+    /// Reads a worker's file. There is none if the worker had no time to write it; one that cannot be understood says so.
     pub fn read(path: &Path) -> Option<Self> {
-        let value: Value = serde_json::from_str(&fs::read_to_string(path).ok()?).ok()?;
+        let text = fs::read(path).ok()?;
+        let read = serde_json::from_slice(&text).ok().and_then(|value| Self::of(&value));
+        let message = format!("{} is not an error file, or was cut off", path.display());
+        Some(read.unwrap_or(Self { message, traceback: None, timestamp: 0 }))
+    }
+
+    fn of(value: &Value) -> Option<Self> {
         match &value["message"] {
             Value::String(message) => {
                 Some(Self { message: message.clone(), traceback: None, timestamp: seconds(&value["timestamp"]) })
@@ -41,10 +49,15 @@ fn seconds(value: &Value) -> u64 {
     number.unwrap_or(0.0) as u64
 }
 
-/// Copies a worker's file to where whoever started the launcher expects it, with the worker's exit code.
-pub fn hand_up(from: &Path, to: &Path, code: i32) -> io::Result<()> {
+/// Copies a worker's file to where whoever started the launcher expects it, with how the worker ended, as torchrun does: a
+/// signal is a negative code.
+pub fn hand_up(from: &Path, to: &Path, ended: Ended) -> io::Result<()> {
     let mut value: Value = serde_json::from_str(&fs::read_to_string(from)?)?;
-    if let Some(inner) = value["message"].as_object_mut() {
+    let code = match ended {
+        Ended::Code(code) => code,
+        Ended::Signal(signal) => -signal,
+    };
+    if let Some(inner) = value.get_mut("message").and_then(Value::as_object_mut) {
         inner.insert("errorCode".into(), code.into());
     }
     fs::write(to, value.to_string())
@@ -74,9 +87,36 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_cut_off_says_nothing() {
-        check(r#"{"message": {"mess"#, None);
-        check("{}", None);
-        check("", None);
+    fn a_file_that_was_cut_off_is_named() {
+        for text in [r#"{"message": {"mess"#, "{}", "", "[1]"] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            fs::write(file.path(), text).unwrap();
+            let message = ErrorFile::read(file.path()).unwrap().message;
+            assert_eq!(message, format!("{} is not an error file, or was cut off", file.path().display()));
+        }
+        assert_eq!(ErrorFile::read(Path::new("/nowhere/error.json")), None);
+    }
+
+    #[track_caller]
+    fn check_handed_up(text: &str, want: &str) {
+        let folder = tempfile::tempdir().unwrap();
+        let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
+        fs::write(&from, text).unwrap();
+        hand_up(&from, &to, Ended::Signal(9)).unwrap();
+        let read = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        assert_eq!(read(&fs::read_to_string(to).unwrap()), read(want));
+    }
+
+    #[test]
+    fn the_code_is_added_as_torchrun_adds_it() {
+        check_handed_up(r#"{"message":{"message":"no"}}"#, r#"{"message":{"errorCode":-9,"message":"no"}}"#);
+        check_handed_up(r#"{"message":"no"}"#, r#"{"message":"no"}"#);
+    }
+
+    #[test]
+    fn what_is_no_object_is_handed_up_as_it_is() {
+        for text in ["[1]", "7", "\"no\"", "null", "{}"] {
+            check_handed_up(text, text);
+        }
     }
 }

@@ -1,12 +1,11 @@
 //! What the launcher waits for, on one channel.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::sync::mpsc::Sender;
 use std::thread;
 
-use signal_hook::consts::{SIGUSR1, SIGUSR2};
+use signal_hook::consts::{SIGHUP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
 use crate::ended::Ended;
@@ -35,8 +34,14 @@ pub enum Event {
 /// What happens on other nodes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Peer {
-    /// Workers failed, or the node is gone; the text says which.
+    /// Workers failed, or the node is silent; the text says which.
     Failed(String),
+    /// The store is gone, and the node that hosts it.
+    Lost(String),
+    /// It was asked to stop, and will not come back.
+    Stopped(String),
+    /// A worker saved and ended, as all are about to.
+    Saved(String),
     /// A node would like to join.
     Joins,
 }
@@ -46,9 +51,9 @@ pub const PASSED_ON: [i32; 2] = [SIGUSR1, SIGUSR2];
 
 /// Sends the signals of `ending` and those that are passed on to `events` from now on.
 pub fn catch_signals(ending: &[i32], events: Sender<Event>) -> io::Result<()> {
-    let ignored = ignored_signals();
-    // Who is started by nohup shall not die of the terminal's end.
-    let wanted = ending.iter().chain(&PASSED_ON).filter(|signal| !ignored.contains_key(*signal));
+    // Who is started by nohup shall not die of the terminal's end. Other signals a shell ignores for what it starts by `&`.
+    let is_nohup = is_ignored(SIGHUP);
+    let wanted = ending.iter().chain(&PASSED_ON).filter(|signal| !(is_nohup && **signal == SIGHUP));
     let mut signals = Signals::new(wanted)?;
     thread::spawn(move || {
         for signal in signals.forever() {
@@ -60,10 +65,19 @@ pub fn catch_signals(ending: &[i32], events: Sender<Event>) -> io::Result<()> {
     Ok(())
 }
 
-/// The signals that this process was started to ignore.
-fn ignored_signals() -> BTreeMap<i32, ()> {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+/// Says whether this process was started to ignore a signal.
+fn is_ignored(signal: i32) -> bool {
+    is_in_mask("self", "SigIgn:", signal)
+}
+
+/// Says whether a process has a handler for a signal.
+pub fn is_caught(pid: i32, signal: i32) -> bool {
+    is_in_mask(&pid.to_string(), "SigCgt:", signal)
+}
+
+fn is_in_mask(process: &str, name: &str, signal: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix(name));
     let mask = mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
-    (1..=64).filter(|signal| mask >> (signal - 1) & 1 == 1).map(|signal| (signal, ())).collect()
+    mask >> (signal - 1) & 1 == 1
 }

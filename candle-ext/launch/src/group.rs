@@ -1,15 +1,14 @@
 //! Carries out one attempt: starts this node's workers, does what [`crate::attempt`] decides, and buries them.
 
 use std::io;
-use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::attempt::{Action, Attempt, Exit, Outcome, Rules, root_cause};
+use crate::attempt::{Action, Attempt, Exit, News, Outcome, Rules, root_cause};
 use crate::error_file::ErrorFile;
-use crate::event::Event;
+use crate::event::{Event, is_caught};
 use crate::guard::Guard;
-use crate::logs::AttemptLogs;
+use crate::logs::{AttemptLogs, has_files};
+use crate::mailbox::Mailbox;
 use crate::output::Outlets;
 use crate::plan::Plan;
 use crate::report::{RootCause, last_lines};
@@ -27,6 +26,8 @@ pub struct Setting<'a> {
     pub round: &'a Round,
     /// Its number.
     pub attempt: usize,
+    /// How many failures there were before.
+    pub restart: usize,
     /// Its folders.
     pub logs: &'a AttemptLogs,
     /// This machine's name.
@@ -35,18 +36,9 @@ pub struct Setting<'a> {
     pub variables: &'a Variables,
 }
 
-/// Where events come from and go to.
-#[derive(Debug)]
-pub struct Mailbox {
-    /// For whoever has something to say.
-    pub sender: Sender<Event>,
-    /// For the launcher.
-    pub receiver: Receiver<Event>,
-}
-
 /// How an attempt ended.
 #[derive(Debug)]
-pub struct Result {
+pub struct Ending {
     /// In one word.
     pub outcome: Outcome,
     /// Who failed first, if somebody did.
@@ -55,30 +47,70 @@ pub struct Result {
     pub is_stopping: bool,
 }
 
-/// Runs this node's workers to their end.
-pub fn run(setting: &Setting, mailbox: &Mailbox, guard: &mut Guard) -> io::Result<Result> {
+/// Runs this node's workers to their end. `tell` gets what the other nodes must hear before that.
+pub fn run(setting: &Setting, mailbox: &Mailbox, guard: &mut Guard, tell: &dyn Fn(News)) -> io::Result<Ending> {
     let began = Instant::now();
     let mut workers = start_all(setting, mailbox, guard)?;
+    let mut notices = Notices::new(workers.len(), mailbox);
     let grace = setting.plan.grace;
     let rules = Rules { grace, ending: setting.plan.signals.numbers.clone() };
     let mut attempt = Attempt::new(workers.len(), rules);
     while !attempt.running().is_empty() {
-        let action = match next_event(mailbox, attempt.deadline()) {
+        notices.deliver(attempt.running(), &workers);
+        let look_again = notices.is_any().then(|| Instant::now() + LOOK_AGAIN);
+        let action = match mailbox.next(attempt.deadline().into_iter().chain(look_again).min()) {
             Some(Event::Peer { round, .. }) if round != setting.attempt => Action::Wait,
-            Some(event) => attempt.on(&event, Instant::now()),
-            None => attempt.time_is_up(),
+            Some(event) => {
+                let action = attempt.on(&event, Instant::now());
+                attempt.news(&event).into_iter().for_each(tell);
+                action
+            }
+            None if attempt.deadline().is_some_and(|deadline| Instant::now() >= deadline) => attempt.time_is_up(),
+            None => Action::Wait,
         };
-        if let Action::Send(signal) = action {
-            attempt.running().iter().for_each(|local_rank| workers[*local_rank].signal(signal));
+        let running = attempt.running().iter().map(|local_rank| &workers[*local_rank]);
+        match action {
+            Action::Wait => {}
+            Action::Send(signal) => running.for_each(|worker| worker.signal(signal)),
+            Action::Notify(signal) => running.for_each(|worker| worker.notify(signal)),
         }
     }
-    bury_all(&mut workers, guard)?;
+    bury_all(&mut workers, mailbox, guard);
     let outcome = attempt.outcome();
     let root = match &outcome {
         Outcome::Failed(failures) => describe(setting, &workers, failures, attempt.exits(), began),
         _ => None,
     };
-    Ok(Result { outcome, root, is_stopping: attempt.is_stopping() })
+    Ok(Ending { outcome, root, is_stopping: attempt.is_stopping() })
+}
+
+/// How long to wait for a worker to be ready for a notice.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// Signals of the past that workers have not heard: each hears them as soon as it has a handler.
+struct Notices(Vec<(usize, i32)>);
+
+impl Notices {
+    fn new(n_workers: usize, mailbox: &Mailbox) -> Self {
+        let signals = mailbox.notices();
+        Self((0..n_workers).flat_map(|local_rank| signals.iter().map(move |signal| (local_rank, *signal))).collect())
+    }
+
+    fn is_any(&self) -> bool {
+        !self.0.is_empty()
+    }
+
+    fn deliver(&mut self, running: &[usize], workers: &[Worker]) {
+        self.0.retain(|(local_rank, signal)| {
+            let worker = &workers[*local_rank];
+            let is_running = running.contains(local_rank);
+            let is_heard = is_running && is_caught(worker.pid().as_raw_pid(), *signal);
+            if is_heard {
+                worker.notify(*signal);
+            }
+            is_running && !is_heard
+        });
+    }
 }
 
 /// Either all are started, or those that were are ended again.
@@ -87,11 +119,11 @@ fn start_all(setting: &Setting, mailbox: &Mailbox, guard: &mut Guard) -> io::Res
     let mut workers = Vec::new();
     for local_rank in 0..setting.plan.local_world_size {
         let start = start_of(setting, local_rank);
-        let worker = Worker::start(&start, &outlets, guard, mailbox.sender.clone());
+        let worker = Worker::start(&start, &outlets, guard, mailbox.sender());
         match worker {
             Ok(worker) => workers.push(worker),
             Err(error) => {
-                bury_all(&mut workers, guard)?;
+                bury_all(&mut workers, mailbox, guard);
                 return Err(error);
             }
         }
@@ -101,8 +133,8 @@ fn start_all(setting: &Setting, mailbox: &Mailbox, guard: &mut Guard) -> io::Res
 
 /// Returns what one worker is started with.
 pub fn start_of(setting: &Setting, local_rank: usize) -> Start {
-    let Setting { plan, round, attempt, logs, variables, .. } = setting;
-    let mut own = worker_variables(plan, round, *attempt, local_rank, variables);
+    let Setting { plan, round, restart, logs, variables, .. } = setting;
+    let mut own = worker_variables(plan, round, *restart, local_rank, variables);
     let error_file = logs.error_file(local_rank).display().to_string();
     own.insert("TORCHELASTIC_ERROR_FILE".into(), error_file);
     let command = worker_command(plan, local_rank);
@@ -110,25 +142,11 @@ pub fn start_of(setting: &Setting, local_rank: usize) -> Start {
 }
 
 /// The guard must not hear of a number's end after the kernel may have given it to somebody else.
-fn bury_all(workers: &mut [Worker], guard: &mut Guard) -> io::Result<()> {
+fn bury_all(workers: &mut [Worker], mailbox: &Mailbox, guard: &mut Guard) {
+    workers.iter().for_each(Worker::end_leftovers);
     for worker in workers {
-        worker.end_leftovers();
-        guard.forget(worker.pid())?;
-        worker.bury();
-    }
-    Ok(())
-}
-
-/// Returns the next event, or `None` if the deadline passes before.
-fn next_event(mailbox: &Mailbox, deadline: Option<Instant>) -> Option<Event> {
-    const FOR_EVER: Duration = Duration::from_secs(1 << 20);
-    loop {
-        let left = deadline.map_or(FOR_EVER, |deadline| deadline.saturating_duration_since(Instant::now()));
-        match mailbox.receiver.recv_timeout(left) {
-            Ok(event) => return Some(event),
-            Err(RecvTimeoutError::Timeout) if deadline.is_some() => return None,
-            Err(_) => {}
-        }
+        guard.forget(worker.pid());
+        worker.bury(&|| mailbox.interrupted().is_some());
     }
 }
 
@@ -175,17 +193,8 @@ fn last_words(setting: &Setting, worker: &Worker, local_rank: usize) -> Vec<Stri
     if is_in_file { last_lines(&setting.logs.stream(local_rank, Stream::Err)) } else { worker.last_lines() }
 }
 
-fn has_files(folder: &Path) -> bool {
-    folder.read_dir().is_ok_and(|mut entries| entries.next().is_some())
-}
-
 fn seconds_since_1970(at: Instant) -> u64 {
     let time = SystemTime::now().checked_sub(at.elapsed());
     let since = time.and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok());
     since.map_or(0, |since| since.as_secs())
-}
-
-/// Returns where a worker's error file is, for whoever started the launcher.
-pub fn error_file(logs: &AttemptLogs, root: &RootCause) -> PathBuf {
-    logs.error_file(root.local_rank)
 }

@@ -1,5 +1,6 @@
 //! The launcher's end of the guard: a process that kills the workers' groups if the launcher dies without doing so.
 
+use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -8,39 +9,54 @@ use rustix::process::Pid;
 
 use crate::child::GUARD;
 
-/// A running guard. It ends with this value.
+/// A running guard, and what it was told. It ends with this value.
 #[derive(Debug)]
-pub struct Guard(Child);
+pub struct Guard {
+    child: Child,
+    groups: BTreeSet<i32>,
+}
 
 impl Guard {
     /// Starts the guard.
     pub fn start() -> io::Result<Self> {
-        let mut command = own_program();
-        command.arg(GUARD).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).current_dir("/");
-        command.spawn().map(Self)
+        Ok(Self { child: spawn()?, groups: BTreeSet::new() })
     }
 
-    /// Tells it of a process group.
+    /// Tells it of a process group. If it was killed meanwhile, another takes its place.
     pub fn watch(&mut self, group: Pid) -> io::Result<()> {
-        self.tell('+', group)
+        self.groups.insert(group.as_raw_pid());
+        if self.tell('+', group.as_raw_pid()).is_ok() {
+            return Ok(());
+        }
+        let _ = self.child.wait();
+        self.child = spawn()?;
+        self.groups.clone().into_iter().try_for_each(|group| self.tell('+', group))
     }
 
     /// Tells it that a process group has ended.
-    pub fn forget(&mut self, group: Pid) -> io::Result<()> {
-        self.tell('-', group)
+    pub fn forget(&mut self, group: Pid) {
+        self.groups.remove(&group.as_raw_pid());
+        // A guard that is gone remembers nothing.
+        let _ = self.tell('-', group.as_raw_pid());
     }
 
-    fn tell(&mut self, sign: char, group: Pid) -> io::Result<()> {
-        let pipe = self.0.stdin.as_mut().expect("the pipe was asked for at the start");
-        pipe.write_all(format!("{sign}{}\n", group.as_raw_nonzero()).as_bytes())
+    fn tell(&mut self, sign: char, group: i32) -> io::Result<()> {
+        let pipe = self.child.stdin.as_mut().expect("the pipe was asked for at the start");
+        pipe.write_all(format!("{sign}{group}\n").as_bytes())
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        drop(self.0.stdin.take());
-        let _ = self.0.wait();
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
     }
+}
+
+fn spawn() -> io::Result<Child> {
+    let mut command = own_program();
+    command.arg(GUARD).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null()).current_dir("/");
+    command.spawn()
 }
 
 /// This program, even if its file was replaced meanwhile.

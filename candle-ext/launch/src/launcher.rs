@@ -3,19 +3,23 @@
 
 use std::io;
 use std::path::Path;
-use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
-use crate::attempt::Outcome;
-use crate::ended::{FAILED, OK, PEER};
+use crate::attempt::{Exit, News, Outcome};
+use crate::console::{self, say};
+use crate::ended::{Ended, FAILED, OK, PEER, PREEMPTED};
 use crate::error_file::hand_up;
-use crate::event::{Event, catch_signals};
-use crate::group::{self, Mailbox, Setting};
+use crate::event::{Event, Peer};
+use crate::group::{self, Setting};
 use crate::guard::Guard;
 use crate::host::Host;
 use crate::logs::{AttemptLogs, Logs};
-use crate::meeting::{Meeting, MeetingError};
+use crate::mailbox::Mailbox;
+use crate::meeting::{Meeting, MeetingError, SLICE};
 use crate::plan::Plan;
 use crate::report::RootCause;
+use crate::round::Round;
+use crate::streams::Stream;
 
 /// Why nothing more could be done.
 #[derive(Debug, thiserror::Error)]
@@ -47,24 +51,20 @@ impl LaunchError {
 
 /// Runs the plan on this node, and returns the code to end with.
 pub fn run(plan: &Plan, host: &Host) -> Result<i32> {
-    let (sender, receiver) = channel();
-    let mailbox = Mailbox { sender, receiver };
-    catch_signals(&plan.signals.numbers, mailbox.sender.clone()).map_err(system("watch for signals"))?;
+    let mailbox = Mailbox::open(&plan.signals.numbers).map_err(system("watch for signals"))?;
     let launcher = Launcher { plan, host, mailbox };
-    let mut meeting = Meeting::open(plan, host, &|| launcher.interrupted())?;
+    let mut meeting = Meeting::open(plan, host, &|| launcher.mailbox.interrupted())?;
     let logs = Logs::create(&plan.output, &plan.run_id).map_err(system("make the folder of logs"))?;
     if plan.output.keeps_files() {
         say(&format!("logs are in {}", logs.path().display()));
     }
     let code = launcher.run_attempts(&mut meeting, &logs);
-    meeting.leave();
+    if let Err(error) = &code {
+        meeting.tell(&launcher.end_by(error));
+    }
+    meeting.leave(&|| launcher.mailbox.interrupted());
     logs.tidy();
     code
-}
-
-/// Writes a line of the launcher's own.
-pub fn say(text: &str) {
-    eprintln!("launch: {text}");
 }
 
 struct Launcher<'a> {
@@ -80,80 +80,140 @@ enum Next {
     /// All workers are started again.
     Again,
     /// The same, but it is nobody's fault.
-    Regroup,
+    Regroup(&'static str),
 }
+
+/// How long a node whose workers are done waits for the others, as torchrun's does, unless it hosts the store.
+const EXIT_BARRIER: Duration = Duration::from_secs(300);
 
 impl Launcher<'_> {
     fn run_attempts(&self, meeting: &mut Meeting, logs: &Logs) -> Result<i32> {
-        let mut restarts_left = self.plan.max_restarts;
+        let most = self.plan.max_restarts;
+        let mut n_restarts = 0;
         loop {
-            match self.run_attempt(meeting, logs, restarts_left)? {
+            match self.run_attempt(meeting, logs, n_restarts)? {
                 Next::End(code) => return Ok(code),
                 Next::Again => {
-                    restarts_left -= 1;
-                    let most = self.plan.max_restarts;
-                    say(&format!("starting all workers again: restart {} of {most}", most - restarts_left));
+                    n_restarts += 1;
+                    say(&format!("starting all workers again: restart {n_restarts} of {most}"));
                 }
-                Next::Regroup => say("another node came: starting all workers again"),
+                Next::Regroup(why) => say(&format!("{why}: starting all workers again")),
             }
         }
     }
 
-    fn run_attempt(&self, meeting: &mut Meeting, logs: &Logs, restarts_left: usize) -> Result<Next> {
-        let (attempt, round) = meeting.next_round(&|| self.interrupted())?;
+    fn run_attempt(&self, meeting: &mut Meeting, logs: &Logs, restart: usize) -> Result<Next> {
+        let (attempt, round) = meeting.next_round(&|| self.mailbox.interrupted())?;
         let n_workers = self.plan.local_world_size;
         let folder = logs.attempt(attempt, n_workers).map_err(system("make the folders of logs"))?;
         let (plan, host) = (self.plan, self.host);
-        let setting =
-            Setting { plan, round: &round, attempt, logs: &folder, host: &host.name, variables: &host.variables };
-        let watch = meeting.watch(self.mailbox.sender.clone())?;
+        let (name, variables) = (&host.name, &host.variables);
+        let setting = Setting { plan, round: &round, attempt, restart, logs: &folder, host: name, variables };
+        let watch = meeting.watch(self.mailbox.sender())?;
         let mut guard = Guard::start().map_err(system("start the guard"))?;
-        let result = group::run(&setting, &self.mailbox, &mut guard).map_err(system("start workers"))?;
-        if let Some(root) = &result.root {
-            self.report(root, &folder);
-            meeting.tell_failure(&format!("rank {} on {}: {}", root.rank, root.host, root.ended));
-        }
-        let may_restart = restarts_left > 0 && !result.is_stopping;
-        let next = match (result.outcome, result.root) {
-            (Outcome::Succeeded, _) => self.after_success(meeting, may_restart)?,
-            (Outcome::Stopped(code), _) => Next::End(code),
-            (Outcome::Failed(_), _) if may_restart => Next::Again,
-            (Outcome::Failed(_), root) => Next::End(root.map_or(FAILED, |root| root.ended.code())),
-            (Outcome::PeerFailed(text), _) => after_peer(&text, may_restart),
-            (Outcome::Regroup, _) => Next::Regroup,
+        let tell = |news| meeting.tell(&self.peer_of(news, &round));
+        let ending = group::run(&setting, &self.mailbox, &mut guard, &tell).map_err(system("start workers"))?;
+        let may_restart = restart < plan.max_restarts && !ending.is_stopping;
+        let next = match ending.outcome {
+            Outcome::Succeeded => self.after_success(meeting, attempt, may_restart)?,
+            Outcome::Stopped(code) => Next::End(code),
+            Outcome::Failed(failures) => match self.cause_elsewhere(meeting, &failures) {
+                Some(text) => after_peer(&text, may_restart),
+                None => self.after_failure(meeting, ending.root, &folder, may_restart),
+            },
+            Outcome::PeerFailed(text) => after_peer(&text, may_restart),
+            Outcome::PeerStopped(text, code) => after_stop(meeting, &text, code),
+            Outcome::Regroup => Next::Regroup(CAME),
         };
         drop(watch);
         Ok(next)
     }
 
     /// The others may still fail, and then all start again.
-    fn after_success(&self, meeting: &Meeting, may_restart: bool) -> Result<Next> {
-        match meeting.wait_for_others(&|| self.interrupted())? {
-            true => Ok(Next::End(OK)),
-            false => Ok(after_peer("after the workers of this node had ended well", may_restart)),
+    fn after_success(&self, meeting: &Meeting, attempt: usize, may_restart: bool) -> Result<Next> {
+        let began = Instant::now();
+        let is_patient = || meeting.is_host() || began.elapsed() < EXIT_BARRIER;
+        meeting.say_done();
+        // A store that is gone takes back nothing that was done.
+        while meeting.are_others_busy() && is_patient() {
+            match self.mailbox.next(Some(Instant::now() + SLICE)) {
+                Some(Event::Signal(signal)) if self.mailbox.is_ending(signal) => {
+                    return Err(MeetingError::Interrupted(signal).into());
+                }
+                Some(Event::Peer { round, peer }) if round == attempt => match peer {
+                    Peer::Failed(text) => return Ok(after_peer(&text, may_restart)),
+                    Peer::Stopped(text) => return Ok(after_stop(meeting, &text, OK)),
+                    Peer::Joins => return Ok(Next::Regroup(CAME)),
+                    Peer::Lost(_) | Peer::Saved(_) => break,
+                },
+                _ => {}
+            }
         }
+        Ok(Next::End(OK))
     }
 
-    fn report(&self, root: &RootCause, folder: &AttemptLogs) {
-        eprint!("{}", root.text());
+    /// Workers who all say that another rank failed are believed, if the nodes know of one.
+    fn cause_elsewhere(&self, meeting: &Meeting, failures: &[Exit]) -> Option<String> {
+        let is_blamed = failures.iter().all(Exit::blames_another);
+        is_blamed.then(|| meeting.wait_for_failure(&|| self.mailbox.interrupted()))?
+    }
+
+    fn after_failure(
+        &self,
+        meeting: &Meeting,
+        root: Option<RootCause>,
+        folder: &AttemptLogs,
+        may_restart: bool,
+    ) -> Next {
+        let Some(root) = root else { return Next::End(FAILED) };
+        console::write(Stream::Err, root.text().as_bytes());
+        meeting.tell(&Peer::Failed(format!("rank {} on {}: {}", root.rank, root.host, root.ended)));
+        if may_restart {
+            return Next::Again;
+        }
         // Who started this launcher may be one itself.
         if let Some(own) = self.host.variables.get("TORCHELASTIC_ERROR_FILE") {
-            let _ = hand_up(&folder.error_file(root.local_rank), Path::new(own), root.ended.code());
+            let _ = hand_up(&folder.error_file(root.local_rank), Path::new(own), root.ended);
+        }
+        Next::End(root.ended.code())
+    }
+
+    /// Returns what is to the other nodes what `news` is to this one.
+    fn peer_of(&self, news: News, round: &Round) -> Peer {
+        let host = &self.host.name;
+        match news {
+            News::Stops(signal) => self.stopped_by(signal),
+            News::Ended(Exit { local_rank, ended: Ended::Code(PREEMPTED), .. }) => {
+                Peer::Saved(format!("rank {} on {host} saved and ended", round.rank(local_rank)))
+            }
+            News::Ended(exit) => {
+                Peer::Failed(format!("rank {} on {host}: {}", round.rank(exit.local_rank), exit.ended))
+            }
         }
     }
 
-    /// Returns the signal that ends the group, if one came while no worker ran.
-    fn interrupted(&self) -> Option<i32> {
-        self.mailbox.receiver.try_iter().find_map(|event| match event {
-            Event::Signal(signal) if self.plan.signals.numbers.contains(&signal) => Some(signal),
-            _ => None,
-        })
+    fn end_by(&self, error: &LaunchError) -> Peer {
+        match error {
+            LaunchError::Meeting(MeetingError::Interrupted(signal)) => self.stopped_by(*signal),
+            _ => Peer::Failed(format!("the launcher on {} failed to {error}", self.host.name)),
+        }
+    }
+
+    fn stopped_by(&self, signal: i32) -> Peer {
+        Peer::Stopped(format!("the launcher on {} got {}", self.host.name, Ended::Signal(signal)))
     }
 }
+
+const CAME: &str = "another node came";
 
 fn after_peer(text: &str, may_restart: bool) -> Next {
     say(&format!("workers of another node failed: {text}"));
     if may_restart { Next::Again } else { Next::End(PEER) }
+}
+
+fn after_stop(meeting: &Meeting, text: &str, code: i32) -> Next {
+    say(&format!("another node was stopped: {text}"));
+    if meeting.can_go_on() { Next::Regroup("another node left") } else { Next::End(code) }
 }
 
 fn system(what: &'static str) -> impl Fn(io::Error) -> LaunchError {

@@ -6,6 +6,7 @@
 pub mod attempt;
 pub mod child;
 pub mod cli;
+pub mod console;
 pub mod dry_run;
 pub mod ended;
 pub mod endpoint;
@@ -17,6 +18,7 @@ pub mod host;
 pub mod launcher;
 pub mod lines;
 pub mod logs;
+pub mod mailbox;
 pub mod meeting;
 pub mod output;
 pub mod plan;

@@ -88,7 +88,8 @@ impl AttemptLogs {
     }
 }
 
-fn has_files(folder: &Path) -> bool {
+/// Says whether there is a file in a folder or in those below it.
+pub fn has_files(folder: &Path) -> bool {
     let Ok(entries) = fs::read_dir(folder) else { return false };
     entries.flatten().any(|entry| match entry.file_type() {
         Ok(kind) if kind.is_dir() => has_files(&entry.path()),

@@ -6,11 +6,13 @@ use std::process::ExitCode;
 
 use candlewick_comm::place::{Place, Variables};
 use candlewick_launch::cli::Cli;
+use candlewick_launch::console::{self, say};
 use candlewick_launch::ended::{FAILED, OK, USAGE};
 use candlewick_launch::host::Host;
-use candlewick_launch::launcher::{self, say};
+use candlewick_launch::launcher;
 use candlewick_launch::plan::Plan;
 use candlewick_launch::program;
+use candlewick_launch::streams::Stream;
 use candlewick_launch::{child, dry_run};
 use clap::Parser;
 
@@ -41,7 +43,7 @@ fn launch(cli: &Cli, host: Host) -> i32 {
         Err(error) => return failed(&error, USAGE),
     };
     if cli.dry_run {
-        print!("{}", dry_run::text(&plan, &host));
+        console::write(Stream::Out, dry_run::text(&plan, &host).as_bytes());
         return OK;
     }
     let path = host.variables.get("PATH").map_or("", String::as_str);
@@ -55,7 +57,7 @@ fn launch(cli: &Cli, host: Host) -> i32 {
 fn show_world(variables: &Variables) -> i32 {
     match Place::from_variables(variables) {
         Ok(world) => {
-            println!("{world}");
+            console::write(Stream::Out, format!("{world}\n").as_bytes());
             OK
         }
         Err(error) => failed(&error, FAILED),
@@ -63,7 +65,7 @@ fn show_world(variables: &Variables) -> i32 {
 }
 
 fn failed(error: &dyn std::error::Error, code: i32) -> i32 {
-    eprintln!("error: failed to {error}");
+    console::write(Stream::Err, format!("error: failed to {error}\n").as_bytes());
     code
 }
 

@@ -3,11 +3,15 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, PipeReader, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::process::Stdio;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::console;
 use crate::lines::Lines;
 use crate::logs::AttemptLogs;
 use crate::plan::OutputPlan;
@@ -36,12 +40,17 @@ pub struct Outlet {
 /// Carries a stream from a pipe to where it belongs.
 #[derive(Debug)]
 pub struct Pump {
-    stream: Stream,
     lines: Lines,
-    /// The length of what stands before a line.
-    n_prefix: usize,
-    is_shown: bool,
     file: Option<File>,
+    sink: Sink,
+}
+
+/// Where whole lines go.
+#[derive(Debug)]
+struct Sink {
+    stream: Stream,
+    prefix: String,
+    is_shown: bool,
     filter: Option<(Vec<String>, Filtered)>,
     tail: Tail,
 }
@@ -77,76 +86,94 @@ impl Outlets {
             Stream::Err => &self.plan.stderr_filters.0,
         };
         let filtered = self.filtered[stream as usize].clone().filter(|_| is_teed);
-        let pump = Pump {
+        let sink = Sink {
             stream,
-            lines: Lines::new(prefix),
-            n_prefix: prefix.len(),
+            prefix: prefix.to_owned(),
             is_shown: self.plan.shown.as_ref().is_none_or(|shown| shown.0.contains(&local_rank)),
-            file: is_teed.then(file).transpose()?,
             filter: filtered.map(|file| (words.clone(), file)),
             tail,
         };
+        let pump = Pump { lines: Lines::default(), file: is_teed.then(file).transpose()?, sink };
         Ok(Outlet { stdio: Stdio::piped(), pump: Some(pump) })
     }
 }
 
 impl Pump {
-    /// Reads to the end of the stream on a thread of its own.
-    pub fn start(mut self, mut from: impl Read + Send + 'static) -> JoinHandle<()> {
+    /// Reads to the end of the stream on a thread of its own. A process that nobody knows of may hold the pipe for ever: when
+    /// `over` is closed at its other end, what is in the pipe is the rest.
+    pub fn start(mut self, mut from: impl Read + AsFd + Send + 'static, over: Arc<PipeReader>) -> JoinHandle<()> {
         thread::spawn(move || {
             let mut bytes = vec![0; 1 << 16];
-            loop {
+            let mut n_left = LARGEST_PIPE;
+            while let Some(look) = look(from.as_fd(), over.as_fd()).filter(|_| n_left > 0) {
                 match from.read(&mut bytes) {
                     Ok(0) => break,
-                    Ok(n) => self.carry(&bytes[..n]),
+                    Ok(n) => {
+                        self.carry(&bytes[..n]);
+                        n_left -= if look == Look::Rest { n.min(n_left) } else { 0 };
+                    }
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     Err(_) => break,
                 }
             }
-            self.finish();
+            self.lines.finish(|line| self.sink.take(&[line.to_vec()]));
         })
     }
 
-    /// Whole lines of one read go out in one write. A console or disk that takes no more must not stop the worker.
+    /// Whole lines of one read go out in one write. A disk that takes no more must not stop the worker.
     fn carry(&mut self, bytes: &[u8]) {
         if let Some(file) = &mut self.file {
             let _ = file.write_all(bytes);
         }
-        let mut out = Vec::new();
-        self.lines.push(bytes, |line| out.extend_from_slice(line));
-        self.show(&out);
+        let mut lines = Vec::new();
+        self.lines.push(bytes, |line| lines.push(line.to_vec()));
+        self.sink.take(&lines);
     }
+}
 
-    fn finish(&mut self) {
-        let mut out = Vec::new();
-        self.lines.finish(|line| out.extend_from_slice(line));
-        self.show(&out);
-    }
+/// What the kernel lets a user make of a pipe.
+const LARGEST_PIPE: usize = 1 << 20;
 
-    fn show(&self, whole_lines: &[u8]) {
-        if self.is_shown {
-            let _ = write_to_console(self.stream, whole_lines);
-        }
-        for line in whole_lines.split_inclusive(|byte| *byte == b'\n') {
-            let text = String::from_utf8_lossy(line);
-            if let Some((words, file)) = &self.filter
-                && words.iter().any(|word| text.contains(word.as_str()))
-            {
-                let _ = file.lock().unwrap_or_else(PoisonError::into_inner).write_all(line);
+/// What can be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Look {
+    Bytes,
+    /// No more will be wanted.
+    Rest,
+}
+
+/// Waits for something to read. `None` if there is nothing more.
+fn look(from: BorrowedFd, over: BorrowedFd) -> Option<Look> {
+    loop {
+        let mut both = [PollFd::from_borrowed_fd(from, PollFlags::IN), PollFd::from_borrowed_fd(over, PollFlags::IN)];
+        match poll(&mut both, None) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return None,
+            Ok(_) => {
+                let [is_readable, is_over] = both.map(|fd| !fd.revents().is_empty());
+                return is_readable.then_some(if is_over { Look::Rest } else { Look::Bytes });
             }
-            self.tail.push(&text[self.n_prefix.min(text.len())..]);
         }
     }
 }
 
-fn write_to_console(stream: Stream, bytes: &[u8]) -> io::Result<()> {
-    match stream {
-        Stream::Out => {
-            let mut out = io::stdout().lock();
-            out.write_all(bytes)?;
-            out.flush()
+impl Sink {
+    fn take(&self, lines: &[Vec<u8>]) {
+        let prefix = self.prefix.as_bytes();
+        if self.is_shown {
+            let all: Vec<u8> = lines.iter().flat_map(|line| [prefix, line.as_slice()].concat()).collect();
+            console::write(self.stream, &all);
         }
-        Stream::Err => io::stderr().lock().write_all(bytes),
+        for line in lines {
+            let text = String::from_utf8_lossy(line);
+            if let Some((words, file)) = &self.filter
+                && words.iter().any(|word| text.contains(word.as_str()))
+            {
+                let line = [prefix, line.as_slice()].concat();
+                let _ = file.lock().unwrap_or_else(PoisonError::into_inner).write_all(&line);
+            }
+            self.tail.push(&text);
+        }
     }
 }
 
@@ -165,5 +192,41 @@ impl Tail {
             lines.pop_front();
         }
         lines.push_back(line.trim_end().chars().take(Self::LONGEST).collect());
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::pipe;
+
+    use super::*;
+
+    fn start(prefix: &str, from: PipeReader, over: PipeReader) -> (Tail, JoinHandle<()>) {
+        let tail = Tail::default();
+        let sink =
+            Sink { stream: Stream::Out, prefix: prefix.into(), is_shown: false, filter: None, tail: tail.clone() };
+        (tail, Pump { lines: Lines::default(), file: None, sink }.start(from, Arc::new(over)))
+    }
+
+    #[test]
+    fn what_is_in_the_pipe_is_kept_though_a_stranger_holds_it() {
+        let ((from, mut to), (over, is_over)) = (pipe().unwrap(), pipe().unwrap());
+        to.write_all(b"one\nlast words").unwrap();
+        let (tail, pump) = start("", from, over);
+        drop(is_over);
+        pump.join().unwrap();
+        assert_eq!(tail.lines(), ["one", "last words"]);
+        drop(to);
+    }
+
+    #[test]
+    fn a_prefix_may_have_lines_of_its_own() {
+        let ((from, mut to), (over, _is_over)) = (pipe().unwrap(), pipe().unwrap());
+        let (tail, pump) = start("x\ny: ", from, over);
+        to.write_all("aäöü\n".as_bytes()).unwrap();
+        drop(to);
+        pump.join().unwrap();
+        assert_eq!(tail.lines(), ["aäöü"]);
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::cli::Cli;
-use crate::endpoint::Endpoint;
+use crate::endpoint::{Endpoint, is_this_machine};
 use crate::host::Host;
 use crate::streams::PerRank;
 use crate::values::{Backend, NodeRange, Patterns, ProcessCount, Ranks, Signals};
@@ -134,6 +134,12 @@ pub enum PlanError {
         /// The flag that would say it.
         flag: &'static str,
     },
+    /// A port that only its host would know.
+    #[error("find the other nodes: with --nnodes {n_nodes}, the port must be one that all know, not 0")]
+    FreePort {
+        /// How many nodes there are.
+        n_nodes: usize,
+    },
     /// A value of a flag that only the plan can judge.
     #[error("read {flag}: {problem}")]
     Value {
@@ -208,7 +214,9 @@ fn local_world_size(cli: &Cli, host: &Host) -> Result<usize, PlanError> {
         ProcessCount::Auto if host.n_gpus > 0 => host.n_gpus,
         ProcessCount::Auto | ProcessCount::Cpu => host.n_cores,
     };
-    let visible = host.variables.get("CUDA_VISIBLE_DEVICES").map(|list| list.split(',').count());
+    // A list may name more than there are; whoever writes one knows.
+    let listed = host.variables.get("CUDA_VISIBLE_DEVICES");
+    let visible = listed.map(|list| list.split(',').filter(|gpu| !gpu.trim().is_empty()).count());
     match visible {
         Some(n_gpus) if cli.workers.virtual_local_rank && n_gpus < n_workers => {
             Err(PlanError::TooFewGpus { n_workers, n_gpus })
@@ -229,13 +237,18 @@ fn rendezvous(cli: &Cli) -> Result<Rendezvous, PlanError> {
     if nodes.rdzv_backend == Backend::C10d {
         let is_host = option_flag(cli, "is_host")?;
         let (join, last_call) = (wait("join_timeout", 600)?, wait("last_call_timeout", 30)?);
-        return Ok(Rendezvous::Dynamic(Dynamic { endpoint: c10d_endpoint(cli)?, is_host, join, last_call }));
+        let endpoint = known(c10d_endpoint(cli)?, n_nodes)?;
+        return Ok(Rendezvous::Dynamic(Dynamic { endpoint, is_host, join, last_call }));
     }
     if nodes.node_rank >= n_nodes {
         return Err(PlanError::NodeRank { node_rank: nodes.node_rank, n_nodes });
     }
     let timeout = wait("timeout", 900)?;
-    Ok(Rendezvous::Static { master: static_master(cli)?, node_rank: nodes.node_rank, timeout })
+    Ok(Rendezvous::Static { master: known(static_master(cli)?, n_nodes)?, node_rank: nodes.node_rank, timeout })
+}
+
+fn known(endpoint: Endpoint, n_nodes: usize) -> Result<Endpoint, PlanError> {
+    if endpoint.port == 0 && n_nodes > 1 { Err(PlanError::FreePort { n_nodes }) } else { Ok(endpoint) }
 }
 
 fn static_master(cli: &Cli) -> Result<Endpoint, PlanError> {
@@ -271,13 +284,14 @@ fn keep_alive(cli: &Cli) -> Result<Duration, PlanError> {
     let interval = option_seconds(cli, "keep_alive_interval", 5)?;
     let times = cli.nodes.rdzv_conf.0.get(key).map_or(Ok(3), |text| text.parse::<u32>());
     let times = times.ok().filter(|times| *times > 0);
-    Ok(interval * times.ok_or_else(|| PlanError::Value { flag, problem: format!("{key} is not a count") })?)
+    let times = times.ok_or_else(|| PlanError::Value { flag, problem: format!("{key} is not a count") })?;
+    Ok(duration(interval.as_secs_f64() * f64::from(times)).expect("a product of numbers that are not negative"))
 }
 
 fn option_seconds(cli: &Cli, key: &str, default: u64) -> Result<Duration, PlanError> {
     let Some(text) = cli.nodes.rdzv_conf.0.get(key) else { return Ok(Duration::from_secs(default)) };
-    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
     let problem = || format!("{key}={text} is not a number of seconds");
+    let seconds = text.parse().ok().and_then(duration);
     seconds.ok_or_else(|| PlanError::Value { flag: "--rdzv-conf", problem: problem() })
 }
 
@@ -292,7 +306,14 @@ fn option_flag(cli: &Cli, key: &str) -> Result<Option<bool>, PlanError> {
 
 fn seconds(flag: &'static str, value: f64) -> Result<Duration, PlanError> {
     let problem = || format!("{value} is not a number of seconds");
-    Duration::try_from_secs_f64(value).map_err(|_| PlanError::Value { flag, problem: problem() })
+    duration(value).ok_or_else(|| PlanError::Value { flag, problem: problem() })
+}
+
+/// Ten years are for ever, and can be added to a time of day without an overflow.
+fn duration(seconds: f64) -> Option<Duration> {
+    const LONGEST: f64 = 10.0 * 365.0 * 86400.0;
+    // Not `min`, which takes what is not a number for the other.
+    Duration::try_from_secs_f64(if seconds > LONGEST { LONGEST } else { seconds }).ok()
 }
 
 fn grace(asked: Option<f64>) -> Result<Grace, PlanError> {
@@ -352,6 +373,10 @@ fn notes(cli: &Cli, local_world_size: usize, host: &Host) -> Vec<String> {
     }
     if (1..local_world_size).contains(&host.n_gpus) {
         notes.push(format!("there are {local_world_size} workers and only {} GPUs", host.n_gpus));
+    }
+    let master = cli.nodes.master_addr.as_deref().filter(|_| cli.nodes.nnodes.max > 1 && cli.nodes.node_rank == 0);
+    if let Some(master) = master.filter(|master| !is_this_machine(master, &host.name)) {
+        notes.push(format!("this is node 0, and --master-addr {master} is not an address of {}", host.name));
     }
     if cli.foreign.start_method.is_some() || cli.foreign.event_log_handler.is_some() {
         notes.push("--start-method and --event-log-handler have no effect here".into());

@@ -51,7 +51,7 @@ impl Round {
 pub fn worker_variables(
     plan: &Plan,
     round: &Round,
-    attempt: usize,
+    restart: usize,
     local_rank: usize,
     inherited: &Variables,
 ) -> Variables {
@@ -71,7 +71,7 @@ pub fn worker_variables(
     set("ROLE_WORLD_SIZE", &role_world_size);
     set("MASTER_ADDR", &round.master.addr);
     set("MASTER_PORT", &round.master.port);
-    set("TORCHELASTIC_RESTART_COUNT", &attempt);
+    set("TORCHELASTIC_RESTART_COUNT", &restart);
     set("TORCHELASTIC_MAX_RESTARTS", &plan.max_restarts);
     set("TORCHELASTIC_RUN_ID", &plan.run_id);
     set("TORCHELASTIC_SIGNALS_TO_HANDLE", &plan.signals.text);

@@ -59,9 +59,6 @@ impl Streams {
 }
 
 impl Stream {
-    /// Both, stdout first.
-    pub const BOTH: [Self; 2] = [Self::Out, Self::Err];
-
     /// Returns the stream's name: stdout or stderr.
     pub fn name(self) -> &'static str {
         match self {

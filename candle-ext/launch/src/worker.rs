@@ -1,10 +1,12 @@
 //! One worker: a process in a session of its own, whose end is noticed at once and whose output is carried away.
 
-use std::io;
+use std::io::{self, PipeReader, PipeWriter};
+use std::os::fd::AsFd;
 use std::process::{Child, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
 
@@ -35,6 +37,8 @@ pub struct Worker {
     pid: Pid,
     child: Child,
     pumps: Vec<JoinHandle<()>>,
+    /// The pumps read on while this is open.
+    is_over: Option<PipeWriter>,
     tail: Tail,
 }
 
@@ -53,12 +57,19 @@ impl Worker {
         command.envs(&start.variables).stdin(stdin).stdout(out.stdio).stderr(err.stdio);
         let mut child = command.spawn()?;
         let pid = Pid::from_child(&child);
-        let pumps = [start_pump(out.pump, child.stdout.take()), start_pump(err.pump, child.stderr.take())];
+        let (over, is_over) = io::pipe()?;
+        let over = Arc::new(over);
+        let pumps =
+            [start_pump(out.pump, child.stdout.take(), &over), start_pump(err.pump, child.stderr.take(), &over)];
         wait_for_stop(pid);
-        guard.watch(pid)?;
-        kill_process(pid, Signal::CONT)?;
+        let watched = guard.watch(pid).and_then(|()| Ok(kill_process(pid, Signal::CONT)?));
+        if let Err(error) = watched {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(error);
+        }
         notice_end(pid, start.local_rank, events);
-        Ok(Self { pid, child, pumps: pumps.into_iter().flatten().collect(), tail })
+        Ok(Self { pid, child, pumps: pumps.into_iter().flatten().collect(), is_over: Some(is_over), tail })
     }
 
     /// Returns its process, which is its process group too.
@@ -74,6 +85,13 @@ impl Worker {
         }
     }
 
+    /// Sends a signal to the worker alone: what it started may not know what is meant.
+    pub fn notify(&self, signal: i32) {
+        if let Some(signal) = Signal::from_named_raw(signal) {
+            let _ = kill_process(self.pid, signal);
+        }
+    }
+
     /// Ends the processes that the worker left behind. Until [`Worker::bury`] its number belongs to nobody else.
     pub fn end_leftovers(&self) {
         self.signal(Signal::KILL.as_raw());
@@ -84,27 +102,23 @@ impl Worker {
         self.tail.lines()
     }
 
-    /// Waits for its last lines to be carried away, and lets the kernel forget it.
-    pub fn bury(&mut self) {
-        let deadline = Instant::now() + LAST_LINES;
-        for pump in self.pumps.drain(..) {
-            // A process that left the group may hold the pipe for ever.
-            while !pump.is_finished() && Instant::now() < deadline {
-                thread::sleep(Duration::from_millis(1));
-            }
-            if pump.is_finished() {
-                let _ = pump.join();
-            }
+    /// Waits for its last lines to be carried away, and lets the kernel forget it. A console may take them slowly; when
+    /// `is_interrupted` says so, the rest is given up.
+    pub fn bury(&mut self, is_interrupted: &dyn Fn() -> bool) {
+        self.is_over = None;
+        while self.pumps.iter().any(|pump| !pump.is_finished()) && !is_interrupted() {
+            thread::sleep(Duration::from_millis(1));
         }
         let _ = self.child.wait();
     }
 }
 
-/// How long the pipes of a worker that ended may stay open.
-const LAST_LINES: Duration = Duration::from_secs(5);
-
-fn start_pump(pump: Option<Pump>, pipe: Option<impl io::Read + Send + 'static>) -> Option<JoinHandle<()>> {
-    Some(pump?.start(pipe?))
+fn start_pump(
+    pump: Option<Pump>,
+    pipe: Option<impl io::Read + AsFd + Send + 'static>,
+    over: &Arc<PipeReader>,
+) -> Option<JoinHandle<()>> {
+    Some(pump?.start(pipe?, Arc::clone(over)))
 }
 
 /// A worker stops when it has left the launcher's session. One that ends instead is noticed later.

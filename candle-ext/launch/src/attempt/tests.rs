@@ -1,8 +1,8 @@
 //! What becomes of a group, for each way in which its workers may end.
 
 use super::*;
-use Action::{Send, Wait};
-use signal_hook::consts::{SIGHUP, SIGUSR1};
+use Action::{Notify, Send, Wait};
+use signal_hook::consts::{SIGHUP, SIGSEGV, SIGUSR1};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -145,7 +145,7 @@ fn a_worker_that_does_not_stop_in_time_is_killed() {
 #[test]
 fn other_signals_are_passed_on_and_end_nothing() {
     let mut group = group(2);
-    group.gets(SIGUSR1, Send(SIGUSR1)).gets(SIGUSR1, Send(SIGUSR1));
+    group.gets(SIGUSR1, Notify(SIGUSR1)).gets(SIGUSR1, Notify(SIGUSR1));
     assert_eq!(group.attempt.deadline(), None);
     // Each saves at its own pace; the first to be done does not disturb the other.
     group.exits(1, 75, Wait).has_seconds(300).exits(0, 75, Wait).comes_to(Outcome::Stopped(75));
@@ -168,9 +168,68 @@ fn another_nodes_failure_ends_this_one() {
 }
 
 #[test]
+fn the_others_may_save_though_one_died_of_the_signal() {
+    for ended in [Ended::Signal(SIGTERM), Ended::Code(128 + SIGTERM)] {
+        let mut group = group(2);
+        group.gets(SIGTERM, Send(SIGTERM)).ends(0, ended, Wait).has_seconds(300);
+        group.after(100 * SECOND).exits(1, PREEMPTED, Wait).comes_to(Outcome::Stopped(143));
+    }
+    // A failure is one all the same.
+    group(2).gets(SIGTERM, Send(SIGTERM)).exits(0, 1, Wait).has_seconds(30);
+}
+
+#[test]
+fn what_follows_from_another_nodes_failure_is_not_a_cause() {
+    let failed = Event::Peer { round: 0, peer: Peer::Failed("rank 5 failed".into()) };
+    let peer_failed = Outcome::PeerFailed("rank 5 failed".into());
+    let mut one = group(2);
+    one.event(failed.clone(), Send(SIGTERM)).exits(0, 1, Wait).dies(1, SIGSEGV, Wait).comes_to(peer_failed.clone());
+    group(2).exits(0, PEER, Send(SIGTERM)).exits(1, 1, Wait).event(failed, Wait).comes_to(peer_failed);
+}
+
+#[test]
+fn another_node_that_stops_stops_this_one() {
+    let stopped = Event::Peer { round: 0, peer: Peer::Stopped("signal 15".into()) };
+    for (codes, want) in [([75, 75], 75), ([0, 0], 0), ([143, 0], PEER)] {
+        let mut group = group(2);
+        group.event(stopped.clone(), Send(SIGTERM)).has_seconds(300);
+        group.exits(0, codes[0], Wait).exits(1, codes[1], Wait);
+        group.comes_to(Outcome::PeerStopped("signal 15".into(), want));
+    }
+    // Who is asked by its own scheduler too does not hear it twice.
+    group(1).event(stopped, Send(SIGTERM)).gets(SIGTERM, Wait).exits(0, 75, Wait).comes_to(Outcome::Stopped(75));
+}
+
+#[test]
+fn another_node_that_saved_disturbs_nobody() {
+    let saved = Event::Peer { round: 0, peer: Peer::Saved("rank 5".into()) };
+    group(1).event(saved, Wait).has_seconds(300).exits(0, 75, Wait).comes_to(Outcome::Stopped(75));
+}
+
+#[test]
+fn the_others_hear_at_once_of_what_is_their_business() {
+    let news = |group: &mut Group, event: Event| {
+        group.attempt.on(&event, group.now);
+        group.attempt.news(&event)
+    };
+    let end = |local_rank, code| Event::Ended { local_rank, ended: Ended::Code(code) };
+    let mut one = group(4);
+    assert_eq!(news(&mut one, end(0, 0)), None);
+    assert_eq!(news(&mut one, end(1, PEER)), None);
+    assert_eq!(news(&mut one, end(2, 1)), None, "it was told to end");
+    let mut one = group(2);
+    assert!(matches!(news(&mut one, end(1, 3)), Some(News::Ended(Exit { local_rank: 1, .. }))));
+    let mut one = group(2);
+    assert!(matches!(news(&mut one, end(1, PREEMPTED)), Some(News::Ended(Exit { local_rank: 1, .. }))));
+    assert_eq!(news(&mut one, Event::Signal(SIGUSR1)), None);
+    assert_eq!(news(&mut one, Event::Signal(SIGTERM)), Some(News::Stops(SIGTERM)));
+}
+
+#[test]
 fn another_node_that_comes_is_no_failure() {
     group(1)
         .event(Event::Peer { round: 0, peer: Peer::Joins }, Send(SIGTERM))
+        .has_seconds(300)
         .exits(0, 75, Wait)
         .comes_to(Outcome::Regroup);
 }

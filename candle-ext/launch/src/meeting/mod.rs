@@ -1,28 +1,30 @@
 //! How the launchers of a job's nodes meet: at a store that one of them hosts, which the workers use too. With one node
 //! the same happens with nobody else.
 //!
-//! Keys are `launch/JOB/ROUND/...`. `seats` says who takes part in a round, `watch` what the others are told while
-//! workers run.
+//! Keys are `launch/JOB/ROUND/...`. `place` says where the store is, `seats` who takes part in a round, `watch` what the
+//! others are told while workers run.
 
+mod place;
 mod seats;
 mod watch;
 
-use std::net::{IpAddr, Ipv4Addr};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
+use candlewick_comm::place::Master;
 use candlewick_comm::store::{Client, Error, Server};
 
 use crate::endpoint::{Endpoint, is_this_machine};
-use crate::event::Event;
+use crate::event::{Event, Peer};
 use crate::host::Host;
 use crate::plan::{Plan, Rendezvous};
 use crate::round::{Member, Round};
 use crate::values::NodeRange;
-use candlewick_comm::place::Master;
 
-use watch::Questions;
+use place::{address_of, bind, connect};
+use seats::{Entry, Terms};
 pub use watch::Watch;
+use watch::{Pulses, Questions};
 
 /// A node at the store.
 #[derive(Debug)]
@@ -39,7 +41,7 @@ pub struct Meeting {
     rendezvous: Rendezvous,
     monitor_interval: Duration,
     keep_alive: Duration,
-    own: Member,
+    own: Entry,
     /// What this node is in the present round.
     seat: Option<Seat>,
 }
@@ -80,6 +82,14 @@ pub enum MeetingError {
         /// The other's machine.
         other: String,
     },
+    /// Two launchers were not started alike.
+    #[error("agree with the launcher on {other}: {difference}")]
+    Differs {
+        /// The other's machine.
+        other: String,
+        /// In what.
+        difference: String,
+    },
     /// Nodes did not come.
     #[error("meet {min} nodes at {endpoint} within {timeout:?}: {missing}")]
     Missing {
@@ -103,7 +113,7 @@ type Result<T> = std::result::Result<T, MeetingError>;
 pub type Interrupted<'a> = &'a dyn Fn() -> Option<i32>;
 
 /// How long a wait lasts before a signal is looked for.
-const SLICE: Duration = Duration::from_millis(50);
+pub const SLICE: Duration = Duration::from_millis(50);
 
 impl Meeting {
     /// Hosts the store, or connects to it.
@@ -122,7 +132,7 @@ impl Meeting {
             server => server?,
         };
         let address = address_of(endpoint, server.as_ref(), is_only);
-        let store = connect(&address, timeout, interrupted)?;
+        let store = connect(&address, timeout, plan.keep_alive.max(SHORTEST_ANSWER), interrupted)?;
         let own = Member {
             host: plan.local_addr.clone().unwrap_or_else(|| host.name.clone()),
             n_workers: plan.local_world_size,
@@ -138,20 +148,22 @@ impl Meeting {
             rendezvous: plan.rendezvous.clone(),
             monitor_interval: plan.monitor_interval,
             keep_alive: plan.keep_alive,
-            own,
+            own: Entry::new(own, Terms::of(plan)),
             seat: None,
         })
     }
 
-    /// Waits until the nodes have agreed on who takes part in a round after `before`, and returns it with its number.
+    /// Waits until the nodes have agreed on who takes part in the next round, and returns it with its number.
     pub fn next_round(&mut self, interrupted: Interrupted) -> Result<(usize, Round)> {
-        let seat = match self.rendezvous.clone() {
-            Rendezvous::Static { node_rank, timeout, .. } => self.take_given_seat(node_rank, timeout, interrupted)?,
-            Rendezvous::Dynamic(dynamic) => self.take_free_seat(&dynamic, interrupted)?,
+        let before = self.seat.take().map(|seat| seat.round);
+        let (seat, members) = match self.rendezvous.clone() {
+            Rendezvous::Static { node_rank, timeout, .. } => {
+                self.take_given_seat(before, node_rank, timeout, interrupted)?
+            }
+            Rendezvous::Dynamic(dynamic) => self.take_free_seat(before, &dynamic, interrupted)?,
         };
         self.seat = Some(seat);
-        let members = self.members(seat)?;
-        let port = self.workers_port(seat)?;
+        let port = self.workers_port(seat, interrupted)?;
         let master = Master { addr: self.address.host.clone(), port, agent_hosts_store: true };
         Ok((seat.round, Round { group_rank: seat.group_rank, members, master }))
     }
@@ -169,78 +181,130 @@ impl Meeting {
         self.store.set(&seat.key("port"), port.as_bytes()).map_err(|source| self.lost(source))
     }
 
-    fn workers_port(&self, seat: Seat) -> Result<u16> {
+    fn workers_port(&self, seat: Seat, interrupted: Interrupted) -> Result<u16> {
         if seat.round == 0 {
             return Ok(self.address.port);
         }
-        let port = self.store.get(&seat.key("port")).map_err(|source| self.lost(source))?;
-        let port = String::from_utf8(port).ok().and_then(|port| port.parse().ok());
-        Ok(port.expect("a launcher writes what a launcher reads"))
+        let key = seat.key("port");
+        let deadline = Instant::now() + self.patience();
+        while !self.store.check(&[&key]).map_err(|source| self.lost(source))? {
+            if Instant::now() >= deadline {
+                return Err(self.missing(self.patience(), "the host's store for the workers".into()));
+            }
+            self.pause(interrupted)?;
+        }
+        let port = self.store.get(&key).map_err(|source| self.lost(source))?;
+        let port = String::from_utf8_lossy(&port).parse();
+        port.map_err(|_| self.missing(self.patience(), "a number for the port of the workers' store".into()))
     }
 
-    /// Tells the others that workers of this node failed. The first to say so is believed.
-    pub fn tell_failure(&self, text: &str) {
-        if let Some(seat) = self.seat {
-            // Without a store the others notice by themselves.
-            let _ = self.store.compare_set(&seat.key("failed"), b"", text.as_bytes());
+    /// Tells the others what happened here. Of each kind the first is believed.
+    pub fn tell(&self, peer: &Peer) {
+        let (Some(seat), Some((name, text))) = (self.seat, watch::told(peer)) else { return };
+        if self.is_host() && !matches!(peer, Peer::Failed(_)) {
+            self.close(seat);
         }
+        // Without a store the others notice by themselves.
+        let _ = self.store.compare_set(&seat.key(name), b"", format!("{} {text}", seat.group_rank).as_bytes());
+    }
+
+    /// Says that there will be no other round, because its store will be gone.
+    fn close(&self, seat: Seat) {
+        let _ = self.store.set(&seat.key("closed"), b"1");
     }
 
     /// Looks after the other nodes while workers run; what happens there goes to `events`.
     pub fn watch(&self, events: Sender<Event>) -> Result<Option<Watch>> {
         let Some(seat) = self.seat.filter(|_| self.nodes.max > 1) else { return Ok(None) };
-        let store = self.store.reconnect().map_err(|source| self.lost(source))?;
-        Ok(Some(Watch::start(store, seat, self.questions(seat), events)))
+        let store = self.store.reconnect_within(self.store.timeout()).map_err(|source| self.lost(source))?;
+        Ok(Some(Watch::start(store, seat, self.questions(), events)))
     }
 
-    /// Waits until every node's workers have ended well: they may need this node's store or ranks until then. Returns
-    /// false if workers of another node failed meanwhile.
-    pub fn wait_for_others(&self, interrupted: Interrupted) -> Result<bool> {
-        let Some(seat) = self.seat else { return Ok(true) };
-        let lost = |source| self.lost(source);
-        self.store.add(&seat.key("done"), 1).map_err(lost)?;
-        let deadline = Instant::now() + EXIT_BARRIER;
-        while self.store.add(&seat.key("done"), 0).map_err(lost)? < seat.n_nodes as i64 {
-            if self.store.check(&[&seat.key("failed")]).map_err(lost)? {
-                return Ok(false);
-            }
-            if let Some(signal) = interrupted() {
-                return Err(MeetingError::Interrupted(signal));
-            }
-            if Instant::now() > deadline {
-                return Ok(true);
+    /// Says whether this node hosts the store.
+    pub fn is_host(&self) -> bool {
+        self.server.is_some()
+    }
+
+    /// Says that this node's workers have ended well.
+    pub fn say_done(&self) {
+        if let Some(seat) = self.seat {
+            // Without a store nobody asks.
+            let _ = self.store.add(&seat.key("done"), 1);
+        }
+    }
+
+    /// Says whether workers of other nodes run: they may need this node's store or ranks.
+    pub fn are_others_busy(&self) -> bool {
+        let n_done = |seat: Seat| self.store.add(&seat.key("done"), 0);
+        self.seat.is_some_and(|seat| n_done(seat).is_ok_and(|n_done| n_done < seat.n_nodes as i64))
+    }
+
+    /// Says whether the job goes on when another node has left for good.
+    pub fn can_go_on(&self) -> bool {
+        let is_closed = |seat: Seat| self.store.check(&[&seat.key("closed")]).unwrap_or(true);
+        let is_dynamic = matches!(self.rendezvous, Rendezvous::Dynamic(_));
+        is_dynamic && self.seat.is_some_and(|seat| seat.n_nodes > self.nodes.min && !is_closed(seat))
+    }
+
+    /// Waits for another node to say that its workers failed, as long as a living node takes at most.
+    pub fn wait_for_failure(&self, interrupted: Interrupted) -> Option<String> {
+        let seat = self.seat.filter(|seat| seat.n_nodes > 1)?;
+        let deadline = Instant::now() + self.keep_alive;
+        while Instant::now() < deadline && interrupted().is_none() {
+            if let Some(text) = watch::heard(&self.store, seat, "failed").ok()? {
+                return Some(text);
             }
             std::thread::sleep(SLICE);
         }
-        Ok(true)
+        None
     }
 
     /// Goes for good. The host waits until the others have gone, so that they hear what there is to hear.
-    pub fn leave(self) {
+    pub fn leave(self, interrupted: Interrupted) {
         let Some(seat) = self.seat else { return };
-        let left = || self.store.add(&seat.key("left"), 0).is_ok_and(|left| left >= seat.n_nodes as i64);
         let _ = self.store.set(&seat.node_key("gone", seat.group_rank), b"1");
-        let _ = self.store.add(&seat.key("left"), 1);
-        let deadline = Instant::now() + FAREWELL;
-        while self.server.is_some() && !left() && Instant::now() < deadline {
+        if !self.is_host() {
+            return;
+        }
+        self.close(seat);
+        let mut pulses = Pulses::new(seat, self.keep_alive);
+        while pulses.are_others_here(&self.store) && interrupted().is_none() {
             std::thread::sleep(SLICE);
         }
     }
 
-    fn questions(&self, seat: Seat) -> Questions {
-        let may_grow = matches!(self.rendezvous, Rendezvous::Dynamic(_)) && seat.n_nodes < self.nodes.max;
-        Questions { may_grow, interval: self.monitor_interval, keep_alive: self.keep_alive }
+    fn questions(&self) -> Questions {
+        let n_most = match self.rendezvous {
+            Rendezvous::Static { .. } => None,
+            Rendezvous::Dynamic(_) => Some(self.nodes.max),
+        };
+        Questions { n_most, interval: self.monitor_interval, keep_alive: self.keep_alive }
+    }
+
+    /// How long the others are waited for.
+    fn patience(&self) -> Duration {
+        match &self.rendezvous {
+            Rendezvous::Static { timeout, .. } => *timeout,
+            Rendezvous::Dynamic(dynamic) => dynamic.join,
+        }
     }
 
     fn lost(&self, source: Error) -> MeetingError {
         MeetingError::Store { endpoint: self.address.clone(), source: Box::new(source) }
     }
+
+    fn missing(&self, timeout: Duration, missing: String) -> MeetingError {
+        MeetingError::Missing { min: self.nodes.min, endpoint: self.address.clone(), timeout, missing }
+    }
+
+    fn pause(&self, interrupted: Interrupted) -> Result<()> {
+        std::thread::sleep(SLICE);
+        interrupted().map_or(Ok(()), |signal| Err(MeetingError::Interrupted(signal)))
+    }
 }
 
-/// How long a node whose workers are done waits for the others, as torchrun's does.
-const EXIT_BARRIER: Duration = Duration::from_secs(300);
-/// How long the host waits for the others to go.
-const FAREWELL: Duration = Duration::from_secs(10);
+/// A host that cannot be reached is waited for as long as a node may be silent; one under load may need as long as this.
+const SHORTEST_ANSWER: Duration = Duration::from_secs(5);
 
 impl Seat {
     fn key(&self, name: &str) -> String {
@@ -250,49 +314,4 @@ impl Seat {
     fn node_key(&self, name: &str, group_rank: usize) -> String {
         format!("{}/{name}/{group_rank}", self.round)
     }
-}
-
-/// A node that is alone and calls itself by a loopback address needs to be reached by nobody else.
-fn bind(endpoint: &Endpoint, is_only: bool) -> Result<Server> {
-    let server = match own_loopback(&endpoint.host).filter(|_| is_only) {
-        Some(address) => Server::bind((address, endpoint.port)),
-        None => Server::bind_any(endpoint.port),
-    };
-    server.map_err(|source| match &source {
-        Error::Bind { source: reason, .. } if reason.kind() == std::io::ErrorKind::AddrInUse => {
-            MeetingError::PortInUse { endpoint: endpoint.clone() }
-        }
-        _ => MeetingError::Store { endpoint: endpoint.clone(), source: Box::new(source) },
-    })
-}
-
-/// Where the store is reached, by this node and by every worker.
-fn address_of(endpoint: &Endpoint, server: Option<&Server>, is_only: bool) -> Endpoint {
-    let loopback = own_loopback(&endpoint.host).filter(|_| is_only);
-    let host = loopback.map_or_else(|| endpoint.host.clone(), |address| address.to_string());
-    Endpoint { host, port: server.map_or(endpoint.port, Server::port) }
-}
-
-fn own_loopback(host: &str) -> Option<IpAddr> {
-    match host {
-        "localhost" => Some(IpAddr::V4(Ipv4Addr::LOCALHOST)),
-        _ => host.parse().ok().filter(IpAddr::is_loopback),
-    }
-}
-
-fn connect(address: &Endpoint, timeout: Duration, interrupted: Interrupted) -> Result<Client> {
-    let deadline = Instant::now() + timeout;
-    let whole = timeout.max(Duration::from_secs(1));
-    loop {
-        match Client::connect(&address.host, address.port, SLICE) {
-            Ok(_) => break,
-            Err(Error::Connect { .. }) if Instant::now() < deadline => {}
-            Err(source) => return Err(MeetingError::Store { endpoint: address.clone(), source: Box::new(source) }),
-        }
-        if let Some(signal) = interrupted() {
-            return Err(MeetingError::Interrupted(signal));
-        }
-    }
-    let client = Client::connect(&address.host, address.port, whole);
-    client.map_err(|source| MeetingError::Store { endpoint: address.clone(), source: Box::new(source) })
 }

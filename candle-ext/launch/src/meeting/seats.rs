@@ -1,69 +1,95 @@
 //! Who takes part in a round, and under which number: as told (static), or by arrival (c10d).
 //!
-//! By arrival, the first node keeps the round open until the most nodes have come, or, once the least have, until the
-//! last call is over. Who comes later waits for the next round.
+//! Every node writes down who it is, and beats while it waits. The first that lives settles the round, once and for all, by
+//! writing the roll of those that beat: when the most nodes have come, or, by arrival, when the least have and the last
+//! call is over. Who is not on it waits for the next round. Who leaves before takes its name away.
 
+mod entry;
+mod roll_call;
+
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use super::{Interrupted, Meeting, MeetingError, Result, SLICE, Seat};
+use super::{Interrupted, Meeting, MeetingError, Result, Seat};
 use crate::plan::Dynamic;
 use crate::round::Member;
+pub(super) use entry::{Entry, Terms};
+use roll_call::{Arrivals, RollCall};
+
+/// A node that waits to be called.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    round: usize,
+    number: usize,
+}
+
+impl Waiting {
+    fn key(self, name: &str) -> String {
+        Seat { round: self.round, group_rank: 0, n_nodes: 0 }.key(name)
+    }
+
+    fn own_key(self, name: &str) -> String {
+        node_key(self.round, name, self.number)
+    }
+}
+
+fn node_key(round: usize, name: &str, number: usize) -> String {
+    Seat { round, group_rank: 0, n_nodes: 0 }.node_key(name, number)
+}
 
 impl Meeting {
     /// Takes the seat of a node that was told its number.
     pub(super) fn take_given_seat(
         &mut self,
+        before: Option<usize>,
         node_rank: usize,
         timeout: Duration,
         interrupted: Interrupted,
-    ) -> Result<Seat> {
-        let round = self.seat.map_or(0, |seat| seat.round + 1);
-        let seat = Seat { round, group_rank: node_rank, n_nodes: self.nodes.max };
-        self.serve_workers_of(round)?;
-        let lost = |source| self.lost(source);
-        let key = seat.node_key("member", node_rank);
-        if self.store.add(&seat.node_key("claims", node_rank), 1).map_err(lost)? > 1 {
-            let other = self.store.get(&key).ok().and_then(|json| serde_json::from_slice::<Member>(&json).ok());
-            let other = other.map_or_else(|| "elsewhere".to_owned(), |member| format!("on {}", member.host));
-            return Err(MeetingError::NodeRankTaken { node_rank, other });
-        }
-        self.sit_down(seat)?;
-        self.wait_for_members(seat, timeout, interrupted)?;
-        Ok(seat)
+    ) -> Result<(Seat, Vec<Member>)> {
+        let waiting = Waiting { round: before.map_or(0, |round| round + 1), number: node_rank };
+        self.serve_workers_of(waiting.round)?;
+        self.claim(waiting, interrupted)?;
+        let call = RollCall::all(self.nodes.max, timeout);
+        let taken = self.wait_for_roll(waiting, call, interrupted)?;
+        taken.ok_or_else(|| MeetingError::NodeRankTaken { node_rank, other: "elsewhere".into() })
     }
 
     /// Takes the next seat of a round that is open.
-    pub(super) fn take_free_seat(&mut self, dynamic: &Dynamic, interrupted: Interrupted) -> Result<Seat> {
-        if let Some(seat) = self.seat {
-            self.close_round(seat.round)?;
+    pub(super) fn take_free_seat(
+        &mut self,
+        before: Option<usize>,
+        dynamic: &Dynamic,
+        interrupted: Interrupted,
+    ) -> Result<(Seat, Vec<Member>)> {
+        if let Some(round) = before {
+            self.close_round(round)?;
         }
         let deadline = Instant::now() + dynamic.join;
         loop {
             let round = self.store.add("round", 0).map_err(|source| self.lost(source))? as usize;
             // Even if there is no seat for the host itself.
             self.serve_workers_of(round)?;
-            let lost = |source| self.lost(source);
-            let mut seat = Seat { round, group_rank: 0, n_nodes: 0 };
-            let is_closed = self.store.check(&[&seat.key("size")]).map_err(lost)?;
-            if !is_closed {
-                seat.group_rank = self.store.add(&seat.key("seats"), 1).map_err(lost)? as usize - 1;
-                seat.n_nodes = self.size_of(seat, dynamic, interrupted)?;
-            }
-            if seat.group_rank < seat.n_nodes {
-                self.wait_for_members(seat, dynamic.join, interrupted)?;
-                return Ok(seat);
+            if let Some(taken) = self.sit_down(round, dynamic, interrupted)? {
+                return Ok(taken);
             }
             self.wait_for_next_round(round, deadline, dynamic.join, interrupted)?;
         }
     }
 
-    /// Returns every node of a round.
-    pub(super) fn members(&self, seat: Seat) -> Result<Vec<Member>> {
-        let read = |group_rank| {
-            let json = self.store.get(&seat.node_key("member", group_rank)).map_err(|source| self.lost(source))?;
-            Ok(serde_json::from_slice(&json).expect("a launcher writes what a launcher reads"))
-        };
-        (0..seat.n_nodes).map(read).collect()
+    fn sit_down(
+        &self,
+        round: usize,
+        dynamic: &Dynamic,
+        interrupted: Interrupted,
+    ) -> Result<Option<(Seat, Vec<Member>)>> {
+        let lost = |source| self.lost(source);
+        let mut waiting = Waiting { round, number: 0 };
+        if self.store.check(&[&waiting.key("roll")]).map_err(lost)? {
+            return Ok(None);
+        }
+        waiting.number = self.store.add(&waiting.key("arrivals"), 1).map_err(lost)? as usize - 1;
+        self.store.set(&waiting.own_key("member"), &self.own.json()).map_err(lost)?;
+        self.wait_for_roll(waiting, RollCall::by_arrival(self.nodes, dynamic), interrupted)
     }
 
     /// Many nodes may say it, and it happens once.
@@ -73,58 +99,97 @@ impl Meeting {
         Ok(())
     }
 
-    /// Sits down, and waits until the first node has counted the seats.
-    fn size_of(&self, seat: Seat, dynamic: &Dynamic, interrupted: Interrupted) -> Result<usize> {
+    /// Takes a number, from a launcher that is silent if need be.
+    fn claim(&self, waiting: Waiting, interrupted: Interrupted) -> Result<()> {
         let lost = |source| self.lost(source);
-        self.sit_down(seat)?;
-        if seat.group_rank == 0 {
-            let n_nodes = self.count_seats(seat, dynamic, interrupted)?;
-            self.store.set(&seat.key("size"), n_nodes.to_string().as_bytes()).map_err(lost)?;
+        let (key, own) = (waiting.own_key("member"), self.own.json());
+        let mut arrivals = Arrivals::new(waiting.round, None, self.keep_alive);
+        let mut expected = Vec::new();
+        loop {
+            let other = self.store.compare_set(&key, &expected, &own).map_err(lost)?;
+            if other == own {
+                return self.store.set(&waiting.own_key("here"), b"1").map_err(lost);
+            }
+            let is_running = self.store.check(&[&waiting.key("roll")]).map_err(lost)?;
+            if is_running || arrivals.has_beaten(&self.store, waiting.number).map_err(lost)? {
+                let other =
+                    Entry::parse(&other).map_or_else(|| "elsewhere".into(), |it| format!("on {}", it.member.host));
+                return Err(MeetingError::NodeRankTaken { node_rank: waiting.number, other });
+            }
+            let is_silent = !arrivals.may_live(&self.store, waiting.number).map_err(lost)?;
+            expected = if is_silent { other } else { Vec::new() };
+            self.pause(interrupted)?;
         }
-        let key = seat.key("size");
-        self.wait_for_key(&key, dynamic.join + dynamic.last_call, interrupted, || "the first node is gone".into())?;
-        let text = String::from_utf8(self.store.get(&key).map_err(lost)?);
-        Ok(text.ok().and_then(|text| text.parse().ok()).expect("a launcher writes what a launcher reads"))
     }
 
-    fn count_seats(&self, seat: Seat, dynamic: &Dynamic, interrupted: Interrupted) -> Result<usize> {
-        let began = Instant::now();
-        let mut last_call = None;
+    /// Waits until the round is settled, or settles it. Returns nothing if there is no seat for this node.
+    fn wait_for_roll(
+        &self,
+        waiting: Waiting,
+        call: RollCall,
+        interrupted: Interrupted,
+    ) -> Result<Option<(Seat, Vec<Member>)>> {
+        let roll = self.call_roll(waiting, call, interrupted).inspect_err(|_| self.withdraw(waiting))?;
+        for entry in &roll {
+            self.own.check(entry)?;
+        }
+        let group_rank = roll.iter().position(|entry| entry.id == self.own.id);
+        let (round, n_nodes) = (waiting.round, roll.len());
+        let members = roll.into_iter().map(|entry| entry.member).collect();
+        Ok(group_rank.map(|group_rank| (Seat { round, group_rank, n_nodes }, members)))
+    }
+
+    fn call_roll(&self, waiting: Waiting, mut call: RollCall, interrupted: Interrupted) -> Result<Vec<Entry>> {
+        let lost = |source| self.lost(source);
+        let key = waiting.key("roll");
+        let mut arrivals = Arrivals::new(waiting.round, Some(waiting.number), self.keep_alive);
         loop {
-            let taken = self.store.add(&seat.key("seats"), 0).map_err(|source| self.lost(source))? as usize;
+            if self.store.check(&[&key]).map_err(lost)? {
+                let roll = self.store.get(&key).map_err(lost)?;
+                return serde_json::from_slice(&roll).map_err(|_| Entry::foreign());
+            }
+            self.store.add(&waiting.own_key("here"), 1).map_err(lost)?;
+            let first = arrivals.first(&self.store, waiting.number).map_err(lost)?;
+            // The first looks at all, the others at the first.
+            let seen = match first {
+                None => 0..call.n_called(&self.store, waiting).map_err(lost)?,
+                Some(first) => first..first + 1,
+            };
+            let living = self.alike(arrivals.living(&self.store, seen).map_err(lost)?)?;
             let now = Instant::now();
-            if taken >= self.nodes.min {
-                last_call.get_or_insert(now + dynamic.last_call);
-            }
-            if taken >= self.nodes.max || last_call.is_some_and(|end| now >= end) {
-                return Ok(taken.min(self.nodes.max));
-            }
-            if last_call.is_none() && now >= began + dynamic.join {
-                return Err(self.missing(dynamic.join, format!("{taken} came")));
+            match first {
+                None if call
+                    .over_since(living.len(), now)
+                    .is_some_and(|since| arrivals.have_beaten_since(living.keys(), since)) =>
+                {
+                    let roll: Vec<_> = living.values().take(self.nodes.max).collect();
+                    let roll = serde_json::to_vec(&roll).expect("a roll is plain data");
+                    self.store.compare_set(&key, b"", &roll).map_err(lost)?;
+                }
+                None => call.check(&living, now).map_err(|(timeout, missing)| self.missing(timeout, missing))?,
+                Some(_) => call.check_from_afar(now).map_err(|(timeout, missing)| self.missing(timeout, missing))?,
             }
             self.pause(interrupted)?;
         }
     }
 
-    fn sit_down(&self, seat: Seat) -> Result<()> {
-        let json = serde_json::to_vec(&self.own).expect("a node is plain data");
-        self.store.set(&seat.node_key("member", seat.group_rank), &json).map_err(|source| self.lost(source))
+    /// Reads what nodes have written down, if they were started like this one.
+    fn alike(&self, living: BTreeMap<usize, Vec<u8>>) -> Result<BTreeMap<usize, Entry>> {
+        let read = |(number, json): (usize, Vec<u8>)| {
+            let entry = Entry::parse(&json).ok_or_else(Entry::foreign)?;
+            self.own.check(&entry).map(|()| (number, entry))
+        };
+        living.into_iter().map(read).collect()
     }
 
-    fn wait_for_members(&self, seat: Seat, timeout: Duration, interrupted: Interrupted) -> Result<()> {
-        let deadline = Instant::now() + timeout;
-        for group_rank in 0..seat.n_nodes {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let key = seat.node_key("member", group_rank);
-            self.wait_for_key(&key, left, interrupted, || format!("node {group_rank} did not come")).map_err(
-                |error| match error {
-                    // The whole time, not what was left of it.
-                    MeetingError::Missing { missing, .. } => self.missing(timeout, missing),
-                    error => error,
-                },
-            )?;
+    /// Takes this node's name away, as if it had not come. If it was called meanwhile, the others are told.
+    fn withdraw(&self, waiting: Waiting) {
+        let _ = self.store.set(&waiting.own_key("here"), b"-1");
+        let _ = self.store.compare_set(&waiting.own_key("member"), &self.own.json(), b"");
+        if self.store.check(&[&waiting.key("roll")]).unwrap_or(false) {
+            let text = format!("- the launcher on {} left before it began", self.own.member.host);
+            let _ = self.store.compare_set(&waiting.key("stopped"), b"", text.as_bytes());
         }
-        Ok(())
     }
 
     /// The nodes that run are told of one that waits, if there is room for it.
@@ -136,40 +201,17 @@ impl Meeting {
         interrupted: Interrupted,
     ) -> Result<()> {
         let lost = |source| self.lost(source);
-        let seat = Seat { round, group_rank: 0, n_nodes: 0 };
-        self.store.add(&seat.key("waiting"), 1).map_err(lost)?;
-        while self.store.add("round", 0).map_err(lost)? as usize == round {
-            if Instant::now() >= deadline {
-                return Err(self.missing(timeout, "the job runs, and no seat became free".into()));
+        let key = Waiting { round, number: 0 }.key("waiting");
+        self.store.add(&key, 1).map_err(lost)?;
+        let wait = || {
+            while self.store.add("round", 0).map_err(lost)? as usize == round {
+                if Instant::now() >= deadline {
+                    return Err(self.missing(timeout, "the job runs, and no seat became free".into()));
+                }
+                self.pause(interrupted)?;
             }
-            self.pause(interrupted)?;
-        }
-        Ok(())
-    }
-
-    fn wait_for_key(
-        &self,
-        key: &str,
-        timeout: Duration,
-        interrupted: Interrupted,
-        missing: impl Fn() -> String,
-    ) -> Result<()> {
-        let deadline = Instant::now() + timeout;
-        while !self.store.check(&[key]).map_err(|source| self.lost(source))? {
-            if Instant::now() >= deadline {
-                return Err(self.missing(timeout, missing()));
-            }
-            self.pause(interrupted)?;
-        }
-        Ok(())
-    }
-
-    fn pause(&self, interrupted: Interrupted) -> Result<()> {
-        std::thread::sleep(SLICE);
-        interrupted().map_or(Ok(()), |signal| Err(MeetingError::Interrupted(signal)))
-    }
-
-    fn missing(&self, timeout: Duration, missing: String) -> MeetingError {
-        MeetingError::Missing { min: self.nodes.min, endpoint: self.address.clone(), timeout, missing }
+            Ok(())
+        };
+        wait().inspect_err(|_| drop(self.store.add(&key, -1)))
     }
 }

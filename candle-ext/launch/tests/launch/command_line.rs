@@ -24,6 +24,8 @@ fn a_wrong_command_line_is_code_2_and_starts_nothing() {
         ("--rdzv-backend etcd true", "etcd is not supported"),
         ("--nnodes 2 true", "--master-addr must say where they meet"),
         ("--nnodes 2 --rdzv-backend c10d true", "--rdzv-endpoint must say where they meet"),
+        ("--nnodes 2 --master-addr h --master-port 0 true", "the port must be one that all know"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:0 true", "the port must be one that all know"),
         ("--nnodes 2 --node-rank 2 --master-addr h true", "start node 2 of 2: --node-rank counts from 0"),
         ("--rdzv-backend c10d --rdzv-endpoint h:x true", "`x` is not a port"),
         ("--rdzv-conf timeout=soon true", "timeout=soon is not a number of seconds"),
@@ -74,4 +76,26 @@ fn python_is_used_where_the_name_or_a_flag_says_so() {
     }
     let done = start(command(&["--dry-run", "train.py"]).env("PYTHON_EXEC", "/opt/python")).finish();
     assert!(done.out.ends_with("  /opt/python -u train.py\n"), "{}", done.out);
+}
+
+#[test]
+fn the_last_of_a_repeated_flag_counts() {
+    let line = "--dry-run --nproc-per-node 3 --nproc_per_node=1 --role a --role b --standalone --standalone true";
+    let done = launch(&line.split(' ').collect::<Vec<_>>());
+    assert_eq!(done.has_code(0).out.matches("ROLE_NAME=b ").count(), 1, "{}", done.out);
+}
+
+#[test]
+fn no_time_is_too_long() {
+    let line =
+        "--standalone --shutdown-timeout 1e19 --rdzv-conf keep_alive_interval=1e19,timeout=1e300 --max-restarts 1";
+    let arguments: Vec<_> = line.split(' ').chain(["--", "sh", "-c", "exit 3"]).collect();
+    launch(&arguments).has_code(3);
+    launch(&["--shutdown-timeout", "nan", "true"]).has_code(2);
+}
+
+#[test]
+fn a_node_0_that_is_elsewhere_is_told_so() {
+    let arguments = ["--nnodes", "2", "--master-addr", "192.0.2.1", "--rdzv-conf", "timeout=0", "true"];
+    launch(&arguments).says(&["this is node 0, and --master-addr 192.0.2.1 is not an address of "]);
 }

@@ -156,3 +156,70 @@ fn a_port_in_use_is_said_before_anything_starts() {
     done.has_code(1).says(&["the port is in use", &port, "--standalone"]);
     assert_eq!(done.out, "");
 }
+
+#[test]
+fn a_dead_guard_spoils_nothing() {
+    let (_folder, path) = folder();
+    let script = format!("echo > {0}/$RANK; while [ ! -e {0}/end ]; do sleep 0.01; done", path.display());
+    let running = start_script(2, &[], &script);
+    ["0", "1"].iter().for_each(|rank| drop(wait_for_file(&path.join(rank))));
+    let guard = running.guard();
+    rustix::process::kill_process(guard, Signal::KILL).unwrap();
+    wait_until("the guard's end", || !is_alive(&guard.as_raw_pid().to_string()));
+    fs::write(path.join("end"), "").unwrap();
+    running.finish().has_code(0);
+}
+
+/// It would stop, and nobody would wake it.
+#[test]
+fn a_worker_whose_launcher_is_gone_does_not_wait_for_it() {
+    launch(&["__worker", "1", "true"]).has_code(126);
+}
+
+#[test]
+fn a_process_that_left_its_group_holds_nobody_up() {
+    let (_folder, path) = folder();
+    let script = format!(
+        "setsid sh -c 'echo $$ > {0}/$RANK; exec sleep 1000' & wait_for() {{ while [ ! -s $1 ]; do sleep 0.01; done; }}; wait_for {0}/$RANK; echo done",
+        path.display()
+    );
+    let began = std::time::Instant::now();
+    let done = launch_script(8, &[], &script);
+    // Each of their pipes was waited for once, for five seconds.
+    let took = began.elapsed();
+    for rank in 0..8 {
+        let pid = wait_for_file(&path.join(rank.to_string())).parse().unwrap();
+        rustix::process::kill_process(rustix::process::Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    }
+    assert_eq!(done.has_code(0).out.lines().count(), 8);
+    assert!(took.as_secs() < 30, "{took:?}");
+}
+
+#[test]
+fn an_error_file_that_is_no_object_is_handed_up() {
+    let (_folder, path) = folder();
+    let script = "echo '[1]' > $TORCHELASTIC_ERROR_FILE; exit 3";
+    let own = path.join("own.json");
+    let done = start(command(&script_arguments(1, &[], script)).env("TORCHELASTIC_ERROR_FILE", &own)).finish();
+    done.has_code(3).says(&["rank 0 failed first"]);
+    assert_eq!(fs::read_to_string(own).unwrap(), "[1]");
+}
+
+#[test]
+fn a_failure_that_is_made_good_is_not_handed_up() {
+    let (_folder, path) = folder();
+    let script = "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; echo '{}' > $TORCHELASTIC_ERROR_FILE; exit 3";
+    let own = path.join("own.json");
+    let arguments = script_arguments(1, &["--max-restarts", "1"], script);
+    start(command(&arguments).env("TORCHELASTIC_ERROR_FILE", &own)).finish().has_code(0);
+    assert!(!own.exists());
+}
+
+#[test]
+fn a_closed_stderr_changes_no_code() {
+    for (arguments, code) in [(script_arguments(1, &[], "exit 3"), 3), (vec!["no-such-program".to_owned()], 2)] {
+        let mut launcher = command(&arguments).stderr(std::process::Stdio::piped()).spawn().unwrap();
+        drop(launcher.stderr.take());
+        assert_eq!(launcher.wait().unwrap().code(), Some(code));
+    }
+}

@@ -7,7 +7,7 @@ use std::time::Duration;
 use candlewick_comm::store::Client;
 use rustix::process::Signal;
 
-use crate::running::{Running, command, folder, free_port, start, start_script, wait_for_file, wait_until};
+use crate::running::{Done, Running, command, folder, free_port, start, start_script, wait_for_file, wait_until};
 
 struct Job {
     port: u16,
@@ -122,7 +122,8 @@ fn a_node_that_comes_late_is_let_in() {
     done[0].has_code(0).says(&["another node came: starting all workers again"]);
     let mut lines: Vec<_> = done.iter().flat_map(|done| done.out.lines()).collect();
     lines.sort_unstable();
-    assert_eq!(lines, ["[0]: 0 1", "[1]: 1 1", "[2]: 2 1"]);
+    // Nobody failed, so torchrun counts no restart.
+    assert_eq!(lines, ["[0]: 0 0", "[1]: 1 0", "[2]: 2 0"]);
 }
 
 #[test]
@@ -198,15 +199,179 @@ fn workers_that_start_again_find_an_empty_store() {
 
 #[test]
 fn a_node_that_is_lost_is_done_without() {
-    let flags = &["--max-restarts", "1", "--rdzv-conf", "last_call_timeout=0.3,keep_alive_interval=0.1"];
+    let flags = &["--max-restarts", "1", "--rdzv-conf", "last_call_timeout=0.3,keep_alive_interval=1"];
     let job = dynamic(free_port(), "1:2", flags);
     let (_folder, path) = folder();
-    let script = format!("echo > {}/$WORLD_SIZE.$RANK; [ $WORLD_SIZE = 2 ] && exit 0; exec sleep 1000", path.display());
+    // The first may have begun alone; that is not the end.
+    let script = format!(
+        "echo > {0}/$WORLD_SIZE.$RANK; [ $WORLD_SIZE = 2 ] && [ -e {0}/lost ] && exit 0; exec sleep 1000",
+        path.display()
+    );
     let first = node(&job, 0, &script);
     wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
     let second = node(&job, 1, &script);
     wait_for_ranks(&path, &["3.0", "3.1", "3.2"]);
+    fs::write(path.join("lost"), "").unwrap();
     second.signal(Signal::KILL);
-    first.finish().has_code(0).says(&["was not heard of for 300ms", "starting all workers again: restart 1 of 1"]);
+    first.finish().has_code(0).says(&["was not heard of for 3s", "starting all workers again: restart 1 of 1"]);
     assert_eq!(second.finish().code, None);
+}
+
+/// What two nodes do when one is asked to stop: it is told, and so is the other.
+#[track_caller]
+fn check_stop(job: &Job, stopped: usize, script: &str) -> [Done; 2] {
+    let (_folder, path) = folder();
+    let script = format!("cd {}; {script}; echo > $RANK; while :; do sleep 0.01; done", path.display());
+    let nodes = [node(job, 0, &script), node(job, 1, &script)];
+    wait_for_ranks(&path, &["0", "1", "2"]);
+    nodes[stopped].signal(Signal::TERM);
+    nodes.map(Running::finish)
+}
+
+#[test]
+fn a_node_that_is_stopped_stops_the_other() {
+    for stopped in [0, 1] {
+        let done = check_stop(&fixed(free_port()), stopped, "trap 'exit 75' TERM");
+        done[stopped].has_code(75);
+        done[1 - stopped].has_code(75).says(&["another node was stopped: the launcher on ", "signal 15 (SIGTERM)"]);
+        let done = check_stop(&fixed(free_port()), stopped, "trap 'exit 1' TERM");
+        done[stopped].has_code(1);
+        done[1 - stopped].has_code(7).says(&["workers of another node failed: "]);
+    }
+}
+
+#[test]
+fn a_node_that_is_stopped_is_done_without_if_there_are_enough() {
+    let job = dynamic(free_port(), "1:2", &["--rdzv-conf", "last_call_timeout=0.3"]);
+    let (_folder, path) = folder();
+    let script = format!(
+        "echo > {0}/$WORLD_SIZE.$RANK; [ $WORLD_SIZE = 2 ] && [ -e {0}/left ] && exit 0; exec sleep 1000",
+        path.display()
+    );
+    let first = node(&job, 0, &script);
+    wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
+    let second = node(&job, 1, &script);
+    wait_for_ranks(&path, &["3.0", "3.1", "3.2"]);
+    fs::write(path.join("left"), "").unwrap();
+    second.signal(Signal::TERM);
+    first.finish().has_code(0).says(&["another node left: starting all workers again"]);
+    second.finish().has_code(143);
+}
+
+#[test]
+fn the_first_failure_is_told_before_the_others_have_ended() {
+    let job = fixed(free_port());
+    let (_folder, path) = folder();
+    // Rank 0 fails, rank 1 ends when the other node's rank has.
+    let script = format!(
+        "cd {}; echo > $RANK; until [ -e 0 ] && [ -e 1 ] && [ -e 2 ]; do sleep 0.01; done; [ $RANK = 0 ] && exit 5
+         [ $RANK = 2 ] && trap 'echo > told; exit 1' TERM || trap '' TERM
+         while [ $RANK = 2 ] || [ ! -e told ]; do sleep 0.01; done",
+        path.display()
+    );
+    let nodes = [node(&job, 0, &script), node(&job, 1, &script)].map(Running::finish);
+    nodes[0].has_code(5).says(&["rank 0 failed first"]);
+    nodes[1].has_code(7).says(&["workers of another node failed: rank 0 on ", "exit code 5"]);
+    assert!(!nodes[1].err.contains("failed first"), "{}", nodes[1].err);
+}
+
+#[test]
+fn a_node_of_ranks_that_blame_another_is_not_the_cause() {
+    let job = fixed(free_port());
+    let (_folder, path) = folder();
+    let script = format!(
+        "[ $RANK = 2 ] && echo > {0}/blamed && exit 7; [ $RANK = 1 ] && exec sleep 1000
+         while [ ! -e {0}/blamed ]; do sleep 0.01; done; exit 5",
+        path.display()
+    );
+    let nodes = [node(&job, 0, &script), node(&job, 1, &script)].map(Running::finish);
+    nodes[0].has_code(5);
+    nodes[1].has_code(7).says(&["rank 0 on "]);
+    assert!(!nodes[1].err.contains("rank 2 failed first"), "{}", nodes[1].err);
+}
+
+#[test]
+fn who_left_while_it_waited_may_come_back() {
+    // Its silence alone would not make room for it in time.
+    let flags = &["--rdzv-conf", "keep_alive_interval=100"];
+    for job in [Job { n_nodes: "3", flags, ..fixed(free_port()) }, dynamic(free_port(), "3", flags)] {
+        let host = node(&job, 0, WHO);
+        wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
+        let store = Client::connect("127.0.0.1", job.port, Duration::from_secs(10)).unwrap();
+        let id = if job.backend == "static" { "none" } else { "job7" };
+        let store = store.with_prefix(&format!("launch/{id}/0"));
+        wait_until("the host's beat", || store.add("here/0", 0).unwrap() > 0);
+        let waiting = node(&job, 1, WHO);
+        wait_until("a beat", || store.add("here/1", 0).unwrap() > 0);
+        waiting.signal(Signal::INT);
+        waiting.finish().has_code(130);
+        let others = [node(&job, 1, WHO), node(&job, 2, WHO)];
+        host.finish().has_code(0);
+        let done = others.map(Running::finish);
+        let mut lines: Vec<_> = done.iter().flat_map(|done| done.has_code(0).out.lines()).collect();
+        lines.sort_unstable();
+        assert_eq!(lines, ["[2]: 2/4 0/1 1/3", "[3]: 3/4 0/1 2/3"], "{}", job.backend);
+    }
+}
+
+#[test]
+fn a_dead_launchers_number_can_be_taken() {
+    let job = Job { n_nodes: "3", flags: &["--rdzv-conf", "keep_alive_interval=1"], ..fixed(free_port()) };
+    let host = node(&job, 0, WHO);
+    wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
+    let store = Client::connect("127.0.0.1", job.port, Duration::from_secs(10)).unwrap().with_prefix("launch/none/0");
+    let waiting = node(&job, 1, WHO);
+    wait_until("a beat", || store.add("here/1", 0).unwrap() > 0);
+    waiting.signal(Signal::KILL);
+    waiting.finish();
+    for node in [host, node(&job, 1, WHO), node(&job, 2, WHO)] {
+        node.finish().has_code(0);
+    }
+}
+
+#[test]
+fn launchers_that_were_not_started_alike_say_in_what() {
+    // Whoever notices first leaves; the other may wait for a better one.
+    let job = Job { flags: &["--rdzv-conf", "timeout=5"], ..fixed(free_port()) };
+    let other = Job { flags: &["--rdzv-conf", "timeout=5", "--max-restarts", "2"], ..fixed(job.port) };
+    let done = [node(&job, 0, WHO), node(&other, 1, WHO)].map(Running::finish);
+    let said =
+        |done: &Done| done.err.contains("agree with the launcher on ") && done.err.contains("--max-restarts is ");
+    assert!(done.iter().any(said), "{}\n{}", done[0].err, done[1].err);
+    assert!(done.iter().all(|done| done.code == Some(1) && done.out.is_empty()));
+}
+
+/// Starts two nodes. The ranks of `done` end well, the others go on until they are told.
+fn half_done(job: &Job, done: &str) -> [Running; 2] {
+    let script = format!("case $RANK in {done}) exit 0;; esac; exec sleep 1000");
+    let nodes = [node(job, 0, &script), node(job, 1, &script)];
+    wait_until("the store", || Client::connect("127.0.0.1", job.port, Duration::from_millis(50)).is_ok());
+    let store = Client::connect("127.0.0.1", job.port, Duration::from_secs(10)).unwrap().with_prefix("launch/none/0");
+    wait_until("the end of half of the work", || store.add("done", 0).unwrap() > 0);
+    nodes
+}
+
+#[test]
+fn a_node_that_is_done_needs_no_store() {
+    let [host, other] = half_done(&fixed(free_port()), "2");
+    host.signal(Signal::KILL);
+    other.finish().has_code(0);
+    host.finish();
+}
+
+#[test]
+fn a_host_that_is_done_notices_that_the_others_are_lost() {
+    let flags = &["--rdzv-conf", "keep_alive_interval=1"];
+    let [host, other] = half_done(&Job { flags, ..fixed(free_port()) }, "0 | 1");
+    other.signal(Signal::KILL);
+    other.finish();
+    host.finish().has_code(7).says(&["node 1 was not heard of for 3s"]);
+}
+
+#[test]
+fn a_host_that_is_done_tells_the_others_when_it_is_stopped() {
+    let [host, other] = half_done(&fixed(free_port()), "0 | 1");
+    host.signal(Signal::TERM);
+    other.finish().has_code(7).says(&["another node was stopped: the launcher on "]);
+    host.finish().has_code(143);
 }

@@ -118,3 +118,18 @@ fn what_is_piped_in_reaches_the_first_worker() {
     let done = start(command.stdin(fs::File::open(path.join("input")).unwrap())).finish();
     assert_eq!(done.out, "[0]: hello\n");
 }
+
+#[test]
+fn lines_of_both_streams_are_whole_on_one_console() {
+    let script = r#"x=$(printf "%05000d" 7); for i in $(seq 100); do echo "$x"; echo "$x" >&2; done"#;
+    let (mut from, to) = std::io::pipe().unwrap();
+    let mut command = command(&script_arguments(2, &[], script));
+    let mut launcher = command.stdout(to.try_clone().unwrap()).stderr(to).spawn().unwrap();
+    drop(command);
+    let mut text = String::new();
+    std::io::Read::read_to_string(&mut from, &mut text).unwrap();
+    assert_eq!(launcher.wait().unwrap().code(), Some(0));
+    let lines: Vec<_> = text.lines().filter(|line| !line.starts_with("launch: ")).collect();
+    assert_eq!(lines.len(), 400);
+    lines.iter().for_each(|line| assert_eq!(line.len(), "[0]: ".len() + 5000, "{line}"));
+}

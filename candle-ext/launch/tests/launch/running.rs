@@ -6,6 +6,7 @@ use std::io::Read;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -149,8 +150,12 @@ pub(crate) fn is_alive(pid: &str) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
 }
 
+/// A port that no other test takes: below those that the system gives out, and beginning elsewhere in each process.
 pub(crate) fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let base = 16000 + (std::process::id() % 64) as u16 * 256;
+    let mut ports = (0..256).map(|_| base + NEXT.fetch_add(1, Ordering::Relaxed) % 256);
+    ports.find(|port| TcpListener::bind(("0.0.0.0", *port)).is_ok()).unwrap()
 }
 
 /// A folder with the path of a file in it, for scripts.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use rustix::process::Signal;
 
-use crate::running::{Done, Running, command, folder, script_arguments, start, start_script, wait_for_file};
+use crate::running::{Done, Running, command, folder, is_alive, script_arguments, start, start_script, wait_for_file};
 
 /// Starts two workers that say when they are ready, and then do `script`.
 fn ready(folder: &Path, script: &str) -> Running {
@@ -42,9 +42,20 @@ fn sigterm_lets_every_worker_save() {
 
 #[test]
 fn a_worker_that_saves_slowly_hears_the_signal_once() {
-    let save = "trap 'echo asked; n=$((n+1)); [ $RANK = 0 ] && exit 75; sleep 0.3; exit 75' TERM";
-    let done = check(save, &[Signal::TERM], 75);
-    assert_eq!(done.sorted(), ["[0]: asked", "[1]: asked"]);
+    let (_folder, path) = folder();
+    // Rank 1 listens for a while after rank 0 has ended.
+    let script = format!(
+        "cd {}; trap 'echo asked; asked=1' TERM; echo $$ > $RANK.part; mv $RANK.part $RANK
+         while [ -z \"$asked\" ]; do sleep 0.01; done; [ $RANK = 0 ] && exit 75
+         while grep -q '^State:.[RS]' /proc/$(cat 0)/status; do sleep 0.01; done
+         i=0; while [ $i -lt 20 ]; do sleep 0.01; i=$((i+1)); done; exit 75",
+        path.display()
+    );
+    let running = start_script(2, &[], &script);
+    wait_for_both(&path);
+    running.signal(Signal::TERM);
+    let done = running.finish();
+    assert_eq!(done.has_code(75).sorted(), ["[0]: asked", "[1]: asked"]);
 }
 
 #[test]
@@ -99,4 +110,55 @@ fn nohup_is_respected() {
     running.signal(Signal::HUP);
     running.signal(Signal::TERM);
     running.finish().has_code(75);
+}
+
+#[test]
+fn a_notice_is_heard_by_those_who_start_again() {
+    let (_folder, path) = folder();
+    let script = format!(
+        "cd {}; n=$TORCHELASTIC_RESTART_COUNT; sleep 0.1; trap 'echo heard > heard$n.$RANK; [ $n = 1 ] && exit 75' USR1
+         echo > $n.$RANK; while [ $n = 1 ] || [ ! -e fail ]; do sleep 0.01; done; exit 1",
+        path.display()
+    );
+    let running = start_script(2, &["--max-restarts", "1"], &script);
+    ["0.0", "0.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    running.signal(Signal::USR1);
+    ["heard0.0", "heard0.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    std::fs::write(path.join("fail"), "").unwrap();
+    running.finish().has_code(75);
+    ["heard1.0", "heard1.1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+}
+
+#[test]
+fn a_notice_is_for_the_worker_and_not_for_its_children() {
+    let (_folder, path) = folder();
+    let script = format!(
+        "cd {}; sleep 1000 & echo $! > child$RANK; trap 'echo heard > heard$RANK' USR1; trap 'exit 75' TERM
+         echo > $RANK; while :; do sleep 0.01; done",
+        path.display()
+    );
+    let running = start_script(2, &[], &script);
+    wait_for_both(&path);
+    running.signal(Signal::USR1);
+    ["heard0", "heard1"].iter().for_each(|file| drop(wait_for_file(&path.join(file))));
+    let children = ["child0", "child1"].map(|file| wait_for_file(&path.join(file)));
+    assert!(children.iter().all(|pid| is_alive(pid)));
+    running.signal(Signal::TERM);
+    running.finish().has_code(75);
+}
+
+/// A shell ignores SIGINT for what a script starts by `&`.
+#[test]
+fn an_interrupt_is_heard_in_the_background() {
+    let (_folder, path) = folder();
+    let script = prepared(&path, "trap 'exit 75' TERM INT");
+    let own = command(&script_arguments(2, &[], &script));
+    let arguments: Vec<_> = own.get_args().map(|word| word.to_str().unwrap()).collect();
+    let mut background = std::process::Command::new("sh");
+    background.args(["-c", "trap '' INT; exec \"$0\" \"$@\""]).arg(own.get_program()).args(arguments);
+    let running = start(&mut background);
+    wait_for_both(&path);
+    running.signal(Signal::INT);
+    let done = running.finish();
+    assert!([Some(75), Some(130)].contains(&done.code), "{done:?}");
 }

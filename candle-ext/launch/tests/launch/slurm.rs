@@ -12,10 +12,12 @@ const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 /// Returns what the job asked of `srun` and `scontrol`, and its code, if `srun` ends with `code`.
 fn run(job: &str, code: i32) -> (Option<i32>, String) {
     let (_folder, path) = folder();
-    stand_in(&path.join("srun"), &format!("echo srun \"$@\"; exit {code}"));
+    stand_in(&path.join("srun"), &format!("echo $SRUN_CPUS_PER_TASK CPUs: srun \"$@\"; exit {code}"));
     stand_in(&path.join("scontrol"), r#"[ "$1" = show ] && printf 'node1\nnode2\n' || echo scontrol "$@""#);
     let output = Command::new(format!("{ROOT}/scripts/slurm/{job}.slurm"))
         .args(["recipe.yaml", "train_iters=5"])
+        .current_dir(ROOT)
+        .env("LAUNCH", env!("CARGO_BIN_EXE_launch"))
         .env("PATH", format!("{}:/usr/bin:/bin", path.display()))
         .envs([("SLURM_JOB_ID", "123456"), ("SLURM_JOB_NODELIST", "node[1-2]"), ("SLURM_JOB_NUM_NODES", "2")])
         .env("SLURM_CPUS_PER_TASK", "8")
@@ -53,4 +55,23 @@ fn jobs() -> Vec<String> {
     jobs.sort();
     assert_eq!(jobs.len(), 3);
     jobs
+}
+
+/// A stand-in for cargo that builds a stand-in for `launch`, where it was told.
+#[test]
+fn the_script_builds_where_it_looks() {
+    let (_folder, path) = folder();
+    let build =
+        r#"d=$CARGO_TARGET_DIR/release; mkdir -p $d; printf '#!/bin/sh\necho "$@"\n' > $d/launch; chmod +x $d/launch"#;
+    stand_in(&path.join("cargo"), build);
+    let output = Command::new(format!("{ROOT}/scripts/launch"))
+        .arg("built")
+        .current_dir(&path)
+        .env("PATH", format!("{}:/usr/bin:/bin", path.display()))
+        .env("CARGO_TARGET_DIR", "here")
+        .env_remove("LAUNCH")
+        .output()
+        .unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "built\n", "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(path.join("here/release/launch").exists());
 }

@@ -29,7 +29,7 @@ fn variables_that_do_not_fit_are_an_error() {
 }
 
 /// Runs where Open MPI's `mpirun` is installed, as on the machines of CI; elsewhere the fixture of its variables, in
-/// `world/tests.rs`, has to do.
+/// the tests of `candlewick_comm::place`, has to do.
 #[test]
 fn a_process_of_mpirun_knows_its_place() {
     let mut mpirun = Command::new("mpirun");
