@@ -6,4 +6,5 @@ pub mod exit;
 pub mod generate;
 pub mod held_out;
 pub mod lm;
+pub mod request;
 pub mod weights;
