@@ -85,7 +85,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         mlp_rows: MlpRows::Together,
         seams: &OneDevice,
     };
-    let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?)?;
+    let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?, &OneDevice)?;
     for block_idx in 0..model.n_blocks() {
         x = model.block(block_idx, &units[block_idx + 1], &x, &cx)?;
     }

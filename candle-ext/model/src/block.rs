@@ -3,12 +3,27 @@
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Seqs};
+use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Seqs, Weight};
 
 use crate::{Config, Weights, unit::block_prefix, weights::Dropped};
 
-/// The questions a block may ask the world; the defaults answer for one device.
+/// The questions a model may ask the world; the defaults answer for one device.
 pub trait Seams {
+    /// Looks tokens up: u32 [t] in a table of the vocabulary -> [t, d]. `padding` gets no gradient.
+    fn look_up(&self, ids: &Tensor, table: &Weight, padding: Option<u32>) -> Result<Tensor> {
+        ops::embedding(ids, table, padding)
+    }
+
+    /// What a branch reads, as its first matrices want it: [t, d] -> [t, d].
+    fn enter(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.clone())
+    }
+
+    /// What a branch's last matrix gives, as the residual stream wants it: [t, d] -> [t, d].
+    fn leave(&self, y: &Tensor) -> Result<Tensor> {
+        Ok(y.clone())
+    }
+
     /// Attention of block `block_idx`: q [t, h, k], k and v [t, g, k] -> [t, h, k].
     fn attend(
         &self,
@@ -85,6 +100,7 @@ struct Block<'a> {
 
 impl Block<'_> {
     fn attention(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let x_td = &cx.seams.enter(x_td)?;
         let q_thk = self.turn(&self.heads("q_proj", "q_norm", x_td, cx)?, cx)?;
         let k_tgk = self.turn(&self.heads("k_proj", "k_norm", x_td, cx)?, cx)?;
         let v_tgk = self.split("v_proj", x_td, cx)?;
@@ -96,21 +112,23 @@ impl Block<'_> {
         };
         let n_out = q_thk.dim(1)? * q_thk.dim(2)?;
         let y_thk = cx.seams.attend(self.block_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
-        self.linear("self_attn.o_proj", &ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?, cx)
+        cx.seams.leave(&self.linear("self_attn.o_proj", &ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?, cx)?)
     }
 
     fn mlp(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
         let dropped = cx.dropped();
-        match cx.mlp_rows {
-            MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped),
+        let x_td = &cx.seams.enter(x_td)?;
+        let y_td = match cx.mlp_rows {
+            MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped)?,
             MlpRows::InTiles => {
                 let (w, prefix) = (self.w.clone(), self.prefix.clone());
                 let tile_rows = tile_rows(x_td.dim(0)?, self.config.hidden_size());
                 ops::tiled(x_td, tile_rows, move |x_td, first_row| {
                     mlp(&w, &prefix, x_td, dropped.map(|dropped| dropped.at_row(first_row)))
-                })
+                })?
             }
-        }
+        };
+        cx.seams.leave(&y_td)
     }
 
     /// A projection split into heads, each normalised if the family does so.

@@ -23,6 +23,6 @@ pub use error::ModelError;
 pub use family::Family;
 pub use lora::{Adapter, AdapterFolder, LoraConfig, merge};
 pub use model::Model;
-pub use param::{Init, ParamSpec};
+pub use param::{Dim, Init, ParamSpec, Region};
 pub use unit::{Shared, Unit};
 pub use weights::Weights;

@@ -6,7 +6,7 @@ use candle_core::{Device, Result, Tensor};
 use candlewick_ops::{self as ops, Precision, Weight};
 
 use crate::{
-    Adapter, Config, Cx, LoraConfig, ModelError, ParamSpec, Unit, Weights, block,
+    Adapter, Config, Cx, LoraConfig, ModelError, ParamSpec, Seams, Unit, Weights, block,
     rope::Rope,
     unit::{self, EMBEDDING, FINAL_NORM, LM_HEAD},
 };
@@ -75,8 +75,8 @@ impl Model {
     }
 
     /// Looks tokens up: u32 [t] -> [t, d]. The padding token's row gets no gradient from here.
-    pub fn embed(&self, w: &Weights, ids: &Tensor) -> Result<Tensor> {
-        ops::embedding(ids, w.get(EMBEDDING)?, self.config.pad_id())
+    pub fn embed(&self, w: &Weights, ids: &Tensor, seams: &dyn Seams) -> Result<Tensor> {
+        seams.look_up(ids, w.get(EMBEDDING)?, self.config.pad_id())
     }
 
     /// Returns the number of blocks.
@@ -94,7 +94,7 @@ impl Model {
         ops::rms_norm(x, w.get(FINAL_NORM)?, self.config.rms_norm_eps())
     }
 
-    /// The scores of every token: normed [t, d] -> f32 [t, v].
+    /// The scores of every token that the output layer's weight has a row for: normed [t, d] -> f32 [t, v].
     pub fn logits(&self, w: &Weights, normed: &Tensor) -> Result<Tensor> {
         ops::linear(normed, &self.lm_head(w)?, None, Precision::Full)
     }

@@ -11,12 +11,44 @@ pub struct ParamSpec {
     pub name: String,
     /// The shape on disk and in memory.
     pub shape: Vec<usize>,
+    /// What each of its dims counts.
+    pub dims: Vec<Dim>,
+    /// Where the model uses it.
+    pub region: Region,
     /// What it starts from when there is no checkpoint.
     pub init: Init,
     /// Whether weight decay applies: not to norms and biases.
     pub decay: bool,
     /// Whether it is trained; false for the base of an adapter.
     pub trainable: bool,
+}
+
+/// What a dim of a parameter counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dim {
+    /// Tokens of the vocabulary.
+    Vocab,
+    /// The model's width.
+    Embed,
+    /// All query heads, each with all of its dims.
+    Heads,
+    /// All key or value heads, likewise.
+    KvHeads,
+    /// The dims of one head.
+    HeadDim,
+    /// The MLP's width.
+    Ffn,
+    /// An adapter's rank.
+    Rank,
+}
+
+/// Where a parameter acts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Region {
+    /// On what all branches read and add to: norms of the model's width, the embedding, the output layer.
+    Residual,
+    /// Within a branch, between [`Seams::enter`](crate::Seams::enter) and [`Seams::leave`](crate::Seams::leave).
+    Branch,
 }
 
 /// What a parameter starts from.
@@ -111,7 +143,8 @@ mod tests {
     use super::*;
 
     fn values(name: &str, shape: &[usize], init: Init, seed: u64) -> Vec<f32> {
-        let spec = ParamSpec { name: name.to_string(), shape: shape.to_vec(), init, decay: true, trainable: true };
+        let (name, shape, dims) = (name.to_string(), shape.to_vec(), vec![Dim::Embed; shape.len()]);
+        let spec = ParamSpec { name, shape, dims, region: Region::Residual, init, decay: true, trainable: true };
         let mut out = vec![f32::NAN; spec.numel()];
         spec.initialise(seed, &mut out);
         out

@@ -1,7 +1,7 @@
 //! The units of a model, [embedding, block 0.., head], with every parameter's name and shape.
 
 use crate::{
-    Config, Init, LoraConfig, ModelError, ParamSpec,
+    Config, Dim, Init, LoraConfig, ModelError, ParamSpec, Region,
     lora::{Adapter, factors},
 };
 
@@ -34,9 +34,16 @@ pub(crate) const LM_HEAD: &str = "lm_head.weight";
 /// A linear layer of a block: module name, outputs, inputs, whether it has a bias.
 pub(crate) struct Linear {
     pub(crate) module: String,
-    pub(crate) n_out: usize,
-    pub(crate) n_in: usize,
+    pub(crate) out: Extent,
+    pub(crate) input: Extent,
     bias: bool,
+}
+
+/// A dim and its length.
+#[derive(Clone, Copy)]
+pub(crate) struct Extent {
+    pub(crate) dim: Dim,
+    pub(crate) len: usize,
 }
 
 pub(crate) fn block_prefix(block_idx: usize) -> String {
@@ -46,8 +53,9 @@ pub(crate) fn block_prefix(block_idx: usize) -> String {
 /// The linear layers of a block in the order of its forward.
 pub(crate) fn linears(config: &Config, block_idx: usize) -> Vec<Linear> {
     let t = &config.typed;
-    let (q, kv) = (t.n_heads * t.head_dim, t.n_kv_heads * t.head_dim);
-    let (d, ffn) = (t.hidden_size, t.intermediate_size);
+    let extent = |dim, len| Extent { dim, len };
+    let (d, ffn) = (extent(Dim::Embed, t.hidden_size), extent(Dim::Ffn, t.intermediate_size));
+    let (q, kv) = (extent(Dim::Heads, t.n_heads * t.head_dim), extent(Dim::KvHeads, t.n_kv_heads * t.head_dim));
     let table = [
         ("self_attn.q_proj", q, d, t.qkv_bias),
         ("self_attn.k_proj", kv, d, t.qkv_bias),
@@ -57,9 +65,9 @@ pub(crate) fn linears(config: &Config, block_idx: usize) -> Vec<Linear> {
         ("mlp.up_proj", ffn, d, t.mlp_bias),
         ("mlp.down_proj", d, ffn, t.mlp_bias),
     ];
-    let linear = |(name, n_out, n_in, bias)| {
+    let linear = |(name, out, input, bias)| {
         let module = format!("{}.{name}", block_prefix(block_idx));
-        Linear { module, n_out, n_in, bias }
+        Linear { module, out, input, bias }
     };
     table.into_iter().map(linear).collect()
 }
@@ -89,57 +97,65 @@ fn attach(config: &Config, lora: &LoraConfig, units: &mut [Unit]) -> Result<(), 
 }
 
 fn embed(config: &Config) -> Unit {
-    let t = &config.typed;
-    let zero_row = t.pad_id.map(|id| id as usize);
-    let init = Init::Normal { std: t.initializer_range, zero_row };
-    Unit {
-        name: "embed".to_string(),
-        params: vec![matrix(EMBEDDING, [t.vocab_size, t.hidden_size], init)],
-        shared: Vec::new(),
-        adapters: Vec::new(),
-    }
+    let zero_row = config.typed.pad_id.map(|id| id as usize);
+    let init = Init::Normal { std: config.typed.initializer_range, zero_row };
+    let params = vec![ParamSpec { init, ..vocabulary(EMBEDDING, config) }];
+    Unit { name: "embed".to_string(), params, shared: Vec::new(), adapters: Vec::new() }
 }
 
 fn block(config: &Config, block_idx: usize) -> Unit {
     let prefix = block_prefix(block_idx);
     let t = &config.typed;
-    let mut params = vec![norm(format!("{prefix}.input_layernorm.weight"), t.hidden_size)];
+    let d = Extent { dim: Dim::Embed, len: t.hidden_size };
+    let mut params = vec![norm(format!("{prefix}.input_layernorm.weight"), d, Region::Residual)];
     for linear in linears(config, block_idx) {
         let init = Init::Normal { std: t.initializer_range, zero_row: None };
-        params.push(matrix(&format!("{}.weight", linear.module), [linear.n_out, linear.n_in], init));
+        let name = format!("{}.weight", linear.module);
+        params.push(matrix(name, [linear.out, linear.input], Region::Branch, init));
         if linear.bias {
-            params.push(vector(format!("{}.bias", linear.module), linear.n_out, Init::Zeros));
+            params.push(vector(format!("{}.bias", linear.module), linear.out, Region::Branch, Init::Zeros));
         }
     }
     if t.qk_norm {
-        let norms = ["q_norm", "k_norm"].map(|name| norm(format!("{prefix}.self_attn.{name}.weight"), t.head_dim));
-        params.extend(norms);
+        let head = Extent { dim: Dim::HeadDim, len: t.head_dim };
+        let name = |norm: &str| format!("{prefix}.self_attn.{norm}.weight");
+        params.extend(["q_norm", "k_norm"].map(|of| norm(name(of), head, Region::Branch)));
     }
-    params.push(norm(format!("{prefix}.post_attention_layernorm.weight"), t.hidden_size));
+    params.push(norm(format!("{prefix}.post_attention_layernorm.weight"), d, Region::Residual));
     Unit { name: format!("block {block_idx}"), params, shared: Vec::new(), adapters: Vec::new() }
 }
 
 fn head(config: &Config) -> Unit {
-    let t = &config.typed;
-    let mut params = vec![norm(FINAL_NORM.to_string(), t.hidden_size)];
+    let d = Extent { dim: Dim::Embed, len: config.typed.hidden_size };
+    let mut params = vec![norm(FINAL_NORM.to_string(), d, Region::Residual)];
     let mut shared = Vec::new();
-    if t.tied {
+    if config.typed.tied {
         shared.push(Shared { unit: 0, name: EMBEDDING.to_string() });
     } else {
-        let init = Init::Normal { std: t.initializer_range, zero_row: None };
-        params.push(matrix(LM_HEAD, [t.vocab_size, t.hidden_size], init));
+        params.push(vocabulary(LM_HEAD, config));
     }
     Unit { name: "head".to_string(), params, shared, adapters: Vec::new() }
 }
 
-fn matrix(name: &str, shape: [usize; 2], init: Init) -> ParamSpec {
-    ParamSpec { name: name.to_string(), shape: shape.to_vec(), init, decay: true, trainable: true }
+/// A row for each token.
+fn vocabulary(name: &str, config: &Config) -> ParamSpec {
+    let t = &config.typed;
+    let extent = |dim, len| Extent { dim, len };
+    let init = Init::Normal { std: t.initializer_range, zero_row: None };
+    let shape = [extent(Dim::Vocab, t.vocab_size), extent(Dim::Embed, t.hidden_size)];
+    matrix(name.to_string(), shape, Region::Residual, init)
 }
 
-fn norm(name: String, width: usize) -> ParamSpec {
-    vector(name, width, Init::Ones)
+pub(crate) fn matrix(name: String, [rows, columns]: [Extent; 2], region: Region, init: Init) -> ParamSpec {
+    let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
+    ParamSpec { name, shape, dims, region, init, decay: true, trainable: true }
 }
 
-fn vector(name: String, width: usize, init: Init) -> ParamSpec {
-    ParamSpec { name, shape: vec![width], init, decay: false, trainable: true }
+fn norm(name: String, width: Extent, region: Region) -> ParamSpec {
+    vector(name, width, region, Init::Ones)
+}
+
+fn vector(name: String, width: Extent, region: Region, init: Init) -> ParamSpec {
+    let (shape, dims) = (vec![width.len], vec![width.dim]);
+    ParamSpec { name, shape, dims, region, init, decay: false, trainable: true }
 }

@@ -49,19 +49,21 @@ pub use add::add;
 pub use attention::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
 pub use bytes::{of_bytes, with_bytes};
 pub use dropout::{Dropout, derive_key, dropout};
-pub use embedding::embedding;
+pub use embedding::{embedding, embedding_part};
 pub use gemm::{cpu_product, cpu_product_rate};
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{Precision, linear};
-pub use linear_cross_entropy::{CrossEntropy, LossAndGrad, Reduction, Upstream, linear_cross_entropy};
+pub use linear_cross_entropy::{
+    CrossEntropy, LossAndGrad, Reduction, Upstream, VocabPart, linear_cross_entropy, linear_cross_entropy_part,
+};
 pub use reshape::reshape;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
 pub use scale::scale;
 pub use span::{PROFILE, span};
 pub use swiglu::swiglu;
-pub use tape::{Grads, Input, Tape, is_tracked, record, untracked};
+pub use tape::{Coming, Grads, Input, Tape, is_tracked, record, record_exchange, untracked};
 pub use threads::{Awake, join_compute_threads, stay_awake};
 pub use tiled::tiled;
 pub use transfer::{HostCopy, Readout, send_into, upload};

@@ -38,14 +38,30 @@ struct Node {
     name: &'static str,
     inputs: Vec<Option<TensorId>>,
     output: TensorId,
+    /// Whether it reads what ranks have exchanged.
+    follows_exchange: bool,
     backward: Backward,
 }
 
 type Backward = Box<dyn FnOnce(&Tensor) -> Result<Vec<Option<Tensor>>>>;
 
+/// The end of an exchange that has begun.
+pub type Coming = Box<dyn FnOnce() -> Result<Tensor>>;
+
+type Work = Box<dyn FnOnce() -> Result<()>>;
+
+/// Work of a backward that is put off until an exchange is under way.
+#[derive(Default)]
+struct PutOff {
+    is_allowed: bool,
+    works: Vec<Work>,
+}
+
 #[derive(Default)]
 struct Recording {
     tracked: HashSet<TensorId>,
+    /// Outputs of exchanges.
+    exchanged: HashSet<TensorId>,
     nodes: Vec<Node>,
     /// What can be computed again at little cost.
     cheap: HashMap<TensorId, Rc<Cheap>>,
@@ -66,6 +82,8 @@ pub(crate) struct Cheap {
 thread_local! {
     /// The innermost is the last; `None` is a computation that is not to be recorded.
     static RECORDINGS: RefCell<Vec<Option<Recording>>> = const { RefCell::new(Vec::new()) };
+    /// That of the backward that runs, of the innermost one if a tape goes back within another.
+    static PUT_OFF: RefCell<PutOff> = RefCell::default();
 }
 
 impl Tape {
@@ -101,9 +119,11 @@ impl Tape {
             )
         }
         let mut grads = HashMap::from([(y.id(), dy.clone())]);
+        let _own = OwnPutOff::begin();
         for node in self.nodes.into_iter().rev() {
             let Some(dy) = grads.remove(&node.output) else { continue };
             let _span = span(node.name, "backward");
+            PUT_OFF.with_borrow_mut(|put_off| put_off.is_allowed = node.follows_exchange);
             let of_inputs = (node.backward)(&dy.contiguous()?)?;
             drop(dy);
             for (id, grad) in node.inputs.into_iter().zip(of_inputs) {
@@ -115,8 +135,44 @@ impl Tape {
                 grads.insert(id, sum);
             }
         }
+        do_what_was_put_off()?;
         Ok(Grads(grads))
     }
+}
+
+/// Lets a backward have a list of its own, and gives the one around it back.
+struct OwnPutOff(PutOff);
+
+impl OwnPutOff {
+    fn begin() -> Self {
+        Self(PUT_OFF.take())
+    }
+}
+
+impl Drop for OwnPutOff {
+    fn drop(&mut self) {
+        PUT_OFF.set(std::mem::take(&mut self.0));
+    }
+}
+
+/// Does `work` in a backward: later, if the gradient that is on its way can be exchanged meanwhile.
+pub(crate) fn put_off(work: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
+    let is_allowed = PUT_OFF.with_borrow(|put_off| put_off.is_allowed);
+    if !is_allowed {
+        return work();
+    }
+    PUT_OFF.with_borrow_mut(|put_off| put_off.works.push(Box::new(work)));
+    Ok(())
+}
+
+/// True if [`put_off`] would not do it now.
+pub(crate) fn puts_off() -> bool {
+    PUT_OFF.with_borrow(|put_off| put_off.is_allowed)
+}
+
+fn do_what_was_put_off() -> Result<()> {
+    let works = PUT_OFF.with_borrow_mut(|put_off| std::mem::take(&mut put_off.works));
+    works.into_iter().try_for_each(|work| work())
 }
 
 impl Grads {
@@ -212,11 +268,38 @@ pub fn record<const N: usize>(
         };
         if ids.iter().any(Option::is_some) || inputs.iter().any(trains) {
             recording.tracked.insert(output.id());
+            let follows_exchange = ids.iter().flatten().any(|id| recording.exchanged.contains(id));
             let backward: Backward = Box::new(move |dy| Ok(backward(dy)?.into()));
-            recording.nodes.push(Node { name, inputs: ids.into(), output: output.id(), backward });
+            recording.nodes.push(Node { name, inputs: ids.into(), output: output.id(), follows_exchange, backward });
         }
     });
     output
+}
+
+/// Puts an exchange between ranks on the tape that records: y = `forward(x)`, a tensor of its own, and of its gradient what
+/// `start(dy)` begins to exchange. While that is under way the gradients of weights are computed that the ops which read y
+/// have put off.
+///
+/// What those ops keep of y is the way to it: backward calls `forward` again.
+pub fn record_exchange(
+    name: &'static str,
+    x: &Tensor,
+    forward: impl Fn(&Tensor) -> Result<Tensor> + 'static,
+    start: impl FnOnce(&Tensor) -> Result<Coming> + 'static,
+) -> Result<Tensor> {
+    let y = forward(x)?;
+    let kept = keep(x);
+    make_cheap(&y, move || forward(&kept.get()?));
+    let is_wanted = is_tracked(x);
+    let y = record(name, [x.into()], y, move |dy| {
+        let coming = start(dy)?;
+        do_what_was_put_off()?;
+        Ok([Some(coming()?)])
+    });
+    if is_wanted {
+        with_innermost(|recording| recording.exchanged.insert(y.id()));
+    }
+    Ok(y)
 }
 
 fn with_innermost<T>(f: impl FnOnce(&mut Recording) -> T) -> Option<T> {

@@ -6,19 +6,34 @@ use candle_core::Result;
 use candlewick_comm::Collective;
 use candlewick_comm::mesh::{Axis, Mesh};
 
-use crate::params::{Sharded, Sharing};
+use crate::params::{Sharded, Sharing, Stages};
+use crate::pipeline::Layout;
+use crate::placement::Norms;
+use crate::tensor::TensorRanks;
 
 /// This rank's groups. All ranks make them together.
 #[derive(Clone)]
 pub struct Groups {
-    /// The ranks that see different tokens: losses and counts are summed over them.
+    /// The ranks that see different tokens.
     pub data: Arc<dyn Collective>,
-    /// Those of them that keep a share each of what all have in common.
+    /// The same on all stages of a pipeline: losses are summed over them, which only the last stage knows.
+    pub losses: Arc<dyn Collective>,
+    /// Those of `data` that keep a share each of what all have in common.
     pub shards: Arc<dyn Collective>,
-    /// Those of them that keep the same share.
+    /// Those of `data` that keep the same share.
     pub replicas: Arc<dyn Collective>,
     /// The ranks that share the tokens of a micro-batch.
     pub sequence: Arc<dyn Collective>,
+    /// The ranks that share every matrix.
+    pub tensor: Arc<dyn Collective>,
+    /// The stages of one pipeline.
+    pub stages: Arc<dyn Collective>,
+    /// The stages that have the same parameter, if the first and the last one do.
+    pub ties: Arc<dyn Collective>,
+    /// The ranks that have one copy of the model together.
+    pub model: Arc<dyn Collective>,
+    /// The same with those that keep a share each.
+    pub model_shards: Arc<dyn Collective>,
 }
 
 impl Groups {
@@ -26,21 +41,52 @@ impl Groups {
     pub fn new(mesh: &Mesh, world: &dyn Collective) -> Result<Self> {
         let shards = [Axis::DpShard, Axis::Cp, Axis::Sp];
         let data = [Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
+        let losses = [Axis::Pp, Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
+        let model_shards = [Axis::Pp, Axis::DpShard, Axis::Cp, Axis::Sp, Axis::Tp];
+        let stages = mesh.group(world, &[Axis::Pp])?;
         Ok(Self {
             data: mesh.group(world, &data)?,
+            losses: mesh.group(world, &losses)?,
             shards: mesh.group(world, &shards)?,
             replicas: mesh.group(world, &[Axis::DpReplicate])?,
             sequence: mesh.group(world, &[Axis::Sp])?,
+            tensor: mesh.group(world, &[Axis::Tp])?,
+            ties: ties(&*stages)?,
+            stages,
+            model: mesh.group(world, &[Axis::Pp, Axis::Tp])?,
+            model_shards: mesh.group(world, &model_shards)?,
         })
     }
 
-    /// Returns how parameters are shared over these groups: each rank keeps all of them if nothing is sharded.
-    pub fn sharing(&self, sharded: Option<Sharded>) -> Sharing {
-        match sharded {
-            Some(sharded) => {
-                Sharing { sharded, shards: Arc::clone(&self.shards), replicas: Arc::clone(&self.replicas) }
-            }
-            None => Sharing { replicas: Arc::clone(&self.data), ..Sharing::alone() },
+    /// Returns the ranks that share every matrix.
+    pub fn tensor_ranks(&self, norms: Norms) -> TensorRanks {
+        TensorRanks { ranks: Arc::clone(&self.tensor), norms }
+    }
+
+    /// Returns how parameters are shared over these groups: of what is not sharded each rank of `data` keeps all that its stage
+    /// and its place among the tensor parallel ranks have.
+    pub fn sharing(&self, sharded: Option<Sharded>, layout: Layout, norms: Norms) -> Sharing {
+        let alone = Sharing::alone();
+        let (sharded, shards, replicas, all) = match sharded {
+            Some(sharded) => (sharded, &self.shards, &self.replicas, &self.model_shards),
+            None => (alone.sharded, &alone.shards, &self.data, &self.model),
+        };
+        let stages = Stages { ranks: Arc::clone(&self.stages), layout: Some(layout), ties: Arc::clone(&self.ties) };
+        Sharing {
+            sharded,
+            shards: Arc::clone(shards),
+            replicas: Arc::clone(replicas),
+            tensor: self.tensor_ranks(norms),
+            stages,
+            all: Arc::clone(all),
         }
     }
+}
+
+/// The first and the last stage of a pipeline, the others alone.
+fn ties(stages: &dyn Collective) -> Result<Arc<dyn Collective>> {
+    let last = stages.size() - 1;
+    let ends = if last == 0 { vec![0] } else { vec![0, last] };
+    let lists: Vec<_> = std::iter::once(ends).chain((1..last).map(|stage| vec![stage])).collect();
+    Ok(stages.split("ties", &lists)?)
 }

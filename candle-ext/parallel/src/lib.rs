@@ -7,11 +7,17 @@ mod groups;
 mod kv_cache;
 mod offload;
 mod params;
+mod pipeline;
+mod placement;
 mod sequence;
+mod tensor;
 
 pub use engine::{Engine, LossScale, Micro, Residency};
 pub use groups::Groups;
 pub use kv_cache::KvCache;
 pub use offload::Parking;
-pub use params::{Formats, Mode, ParamState, ParamStore, Sharded, Sharing};
+pub use params::{Formats, Mode, ParamState, ParamStore, Sharded, Sharing, Stages};
+pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
+pub use placement::Norms;
 pub use sequence::Ulysses;
+pub use tensor::TensorRanks;

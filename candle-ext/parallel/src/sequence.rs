@@ -33,6 +33,11 @@ impl Ulysses {
         Self { ranks }
     }
 
+    /// Returns the number of parts that the tokens fall into.
+    pub(crate) fn n_parts(&self) -> usize {
+        self.ranks.size()
+    }
+
     /// This rank's part of a micro-batch, whose sequences stay known in full. If the tokens cannot be divided evenly, some
     /// that teach nothing follow them, as a sequence of their own.
     pub(crate) fn part<'m>(&self, micro: &Micro) -> Result<Part<'m>> {

@@ -6,25 +6,31 @@ use candlewick_ops::Seqs;
 use candlewick_parallel::Micro;
 use serde_json::json;
 
-const VOCAB: u32 = 48;
+/// Four ranks do not get even parts of it.
+const VOCAB: u32 = 50;
 
 /// A family, and whether the output layer is the embedding.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kind {
     family: &'static str,
     tied: bool,
-    /// Whether an adapter with dropout is trained, and nothing else.
-    adapter: bool,
+    /// Whether every linear layer has a bias.
+    biased: bool,
+    /// The dropout of an adapter, if one is trained, and nothing else.
+    adapter: Option<f64>,
 }
 
 /// What dropout drops depends on the place of a token in its micro-batch: only ranks that share micro-batches drop the same.
-pub(crate) const ADAPTER: Kind = Kind { family: "qwen3", tied: true, adapter: true };
+pub(crate) const ADAPTER: Kind = Kind { family: "qwen3", tied: true, biased: false, adapter: Some(0.3) };
+
+/// An adapter without.
+pub(crate) const CALM_ADAPTER: Kind = Kind { adapter: Some(0.0), ..ADAPTER };
 
 pub(crate) const MODELS: [Kind; 4] = [
-    Kind { family: "llama", tied: false, adapter: false },
-    Kind { family: "llama", tied: true, adapter: false },
-    Kind { family: "qwen2", tied: false, adapter: false },
-    Kind { family: "qwen3", tied: true, adapter: false },
+    Kind { family: "llama", tied: false, biased: false, adapter: None },
+    Kind { family: "llama", tied: true, biased: true, adapter: None },
+    Kind { family: "qwen2", tied: false, biased: false, adapter: None },
+    Kind { family: "qwen3", tied: true, biased: false, adapter: None },
 ];
 
 /// How a step's sequences become micro-batches.
@@ -34,11 +40,11 @@ pub(crate) enum Batching {
     Packed,
     /// Each filled up to one length.
     Padded,
-    /// Packed, in two micro-batches.
-    Accumulated,
+    /// Packed, in so many micro-batches.
+    Accumulated(usize),
 }
 
-pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded, Batching::Accumulated];
+pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded, Batching::Accumulated(2)];
 
 /// Sequences of one step.
 const N_SEQUENCES: usize = 16;
@@ -51,14 +57,18 @@ impl Kind {
             "qwen2" => "Qwen2ForCausalLM",
             _ => "Qwen3ForCausalLM",
         };
-        let config = json!({
+        let mut config = json!({
             "architectures": [class], "model_type": self.family, "hidden_size": 32, "intermediate_size": 48,
             "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
             "vocab_size": VOCAB, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
             "tie_word_embeddings": self.tied, "initializer_range": 0.2,
         });
-        let lora = json!({"r": 4, "lora_alpha": 16, "lora_dropout": 0.3, "target_modules": "all-linear"});
-        let lora = self.adapter.then(|| LoraConfig::from_json(&lora).unwrap());
+        if self.biased {
+            config["attention_bias"] = json!(true);
+            config["mlp_bias"] = json!(true);
+        }
+        let lora = |dropout| json!({"r": 4, "lora_alpha": 16, "lora_dropout": dropout, "target_modules": "all-linear"});
+        let lora = self.adapter.map(|dropout| LoraConfig::from_json(&lora(dropout)).unwrap());
         Model::new(Config::from_json(config).unwrap(), lora).unwrap()
     }
 }
@@ -86,7 +96,7 @@ fn sequence(step: usize, idx: usize) -> Vec<(u32, i64)> {
 
 /// The micro-batches of data rank `rank` of `n_ranks` in a step, and how many targets they have.
 pub(crate) fn micros(batching: Batching, step: usize, rank: usize, n_ranks: usize) -> (Vec<Micro>, f64) {
-    let n_micros = if batching == Batching::Accumulated { 2 } else { 1 };
+    let n_micros = if let Batching::Accumulated(n_micros) = batching { n_micros } else { 1 };
     let mut n_targets = 0;
     let mut micros = Vec::new();
     for micro in 0..n_micros {

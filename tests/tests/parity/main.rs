@@ -11,38 +11,41 @@ mod rank;
 mod sabotage;
 
 use candlewick_comm::mesh::Degrees;
-use candlewick_parallel::Sharded;
+use candlewick_parallel::{Norms, Schedule, Sharded};
 
-use case::{ADAPTER, BATCHINGS, MODELS};
+use case::{ADAPTER, BATCHINGS, Batching, CALM_ADAPTER, MODELS};
 use rank::{Outcome, Way, compare, run};
 use sabotage::Lie;
 
 const ONE: Degrees = Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 };
 
 fn dp(n_ranks: usize) -> Way {
-    Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, sharded: None }
+    Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, ..Way::ONE_RANK }
 }
 
 fn zero(n_ranks: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, sharded: Some(sharded) }
+    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, sharded: Some(sharded), ..Way::ONE_RANK }
 }
 
 fn hybrid(dp_replicate: usize, dp_shard: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, sharded: Some(sharded) }
+    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, sharded: Some(sharded), ..Way::ONE_RANK }
 }
 
 /// All models in all batchings; and with each of these collectives lying, a difference.
 #[track_caller]
 fn check(way: Way, collectives: &[Lie]) {
+    // A pipeline of one micro-batch would be none.
+    let n_micros = if way.degrees.pp > 1 { 5 } else { 2 };
     for model in MODELS {
-        for batching in BATCHINGS {
+        for batching in [Batching::Packed, Batching::Padded, Batching::Accumulated(n_micros)] {
             let one_rank = run(Way::ONE_RANK, model, batching, None);
             if let Err(difference) = compare(&run(way, model, batching, None), &one_rank) {
                 panic!("{way:?}, {model:?}, {batching:?}: {difference}");
             }
         }
     }
-    let (model, batching) = (MODELS[0], BATCHINGS[0]);
+    // Tied, and with biases.
+    let (model, batching) = (MODELS[1], Batching::Accumulated(n_micros));
     let one_rank = run(Way::ONE_RANK, model, batching, None);
     for lie in collectives {
         let lied = run(way, model, batching, Some(*lie));
@@ -88,7 +91,7 @@ fn parity_of_replicated_shards() {
 }
 
 fn ulysses(dp_shard: usize, sp: usize, sharded: Option<Sharded>) -> Way {
-    Way { degrees: Degrees { dp_shard, sp, ..ONE }, sharded }
+    Way { degrees: Degrees { dp_shard, sp, ..ONE }, sharded, ..Way::ONE_RANK }
 }
 
 #[test]
@@ -122,10 +125,103 @@ fn parity_of_parts_and_shards() {
     check(ulysses(2, 4, Some(Sharded::Weights)), &[Lie::AllToAll, Lie::ReduceScatter, Lie::AllGather]);
 }
 
+fn tensor(degrees: Degrees, norms: Norms) -> Way {
+    Way { degrees, norms, ..Way::ONE_RANK }
+}
+
+const GATHERED: [Lie; 2] = [Lie::AllGather, Lie::ReduceScatter];
+
+#[test]
+fn parity_of_matrices_in_two_parts() {
+    check(tensor(Degrees { tp: 2, ..ONE }, Norms::Whole), &[Lie::AllReduce, Lie::AllGather]);
+    check(tensor(Degrees { tp: 2, ..ONE }, Norms::InParts), &[Lie::AllReduce, Lie::AllGather, Lie::ReduceScatter]);
+}
+
+/// A vocabulary that does not fall into even parts.
+#[test]
+fn parity_of_matrices_in_four_parts() {
+    check(tensor(Degrees { tp: 4, ..ONE }, Norms::Whole), &[]);
+    check(tensor(Degrees { tp: 4, ..ONE }, Norms::InParts), &GATHERED);
+}
+
+/// Every factor of an adapter is in parts, or has a gradient in parts.
+#[test]
+fn parity_of_adapters_in_parts() {
+    for norms in [Norms::Whole, Norms::InParts] {
+        for batching in BATCHINGS {
+            let one_rank = run(Way::ONE_RANK, CALM_ADAPTER, batching, None);
+            compare(&run(tensor(Degrees { tp: 2, ..ONE }, norms), CALM_ADAPTER, batching, None), &one_rank).unwrap();
+        }
+    }
+}
+
+#[test]
+fn parity_of_matrices_in_parts_and_shards() {
+    let way = |degrees, sharded| Way { sharded: Some(sharded), ..tensor(degrees, Norms::InParts) };
+    check(way(Degrees { tp: 2, dp_shard: 2, ..ONE }, Sharded::Optimizer), &GATHERED);
+    check(way(Degrees { tp: 2, dp_shard: 3, ..ONE }, Sharded::Gradients), &[]);
+    check(way(Degrees { tp: 2, dp_shard: 2, dp_replicate: 2, ..ONE }, Sharded::Weights), &GATHERED);
+}
+
+#[test]
+fn parity_of_matrices_and_sequences_in_parts() {
+    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, Norms::Whole), &[Lie::AllToAll]);
+    let way = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, Norms::InParts);
+    check(Way { sharded: Some(Sharded::Weights), ..way }, &[Lie::AllToAll, Lie::AllGather]);
+}
+
+fn pipeline(degrees: Degrees, schedule: Schedule, runs: &'static [usize]) -> Way {
+    Way { degrees, schedule, runs: Some(runs), ..Way::ONE_RANK }
+}
+
+#[test]
+fn parity_of_all_forward_all_backward() {
+    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[2, 2]), &[Lie::Send, Lie::AllReduce]);
+    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::AllForwardAllBackward, &[2, 1, 1]), &[]);
+}
+
+#[test]
+fn parity_of_one_forward_one_backward() {
+    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 3]), &[Lie::Send, Lie::AllReduce]);
+    check(pipeline(Degrees { pp: 4, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1]), &[Lie::Send]);
+    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2, 0]), &[]);
+}
+
+#[test]
+fn parity_of_interleaved_runs() {
+    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1]), &[Lie::Send]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[1, 0, 2, 1]), &[]);
+    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1, 0, 0]), &[]);
+}
+
+#[test]
+fn parity_of_a_pipeline_of_replicas_and_shards() {
+    let way = |degrees, sharded| Way { sharded, ..pipeline(degrees, Schedule::OneForwardOneBackward, &[2, 2]) };
+    check(way(Degrees { pp: 2, dp_replicate: 2, ..ONE }, None), &[Lie::Send, Lie::AllReduce]);
+    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(Sharded::Optimizer)), &[Lie::AllGather, Lie::ReduceScatter]);
+    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(Sharded::Gradients)), &[]);
+    check(way(Degrees { pp: 2, dp_shard: 3, ..ONE }, Some(Sharded::Weights)), &[Lie::AllGather, Lie::ReduceScatter]);
+}
+
+#[test]
+fn parity_of_a_pipeline_of_parts() {
+    let way = |degrees, norms, sharded, runs| {
+        let schedule = Schedule::OneForwardOneBackward;
+        Way { norms, sharded, ..pipeline(degrees, schedule, runs) }
+    };
+    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts, None, &[2, 2]), &[Lie::Send, Lie::AllGather]);
+    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::Whole, None, &[1, 1, 1, 1]), &[Lie::Send, Lie::AllReduce]);
+    check(way(Degrees { pp: 2, sp: 2, ..ONE }, Norms::Whole, Some(Sharded::Weights), &[2, 2]), &[Lie::AllToAll]);
+    let eight = Degrees { pp: 2, tp: 2, dp_shard: 2, ..ONE };
+    check(way(eight, Norms::InParts, Some(Sharded::Weights), &[2, 2]), &[Lie::Send]);
+    check(way(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, Norms::InParts, None, &[3, 1]), &[]);
+}
+
 /// Without dropout nothing is left to chance: bits do not depend on which rank comes first.
 #[test]
 fn parity_of_two_runs_is_to_the_bit() {
-    for way in [dp(3), zero(4, Sharded::Weights)] {
+    let all = Way { runs: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts) };
+    for way in [dp(3), zero(4, Sharded::Weights), all] {
         let run = || run(way, MODELS[0], BATCHINGS[2], None);
         let bits = |outcome: Outcome| (outcome.losses, outcome.grads, outcome.weights);
         assert!(bits(run()) == bits(run()), "{way:?}");

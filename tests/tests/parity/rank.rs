@@ -9,7 +9,10 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Call, Options, World, sum, threads};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
-use candlewick_parallel::{Engine, Formats, Groups, LossScale, Mode, ParamState, ParamStore, Residency, Sharded};
+use candlewick_parallel::{
+    Engine, Formats, Groups, Layout, LossScale, Mode, Norms, ParamState, ParamStore, Pipeline, Residency, Schedule,
+    Sharded,
+};
 
 use crate::case::{Batching, Kind, micros};
 use crate::sabotage::{Lie, Lying};
@@ -25,13 +28,27 @@ const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weigh
 pub(crate) struct Way {
     pub(crate) degrees: Degrees,
     pub(crate) sharded: Option<Sharded>,
+    pub(crate) norms: Norms,
+    pub(crate) schedule: Schedule,
+    /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
+    pub(crate) runs: Option<&'static [usize]>,
 }
 
 impl Way {
     pub(crate) const ONE_RANK: Self = Self {
         degrees: Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 },
         sharded: None,
+        norms: Norms::Whole,
+        schedule: Schedule::OneForwardOneBackward,
+        runs: None,
     };
+
+    fn layout(&self, n_blocks: usize) -> Layout {
+        match self.runs {
+            Some(runs) => Layout::new(self.degrees.pp, runs),
+            None => Layout::balanced(n_blocks, self.degrees.pp, 1, 0.0),
+        }
+    }
 }
 
 /// What came of a run.
@@ -46,10 +63,26 @@ pub(crate) struct Outcome {
     pub(crate) weights: BTreeMap<String, Vec<f32>>,
 }
 
-/// A part of a parameter: its name, its length, which elements, and they.
-type Piece = (String, usize, Range<usize>, Vec<f32>);
+/// A part of a parameter.
+struct Piece {
+    name: String,
+    shape: Vec<usize>,
+    columns: Range<usize>,
+    range: Range<usize>,
+    values: Vec<f32>,
+}
+
+impl Piece {
+    /// The places of its elements in the whole parameter.
+    fn places(&self) -> impl Iterator<Item = usize> {
+        let (width, n) = (self.shape[self.shape.len() - 1], self.columns.len());
+        let first = self.columns.start;
+        self.range.clone().map(move |at| at / n * width + first + at % n)
+    }
+}
 
 struct OfRank {
+    stage: usize,
     losses: Vec<f64>,
     norms: Vec<f64>,
     held_out: f64,
@@ -67,11 +100,12 @@ pub(crate) fn run(way: Way, kind: Kind, batching: Batching, lie: Option<Lie>) ->
         for other in &ranks {
             assert!(other.losses == ranks[0].losses && other.norms == ranks[0].norms, "{way:?}: ranks disagree");
             assert_eq!(other.held_out, ranks[0].held_out);
-            let orders = order(&other.calls).into_iter().zip(order(&ranks[0].calls));
+            let first = ranks.iter().find(|first| first.stage == other.stage).unwrap();
+            let orders = order(&other.calls).into_iter().zip(order(&first.calls));
             for (i, (call, first)) in orders.enumerate() {
-                assert_eq!(call, first, "{way:?}: call {i} is another on another rank");
+                assert_eq!(call, first, "{way:?}: call {i} is another on another rank of the stage");
             }
-            assert_eq!(other.calls.len(), ranks[0].calls.len(), "{way:?}");
+            assert_eq!(other.calls.len(), first.calls.len(), "{way:?}");
         }
     }
     let join = |pieces: fn(&OfRank) -> &Vec<Piece>| joined(ranks.iter().flat_map(pieces));
@@ -94,7 +128,9 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
     let mesh = Mesh::new(way.degrees, world.size()).unwrap();
     let mut groups = Groups::new(&mesh, &*world.group())?;
     // Counts and losses stay honest: the lie has to show in gradients or weights.
-    for group in [&mut groups.shards, &mut groups.replicas, &mut groups.sequence] {
+    let lying =
+        [&mut groups.shards, &mut groups.replicas, &mut groups.sequence, &mut groups.tensor, &mut groups.stages];
+    for group in lying.into_iter().chain([&mut groups.ties, &mut groups.model, &mut groups.model_shards]) {
         *group = Arc::new(Lying { group: Arc::clone(group), lie });
     }
     // Ranks that share tokens have the same micro-batches.
@@ -105,7 +141,8 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
     );
     let model = kind.model();
     let formats = Formats::computing_in(DType::F32);
-    let mut sharing = groups.sharing(way.sharded);
+    let layout = way.layout(model.n_blocks());
+    let mut sharing = groups.sharing(way.sharded, layout.clone(), way.norms);
     if way.sharded.is_none() {
         sharing.replicas = Arc::new(Lying { group: sharing.replicas, lie });
     }
@@ -113,8 +150,8 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
     store.fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);
-        if spec.name.ends_with("lora_B.weight") {
-            // They begin as zeros, which would hide what the other factor does.
+        if spec.name.ends_with("lora_B.weight") || spec.name.ends_with("bias") {
+            // They begin as zeros, which would hide what the other factor does, and how little a bias of keys matters.
             values.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 * 0.7).sin() * 0.1);
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
@@ -126,16 +163,21 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
         _ => Residency::Offload,
     });
     let residency = residency.collect();
-    let engine = Engine::new(model, store, residency, Arc::clone(&groups.data), Device::Cpu);
-    let engine = match way.degrees.sp {
-        1 => engine,
-        _ => engine.with_sequence(Arc::clone(&groups.sequence)),
-    };
+    let mut engine = Engine::new(model, store, residency, Arc::clone(&groups.losses), Device::Cpu)
+        .with_pipeline(Pipeline::new(Arc::clone(&groups.stages), layout, way.schedule)?);
+    if way.degrees.sp > 1 {
+        engine = engine.with_sequence(Arc::clone(&groups.sequence));
+    }
+    if way.degrees.tp > 1 {
+        engine = engine.with_tensor(groups.tensor_ranks(way.norms));
+    }
+    // Each of them counts the same targets.
+    let n_counts = (way.degrees.sp * way.degrees.pp) as f64;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
     let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..STEPS {
         let (micros, n_targets) = micros(batching, step, rank, n_ranks);
-        let n_targets = sum(engine.group(), n_targets)? / way.degrees.sp as f64;
+        let n_targets = sum(engine.group(), n_targets)? / n_counts;
         engine.store().zero_grads()?;
         let sums = engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
         let local = sums.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<candle_core::Result<f64>>()?;
@@ -150,19 +192,25 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
     }
     let (held_out, n_targets) = micros(batching, STEPS, rank, n_ranks);
     let local = held_out.iter().map(|micro| engine.loss(micro)).sum::<candle_core::Result<f64>>()?;
-    let n_targets = sum(engine.group(), n_targets)? / way.degrees.sp as f64;
+    let n_targets = sum(engine.group(), n_targets)? / n_counts;
     let held_out = sum(engine.group(), local)? / n_targets;
     let weights = pieces(&engine, |state| &state.master)?;
     // What an export reads is what the ranks have.
     let exported = engine.store().masters().collect::<candle_core::Result<Vec<_>>>()?;
     if lie.is_none() {
-        for (name, _, range, values) in &weights {
-            let whole = exported.iter().find(|(spec, _)| spec.name == *name).unwrap();
-            let whole = whole.1.flatten_all()?.narrow(0, range.start, range.len())?.to_vec1::<f32>()?;
-            assert!(whole == *values, "{way:?}: an export has another {name}");
+        for piece in &weights {
+            let (_, whole) = exported.iter().find(|(spec, _)| spec.name == piece.name).unwrap();
+            let whole = whole.flatten_all()?.to_vec1::<f32>()?;
+            let same = piece.places().zip(&piece.values).all(|(at, value)| whole[at] == *value);
+            assert!(same, "{way:?}: an export has another {}", piece.name);
         }
+        let trained = exported.iter().filter(|(spec, _)| spec.trainable).count();
+        assert_eq!(
+            trained,
+            engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable).count()
+        );
     }
-    Ok(OfRank { losses, norms, held_out, grads, weights, calls: world.calls() })
+    Ok(OfRank { stage: place(Axis::Pp), losses, norms, held_out, grads, weights, calls: world.calls() })
 }
 
 fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<Piece>> {
@@ -170,7 +218,8 @@ fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Resul
     states
         .map(|state| {
             let values = of(&state).to_vec1()?;
-            Ok((state.name, state.shape.iter().product(), state.range, values))
+            let ParamState { name, shape, columns, range, .. } = state;
+            Ok(Piece { name, shape, columns, range, values })
         })
         .collect()
 }
@@ -178,14 +227,15 @@ fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Resul
 /// Whole parameters of their parts. Those that several ranks have must be the same.
 fn joined<'a>(pieces: impl Iterator<Item = &'a Piece>) -> BTreeMap<String, Vec<f32>> {
     let mut whole = BTreeMap::new();
-    for (name, n, range, values) in pieces {
-        let whole: &mut Vec<f32> = whole.entry(name.clone()).or_insert_with(|| vec![f32::NAN; *n]);
-        for (slot, value) in whole[range.clone()].iter_mut().zip(values) {
-            if slot.is_nan() {
-                *slot = *value;
-            } else if slot != value {
+    for piece in pieces {
+        let n = piece.shape.iter().product();
+        let whole: &mut Vec<f32> = whole.entry(piece.name.clone()).or_insert_with(|| vec![f32::NAN; n]);
+        for (at, value) in piece.places().zip(&piece.values) {
+            if whole[at].is_nan() {
+                whole[at] = *value;
+            } else if whole[at] != *value {
                 // Replicas that disagree are nobody's equal.
-                *slot = f32::INFINITY;
+                whole[at] = f32::INFINITY;
             }
         }
     }

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, DeviceLocation};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
 use candlewick_ops::{cpu_product_rate, gpus};
-use candlewick_parallel::{Engine, Formats, Mode, ParamStore, Parking, Residency};
+use candlewick_parallel::{Engine, Formats, Layout, Mode, Norms, ParamStore, Parking, Residency};
 use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
@@ -53,7 +53,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         said.push("the optimizer is not offloaded: what computes is the CPU, whose memory is the host's".to_owned());
     }
     let formats = Formats { compute, masters, moments };
-    let sharing = ranks.groups.sharing(plan.ranks.sharded());
+    let sharing = ranks.groups.sharing(plan.ranks.sharded(), Layout::whole(model.n_blocks()), Norms::Whole);
     let store = match device.is_cpu() {
         true => ParamStore::new(&model, formats, Mode::Train, &device, sharing)?,
         false => {

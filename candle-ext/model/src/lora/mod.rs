@@ -6,7 +6,10 @@ mod target;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::{Init, ParamSpec, unit::Linear};
+use crate::{
+    Dim, Init, ParamSpec, Region,
+    unit::{Extent, Linear, matrix},
+};
 
 pub use config::LoraConfig;
 pub use folder::AdapterFolder;
@@ -43,12 +46,11 @@ impl Adapter {
 
 /// A as torch initialises a linear layer (kaiming uniform with a = sqrt(5)), B zero: the adapter begins as nothing.
 pub(crate) fn factors(adapter: &Adapter, linear: &Linear) -> [ParamSpec; 2] {
-    let factor =
-        |name, shape: [usize; 2], init| ParamSpec { name, shape: shape.to_vec(), init, decay: true, trainable: true };
-    let bound = (linear.n_in as f64).powf(-0.5);
+    let rank = Extent { dim: Dim::Rank, len: adapter.r };
+    let bound = (linear.input.len as f64).powf(-0.5);
     [
-        factor(adapter.a_name(), [adapter.r, linear.n_in], Init::Uniform { bound }),
-        factor(adapter.b_name(), [linear.n_out, adapter.r], Init::Zeros),
+        matrix(adapter.a_name(), [rank, linear.input], Region::Branch, Init::Uniform { bound }),
+        matrix(adapter.b_name(), [linear.out, rank], Region::Branch, Init::Zeros),
     ]
 }
 

@@ -88,7 +88,7 @@ impl Tiny {
             mlp_rows: MlpRows::Together,
             seams: &OneDevice,
         };
-        let mut x = self.model.embed(&self.weights[0], ids)?;
+        let mut x = self.model.embed(&self.weights[0], ids, &OneDevice)?;
         for block_idx in 0..self.model.n_blocks() {
             x = self.model.block(block_idx, &self.weights[block_idx + 1], &x, &cx)?;
         }

@@ -22,37 +22,69 @@ use crate::weight::Weight;
 /// is NaN, and adds to no gradient.
 pub fn embedding(ids: &Tensor, w: &Weight, padding: Option<u32>) -> Result<Tensor> {
     let _span = span("embedding", "forward");
-    let d = check(ids, w)?;
+    check(ids, w)?;
     let ids = ids.contiguous()?;
-    let table = w.value()?;
-    let y = on_device!("embedding", table, {
-        cpu => gather_cpu(&ids, &table)?,
-        cuda => cuda::gather(&ids, &table)?.into_storage(),
-    });
-    let mut shape = ids.dims().to_vec();
-    shape.push(d);
-    let weight = w.clone();
-    Ok(record("embedding", [w.into()], storage::tensor(y, shape), move |dy| {
-        if let Some(sink) = weight.sink() {
-            let dy = &without_padding(dy, &ids, padding)?;
-            on_device!("embedding", dy, {
-                cpu => {
-                    let (dy, ids) = (host("embedding", dy)?, host("embedding", &ids)?);
-                    let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
-                    sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, d))?;
-                },
-                cuda => cuda::scatter_add(&ids, dy, &sink.grad()?, weight.dims()[0])?,
-            });
-        }
+    let (y, weight) = (gather(&ids, w)?, w.clone());
+    Ok(record("embedding", [w.into()], y, move |dy| {
+        scatter_add(&ids, &without_padding(dy, &ids, padding)?, &weight)?;
         Ok([None])
     }))
+}
+
+/// The same with a part of a table, whose rows are those of the ids from `first` on: other ids give zeros, and get no
+/// gradient. The sum over the parts of a table is the table's.
+pub fn embedding_part(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>) -> Result<Tensor> {
+    let _span = span("embedding_part", "forward");
+    check(ids, w)?;
+    let ids = ids.contiguous()?;
+    let n_rows = w.dims()[0] as u32;
+    let is_here = (ids.ge(first)? * ids.lt(first + n_rows)?)?;
+    let fixed = |id: u32| Tensor::full(id, ids.shape(), ids.device());
+    let local = (is_here.where_cond(&ids, &fixed(first)?)? - fixed(first)?)?;
+    let y = only_where(&is_here, &gather(&local, w)?)?;
+    // No table has a row of this number.
+    let elsewhere = is_here.where_cond(&local, &fixed(u32::MAX)?)?;
+    let weight = w.clone();
+    Ok(record("embedding_part", [w.into()], y, move |dy| {
+        scatter_add(&elsewhere, &without_padding(dy, &ids, padding)?, &weight)?;
+        Ok([None])
+    }))
+}
+
+/// A row of the table for each id.
+fn gather(ids: &Tensor, w: &Weight) -> Result<Tensor> {
+    let table = w.value()?;
+    let y = on_device!("embedding", table, {
+        cpu => gather_cpu(ids, &table)?,
+        cuda => cuda::gather(ids, &table)?.into_storage(),
+    });
+    let mut shape = ids.dims().to_vec();
+    shape.push(w.dims()[1]);
+    Ok(storage::tensor(y, shape))
+}
+
+/// Adds the rows of dy to those of the sink that the ids name, if there is one.
+fn scatter_add(ids: &Tensor, dy: &Tensor, w: &Weight) -> Result<()> {
+    let Some(sink) = w.sink() else { return Ok(()) };
+    on_device!("embedding", dy, {
+        cpu => {
+            let (dy, ids) = (host("embedding", dy)?, host("embedding", ids)?);
+            let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
+            sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, w.dims()[1]))
+        },
+        cuda => cuda::scatter_add(ids, dy, &sink.grad()?, w.dims()[0]),
+    })
 }
 
 /// dy [.., d] with zeros where the id is that of padding.
 fn without_padding(dy: &Tensor, ids: &Tensor, padding: Option<u32>) -> Result<Tensor> {
     let Some(padding) = padding else { return Ok(dy.clone()) };
-    let is_token = ids.ne(padding)?.unsqueeze(ids.rank())?.broadcast_as(dy.shape())?;
-    is_token.where_cond(dy, &dy.zeros_like()?)
+    only_where(&ids.ne(padding)?, dy)
+}
+
+/// The rows of x [.., d] where `kept` [..] is not zero, and zeros.
+fn only_where(kept: &Tensor, x: &Tensor) -> Result<Tensor> {
+    kept.unsqueeze(kept.rank())?.broadcast_as(x.shape())?.where_cond(x, &x.zeros_like()?)
 }
 
 fn gather_cpu(ids: &Tensor, table: &Tensor) -> Result<Storage> {
@@ -67,12 +99,11 @@ fn gather_cpu(ids: &Tensor, table: &Tensor) -> Result<Storage> {
     Ok(y.into_storage())
 }
 
-fn check(ids: &Tensor, w: &Weight) -> Result<usize> {
+fn check(ids: &Tensor, w: &Weight) -> Result<()> {
     if ids.dtype() != DType::U32 {
         bail!("embedding: ids are {:?}, want u32", ids.dtype())
     }
     check_dtype("embedding", "the table", w.dtype())?;
     let &[v, d] = w.dims() else { bail!("embedding: want a table [v, d], got {:?}", w.dims()) };
-    w.check("embedding", &[v, d])?;
-    Ok(d)
+    w.check("embedding", &[v, d])
 }

@@ -13,7 +13,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::product::Dims;
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{Kept, is_tracked, keep, record};
+use crate::tape::{Kept, is_tracked, keep, put_off, puts_off, record};
 use crate::weight::Weight;
 
 /// The format of an output. Everything is computed in f32 and rounded once at the end.
@@ -81,24 +81,33 @@ struct Saved {
 }
 
 impl Saved {
-    /// Adds dw and db to their sinks and returns dx = dy w.
-    fn backward(&self, dy: &Tensor) -> Result<Option<Tensor>> {
+    /// Adds dw and db to their sinks and returns dx = dy w. dx comes first where others wait for it.
+    fn backward(self, dy: &Tensor) -> Result<Option<Tensor>> {
+        if !puts_off() {
+            self.add_grads(dy)?;
+            return self.grad_x(dy);
+        }
+        let (dx, dy) = (self.grad_x(dy)?, dy.clone());
+        put_off(move || self.add_grads(&dy))?;
+        Ok(dx)
+    }
+
+    fn add_grads(&self, dy: &Tensor) -> Result<()> {
         on_device!("linear", dy, {
-            cpu => self.backward_cpu(dy),
+            cpu => self.add_grads_cpu(dy),
             cuda => {
                 if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
                     cuda::add_grad_w(dy, &x.get()?, &sink.grad()?, self.dims)?;
                 }
-                if let Some(sink) = self.bias.as_ref().and_then(Weight::sink) {
-                    cuda::add_grad_bias(dy, &sink.grad()?, self.dims)?;
+                match self.bias.as_ref().and_then(Weight::sink) {
+                    Some(sink) => cuda::add_grad_bias(dy, &sink.grad()?, self.dims),
+                    None => Ok(()),
                 }
-                let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
-                Ok(Some(cuda::grad_x(dy, &self.w.value()?, *dtype, self.dims)?.into_tensor(shape.as_slice())))
             },
         })
     }
 
-    fn backward_cpu(&self, dy: &Tensor) -> Result<Option<Tensor>> {
+    fn add_grads_cpu(&self, dy: &Tensor) -> Result<()> {
         let dy = host("linear", dy)?;
         let dy = dy.floats()?;
         if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
@@ -107,17 +116,25 @@ impl Saved {
             let x = x.floats()?;
             sink.add("linear", |dw| cpu::add_grad_w(dy, x, dw, self.dims))?;
         }
-        if let Some(sink) = self.bias.as_ref().and_then(Weight::sink) {
-            sink.add("linear", |db| cpu::add_grad_bias(dy, db))?;
+        match self.bias.as_ref().and_then(Weight::sink) {
+            Some(sink) => sink.add("linear", |db| cpu::add_grad_bias(dy, db)),
+            None => Ok(()),
         }
-        let Some((dtype, shape)) = &self.wants_dx else {
-            return Ok(None);
-        };
-        let mut dx = FloatBuf::unwritten(*dtype, self.dims.t * self.dims.k)?;
-        let w = self.w.value()?;
-        let w = host("linear", &w)?;
-        cpu::grad_x(dy, w.floats()?, dx.view(), self.dims);
-        Ok(Some(storage::tensor(dx, shape.as_slice())))
+    }
+
+    fn grad_x(&self, dy: &Tensor) -> Result<Option<Tensor>> {
+        let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
+        on_device!("linear", dy, {
+            cpu => {
+                let dy = host("linear", dy)?;
+                let mut dx = FloatBuf::unwritten(*dtype, self.dims.t * self.dims.k)?;
+                let w = self.w.value()?;
+                let w = host("linear", &w)?;
+                cpu::grad_x(dy.floats()?, w.floats()?, dx.view(), self.dims);
+                Ok(Some(storage::tensor(dx, shape.as_slice())))
+            },
+            cuda => Ok(Some(cuda::grad_x(dy, &self.w.value()?, *dtype, self.dims)?.into_tensor(shape.as_slice()))),
+        })
     }
 }
 

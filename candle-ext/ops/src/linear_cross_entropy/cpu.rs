@@ -1,7 +1,9 @@
 //! The CPU kernel of `linear_cross_entropy`: one chunk of tokens after the other.
 
+use candle_core::{Device, Result, Tensor};
 use rayon::prelude::*;
 
+use super::part::{ELSEWHERE, VocabPart};
 use super::{Sizes, Target};
 use crate::exp;
 use crate::floats::{Floats, FloatsMut};
@@ -18,16 +20,22 @@ pub(super) struct Head<'a> {
     pub(super) w: Floats<'a>,
     pub(super) sizes: Sizes,
     pub(super) chunk: usize,
+    /// What the matrix is a part of, if it is one.
+    pub(super) part: Option<&'a VocabPart<'a>>,
 }
 
 impl Head<'_> {
     /// The loss of each target.
-    pub(super) fn losses(&self, targets: &[Target]) -> Vec<f32> {
+    pub(super) fn losses(&self, targets: &[Target]) -> Result<Vec<f32>> {
         let mut losses = vec![0.0; targets.len()];
         let (mut x, mut logits) = (Vec::new(), Vec::new());
         let n = self.tokens_at_once();
         for (targets, losses) in targets.chunks(n).zip(losses.chunks_mut(n)) {
             self.logits(targets, &mut x, &mut logits);
+            if let Some(part) = self.part {
+                self.merge(part, targets, &mut logits, losses)?;
+                continue;
+            }
             let rows = logits.par_chunks_mut(self.sizes.v).zip(targets).zip(losses);
             rows.for_each(|((logits, target), loss)| {
                 let at_target = logits[target.class];
@@ -35,7 +43,7 @@ impl Head<'_> {
                 *loss = max - at_target + exp::exp_shifted(logits, max).ln();
             });
         }
-        losses
+        Ok(losses)
     }
 
     /// The loss of each target; writes the gradient of x and adds that of w.
@@ -47,7 +55,7 @@ impl Head<'_> {
         weights: &[f32],
         mut dx: FloatsMut<'_>,
         mut dw: Option<&mut [f32]>,
-    ) -> Vec<f32> {
+    ) -> Result<Vec<f32>> {
         let Sizes { v, d, .. } = self.sizes;
         let mut losses = vec![0.0; targets.len()];
         let (mut x, mut logits, mut dx_chunk) = (Vec::new(), Vec::new(), Vec::new());
@@ -55,10 +63,21 @@ impl Head<'_> {
         let chunks = targets.chunks(n).zip(weights.chunks(n)).zip(losses.chunks_mut(n));
         for ((targets, weights), losses) in chunks {
             self.logits(targets, &mut x, &mut logits);
-            let rows = logits.par_chunks_mut(v).zip(targets).zip(weights).zip(losses);
-            rows.for_each(|(((logits, target), &weight), loss)| {
-                *loss = softmax_minus_onehot(logits, target.class, weight);
-            });
+            match self.part {
+                None => {
+                    let rows = logits.par_chunks_mut(v).zip(targets).zip(weights).zip(losses);
+                    rows.for_each(|(((logits, target), &weight), loss)| {
+                        *loss = softmax_minus_onehot(logits, target.class, weight);
+                    });
+                }
+                Some(part) => {
+                    let shares = self.merge(part, targets, &mut logits, losses)?;
+                    let rows = logits.par_chunks_mut(v).zip(targets).zip(weights).zip(shares);
+                    rows.for_each(|(((exps, target), &weight), share)| {
+                        exps_minus_onehot(exps, target.class, weight, share);
+                    });
+                }
+            }
             let dims = self.dims(targets.len());
             dx_chunk.resize(targets.len() * d, 0.0);
             product::grad_x(&logits, self.w, &mut dx_chunk, dims);
@@ -69,7 +88,26 @@ impl Head<'_> {
                 product::add_grad_w(&logits, &x, dw, dims);
             }
         }
-        losses
+        Ok(losses)
+    }
+
+    /// Replaces logits by exp(logit - the largest here), sets the losses, and returns what makes probabilities of the
+    /// exponentials of each token.
+    fn merge(&self, part: &VocabPart, targets: &[Target], logits: &mut [f32], losses: &mut [f32]) -> Result<Vec<f32>> {
+        let n = targets.len();
+        let rows = logits.par_chunks_mut(self.sizes.v).zip(targets);
+        let known: Vec<[f32; 3]> = rows
+            .map(|(logits, target)| {
+                let at_target = if target.class == ELSEWHERE { 0.0 } else { logits[target.class] };
+                let max = exp::max(logits);
+                [max, exp::exp_shifted(logits, max), at_target]
+            })
+            .collect();
+        let by_kind: Vec<f32> = (0..3).flat_map(|kind| known.iter().map(move |of_token| of_token[kind])).collect();
+        let merged = part.merge(&Tensor::from_vec(by_kind, (3, n), &Device::Cpu)?)?;
+        losses.copy_from_slice(&merged.loss.to_vec1::<f32>()?);
+        let (max, sum) = (merged.max.to_vec1::<f32>()?, merged.sum.to_vec1::<f32>()?);
+        Ok((0..n).map(|i| (known[i][0] - max[i]).exp() / sum[i]).collect())
     }
 
     /// Gathers the targets' rows of x and makes their logits.
@@ -88,7 +126,8 @@ impl Head<'_> {
     }
 
     fn tokens_at_once(&self) -> usize {
-        (LOGITS / self.sizes.v.max(1)).clamp(1, self.chunk)
+        let v = self.part.map_or(self.sizes.v, |part| part.n_largest);
+        (LOGITS / v.max(1)).clamp(1, self.chunk)
     }
 }
 
@@ -101,4 +140,13 @@ fn softmax_minus_onehot(logits: &mut [f32], class: usize, weight: f32) -> f32 {
     vectorised!(logits.iter_mut().for_each(|p| *p *= scale));
     logits[class] -= weight;
     max - at_target + sum.ln()
+}
+
+/// Replaces exponentials by weight (share exp - onehot).
+fn exps_minus_onehot(exps: &mut [f32], class: usize, weight: f32, share: f32) {
+    let scale = weight * share;
+    vectorised!(exps.iter_mut().for_each(|p| *p *= scale));
+    if class != ELSEWHERE {
+        exps[class] -= weight;
+    }
 }

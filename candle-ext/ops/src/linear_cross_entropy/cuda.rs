@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
+use super::part::VocabPart;
 use super::{Reduction, Sizes, Target};
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
@@ -29,6 +30,7 @@ pub(super) struct Head<'a> {
     rows: Tensor,
     classes: Tensor,
     tokens_at_once: usize,
+    part: Option<&'a VocabPart<'a>>,
 }
 
 /// What backward needs besides: d(objective) / d(loss) of each target, and where the gradient of w goes.
@@ -47,7 +49,14 @@ struct Chunk {
 }
 
 impl<'a> Head<'a> {
-    pub(super) fn new(x: &'a Tensor, w: &'a Tensor, targets: &'a [Target], sizes: Sizes, chunk: usize) -> Result<Self> {
+    pub(super) fn new(
+        x: &'a Tensor,
+        w: &'a Tensor,
+        targets: &'a [Target],
+        sizes: Sizes,
+        chunk: usize,
+        part: Option<&'a VocabPart<'a>>,
+    ) -> Result<Self> {
         same_dtype(OP, x, w)?;
         let upload = |of: fn(&Target) -> usize| {
             let mut numbers: Vec<u32> = targets.iter().map(|target| of(target) as u32).collect();
@@ -56,12 +65,16 @@ impl<'a> Head<'a> {
             upload(&numbers, numbers.len(), x.device())
         };
         let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
-        let tokens_at_once = (LOGITS / sizes.v.max(1)).clamp(1, chunk);
-        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_at_once })
+        let v = part.map_or(sizes.v, |part| part.n_largest);
+        let tokens_at_once = (LOGITS / v.max(1)).clamp(1, chunk);
+        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_at_once, part })
     }
 
     /// Returns the loss of each target, f32 [n], and with `gradients` dx.
     pub(super) fn run(&self, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
+        if let Some(part) = self.part {
+            return self.run_part(part, gradients);
+        }
         let (n, dtype) = (self.targets.len(), self.x.dtype());
         let losses = Out::new(self.gpu, DType::F32, n)?;
         let Some(Gradients { weights, factor, dw }) = gradients else {
@@ -79,18 +92,12 @@ impl<'a> Head<'a> {
             }
             return Ok((losses.into_tensor(n), None));
         };
-        let weights = if weights.is_empty() { &[0.0] } else { *weights };
-        let weights = upload(weights, weights.len(), self.x.device())?;
-        let weights = factor.map_or(Ok(weights.clone()), |factor| weights.broadcast_mul(factor))?;
+        let weights = self.weights(weights, *factor)?;
         let dx = Tensor::zeros(self.x.shape(), dtype, self.x.device())?;
         for chunk in self.chunks() {
             let x = self.gather(chunk)?;
             let logits = self.logits(&x, chunk)?;
-            // In f32 the gradient takes the place of the logits.
-            let d_logits = match dtype {
-                DType::F32 => None,
-                _ => Some(Out::new(self.gpu, dtype, chunk.len * self.sizes.v)?),
-            };
+            let d_logits = self.room_for_gradients(chunk)?;
             let d_logits = d_logits.as_ref().unwrap_or(&logits);
             let start = 4 * chunk.start as Address;
             let args = [
@@ -110,6 +117,73 @@ impl<'a> Head<'a> {
             }
         }
         Ok((losses.into_tensor(n), Some(dx)))
+    }
+
+    /// The same where w is a part: what this one knows of the logits is merged with what the others know, chunk by chunk.
+    fn run_part(&self, part: &VocabPart, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
+        let (n, v, dtype) = (self.targets.len(), self.sizes.v as i32, self.x.dtype());
+        let with_dx = gradients.map(|gradients| {
+            let weights = self.weights(gradients.weights, gradients.factor)?;
+            Ok::<_, candle_core::Error>((weights, Tensor::zeros(self.x.shape(), dtype, self.x.device())?, gradients.dw))
+        });
+        let with_dx = with_dx.transpose()?;
+        let mut losses = Vec::new();
+        for chunk in self.chunks() {
+            let x = self.gather(chunk)?;
+            let logits = self.logits(&x, chunk)?;
+            let known = Out::new(self.gpu, DType::F32, 3 * chunk.len)?;
+            let args = [
+                Arg::Address(logits.address),
+                Arg::Address(self.class_of(chunk)?),
+                Arg::Address(known.address),
+                Arg::I32(chunk.len as i32),
+                Arg::I32(v),
+            ];
+            // SAFETY: there are chunk.len rows of logits, as many classes, and room for three numbers of each.
+            unsafe { KERNELS.launch(self.gpu, "known", [chunk.len, 1, 1], THREADS, &args)? };
+            let merged = part.merge(&known.into_tensor((3, chunk.len)))?;
+            losses.push(merged.loss.clone());
+            let Some((weights, dx, dw)) = &with_dx else { continue };
+            let (max, sum) = (merged.max.contiguous()?, merged.sum.contiguous()?);
+            let d_logits = self.room_for_gradients(chunk)?;
+            let d_logits = d_logits.as_ref().unwrap_or(&logits);
+            let args = [
+                Arg::Address(logits.address),
+                Arg::Address(self.class_of(chunk)?),
+                Arg::Address(address(OP, weights)? + 4 * chunk.start as Address),
+                Arg::Address(address(OP, &max)?),
+                Arg::Address(address(OP, &sum)?),
+                Arg::Address(d_logits.address),
+                Arg::I32(v),
+            ];
+            let name = format!("part_gradients_{}", suffix(OP, dtype)?);
+            // SAFETY: as above, and there are as many weights, largest logits, sums and rows of gradients.
+            unsafe { KERNELS.launch(self.gpu, &name, [chunk.len, 1, 1], THREADS, &args)? };
+            self.scatter_dx(d_logits, chunk, dx)?;
+            if let Some(dw) = dw {
+                self.add_grad_w(d_logits, &x, chunk, dw)?;
+            }
+        }
+        let losses = match losses.is_empty() {
+            true => Out::new(self.gpu, DType::F32, n)?.into_tensor(n),
+            false => Tensor::cat(&losses, 0)?,
+        };
+        Ok((losses, with_dx.map(|(_, dx, _)| dx)))
+    }
+
+    /// The targets' weights on the device, times `factor`.
+    fn weights(&self, weights: &[f32], factor: Option<&Tensor>) -> Result<Tensor> {
+        let weights = if weights.is_empty() { &[0.0] } else { weights };
+        let weights = upload(weights, weights.len(), self.x.device())?;
+        factor.map_or(Ok(weights.clone()), |factor| weights.broadcast_mul(factor))
+    }
+
+    /// Room for the gradient of a chunk's logits; in f32 it takes their place.
+    fn room_for_gradients(&self, chunk: Chunk) -> Result<Option<Out>> {
+        match self.x.dtype() {
+            DType::F32 => Ok(None),
+            dtype => Ok(Some(Out::new(self.gpu, dtype, chunk.len * self.sizes.v)?)),
+        }
     }
 
     /// Combines the losses of the targets, on the device.

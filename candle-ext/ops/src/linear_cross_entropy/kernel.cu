@@ -59,6 +59,34 @@ __device__ void gradients(const float* logits, const unsigned* classes, const fl
     }
 }
 
+// Of a part of the vocabulary, [3, n]: the largest logit, the sum of exp(logit - largest), and the logit of the class, or
+// 0 if another part has it: then the class is no row.
+extern "C" __global__ void known(const float* logits, const unsigned* classes, float* numbers, int n, int v) {
+    logits += static_cast<long long>(blockIdx.x) * v;
+    const auto [largest, sum] = max_and_sum(logits, v);
+    if (threadIdx.x > 0) return;
+    const unsigned target = classes[blockIdx.x];
+    numbers[blockIdx.x] = largest;
+    numbers[n + blockIdx.x] = sum;
+    numbers[2 * n + blockIdx.x] = target < static_cast<unsigned>(v) ? logits[target] : 0.0f;
+}
+
+// d_logits = weight (softmax - onehot) of a part, from the largest logit and the sum of all parts
+template <typename T>
+__device__ void part_gradients(const float* logits, const unsigned* classes, const float* weights,
+                               const float* largest, const float* sums, T* d_logits, int v) {
+    const long long start = static_cast<long long>(blockIdx.x) * v;
+    logits += start;
+    d_logits += start;
+    const int target = classes[blockIdx.x];
+    const float weight = weights[blockIdx.x], max = largest[blockIdx.x];
+    const float scale = weight / sums[blockIdx.x];
+    for (int i = threadIdx.x; i < v; i += blockDim.x) {
+        const float p = expf(logits[i] - max) * scale;
+        d_logits[i] = narrow<T>(i == target ? p - weight : p);
+    }
+}
+
 // to[i] = from[rows[i]], a block for each row of d elements
 template <typename T> __device__ void gather(const T* from, const unsigned* rows, T* to, int d) {
     from += static_cast<long long>(rows[blockIdx.x]) * d;
@@ -90,6 +118,11 @@ extern "C" __global__ void total(const float* loss, float* sum_of_losses, int n,
     extern "C" __global__ void gradients_##suffix(const float* logits, const unsigned* classes,                   \
                                                   const float* weights, float* loss, T* d_logits, int v) {        \
         gradients<T>(logits, classes, weights, loss, d_logits, v);                                                \
+    }                                                                                                             \
+    extern "C" __global__ void part_gradients_##suffix(const float* logits, const unsigned* classes,              \
+                                                       const float* weights, const float* largest,                \
+                                                       const float* sums, T* d_logits, int v) {                   \
+        part_gradients<T>(logits, classes, weights, largest, sums, d_logits, v);                                  \
     }                                                                                                             \
     extern "C" __global__ void gather_##suffix(const T* from, const unsigned* rows, T* to, int d) {               \
         gather<T>(from, rows, to, d);                                                                             \

@@ -5,6 +5,7 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod part;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -15,6 +16,8 @@ use crate::storage::{self, host};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::weight::GradSink;
 use crate::weight::Weight;
+
+pub use part::VocabPart;
 
 /// How the losses of tokens become one loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,12 +74,39 @@ pub fn linear_cross_entropy(
     spec: &CrossEntropy,
     upstream: Upstream<'_>,
 ) -> Result<LossAndGrad> {
+    run(x, w, targets, spec, upstream, None)
+}
+
+/// The same with a part of `w`: rows for a part of the vocabulary, while others compute with the other parts. All get the
+/// whole loss; `dx` is this part's, whose sum over the parts is the gradient of x.
+pub fn linear_cross_entropy_part(
+    x: &Tensor,
+    w: &Weight,
+    targets: &Tensor,
+    spec: &CrossEntropy,
+    upstream: Upstream<'_>,
+    part: &VocabPart<'_>,
+) -> Result<LossAndGrad> {
+    run(x, w, targets, spec, upstream, Some(part))
+}
+
+fn run(
+    x: &Tensor,
+    w: &Weight,
+    targets: &Tensor,
+    spec: &CrossEntropy,
+    upstream: Upstream<'_>,
+    part: Option<&VocabPart<'_>>,
+) -> Result<LossAndGrad> {
     let _span = span(
         "linear_cross_entropy",
         if matches!(upstream, Upstream::NoGrad) { "forward" } else { "forward and backward" },
     );
-    let sizes = check(x, w, targets, spec)?;
-    let targets = supervised(targets, spec, sizes.v)?;
+    let sizes = check(x, w, targets, spec, part)?;
+    let mut targets = supervised(targets, spec, part.map_or(sizes.v, |part| part.n_all))?;
+    if let Some(part) = part {
+        targets.iter_mut().for_each(|target| target.class = part.local(target.class, sizes.v));
+    }
     let mut weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;
     let x = x.contiguous()?;
     let wants_dx = !matches!(upstream, Upstream::NoGrad);
@@ -86,12 +116,13 @@ pub fn linear_cross_entropy(
                 let factor = factor.to_scalar::<f32>()?;
                 weights.iter_mut().for_each(|weight| *weight *= factor);
             }
-            let (losses, dx) = on_cpu(&x, w, &targets, wants_dx.then_some(&weights), sizes, spec.chunk)?;
+            let weights = wants_dx.then_some(weights.as_slice());
+            let (losses, dx) = on_cpu(&x, w, &targets, weights, (sizes, spec.chunk), part)?;
             Ok(LossAndGrad { loss: reduce(&targets, &losses, spec.reduction, sizes.t)?, dx })
         },
         cuda => {
             let (value, dw) = (w.value()?, w.sink().map(GradSink::grad).transpose()?);
-            let head = cuda::Head::new(&x, &value, &targets, sizes, spec.chunk)?;
+            let head = cuda::Head::new(&x, &value, &targets, sizes, spec.chunk, part)?;
             let factor = if let Upstream::Scaled(_, factor) = upstream { Some(factor) } else { None };
             let gradients = cuda::Gradients { weights: &weights, factor, dw: dw.as_ref() };
             let (losses, dx) = head.run(wants_dx.then_some(&gradients))?;
@@ -105,23 +136,23 @@ fn on_cpu(
     x: &Tensor,
     w: &Weight,
     targets: &[Target],
-    weights: Option<&Vec<f32>>,
-    sizes: Sizes,
-    chunk: usize,
+    weights: Option<&[f32]>,
+    (sizes, chunk): (Sizes, usize),
+    part: Option<&VocabPart<'_>>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
     let value = w.value()?;
     let (x_host, w_host) = (host("linear_cross_entropy", x)?, host("linear_cross_entropy", &value)?);
-    let head = cpu::Head { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk };
-    let Some(weights) = weights else { return Ok((head.losses(targets), None)) };
+    let head = cpu::Head { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, part };
+    let Some(weights) = weights else { return Ok((head.losses(targets)?, None)) };
     let mut dx = FloatBuf::zeros(x.dtype(), x.elem_count())?;
     let losses = match w.sink() {
-        None => head.backward(targets, weights, dx.view(), None),
+        None => head.backward(targets, weights, dx.view(), None)?,
         Some(sink) => {
-            let mut losses = Vec::new();
+            let mut losses = Ok(Vec::new());
             sink.add("linear_cross_entropy", |dw| {
                 losses = head.backward(targets, weights, dx.view(), Some(dw));
             })?;
-            losses
+            losses?
         }
     };
     Ok((losses, Some(storage::tensor(dx, x.shape()))))
@@ -135,14 +166,14 @@ struct Sizes {
     d: usize,
 }
 
-/// A token that counts: its row and what it should predict.
+/// A token that counts: its row and what it should predict, a row of w or [`part::ELSEWHERE`].
 #[derive(Clone, Copy)]
 struct Target {
     row: usize,
     class: usize,
 }
 
-fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy) -> Result<Sizes> {
+fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy, part: Option<&VocabPart<'_>>) -> Result<Sizes> {
     let op = "linear_cross_entropy";
     check_dtype(op, "the input", x.dtype())?;
     check_dtype(op, "the weight", w.dtype())?;
@@ -155,6 +186,9 @@ fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy) -> Resul
     }
     if spec.chunk == 0 {
         bail!("{op}: a chunk of 0 tokens, want at least 1")
+    }
+    if let Some(part) = part.filter(|part| part.first + v > part.n_all || v > part.n_largest) {
+        bail!("{op}: {v} rows from {} on of {}, in parts of at most {}", part.first, part.n_all, part.n_largest)
     }
     Ok(Sizes { t, v, d })
 }

@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Weight, embedding};
+use candlewick_ops::{Weight, embedding, embedding_part};
 
 use crate::cases::{Case, Place, assert_error, bits, grad_of, randn, tape, trainable, values};
 
@@ -112,4 +112,31 @@ fn wrong_ids_are_named() {
     let signed = Tensor::new(&[0i64], &Device::Cpu).unwrap();
     assert_error(embedding(&signed, &w, None), "ids are I64, want u32");
     assert_error(embedding(&ids(&[0]), &Weight::frozen(randn(4, 1)), None), "want a table [v, d]");
+}
+
+#[test]
+fn parts_of_a_table_give_the_whole_ones_rows_and_gradients() {
+    for place in Place::all() {
+        place.run(|| {
+            let table = place.put(&randn((7, 3), 1));
+            let looked_up = place.put(&ids(&[6, 0, 2, 2, 5, 4, 3, 1]));
+            let whole = trainable(&table);
+            let all = tape(&[], || embedding(&looked_up, &whole, Some(2)));
+            let y = all.output().clone();
+            let dy = place.put(&randn((8, 3), 2));
+            all.backward(&dy).unwrap();
+
+            let (mut sum, mut grads) = (None, Vec::new());
+            for (first, n_rows) in [(0, 3), (3, 3), (6, 1)] {
+                let part = trainable(&table.narrow(0, first, n_rows).unwrap().copy().unwrap());
+                let tape = tape(&[], || embedding_part(&looked_up, &part, first as u32, Some(2)));
+                let y = tape.output().clone();
+                sum = Some(sum.map_or(y.clone(), |sum: Tensor| (sum + y).unwrap()));
+                tape.backward(&dy).unwrap();
+                grads.push(grad_of(&part));
+            }
+            assert_eq!(bits(&sum.unwrap()), bits(&y), "{place:?}");
+            assert_eq!(bits(&Tensor::cat(&grads, 0).unwrap()), bits(&grad_of(&whole)), "{place:?}");
+        });
+    }
 }

@@ -1,5 +1,10 @@
+use std::sync::{Barrier, Mutex};
+use std::thread;
+
 use candle_core::{D, DType, Device, Result, Tensor, Var};
-use candlewick_ops::{CrossEntropy, LossAndGrad, Reduction, Upstream, Weight, linear_cross_entropy};
+use candlewick_ops::{
+    CrossEntropy, LossAndGrad, Reduction, Upstream, VocabPart, Weight, linear_cross_entropy, linear_cross_entropy_part,
+};
 
 use crate::cases::{
     F32, Place, assert_close, assert_close_above, assert_error, assert_slope, bits, bound, dot, grad_of, norm, randn,
@@ -203,4 +208,73 @@ fn wrong_arguments_are_named() {
     let short = randn(1, 1);
     assert_error(run(&x, &ok, none, 4, Upstream::Rows(&short)), "upstream rows are F32 [1]");
     assert_error(run(&randn((2, 5), 1), &ok, sum, 4, one), "weight has shape [7, 4], want [7, 5]");
+}
+
+/// What `parts` of a vocabulary compute together, each in a thread: loss, dx and dw of each.
+fn in_parts(
+    place: &Place,
+    x: &Tensor,
+    w: &Tensor,
+    parts: &[std::ops::Range<usize>],
+    targets: &Tensor,
+    (spec, upstream): (&CrossEntropy, Upstream<'_>),
+) -> Vec<(LossAndGrad, Tensor)> {
+    let meeting = Barrier::new(parts.len());
+    let given = Mutex::new(vec![None; parts.len()]);
+    let gather = |part_idx: usize, own: &Tensor| {
+        given.lock().unwrap()[part_idx] = Some(own.clone());
+        meeting.wait();
+        let all = given.lock().unwrap().iter().flatten().cloned().collect::<Vec<Tensor>>();
+        meeting.wait();
+        Tensor::cat(&all, 0)
+    };
+    let run = |part_idx: usize| {
+        let rows = parts[part_idx].clone();
+        let gather = |own: &Tensor| gather(part_idx, own);
+        let n_largest = parts.iter().map(ExactSizeIterator::len).max().unwrap();
+        let part = VocabPart { first: rows.start, n_all: w.dims()[0], n_largest, gather: &gather };
+        place.run(|| {
+            let w = trainable(&w.narrow(0, rows.start, rows.len()).unwrap().copy().unwrap());
+            let out = linear_cross_entropy_part(x, &w, targets, spec, upstream, &part).unwrap();
+            (out, grad_of(&w))
+        })
+    };
+    thread::scope(|scope| {
+        let parts: Vec<_> = (0..parts.len()).map(|part_idx| scope.spawn(move || run(part_idx))).collect();
+        parts.into_iter().map(|part| part.join().unwrap()).collect()
+    })
+}
+
+/// A part may have none of the targets; the last one may be shorter.
+#[test]
+fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
+    let (t, v, d) = (13, 31, 8);
+    for place in Place::all() {
+        for (dtype, chunk) in [(DType::F32, 4), (DType::F32, 100), (DType::BF16, 5)] {
+            let put = |x: Tensor| place.put(&x.to_dtype(dtype).unwrap());
+            let (x, w) = (put(randn((t, d), 1)), put((randn((v, d), 2) * 1.5).unwrap()));
+            let targets = some_targets(t, 20);
+            let spec = spec(Reduction::Sum, chunk);
+            let one = Upstream::Scalar(0.7);
+            let whole_w = trainable(&w);
+            let whole = place.run(|| linear_cross_entropy(&x, &whole_w, &targets, &spec, one).unwrap());
+            let parts = in_parts(&place, &x, &w, &[0..12, 12..24, 24..31], &targets, (&spec, one));
+            let what = |of: &str| format!("{of} in {dtype:?}, {place:?}");
+            let sum = |parts: Vec<&Tensor>| {
+                let wide = parts.iter().map(|part| part.to_dtype(DType::F32).unwrap());
+                wide.reduce(|a, b| (a + b).unwrap()).unwrap()
+            };
+            for (out, _) in &parts {
+                assert_close(&what("loss"), &out.loss, &whole.loss, F32);
+            }
+            let dx = sum(parts.iter().map(|(out, _)| out.dx.as_ref().unwrap()).collect());
+            assert_close(&what("dx"), &dx, &whole.dx.unwrap(), 2.0 * bound(dtype));
+            let dw = Tensor::cat(&parts.iter().map(|(_, dw)| dw).collect::<Vec<_>>(), 0).unwrap();
+            let bound = if matches!(place, Place::Cpu) { F32 } else { bound(dtype) };
+            assert_close(&what("dw"), &dw, &grad_of(&whole_w), bound);
+
+            let only = in_parts(&place, &x, &w, &[0..16, 16..31], &targets, (&spec, Upstream::NoGrad));
+            assert_close(&what("loss alone"), &only[1].0.loss, &whole.loss, F32);
+        }
+    }
 }

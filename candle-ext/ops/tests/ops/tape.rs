@@ -2,7 +2,9 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor};
-use candlewick_ops::{GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, reshape, scale, untracked};
+use candlewick_ops::{
+    GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, record_exchange, reshape, scale, untracked,
+};
 
 use crate::cases::{Case, assert_error, bits, grad_of, randn, tape, trainable};
 
@@ -43,6 +45,38 @@ fn an_output_used_twice_runs_its_backward_once_with_the_sum() {
     });
     assert_eq!(numbers(tape.backward(&tensor(&[1.0])).unwrap().get(&x)), [5.0]);
     assert_eq!(calls.get(), 1);
+}
+
+/// The gradients of weights wait until the exchange of the activation's is under way; nothing of them is lost.
+#[test]
+fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
+    let (x, w) = (randn((5, 3), 1), trainable(&randn((4, 3), 2)));
+    let (during, before, after) = (Rc::new(Cell::new(false)), grad_of(&w), w.clone());
+    let seen = during.clone();
+    let forward = |x: &Tensor| x.affine(2.0, 0.0);
+    let tape = Tape::record(&[&x], || {
+        let y = record_exchange("exchange", &x, forward, move |dy| {
+            assert_eq!(bits(&before), vec![0; 12], "nothing is added yet");
+            let (sum, seen) = (dy.affine(2.0, 0.0)?, seen.clone());
+            Ok(Box::new(move || {
+                seen.set(bits(&grad_of(&after)) != vec![0; 12]);
+                Ok(sum)
+            }))
+        })?;
+        add(&linear(&y, &w, None, Precision::Compute)?, &linear(&y, &w, None, Precision::Compute)?)
+    });
+    let dy = randn((5, 4), 3);
+    let dx = tape.unwrap().backward(&dy).unwrap().remove(&x).unwrap();
+    assert!(during.get(), "the weight's gradient was there before the exchange ended");
+
+    let plain = trainable(&w.value().unwrap());
+    let tape = Tape::record(&[&x], || {
+        let y = scale(&x, 2.0, DType::F32)?;
+        add(&linear(&y, &plain, None, Precision::Compute)?, &linear(&y, &plain, None, Precision::Compute)?)
+    });
+    let want = tape.unwrap().backward(&dy).unwrap().remove(&x).unwrap();
+    assert_eq!(bits(&dx), bits(&want));
+    assert_eq!(bits(&grad_of(&w)), bits(&grad_of(&plain)));
 }
 
 /// An input that is also what came out, and one that nothing used.

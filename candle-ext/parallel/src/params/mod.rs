@@ -10,15 +10,16 @@ mod sharing;
 mod trainable;
 mod unit;
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_comm::Reduce;
 use candlewick_model::{Model, ParamSpec, Unit, Weights};
-use candlewick_ops::{AdamW, GradScaler, sum_of_squares};
+use candlewick_ops::{AdamW, GradScaler, copy_into};
 
-pub use sharing::{Sharded, Sharing};
+pub use sharing::{Sharded, Sharing, Stages};
 
 use reduction::Reductions;
 use trainable::{Trainable, step_on_host};
@@ -65,7 +66,12 @@ enum Home {
 ///
 /// Where a method says so, all ranks of a [`Sharing`] must call it alike.
 pub struct ParamStore {
-    units: Vec<UnitStore>,
+    /// Of the whole model.
+    specs: Vec<Unit>,
+    /// Those that this stage has.
+    units: Vec<Option<UnitStore>>,
+    formats: Formats,
+    mode: Mode,
     sharing: Sharing,
     device: Device,
     reductions: Mutex<Reductions>,
@@ -77,8 +83,12 @@ pub struct ParamState {
     pub name: String,
     /// The shape of all of it.
     pub shape: Vec<usize>,
-    /// Which of its elements these are, in the order of the rows.
+    /// Which of its columns (the elements of a vector) these are of.
+    pub columns: Range<usize>,
+    /// Which elements of these columns, in the order of the rows.
     pub range: Range<usize>,
+    /// Whether this rank writes it: of those that have the same elements and are no replicas, one does.
+    pub is_only: bool,
     /// The weights that the optimizer updates, in [`Formats::masters`].
     pub master: Tensor,
     /// The gradient summed since [`ParamStore::zero_grads`], over the ranks once [`ParamStore::settle`] has been called.
@@ -126,17 +136,25 @@ impl ParamStore {
         sharing: Sharing,
         mut home: impl FnMut(&Unit) -> Home,
     ) -> Result<Self> {
-        let units = model.units().iter();
-        let units = units.map(|unit| UnitStore::new(unit, formats, mode, (device, home(unit)), &sharing));
-        Ok(Self { units: units.collect::<Result<_>>()?, sharing, device: device.clone(), reductions: Mutex::default() })
+        let specs = model.units().to_vec();
+        let stages = &sharing.stages;
+        let is_last = stages.owns(specs.len() - 1);
+        let is_borrowed = |unit_idx| specs[specs.len() - 1].shared.iter().any(|shared| shared.unit == unit_idx);
+        let store = |(unit_idx, unit): (usize, &Unit)| {
+            let home = home(unit);
+            let is_here = stages.owns(unit_idx) || (is_last && is_borrowed(unit_idx));
+            is_here.then(|| UnitStore::new(unit, formats, mode, (device, home), &sharing)).transpose()
+        };
+        let units = specs.iter().enumerate().map(store).collect::<Result<_>>()?;
+        Ok(Self { specs, units, formats, mode, sharing, device: device.clone(), reductions: Mutex::default() })
     }
 
-    /// Sets every parameter from `source`, which may give any float dtype. All ranks call it.
+    /// Sets every parameter that this stage has from `source`, which gives all of it in any float dtype. All ranks call it.
     pub fn fill<E: From<candle_core::Error>>(
         &self,
         mut source: impl FnMut(&ParamSpec) -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<(), E> {
-        for store in &self.units {
+        for store in self.units.iter().flatten() {
             for spec in &store.unit.params {
                 store.set(spec, &source(spec)?, &self.sharing)?;
             }
@@ -150,13 +168,15 @@ impl ParamStore {
         for store in self.with_owners(unit_idx) {
             store.runs().try_for_each(|run| run.fetch(&self.sharing))?;
         }
-        let store = &self.units[unit_idx];
-        let shared = store.unit.shared.iter();
-        let shared = shared.map(|shared| (shared.name.clone(), self.units[shared.unit].weight(&shared.name)));
-        Weights::new(&store.unit, store.weights().chain(shared))
+        let Some(store) = &self.units[unit_idx] else { bail!("{} is with another stage", self.specs[unit_idx].name) };
+        let shared = store.unit.shared.iter().filter_map(|shared| {
+            let owner = self.units[shared.unit].as_ref()?;
+            Some((shared.name.clone(), owner.weight(&shared.name)))
+        });
+        Weights::new(&store.used, store.weights().chain(shared))
     }
 
-    /// Begins to fetch the weights of one unit. All ranks call it.
+    /// Begins to fetch the weights of one unit; does nothing if another stage has it. All ranks call it.
     pub fn prefetch(&self, unit_idx: usize) -> Result<()> {
         let mut runs = self.with_owners(unit_idx).flat_map(UnitStore::runs);
         runs.try_for_each(|run| run.prefetch(&self.sharing))
@@ -172,58 +192,117 @@ impl ParamStore {
         self.with_owners(unit_idx).filter_map(|store| store.trainable.as_ref()).try_for_each(|flat| flat.grads.open())
     }
 
-    /// Says that the backward of a unit is through with the gradients that it owns, and with `is_last` that no other
-    /// micro-batch follows in this step. What can be summed over the ranks now is begun to be. All ranks call it.
+    /// Says that the backward of a unit is through with the gradients that it owns, and with those that it borrows from another
+    /// stage; with `is_last` that no other micro-batch follows in this step. What can be summed over the ranks now is begun to
+    /// be. All ranks call it.
     pub fn close_grads(&self, unit_idx: usize, is_last: bool) -> Result<()> {
-        match &self.units[unit_idx].trainable {
-            Some(flat) if is_last || !flat.grads.stay() => {
-                self.reductions().begin(unit_idx, &flat.grads.close()?, self)
+        let borrowed = self.specs[unit_idx].shared.iter().map(|shared| shared.unit);
+        for unit_idx in std::iter::once(unit_idx).chain(borrowed.filter(|unit| !self.sharing.stages.owns(*unit))) {
+            match self.units[unit_idx].as_ref().and_then(|store| store.trainable.as_ref()) {
+                Some(flat) if is_last || !flat.grads.stay() => {
+                    self.reductions().begin(unit_idx, &flat.grads.close()?, self)?;
+                }
+                _ => {}
             }
-            _ => Ok(()),
         }
+        Ok(())
     }
 
     /// Waits until the gradients of this step are summed over the ranks. All ranks call it.
     pub fn settle(&self) -> Result<()> {
-        self.reductions().finish(self)
+        self.reductions().finish(self)?;
+        self.settle_parts()?;
+        self.settle_ties()
+    }
+
+    /// Sums the gradients of which each tensor parallel rank has computed a part, all at once: they are small.
+    fn settle_parts(&self) -> Result<()> {
+        if !self.trainables().any(|flat| !flat.summed.is_empty()) {
+            return Ok(());
+        }
+        let views = self.trainables().map(Trainable::parts_of_sums).collect::<Result<Vec<_>>>()?;
+        let mut views: Vec<Tensor> = views.into_iter().flatten().collect();
+        if views.is_empty() {
+            // Other shares have some: ranks that share matrices meet, whatever their shares.
+            views.push(Tensor::zeros(1, self.formats.masters, &self.device)?);
+        }
+        let own = Tensor::cat(&views, 0)?;
+        let sum = self.sharing.tensor.ranks.all_reduce(&own, Reduce::Sum)?;
+        if sum.id() == own.id() {
+            return Ok(());
+        }
+        let mut start = 0;
+        for view in views {
+            let n = view.elem_count();
+            copy_into(&view, &sum.narrow(0, start, n)?)?;
+            start += n;
+        }
+        Ok(())
+    }
+
+    /// Sums the gradients of parameters that two stages have.
+    fn settle_ties(&self) -> Result<()> {
+        let ties = &self.sharing.stages.ties;
+        let borrowed: BTreeSet<usize> =
+            self.specs.iter().flat_map(|unit| &unit.shared).map(|shared| shared.unit).collect();
+        for unit_idx in borrowed {
+            if let Some(flat) = self.units[unit_idx].as_ref().and_then(|store| store.trainable.as_ref()) {
+                let grad = flat.grads.sums()?;
+                replace(&grad, &ties.all_reduce(&grad, Reduce::Sum)?)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns every parameter as it is computed with, in model order. All ranks call it, and go through all of them.
     pub fn values(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
-        self.of_each_unit(|store| {
-            store.runs().try_for_each(|run| run.fetch(&self.sharing))?;
-            let values = store.values(None);
-            store.runs().for_each(flat::Weights::release);
-            values
-        })
+        self.of_each_unit(Of::Compute)
     }
 
     /// Returns every parameter as exactly as it is known (its master where there is one), in model order. All ranks call it,
     /// and go through all of them.
     pub fn masters(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
-        self.of_each_unit(|store| {
-            store.runs().try_for_each(|run| run.fetch(&self.sharing))?;
-            let whole = store.trainable.as_ref().map(|flat| flat.whole_master(&self.sharing)).transpose()?;
-            let values = store.values(whole.as_ref());
-            store.runs().for_each(flat::Weights::release);
-            values
-        })
+        self.of_each_unit(Of::Masters)
     }
 
-    fn of_each_unit<'a>(
-        &'a self,
-        values: impl Fn(&'a UnitStore) -> Result<Vec<(&'a ParamSpec, Tensor)>>,
-    ) -> impl Iterator<Item = Result<(&'a ParamSpec, Tensor)>> {
-        self.units.iter().flat_map(move |store| match values(store) {
-            Ok(values) => values.into_iter().map(Ok).collect(),
+    fn of_each_unit(&self, of: Of) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
+        let specs = self.specs.iter().enumerate();
+        specs.flat_map(move |(unit_idx, unit)| match self.whole(unit_idx, of) {
+            Ok(values) => unit.params.iter().zip(values).map(Ok).collect(),
             Err(error) => vec![Err(error)],
         })
     }
 
+    /// All parameters of a unit, put together from what the ranks have of it. All ranks call it.
+    fn whole(&self, unit_idx: usize, of: Of) -> Result<Vec<Tensor>> {
+        let Stages { ranks, .. } = &self.sharing.stages;
+        let owner = self.sharing.stages.owner(unit_idx);
+        let own = match &self.units[unit_idx] {
+            Some(store) if ranks.rank() == owner => {
+                store.runs().try_for_each(|run| run.fetch(&self.sharing))?;
+                let masters = store.trainable.as_ref().filter(|_| of == Of::Masters);
+                let masters = masters.map(|flat| flat.whole_master(&self.sharing)).transpose()?;
+                let values = store.values(masters.as_ref(), &self.sharing);
+                store.runs().for_each(flat::Weights::release);
+                values?
+            }
+            _ => {
+                let dtype = |spec: &ParamSpec| match (of, self.mode) {
+                    (Of::Masters, Mode::Train) if spec.trainable => self.formats.masters,
+                    _ => self.formats.compute,
+                };
+                let room = |spec: &ParamSpec| Tensor::zeros(spec.shape.as_slice(), dtype(spec), &self.device);
+                self.specs[unit_idx].params.iter().map(room).collect::<Result<_>>()?
+            }
+        };
+        own.iter().map(|value| Ok(ranks.broadcast(value, owner)?)).collect()
+    }
+
     /// Returns this rank's part of the trainable parameters with their gradients and optimizer state, in model order.
     pub fn states(&self) -> Result<Vec<ParamState>> {
-        let states: Vec<_> = self.units.iter().map(UnitStore::states).collect::<Result<_>>()?;
-        Ok(states.into_iter().flatten().collect())
+        let here = self.units.iter().enumerate().filter_map(|(unit_idx, store)| Some((unit_idx, store.as_ref()?)));
+        let states = here.map(|(unit_idx, store)| store.states(self.sharing.stages.owns(unit_idx), &self.sharing));
+        Ok(states.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
     /// Rewrites what the ops read after the masters were set from outside. All ranks call it.
@@ -236,15 +315,18 @@ impl ParamStore {
         self.trainables().try_for_each(|flat| flat.grads.clear())
     }
 
-    /// Returns the sums of the squares of all gradients, f64 `[n]` on their device, one for each unit that is trained. All
-    /// ranks call it.
+    /// Returns the sums of the squares of all gradients, f64 `[n]` on their device, one for each unit. All ranks call it.
     pub fn grad_squares(&self) -> Result<Tensor> {
-        let squares = self.trainables().map(|flat| sum_of_squares(&flat.grads.sums()?)).collect::<Result<Vec<_>>>()?;
-        let squares = match squares.is_empty() {
-            true => Tensor::zeros(1, DType::F64, &self.device)?,
-            false => Tensor::stack(&squares, 0)?,
+        let is_first = self.sharing.tensor.ranks.rank() == 0;
+        let of_unit = |(unit_idx, store): (usize, &Option<UnitStore>)| {
+            let flat = store.as_ref().and_then(|store| store.trainable.as_ref());
+            match flat.filter(|_| self.sharing.stages.owns(unit_idx)) {
+                Some(flat) => flat.squares(is_first),
+                None => Tensor::zeros((), DType::F64, &self.device),
+            }
         };
-        Ok(self.sharing.shards.all_reduce(&squares, Reduce::Sum)?)
+        let squares = self.units.iter().enumerate().map(of_unit).collect::<Result<Vec<_>>>()?;
+        Ok(self.sharing.all.all_reduce(&Tensor::stack(&squares, 0)?, Reduce::Sum)?)
     }
 
     /// Takes the AdamW step that `scaler` has decided upon. Parameters that the model exempts (norms, biases) get no
@@ -258,21 +340,35 @@ impl ParamStore {
 
     /// Returns the number of parameters, and how many of them are trained.
     pub fn counts(&self) -> (usize, usize) {
-        let counts = self.units.iter().map(UnitStore::counts);
-        counts.fold((0, 0), |(all, trained), (n, n_trained)| (all + n, trained + n_trained))
+        let params = || self.specs.iter().flat_map(|unit| &unit.params);
+        let trained = params().filter(|spec| spec.trainable && self.mode == Mode::Train);
+        (params().map(ParamSpec::numel).sum(), trained.map(ParamSpec::numel).sum())
     }
 
-    /// A unit, and those whose parameters it borrows.
+    /// A unit, and those whose parameters it borrows, as far as this stage has them.
     fn with_owners(&self, unit_idx: usize) -> impl Iterator<Item = &UnitStore> {
-        let store = &self.units[unit_idx];
-        std::iter::once(store).chain(store.unit.shared.iter().map(|shared| &self.units[shared.unit]))
+        let store = self.units.get(unit_idx).and_then(Option::as_ref);
+        let borrowed = store.into_iter().flat_map(|store| &store.unit.shared);
+        store.into_iter().chain(borrowed.filter_map(|shared| self.units[shared.unit].as_ref()))
     }
 
     fn trainables(&self) -> impl Iterator<Item = &Trainable> {
-        self.units.iter().filter_map(|store| store.trainable.as_ref())
+        self.units.iter().flatten().filter_map(|store| store.trainable.as_ref())
     }
 
     fn reductions(&self) -> std::sync::MutexGuard<'_, Reductions> {
         self.reductions.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Which format of the weights is wanted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Of {
+    Compute,
+    Masters,
+}
+
+/// Writes a sum over ranks where it came from. Alone, a rank gets back what it gave.
+fn replace(grad: &Tensor, sum: &Tensor) -> Result<()> {
+    if sum.id() == grad.id() { Ok(()) } else { copy_into(grad, sum) }
 }

@@ -40,7 +40,7 @@ impl Reductions {
         }
         while self.summing.len() > at_once {
             let Some((unit_idx, sum)) = self.summing.pop_front() else { break };
-            if let Some(flat) = &store.units[unit_idx].trainable {
+            if let Some(flat) = store.units[unit_idx].as_ref().and_then(|unit| unit.trainable.as_ref()) {
                 flat.grads.settle(sum.wait()?)?;
             }
         }

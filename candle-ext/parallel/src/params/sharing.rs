@@ -5,6 +5,10 @@ use std::sync::Arc;
 
 use candlewick_comm::{Collective, Solo};
 
+use crate::pipeline::Layout;
+use crate::placement::Norms;
+use crate::tensor::TensorRanks;
+
 /// Every parameter begins at a multiple of so many elements, and every share: of 256 bytes, as fast products on GPUs want it.
 pub(crate) const ALIGNMENT: usize = 128;
 
@@ -19,7 +23,7 @@ pub enum Sharded {
     Weights,
 }
 
-/// Who keeps what. Gradients are summed over the ranks of both groups.
+/// Who keeps what. Gradients are summed over the ranks of `shards` and `replicas`.
 #[derive(Clone)]
 pub struct Sharing {
     /// What falls into shares.
@@ -28,12 +32,37 @@ pub struct Sharing {
     pub shards: Arc<dyn Collective>,
     /// The ranks that keep the same share.
     pub replicas: Arc<dyn Collective>,
+    /// The ranks that have a part each of every matrix.
+    pub tensor: TensorRanks,
+    /// The ranks that have some of the units each.
+    pub stages: Stages,
+    /// All ranks that keep different things: those of shards, tensor and stages.
+    pub all: Arc<dyn Collective>,
+}
+
+/// The stages of a pipeline, as those that keep parameters.
+#[derive(Clone)]
+pub struct Stages {
+    /// The stages.
+    pub ranks: Arc<dyn Collective>,
+    /// Who has which blocks; one stage has all of them, however many, without being told.
+    pub layout: Option<Layout>,
+    /// The stages that have the same parameter, if one is tied: the first and the last one. Others are alone.
+    pub ties: Arc<dyn Collective>,
 }
 
 impl Sharing {
     /// Returns the sharing of a rank that has all to itself.
     pub fn alone() -> Self {
-        Self { sharded: Sharded::Optimizer, shards: Arc::new(Solo), replicas: Arc::new(Solo) }
+        let solo = || Arc::new(Solo) as Arc<dyn Collective>;
+        Self {
+            sharded: Sharded::Optimizer,
+            shards: solo(),
+            replicas: solo(),
+            tensor: TensorRanks { ranks: solo(), norms: Norms::Whole },
+            stages: Stages { ranks: solo(), layout: None, ties: solo() },
+            all: solo(),
+        }
     }
 
     /// The length of a flat run of `n` elements with what makes its shares even.
@@ -45,5 +74,17 @@ impl Sharing {
     pub(crate) fn own(&self, n: usize) -> Range<usize> {
         let share = n / self.shards.size();
         self.shards.rank() * share..(self.shards.rank() + 1) * share
+    }
+}
+
+impl Stages {
+    /// Returns the stage that has a unit to itself, or that of the owner of one that several have.
+    pub(crate) fn owner(&self, unit_idx: usize) -> usize {
+        self.layout.as_ref().map_or(0, |layout| layout.stage_of(unit_idx))
+    }
+
+    /// Tells whether this stage has a unit to itself.
+    pub(crate) fn owns(&self, unit_idx: usize) -> bool {
+        self.owner(unit_idx) == self.ranks.rank()
     }
 }

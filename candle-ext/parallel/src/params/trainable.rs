@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-use candlewick_ops::{AdamW, AdamWState, GradScaler, HostCopy, adamw, copy_into, send_into};
+use candlewick_ops::{AdamW, AdamWState, GradScaler, HostCopy, adamw, copy_into, send_into, sum_of_squares};
 
 use super::flat::{Grads, Weights};
 use super::sharing::Sharing;
@@ -24,6 +24,10 @@ pub(crate) struct Trainable {
     pub(crate) home: Home,
     /// Where this rank's share lies in the run.
     pub(crate) own: Range<usize>,
+    /// The elements of the run of which other tensor parallel ranks have others.
+    pub(crate) parts: Vec<Range<usize>>,
+    /// Those whose gradients are to be summed over these ranks.
+    pub(crate) summed: Vec<Range<usize>>,
     /// Where the parameters without weight decay begin in the run.
     n_decayed: usize,
 }
@@ -48,7 +52,35 @@ impl Trainable {
         let master = if is_one { weights.own.clone() } else { Tensor::zeros(own.len(), masters, state_device)? };
         let moment = || Tensor::zeros(own.len(), moments, state_device);
         let grads = Grads::zeros(n, masters, device, sharing)?;
-        Ok(Self { weights, grads, master, exp_avg: moment()?, exp_avg_sq: moment()?, home, own, n_decayed })
+        let (exp_avg, exp_avg_sq, parts, summed) = (moment()?, moment()?, Vec::new(), Vec::new());
+        Ok(Self { weights, grads, master, exp_avg, exp_avg_sq, home, own, parts, summed, n_decayed })
+    }
+
+    /// Returns views of this rank's share of the gradients of which each tensor parallel rank has computed a part.
+    pub(crate) fn parts_of_sums(&self) -> Result<Vec<Tensor>> {
+        let sums = self.grads.sums()?;
+        self.within(&self.summed).map(|piece| sums.narrow(0, piece.start, piece.len())).collect()
+    }
+
+    /// Returns the sum of the squares of this rank's share of the gradients, f64: of all of it, or of what no other tensor
+    /// parallel rank has.
+    pub(crate) fn squares(&self, is_first: bool) -> Result<Tensor> {
+        let sums = self.grads.sums()?;
+        if is_first {
+            return sum_of_squares(&sums);
+        }
+        let none = Tensor::zeros((), DType::F64, sums.device())?;
+        let parts = self.within(&self.parts);
+        parts
+            .map(|piece| sum_of_squares(&sums.narrow(0, piece.start, piece.len())?))
+            .try_fold(none, |sum, part| sum + part?)
+    }
+
+    /// What of these ranges of the run lies in this rank's share, counted from its beginning.
+    fn within<'a>(&'a self, ranges: &'a [Range<usize>]) -> impl Iterator<Item = Range<usize>> + 'a {
+        let Range { start, end } = self.own;
+        let pieces = ranges.iter().map(move |range| range.start.max(start)..range.end.min(end));
+        pieces.filter(|piece| !piece.is_empty()).map(move |piece| piece.start - start..piece.end - start)
     }
 
     /// Rewrites what the ops read from the masters.

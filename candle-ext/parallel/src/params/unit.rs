@@ -8,25 +8,31 @@ use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor};
 use candlewick_model::{ParamSpec, Unit};
-use candlewick_ops::{GradSink, Weight, copy_into};
+use candlewick_ops::{Buffer, GradSink, Weight, copy_into};
 
 use super::flat::Weights;
 use super::sharing::{ALIGNMENT, Sharing};
 use super::trainable::Trainable;
 use super::{Formats, Home, Mode, ParamState};
+use crate::placement::Place;
 
 pub(crate) struct UnitStore {
     pub(crate) unit: Unit,
+    /// The unit as its ops see it: without what only other ranks use.
+    pub(crate) used: Unit,
     slots: BTreeMap<String, Slot>,
     frozen: Weights,
     pub(crate) trainable: Option<Trainable>,
 }
 
 struct Slot {
-    shape: Vec<usize>,
-    /// Its elements in the run.
+    /// The shape of all of the parameter, and what of it is here.
+    whole: Vec<usize>,
+    place: Place,
+    /// Its elements in the run, and those behind it that other ranks have more.
     range: Range<usize>,
     is_trainable: bool,
+    /// Its elements here, in their shape.
     weight: Weight,
 }
 
@@ -39,40 +45,55 @@ impl UnitStore {
         sharing: &Sharing,
     ) -> Result<Self> {
         let is_trainable = |spec: &ParamSpec| mode == Mode::Train && spec.trainable;
+        let tensor = &sharing.tensor;
+        let ranks = [tensor.ranks.rank(), tensor.ranks.size()];
         let mut placed = Vec::new();
         let mut place = |kind: &dyn Fn(&ParamSpec) -> bool, start: usize| {
             let mut end = start;
             for spec in unit.params.iter().filter(|spec| kind(spec)) {
-                let range = end..end + spec.numel();
+                let place = Place::of(spec, tensor.norms, ranks)?;
+                let range = end..end + place.most(&spec.shape);
                 end = range.end.next_multiple_of(ALIGNMENT);
-                placed.push((spec.clone(), range));
+                placed.push((spec.clone(), place, range));
             }
-            end
+            Ok::<_, candle_core::Error>(end)
         };
-        let n_frozen = place(&|spec| !is_trainable(spec), 0);
-        let n_decayed = place(&|spec| is_trainable(spec) && spec.decay, 0);
-        let n_trainable = place(&|spec| is_trainable(spec) && !spec.decay, n_decayed);
+        let n_frozen = place(&|spec| !is_trainable(spec), 0)?;
+        let n_decayed = place(&|spec| is_trainable(spec) && spec.decay, 0)?;
+        let n_trainable = place(&|spec| is_trainable(spec) && !spec.decay, n_decayed)?;
+        let trained = || placed.iter().filter(|(spec, ..)| is_trainable(spec));
+        let of = |kind: fn(&Place) -> bool| {
+            trained().filter(move |(_, place, _)| kind(place)).map(|(.., range)| range.clone()).collect()
+        };
         let trainable = match sharing.padded(n_trainable) {
             0 => None,
-            n => Some(Trainable::zeros(n, n_decayed, formats, (device, home), sharing)?),
+            n => {
+                let mut flat = Trainable::zeros(n, n_decayed, formats, (device, home), sharing)?;
+                (flat.parts, flat.summed) = (of(|place| matches!(place, Place::Part(_))), of(Place::is_summed));
+                Some(flat)
+            }
         };
         let frozen = Weights::zeros(sharing.padded(n_frozen.max(1)), formats.compute, device, sharing)?;
         let mut slots = BTreeMap::new();
-        for (spec, range) in placed {
-            let view = |buffer: &candlewick_ops::Buffer| buffer.view(range.start, spec.shape.as_slice());
+        let mut used = unit.clone();
+        for (spec, place, range) in placed {
+            let view = |buffer: &Buffer| buffer.view(range.start, place.shape(&spec.shape));
             let weight = match trainable.as_ref().filter(|_| is_trainable(&spec)) {
                 None => Weight::frozen(view(&frozen.all)?),
                 Some(flat) => Weight::trainable(view(&flat.weights.all)?, GradSink::new(view(&flat.grads.all)?)?),
             };
+            if place == Place::SummedOnFirst && tensor.ranks.rank() > 0 {
+                used.params.retain(|other| other.name != spec.name);
+            }
             let is_trainable = is_trainable(&spec);
-            slots.insert(spec.name, Slot { shape: spec.shape, range, is_trainable, weight });
+            slots.insert(spec.name, Slot { whole: spec.shape, place, range, is_trainable, weight });
         }
-        Ok(Self { unit: unit.clone(), slots, frozen, trainable })
+        Ok(Self { unit: unit.clone(), used, slots, frozen, trainable })
     }
 
-    /// Returns every weight that the unit owns.
+    /// Returns every weight of the unit that is used here.
     pub(crate) fn weights(&self) -> impl Iterator<Item = (String, Weight)> {
-        self.slots.iter().map(|(name, slot)| (name.clone(), slot.weight.clone()))
+        self.used.params.iter().map(|spec| (spec.name.clone(), self.slots[&spec.name].weight.clone()))
     }
 
     /// Returns one of them.
@@ -94,38 +115,43 @@ impl UnitStore {
             None => (self.frozen.own.clone(), sharing.own(self.frozen.all.len())),
         };
         let Some(piece) = slot.piece(&share) else { return Ok(()) };
-        let value = value.flatten_all()?.narrow(0, piece.start - slot.range.start, piece.len())?;
+        let value = slot.place.cut(&value.reshape(slot.whole.as_slice())?)?.flatten_all()?;
+        let value = value.narrow(0, piece.start - slot.range.start, piece.len())?;
         let target = target.narrow(0, piece.start - share.start, piece.len())?;
         copy_into(&target, &value.to_device(target.device())?)
     }
 
-    /// Returns the parameters' values in model order, of `trainable` for those that are trained: all of their run.
-    pub(crate) fn values<'s>(&'s self, trainable: Option<&Tensor>) -> Result<Vec<(&'s ParamSpec, Tensor)>> {
-        let of = |spec: &'s ParamSpec| {
-            let slot: &Slot = &self.slots[&spec.name];
-            Ok((
-                spec,
-                match trainable.filter(|_| slot.is_trainable) {
-                    Some(flat) => flat.narrow(0, slot.range.start, slot.range.len())?.reshape(slot.shape.as_slice())?,
-                    None => slot.weight.value()?,
-                },
-            ))
+    /// Returns the parameters' values in model order, of `trainable` for those that are trained: all of their run. All ranks
+    /// call it.
+    pub(crate) fn values(&self, trainable: Option<&Tensor>, sharing: &Sharing) -> Result<Vec<Tensor>> {
+        let of = |spec: &ParamSpec| {
+            let slot = &self.slots[&spec.name];
+            let run = match (slot.is_trainable, &self.trainable) {
+                (true, Some(flat)) => trainable.map_or_else(|| flat.weights.all.get(), |run| Ok(run.clone()))?,
+                _ => self.frozen.all.get()?,
+            };
+            let piece = run.narrow(0, slot.range.start, slot.range.len())?;
+            slot.place.gather(&piece, &slot.whole, &*sharing.tensor.ranks)
         };
         self.unit.params.iter().map(of).collect()
     }
 
     /// Returns this rank's part of the trainable parameters with their gradients and optimizer state, in model order.
-    pub(crate) fn states(&self) -> Result<Vec<ParamState>> {
+    pub(crate) fn states(&self, is_owner: bool, sharing: &Sharing) -> Result<Vec<ParamState>> {
         let Some(flat) = &self.trainable else { return Ok(Vec::new()) };
         let mut states = Vec::new();
         for spec in &self.unit.params {
             let slot = &self.slots[&spec.name];
             let Some(piece) = slot.piece(&flat.own).filter(|_| slot.is_trainable) else { continue };
             let part = |own: &Tensor| own.narrow(0, piece.start - flat.own.start, piece.len());
+            let in_slot = piece.start - slot.range.start..piece.end - slot.range.start;
+            let (columns, before) = slot.columns();
             states.push(ParamState {
                 name: spec.name.clone(),
-                shape: slot.shape.clone(),
-                range: piece.start - slot.range.start..piece.end - slot.range.start,
+                shape: slot.whole.clone(),
+                columns,
+                range: before + in_slot.start..before + in_slot.end,
+                is_only: is_owner && (matches!(slot.place, Place::Part(_)) || sharing.tensor.ranks.rank() == 0),
                 master: part(&flat.master)?,
                 grad: part(&flat.grads.sums()?)?,
                 exp_avg: part(&flat.exp_avg)?,
@@ -134,18 +160,26 @@ impl UnitStore {
         }
         Ok(states)
     }
-
-    /// Returns the number of parameters, and how many of them are trained.
-    pub(crate) fn counts(&self) -> (usize, usize) {
-        let n = |slots: &mut dyn Iterator<Item = &Slot>| slots.map(|slot| slot.range.len()).sum();
-        (n(&mut self.slots.values()), n(&mut self.slots.values().filter(|slot| slot.is_trainable)))
-    }
 }
 
 impl Slot {
     /// What of it lies in a share of its run.
     fn piece(&self, share: &Range<usize>) -> Option<Range<usize>> {
-        let piece = self.range.start.max(share.start)..self.range.end.min(share.end);
+        let end = self.range.start + self.weight.dims().iter().product::<usize>();
+        let piece = self.range.start.max(share.start)..end.min(share.end);
         (!piece.is_empty()).then_some(piece)
+    }
+
+    /// Which columns of the whole it has, and how many elements of these come before its own.
+    fn columns(&self) -> (Range<usize>, usize) {
+        let width = self.whole.last().copied().unwrap_or(1);
+        match &self.place {
+            Place::Part(slice) if slice.dim == 0 => {
+                let row: usize = self.whole[1..].iter().product();
+                (0..if self.whole.len() > 1 { width } else { self.whole[0] }, slice.start * row)
+            }
+            Place::Part(slice) => (slice.start..slice.start + slice.len, 0),
+            _ => (0..width, 0),
+        }
     }
 }

@@ -1,0 +1,240 @@
+//! The block engine: forward through the blocks, loss, and backward block by block, last first. What a rank does not have,
+//! other tokens, other heads, other blocks, it asks the ranks that have it.
+//!
+//! t tokens (packed), d model, v vocabulary
+
+mod infer;
+mod micro;
+mod train;
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_comm::Collective;
+use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
+use candlewick_ops::{
+    AttentionChoice, Awake, CrossEntropy, LossAndGrad, Reduction, Seqs, Upstream, Weight, linear_cross_entropy,
+    linear_cross_entropy_part, stay_awake,
+};
+
+use crate::offload::Parking;
+use crate::params::ParamStore;
+use crate::pipeline::Pipeline;
+use crate::sequence::{Part, Ulysses};
+use crate::tensor::{Shared, TensorRanks};
+
+pub use micro::Micro;
+
+/// What a block keeps between its forward and its backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Residency {
+    /// The whole tape: fastest, most memory.
+    Keep,
+    /// Its input; the forward runs again in backward (activation checkpointing).
+    Recompute,
+    /// Its input, parked where [`Engine::with_parking`] says.
+    Offload,
+}
+
+/// What a sum of token losses is multiplied by: one over the number of target tokens of the whole step.
+///
+/// Only a step's count can make one, so that no micro-batch or rank is normalised by its own.
+#[derive(Clone, Debug)]
+pub struct LossScale {
+    mean: f64,
+    /// What half precision multiplies besides, an f32 scalar on the device.
+    factor: Option<Tensor>,
+}
+
+impl LossScale {
+    /// The mean over the target tokens of a step: those of all its micro-batches on all ranks.
+    pub fn mean_over(n_targets_of_step: f64) -> Self {
+        Self { mean: 1.0 / n_targets_of_step.max(1.0), factor: None }
+    }
+
+    /// The same times a scalar that only the device knows: [`GradScaler::loss_scale`](candlewick_ops::GradScaler).
+    pub fn times(self, factor: Option<Tensor>) -> Self {
+        Self { factor, ..self }
+    }
+
+    fn upstream(&self) -> Upstream<'_> {
+        match &self.factor {
+            Some(factor) => Upstream::Scaled(self.mean, factor),
+            None => Upstream::Scalar(self.mean),
+        }
+    }
+}
+
+/// The model, its parameters and the plan of what each block keeps.
+pub struct Engine {
+    model: Model,
+    store: ParamStore,
+    residency: Vec<Residency>,
+    parking: Parking,
+    group: Arc<dyn Collective>,
+    device: Device,
+    attention: AttentionChoice,
+    mlp_rows: MlpRows,
+    sequence: Option<Ulysses>,
+    tensor: Option<TensorRanks>,
+    pipeline: Pipeline,
+}
+
+impl Engine {
+    /// Joins a model with its parameters. `residency` says what each block keeps; its length is the number of blocks. Losses and
+    /// counts are summed over `group`.
+    pub fn new(
+        model: Model,
+        store: ParamStore,
+        residency: Vec<Residency>,
+        group: Arc<dyn Collective>,
+        device: Device,
+    ) -> Self {
+        assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
+        let pipeline = Pipeline::alone(model.n_blocks());
+        let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
+        let (sequence, tensor) = (None, None);
+        Self { model, store, residency, parking, group, device, attention, mlp_rows, sequence, tensor, pipeline }
+    }
+
+    /// The same engine with its attention computed as `attention` says.
+    pub fn with_attention(self, attention: AttentionChoice) -> Self {
+        Self { attention, ..self }
+    }
+
+    /// The same engine with the inputs of [`Residency::Offload`] parked there, not in the host's memory.
+    pub fn with_parking(self, parking: Parking) -> Self {
+        Self { parking, ..self }
+    }
+
+    /// The same engine with its MLPs passing over the tokens as `mlp_rows` says.
+    pub fn with_mlp_rows(self, mlp_rows: MlpRows) -> Self {
+        Self { mlp_rows, ..self }
+    }
+
+    /// The same engine with the tokens of each micro-batch shared among these ranks: all of them give the same ones.
+    pub fn with_sequence(self, ranks: Arc<dyn Collective>) -> Self {
+        Self { sequence: Some(Ulysses::new(ranks)), ..self }
+    }
+
+    /// The same engine with every matrix shared among these ranks, as its store has them: all of them give the same tokens.
+    pub fn with_tensor(self, ranks: TensorRanks) -> Self {
+        Self { tensor: Some(ranks), ..self }
+    }
+
+    /// The same engine with the blocks that its stage has, as its store does: all stages give the same tokens.
+    pub fn with_pipeline(self, pipeline: Pipeline) -> Self {
+        assert_eq!(pipeline.layout().n_blocks(), self.model.n_blocks(), "the stages have every block");
+        Self { pipeline, ..self }
+    }
+
+    /// Returns the model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// Returns the parameters.
+    pub fn store(&self) -> &ParamStore {
+        &self.store
+    }
+
+    /// Returns what each block keeps.
+    pub fn residency(&self) -> &[Residency] {
+        &self.residency
+    }
+
+    /// Returns how MLPs pass over the tokens.
+    pub fn mlp_rows(&self) -> MlpRows {
+        self.mlp_rows
+    }
+
+    /// Returns the device that the engine computes on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Returns the group over which losses and counts are summed.
+    pub fn group(&self) -> &dyn Collective {
+        self.group.as_ref()
+    }
+
+    /// Tells whether the loss of a micro-batch is known here: on the last stage of a pipeline.
+    pub fn knows_losses(&self) -> bool {
+        let layout = self.pipeline.layout();
+        layout.is_last(self.pipeline.stage(), layout.n_chunks() - 1)
+    }
+
+    /// What this rank computes of a micro-batch, of which there must be as many tokens as the ranks can share evenly.
+    fn part<'m>(&self, micro: &'m Micro) -> Result<Part<'m>> {
+        match &self.sequence {
+            Some(sequence) => sequence.part(micro),
+            None => Ok(Part { micro: Cow::Borrowed(micro), first_row: 0 }),
+        }
+    }
+
+    /// The number that those of the tokens must be a multiple of.
+    fn multiple(&self) -> usize {
+        let parts = self.tensor.as_ref().map_or(1, TensorRanks::token_parts);
+        parts * self.sequence.as_ref().map_or(1, Ulysses::n_parts)
+    }
+
+    /// Calls `f` with the seams of this rank; attention is answered by `attend`, or else by this engine.
+    fn with_seams<T>(&self, attend: Option<&dyn Seams>, f: impl FnOnce(&dyn Seams) -> T) -> T {
+        let own: &dyn Seams = self.sequence.as_ref().map_or(&OneDevice, |sequence| sequence);
+        let attend = attend.unwrap_or(own);
+        match &self.tensor {
+            None => f(attend),
+            Some(tensor) => f(&Shared { tensor, n_vocab: self.model.config().vocab_size(), attend }),
+        }
+    }
+
+    /// What the blocks of a forward have in common, outside of training.
+    fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, seams: &'a dyn Seams) -> Cx<'a> {
+        let (attention, mlp_rows) = (self.attention, self.mlp_rows);
+        Cx { cos, sin, seqs, dropout_key: None, first_row: 0, attention, mlp_rows, seams }
+    }
+
+    /// The weights of a unit, while those of the one that is wanted after it are on their way.
+    fn fetch(&self, unit_idx: usize, next: Option<usize>) -> Result<Weights> {
+        let weights = self.store.fetch(unit_idx)?;
+        next.map_or(Ok(()), |next| self.store.prefetch(next))?;
+        Ok(weights)
+    }
+
+    /// Where the CPU computes.
+    fn stay_awake(&self) -> Option<Awake> {
+        self.device.is_cpu().then(stay_awake)
+    }
+
+    fn head(&self) -> usize {
+        self.model.n_blocks() + 1
+    }
+
+    /// The loss of the tokens that the head reads, and with an upstream gradient theirs.
+    fn cross_entropy(
+        &self,
+        normed_td: &Tensor,
+        lm_head: &Weight,
+        targets: &Tensor,
+        reduction: Reduction,
+        upstream: Upstream,
+    ) -> Result<LossAndGrad> {
+        let spec = |n_rows: usize| {
+            let chunk = self.logits_bytes() / (n_rows * DType::F32.size_in_bytes());
+            CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: chunk.max(1) }
+        };
+        match &self.tensor {
+            None => linear_cross_entropy(normed_td, lm_head, targets, &spec(lm_head.dims()[0]), upstream),
+            Some(tensor) => tensor.with_vocab(self.model.config().vocab_size(), |part| {
+                linear_cross_entropy_part(normed_td, lm_head, targets, &spec(part.n_largest), upstream, part)
+            }),
+        }
+    }
+
+    /// Bytes of logits that the loss may hold at once. On a GPU each chunk passes over the whole gradient of the head: few
+    /// chunks are fast ones.
+    fn logits_bytes(&self) -> usize {
+        if self.device.is_cuda() { 1 << 30 } else { 64 << 20 }
+    }
+}

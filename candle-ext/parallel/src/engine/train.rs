@@ -1,0 +1,236 @@
+//! A step: forwards and backwards in the order of the pipeline's timetable; alone, each micro-batch there and back.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Result, Tensor};
+use candlewick_model::{Cx, Seams};
+use candlewick_ops::{Reduction, Tape, span};
+
+use super::{Engine, LossScale, Micro, Residency};
+use crate::offload::Parked;
+use crate::pipeline::{Action, Pass};
+use crate::sequence::Part;
+
+/// What a block keeps between its forward and its backward.
+enum Kept {
+    /// With the input that it is differentiated by.
+    Tape(Tensor, Tape),
+    Input(Tensor),
+    Parked(Parked),
+}
+
+/// What a run of blocks keeps.
+struct Live {
+    /// Of the embedding, if the run begins with it.
+    embedded: Option<Tape>,
+    blocks: Vec<Kept>,
+    /// The gradient of what the run gave, if the head came behind it.
+    dy: Option<Tensor>,
+}
+
+/// A micro-batch that is on its way.
+struct Begun<'m> {
+    part: Part<'m>,
+    cos: Tensor,
+    sin: Tensor,
+    dropout_key: u64,
+    /// What each run keeps that was gone through.
+    live: HashMap<usize, Live>,
+}
+
+/// A pass in its place in the step.
+struct Turn {
+    pass: Pass,
+    /// Whether this micro-batch is the step's last.
+    is_last: bool,
+    /// Whether the pass behind it is its own backward.
+    goes_back_next: bool,
+}
+
+impl Engine {
+    /// Runs forward and backward over the micro-batches of a step and returns the sums of their token losses, f32 scalars:
+    /// this rank's, zeros where it [does not know them](Engine::knows_losses). The gradient of `scale` times all sums of all
+    /// ranks is in the main gradients then.
+    ///
+    /// `dropout_key` chooses what dropout drops in a micro-batch. Nothing here waits for a GPU: read the losses of a step
+    /// together, at its end.
+    pub fn forward_backward(
+        &self,
+        micros: &[Micro],
+        scale: &LossScale,
+        dropout_key: impl Fn(usize) -> u64,
+    ) -> Result<Vec<Tensor>> {
+        let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
+        let unknown = || Tensor::zeros((), DType::F32, &self.device);
+        let mut sums: Vec<_> = micros.iter().map(|_| unknown()).collect::<Result<_>>()?;
+        let mut begun: Vec<Option<Begun>> = micros.iter().map(|_| None).collect();
+        let actions = self.pipeline.actions(micros.len());
+        for (i, action) in actions.iter().enumerate() {
+            let (Action::Forward(pass) | Action::Backward(pass)) = *action;
+            let is_last = pass.micro + 1 == micros.len();
+            let _awake = self.stay_awake();
+            match action {
+                Action::Forward(_) => {
+                    let _span = span("micro-batch", "forward");
+                    let goes_back_next = actions.get(i + 1) == Some(&Action::Backward(pass));
+                    let of_micro = match &mut begun[pass.micro] {
+                        Some(of_micro) => of_micro,
+                        none => none.insert(self.begin(&micros[pass.micro], dropout_key(pass.micro))?),
+                    };
+                    let turn = Turn { pass, is_last, goes_back_next };
+                    let (loss, live) = self.with_seams(None, |seams| self.go_on(&turn, of_micro, scale, seams))?;
+                    of_micro.live.insert(pass.chunk, live);
+                    if let Some(loss) = loss {
+                        sums[pass.micro] = loss;
+                    }
+                }
+                Action::Backward(_) => {
+                    let _span = span("micro-batch", "backward");
+                    let turn = Turn { pass, is_last, goes_back_next: false };
+                    let of_micro = begun[pass.micro].as_mut().expect("a forward comes before its backward");
+                    let live = of_micro.live.remove(&pass.chunk).expect("what it keeps is kept once");
+                    self.with_seams(None, |seams| self.go_back(&turn, of_micro, live, seams))?;
+                    // The first run goes back last.
+                    if pass.chunk == 0 {
+                        begun[pass.micro] = None;
+                    }
+                }
+            }
+        }
+        self.pipeline.finish()?;
+        self.store.settle()?;
+        Ok(sums)
+    }
+
+    fn begin<'m>(&self, micro: &'m Micro, dropout_key: u64) -> Result<Begun<'m>> {
+        let part = self.part(micro)?;
+        let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
+        Ok(Begun { part, cos, sin, dropout_key, live: HashMap::new() })
+    }
+
+    /// Forward through a run of blocks, and through what comes before and behind it.
+    fn go_on(
+        &self,
+        turn: &Turn,
+        of_micro: &Begun,
+        scale: &LossScale,
+        seams: &dyn Seams,
+    ) -> Result<(Option<Tensor>, Live)> {
+        let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), turn.pass.chunk);
+        let micro = &of_micro.part.micro;
+        let cx = self.training_cx(of_micro, seams);
+        let (embedded, mut x) = match layout.is_first(stage, chunk) {
+            true => {
+                let tape = Tape::record(&[], || self.model.embed(&self.store.fetch(0)?, &micro.ids, seams))?;
+                self.store.release(0);
+                let x = tape.output().clone();
+                (Some(tape), x)
+            }
+            false => (None, self.pipeline.receive_activation()?),
+        };
+        let run = layout.blocks(stage, chunk);
+        let mut blocks = Vec::with_capacity(run.len());
+        for block_idx in run.clone() {
+            let (y, keep) = self.forward_block(block_idx, x, &cx)?;
+            // The last one's are wanted again at once where its backward comes next.
+            if block_idx + 1 < run.end || !turn.goes_back_next {
+                self.store.release(block_idx + 1);
+            }
+            blocks.push(keep);
+            x = y;
+        }
+        if !layout.is_last(stage, chunk) {
+            self.pipeline.send_activation(&x)?;
+            return Ok((None, Live { embedded, blocks, dy: None }));
+        }
+        let (loss, dx) = self.loss_and_grad(&x, &micro.targets, scale, seams)?;
+        drop(x);
+        self.done_with(self.head(), turn.is_last)?;
+        Ok((Some(loss), Live { embedded, blocks, dy: Some(dx) }))
+    }
+
+    /// Backward through a run of blocks, and through the embedding if it begins with that.
+    fn go_back(&self, turn: &Turn, of_micro: &Begun, live: Live, seams: &dyn Seams) -> Result<()> {
+        let Live { embedded, blocks, dy } = live;
+        let cx = self.training_cx(of_micro, seams);
+        let mut dx = match dy {
+            Some(dy) => dy,
+            None => self.pipeline.receive_gradient()?,
+        };
+        let run = self.pipeline.layout().blocks(self.pipeline.stage(), turn.pass.chunk);
+        for (block_idx, keep) in run.zip(blocks).rev() {
+            dx = self.backward_block(block_idx, keep, &dx, &cx)?;
+            self.done_with(block_idx + 1, turn.is_last)?;
+        }
+        let Some(embedded) = embedded else { return self.pipeline.send_gradient(&dx) };
+        self.store.open_grads(0)?;
+        embedded.backward(&dx)?;
+        self.done_with(0, turn.is_last)
+    }
+
+    fn training_cx<'a>(&self, of_micro: &'a Begun, seams: &'a dyn Seams) -> Cx<'a> {
+        let Begun { part, cos, sin, dropout_key, .. } = of_micro;
+        let of_all = self.cx([cos, sin], &part.micro.seqs, seams);
+        Cx { dropout_key: Some(*dropout_key), first_row: part.first_row, ..of_all }
+    }
+
+    /// Lets go of a unit after its backward.
+    fn done_with(&self, unit_idx: usize, is_last: bool) -> Result<()> {
+        self.store.release(unit_idx);
+        self.store.close_grads(unit_idx, is_last)
+    }
+
+    fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, Kept)> {
+        let _span = span("block", "forward");
+        let weights = self.fetch(block_idx + 1, Some(block_idx + 2))?;
+        if self.residency[block_idx] == Residency::Keep {
+            let tape = Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?;
+            return Ok((tape.output().clone(), Kept::Tape(x, tape)));
+        }
+        let y = self.model.block(block_idx, &weights, &x, cx)?;
+        let kept = match self.residency[block_idx] {
+            Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
+            _ => Kept::Input(x),
+        };
+        Ok((y, kept))
+    }
+
+    fn backward_block(&self, block_idx: usize, kept: Kept, dy: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let _span = span("block", "backward");
+        // The embedding's backward reads no weights.
+        let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
+        self.store.open_grads(block_idx + 1)?;
+        let x = match kept {
+            Kept::Tape(x, tape) => return input_grad(tape, &x, dy),
+            Kept::Input(x) => x,
+            Kept::Parked(parked) => parked.fetch()?,
+        };
+        input_grad(Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?, &x, dy)
+    }
+
+    /// Returns the sum of the token losses, and the gradient of the scaled sum with respect to the last block's output.
+    fn loss_and_grad(
+        &self,
+        x_td: &Tensor,
+        targets: &Tensor,
+        scale: &LossScale,
+        seams: &dyn Seams,
+    ) -> Result<(Tensor, Tensor)> {
+        let _span = span("head", "forward and backward");
+        let weights = self.store.fetch(self.head())?;
+        self.store.open_grads(self.head())?;
+        let tape = Tape::record(&[x_td], || seams.enter(&self.model.norm(&weights, x_td)?))?;
+        let lm_head = self.model.lm_head(&weights)?;
+        let out = self.cross_entropy(tape.output(), &lm_head, targets, Reduction::Sum, scale.upstream())?;
+        let dx = out.dx.expect("an upstream gradient was given");
+        Ok((out.loss, input_grad(tape, x_td, &dx)?))
+    }
+}
+
+/// The gradient of the one input of a tape.
+fn input_grad(tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    match tape.backward(dy)?.remove(x) {
+        Some(dx) => Ok(dx),
+        None => x.zeros_like(),
+    }
+}

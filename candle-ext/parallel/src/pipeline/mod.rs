@@ -1,0 +1,173 @@
+//! Pipeline parallelism: a stage has some of the blocks, and tells the next one what came out of them.
+
+mod layout;
+mod schedule;
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{Result, Tensor, bail};
+use candlewick_comm::{Collective, Pending, Solo};
+
+pub use layout::Layout;
+pub use schedule::{Action, Pass, Schedule, Timetable};
+
+/// A stage's place in a pipeline, and its ways to its neighbours.
+pub struct Pipeline {
+    stages: Arc<dyn Collective>,
+    layout: Layout,
+    schedule: Schedule,
+    activations: Ways,
+    gradients: Ways,
+    /// What is on its way to neighbours.
+    sent: Mutex<VecDeque<Pending<Option<Tensor>>>>,
+}
+
+/// The groups of two, this stage and a neighbour, in which tensors of one kind travel in one direction. So no stage waits with
+/// one for another: what is received meets what was sent, in one order.
+struct Ways {
+    /// With the stage behind the last one being the first: the next run may be there.
+    to_next: Arc<dyn Collective>,
+    from_previous: Arc<dyn Collective>,
+}
+
+/// The rank of an edge's end in its group.
+const FROM: usize = 0;
+const TO: usize = 1;
+
+impl Pipeline {
+    /// Makes the pipeline of one stage.
+    pub fn alone(n_blocks: usize) -> Self {
+        let solo = || Arc::new(Solo) as Arc<dyn Collective>;
+        let ways = || Ways { to_next: solo(), from_previous: solo() };
+        let (layout, schedule, sent) = (Layout::whole(n_blocks), Schedule::default(), Mutex::default());
+        Self { stages: solo(), layout, schedule, activations: ways(), gradients: ways(), sent }
+    }
+
+    /// Connects `stages`, which have the runs of `layout` and all call this.
+    pub fn new(stages: Arc<dyn Collective>, layout: Layout, schedule: Schedule) -> Result<Self> {
+        if layout.n_stages() != stages.size() {
+            bail!("a pipeline of {} stages among {} ranks", layout.n_stages(), stages.size())
+        }
+        let activations = Ways::new(&*stages, "activations")?;
+        let gradients = Ways::new(&*stages, "gradients")?;
+        Ok(Self { stages, layout, schedule, activations, gradients, sent: Mutex::default() })
+    }
+
+    /// Returns which stage this is.
+    pub fn stage(&self) -> usize {
+        self.stages.rank()
+    }
+
+    /// Returns the stages of one copy of the model.
+    pub(crate) fn stages(&self) -> &dyn Collective {
+        &*self.stages
+    }
+
+    /// Returns which blocks each stage has.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Returns what this stage computes for so many micro-batches.
+    pub(crate) fn actions(&self, n_micros: usize) -> Vec<Action> {
+        let table = Timetable::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), n_micros);
+        table.of_stage(self.stage()).collect()
+    }
+
+    /// Hands what a run gave to the next one.
+    pub(crate) fn send_activation(&self, y: &Tensor) -> Result<()> {
+        self.send(&*self.activations.to_next, y, TO)
+    }
+
+    /// Waits for what the run before gave.
+    pub(crate) fn receive_activation(&self) -> Result<Tensor> {
+        receive(&*self.activations.from_previous, FROM)
+    }
+
+    /// Hands the gradient of what a run read to the one before.
+    pub(crate) fn send_gradient(&self, dx: &Tensor) -> Result<()> {
+        self.send(&*self.gradients.from_previous, dx, FROM)
+    }
+
+    /// Waits for the gradient of what a run gave.
+    pub(crate) fn receive_gradient(&self) -> Result<Tensor> {
+        receive(&*self.gradients.to_next, TO)
+    }
+
+    /// Waits until all that was sent is received.
+    pub(crate) fn finish(&self) -> Result<()> {
+        self.finish_all_but(0)
+    }
+
+    /// Waits until all but the last few of what was sent is received.
+    pub(crate) fn finish_all_but(&self, n_last: usize) -> Result<()> {
+        let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
+        while sent.len() > n_last {
+            if let Some(oldest) = sent.pop_front() {
+                oldest.wait()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&self, way: &dyn Collective, x: &Tensor, to: usize) -> Result<()> {
+        let pending = way.start_send_recv(Some(&x.contiguous()?), Some(to), None)?;
+        self.sent.lock().unwrap_or_else(PoisonError::into_inner).push_back(pending);
+        Ok(())
+    }
+}
+
+fn receive(way: &dyn Collective, from: usize) -> Result<Tensor> {
+    match way.send_recv(None, None, Some(from))? {
+        Some(x) => Ok(x),
+        None => bail!("a stage of a pipeline was sent nothing"),
+    }
+}
+
+impl Ways {
+    fn new(stages: &dyn Collective, what: &str) -> Result<Self> {
+        let (rank, n) = (stages.rank(), stages.size());
+        // Edges of one colour meet at no stage: one split makes their groups.
+        let colour = |from: usize| if from + 1 == n && !n.is_multiple_of(2) { 2 } else { from % 2 };
+        let groups: Vec<_> = (0..3)
+            .map(|of| {
+                let edges = (0..n).filter(|from| colour(*from) == of && n > 1);
+                let mut lists: Vec<Vec<usize>> = edges.map(|from| vec![from, (from + 1) % n]).collect();
+                let alone = (0..n).filter(|stage| !lists.iter().flatten().any(|other| other == stage));
+                let alone: Vec<_> = alone.map(|stage| vec![stage]).collect();
+                lists.extend(alone);
+                Ok(stages.split(&format!("pipeline {what}"), &lists)?)
+            })
+            .collect::<Result<_>>()?;
+        let way = |from: usize| Arc::clone(&groups[colour(from)]);
+        Ok(Self { to_next: way(rank), from_previous: way((rank + n - 1) % n) })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::Device;
+    use candlewick_comm::{Options, threads};
+
+    /// Every stage hears from the one before, the first one from the last.
+    #[test]
+    fn stages_reach_their_neighbours_around_the_ring() {
+        for n in 2..=5 {
+            let heard = threads::run(n, Options::default(), |world| -> Result<[f32; 2]> {
+                let layout = Layout::new(n, &vec![1; n]);
+                let pipeline = Pipeline::new(world.group(), layout, Schedule::default())?;
+                let own = Tensor::new(world.rank() as f32, &Device::Cpu)?;
+                pipeline.send_activation(&own)?;
+                pipeline.send_gradient(&own)?;
+                let heard = [pipeline.receive_activation()?.to_scalar()?, pipeline.receive_gradient()?.to_scalar()?];
+                pipeline.finish()?;
+                Ok(heard)
+            });
+            let want: Vec<_> = (0..n).map(|rank| [((rank + n - 1) % n) as f32, ((rank + 1) % n) as f32]).collect();
+            assert_eq!(heard.unwrap(), want);
+        }
+    }
+}

@@ -1,0 +1,396 @@
+//! When each stage of a pipeline computes what: the same table for all stages, made by running the rules of a schedule.
+
+use std::fmt;
+
+/// The order of forwards and backwards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Schedule {
+    /// All forwards, then all backwards (GPipe; Huang et al., 2019; <https://arxiv.org/abs/1811.06965>).
+    AllForwardAllBackward,
+    /// One forward, one backward, as soon as the first backward can begin; with several runs a stage interleaved.
+    /// (Narayanan et al., 2021; <https://arxiv.org/abs/2104.04473>, figures 3 and 4.)
+    #[default]
+    OneForwardOneBackward,
+}
+
+/// A pass over the blocks of one run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Pass {
+    /// Which of the stage's runs.
+    pub chunk: usize,
+    /// Which micro-batch.
+    pub micro: usize,
+}
+
+/// What a stage computes at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Forward.
+    Forward(Pass),
+    /// Backward.
+    Backward(Pass),
+}
+
+/// What each stage computes, in its order, and when.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Timetable {
+    n_chunks: usize,
+    n_micros: usize,
+    /// Of each stage: what it computes and when it begins, a forward taking one unit of time and a backward two.
+    stages: Vec<Vec<(usize, Action)>>,
+}
+
+/// The time that the forward of a run takes.
+const FORWARD: usize = 1;
+/// The time that its backward takes.
+const BACKWARD: usize = 2;
+
+impl Timetable {
+    /// Makes the table of `n_stages` stages with `n_chunks` runs each for `n_micros` micro-batches.
+    pub fn new(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> Self {
+        let mut stages: Vec<_> =
+            (0..n_stages).map(|stage| Stage::new(schedule, stage, [n_stages, n_chunks, n_micros])).collect();
+        let mut done = Done::new([n_stages, n_chunks, n_micros]);
+        for time in 0.. {
+            if stages.iter().all(Stage::is_through) {
+                break;
+            }
+            let started: Vec<_> = stages.iter_mut().map(|stage| stage.start(time, &done)).collect();
+            // Nobody works and nobody can begin: a limit on what is kept stands in the way.
+            if started.iter().all(|action| !action) && stages.iter().all(|stage| stage.is_idle(time)) {
+                stages.iter_mut().for_each(|stage| stage.most_live += 1);
+            }
+            stages.iter().for_each(|stage| done.note(stage));
+        }
+        Self { n_chunks, n_micros, stages: stages.into_iter().map(|stage| stage.actions).collect() }
+    }
+
+    /// Returns what a stage computes, in its order.
+    pub fn of_stage(&self, stage: usize) -> impl Iterator<Item = Action> {
+        self.stages[stage].iter().map(|(_, action)| *action)
+    }
+
+    /// Returns how long the slowest stage takes.
+    pub fn length(&self) -> usize {
+        let ends = self.stages.iter().filter_map(|actions| actions.last());
+        ends.map(|(begin, action)| begin + action.time()).max().unwrap_or(0)
+    }
+
+    /// Returns the share of all stages' time in which they wait.
+    pub fn bubble(&self) -> f64 {
+        let busy = (FORWARD + BACKWARD) * self.n_chunks * self.n_micros;
+        match self.length() {
+            0 => 0.0,
+            length => 1.0 - busy as f64 / length as f64,
+        }
+    }
+
+    /// Returns of how many passes a stage keeps what their backwards need, at the most.
+    pub fn most_live(&self, stage: usize) -> usize {
+        let (mut live, mut most) = (0usize, 0);
+        for action in self.of_stage(stage) {
+            match action {
+                Action::Forward(_) => live += 1,
+                Action::Backward(_) => live -= 1,
+            }
+            most = most.max(live);
+        }
+        most
+    }
+}
+
+impl Action {
+    fn time(self) -> usize {
+        match self {
+            Self::Forward(_) => FORWARD,
+            Self::Backward(_) => BACKWARD,
+        }
+    }
+}
+
+/// A stage while the table is made.
+struct Stage {
+    stage: usize,
+    n_stages: usize,
+    n_chunks: usize,
+    schedule: Schedule,
+    forwards: Vec<Pass>,
+    backwards: Vec<Pass>,
+    n_forwards: usize,
+    n_backwards: usize,
+    /// Of how many passes it may keep what their backwards need.
+    most_live: usize,
+    free_at: usize,
+    actions: Vec<(usize, Action)>,
+}
+
+/// When each pass ends, by direction, stage, chunk and micro-batch.
+struct Done {
+    sizes: [usize; 3],
+    forward: Vec<Option<usize>>,
+    backward: Vec<Option<usize>>,
+}
+
+impl Stage {
+    fn new(schedule: Schedule, stage: usize, [n_stages, n_chunks, n_micros]: [usize; 3]) -> Self {
+        let most_live = match schedule {
+            Schedule::AllForwardAllBackward => n_chunks * n_micros,
+            Schedule::OneForwardOneBackward if n_chunks == 1 => n_stages - stage,
+            Schedule::OneForwardOneBackward => 2 * (n_stages - stage - 1) + (n_chunks - 1) * n_stages + 1,
+        };
+        let (forwards, backwards) = (
+            passes(n_stages, n_chunks, n_micros, |chunk| chunk),
+            passes(n_stages, n_chunks, n_micros, |chunk| n_chunks - 1 - chunk),
+        );
+        Self {
+            stage,
+            n_stages,
+            n_chunks,
+            schedule,
+            forwards,
+            backwards,
+            n_forwards: 0,
+            n_backwards: 0,
+            most_live,
+            free_at: 0,
+            actions: Vec::new(),
+        }
+    }
+
+    fn is_through(&self) -> bool {
+        self.n_backwards == self.backwards.len()
+    }
+
+    fn is_idle(&self, time: usize) -> bool {
+        self.free_at <= time
+    }
+
+    /// Begins the next pass if there is one; tells whether it did.
+    fn start(&mut self, time: usize, done: &Done) -> bool {
+        if !self.is_idle(time) {
+            return false;
+        }
+        let live = self.n_forwards - self.n_backwards;
+        let backward = self.backwards.get(self.n_backwards).copied();
+        let backward =
+            backward.filter(|pass| done.can_go_back(self.stage, *pass, self.n_chunks, time) && self.may_go_back());
+        let forward = self.forwards.get(self.n_forwards).copied();
+        let forward =
+            forward.filter(|pass| live < self.most_live && done.can_go_on(self.stage, *pass, self.n_stages, time));
+        let action = match (backward, forward) {
+            (Some(pass), _) => {
+                self.n_backwards += 1;
+                Action::Backward(pass)
+            }
+            (None, Some(pass)) => {
+                self.n_forwards += 1;
+                Action::Forward(pass)
+            }
+            (None, None) => return false,
+        };
+        self.actions.push((time, action));
+        self.free_at = time + action.time();
+        true
+    }
+
+    fn may_go_back(&self) -> bool {
+        match self.schedule {
+            Schedule::AllForwardAllBackward => self.n_forwards == self.forwards.len(),
+            Schedule::OneForwardOneBackward => true,
+        }
+    }
+}
+
+/// All passes of a stage in the order in which it makes them: as many micro-batches as there are stages go through a run, then
+/// through the next.
+fn passes(n_stages: usize, n_chunks: usize, n_micros: usize, chunk: impl Fn(usize) -> usize + Copy) -> Vec<Pass> {
+    let groups = (0..n_micros).step_by(n_stages);
+    let of_group = |first: usize| {
+        let micros = first..(first + n_stages).min(n_micros);
+        (0..n_chunks).flat_map(move |i| micros.clone().map(move |micro| Pass { chunk: chunk(i), micro }))
+    };
+    groups.flat_map(of_group).collect()
+}
+
+impl Done {
+    fn new(sizes: [usize; 3]) -> Self {
+        let n = sizes.iter().product();
+        Self { sizes, forward: vec![None; n], backward: vec![None; n] }
+    }
+
+    fn at(&self, stage: usize, Pass { chunk, micro }: Pass) -> usize {
+        let [_, n_chunks, n_micros] = self.sizes;
+        (stage * n_chunks + chunk) * n_micros + micro
+    }
+
+    /// Notes when the last pass of a stage ends.
+    fn note(&mut self, stage: &Stage) {
+        let Some((begin, action)) = stage.actions.last() else { return };
+        let end = Some(begin + action.time());
+        match *action {
+            Action::Forward(pass) => {
+                let at = self.at(stage.stage, pass);
+                self.forward[at] = end;
+            }
+            Action::Backward(pass) => {
+                let at = self.at(stage.stage, pass);
+                self.backward[at] = end;
+            }
+        }
+    }
+
+    /// Tells whether what a forward reads is there.
+    fn can_go_on(&self, stage: usize, pass: Pass, n_stages: usize, time: usize) -> bool {
+        let before = match (stage, pass.chunk) {
+            (0, 0) => return true,
+            (0, chunk) => (n_stages - 1, Pass { chunk: chunk - 1, ..pass }),
+            _ => (stage - 1, pass),
+        };
+        self.forward[self.at(before.0, before.1)].is_some_and(|end| end <= time)
+    }
+
+    /// Tells whether what a backward reads is there.
+    fn can_go_back(&self, stage: usize, pass: Pass, n_chunks: usize, time: usize) -> bool {
+        let [n_stages, ..] = self.sizes;
+        let is_there = |end: Option<usize>| end.is_some_and(|end| end <= time);
+        let after = match (stage + 1 == n_stages, pass.chunk + 1 == n_chunks) {
+            (true, true) => return is_there(self.forward[self.at(stage, pass)]),
+            (true, false) => (0, Pass { chunk: pass.chunk + 1, ..pass }),
+            (false, _) => (stage + 1, pass),
+        };
+        is_there(self.forward[self.at(stage, pass)]) && is_there(self.backward[self.at(after.0, after.1)])
+    }
+}
+
+/// A line for each stage: a column for each unit of time with the micro-batch, forwards of the first run as digits, of later
+/// runs with letters behind them; backwards in brackets.
+impl fmt::Display for Timetable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let label = |Pass { chunk, micro }: Pass| match self.n_chunks {
+            1 => micro.to_string(),
+            _ => format!("{micro}{}", char::from(b'a' + (chunk % 26) as u8)),
+        };
+        let width = label(Pass { chunk: 0, micro: self.n_micros.saturating_sub(1) }).len() + 3;
+        for (stage, actions) in self.stages.iter().enumerate() {
+            write!(f, "stage {stage:<3}")?;
+            let mut time = 0;
+            for (begin, action) in actions {
+                write!(f, "{}", " ".repeat((begin - time) * width))?;
+                let text = match *action {
+                    Action::Forward(pass) => label(pass),
+                    Action::Backward(pass) => format!("[{}]", label(pass)),
+                };
+                write!(f, "{text:^0$}", width * action.time())?;
+                time = begin + action.time();
+            }
+            writeln!(f, "  {} live", self.most_live(stage))?;
+        }
+        write!(f, "bubble {:.1} % of {} units", 100.0 * self.bubble(), self.length())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+    use Schedule::{AllForwardAllBackward, OneForwardOneBackward};
+
+    /// Every pass once each way, forwards before backwards, no pass before what it reads, and one order on each edge.
+    #[track_caller]
+    fn check(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> Timetable {
+        let table = Timetable::new(schedule, n_stages, n_chunks, n_micros);
+        let mut ends = HashMap::new();
+        for (stage, actions) in table.stages.iter().enumerate() {
+            assert_eq!(actions.len(), 2 * n_chunks * n_micros);
+            let mut free = 0;
+            for (begin, action) in actions {
+                assert!(*begin >= free, "one pass at a time");
+                free = begin + action.time();
+                let (pass, forward) = match *action {
+                    Action::Forward(pass) => (pass, true),
+                    Action::Backward(pass) => (pass, false),
+                };
+                assert!(ends.insert((stage + n_stages * pass.chunk, pass.micro, forward), (*begin, free)).is_none());
+            }
+        }
+        let n_runs = n_stages * n_chunks;
+        for (&(run, micro, forward), &(begin, _)) in &ends {
+            let read = match (forward, run) {
+                (true, 0) => continue,
+                (true, _) => (run - 1, micro, true),
+                (false, _) if run + 1 == n_runs => (run, micro, true),
+                (false, _) => (run + 1, micro, false),
+            };
+            assert!(ends[&read].1 <= begin, "{schedule:?} {n_stages} {n_chunks} {n_micros}: {run} {micro} {forward}");
+        }
+        for forward in [true, false] {
+            for run in 0..n_runs - 1 {
+                // On the edge between two stages all runs of both travel.
+                let order = |of: &dyn Fn(usize) -> bool, shift: usize| {
+                    let mut passes: Vec<_> = ends
+                        .iter()
+                        .filter(|((run, _, way), _)| *way == forward && of(*run))
+                        .map(|((run, micro, _), (begin, _))| (*begin, run - shift, *micro))
+                        .collect();
+                    passes.sort_unstable();
+                    passes.into_iter().map(|(_, run, micro)| (run, micro)).collect::<Vec<_>>()
+                };
+                let of_edge = |r: usize| r % n_stages == run % n_stages;
+                let lower = order(&|r| of_edge(r) && r + 1 < n_runs, 0);
+                let upper = order(&|r| r > 0 && of_edge(r - 1), 1);
+                assert_eq!(lower, upper, "{schedule:?} {n_stages} {n_chunks} {n_micros}, run {run}");
+            }
+        }
+        table
+    }
+
+    #[test]
+    fn every_table_is_complete_and_in_order() {
+        for schedule in [AllForwardAllBackward, OneForwardOneBackward] {
+            for n_stages in 1..=4 {
+                for n_chunks in 1..=3 {
+                    for n_micros in 0..=9 {
+                        check(schedule, n_stages, n_chunks, n_micros);
+                    }
+                }
+            }
+        }
+    }
+
+    /// (p - 1) of m + p - 1 parts of the time are lost, and v times less with v runs a stage.
+    #[test]
+    fn bubbles_are_those_of_the_papers() {
+        let bubble = |schedule, p, v, m| check(schedule, p, v, m).bubble();
+        for (p, m) in [(2, 2), (4, 4), (4, 8), (3, 7)] {
+            let want = (p - 1) as f64 / (m + p - 1) as f64;
+            assert!((bubble(OneForwardOneBackward, p, 1, m) - want).abs() < 1e-12, "{p} {m}");
+            assert!((bubble(AllForwardAllBackward, p, 1, m) - want).abs() < 1e-12, "{p} {m}");
+        }
+        for (p, v, m) in [(2, 2, 4), (4, 2, 8), (4, 3, 8)] {
+            let want = (p - 1) as f64 / (m * v + p - 1) as f64;
+            assert!(
+                (bubble(OneForwardOneBackward, p, v, m) - want).abs() < 1e-12,
+                "{p} {v} {m}: {}",
+                bubble(OneForwardOneBackward, p, v, m)
+            );
+        }
+    }
+
+    #[test]
+    fn one_forward_one_backward_keeps_as_many_as_there_are_stages() {
+        let live = |schedule, m| (0..4).map(|stage| check(schedule, 4, 1, m).most_live(stage)).collect::<Vec<_>>();
+        assert_eq!(live(OneForwardOneBackward, 8), [4, 3, 2, 1]);
+        assert_eq!(live(AllForwardAllBackward, 8), [8, 8, 8, 8]);
+        assert_eq!(live(OneForwardOneBackward, 2), [2, 2, 2, 1]);
+    }
+
+    #[test]
+    fn a_table_is_drawn() {
+        let drawn = Timetable::new(OneForwardOneBackward, 2, 1, 3).to_string();
+        let lines: Vec<&str> = drawn.lines().map(str::trim_end).collect();
+        assert_eq!(lines.len(), 3);
+        assert!(lines[0].starts_with("stage 0") && lines[0].contains("[0]") && lines[0].ends_with("2 live"), "{drawn}");
+        assert!(lines[1].ends_with("1 live") && lines[2] == "bubble 25.0 % of 12 units", "{drawn}");
+    }
+}

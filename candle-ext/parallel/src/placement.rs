@@ -1,0 +1,180 @@
+//! What of each parameter a rank of a tensor parallel group keeps: the model says what a dim counts, and this table what
+//! that means.
+
+use candle_core::{Result, Tensor, bail};
+use candlewick_comm::Collective;
+use candlewick_model::{Dim, ParamSpec, Region};
+
+/// What the ranks of a tensor parallel group see outside of branches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norms {
+    /// All tokens each.
+    Whole,
+    /// A part of the tokens each (what Megatron-LM calls sequence parallelism).
+    InParts,
+}
+
+/// What of a parameter is kept here, and whether the gradient that is computed here is all of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// A part of it. No other rank has its gradient.
+    Part(Slice),
+    /// All of it, and each rank computes all of its gradient.
+    Whole,
+    /// All of it, and each rank computes a part of its gradient: their sum is it.
+    Summed,
+    /// The same, but only the first rank uses it: it is added to what the ranks' results are summed to.
+    SummedOnFirst,
+}
+
+/// Some rows or columns of a parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Slice {
+    pub(crate) dim: usize,
+    pub(crate) start: usize,
+    pub(crate) len: usize,
+    /// How many the first rank has: none has more.
+    pub(crate) most: usize,
+}
+
+impl Place {
+    /// Says what `rank` of `n_ranks` has of a parameter.
+    pub(crate) fn of(spec: &ParamSpec, norms: Norms, [rank, n_ranks]: [usize; 2]) -> Result<Self> {
+        let is_split = |dim: &Dim| matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn);
+        if let Some(dim) = spec.dims.iter().position(is_split) {
+            return Ok(Self::Part(Slice::of(spec, dim, [rank, n_ranks])?));
+        }
+        Ok(match (spec.region, spec.dims.as_slice(), norms) {
+            (Region::Residual, _, Norms::Whole) => Self::Whole,
+            // A bias as wide as the model: that of a branch's last matrix.
+            (Region::Branch, [Dim::Embed], _) => Self::SummedOnFirst,
+            (Region::Residual, _, Norms::InParts) | (Region::Branch, ..) => Self::Summed,
+        })
+    }
+
+    /// Returns the shape of what is kept.
+    pub(crate) fn shape(&self, whole: &[usize]) -> Vec<usize> {
+        let mut shape = whole.to_vec();
+        if let Self::Part(slice) = self {
+            shape[slice.dim] = slice.len;
+        }
+        shape
+    }
+
+    /// Returns the number of elements that the rank with most of them keeps.
+    pub(crate) fn most(&self, whole: &[usize]) -> usize {
+        let mut shape = whole.to_vec();
+        if let Self::Part(slice) = self {
+            shape[slice.dim] = slice.most;
+        }
+        shape.iter().product()
+    }
+
+    /// Cuts what is kept out of all.
+    pub(crate) fn cut(&self, whole: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Part(Slice { dim, start, len, .. }) => whole.narrow(*dim, *start, *len)?.contiguous(),
+            _ => Ok(whole.clone()),
+        }
+    }
+
+    /// Puts all together from what each rank keeps, a flat piece of [`Place::most`] elements. All ranks call it.
+    pub(crate) fn gather(&self, piece: &Tensor, whole: &[usize], ranks: &dyn Collective) -> Result<Tensor> {
+        let Self::Part(slice) = self else { return piece.reshape(whole) };
+        let all = ranks.all_gather(piece)?;
+        if slice.dim == 0 {
+            return all.narrow(0, 0, whole.iter().product())?.reshape(whole);
+        }
+        let by_rank = all.reshape((ranks.size(), whole[0], slice.most))?;
+        by_rank.transpose(0, 1)?.contiguous()?.reshape(whole)
+    }
+
+    /// Tells whether the gradients of the ranks must be summed.
+    pub(crate) fn is_summed(&self) -> bool {
+        matches!(self, Self::Summed | Self::SummedOnFirst)
+    }
+}
+
+impl Slice {
+    fn of(spec: &ParamSpec, dim: usize, [rank, n_ranks]: [usize; 2]) -> Result<Self> {
+        let n = spec.shape[dim];
+        // Only tokens may be shared out unevenly: heads are whole, and columns must fit together.
+        if !n.is_multiple_of(n_ranks) && spec.dims[dim] != Dim::Vocab {
+            bail!("{} of {:?} over {n_ranks} tensor parallel ranks: dim {dim} is not divisible", spec.name, spec.shape)
+        }
+        let most = n.div_ceil(n_ranks);
+        let start = (rank * most).min(n);
+        let len = most.min(n - start);
+        if len == 0 {
+            bail!(
+                "{} of {:?} over {n_ranks} tensor parallel ranks: nothing is left for rank {rank}",
+                spec.name,
+                spec.shape
+            )
+        }
+        Ok(Self { dim, start, len, most })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, IndexOp};
+    use candlewick_comm::{Options, threads};
+    use candlewick_model::Init;
+
+    fn spec(shape: &[usize], dims: &[Dim], region: Region) -> ParamSpec {
+        let (name, shape, dims) = ("w".to_owned(), shape.to_vec(), dims.to_vec());
+        ParamSpec { name, shape, dims, region, init: Init::Zeros, decay: true, trainable: true }
+    }
+
+    #[test]
+    fn what_is_cut_is_put_together_again() {
+        for (shape, dims) in [
+            (&[6, 5][..], &[Dim::Heads, Dim::Embed][..]),
+            (&[5, 6], &[Dim::Embed, Dim::Ffn]),
+            (&[8, 3], &[Dim::Vocab, Dim::Embed]),
+            (&[6], &[Dim::KvHeads]),
+            (&[4], &[Dim::HeadDim]),
+        ] {
+            let spec = spec(shape, dims, Region::Branch);
+            let n = spec.numel();
+            let whole = Tensor::arange(0.0f32, n as f32, &Device::Cpu).unwrap().reshape(shape).unwrap();
+            let all = threads::run(3, Options::default(), |world| -> Result<Tensor> {
+                let place = Place::of(&spec, Norms::Whole, [world.rank(), 3])?;
+                let kept = place.cut(&whole)?.flatten_all()?;
+                assert_eq!(kept.elem_count(), place.shape(shape).iter().product::<usize>());
+                let padded = kept.pad_with_zeros(0, 0, place.most(shape) - kept.elem_count())?;
+                place.gather(&padded, shape, &*world.group())
+            });
+            for got in all.unwrap() {
+                assert_eq!(got.dims(), shape);
+                assert_eq!(
+                    got.flatten_all().unwrap().to_vec1::<f32>().unwrap(),
+                    whole.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_cut_is_refused_by_name() {
+        let refused = |shape: &[usize], dims: &[Dim], ranks| {
+            Place::of(&spec(shape, dims, Region::Branch), Norms::Whole, ranks).unwrap_err().to_string()
+        };
+        assert!(refused(&[5, 4], &[Dim::Heads, Dim::Embed], [0, 2]).contains("w of [5, 4] over 2"));
+        assert!(refused(&[3, 4], &[Dim::Vocab, Dim::Embed], [3, 4]).contains("nothing is left for rank 3"));
+    }
+
+    #[test]
+    fn norms_see_all_tokens_or_a_part() {
+        let norm = spec(&[4], &[Dim::Embed], Region::Residual);
+        assert_eq!(Place::of(&norm, Norms::Whole, [1, 2]).unwrap(), Place::Whole);
+        assert_eq!(Place::of(&norm, Norms::InParts, [1, 2]).unwrap(), Place::Summed);
+        let bias = spec(&[4], &[Dim::Embed], Region::Branch);
+        assert_eq!(Place::of(&bias, Norms::Whole, [1, 2]).unwrap(), Place::SummedOnFirst);
+        let whole = Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap();
+        assert_eq!(Place::Whole.cut(&whole).unwrap().i(0).unwrap().to_scalar::<f32>().unwrap(), 0.0);
+    }
+}
