@@ -5,7 +5,6 @@
 //! exist and none is whole, that is an error: a run never starts over by itself.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::PathBuf;
 
 use super::crew::{Crew, first};
@@ -17,7 +16,7 @@ use super::manifest::{Manifest, STATE};
 use super::plan::CheckpointPlan;
 use super::retention::clear_leftovers;
 use super::shard::{Wanted, read_shard};
-use super::state::{RunState, TensorMeta, TrainState};
+use super::state::{Piece, RunState, TensorMeta, TrainState};
 
 /// Says from where a run goes on.
 #[derive(Clone, Debug, PartialEq)]
@@ -132,19 +131,20 @@ fn shorten(mut differences: Vec<String>) -> Vec<String> {
 
 /// Loads what this rank has of each tensor from whichever files hold it.
 fn load_tensors(complete: &Complete, state: &mut dyn TrainState) -> Result<(), CheckpointError> {
-    let mut missing: BTreeMap<String, Vec<(Range<usize>, usize)>> = BTreeMap::new();
+    let mut missing: BTreeMap<String, Vec<(Piece, usize)>> = BTreeMap::new();
     for piece in state.pieces() {
         let n = piece.range.len();
-        missing.entry(piece.tensor.name).or_default().push((piece.range, n));
+        missing.entry(piece.tensor.name.clone()).or_default().push((piece, n));
     }
     let mut by_file: BTreeMap<&str, Vec<Wanted>> = BTreeMap::new();
     for entry in &complete.manifest.tensors {
         let piece = entry.piece();
         for (wanted, n_left) in missing.get_mut(&entry.name).into_iter().flatten() {
-            let range = piece.range.start.max(wanted.start)..piece.range.end.min(wanted.end);
-            if !range.is_empty() {
-                *n_left = n_left.saturating_sub(range.len());
-                by_file.entry(&entry.file).or_default().push(Wanted { piece: piece.clone(), range });
+            let overlaps = piece.overlaps(wanted);
+            if !overlaps.is_empty() {
+                let n_found: usize = overlaps.iter().map(|overlap| overlap.len).sum();
+                *n_left = n_left.saturating_sub(n_found);
+                by_file.entry(&entry.file).or_default().push(Wanted { piece: piece.clone(), overlaps });
             }
         }
     }

@@ -15,8 +15,8 @@ pub(crate) const MANIFEST: &str = "manifest.json";
 /// The file name of the loop's state.
 pub(crate) const STATE: &str = "state.json";
 const FORMAT: &str = "candlewick-sharded";
-/// In the first version files were hashed by SHA-256.
-const VERSION: u32 = 2;
+/// In the first version files were hashed by SHA-256; in the second pieces had all columns.
+const VERSION: u32 = 3;
 
 /// Lists the files and tensors of a save.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,8 +63,11 @@ pub struct TensorEntry {
     /// Where a piece begins in the whole tensor: zeros. It dates from the first version.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     offset: Vec<usize>,
-    /// Which elements of the whole tensor the file holds, in the order of the rows; all of them if it does not say. A piece
-    /// is a list there.
+    /// Which columns of the whole tensor the file holds something of; all of them if it does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Range<usize>>,
+    /// Which elements of these columns the file holds, in the order of the rows; all of them if it does not say. A piece is a
+    /// list there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<Range<usize>>,
     /// The file that holds it.
@@ -113,18 +116,18 @@ impl Manifest {
         if !tensor_bytes.contains_key(STATE) {
             return Err(format!("{STATE} is not listed"));
         }
-        let mut places: BTreeMap<&str, Vec<Range<usize>>> = BTreeMap::new();
+        let mut places: BTreeMap<&str, Vec<Piece>> = BTreeMap::new();
         for tensor in &self.tensors {
             let n_bytes = check_tensor(tensor)?;
             let sum = tensor_bytes
                 .get_mut(tensor.file.as_str())
                 .ok_or_else(|| format!("the tensor {:?} is in {:?}, which is not listed", tensor.name, tensor.file))?;
             *sum = sum.saturating_add(n_bytes);
-            places.entry(&tensor.name).or_default().push(tensor.piece().range);
+            places.entry(&tensor.name).or_default().push(tensor.piece());
         }
         for (name, mut pieces) in places {
-            pieces.sort_by_key(|piece| piece.start);
-            if pieces.windows(2).any(|pair| pair[0].end > pair[1].start) {
+            pieces.sort_by_key(|piece| (piece.columns.start, piece.range.start));
+            if pieces.windows(2).any(|pair| !pair[0].overlaps(&pair[1]).is_empty()) {
                 return Err(format!("the tensor {name:?} is listed twice"));
             }
         }
@@ -138,15 +141,19 @@ impl Manifest {
 impl TensorEntry {
     /// Describes what `file` holds of a tensor.
     pub(crate) fn new(piece: Piece, file: &str) -> Self {
+        let columns = (piece.columns.len() != piece.tensor.n_columns()).then_some(piece.columns);
         let range = (piece.range.len() != piece.tensor.n_values()).then_some(piece.range);
         let TensorMeta { name, shape } = piece.tensor;
-        Self { name, shape, offset: Vec::new(), range, file: file.to_owned() }
+        Self { name, shape, offset: Vec::new(), columns, range, file: file.to_owned() }
     }
 
     /// What it holds.
     pub fn piece(&self) -> Piece {
         let whole = Piece::whole(TensorMeta { name: self.name.clone(), shape: self.shape.clone() });
-        Piece { range: self.range.clone().unwrap_or(whole.range), ..whole }
+        let columns = self.columns.clone().unwrap_or(whole.columns);
+        let n_rows = whole.range.end / whole.tensor.n_columns().max(1);
+        let all = 0..n_rows * columns.len();
+        Piece { tensor: whole.tensor, range: self.range.clone().unwrap_or(all), columns }
     }
 }
 
@@ -167,15 +174,23 @@ fn check_file(file: &FileEntry) -> Result<(), String> {
 
 /// Returns the bytes of the tensor, or of the piece.
 fn check_tensor(tensor: &TensorEntry) -> Result<u64, String> {
-    let TensorEntry { name, shape, offset, range, .. } = tensor;
+    let TensorEntry { name, shape, offset, columns, range, .. } = tensor;
     if offset.iter().any(|&o| o != 0) {
         return Err(format!("the tensor {name:?} is cut at {offset:?}; this program reads ranges of elements"));
     }
     let n_bytes = shape.iter().try_fold(4u64, |bytes, &extent| bytes.checked_mul(extent as u64));
     let n_bytes = n_bytes.ok_or_else(|| format!("the tensor {name:?} has an absurd shape {shape:?}"))?;
+    let width = shape.last().copied().unwrap_or(1);
+    let n_values = match columns {
+        None => n_bytes / 4,
+        Some(columns) if columns.is_empty() || columns.end > width => {
+            return Err(format!("the tensor {name:?} of shape {shape:?} has no columns {columns:?}"));
+        }
+        Some(columns) => n_bytes / 4 / width as u64 * columns.len() as u64,
+    };
     match range {
-        None => Ok(n_bytes),
-        Some(range) if range.is_empty() || range.end as u64 > n_bytes / 4 => {
+        None => Ok(4 * n_values),
+        Some(range) if range.is_empty() || range.end as u64 > n_values => {
             Err(format!("the tensor {name:?} of shape {shape:?} has no elements {range:?}"))
         }
         Some(range) => Ok(4 * range.len() as u64),

@@ -21,6 +21,9 @@ pub struct CheckpointPlan {
     pub save_end_of_training: bool,
     /// Delete all but this many of the newest saves; `None` keeps all.
     pub keep: Option<usize>,
+    /// Written while training goes on (`Sharded` only).
+    #[serde(default)]
+    pub async_save: bool,
 }
 
 /// Names what a save holds.
@@ -134,6 +137,7 @@ mod tests {
         save_every_n_epochs: 0,
         save_end_of_training: false,
         keep: None,
+        async_save: false,
     };
 
     /// The steps at which a run of 10 steps saves, with epochs ending at 4, 8 and 10.

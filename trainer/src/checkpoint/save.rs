@@ -112,7 +112,7 @@ fn write_share(
     rank: usize,
 ) -> Result<Share, CheckpointError> {
     let mut share = Share::default();
-    for (i, pieces) in split(state.pieces(), shard_bytes).into_iter().enumerate() {
+    for (i, pieces) in split(state.written(), shard_bytes).into_iter().enumerate() {
         let name = format!("shard_{rank:05}_{:05}.safetensors", i + 1);
         share.files.push(write_shard(storage, dir, &name, &pieces, state)?);
         share.tensors.extend(pieces.into_iter().map(|piece| TensorEntry::new(piece, &name)));

@@ -1,8 +1,7 @@
 //! One safetensors file of a save, written and read in pieces of bounded size.
 
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
-use std::ops::Range;
+use std::io::{BufReader, Read};
 use std::path::Path;
 
 use candlewick_model::checkpoint::little_endian;
@@ -12,7 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
 use super::manifest::FileEntry;
-use super::state::{Piece, TrainState};
+use super::state::{Overlap, Piece, TrainState};
 use super::storage::Storage;
 
 /// Values that travel at once: 4 MiB.
@@ -31,7 +30,7 @@ pub(crate) fn write_shard(
     let path = dir.join(name);
     let mut file = HashedFile::create(storage, &path).map_err(CheckpointError::io("create", &path))?;
     file.write(&header(pieces)).map_err(CheckpointError::io("write", &path))?;
-    for Piece { tensor, range } in pieces {
+    for Piece { tensor, range, .. } in pieces {
         for start in range.clone().step_by(AT_ONCE) {
             let mut written = Ok(());
             let mut write = |values: &[f32]| written = file.write(&little_endian(values));
@@ -43,10 +42,11 @@ pub(crate) fn write_shard(
     file.finish(name).map_err(CheckpointError::io("sync", &path))
 }
 
-/// What to read of a file: a piece that it holds, and which elements of that piece's tensor are wanted.
+/// What to read of a file: a piece that it holds, and what a piece of this rank's has of that.
 pub(crate) struct Wanted {
     pub(crate) piece: Piece,
-    pub(crate) range: Range<usize>,
+    /// In the file's piece, then in this rank's.
+    pub(crate) overlaps: Vec<Overlap>,
 }
 
 /// Hands what is wanted of the file to `state`. The file's hash was verified before.
@@ -61,21 +61,26 @@ pub(crate) fn read_shard(
     let mut file = BufReader::with_capacity(1 << 20, file);
     let (data_start, metadata) =
         read_header(&mut file).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
-    for Wanted { piece, range } in wanted {
+    let mut position = data_start;
+    for Wanted { piece, overlaps } in wanted {
         let begin =
             begin_of(&metadata, piece).map_err(|reason| CheckpointError::damaged(dir, format!("{name}: {reason}")))?;
-        let first = 4 * (range.start - piece.range.start) as u64;
-        file.seek(SeekFrom::Start(data_start + begin + first)).map_err(CheckpointError::io("read", &path))?;
         let tensor = &piece.tensor;
-        for start in range.clone().step_by(AT_ONCE) {
-            let mut values = vec![0f32; AT_ONCE.min(range.end - start)];
-            file.read_exact(bytemuck::cast_slice_mut(&mut values)).map_err(CheckpointError::io("read", &path))?;
-            values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
-            state.load(&tensor.name, start, values).map_err(|source| CheckpointError::State {
-                action: "load",
-                name: tensor.name.clone(),
-                source,
-            })?;
+        for Overlap { starts: [from, to], len } in overlaps {
+            let first = data_start + begin + 4 * (from - piece.range.start) as u64;
+            // What is near is in the buffer.
+            file.seek_relative(first as i64 - position as i64).map_err(CheckpointError::io("read", &path))?;
+            position = first + 4 * *len as u64;
+            for start in (0..*len).step_by(AT_ONCE) {
+                let mut values = vec![0f32; AT_ONCE.min(len - start)];
+                file.read_exact(bytemuck::cast_slice_mut(&mut values)).map_err(CheckpointError::io("read", &path))?;
+                values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
+                state.load(&tensor.name, to + start, values).map_err(|source| CheckpointError::State {
+                    action: "load",
+                    name: tensor.name.clone(),
+                    source,
+                })?;
+            }
         }
     }
     Ok(())

@@ -22,25 +22,40 @@ pub struct TensorMeta {
     pub shape: Vec<usize>,
 }
 
-/// Some elements of a tensor, in the order of its rows.
+/// Some elements of some columns of a tensor, in the order of the rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// The whole tensor.
     pub tensor: TensorMeta,
-    /// Which of its elements.
+    /// Which of its columns, the elements of its last dim.
+    pub columns: Range<usize>,
+    /// Which of the elements of these columns.
     pub range: Range<usize>,
+}
+
+/// Neighbouring elements that two pieces have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Overlap {
+    /// Where they begin in either piece's columns.
+    pub(crate) starts: [usize; 2],
+    /// How many they are.
+    pub(crate) len: usize,
 }
 
 /// Gives and takes the tensors of a training run (masters, first and second moments), as far as this rank has them.
 ///
-/// They travel in pieces of a bounded size, so that a save needs no second copy of the state. Row-major indices count in
-/// the whole tensor.
+/// They travel in pieces of a bounded size, so that a save needs no second copy of the state. Row-major indices count the
+/// elements of the columns that this rank has.
 pub trait TrainState: Send {
     /// Lists every tensor of the model, always in the same order, whoever has it.
     fn tensors(&self) -> Vec<TensorMeta>;
     /// Lists what this rank has, in the same order.
     fn pieces(&self) -> Vec<Piece> {
         self.tensors().into_iter().map(Piece::whole).collect()
+    }
+    /// Lists what this rank writes: all that it has and no other rank writes.
+    fn written(&self) -> Vec<Piece> {
+        self.pieces()
     }
     /// Hands `n_values` values from the row-major index `start` on to `take`, without a copy where they are at hand.
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError>;
@@ -101,18 +116,69 @@ impl TensorMeta {
     pub fn n_values(&self) -> usize {
         self.shape.iter().product()
     }
+
+    /// Returns the length of the last dim.
+    pub fn n_columns(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
 }
 
 impl Piece {
     /// All of a tensor.
     pub fn whole(tensor: TensorMeta) -> Self {
-        Self { range: 0..tensor.n_values(), tensor }
+        Self { range: 0..tensor.n_values(), columns: 0..tensor.n_columns(), tensor }
     }
 
     /// The shape that it has in a file: the tensor's own, or that of a list.
     pub(crate) fn shape(&self) -> Vec<usize> {
         if self.range.len() == self.tensor.n_values() { self.tensor.shape.clone() } else { vec![self.range.len()] }
     }
+
+    /// What it has in common with another piece of the same tensor.
+    pub(crate) fn overlaps(&self, other: &Self) -> Vec<Overlap> {
+        if self.columns == other.columns {
+            let range = intersection(&self.range, &other.range);
+            let start = range.start;
+            return range_of(range.len(), [start, start]).into_iter().collect();
+        }
+        if intersection(&self.columns, &other.columns).is_empty() {
+            return Vec::new();
+        }
+        let rows = intersection(&self.rows(), &other.rows());
+        rows.filter_map(|row| {
+            let common = intersection(&self.columns_in(row), &other.columns_in(row));
+            let starts = [self, other].map(|piece| piece.place(row, common.start));
+            range_of(common.len(), starts)
+        })
+        .collect()
+    }
+
+    /// The rows of which it has something.
+    fn rows(&self) -> Range<usize> {
+        let n = self.columns.len().max(1);
+        self.range.start / n..self.range.end.div_ceil(n)
+    }
+
+    /// The columns that it has of one of its rows.
+    fn columns_in(&self, row: usize) -> Range<usize> {
+        let n = self.columns.len();
+        let in_row = intersection(&self.range, &(row * n..(row + 1) * n));
+        let column = |at: usize| self.columns.start + at.saturating_sub(row * n);
+        column(in_row.start)..column(in_row.end)
+    }
+
+    fn place(&self, row: usize, column: usize) -> usize {
+        row * self.columns.len() + column.saturating_sub(self.columns.start)
+    }
+}
+
+fn intersection(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.max(b.start);
+    start..a.end.min(b.end).max(start)
+}
+
+fn range_of(len: usize, starts: [usize; 2]) -> Option<Overlap> {
+    (len > 0).then_some(Overlap { starts, len })
 }
 
 impl RunState {
@@ -124,4 +190,42 @@ impl RunState {
 
 fn nan_from_null<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::<f64>::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The elements of the whole tensor that a piece has, in its order.
+    fn elements(piece: &Piece) -> Vec<usize> {
+        let (width, n) = (piece.tensor.n_columns(), piece.columns.len());
+        piece.range.clone().map(|at| at / n * width + piece.columns.start + at % n).collect()
+    }
+
+    #[test]
+    fn pieces_have_in_common_what_both_have() {
+        let tensor = TensorMeta { name: "w".to_owned(), shape: vec![5, 7] };
+        let mut pieces = Vec::new();
+        for columns in [0..7, 0..3, 3..7, 2..5, 6..7] {
+            let n = 5 * columns.len();
+            for range in [0..n, 0..n / 2, n / 2..n, n / 3..n / 2 + 1, 1..2] {
+                pieces.push(Piece { tensor: tensor.clone(), columns: columns.clone(), range });
+            }
+        }
+        for a in &pieces {
+            for b in &pieces {
+                let (of_a, of_b) = (elements(a), elements(b));
+                let mut found = Vec::new();
+                for Overlap { starts, len } in a.overlaps(b) {
+                    for i in 0..len {
+                        let at = of_a[starts[0] + i - a.range.start];
+                        assert_eq!(at, of_b[starts[1] + i - b.range.start], "{a:?} {b:?}");
+                        found.push(at);
+                    }
+                }
+                let want: Vec<usize> = of_a.into_iter().filter(|at| of_b.contains(at)).collect();
+                assert_eq!(found, want, "{a:?} {b:?}");
+            }
+        }
+    }
 }

@@ -89,6 +89,12 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint)
         let message = format!("{key}: a huggingface checkpoint holds the weights alone; it cannot resume a run");
         resolver.wrong_because(&[&key], message, "add a checkpoint of type sharded and let that one resume");
     }
+    let async_save = checkpoint.async_save == Some(true);
+    if async_save && kind == Kind::HuggingFace {
+        let key = format!("{path}.async_save");
+        let message = format!("{key}: only sharded checkpoints are written while training goes on");
+        resolver.wrong_because(&[&key], message, "remove it, or set type: sharded");
+    }
     let keep = checkpoint.keep.map(|n| n.0);
     if keep == Some(0) {
         let key = format!("{path}.keep");
@@ -102,6 +108,7 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint)
         save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
         save_end_of_training: checkpoint.save_end_of_training == Some(true),
         keep,
+        async_save,
     };
     if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {
         resolver.note(format!("{path} saves only when the run is asked to stop: no save_* key is set"));
@@ -118,7 +125,12 @@ fn summary(plan: &CheckpointPlan) -> String {
     for (n, unit) in every.into_iter().filter(|(n, _)| *n > 0) {
         text += &format!(", every {n} {unit}");
     }
-    for (is_so, words) in [(plan.save_end_of_training, ", at the end"), (plan.auto_resume, ", auto_resume")] {
+    let flags = [
+        (plan.save_end_of_training, ", at the end"),
+        (plan.auto_resume, ", auto_resume"),
+        (plan.async_save, ", in the background"),
+    ];
+    for (is_so, words) in flags {
         text += if is_so { words } else { "" };
     }
     text

@@ -30,6 +30,8 @@ pub struct Checkpoint {
     pub save_end_of_training: Option<bool>,
     /// Keeps only this many of the newest saves. Default: all.
     pub keep: Option<HumanInt>,
+    /// Writes a `sharded` save while training goes on, from a copy of the weights and moments in memory. Default false.
+    pub async_save: Option<bool>,
 }
 
 /// Names of checkpoint types.

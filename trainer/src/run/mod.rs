@@ -4,6 +4,7 @@
 //! `finish` says what was learned. Nothing here reads a recipe, the command line or the environment.
 
 mod assets;
+mod background;
 mod build;
 mod finish;
 mod lock;
@@ -111,6 +112,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<
     let end = steps(&mut session)?;
     session.settle(0)?;
     let code = finish::finish(&mut session, &end)?;
+    session.settle_saves(true)?;
     Ok((code, end.reason()))
 }
 

@@ -1,13 +1,15 @@
 //! This process among those that train together.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{Reduce, World, exchange_bytes};
+use candlewick_comm::{Collective, Reduce, World, exchange_bytes};
 use candlewick_parallel::Groups;
 
+use super::background::BackgroundCrew;
 use crate::checkpoint::{Crew, StateError, Word};
 use crate::exit::{ExitCode, classify};
 use crate::plan::{Plan, RanksPlan};
@@ -22,6 +24,8 @@ pub(super) struct Ranks<'w> {
     pub(super) seat: (usize, usize),
     /// Whether it saves: no other rank keeps the same.
     writes: bool,
+    /// All ranks again, for saves in the background.
+    savers: Arc<dyn Collective>,
 }
 
 impl<'w> Ranks<'w> {
@@ -36,7 +40,13 @@ impl<'w> Ranks<'w> {
         };
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
-        Ok(Self { world, local_rank, groups, seat: (seat, plan.n_data()), writes })
+        let savers = world.group().split("saves", &[(0..world.size()).collect()])?;
+        Ok(Self { world, local_rank, groups, seat: (seat, plan.n_data()), writes, savers })
+    }
+
+    /// Returns the crew of saves in the background.
+    pub(super) fn savers(&self) -> BackgroundCrew {
+        BackgroundCrew { group: Arc::clone(&self.savers), writes: self.writes }
     }
 
     /// Tells whether this is the one rank that reports, and writes what is written once.
@@ -147,17 +157,22 @@ impl Crew for Ranks<'_> {
     }
 
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
-        let (mark, bytes) = match own {
-            Ok(bytes) => (b'+', bytes),
-            Err(reason) => (b'-', reason.into_bytes()),
-        };
-        let all = exchange_bytes(&*self.world.group(), &[&[mark], bytes.as_slice()].concat())?;
-        let word = |bytes: Vec<u8>| match bytes.split_first() {
-            Some((b'+', said)) => Ok(said.to_vec()),
-            said => Err(String::from_utf8_lossy(said.map_or(&[], |(_, reason)| reason)).into_owned()),
-        };
-        Ok(all.into_iter().map(word).collect())
+        tell(&*self.world.group(), own)
     }
+}
+
+/// Gives every rank of a group what each rank says, in rank order.
+pub(super) fn tell(group: &dyn Collective, own: Word) -> Result<Vec<Word>, StateError> {
+    let (mark, bytes) = match own {
+        Ok(bytes) => (b'+', bytes),
+        Err(reason) => (b'-', reason.into_bytes()),
+    };
+    let all = exchange_bytes(group, &[&[mark], bytes.as_slice()].concat())?;
+    let word = |bytes: Vec<u8>| match bytes.split_first() {
+        Some((b'+', said)) => Ok(said.to_vec()),
+        said => Err(String::from_utf8_lossy(said.map_or(&[], |(_, reason)| reason)).into_owned()),
+    };
+    Ok(all.into_iter().map(word).collect())
 }
 
 #[cfg(test)]

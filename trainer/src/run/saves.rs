@@ -20,6 +20,7 @@ use crate::checkpoint::{
 use crate::data::Stream;
 use crate::plan::Plan;
 
+use super::background::{Done, UnderWay};
 use super::session::{Progress, Run};
 use super::state::EngineState;
 use super::{Began, build};
@@ -30,6 +31,18 @@ pub(super) struct Saves<'a> {
     settings: Fingerprint,
     /// The last step that each checkpoint of the plan has.
     last: HashMap<(Kind, PathBuf), usize>,
+    /// The one that is written in the background.
+    under_way: Option<UnderWay>,
+}
+
+/// What became of a save that was asked for.
+pub(super) enum Outcome {
+    /// It was there already.
+    Known,
+    /// It is on disk.
+    Saved(PathBuf),
+    /// It is on its way there.
+    UnderWay,
 }
 
 /// When the run began that a run of `plan` will take up, if it will take up one.
@@ -48,7 +61,7 @@ impl<'a> Saves<'a> {
     pub(super) fn new(run: Run<'a>) -> Self {
         let base = run.assets.model_folder.as_deref().filter(|_| run.plan.model.adapter.is_some());
         let fingerprint = fingerprint(run.plan, base);
-        Self { run, fingerprint, settings: settings(run.plan), last: HashMap::new() }
+        Self { run, fingerprint, settings: settings(run.plan), last: HashMap::new(), under_way: None }
     }
 
     /// Takes up the newest whole save of the checkpoint that resumes, if there is one.
@@ -97,24 +110,33 @@ impl<'a> Saves<'a> {
         (n * build::dtype(self.run.plan.model.dtype).size_in_bytes()) as u64
     }
 
-    /// Makes one save and returns its folder; nothing if this step is saved there already.
-    pub(super) fn save(
-        &mut self,
-        checkpoint: &CheckpointPlan,
-        stream: &Stream,
-        progress: Progress,
-    ) -> Result<Option<PathBuf>> {
+    /// Returns the save that was written in the background, if it is done now; with `wait` as soon as it is.
+    pub(super) fn finish_background(&mut self, wait: bool) -> Result<Option<Done>> {
+        let done = self.under_way.take_if(|save| wait || save.is_finished());
+        done.map(UnderWay::finish).transpose()
+    }
+
+    /// Makes one save, or begins it. None may be in the background.
+    pub(super) fn save(&mut self, checkpoint: &CheckpointPlan, stream: &Stream, progress: Progress) -> Result<Outcome> {
         let state = self.run_state(stream, progress);
         let place = (checkpoint.kind, checkpoint.output_dir.clone());
         if self.last.get(&place) == Some(&state.step) {
-            return Ok(None);
+            return Ok(Outcome::Known);
         }
-        let dir = match checkpoint.kind {
-            Kind::Sharded => save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?.dir,
-            Kind::HuggingFace => self.export(checkpoint, state.tag())?,
+        let step = state.step;
+        let outcome = match checkpoint.kind {
+            Kind::Sharded if checkpoint.async_save => {
+                let engine = EngineState::of(self.run.engine)?;
+                self.under_way = Some(UnderWay::begin(checkpoint, state, &engine, self.run.ranks.savers())?);
+                Outcome::UnderWay
+            }
+            Kind::Sharded => {
+                Outcome::Saved(save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?.dir)
+            }
+            Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, state.tag())?),
         };
-        self.last.insert(place, state.step);
-        Ok(Some(dir))
+        self.last.insert(place, step);
+        Ok(outcome)
     }
 
     fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {
@@ -183,6 +205,15 @@ impl<'a> Saves<'a> {
             prune(checkpoint.kind, &checkpoint.output_dir, tag, keep)?;
         }
         Ok(())
+    }
+}
+
+/// A run that fails lets what it has begun to save be saved.
+impl Drop for Saves<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.finish_background(true) {
+            tracing::warn!("{error:#}");
+        }
     }
 }
 

@@ -21,6 +21,7 @@ use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
 use crate::signals::{Stop, StopRequests};
 
+use super::background::Done;
 use super::saves::{self, Saves};
 use super::step::{self, Launched, Outcome, Update};
 use super::{Assets, Began, Ranks};
@@ -297,8 +298,18 @@ impl<'a> Session<'a> {
         ranks.agree(stop.poll(), &plan.exit.kill_switch_path)
     }
 
+    /// Reports the save that was written in the background, if it is done; with `wait` as soon as it is.
+    pub(super) fn settle_saves(&mut self, wait: bool) -> Result<()> {
+        if let Some(Done { tag, dir, save_time }) = self.saves.finish_background(wait)? {
+            let (epoch, iter, save_time) = (tag.epoch, tag.step, save_time.as_secs_f64());
+            self.reporter.save(&SaveRecord { epoch, iter, saved: dir, save_time });
+        }
+        Ok(())
+    }
+
     /// Makes every save that is due after this step.
     pub(super) fn save_due(&mut self) -> Result<()> {
+        self.settle_saves(false)?;
         let moment = self.moment();
         self.save_all(|checkpoint| checkpoint.due(moment)).map(drop)
     }
@@ -324,12 +335,16 @@ impl<'a> Session<'a> {
 
     /// Saves everything that a run which ends early is worth: what a later start needs, and what the end would export.
     pub(super) fn save_early_end(&mut self) -> Result<usize> {
-        self.save_all(|plan| plan.kind == Kind::Sharded || plan.save_end_of_training)
+        let n_saves = self.save_all(|plan| plan.kind == Kind::Sharded || plan.save_end_of_training)?;
+        self.settle_saves(true)?;
+        Ok(n_saves)
     }
 
     /// Saves what a later start needs; without a checkpoint for that, the weights at least.
     pub(super) fn save_to_resume(&mut self) -> Result<Stopped> {
-        if self.save_all(|plan| plan.kind == Kind::Sharded)? == 0 {
+        let n_saves = self.save_all(|plan| plan.kind == Kind::Sharded)?;
+        self.settle_saves(true)?;
+        if n_saves == 0 {
             return Ok(if self.save_all(|_| true)? == 0 { Stopped::Lost } else { Stopped::Exported });
         }
         let resumes = self.run.plan.checkpoints.iter().any(|plan| plan.auto_resume);
@@ -341,10 +356,11 @@ impl<'a> Session<'a> {
         let mut n_saves = 0;
         for checkpoint in self.run.plan.checkpoints.iter().filter(|checkpoint| wanted(checkpoint)) {
             self.settle(0)?;
+            self.settle_saves(true)?;
             let _span = span("save", "");
             let progress = Progress { before: self.progress.before + self.started.elapsed(), ..self.progress };
             let started = Instant::now();
-            if let Some(saved) = self.saves.save(checkpoint, &self.stream, progress)? {
+            if let saves::Outcome::Saved(saved) = self.saves.save(checkpoint, &self.stream, progress)? {
                 let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
                 let save_time = started.elapsed().as_secs_f64();
                 self.reporter.save(&SaveRecord { epoch, iter, saved, save_time });

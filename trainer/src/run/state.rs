@@ -12,6 +12,8 @@ use crate::checkpoint::{Piece, StateError, TensorMeta, TrainState};
 pub(super) struct EngineState {
     tensors: Vec<TensorMeta>,
     pieces: Vec<Piece>,
+    /// Those that this rank writes.
+    written: Vec<Piece>,
     /// Flat views of the pieces, with the index of their first element.
     views: HashMap<String, (usize, Tensor)>,
 }
@@ -27,15 +29,19 @@ impl EngineState {
         };
         let trained = engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable);
         let tensors = trained.flat_map(|spec| PARTS.map(|part| meta(part, &spec.name, &spec.shape))).collect();
-        let (mut pieces, mut views) = (Vec::new(), HashMap::new());
+        let (mut pieces, mut written, mut views) = (Vec::new(), Vec::new(), HashMap::new());
         for param in engine.store().states()? {
             for (part, view) in PARTS.into_iter().zip([param.master, param.exp_avg, param.exp_avg_sq]) {
                 let tensor = meta(part, &param.name, &param.shape);
                 views.insert(tensor.name.clone(), (param.range.start, view));
-                pieces.push(Piece { tensor, range: param.range.clone() });
+                let piece = Piece { tensor, columns: param.columns.clone(), range: param.range.clone() };
+                if param.is_only {
+                    written.push(piece.clone());
+                }
+                pieces.push(piece);
             }
         }
-        Ok(Self { tensors, pieces, views })
+        Ok(Self { tensors, pieces, written, views })
     }
 
     fn part(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
@@ -52,6 +58,10 @@ impl TrainState for EngineState {
 
     fn pieces(&self) -> Vec<Piece> {
         self.pieces.clone()
+    }
+
+    fn written(&self) -> Vec<Piece> {
+        self.written.clone()
     }
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
