@@ -129,7 +129,21 @@ fn processes_make_the_run_that_one_makes() {
         (2, vec!["deepspeed.zero_optimization.stage=2", "model.activation_checkpoint=full"]),
         (4, vec!["deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.mics_shard_size=2"]),
         (2, vec!["sequence_parallel_size=2", "gradient_accumulation_steps=8"]),
+        (2, vec!["tensor_parallel_size=2", "gradient_accumulation_steps=8"]),
+        (2, vec!["pipeline_parallel_size=2", "gradient_accumulation_steps=8"]),
+        (
+            4,
+            vec![
+                "pipeline_parallel_size=2",
+                "pipeline_schedule=afab",
+                "tensor_parallel_size=2",
+                "sequence_parallel_norms=false",
+                "gradient_accumulation_steps=8",
+            ],
+        ),
         (4, vec!["sequence_parallel_size=2", "gradient_accumulation_steps=4", "deepspeed.zero_optimization.stage=3"]),
+        (3, vec!["context_parallel_size=3", "gradient_accumulation_steps=8", "tiled_mlp_compute=true"]),
+        (4, vec!["context_parallel_size=2", "sequence_parallel_size=2", "gradient_accumulation_steps=8"]),
     ] {
         let name = format!("{n_ranks}-{}", arguments.join("-")).replace(['.', '='], "-");
         let run = Run::new(&folder.path().join(name), n_ranks, &arguments);
@@ -183,6 +197,40 @@ fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
     let parts = Run::new(&folder.path().join("parts"), 1, &[]);
     // A resume notes itself among the steps.
     same_curve(&parts.curve(), &whole);
+}
+
+/// Parts of matrices and stages of a pipeline, by other ranks and in the background.
+#[test]
+fn a_save_of_parts_and_stages_is_taken_up_by_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = Run::new(&folder.path().join("whole"), 1, &[]).finish().curve();
+    let dir = folder.path().join("saves");
+    let saves = format!(
+        "checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1, async_save: true}}]",
+        dir.display()
+    );
+    let all = "gradient_accumulation_steps=8";
+    let parts: [(usize, &[&str]); 5] = [
+        (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", all, "exit_iteration=1"]),
+        (2, &["deepspeed.zero_optimization.stage=3", "exit_iteration=2"]),
+        (
+            4,
+            &[
+                "tensor_parallel_size=2",
+                "deepspeed.zero_optimization.stage=1",
+                "gradient_accumulation_steps=4",
+                "exit_iteration=3",
+            ],
+        ),
+        (2, &["pipeline_parallel_size=2", all, "exit_iteration=4"]),
+        (1, &["exit_iteration=9"]),
+    ];
+    for (n_ranks, arguments) in parts {
+        Run::new(&folder.path().join("parts"), n_ranks, &[&[saves.as_str()], arguments].concat()).finish();
+    }
+    same_curve(&Run::new(&folder.path().join("parts"), 1, &[]).curve(), &whole);
+    let newest = dir.join("epoch_0_global_step_5").join("manifest.json");
+    assert!(newest.exists() || fs::read_dir(&dir).unwrap().count() >= 5);
 }
 
 #[test]

@@ -22,8 +22,10 @@ pub struct Groups {
     pub shards: Arc<dyn Collective>,
     /// Those of `data` that keep the same share.
     pub replicas: Arc<dyn Collective>,
-    /// The ranks that share the tokens of a micro-batch.
+    /// Those that share the tokens of a micro-batch and exchange heads in attention.
     pub sequence: Arc<dyn Collective>,
+    /// Those that share them and send each other keys and values.
+    pub context: Arc<dyn Collective>,
     /// The ranks that share every matrix.
     pub tensor: Arc<dyn Collective>,
     /// The stages of one pipeline.
@@ -50,6 +52,7 @@ impl Groups {
             shards: mesh.group(world, &shards)?,
             replicas: mesh.group(world, &[Axis::DpReplicate])?,
             sequence: mesh.group(world, &[Axis::Sp])?,
+            context: mesh.group(world, &[Axis::Cp])?,
             tensor: mesh.group(world, &[Axis::Tp])?,
             ties: ties(&*stages)?,
             stages,

@@ -19,5 +19,5 @@ pub use offload::Parking;
 pub use params::{Formats, Mode, ParamState, ParamStore, Sharded, Sharing, Stages};
 pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
 pub use placement::Norms;
-pub use sequence::Ulysses;
+pub use sequence::Sequence;
 pub use tensor::TensorRanks;

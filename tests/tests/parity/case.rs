@@ -18,19 +18,24 @@ pub(crate) struct Kind {
     biased: bool,
     /// The dropout of an adapter, if one is trained, and nothing else.
     adapter: Option<f64>,
+    /// How many tokens a token sees, if not all before it.
+    window: Option<usize>,
 }
 
 /// What dropout drops depends on the place of a token in its micro-batch: only ranks that share micro-batches drop the same.
-pub(crate) const ADAPTER: Kind = Kind { family: "qwen3", tied: true, biased: false, adapter: Some(0.3) };
+pub(crate) const ADAPTER: Kind = Kind { adapter: Some(0.3), ..Kind::of("qwen3", true) };
 
 /// An adapter without.
 pub(crate) const CALM_ADAPTER: Kind = Kind { adapter: Some(0.0), ..ADAPTER };
 
+/// Windows end within the longer sequences.
+pub(crate) const WINDOW: Kind = Kind { window: Some(11), ..Kind::of("mistral", false) };
+
 pub(crate) const MODELS: [Kind; 4] = [
-    Kind { family: "llama", tied: false, biased: false, adapter: None },
-    Kind { family: "llama", tied: true, biased: true, adapter: None },
-    Kind { family: "qwen2", tied: false, biased: false, adapter: None },
-    Kind { family: "qwen3", tied: true, biased: false, adapter: None },
+    Kind::of("llama", false),
+    Kind { biased: true, ..Kind::of("llama", true) },
+    Kind::of("qwen2", false),
+    Kind::of("qwen3", true),
 ];
 
 /// How a step's sequences become micro-batches.
@@ -42,6 +47,8 @@ pub(crate) enum Batching {
     Padded,
     /// Packed, in so many micro-batches.
     Accumulated(usize),
+    /// A few long ones, packed.
+    Long,
 }
 
 pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded, Batching::Accumulated(2)];
@@ -49,11 +56,19 @@ pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded,
 /// Sequences of one step.
 const N_SEQUENCES: usize = 16;
 const PADDED_TO: usize = 12;
+/// Long sequences of one step, and how much longer than the others they are.
+const N_LONG: usize = 4;
+const LONGER: usize = 20;
 
 impl Kind {
+    const fn of(family: &'static str, tied: bool) -> Self {
+        Self { family, tied, biased: false, adapter: None, window: None }
+    }
+
     pub(crate) fn model(self) -> Model {
         let class = match self.family {
             "llama" => "LlamaForCausalLM",
+            "mistral" => "MistralForCausalLM",
             "qwen2" => "Qwen2ForCausalLM",
             _ => "Qwen3ForCausalLM",
         };
@@ -66,6 +81,9 @@ impl Kind {
         if self.biased {
             config["attention_bias"] = json!(true);
             config["mlp_bias"] = json!(true);
+        }
+        if let Some(window) = self.window {
+            config["sliding_window"] = json!(window);
         }
         let lora = |dropout| json!({"r": 4, "lora_alpha": 16, "lora_dropout": dropout, "target_modules": "all-linear"});
         let lora = self.adapter.map(|dropout| LoraConfig::from_json(&lora(dropout)).unwrap());
@@ -83,9 +101,10 @@ fn hash(step: usize, sequence: usize, at: usize) -> u64 {
 }
 
 /// Ids and targets of a sequence; about a third of the tokens predict nothing.
-fn sequence(step: usize, idx: usize) -> Vec<(u32, i64)> {
+fn sequence(batching: Batching, step: usize, idx: usize) -> Vec<(u32, i64)> {
     let n = 3 + hash(step, idx, 1000) as usize % (PADDED_TO - 3);
-    (0..n)
+    let longer = if batching == Batching::Long { LONGER } else { 0 };
+    (0..n + longer)
         .map(|at| {
             let (id, target) = (hash(step, idx, at), hash(step, idx, at + 500));
             let target = if target % 3 == 0 { Micro::IGNORED } else { (target / 3) as i64 % i64::from(VOCAB) };
@@ -97,11 +116,13 @@ fn sequence(step: usize, idx: usize) -> Vec<(u32, i64)> {
 /// The micro-batches of data rank `rank` of `n_ranks` in a step, and how many targets they have.
 pub(crate) fn micros(batching: Batching, step: usize, rank: usize, n_ranks: usize) -> (Vec<Micro>, f64) {
     let n_micros = if let Batching::Accumulated(n_micros) = batching { n_micros } else { 1 };
+    let n_sequences = if batching == Batching::Long { N_LONG } else { N_SEQUENCES };
     let mut n_targets = 0;
     let mut micros = Vec::new();
     for micro in 0..n_micros {
-        let of_micro = (0..N_SEQUENCES).filter(|idx| idx % n_micros == micro);
-        let own = of_micro.enumerate().filter(|(at, _)| at % n_ranks == rank).map(|(_, idx)| sequence(step, idx));
+        let of_micro = (0..n_sequences).filter(|idx| idx % n_micros == micro);
+        let own =
+            of_micro.enumerate().filter(|(at, _)| at % n_ranks == rank).map(|(_, idx)| sequence(batching, step, idx));
         let mut own: Vec<_> = own.collect();
         n_targets += own.iter().flatten().filter(|(_, target)| *target != Micro::IGNORED).count();
         if batching == Batching::Padded {

@@ -8,10 +8,11 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Call, Options, World, sum, threads};
+use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
     Engine, Formats, Groups, Layout, LossScale, Mode, Norms, ParamState, ParamStore, Pipeline, Residency, Schedule,
-    Sharded,
+    Sequence, Sharded,
 };
 
 use crate::case::{Batching, Kind, micros};
@@ -32,6 +33,7 @@ pub(crate) struct Way {
     pub(crate) schedule: Schedule,
     /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
     pub(crate) runs: Option<&'static [usize]>,
+    pub(crate) mlp_rows: MlpRows,
 }
 
 impl Way {
@@ -41,7 +43,13 @@ impl Way {
         norms: Norms::Whole,
         schedule: Schedule::OneForwardOneBackward,
         runs: None,
+        mlp_rows: MlpRows::Together,
     };
+
+    /// Ranks that have the same micro-batches, and count their targets each.
+    fn n_counts(&self) -> f64 {
+        (self.degrees.cp * self.degrees.sp * self.degrees.pp) as f64
+    }
 
     fn layout(&self, n_blocks: usize) -> Layout {
         match self.runs {
@@ -124,21 +132,25 @@ fn order(calls: &[Call]) -> Vec<String> {
     calls.iter().map(|call| format!("{} {} {}", call.group, call.op.name(), call.number)).collect()
 }
 
-fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<Lie>) -> candle_core::Result<OfRank> {
+/// This rank's place among those that have different micro-batches, and how many places there are. Ranks that share tokens have
+/// the same micro-batches.
+pub(crate) fn seat(world: &World, way: Way) -> (usize, usize) {
+    let mesh = Mesh::new(way.degrees, world.size()).unwrap();
+    let place = |axis| mesh.place(world.rank(), axis);
+    let Degrees { dp_replicate, dp_shard, .. } = way.degrees;
+    (place(Axis::DpReplicate) * dp_shard + place(Axis::DpShard), dp_replicate * dp_shard)
+}
+
+/// A rank's engine, with random weights.
+pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<Lie>) -> candle_core::Result<Engine> {
     let mesh = Mesh::new(way.degrees, world.size()).unwrap();
     let mut groups = Groups::new(&mesh, &*world.group())?;
     // Counts and losses stay honest: the lie has to show in gradients or weights.
-    let lying =
-        [&mut groups.shards, &mut groups.replicas, &mut groups.sequence, &mut groups.tensor, &mut groups.stages];
-    for group in lying.into_iter().chain([&mut groups.ties, &mut groups.model, &mut groups.model_shards]) {
+    let Groups { shards, replicas, sequence, context, tensor, stages, ties, model: whole, model_shards, .. } =
+        &mut groups;
+    for group in [shards, replicas, sequence, context, tensor, stages, ties, whole, model_shards] {
         *group = Arc::new(Lying { group: Arc::clone(group), lie });
     }
-    // Ranks that share tokens have the same micro-batches.
-    let place = |axis| mesh.place(world.rank(), axis);
-    let (rank, n_ranks) = (
-        place(Axis::DpReplicate) * way.degrees.dp_shard + place(Axis::DpShard),
-        way.degrees.dp_replicate * way.degrees.dp_shard,
-    );
     let model = kind.model();
     let formats = Formats::computing_in(DType::F32);
     let layout = way.layout(model.n_blocks());
@@ -164,20 +176,26 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
     });
     let residency = residency.collect();
     let mut engine = Engine::new(model, store, residency, Arc::clone(&groups.losses), Device::Cpu)
+        .with_mlp_rows(way.mlp_rows)
         .with_pipeline(Pipeline::new(Arc::clone(&groups.stages), layout, way.schedule)?);
-    if way.degrees.sp > 1 {
-        engine = engine.with_sequence(Arc::clone(&groups.sequence));
+    if way.degrees.cp * way.degrees.sp > 1 {
+        engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
     }
     if way.degrees.tp > 1 {
         engine = engine.with_tensor(groups.tensor_ranks(way.norms));
     }
-    // Each of them counts the same targets.
-    let n_counts = (way.degrees.sp * way.degrees.pp) as f64;
+    Ok(engine)
+}
+
+fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<Lie>) -> candle_core::Result<OfRank> {
+    let (rank, n_ranks) = seat(world, way);
+    let stage = Mesh::new(way.degrees, world.size()).unwrap().place(world.rank(), Axis::Pp);
+    let engine = engine(world, way, kind, lie)?;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
     let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..STEPS {
         let (micros, n_targets) = micros(batching, step, rank, n_ranks);
-        let n_targets = sum(engine.group(), n_targets)? / n_counts;
+        let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
         engine.store().zero_grads()?;
         let sums = engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
         let local = sums.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<candle_core::Result<f64>>()?;
@@ -192,7 +210,7 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
     }
     let (held_out, n_targets) = micros(batching, STEPS, rank, n_ranks);
     let local = held_out.iter().map(|micro| engine.loss(micro)).sum::<candle_core::Result<f64>>()?;
-    let n_targets = sum(engine.group(), n_targets)? / n_counts;
+    let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
     let held_out = sum(engine.group(), local)? / n_targets;
     let weights = pieces(&engine, |state| &state.master)?;
     // What an export reads is what the ranks have.
@@ -210,7 +228,7 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
             engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable).count()
         );
     }
-    Ok(OfRank { stage: place(Axis::Pp), losses, norms, held_out, grads, weights, calls: world.calls() })
+    Ok(OfRank { stage, losses, norms, held_out, grads, weights, calls: world.calls() })
 }
 
 fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<Piece>> {

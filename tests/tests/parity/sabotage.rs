@@ -12,8 +12,8 @@ pub(crate) enum Lie {
     ReduceScatter,
     AllGather,
     AllToAll,
-    /// What is sent to one rank is nothing.
-    Send,
+    /// Zeros arrive.
+    SendRecv,
 }
 
 pub(crate) struct Lying {
@@ -83,7 +83,7 @@ impl Collective for Lying {
         from: Option<usize>,
     ) -> Result<Pending<Option<Tensor>>> {
         match (self.lie, x) {
-            (Some(Lie::Send), Some(x)) => self.group.start_send_recv(Some(&x.zeros_like()?), to, from),
+            (Some(Lie::SendRecv), Some(x)) => self.group.start_send_recv(Some(&x.zeros_like()?), to, from),
             _ => self.group.start_send_recv(x, to, from),
         }
     }

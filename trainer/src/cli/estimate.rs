@@ -15,6 +15,12 @@ pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result
     let manual = ["memory=manual".to_owned()];
     let overrides = asked.recipe.overrides.iter().chain(&manual).cloned().collect();
     let plan = train::plan(&Recipe { path: asked.recipe.path.clone(), overrides }, verbosity, seat)?;
+    if plan.ranks.n_of_model() > 1 {
+        let message = "failed to estimate: what ranks need that share matrices or blocks (tensor_parallel_size, \
+                       pipeline_parallel_size) is not known yet; ask for one of them, with tensor_parallel_size=1 \
+                       pipeline_parallel_size=1";
+        return Err(anyhow!(message).context(ExitCode::Usage));
+    }
     let capacity = match &asked.device {
         Some(text) => {
             let parsed = Capacity::parse(text, plan.device);

@@ -10,6 +10,7 @@ mod memory;
 mod model;
 mod optimizer;
 mod output;
+mod pipeline;
 mod ranks;
 mod refused;
 mod resolver;
@@ -31,6 +32,7 @@ use crate::recipe::{ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, Me
 use crate::schedule::Schedule;
 
 pub use known::{Known, KnownError, Reach, Seat};
+pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
 pub use table::Setting;
 pub use temp_dir::TempDir;
@@ -49,6 +51,8 @@ pub struct Plan {
     pub device: DeviceChoice,
     /// How the ranks share the work.
     pub ranks: RanksPlan,
+    /// The stages of a pipeline, if there is one.
+    pub pipeline: PipelinePlan,
     /// The model.
     pub model: ModelPlan,
     /// The tokenizer.
@@ -275,7 +279,8 @@ impl Plan {
         let kind = batches::resolve_kind(&mut resolver);
         let model = model::resolve(&mut resolver);
         let tokenizer = model::resolve_tokenizer(&mut resolver);
-        let ranks = ranks::resolve(&mut resolver, model.config.as_ref());
+        let pipeline = pipeline::resolve(&mut resolver, model.config.as_ref());
+        let ranks = ranks::resolve(&mut resolver, &model, pipeline.stages);
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
@@ -302,6 +307,7 @@ impl Plan {
             seed,
             device,
             ranks,
+            pipeline,
             model,
             tokenizer,
             data,

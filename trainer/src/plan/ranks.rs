@@ -2,12 +2,15 @@
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::Config;
-use candlewick_ops::AttentionHeads;
-use candlewick_parallel::Sharded;
+use candlewick_ops::{AttentionHeads, AttentionImpl};
+use candlewick_parallel::{Norms, Sharded};
 use serde::Serialize;
 
-use super::deepspeed;
+use super::model::ATTENTION;
 use super::resolver::Resolver;
+use super::{ModelPlan, deepspeed};
+
+const SEQUENCE: &str = "sequence_parallel_size";
 
 /// The ranks of a run and what each of them has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -16,8 +19,16 @@ pub struct RanksPlan {
     pub dp_replicate: usize,
     /// Shares of it, among ranks that compute different micro-batches.
     pub dp_shard: usize,
-    /// Parts that the tokens of a micro-batch fall into (Ulysses); with `dp_shard` the number of shares.
+    /// Parts that the tokens of a micro-batch fall into, between which keys and values go around (a ring).
+    pub context: usize,
+    /// Parts that those fall into, whose ranks exchange heads (Ulysses); with `dp_shard` and `context` the number of shares.
     pub sequence: usize,
+    /// Ranks that share every matrix.
+    pub tensor: usize,
+    /// Whether these have a part of the tokens each outside of branches.
+    pub norms_in_parts: bool,
+    /// Stages of a pipeline.
+    pub stages: usize,
     /// Seconds for which ranks wait for one that is silent.
     pub timeout: usize,
     /// The ZeRO stage: nothing is sharded (0), the optimizer's state (1), gradients too (2), weights too (3).
@@ -27,7 +38,17 @@ pub struct RanksPlan {
 impl RanksPlan {
     /// The plan of a single rank.
     pub fn alone() -> Self {
-        Self { dp_replicate: 1, dp_shard: 1, sequence: 1, timeout: 1800, zero_stage: 0 }
+        Self {
+            dp_replicate: 1,
+            dp_shard: 1,
+            context: 1,
+            sequence: 1,
+            tensor: 1,
+            norms_in_parts: true,
+            stages: 1,
+            timeout: 1800,
+            zero_stage: 0,
+        }
     }
 
     /// Ranks that compute different micro-batches.
@@ -35,15 +56,35 @@ impl RanksPlan {
         self.dp_replicate * self.dp_shard
     }
 
+    /// Ranks that share the tokens of a micro-batch.
+    pub fn n_of_micro_batch(&self) -> usize {
+        self.context * self.sequence
+    }
+
     /// The degrees of the mesh.
     pub fn degrees(&self) -> Degrees {
-        let Self { dp_replicate, dp_shard, sequence: sp, .. } = *self;
-        Degrees { dp_replicate, dp_shard, sp, ..Degrees::default() }
+        let Self { dp_replicate, dp_shard, context: cp, sequence: sp, tensor: tp, stages: pp, .. } = *self;
+        Degrees { pp, dp_replicate, dp_shard, cp, sp, tp, ..Degrees::default() }
+    }
+
+    /// Ranks that have one copy of the model together: each has a part of it.
+    pub fn n_of_model(&self) -> usize {
+        self.tensor * self.stages
+    }
+
+    /// All ranks.
+    pub fn n_ranks(&self) -> usize {
+        self.n_data() * self.n_of_micro_batch() * self.n_of_model()
+    }
+
+    /// What ranks that share matrices have outside of branches.
+    pub fn norms(&self) -> Norms {
+        if self.norms_in_parts { Norms::InParts } else { Norms::Whole }
     }
 
     /// Shares that something falls into.
     pub fn n_shards(&self) -> usize {
-        self.dp_shard * self.sequence
+        self.dp_shard * self.n_of_micro_batch()
     }
 
     /// What falls into shares, if anything does.
@@ -57,58 +98,112 @@ impl RanksPlan {
     }
 }
 
-pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> RanksPlan {
-    let n_ranks = resolver.known.seat.n_ranks;
-    let sequence = sequence(resolver, config);
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize) -> RanksPlan {
+    let n_in_stage = resolver.known.seat.n_ranks / stages;
+    let tensor = tensor(resolver, n_in_stage, model.config.as_ref());
+    let norms_in_parts = resolver.pick("sequence_parallel_norms", resolver.recipe().sequence_parallel_norms, true);
+    // Of those that share matrices one is looked at.
+    let n_ranks = n_in_stage / tensor;
+    let sequence = sequence(resolver, n_ranks, model.config.as_ref(), tensor);
+    let context = context(resolver, n_ranks / sequence, sequence, model.attention.implementation);
+    let sharing = context * sequence;
     let zero_stage = deepspeed::zero_stage(resolver);
     let n_shards = match (zero_stage, deepspeed::shard_size(resolver)) {
         (0, asked) => {
             if asked.is_some() {
                 resolver.note(format!("{} has no effect: nothing is sharded in stage 0", deepspeed::SHARD_SIZE));
             }
-            sequence
+            sharing
         }
         (_, None) => n_ranks,
-        (_, Some(size)) if n_ranks.is_multiple_of(size) && size.is_multiple_of(sequence) => size,
+        (_, Some(size)) if n_ranks.is_multiple_of(size) && size.is_multiple_of(sharing) => size,
         (_, Some(size)) => {
-            let fits = |n: &usize| n_ranks.is_multiple_of(*n) && n.is_multiple_of(sequence);
+            let fits = |n: &usize| n_ranks.is_multiple_of(*n) && n.is_multiple_of(sharing);
             let mut message = format!("{}: groups of {size} cannot be made of {n_ranks} ranks", deepspeed::SHARD_SIZE);
-            if sequence > 1 {
-                message += &format!(" of which {sequence} share a sequence");
+            if sharing > 1 {
+                message += &format!(" of which {sharing} share a sequence");
             }
             resolver.wrong_because(&[deepspeed::SHARD_SIZE], message, one_of((1..=n_ranks).filter(fits)));
-            sequence
+            sharing
         }
     };
     // Of one share nothing is away.
     let zero_stage = if n_shards == 1 { 0 } else { zero_stage };
+    if zero_stage >= 2 && stages > 1 {
+        let what = if zero_stage == 3 { "weights are gathered and gradients" } else { "gradients are" };
+        resolver.note(format!("{what} summed for every micro-batch of the pipeline; stage 1 sums once a step"));
+    }
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
-    RanksPlan { dp_replicate: n_ranks / n_shards, dp_shard: n_shards / sequence, sequence, timeout, zero_stage }
+    let (dp_replicate, dp_shard) = (n_ranks / n_shards, n_shards / sharing);
+    RanksPlan { dp_replicate, dp_shard, context, sequence, tensor, norms_in_parts, stages, timeout, zero_stage }
 }
 
-/// The parts that sequences fall into. Each rank must get as many attention heads, and know which key heads are theirs.
-fn sequence(resolver: &mut Resolver, config: Option<&Config>) -> usize {
-    const KEY: &str = "sequence_parallel_size";
-    let n_ranks = resolver.known.seat.n_ranks;
-    let given = resolver.recipe().sequence_parallel_size;
+/// The ranks that share every matrix. Each must get as many heads of both kinds, and as much of the MLP.
+fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> usize {
+    const KEY: &str = "tensor_parallel_size";
+    let given = resolver.recipe().tensor_parallel_size;
     let size = resolver.positive(KEY, given, 1).max(1);
-    if !n_ranks.is_multiple_of(size) {
+    let divides = |n: &usize| n_ranks.is_multiple_of(*n);
+    if !divides(&size) {
         let message = format!("{KEY}: {n_ranks} ranks do not fall into groups of {size}");
-        resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n))));
+        resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(divides)));
         return 1;
     }
-    let Some(AttentionHeads { n_query, n_kv, .. }) = config.map(Config::attention_heads) else { return size };
-    let fits = |n: &usize| n_query.is_multiple_of(*n) && (n_kv.is_multiple_of(*n) || n.is_multiple_of(n_kv));
+    let Some(config) = config else { return size };
+    let AttentionHeads { n_query, n_kv, .. } = config.attention_heads();
+    let width = config.intermediate_size();
+    let fits = |n: &usize| [n_query, n_kv, width].iter().all(|whole| whole.is_multiple_of(*n));
     if !fits(&size) {
-        let message =
-            format!("{KEY}: {n_query} attention heads with {n_kv} key heads cannot be shared by {size} ranks");
-        let possible = (1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n)).filter(fits);
-        resolver.wrong_because(&[KEY], message, one_of(possible));
+        let message = format!(
+            "{KEY}: {n_query} attention heads, {n_kv} key heads and an MLP of {width} cannot be shared by {size} ranks"
+        );
+        resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(divides).filter(fits)));
+        return 1;
     }
     size
 }
 
-fn one_of(numbers: impl Iterator<Item = usize>) -> String {
+/// The parts that sequences fall into. Each rank must get as many of the attention heads that `tensor` ranks share, and know
+/// which key heads are theirs.
+fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, tensor: usize) -> usize {
+    let given = resolver.recipe().sequence_parallel_size;
+    let size = resolver.positive(SEQUENCE, given, 1).max(1);
+    if !n_ranks.is_multiple_of(size) {
+        let message = format!("{SEQUENCE}: {n_ranks} ranks do not fall into groups of {size}");
+        resolver.wrong_because(&[SEQUENCE], message, one_of((1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n))));
+        return 1;
+    }
+    let Some(AttentionHeads { n_query, n_kv, .. }) = config.map(Config::attention_heads) else { return size };
+    let (n_query, n_kv) = (n_query / tensor, n_kv / tensor);
+    let fits = |n: &usize| n_query.is_multiple_of(*n) && (n_kv.is_multiple_of(*n) || n.is_multiple_of(n_kv));
+    if !fits(&size) {
+        let message =
+            format!("{SEQUENCE}: {n_query} attention heads with {n_kv} key heads cannot be shared by {size} ranks");
+        let possible = (1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n)).filter(fits);
+        resolver.wrong_because(&[SEQUENCE], message, one_of(possible));
+    }
+    size
+}
+
+/// The parts that sequences fall into around a ring, of `n_groups` groups of `sequence` ranks; a group has a part.
+fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention: AttentionImpl) -> usize {
+    const KEY: &str = "context_parallel_size";
+    let given = resolver.recipe().context_parallel_size;
+    let size = resolver.positive(KEY, given, 1).max(1);
+    if !n_groups.is_multiple_of(size) {
+        let units = if sequence == 1 { "ranks".to_owned() } else { format!("groups of {sequence} ranks") };
+        let message = format!("{KEY}: {n_groups} {units} do not fall into rings of {size}");
+        resolver.wrong_because(&[KEY], message, one_of((1..=n_groups).filter(|n| n_groups.is_multiple_of(*n))));
+        return 1;
+    }
+    if size > 1 && matches!(attention, AttentionImpl::Cudnn | AttentionImpl::Reference) {
+        let message = format!("{KEY}: {attention} attention cannot compute with a part of the keys");
+        resolver.wrong_because(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
+    }
+    size
+}
+
+pub(super) fn one_of(numbers: impl Iterator<Item = usize>) -> String {
     let numbers: Vec<String> = numbers.map(|n| n.to_string()).collect();
     format!("use {}", numbers.join(" or "))
 }

@@ -83,8 +83,27 @@ pub struct Recipe {
     /// Whether `auto` may switch on what trades time for memory (`model.activation_checkpoint`), the cheapest that fits
     /// what is free when the run starts; what the recipe sets itself stays. Default `manual`.
     pub memory: Option<MemoryModes>,
-    /// Ulysses degree. Above 1 is not implemented yet.
+    /// Ranks that share the tokens of a micro-batch, and exchange them for heads in attention (Ulysses). It must divide the
+    /// attention heads. Default 1.
     pub sequence_parallel_size: Option<HumanInt>,
+    /// Ranks, or groups of `sequence_parallel_size` ranks, that share the tokens of a micro-batch, and send each other keys and
+    /// values in attention (a ring). Any number of them, whatever the heads. Default 1.
+    pub context_parallel_size: Option<HumanInt>,
+    /// Ranks that share every matrix, as in Megatron-LM. It must divide the attention heads, the key heads and the width of the
+    /// MLP. Default 1.
+    pub tensor_parallel_size: Option<HumanInt>,
+    /// Whether ranks that share matrices have a part of the tokens each outside of attention and MLP: less memory, as much to
+    /// send. Default true.
+    pub sequence_parallel_norms: Option<bool>,
+    /// Stages that have some of the blocks each. Default 1.
+    pub pipeline_parallel_size: Option<HumanInt>,
+    /// The order of a pipeline's forwards and backwards: `1f1b` (default) or `afab`, all forwards and then all backwards.
+    pub pipeline_schedule: Option<PipelineSchedule>,
+    /// Runs of blocks that each stage has (interleaved, as in Megatron-LM): more of them wait less and send more. Default 1.
+    pub pipeline_chunks: Option<HumanInt>,
+    /// The number of blocks of each run, in the order of the model. Default: so many that no stage takes much longer than
+    /// another, the last one's head counted.
+    pub pipeline_layers: Option<Vec<HumanInt>>,
     /// Seconds for which the other ranks wait for one that is silent, as in transformers: the longest save, or the reading
     /// of the data, must be over by then (default 1800).
     pub ddp_timeout: Option<HumanInt>,
@@ -145,6 +164,17 @@ pub struct Recipe {
     pub label_smoothing: Option<HumanFloat>,
     /// Of `type: dpo`. Not implemented yet.
     pub reference_model_deepspeed: Option<Free>,
+}
+
+/// Names of a pipeline's schedules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, JsonSchema)]
+pub enum PipelineSchedule {
+    /// One forward, one backward.
+    #[serde(rename = "1f1b")]
+    OneForwardOneBackward,
+    /// All forwards, then all backwards.
+    #[serde(rename = "afab", alias = "gpipe")]
+    AllForwardAllBackward,
 }
 
 /// Who chooses what trades time for memory.

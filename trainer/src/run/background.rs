@@ -43,8 +43,10 @@ impl UnderWay {
         let written = if crew.writes { state.written() } else { Vec::new() };
         let snapshot = Snapshot::of(state, written).map_err(|error| anyhow!("failed to copy the state: {error}"))?;
         let copying = began.elapsed();
+        // Those that compute have no time, and the main thread, which may wait for this one, is one of them.
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).thread_name(|i| format!("save-{i}")).build()?;
         let write = move || save(&plan, &run, &snapshot, &crew).map(|saved| (saved, began.elapsed()));
-        let thread = std::thread::Builder::new().name("save".to_owned()).spawn(write)?;
+        let thread = std::thread::Builder::new().name("save".to_owned()).spawn(move || pool.install(write))?;
         Ok(Self { thread, tag, copying })
     }
 

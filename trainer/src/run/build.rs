@@ -7,7 +7,7 @@ use candle_core::{DType, Device, DeviceLocation};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
 use candlewick_ops::{cpu_product_rate, gpus};
-use candlewick_parallel::{Engine, Formats, Layout, Mode, Norms, ParamStore, Parking, Residency};
+use candlewick_parallel::{Engine, Formats, Groups, Mode, ParamStore, Parking, Pipeline, Residency, Sequence};
 use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
@@ -53,7 +53,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         said.push("the optimizer is not offloaded: what computes is the CPU, whose memory is the host's".to_owned());
     }
     let formats = Formats { compute, masters, moments };
-    let sharing = ranks.groups.sharing(plan.ranks.sharded(), Layout::whole(model.n_blocks()), Norms::Whole);
+    let layout = plan.pipeline.layout(model.config());
+    let sharing = ranks.groups.sharing(plan.ranks.sharded(), layout.clone(), plan.ranks.norms());
     let store = match device.is_cpu() {
         true => ParamStore::new(&model, formats, Mode::Train, &device, sharing)?,
         false => {
@@ -75,12 +76,18 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         true => Parking::Folder(plan.model.parking_folder.clone()),
         false => Parking::HostMemory,
     };
-    let mut engine = Engine::new(model, store, residency, Arc::clone(&ranks.groups.data), device)
+    let pipeline = Pipeline::new(Arc::clone(&ranks.groups.stages), layout, plan.pipeline.order())?;
+    let mut engine = Engine::new(model, store, residency, Arc::clone(&ranks.groups.losses), device)
         .with_attention(attention)
         .with_parking(parking)
-        .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together });
-    if plan.ranks.sequence > 1 {
-        engine = engine.with_sequence(Arc::clone(&ranks.groups.sequence));
+        .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together })
+        .with_pipeline(pipeline);
+    if plan.ranks.n_of_micro_batch() > 1 {
+        let Groups { context, sequence, .. } = &ranks.groups;
+        engine = engine.with_sequence(Sequence::new(Arc::clone(context), Arc::clone(sequence)));
+    }
+    if plan.ranks.tensor > 1 {
+        engine = engine.with_tensor(ranks.groups.tensor_ranks(plan.ranks.norms()));
     }
     Ok(Built { engine, notes: said, peak })
 }

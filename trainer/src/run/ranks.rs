@@ -36,7 +36,7 @@ impl<'w> Ranks<'w> {
         let groups = Groups::new(&mesh, &*world.group())?;
         let writes = match plan.sharded() {
             Some(_) => groups.replicas.rank() == 0,
-            None => world.rank() == 0,
+            None => groups.data.rank() == 0,
         };
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
@@ -56,7 +56,8 @@ impl<'w> Ranks<'w> {
 
     /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
     pub(super) fn counts(&self) -> bool {
-        self.groups.sequence.rank() == 0
+        let Groups { context, sequence, stages, .. } = &self.groups;
+        [context, sequence, stages].iter().all(|group| group.rank() == 0)
     }
 
     /// Tells whether this is the one rank of its machine that reads data before the others.

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::Seams;
-use candlewick_ops::{Reduction, Seqs, Upstream, span};
+use candlewick_ops::{Reduction, Rows, Seqs, Upstream, span};
 
 use super::{Engine, Micro};
 use crate::placement::Norms;
@@ -10,29 +10,31 @@ use crate::sequence::Part;
 use crate::tensor::{Shared, TensorRanks};
 
 impl Engine {
-    /// Returns the sum of the token losses of a micro-batch: this rank's, 0 where it [does not know
-    /// them](Engine::knows_losses). Records nothing.
+    /// Returns the sum of the token losses of a micro-batch: of this rank's tokens, where ranks share them, and 0 where it [does
+    /// not know them](Engine::knows_losses). Records nothing.
     pub fn loss(&self, micro: &Micro) -> Result<f64> {
-        match self.evaluate(micro, Reduction::Sum)? {
+        match self.evaluate(&*micro.padded(self.multiple())?, Reduction::Sum)? {
             Some(loss) => loss.to_dtype(DType::F64)?.to_scalar(),
             None => Ok(0.0),
         }
     }
 
     /// Returns the loss of each token of a micro-batch, f32 `[t]`; zero where there is no target, or where this rank [does not
-    /// know it](Engine::knows_losses). Records nothing.
+    /// know it](Engine::knows_losses). Records nothing. Ranks that share the tokens all get the losses of all.
     pub fn token_losses(&self, micro: &Micro) -> Result<Vec<f32>> {
-        match self.evaluate(micro, Reduction::None)? {
-            Some(losses) => losses.to_vec1(),
-            None => Ok(vec![0.0; micro.seqs.n_tokens()]),
-        }
+        let n_tokens = micro.seqs.n_tokens();
+        let padded = micro.padded(self.multiple())?;
+        let Some(own) = self.evaluate(&padded, Reduction::None)? else { return Ok(vec![0.0; n_tokens]) };
+        let n_padded = padded.seqs.n_tokens();
+        let all = self.sequence.as_ref().map(|sequence| sequence.join(&own, n_padded)).transpose()?;
+        all.unwrap_or(own).narrow(0, 0, n_tokens)?.to_vec1()
     }
 
+    /// The loss of as many tokens as ranks can share evenly.
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
         let _awake = self.stay_awake();
-        let micro = micro.padded(self.multiple())?;
-        let Part { micro, .. } = &self.part(&micro)?;
+        let Part { micro, .. } = &self.part(micro)?;
         self.with_seams(None, |seams| {
             let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, seams)?;
             let Some(x_td) = x_td else { return Ok(None) };
@@ -73,7 +75,8 @@ impl Engine {
     /// What the last block gives, on the stage that has it.
     fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Option<Tensor>> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
-        let cx = self.cx([&cos, &sin], seqs, seams);
+        let rows = Rows::all();
+        let cx = self.cx([&cos, &sin], seqs, &rows, seams);
         let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
         for chunk in 0..layout.n_chunks() {
             let mut x = match layout.is_first(stage, chunk) {

@@ -14,14 +14,14 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
 use candlewick_ops::{
-    AttentionChoice, Awake, CrossEntropy, LossAndGrad, Reduction, Seqs, Upstream, Weight, linear_cross_entropy,
+    AttentionChoice, Awake, CrossEntropy, LossAndGrad, Reduction, Rows, Seqs, Upstream, Weight, linear_cross_entropy,
     linear_cross_entropy_part, stay_awake,
 };
 
 use crate::offload::Parking;
 use crate::params::ParamStore;
 use crate::pipeline::Pipeline;
-use crate::sequence::{Part, Ulysses};
+use crate::sequence::{Part, Sequence};
 use crate::tensor::{Shared, TensorRanks};
 
 pub use micro::Micro;
@@ -76,7 +76,7 @@ pub struct Engine {
     device: Device,
     attention: AttentionChoice,
     mlp_rows: MlpRows,
-    sequence: Option<Ulysses>,
+    sequence: Option<Sequence>,
     tensor: Option<TensorRanks>,
     pipeline: Pipeline,
 }
@@ -114,8 +114,8 @@ impl Engine {
     }
 
     /// The same engine with the tokens of each micro-batch shared among these ranks: all of them give the same ones.
-    pub fn with_sequence(self, ranks: Arc<dyn Collective>) -> Self {
-        Self { sequence: Some(Ulysses::new(ranks)), ..self }
+    pub fn with_sequence(self, sequence: Sequence) -> Self {
+        Self { sequence: Some(sequence), ..self }
     }
 
     /// The same engine with every matrix shared among these ranks, as its store has them: all of them give the same tokens.
@@ -169,14 +169,14 @@ impl Engine {
     fn part<'m>(&self, micro: &'m Micro) -> Result<Part<'m>> {
         match &self.sequence {
             Some(sequence) => sequence.part(micro),
-            None => Ok(Part { micro: Cow::Borrowed(micro), first_row: 0 }),
+            None => Ok(Part { micro: Cow::Borrowed(micro), rows: Rows::all() }),
         }
     }
 
     /// The number that those of the tokens must be a multiple of.
     fn multiple(&self) -> usize {
         let parts = self.tensor.as_ref().map_or(1, TensorRanks::token_parts);
-        parts * self.sequence.as_ref().map_or(1, Ulysses::n_parts)
+        parts * self.sequence.as_ref().map_or(1, Sequence::n_parts)
     }
 
     /// Calls `f` with the seams of this rank; attention is answered by `attend`, or else by this engine.
@@ -190,9 +190,9 @@ impl Engine {
     }
 
     /// What the blocks of a forward have in common, outside of training.
-    fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, seams: &'a dyn Seams) -> Cx<'a> {
+    fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, rows: &'a Rows, seams: &'a dyn Seams) -> Cx<'a> {
         let (attention, mlp_rows) = (self.attention, self.mlp_rows);
-        Cx { cos, sin, seqs, dropout_key: None, first_row: 0, attention, mlp_rows, seams }
+        Cx { cos, sin, seqs, dropout_key: None, rows, attention, mlp_rows, seams }
     }
 
     /// The weights of a unit, while those of the one that is wanted after it are on their way.

@@ -170,8 +170,7 @@ impl Engine {
 
     fn training_cx<'a>(&self, of_micro: &'a Begun, seams: &'a dyn Seams) -> Cx<'a> {
         let Begun { part, cos, sin, dropout_key, .. } = of_micro;
-        let of_all = self.cx([cos, sin], &part.micro.seqs, seams);
-        Cx { dropout_key: Some(*dropout_key), first_row: part.first_row, ..of_all }
+        Cx { dropout_key: Some(*dropout_key), ..self.cx([cos, sin], &part.micro.seqs, &part.rows, seams) }
     }
 
     /// Lets go of a unit after its backward.

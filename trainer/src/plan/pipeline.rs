@@ -1,0 +1,108 @@
+//! The stages of a pipeline: how many, which blocks each has, and in which order they compute.
+
+use candlewick_model::{Config, Model, ParamSpec};
+use candlewick_parallel::{Layout, Schedule};
+use serde::Serialize;
+
+use super::resolver::Resolver;
+use crate::recipe::PipelineSchedule;
+
+const SIZE: &str = "pipeline_parallel_size";
+const CHUNKS: &str = "pipeline_chunks";
+const LAYERS: &str = "pipeline_layers";
+
+/// The stages of a run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PipelinePlan {
+    /// How many there are.
+    pub stages: usize,
+    /// Runs of blocks that each has.
+    pub chunks: usize,
+    /// The order of forwards and backwards.
+    pub schedule: PipelineSchedule,
+    /// The number of blocks of each run; `None` shares them out by time.
+    pub layers: Option<Vec<usize>>,
+}
+
+impl PipelinePlan {
+    /// The plan without a pipeline.
+    pub fn alone() -> Self {
+        Self { stages: 1, chunks: 1, schedule: PipelineSchedule::OneForwardOneBackward, layers: None }
+    }
+
+    /// Returns which stage has which blocks of a model.
+    pub fn layout(&self, config: &Config) -> Layout {
+        match &self.layers {
+            Some(layers) => Layout::new(self.stages, layers),
+            None => Layout::balanced(config.n_layers(), self.stages, self.chunks, head(config)),
+        }
+    }
+
+    /// Returns the order of forwards and backwards, as the engine knows it.
+    pub fn order(&self) -> Schedule {
+        match self.schedule {
+            PipelineSchedule::OneForwardOneBackward => Schedule::OneForwardOneBackward,
+            PipelineSchedule::AllForwardAllBackward => Schedule::AllForwardAllBackward,
+        }
+    }
+}
+
+/// How many blocks take as long as the head: by the weights that a token is multiplied by.
+fn head(config: &Config) -> f64 {
+    let Ok(model) = Model::new(config.clone(), None) else { return 0.0 };
+    let block: usize = model.units().get(1).map_or(0, |unit| unit.params.iter().map(ParamSpec::numel).sum());
+    (config.vocab_size() * config.hidden_size()) as f64 / block.max(1) as f64
+}
+
+pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> PipelinePlan {
+    let recipe = resolver.recipe();
+    let n_ranks = resolver.known.seat.n_ranks;
+    let stages = resolver.positive(SIZE, recipe.pipeline_parallel_size, 1).max(1);
+    let chunks = resolver.positive(CHUNKS, recipe.pipeline_chunks, 1).max(1);
+    let one = PipelineSchedule::OneForwardOneBackward;
+    let schedule = resolver.pick("pipeline_schedule", recipe.pipeline_schedule, one);
+    let layers = recipe.pipeline_layers.as_ref().map(|layers| layers.iter().map(|n| n.0).collect::<Vec<usize>>());
+    let layers = resolver.pick(LAYERS, layers.map(Some), None);
+    if !n_ranks.is_multiple_of(stages) {
+        let message = format!("{SIZE}: {n_ranks} ranks do not fall into {stages} stages");
+        let possible = (1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n));
+        resolver.wrong_because(&[SIZE], message, super::ranks::one_of(possible));
+        return PipelinePlan::alone();
+    }
+    if stages == 1 {
+        let keys = [(CHUNKS, recipe.pipeline_chunks.is_some_and(|n| n.0 > 1)), (LAYERS, layers.is_some())];
+        for (key, _) in keys.into_iter().filter(|(_, given)| *given) {
+            resolver.note(format!("{key} has no effect: there is one stage"));
+        }
+        return PipelinePlan { schedule, ..PipelinePlan::alone() };
+    }
+    let plan = PipelinePlan { stages, chunks, schedule, layers };
+    match config.map(Config::n_layers) {
+        Some(n_layers) => fits(resolver, plan, n_layers),
+        None => plan,
+    }
+}
+
+/// Refuses runs that are not the model's blocks.
+fn fits(resolver: &mut Resolver, plan: PipelinePlan, n_layers: usize) -> PipelinePlan {
+    let n_runs = plan.stages * plan.chunks;
+    let runs =
+        format!("{} stages with {} run{} each", plan.stages, plan.chunks, if plan.chunks == 1 { "" } else { "s" });
+    match &plan.layers {
+        Some(layers) if layers.len() != n_runs => {
+            let message = format!("{LAYERS}: {} numbers for {runs}", layers.len());
+            resolver.wrong_because(&[LAYERS], message, format!("give {n_runs} numbers"));
+        }
+        Some(layers) if layers.iter().sum::<usize>() != n_layers => {
+            let sum: usize = layers.iter().sum();
+            let message = format!("{LAYERS}: {sum} blocks in all, and the model has {n_layers}");
+            resolver.wrong_because(&[LAYERS], message, "let the numbers add up to the model's blocks");
+        }
+        None if n_runs > n_layers => {
+            let message = format!("{SIZE}: {n_layers} blocks do not go around for {runs}");
+            resolver.wrong_because(&[SIZE, CHUNKS], message, format!("let stages times runs be at most {n_layers}"));
+        }
+        _ => return plan,
+    }
+    PipelinePlan::alone()
+}
