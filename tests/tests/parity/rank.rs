@@ -163,7 +163,8 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<Lie>) -> c
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);
         if spec.name.ends_with("lora_B.weight") || spec.name.ends_with("bias") {
-            // They begin as zeros, which would hide what the other factor does, and how little a bias of keys matters.
+            // They begin as zeros, which would hide what the other factor does; and what becomes of a bias of keys, on which
+            // hardly anything depends, would be rounding.
             values.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 * 0.7).sin() * 0.1);
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)

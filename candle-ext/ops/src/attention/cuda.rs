@@ -100,7 +100,7 @@ fn row_products(o: &Tensor, d_o: &Tensor, dim: usize) -> Result<Tensor> {
     Ok(delta.into_tensor(n_rows))
 }
 
-/// Merges what attention to some keys gave, `other`, into `sums`: out [t, hq, k] and lse [t, hq], all f32 but for the other's out.
+/// Merges what attention to other keys gave into out [t, hq, k] and lse [t, hq]: all f32 but for the other out.
 pub(super) fn merge([out, lse]: [&Tensor; 2], [other_out, other_lse]: [&Tensor; 2]) -> Result<()> {
     let on = gpu(OP, out)?;
     let (t, hq, dim) = out.dims3()?;
