@@ -218,6 +218,26 @@ impl fmt::Display for Degrees {
     }
 }
 
+/// Ranks that a table shows.
+const SHOWN: usize = 64;
+
+/// A table: a line for each rank with its place on each axis that has more than one.
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let axes: Vec<Axis> = Axis::DENSE.into_iter().filter(|axis| self.degrees.of(*axis) != 1).collect();
+        write!(f, "rank")?;
+        axes.iter().try_for_each(|axis| write!(f, "  {}", axis.name()))?;
+        for rank in 0..self.degrees.n_ranks().min(SHOWN) {
+            write!(f, "\n{rank:4}")?;
+            axes.iter().try_for_each(|axis| write!(f, "  {:1$}", self.place(rank, *axis), axis.name().len()))?;
+        }
+        match self.degrees.n_ranks().saturating_sub(SHOWN) {
+            0 => Ok(()),
+            n_more => write!(f, "\nand {n_more} more"),
+        }
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -302,6 +322,14 @@ mod tests {
         assert_eq!(mesh.lists(&[Axis::Pp]), [[0, 4], [1, 5], [2, 6], [3, 7]]);
         assert_eq!(mesh.lists(&[Axis::Ep]), [[0, 1, 2, 3], [4, 5, 6, 7]]);
         assert_eq!(mesh.lists(&[Axis::DpReplicate]), [[0], [1], [2], [3], [4], [5], [6], [7]]);
+    }
+
+    #[test]
+    fn a_mesh_is_shown_as_a_table_of_places() {
+        let mesh = Mesh::new(Degrees { pp: 2, tp: 2, ..Degrees::default() }, 4).unwrap();
+        assert_eq!(mesh.to_string(), "rank  pp  tp\n   0   0   0\n   1   0   1\n   2   1   0\n   3   1   1");
+        let many = Mesh::new(Degrees { dp_shard: 100, ..Degrees::default() }, 100).unwrap().to_string();
+        assert!(many.ends_with("  63        63\nand 36 more"), "{many}");
     }
 
     #[test]

@@ -6,7 +6,9 @@ mod doctor;
 mod error_file;
 mod estimate;
 mod logging;
+mod plan;
 mod profile;
+mod selfcheck;
 mod train;
 mod ui;
 
@@ -61,6 +63,12 @@ enum Command {
     /// Say what memory a run will need, without weights, device or data
     #[command(after_long_help = ESTIMATE_EXAMPLES)]
     Estimate(EstimateArgs),
+    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's timetable
+    #[command(after_long_help = PLAN_EXAMPLES)]
+    Plan(PlanArgs),
+    /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's
+    #[command(after_long_help = SELFCHECK_EXAMPLES)]
+    Selfcheck(Selfcheck),
     /// Say what this machine has: processor, memory, GPUs, NVIDIA's libraries, the Hub, disks
     Doctor {
         /// For programs
@@ -104,6 +112,17 @@ Examples:
   trainer estimate recipe.yaml --device h100-80g data.max_length=32Ki
   trainer estimate recipe.yaml --device 24GiB --json
 Exits with 4 if the run does not fit.";
+
+const PLAN_EXAMPLES: &str = "\
+Examples:
+  trainer plan recipe.yaml --ranks 8
+  trainer plan recipe.yaml --ranks 4 --schedule pipeline_parallel_size=4 gradient_accumulation_steps=8";
+
+const SELFCHECK_EXAMPLES: &str = "\
+Examples:
+  trainer selfcheck recipe.yaml --ranks 4
+  trainer selfcheck recipe.yaml --ranks 8 tensor_parallel_size=2 pipeline_parallel_size=2
+Exits with 1 if they differ by more than rounding.";
 
 #[derive(Debug, Args)]
 struct Recipe {
@@ -160,6 +179,30 @@ struct EstimateArgs {
     #[arg(long, value_name = "DEVICE")]
     device: Option<String>,
     /// Processes that train together; the answer is for each of them
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    ranks: usize,
+    /// For programs
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+struct PlanArgs {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Processes that train together
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    ranks: usize,
+    /// Print what each stage of the pipeline computes when, too
+    #[arg(long)]
+    schedule: bool,
+}
+
+#[derive(Debug, Args)]
+struct Selfcheck {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Processes that train together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     ranks: usize,
     /// For programs
@@ -228,6 +271,8 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
             data::show(&plan, &train::hub(&ui)?, data.steps, data.output_format)
         }
         Command::Estimate(asked) => estimate::run(asked, cli.verbosity, &ui),
+        Command::Plan(asked) => plan::run(asked, cli.verbosity, &ui),
+        Command::Selfcheck(asked) => selfcheck::run(asked, cli.verbosity, &ui),
         Command::Doctor { json } => doctor::run(if *json { Format::Json } else { Format::Text }, &ui),
         Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
         Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
@@ -267,7 +312,8 @@ mod tests {
 
     #[test]
     fn every_example_parses() {
-        let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES, DATA_EXAMPLES, ESTIMATE_EXAMPLES].concat();
+        let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES, DATA_EXAMPLES, ESTIMATE_EXAMPLES];
+        let examples = [examples.concat(), [PLAN_EXAMPLES, SELFCHECK_EXAMPLES].concat()].concat();
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));
             assert!(Cli::try_parse_from(words).is_ok(), "{line}");

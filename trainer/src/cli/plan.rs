@@ -1,0 +1,52 @@
+//! `trainer plan`: how ranks would share the work.
+
+use std::fmt::Write;
+
+use anyhow::{Context, Result, anyhow};
+use candlewick_comm::mesh::Mesh;
+use candlewick_parallel::Timetable;
+
+use super::{PlanArgs, Ui, Verbosity, train};
+use crate::exit::ExitCode;
+use crate::plan::{Plan, Seat};
+
+pub(super) fn run(asked: &PlanArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let plan = train::plan(&asked.recipe, verbosity, Seat { rank: 0, n_ranks: asked.ranks })?;
+    let mesh = Mesh::new(plan.ranks.degrees(), asked.ranks).map_err(|error| anyhow!("failed to plan: {error}"))?;
+    let mut text = format!("{} ranks: {}\n{mesh}", asked.ranks, plan.ranks.degrees());
+    if plan.pipeline.stages > 1 {
+        text += &stages(&plan)?;
+    }
+    if asked.schedule {
+        text += &schedule(&plan);
+    }
+    plan.notes.iter().try_for_each(|note| write!(text, "\nnote: {note}"))?;
+    ui.answer(text.trim_end())?;
+    Ok(ExitCode::Ok)
+}
+
+/// The blocks of each stage.
+fn stages(plan: &Plan) -> Result<String> {
+    let config = plan.model.config.as_ref().context("failed to plan: the model's config is not known")?;
+    let layout = plan.pipeline.layout(config);
+    let mut text = String::new();
+    for stage in 0..layout.n_stages() {
+        let runs = (0..layout.n_chunks()).map(|chunk| {
+            let blocks = layout.blocks(stage, chunk);
+            let embedding = if layout.is_first(stage, chunk) { "embedding, " } else { "" };
+            let head = if layout.is_last(stage, chunk) { ", head" } else { "" };
+            match blocks.len() {
+                0 => format!("{embedding}no block{head}"),
+                n => format!("{embedding}{n} blocks ({} to {}){head}", blocks.start, blocks.end - 1),
+            }
+        });
+        write!(text, "\nstage {stage}: {}", runs.collect::<Vec<_>>().join("; "))?;
+    }
+    Ok(text + "\n")
+}
+
+fn schedule(plan: &Plan) -> String {
+    let (pipeline, n_micros) = (&plan.pipeline, plan.data.gradient_accumulation_steps);
+    let table = Timetable::new(pipeline.order(), pipeline.stages, pipeline.chunks, n_micros);
+    format!("\n{n_micros} micro-batches; backwards, in brackets, take twice the time of forwards\n{table}\n")
+}

@@ -1,0 +1,44 @@
+//! `trainer plan` and `trainer selfcheck`: how ranks share the work, and whether that computes what one rank does.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::path::Path;
+use std::process::Command;
+
+/// The program's answer to a question about the small recipe of the golden curves.
+fn ask(command: &str, arguments: &[&str]) -> (i32, String) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut trainer = Command::new(env!("CARGO_BIN_EXE_trainer"));
+    let output = trainer.current_dir(root).args([command, "tests/golden/llama.yaml"]).args(arguments).output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
+}
+
+#[test]
+fn a_plan_shows_mesh_stages_and_timetable() {
+    let pipeline = ["--ranks", "4", "--schedule", "pipeline_parallel_size=2", "tensor_parallel_size=2"];
+    let (code, text) = ask("plan", &[&pipeline[..], &["gradient_accumulation_steps=4"]].concat());
+    assert_eq!(code, 0, "{text}");
+    for part in ["4 ranks: pp 2 x tp 2", "rank  pp  tp", "stage 0: embedding", "head", "[3]", "bubble 20.0 %"] {
+        assert!(text.contains(part), "no {part:?} in:\n{text}");
+    }
+    let (code, text) = ask("plan", &["--ranks", "3", "tensor_parallel_size=2"]);
+    assert_eq!(code, 2, "{text}");
+    assert!(text.contains("3 ranks do not fall into groups of 2"), "{text}");
+}
+
+#[test]
+fn every_way_of_sharing_passes_its_check() {
+    for arguments in [
+        &["--ranks", "2"][..],
+        &["--ranks", "4", "deepspeed.zero_optimization.stage=3", "context_parallel_size=2"],
+        &["--ranks", "4", "tensor_parallel_size=2", "pipeline_parallel_size=2", "pipeline_chunks=1"],
+    ] {
+        let (code, text) = ask("selfcheck", arguments);
+        assert_eq!(code, 0, "{text}");
+        for part in ["loss", "gradient norm", "attention", "embedding", "mlp", "norms", "the same"] {
+            assert!(text.contains(part), "no {part:?} in:\n{text}");
+        }
+        assert!(!text.contains("DIFFERENT"), "{text}");
+    }
+}
