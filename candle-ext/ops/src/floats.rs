@@ -140,6 +140,14 @@ impl<'a> FloatsMut<'a> {
         }
     }
 
+    pub(crate) fn slice(self, range: Range<usize>) -> Self {
+        match self {
+            Self::F32(data) => Self::F32(&mut data[range]),
+            Self::Bf16(data) => Self::Bf16(&mut data[range]),
+            Self::F16(data) => Self::F16(&mut data[range]),
+        }
+    }
+
     pub(crate) fn floats(&self) -> Floats<'_> {
         match self {
             Self::F32(data) => Floats::F32(data),

@@ -46,9 +46,12 @@ pub use cuda::poison::poison;
 pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
-pub use attention::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
+pub use attention::{
+    AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Partial, Piece, PieceInputs, Seqs, attention,
+    attention_piece, attention_piece_backward,
+};
 pub use bytes::{of_bytes, with_bytes};
-pub use dropout::{Dropout, derive_key, dropout};
+pub use dropout::{Dropout, Rows, derive_key, dropout, dropout_rows};
 pub use embedding::embedding;
 pub use gemm::{cpu_product, cpu_product_rate};
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};

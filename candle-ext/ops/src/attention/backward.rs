@@ -8,12 +8,12 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::layout::{Head, Heads, by_row, pieces};
+use super::layout::{Head, Heads, pieces};
 use super::seqs::Span;
 use super::tile::{QUERIES, Queries, of_span};
 use super::{AttentionSpec, Seqs};
 use crate::dot::dot;
-use crate::floats::{Floats, FloatsMut};
+use crate::floats::Floats;
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
 use crate::simd::vectorised;
 
@@ -27,14 +27,8 @@ pub(super) struct Inputs<'a> {
     pub(super) lse: &'a [f32],
 }
 
-/// Writes dq, dk and dv.
-pub(super) fn run(
-    inputs: &Inputs<'_>,
-    [dq_out, dk_out, dv_out]: [FloatsMut<'_>; 3],
-    seqs: &Seqs,
-    spec: &AttentionSpec,
-    heads: Heads,
-) {
+/// Returns dq, dk and dv: f32 [heads, rows, dim].
+pub(super) fn run(inputs: &Inputs<'_>, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> [Vec<f32>; 3] {
     let Heads { n_kv, group, dim } = heads;
     let (n_heads, t, s) = (heads.n_queries(), seqs.n_tokens(), seqs.n_keys());
     let mut wide = [const { Vec::new() }; 5];
@@ -63,14 +57,13 @@ pub(super) fn run(
         };
         sequence.backward(dq, dk, dv);
     });
-    by_row(&dq, dq_out, n_heads, dim);
-    for (mut grad, out) in [(dk, dk_out), (dv, dv_out)] {
-        by_row(add_groups(&mut grad, group, s * dim), out, n_kv, dim);
-    }
+    add_groups(&mut dk, group, s * dim);
+    add_groups(&mut dv, group, s * dim);
+    [dq, dk, dv]
 }
 
 /// Adds up each `group` of `len` elements in its first, and moves the sums together.
-fn add_groups(x: &mut [f32], group: usize, len: usize) -> &[f32] {
+fn add_groups(x: &mut Vec<f32>, group: usize, len: usize) {
     x.par_chunks_mut((group * len).max(1)).for_each(|heads| {
         let (sum, rest) = heads.split_at_mut(len);
         for head in rest.chunks_exact(len) {
@@ -81,7 +74,7 @@ fn add_groups(x: &mut [f32], group: usize, len: usize) -> &[f32] {
     for i in 1..n_sums {
         x.copy_within(i * group * len..(i * group + 1) * len, i * len);
     }
-    &x[..n_sums * len]
+    x.truncate(n_sums * len);
 }
 
 /// One sequence and one query head.
@@ -99,14 +92,14 @@ struct Sequence<'a> {
 
 impl Sequence<'_> {
     fn backward(&self, dq: &mut [f32], dk: &mut [f32], dv: &mut [f32]) {
-        let Span { q, k } = &self.span;
+        let Span { q, k, first } = &self.span;
         let mut scratch = Scratch::default();
         for (i, dq) in dq.chunks_mut(QUERIES * self.dim).enumerate() {
             let rows = q.start + i * QUERIES..(q.start + (i + 1) * QUERIES).min(q.end);
             let queries = Queries {
                 q: self.q.rows(rows.clone()),
                 n: rows.len(),
-                first: k.len() - q.len() + i * QUERIES,
+                first: first + (i * QUERIES) as isize,
                 n_keys: k.len(),
                 spec: self.spec,
             };

@@ -42,9 +42,11 @@ template <int DIM, typename T> __device__ void grad_q(const Saved<T>& saved, T* 
 
     const Range of_first = view.keys_of(first / heads.group), of_last = view.keys_of(last / heads.group);
     const float scale = problem.scale * LOG2_E;
-    stage<TILE_ROWS>(q_tile, rows.q, first);
-    stage<TILE_ROWS>(d_o_tile, rows.d_o, first);
-    stage_keys(0, of_first.start);
+    if (of_first.start < of_last.end) {
+        stage<TILE_ROWS>(q_tile, rows.q, first);
+        stage<TILE_ROWS>(d_o_tile, rows.d_o, first);
+        stage_keys(0, of_first.start);
+    }
     for (int key = of_first.start, number = 0; key < of_last.end; key += KEYS, number ^= 1) {
         wait_for_copies();
         __syncthreads();

@@ -1,7 +1,8 @@
 //! `attention` on CUDA: launches of `kernel.cu`.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
+use super::seqs::Span;
 use super::{AttentionSpec, Heads, Seqs};
 use crate::cuda::{Address, Arg, Blocks, Gpu, Out, address, gpu, kernels, suffix};
 use crate::transfer::upload;
@@ -9,10 +10,10 @@ use crate::transfer::upload;
 kernels!("attention");
 
 const OP: &str = "attention";
-/// Threads of a block that computes delta, and its rows: a warp for each.
+/// Threads of a block that computes delta or merges, and its rows: a warp for each.
 const DELTA_THREADS: usize = 256;
 const DELTA_ROWS: usize = DELTA_THREADS / 32;
-/// Rows or keys that the kernels count with an int, with room to step past the end.
+/// Rows or keys that the kernels count with an int, with room to step past the end; and the widest window.
 const MAX_ROWS: usize = 1 << 30;
 /// The largest head dim of all kernels.
 const MAX_DIM: usize = 256;
@@ -33,6 +34,18 @@ pub(super) struct Inputs<'a> {
     pub(super) v: &'a Tensor,
     pub(super) o: &'a Tensor,
     pub(super) d_o: &'a Tensor,
+}
+
+impl Kept {
+    /// Of a forward whose log-sum-exp is known, f32 [t, hq].
+    pub(super) fn new(lse: &Tensor, q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
+        Ok(Self { lse: lse.clone(), problem: Problem::new(q, seqs, spec, heads)? })
+    }
+
+    /// f32 [t hq]
+    pub(super) fn lse(&self) -> &Tensor {
+        &self.lse
+    }
 }
 
 /// Returns o.
@@ -85,6 +98,24 @@ fn row_products(o: &Tensor, d_o: &Tensor, dim: usize) -> Result<Tensor> {
     // SAFETY: o and d_o have n_rows rows of dim elements, delta n_rows elements.
     unsafe { KERNELS.launch(on, &name, [n_rows.div_ceil(DELTA_ROWS), 1, 1], DELTA_THREADS, &args)? };
     Ok(delta.into_tensor(n_rows))
+}
+
+/// Merges what attention to other keys gave into out [t, hq, k] and lse [t, hq]: all f32 but for the other out.
+pub(super) fn merge([out, lse]: [&Tensor; 2], [other_out, other_lse]: [&Tensor; 2]) -> Result<()> {
+    let on = gpu(OP, out)?;
+    let (t, hq, dim) = out.dims3()?;
+    let n_rows = t * hq;
+    let args = [
+        Arg::Address(address(OP, out)?),
+        Arg::Address(address(OP, lse)?),
+        Arg::Address(address(OP, other_out)?),
+        Arg::Address(address(OP, other_lse)?),
+        Arg::I32(n_rows as i32),
+        Arg::I32(dim as i32),
+    ];
+    let name = format!("merge_{}", suffix(OP, other_out.dtype())?);
+    // SAFETY: both outs have n_rows rows of dim elements, both lse n_rows elements; they do not overlap.
+    unsafe { KERNELS.launch(on, &name, [n_rows.div_ceil(DELTA_ROWS), 1, 1], DELTA_THREADS, &args) }
 }
 
 /// The tensor, or a copy if it is a view that begins anywhere.
@@ -163,8 +194,9 @@ impl Form {
 
 /// What all kernels are told: the sequences, cut into tiles, none across two of them.
 struct Problem {
-    /// u32 [4, n_seqs + 1]: queries, keys, tiles of rows and tiles of keys before each sequence, and of all.
-    cumulative: Tensor,
+    /// u32 [5, n_seqs + 1]: queries, keys, tiles of rows and tiles of keys before each sequence, and of all; then the position
+    /// of each one's first query among its keys, in two's complement.
+    table: Tensor,
     n_seqs: usize,
     n_row_tiles: usize,
     n_key_tiles: usize,
@@ -180,12 +212,20 @@ impl Problem {
         if n_rows > MAX_ROWS {
             bail!("{OP}: {n_rows} queries of all heads, or keys, are more than {MAX_ROWS}")
         }
+        // Distances are counted with an int, too, and are less than the widest window.
+        let distance = |span: Span| (span.first + span.q.len() as isize).max(span.k.len() as isize - span.first);
+        if let Some(distance) = seqs.spans().map(distance).find(|distance| *distance > MAX_ROWS as isize) {
+            bail!("{OP}: a query and a key lie {distance} tokens apart, more than {MAX_ROWS}")
+        }
         let form = Form::choose(q.dtype(), heads.dim, spec.scale)?;
         let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(form.rows)));
         let key_tiles = cumulative(seqs.spans().map(|span| span.k.len().div_ceil(form.keys)));
         let n_seqs = seqs.n_seqs();
+        let mut table: Vec<u32> =
+            [seqs.cu_q(), seqs.cu_k(), &row_tiles, &key_tiles].concat().into_iter().map(|n| n as u32).collect();
+        table.extend(seqs.spans().map(|span| span.first as i32 as u32).chain([0]));
         Ok(Self {
-            cumulative: table([seqs.cu_q(), seqs.cu_k(), &row_tiles, &key_tiles], q.device())?,
+            table: upload(&table, (5, n_seqs + 1), q.device())?,
             n_seqs,
             n_row_tiles: row_tiles[n_seqs],
             n_key_tiles: key_tiles[n_seqs],
@@ -208,12 +248,12 @@ impl Problem {
         };
         let mut args: Vec<Arg> = addresses.iter().map(|address| Arg::Address(*address)).collect();
         args.extend([
-            Arg::Address(address(OP, &self.cumulative)?),
+            Arg::Address(address(OP, &self.table)?),
             Arg::I32(self.n_seqs as i32),
             Arg::I32(heads.group as i32),
             Arg::I32(heads.dim as i32),
             Arg::I32(i32::from(spec.causal)),
-            Arg::I32(spec.window.and_then(|window| window.try_into().ok()).unwrap_or(i32::MAX)),
+            Arg::I32(spec.window.unwrap_or(MAX_ROWS).min(MAX_ROWS) as i32),
             Arg::F32(spec.scale),
         ]);
         let way = match form.way {
@@ -223,15 +263,9 @@ impl Problem {
         let name = format!("{name}_{way}_{}_{}", suffix(OP, self.dtype)?, form.dim);
         let grid = [n_tiles, heads.n_kv, 1];
         let blocks = Blocks { grid, threads: form.threads, shared_bytes: form.shared_bytes(kernel) };
-        // SAFETY: the caller answers for the addresses; the table has four rows of n_seqs + 1.
+        // SAFETY: the caller answers for the addresses; the table has five rows of n_seqs + 1.
         unsafe { KERNELS.launch_blocks(on, &name, blocks, &args) }
     }
-}
-
-/// u32 [4, n_seqs + 1]
-fn table(rows: [&[usize]; 4], device: &Device) -> Result<Tensor> {
-    let numbers: Vec<u32> = rows.concat().into_iter().map(|n| n as u32).collect();
-    upload(&numbers, (4, rows[0].len()), device)
 }
 
 /// 0 and the sums of the numbers up to each.

@@ -18,9 +18,8 @@ __device__ __forceinline__ float row_sum(float x) {
     return x;
 }
 
-// Softmax with a running maximum and sum (Milakov and Gimelshein 2018), lse [t, n_kv, group].
-//
-// A tile has no more rows than keys, so each row sees some key of the first tile: its maximum is finite ever after.
+// Softmax with a running maximum and sum (Milakov and Gimelshein 2018), lse [t, n_kv, group]. A row that sees nothing gives
+// zeros, and an lse of -inf.
 template <int DIM, typename T>
 __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, const Problem& problem) {
     __shared__ Scratch scratch;
@@ -55,12 +54,14 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
                 max = fmaxf(max, scores[i][j]);
             }
             max = row_max(max);
-            const float shrink = expf(maxima[i] - max);
+            // A row may see nothing yet.
+            const float shift = max == -INFINITY ? 0.0f : max;
+            const float shrink = expf(maxima[i] - shift);
             maxima[i] = max;
             sums[i] *= shrink;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                scores[i][j] = expf(scores[i][j] - max);
+                scores[i][j] = expf(scores[i][j] - shift);
                 sums[i] += scores[i][j];
             }
 #pragma unroll
@@ -76,7 +77,7 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
     for (int i = 0; i < 4; ++i) {
         const int row = first + 4 * y + i;
         const float sum = row_sum(sums[i]);
-        out.write(i, 1.0f / sum, o_rows, row, wide);
+        out.write(i, sum == 0.0f ? 0.0f : 1.0f / sum, o_rows, row, wide);
         if (x == 0 && row <= last) lse_rows.data[lse_rows.offset(row)] = maxima[i] + logf(sum);
     }
 }

@@ -35,7 +35,7 @@ pub(super) fn run(
         let queries = Queries {
             q: Head::new(q, n_heads, dim, *head).rows(start..start + n_queries),
             n: *n_queries,
-            first: span.k.len() - span.q.len() + offset,
+            first: span.first + *offset as isize,
             n_keys: span.k.len(),
             spec,
         };
@@ -69,7 +69,8 @@ fn tiles(seqs: &Seqs, n_heads: usize) -> Vec<Tile> {
 
 /// Softmax over the tiles of keys with a running maximum and sum (Milakov and Gimelshein 2018).
 ///
-/// A row sees some key of the first tile (`tile` says why), so its maximum is finite ever after.
+/// A row that sees nothing of a tile is left as it is. One that sees nothing at all, as there are in a piece, gives zeros and
+/// a log-sum-exp of -inf.
 fn attend(queries: &Queries<'_>, (k, v): (Head<'_>, Head<'_>), span: &Span, o: &mut [f32], lse: &mut [f32]) {
     let (rows, dim) = (queries.n, o.len() / queries.n);
     let mut maxima = vec![f32::NEG_INFINITY; rows];
@@ -81,6 +82,9 @@ fn attend(queries: &Queries<'_>, (k, v): (Head<'_>, Head<'_>), span: &Span, o: &
         for (row, scores) in scores.chunks_exact_mut(tile.len()).enumerate() {
             let visible = queries.visible_in(row, &tile);
             clear_outside(scores, &visible);
+            if visible.is_empty() {
+                continue;
+            }
             let scores = &mut scores[visible];
             let max = exp::max(scores).max(maxima[row]);
             let shrink = exp::exp(maxima[row] - max);
@@ -93,7 +97,9 @@ fn attend(queries: &Queries<'_>, (k, v): (Head<'_>, Head<'_>), span: &Span, o: &
         gemm(MatMut::new(o, rows, dim), Old::Keep, p, of_span(v, &span.k, &tile), 1.0, Threads::One);
     }
     for (row, o) in o.chunks_exact_mut(dim).enumerate() {
-        o.iter_mut().for_each(|o| *o /= sums[row]);
+        if sums[row] != 0.0 {
+            o.iter_mut().for_each(|o| *o /= sums[row]);
+        }
         lse[row] = maxima[row] + sums[row].ln();
     }
 }

@@ -74,8 +74,10 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
     for (int i = 0; i < 4; ++i) visible[i] = view.keys_of(min(first + own_row + out.row_of(i), last) / heads.group);
 
     const Range of_first = view.keys_of(first / heads.group), of_last = view.keys_of(last / heads.group);
-    stage<TILE_ROWS>(q_tile, q_rows, first);
-    stage_keys(0, of_first.start);
+    if (of_first.start < of_last.end) {
+        stage<TILE_ROWS>(q_tile, q_rows, first);
+        stage_keys(0, of_first.start);
+    }
     for (int key = of_first.start, number = 0; key < of_last.end; key += KEYS, number ^= 1) {
         wait_for_copies();
         __syncthreads();
@@ -95,7 +97,7 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
     for (int i = 0; i < 4; ++i) {
         const int row = first + own_row + out.row_of(i);
         const float sum = row_sum(softmax.sums[i]);
-        factors[i] = 1.0f / sum;
+        factors[i] = sum == 0.0f ? 0.0f : 1.0f / sum;
         if (threadIdx.x % 4 == 0 && row <= last) {
             lse_rows.data[lse_rows.offset(row)] = softmax.maxima[i] * problem.scale + logf(sum);
         }

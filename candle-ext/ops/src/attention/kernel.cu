@@ -5,6 +5,7 @@
 #include "delta.cuh"
 #include "forward.cuh"
 #include "forward_mma.cuh"
+#include "merge.cuh"
 
 #define SAVED_PARAMETERS(T) \
     const T *q, const T *k, const T *v, const T *d_o, const float *lse, const float *delta
@@ -34,6 +35,17 @@
         else row_products<1>(o, d_o, delta, n, dim);                                                                \
     }
 FOR_EACH_FLOAT(DELTA)
+
+#define MERGE(T, suffix)                                                                                            \
+    extern "C" __global__ void merge_##suffix(float* out, float* lse, const T* other_out, const float* other_lse,  \
+                                              int n, int dim) {                                                     \
+        if (is_wide<float>(dim, out) && is_wide<T>(dim, other_out)) {                                               \
+            merge_rows<4>(out, lse, other_out, other_lse, n, dim);                                                  \
+        } else {                                                                                                    \
+            merge_rows<1>(out, lse, other_out, other_lse, n, dim);                                                  \
+        }                                                                                                           \
+    }
+FOR_EACH_FLOAT(MERGE)
 
 KERNELS(plain, float, f32, 64)
 KERNELS(plain, float, f32, 96)

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 
 use crate::floats::FloatsMut;
 use crate::gemm::Mat;
+use crate::simd::vectorised;
 
 /// Rows that one task copies back.
 const ROWS: usize = 32;
@@ -57,6 +58,18 @@ pub(super) fn by_row(x: &[f32], out: FloatsMut<'_>, n_heads: usize, dim: usize) 
                 let start = (head * rows + i * ROWS + row) * dim;
                 out.write((row * n_heads + head) * dim, &x[start..start + dim]);
             }
+        }
+    });
+}
+
+/// Adds f32 [n_heads, rows, dim] to [rows, n_heads, dim].
+pub(super) fn add_by_row(x: &[f32], sums: &mut [f32], n_heads: usize, dim: usize) {
+    let rows = x.len() / (n_heads * dim);
+    sums.par_chunks_mut(ROWS * n_heads * dim).enumerate().for_each(|(i, sums)| {
+        for (at, sums) in sums.chunks_exact_mut(dim).enumerate() {
+            let (row, head) = (i * ROWS + at / n_heads, at % n_heads);
+            let x = &x[(head * rows + row) * dim..][..dim];
+            vectorised!(sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x));
         }
     });
 }

@@ -11,6 +11,8 @@ mod cuda;
 mod cudnn;
 mod forward;
 mod layout;
+mod merge;
+mod piece;
 #[cfg(any(feature = "cudnn", test))]
 mod ragged;
 mod reference;
@@ -26,7 +28,8 @@ use crate::storage::{self, host};
 use crate::tape::{is_tracked, record};
 pub use choice::{AttentionChoice, AttentionHeads, AttentionImpl};
 use choice::{Graphs, Path, choose};
-use layout::Heads;
+use layout::{Heads, by_row};
+pub use piece::{Partial, Piece, PieceInputs, attention_piece, attention_piece_backward};
 pub use seqs::Seqs;
 
 /// What a query may see, and the factor on its scores.
@@ -136,12 +139,17 @@ impl Saved {
             d_o: d_o.floats()?,
             lse,
         };
-        backward::run(&inputs, grads.each_mut().map(FloatBuf::view), &self.seqs, &self.spec, self.heads);
+        let Heads { n_kv, dim, .. } = self.heads;
+        let by_head = backward::run(&inputs, &self.seqs, &self.spec, self.heads);
+        for ((grad, out), n_heads) in by_head.iter().zip(&mut grads).zip([self.heads.n_queries(), n_kv, n_kv]) {
+            by_row(grad, out.view(), n_heads, dim);
+        }
         let [dq, dk, dv] = grads;
         Ok([storage::tensor(dq, q.shape()), storage::tensor(dk, k.shape()), storage::tensor(dv, v.shape())])
     }
 }
 
+/// Fails unless these are queries, keys and values of these sequences.
 fn check(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Heads> {
     for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
         check_dtype("attention", name, tensor.dtype())?;

@@ -4,6 +4,8 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
+use super::piece::Piece;
+
 /// Packed sequences as cumulative lengths of their queries and keys.
 ///
 /// A sequence may have more keys than queries (a KV cache): its queries are then its last
@@ -12,6 +14,8 @@ use candle_core::{Result, bail};
 pub struct Seqs {
     cu_q: Vec<usize>,
     cu_k: Vec<usize>,
+    /// The position of each one's first query among its keys. In a [`Piece`] it may be before or behind all of them.
+    firsts: Vec<isize>,
 }
 
 /// One sequence: its rows among the queries and among the keys.
@@ -19,6 +23,8 @@ pub struct Seqs {
 pub(crate) struct Span {
     pub(crate) q: Range<usize>,
     pub(crate) k: Range<usize>,
+    /// The position of the first query among the keys.
+    pub(crate) first: isize,
 }
 
 impl Seqs {
@@ -34,13 +40,15 @@ impl Seqs {
         if cu_q.len() != cu_k.len() {
             bail!("sequences: {} of queries but {} of keys", cu_q.len() - 1, cu_k.len() - 1)
         }
-        let seqs = Self { cu_q, cu_k };
-        for (i, span) in seqs.spans().enumerate() {
-            if span.k.len() < span.q.len() {
-                bail!("sequences: number {i} has {} queries but only {} keys", span.q.len(), span.k.len())
+        let lens = cu_q.windows(2).zip(cu_k.windows(2)).map(|(q, k)| (q[1] - q[0], k[1] - k[0]));
+        let mut firsts = Vec::with_capacity(cu_q.len());
+        for (i, (n_queries, n_keys)) in lens.enumerate() {
+            if n_keys < n_queries {
+                bail!("sequences: number {i} has {n_queries} queries but only {n_keys} keys")
             }
+            firsts.push((n_keys - n_queries) as isize);
         }
-        Ok(seqs)
+        Ok(Self { cu_q, cu_k, firsts })
     }
 
     /// Cumulative lengths of the queries, starting at 0.
@@ -60,17 +68,45 @@ impl Seqs {
 
     /// The number of queries in all sequences.
     pub fn n_tokens(&self) -> usize {
-        self.cu_q[self.n_seqs()]
+        self.cu_q[self.cu_q.len() - 1]
     }
 
     /// The number of keys in all sequences.
     pub fn n_keys(&self) -> usize {
-        self.cu_k[self.n_seqs()]
+        self.cu_k[self.cu_k.len() - 1]
+    }
+
+    /// Takes some of the queries and some of the keys, both counted through all sequences. What a query sees stays what it
+    /// is: that depends on the places in the whole sequences.
+    pub fn piece(&self, queries: Range<usize>, keys: Range<usize>) -> Result<Piece> {
+        for (what, range, n) in [("queries", &queries, self.n_tokens()), ("keys", &keys, self.n_keys())] {
+            if range.start > range.end || range.end > n {
+                bail!("sequences: a piece of the {what} {range:?}, but there are {n}")
+            }
+        }
+        let mut piece = Self { cu_q: vec![0], cu_k: vec![0], firsts: Vec::new() };
+        for whole in self.spans() {
+            let (q, k) = (common(&whole.q, &queries), common(&whole.k, &keys));
+            if q.is_empty() && k.is_empty() {
+                continue;
+            }
+            let first = whole.first + (q.start - whole.q.start) as isize - (k.start - whole.k.start) as isize;
+            piece.cu_q.push(piece.n_tokens() + q.len());
+            piece.cu_k.push(piece.n_keys() + k.len());
+            piece.firsts.push(first);
+        }
+        Ok(Piece(piece))
     }
 
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
-        self.cu_q.windows(2).zip(self.cu_k.windows(2)).map(|(q, k)| Span { q: q[0]..q[1], k: k[0]..k[1] })
+        let ranges = self.cu_q.windows(2).zip(self.cu_k.windows(2));
+        ranges.zip(&self.firsts).map(|((q, k), first)| Span { q: q[0]..q[1], k: k[0]..k[1], first: *first })
     }
+}
+
+/// The part of `all` that lies in `wanted`: an empty one at its edge if there is none.
+fn common(all: &Range<usize>, wanted: &Range<usize>) -> Range<usize> {
+    wanted.start.clamp(all.start, all.end)..wanted.end.clamp(all.start, all.end)
 }
 
 fn check_cumulative(what: &str, cu: &[usize]) -> Result<()> {

@@ -17,7 +17,8 @@ struct Heads {
 
 // What all blocks of a kernel are told.
 struct Problem {
-    // [4, n_seqs + 1]: the queries, keys, tiles of rows and tiles of keys before each sequence, and of all.
+    // [5, n_seqs + 1]: the queries, keys, tiles of rows and tiles of keys before each sequence, and of all; and the position
+    // of each one's first query among its keys.
     const uint* seqs;
     int n_seqs;
     Heads heads;
@@ -25,19 +26,21 @@ struct Problem {
     float scale;
 };
 
-// What the queries of a sequence see of its keys. They are its last positions.
+// What the queries of a sequence see of its keys. `before` is the position of the first query among them: the last queries
+// are the last keys, unless these are pieces of their sequence.
 struct View {
-    int n_queries, n_keys, causal, window;
+    int n_queries, n_keys, before, causal, window;
 
     __device__ Range keys_of(int query) const {
-        const int position = n_keys - n_queries + query;
-        return {max(0, position + 1 - window), causal ? position + 1 : n_keys};
+        const int position = before + query;
+        const int end = causal ? min(max(0, position + 1), n_keys) : n_keys;
+        return {min(max(0, position + 1 - window), end), end};
     }
 
     // The queries that see something of the keys [first, last].
     __device__ Range queries_of(int first, int last) const {
-        const int before = n_keys - n_queries;
-        return {causal ? max(0, first - before) : 0, last + min(window, n_keys - last) - before};
+        const int end = min(max(0, last - before + window), n_queries);
+        return {causal ? min(max(0, first - before), end) : 0, end};
     }
 };
 
@@ -48,7 +51,7 @@ struct Sequence {
 };
 
 // Rows of `seqs`.
-enum { TILES_OF_ROWS = 2, TILES_OF_KEYS = 3 };
+enum { TILES_OF_ROWS = 2, TILES_OF_KEYS = 3, FIRST_POSITIONS = 4 };
 
 __device__ __forceinline__ Sequence find_sequence(const Problem& problem, int tiles, int tile) {
     const uint* cu_q = problem.seqs;
@@ -63,7 +66,8 @@ __device__ __forceinline__ Sequence find_sequence(const Problem& problem, int ti
     const int first_query = cu_q[low], first_key = cu_k[low];
     const int n_queries = static_cast<int>(cu_q[low + 1]) - first_query;
     const int n_keys = static_cast<int>(cu_k[low + 1]) - first_key;
-    const View view{n_queries, n_keys, problem.causal, problem.window};
+    const int before = static_cast<int>(cu_q[FIRST_POSITIONS * static_cast<long long>(problem.n_seqs + 1) + low]);
+    const View view{n_queries, n_keys, before, problem.causal, problem.window};
     return {view, first_query, first_key, tile - static_cast<int>(cu_tiles[low])};
 }
 

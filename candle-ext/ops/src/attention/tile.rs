@@ -14,9 +14,13 @@ const KEYS: usize = 128;
 /// Queries in a tile.
 pub(super) const QUERIES: usize = 128;
 
-// The first tile of keys starts where the first query's view does, and the views of the others
-// start at most one key later each: with no more queries than keys, all of them see into it.
-const _: () = assert!(QUERIES <= KEYS);
+/// The keys, of `n_keys`, that the query at `position` among them sees: none if all lie behind it, or too far before it.
+pub(super) fn visible(spec: &AttentionSpec, n_keys: usize, position: isize) -> Range<usize> {
+    let place = |at: isize| at.clamp(0, n_keys as isize) as usize;
+    let start = spec.window.map_or(0, |window| place((position + 1).saturating_sub_unsigned(window)));
+    let end = if spec.causal { place(position + 1) } else { n_keys };
+    start.min(end)..end
+}
 
 /// A tile of queries of one sequence and head.
 pub(super) struct Queries<'a> {
@@ -25,28 +29,26 @@ pub(super) struct Queries<'a> {
     /// How many there are.
     pub(super) n: usize,
     /// The position of the first query among its sequence's keys.
-    pub(super) first: usize,
+    pub(super) first: isize,
     pub(super) n_keys: usize,
     pub(super) spec: &'a AttentionSpec,
 }
 
 impl Queries<'_> {
-    /// Keys that the query at `position` sees.
-    fn visible(&self, position: usize) -> Range<usize> {
-        let start = self.spec.window.map_or(0, |window| (position + 1).saturating_sub(window));
-        let end = if self.spec.causal { position + 1 } else { self.n_keys };
-        start..end
+    /// Keys that a query sees.
+    fn visible(&self, query: usize) -> Range<usize> {
+        visible(self.spec, self.n_keys, self.first + query as isize)
     }
 
     /// The tiles of keys of which some query sees something.
     pub(super) fn key_tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (start, end) = (self.visible(self.first).start, self.visible(self.first + self.n - 1).end);
+        let (start, end) = (self.visible(0).start, self.visible(self.n - 1).end);
         (start..end).step_by(KEYS).map(move |start| start..(start + KEYS).min(end))
     }
 
     /// The part of a key tile that a query sees, counted from the tile's start.
     pub(super) fn visible_in(&self, query: usize, tile: &Range<usize>) -> Range<usize> {
-        let visible = self.visible(self.first + query);
+        let visible = self.visible(query);
         let start = visible.start.clamp(tile.start, tile.end);
         let end = visible.end.clamp(start, tile.end);
         start - tile.start..end - tile.start

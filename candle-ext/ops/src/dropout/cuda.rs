@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::Dropout;
+use super::{Dropout, Run};
 use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("dropout");
@@ -11,21 +11,23 @@ const OP: &str = "dropout";
 /// Elements of a thread, about.
 const PER_THREAD: usize = 8;
 
-/// Returns y = x mask / (1 - p).
-pub(super) fn apply(x: &Tensor, spec: Dropout) -> Result<Out> {
+/// Returns y = x mask / (1 - p), for each run of elements that of its place.
+pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[Run]) -> Result<Out> {
     let on = gpu(OP, x)?;
-    let n = x.elem_count();
-    let y = Out::new(on, x.dtype(), n)?;
-    let args = [
-        Arg::Address(address(OP, x)?),
-        Arg::Address(y.address),
-        Arg::I64(n as i64),
-        Arg::U64(spec.key),
-        Arg::U64(spec.threshold()),
-        Arg::F32(spec.scale()),
-    ];
+    let y = Out::new(on, x.dtype(), x.elem_count())?;
     let name = format!("apply_{}", suffix(OP, x.dtype())?);
-    // SAFETY: both have n elements of one format.
-    unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
+    for (here, place) in runs {
+        let (n, offset) = (here.len(), (here.start * x.dtype().size_in_bytes()) as u64);
+        let args = [
+            Arg::Address(address(OP, x)? + offset),
+            Arg::Address(y.address + offset),
+            Arg::I64(n as i64),
+            Arg::U64(spec.after(*place).key),
+            Arg::U64(spec.threshold()),
+            Arg::F32(spec.scale()),
+        ];
+        // SAFETY: both have these n elements of one format.
+        unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
+    }
     Ok(y)
 }

@@ -3,6 +3,9 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod rows;
+
+use std::rc::Rc;
 
 use candle_core::{Result, Tensor, bail};
 
@@ -11,6 +14,8 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::{keep, make_cheap, record};
+pub use rows::Rows;
+use rows::Run;
 
 /// Which elements are dropped.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,6 +46,19 @@ impl Dropout {
 /// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is kept for
 /// backward; the mask is drawn again.
 pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
+    dropped(x, spec, vec![(0..x.elem_count(), 0)])
+}
+
+/// The same for rows of a whole, along dim 0: they lose what they lose there.
+pub fn dropout_rows(x: &Tensor, spec: Dropout, rows: &Rows) -> Result<Tensor> {
+    let n_rows = x.dim(0)?;
+    let width = x.elem_count() / n_rows.max(1);
+    let runs = rows.runs(n_rows)?.into_iter();
+    dropped(x, spec, runs.map(|(here, place)| (here.start * width..here.end * width, place * width)).collect())
+}
+
+/// `runs` are the elements of x, and where each run of them begins in the whole.
+fn dropped(x: &Tensor, spec: Dropout, runs: Vec<Run>) -> Result<Tensor> {
     let _span = span("dropout", "forward");
     check_dtype("dropout", "the input", x.dtype())?;
     if !(0.0..1.0).contains(&spec.p) {
@@ -50,10 +68,11 @@ pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
         return Ok(x.clone());
     }
     let x = &x.contiguous()?;
-    let y = masked(x, spec)?;
-    let kept = keep(x);
-    make_cheap(&y, move || masked(&kept.get()?, spec));
-    Ok(record("dropout", [x.into()], y, move |dy| Ok([Some(masked(dy, spec)?)])))
+    let y = masked(x, spec, &runs)?;
+    let (kept, runs) = (keep(x), Rc::new(runs));
+    let again = Rc::clone(&runs);
+    make_cheap(&y, move || masked(&kept.get()?, spec, &again));
+    Ok(record("dropout", [x.into()], y, move |dy| Ok([Some(masked(dy, spec, &runs)?)])))
 }
 
 /// Gives each part of a key's world a key of its own: of a seed a key a step, of that one a micro-batch, and so on.
@@ -61,13 +80,17 @@ pub fn derive_key(key: u64, part: u64) -> u64 {
     cpu::random(key, part)
 }
 
-fn masked(x: &Tensor, spec: Dropout) -> Result<Tensor> {
+fn masked(x: &Tensor, spec: Dropout, runs: &[Run]) -> Result<Tensor> {
+    let shape = x.shape();
     on_device!("dropout", x, {
         cpu => {
             let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
-            cpu::apply(host("dropout", x)?.floats()?, y.view(), spec);
-            Ok(storage::tensor(y, x.shape()))
+            let x = host("dropout", x)?;
+            for (here, place) in runs {
+                cpu::apply(x.floats()?.slice(here.clone()), y.view().slice(here.clone()), spec.after(*place));
+            }
+            Ok(storage::tensor(y, shape))
         },
-        cuda => Ok(cuda::apply(x, spec)?.into_tensor(x.shape())),
+        cuda => Ok(cuda::apply(x, spec, runs)?.into_tensor(shape)),
     })
 }

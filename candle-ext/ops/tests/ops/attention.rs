@@ -37,12 +37,16 @@ impl Setup {
 
     fn with_case(&self, check: impl Fn(&Case<'_>)) {
         let seqs = self.seqs();
-        let name = format!("attention {self:?}");
+        self.with_op("attention", &|x| attention(&x[0], &x[1], &x[2], &seqs, &self.spec), check);
+    }
+
+    /// Of another way to compute the same.
+    pub(crate) fn with_op(&self, name: &str, op: &dyn Fn(&[Tensor]) -> Result<Tensor>, check: impl Fn(&Case<'_>)) {
         check(&Case {
-            name: &name,
+            name: &format!("{name} {self:?}"),
             inputs: self.inputs(),
             weights: vec![],
-            op: &|x, _| attention(&x[0], &x[1], &x[2], &seqs, &self.spec),
+            op: &|x, _| op(x),
             reference: &|x| self.naive(&x[0], &x[1], &x[2]),
         });
     }
@@ -52,7 +56,7 @@ impl Setup {
         let (cu_q, cu_k) = (cumulative(&self.queries), cumulative(&self.keys));
         let mut outputs = Vec::new();
         for i in (0..self.queries.len()).filter(|&i| self.queries[i] > 0) {
-            let mask = self.mask(self.queries[i], self.keys[i])?;
+            let mask = self.mask(i)?;
             let mut heads = Vec::new();
             for head in 0..self.hq {
                 let pick = |x: &Tensor, head, cu: &[usize]| {
@@ -71,20 +75,23 @@ impl Setup {
         Tensor::cat(&outputs, 0)
     }
 
-    fn mask(&self, n_queries: usize, n_keys: usize) -> Result<Tensor> {
-        let sees = |query: usize, key: usize| {
-            let position = query + n_keys - n_queries;
-            let window = self.spec.window.unwrap_or(usize::MAX);
-            (!self.spec.causal || key <= position) && position < window.saturating_add(key)
-        };
+    /// Whether a query sees a key, both counted in their sequence.
+    pub(crate) fn sees(&self, sequence: usize, query: usize, key: usize) -> bool {
+        let position = query + self.keys[sequence] - self.queries[sequence];
+        let window = self.spec.window.unwrap_or(usize::MAX);
+        (!self.spec.causal || key <= position) && position < window.saturating_add(key)
+    }
+
+    fn mask(&self, sequence: usize) -> Result<Tensor> {
+        let (n_queries, n_keys) = (self.queries[sequence], self.keys[sequence]);
         let values: Vec<f64> = (0..n_queries)
-            .flat_map(|query| (0..n_keys).map(move |key| if sees(query, key) { 0.0 } else { -1e30 }))
+            .flat_map(|query| (0..n_keys).map(move |key| if self.sees(sequence, query, key) { 0.0 } else { -1e30 }))
             .collect();
         Tensor::from_vec(values, (n_queries, n_keys), &Device::Cpu)
     }
 }
 
-fn cumulative(lens: &[usize]) -> Vec<usize> {
+pub(crate) fn cumulative(lens: &[usize]) -> Vec<usize> {
     let sums = lens.iter().scan(0, |sum, len| {
         *sum += len;
         Some(*sum)
@@ -97,7 +104,7 @@ pub(crate) fn window(window: usize) -> AttentionSpec {
 }
 
 /// Those that tests check in every number format.
-fn small() -> Vec<Setup> {
+pub(crate) fn small() -> Vec<Setup> {
     vec![
         Setup::packed(&[150, 1, 0, 37], (6, 2, 16), CAUSAL),
         Setup::packed(&[1], (1, 1, 1), CAUSAL),

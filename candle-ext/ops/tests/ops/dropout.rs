@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Dropout, derive_key, dropout};
+use candlewick_ops::{Dropout, Rows, derive_key, dropout, dropout_rows};
 
 use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, randn, tape, values};
 
@@ -85,4 +85,28 @@ fn a_probability_of_nothing_changes_nothing_and_of_one_is_refused() {
     for p in [1.0, -0.1, f64::NAN] {
         assert_error(dropout(&x, Dropout { p, key: 1 }), "want a probability in [0, 1)");
     }
+}
+
+#[test]
+fn rows_lose_what_they_lose_in_the_whole() {
+    let whole = randn((60, 37), 1);
+    let ranges = [3..11, 40..41, 12..30];
+    let pick = |x: &Tensor| {
+        let parts = ranges.clone().map(|range| x.narrow(0, range.start, range.len()).unwrap());
+        Tensor::cat(&parts, 0).unwrap()
+    };
+    let rows = Rows::new(ranges.to_vec());
+    for place in Place::all() {
+        place.run(|| {
+            let (whole, dy) = (place.put(&whole), place.put(&randn((60, 37), 2)));
+            let x = pick(&whole);
+            let tape = tape(std::slice::from_ref(&x), || dropout_rows(&x, SPEC, &rows));
+            assert_eq!(bits(tape.output()), bits(&pick(&dropout(&whole, SPEC).unwrap())), "{place:?}");
+            let dx = tape.backward(&pick(&dy)).unwrap().remove(&x).unwrap();
+            assert_eq!(bits(&dx), bits(&pick(&dropout(&dy, SPEC).unwrap())), "{place:?}");
+            let rest = dropout_rows(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.after(10)).unwrap();
+            assert_eq!(bits(&rest), bits(&pick(&dropout(&whole, SPEC).unwrap()).narrow(0, 10, 17).unwrap()));
+        });
+    }
+    assert_error(dropout_rows(&whole, SPEC, &rows), "60 rows, of which 27 have a place");
 }

@@ -5,6 +5,7 @@
 mod adamw;
 mod attention;
 mod attention_implementations;
+mod attention_pieces;
 mod cases;
 mod dropout;
 mod embedding;

@@ -1,0 +1,84 @@
+//! Which rows of a whole the rows at hand are.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{Result, bail};
+
+/// Ranges of rows of a whole, in the order in which they lie here. Cheap to clone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rows(Arc<[Range<usize>]>);
+
+/// A range here, and where it begins in the whole.
+pub(super) type Run = (Range<usize>, usize);
+
+impl Rows {
+    /// The rows of a whole that is here, however many they are.
+    pub fn all() -> Self {
+        Self::new(vec![0..usize::MAX])
+    }
+
+    /// These rows, range after range.
+    pub fn new(ranges: Vec<Range<usize>>) -> Self {
+        Self(ranges.into())
+    }
+
+    /// The ranges.
+    pub fn ranges(&self) -> &[Range<usize>] {
+        &self.0
+    }
+
+    /// The same rows without the first n.
+    pub fn after(&self, n: usize) -> Self {
+        let mut skipped = n;
+        let rest = self.0.iter().filter_map(|range| {
+            let start = range.start + skipped.min(range.len());
+            skipped -= start - range.start;
+            (start < range.end).then_some(start..range.end)
+        });
+        Self(rest.collect())
+    }
+
+    /// Where the first n rows lie here and in the whole.
+    pub(super) fn runs(&self, n: usize) -> Result<Vec<Run>> {
+        let (mut runs, mut here) = (Vec::new(), 0);
+        for range in self.0.iter() {
+            let len = range.len().min(n - here);
+            if len > 0 {
+                runs.push((here..here + len, range.start));
+            }
+            here += len;
+        }
+        if here < n {
+            bail!("dropout: {n} rows, of which {here} have a place")
+        }
+        Ok(runs)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_after_some_rows_begins_where_they_end() {
+        let rows = Rows::new(vec![3..5, 9..9, 10..14]);
+        let after = |n: usize| rows.after(n).ranges().to_vec();
+        assert_eq!(after(0), [3..5, 10..14]);
+        assert_eq!(after(1), [4..5, 10..14]);
+        assert_eq!(after(2), [10..14]);
+        assert_eq!(after(5), [13..14]);
+        assert!(after(6).is_empty() && after(7).is_empty());
+        assert_eq!(Rows::all().after(7).ranges(), [7..usize::MAX]);
+    }
+
+    #[test]
+    fn runs_cover_the_rows_at_hand_or_are_refused() {
+        let rows = Rows::new(vec![3..5, 10..14]);
+        assert_eq!(rows.runs(4).unwrap(), [(0..2, 3), (2..4, 10)]);
+        assert_eq!(rows.runs(1).unwrap(), [(0..1, 3)]);
+        assert_eq!(Rows::all().runs(9).unwrap(), [(0..9, 0)]);
+        assert_eq!(rows.runs(7).unwrap_err().to_string(), "dropout: 7 rows, of which 6 have a place");
+    }
+}

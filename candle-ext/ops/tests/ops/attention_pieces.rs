@@ -1,0 +1,275 @@
+//! Attention piece by piece gives what it gives in one.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_ops::{
+    AttentionChoice, AttentionImpl, AttentionSpec, Partial, PieceInputs, Seqs, attention, attention_piece,
+    attention_piece_backward, record,
+};
+use rand::Rng;
+use rand::rngs::StdRng;
+
+use crate::attention::{BIDIRECTIONAL, CAUSAL, Setup, cumulative, setups, small, window};
+use crate::cases::{F32, Place, assert_close, assert_close_above, assert_error, bits, norm, randn, rng, tape, values};
+
+/// Where queries and keys are cut.
+struct Cuts {
+    queries: Vec<Range<usize>>,
+    keys: Vec<Range<usize>>,
+}
+
+impl Cuts {
+    /// Anywhere, so many times each: pieces may be empty, and begin and end within sequences.
+    fn draw(setup: &Setup, n_cuts: usize, rng: &mut StdRng) -> Self {
+        let mut cut = |n: usize| {
+            let mut ends: Vec<usize> = (0..n_cuts).map(|_| rng.random_range(0..=n)).collect();
+            ends.extend([0, n]);
+            ends.sort_unstable();
+            ends.windows(2).map(|pair| pair[0]..pair[1]).collect()
+        };
+        Self { queries: cut(setup.queries.iter().sum()), keys: cut(setup.keys.iter().sum()) }
+    }
+
+    fn pairs(&self) -> impl Iterator<Item = (&Range<usize>, &Range<usize>)> {
+        self.queries.iter().flat_map(|queries| self.keys.iter().map(move |keys| (queries, keys)))
+    }
+}
+
+fn rows(x: &Tensor, range: &Range<usize>) -> Result<Tensor> {
+    x.narrow(0, range.start, range.len())
+}
+
+/// The outputs of all pieces merged, those that are hidden left out.
+fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<Partial> {
+    let (seqs, sum) = (setup.seqs(), Partial::nothing(&x[0])?);
+    for (queries, keys) in cuts.pairs() {
+        let piece = seqs.piece(queries.clone(), keys.clone())?;
+        if !piece.is_hidden(&setup.spec) {
+            let (q, k, v) = (rows(&x[0], queries)?, rows(&x[1], keys)?, rows(&x[2], keys)?);
+            let part = attention_piece(&q, &k, &v, &piece, &setup.spec)?;
+            sum.rows(queries.start, queries.len())?.merge(&part)?;
+        }
+    }
+    Ok(sum)
+}
+
+/// Attention in pieces, forward and backward, as one op.
+fn in_pieces(x: &[Tensor], setup: &Setup, cuts: Cuts) -> Result<Tensor> {
+    let sum = merged(x, setup, &cuts)?;
+    let out = sum.out().to_dtype(x[0].dtype())?;
+    let (setup, saved, all) = (setup.clone(), x.to_vec(), out.clone());
+    Ok(record("pieces", [(&x[0]).into(), (&x[1]).into(), (&x[2]).into()], out, move |d_out| {
+        let [dq, dk, dv] = [0, 1, 2].map(|i| Tensor::zeros(saved[i].shape(), DType::F32, saved[i].device()));
+        let grads = [dq?, dk?, dv?];
+        for (queries, keys) in cuts.pairs() {
+            let piece = setup.seqs().piece(queries.clone(), keys.clone())?;
+            let of_keys = [&saved[1], &saved[2], &grads[1], &grads[2]].map(|x| rows(x, keys));
+            let [k, v, dk, dv] = of_keys;
+            let of_queries = [&saved[0], &all, sum.lse(), d_out, &grads[0]].map(|x| rows(x, queries));
+            let [q, out, lse, d_out, dq] = of_queries;
+            let (q, k, v, out, lse, d_out) = (&q?, &k?, &v?, &out?, &lse?, &d_out?);
+            let inputs = PieceInputs { q, k, v, out, lse, d_out };
+            attention_piece_backward(&inputs, &piece, &setup.spec, [&dq?, &dk?, &dv?])?;
+        }
+        let [dq, dk, dv] = grads.map(|grad| grad.to_dtype(saved[0].dtype()));
+        Ok([Some(dq?), Some(dk?), Some(dv?)])
+    }))
+}
+
+/// The output and the gradients of q, k and v, from a random upstream gradient.
+fn results(x: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Vec<Tensor> {
+    let tape = tape(x, op);
+    let y = tape.output().clone();
+    let grads = tape.backward(&randn(y.shape(), 99)).unwrap();
+    std::iter::once(y).chain(x.iter().map(|x| grads.get(x).unwrap().clone())).collect()
+}
+
+#[test]
+fn pieces_cut_anywhere_equal_the_whole() {
+    for (seed, setup) in setups().iter().enumerate() {
+        let x = setup.inputs();
+        let whole = results(&x, || attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec));
+        let floor = 0.1 * norm(&whole[0]);
+        for draw in 0..10 {
+            let cuts = Cuts::draw(setup, draw as usize % 4, &mut rng(10 * seed as u64 + draw));
+            let pieces = results(&x, || in_pieces(&x, setup, cuts));
+            for (what, (got, want)) in ["y", "dq", "dk", "dv"].iter().zip(pieces.iter().zip(&whole)) {
+                assert_close_above(&format!("{what} of {draw} of {setup:?}"), got, want, F32, floor);
+            }
+        }
+    }
+}
+
+#[test]
+fn pieces_equal_the_reference_in_every_format() {
+    for (seed, setup) in small().iter().enumerate() {
+        let op = |x: &[Tensor]| in_pieces(x, setup, Cuts::draw(setup, 1, &mut rng(seed as u64)));
+        setup.with_op("pieces", &op, |case| case.check_all_formats());
+    }
+}
+
+#[test]
+fn pieces_of_many_tiles_equal_the_reference() {
+    for (dtype, dim, spec) in [
+        (DType::F32, 8, CAUSAL),
+        (DType::BF16, 64, window(70)),
+        (DType::F16, 96, BIDIRECTIONAL),
+        (DType::BF16, 128, CAUSAL),
+    ] {
+        let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
+        let setup = Setup::packed(&[17, 200], (2, 1, dim), spec);
+        let op = |x: &[Tensor]| in_pieces(x, &setup, Cuts::draw(&setup, 1, &mut rng(dim as u64)));
+        setup.with_op("pieces", &op, |case| case.check(dtype));
+    }
+}
+
+/// The log of each row's exponential sum.
+fn log_sum_exp(setup: &Setup, q: &Tensor, k: &Tensor) -> Tensor {
+    let (cu_q, cu_k) = (cumulative(&setup.queries), cumulative(&setup.keys));
+    let (q, k) = (values(q), values(k));
+    let dot = |a: usize, b: usize| (0..setup.dim).map(|i| q[a * setup.dim + i] * k[b * setup.dim + i]).sum::<f64>();
+    let mut lse = Vec::new();
+    for sequence in 0..setup.queries.len() {
+        for query in 0..setup.queries[sequence] {
+            for head in 0..setup.hq {
+                let score = |key: usize| {
+                    let key_head = head / (setup.hq / setup.hkv);
+                    let row = (cu_k[sequence] + key) * setup.hkv + key_head;
+                    f64::from(setup.spec.scale) * dot((cu_q[sequence] + query) * setup.hq + head, row)
+                };
+                let seen = (0..setup.keys[sequence]).filter(|key| setup.sees(sequence, query, *key));
+                lse.push(seen.map(|key| score(key).exp()).sum::<f64>().ln());
+            }
+        }
+    }
+    Tensor::from_vec(lse, (q.len() / setup.hq / setup.dim, setup.hq), &Device::Cpu).unwrap()
+}
+
+#[test]
+fn the_log_of_the_sums_is_that_of_all_pieces() {
+    for (seed, setup) in small().iter().enumerate() {
+        let x = setup.inputs();
+        let want = log_sum_exp(setup, &x[0], &x[1]);
+        let cuts = Cuts::draw(setup, 2, &mut rng(seed as u64));
+        for place in Place::all() {
+            let x: Vec<Tensor> = x.iter().map(|x| place.put(x)).collect();
+            let sum = place.run(|| merged(&x, setup, &cuts).unwrap());
+            assert_close(&format!("{place:?} {setup:?}"), sum.lse(), &want, F32);
+        }
+    }
+}
+
+#[test]
+fn a_piece_is_hidden_if_no_query_sees_a_key() {
+    let mut rng = rng(7);
+    let (mut n_hidden, mut n_seen) = (0, 0);
+    for setup in setups() {
+        let (cu_q, cu_k) = (cumulative(&setup.queries), cumulative(&setup.keys));
+        for _ in 0..20 {
+            let cuts = Cuts::draw(&setup, 2, &mut rng);
+            for (queries, keys) in cuts.pairs() {
+                let sees = (0..setup.queries.len()).any(|i| {
+                    let mut of_queries = (cu_q[i]..cu_q[i + 1]).filter(|at| queries.contains(at));
+                    let of_keys = |query| {
+                        let mut of_keys = (cu_k[i]..cu_k[i + 1]).filter(|at| keys.contains(at));
+                        of_keys.any(|key| setup.sees(i, query - cu_q[i], key - cu_k[i]))
+                    };
+                    of_queries.any(of_keys)
+                });
+                let piece = setup.seqs().piece(queries.clone(), keys.clone()).unwrap();
+                assert_eq!(piece.is_hidden(&setup.spec), !sees, "{queries:?} {keys:?} of {setup:?}");
+                *(if sees { &mut n_seen } else { &mut n_hidden }) += 1;
+            }
+        }
+    }
+    assert!(n_hidden > 1000 && n_seen > 1000, "{n_hidden} {n_seen}");
+}
+
+/// The second sequence's keys with the first one's queries, later queries, and queries beyond the window.
+#[test]
+fn what_sees_nothing_gives_nothing() {
+    let setup = Setup::packed(&[150, 140], (4, 2, 64), window(9));
+    for (queries, keys) in [(0..150, 150..290), (0..70, 80..150), (100..150, 0..80), (150..290, 0..150)] {
+        for dtype in [DType::F32, DType::BF16] {
+            for place in Place::all() {
+                let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(&x.to_dtype(dtype).unwrap())).collect();
+                let piece = setup.seqs().piece(queries.clone(), keys.clone()).unwrap();
+                assert!(piece.is_hidden(&setup.spec));
+                let (q, k, v) = (rows(&x[0], &queries), rows(&x[1], &keys), rows(&x[2], &keys));
+                let (q, k, v) = (q.unwrap(), k.unwrap(), v.unwrap());
+                let part = place.run(|| attention_piece(&q, &k, &v, &piece, &setup.spec)).unwrap();
+                assert!(values(part.out()).iter().all(|x| *x == 0.0), "{place:?}");
+                assert!(values(part.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{place:?}");
+                let sum = Partial::nothing(&q).unwrap();
+                place.run(|| sum.merge(&part)).unwrap();
+                assert!(values(sum.out()).iter().all(|x| *x == 0.0), "{place:?}");
+                assert!(values(sum.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{place:?}");
+
+                let finite = Tensor::zeros(part.lse().shape(), DType::F32, q.device()).unwrap();
+                let inputs = PieceInputs { q: &q, k: &k, v: &v, out: &q, lse: &finite, d_out: &q };
+                let grads = [&q, &k, &v].map(|x| x.ones_like().unwrap().to_dtype(DType::F32).unwrap());
+                place.run(|| attention_piece_backward(&inputs, &piece, &setup.spec, grads.each_ref())).unwrap();
+                assert!(grads.iter().all(|grad| values(grad).iter().all(|x| *x == 1.0)), "{place:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_nan_is_merged() {
+    let setup = Setup::packed(&[4], (1, 1, 2), CAUSAL);
+    for place in Place::all() {
+        let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
+        let k = Tensor::new(&[[[0f32, 0.0]], [[0.0, 0.0]], [[f32::NAN, 0.0]], [[0.0, 0.0]]], x[1].device()).unwrap();
+        let cuts = Cuts { queries: vec![0..4], keys: vec![0..2, 2..3, 3..4] };
+        let sum = place.run(|| merged(&[x[0].clone(), k, x[2].clone()], &setup, &cuts)).unwrap();
+        let nan: Vec<bool> = values(sum.out()).iter().map(|x| x.is_nan()).collect();
+        assert_eq!(nan, [false, false, false, false, true, true, true, true], "{place:?}");
+    }
+}
+
+#[test]
+fn the_whole_as_a_piece_is_attention_to_the_bit() {
+    let setup = Setup::packed(&[130, 7, 0, 41], (4, 2, 64), CAUSAL);
+    for place in Place::all() {
+        let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
+        let run =
+            |x: &[Tensor]| attention_piece(&x[0], &x[1], &x[2], &setup.seqs().piece(0..178, 0..178)?, &setup.spec);
+        let piece = place.run(|| run(&x)).unwrap();
+        let whole = place.run(|| attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec)).unwrap();
+        assert_eq!(bits(piece.out()), bits(&whole), "{place:?}");
+    }
+}
+
+#[test]
+fn wrong_pieces_are_named() {
+    let seqs = Seqs::packed(vec![0, 5]).unwrap();
+    assert_error(seqs.piece(3..6, 0..5), "a piece of the queries 3..6, but there are 5");
+    #[allow(clippy::reversed_empty_ranges)]
+    let reversed = seqs.piece(0..5, 4..2);
+    assert_error(reversed, "a piece of the keys 4..2, but there are 5");
+    let (piece, q) = (seqs.piece(0..5, 0..3).unwrap(), randn((5, 2, 4), 1));
+    let k = q.narrow(0, 0, 3).unwrap();
+    assert_error(attention_piece(&q, &q, &q, &piece, &CAUSAL), "the sequences hold 5 queries and 3 keys");
+    for implementation in [AttentionImpl::Reference, AttentionImpl::Cudnn] {
+        let spec = AttentionSpec { choice: AttentionChoice { implementation, deterministic: false }, ..CAUSAL };
+        assert_error(attention_piece(&q, &k, &k, &piece, &spec), "cannot compute a piece of the keys; `fused` can");
+    }
+    let part = attention_piece(&q, &k, &k, &piece, &CAUSAL).unwrap();
+    assert_error(part.rows(0, 4).unwrap().merge(&part), "F32 [5, 2, 4] into F32 [4, 2, 4]");
+    assert_error(part.merge(&part.rows(0, 5).unwrap()), "share their memory");
+    let inputs = PieceInputs { q: &q, k: &k, v: &k, out: &q, lse: part.lse(), d_out: &k };
+    let grads = [&q, &k, &k];
+    assert_error(
+        attention_piece_backward(&inputs, &piece, &CAUSAL, grads),
+        "d_out is F32 [3, 2, 4], but q F32 [5, 2, 4]",
+    );
+    let inputs = PieceInputs { d_out: &q, ..inputs };
+    assert_error(
+        attention_piece_backward(&inputs, &piece, &CAUSAL, [&q, &q, &k]),
+        "dk is F32 [5, 2, 4], want F32 [3, 2, 4]",
+    );
+    let inputs = PieceInputs { lse: &q, ..inputs };
+    assert_error(attention_piece_backward(&inputs, &piece, &CAUSAL, grads), "lse is [5, 2, 4], want [5, 2]");
+}
