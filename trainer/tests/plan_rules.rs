@@ -154,6 +154,7 @@ fn a_refused_key_of_the_recipe_has_its_line_and_all_of_them_are_shown() {
 fn default_values_of_what_is_not_implemented_are_fine() {
     plan(&[
         "sequence_parallel_size=1",
+        "context_parallel_size=1",
         "expert_parallel_size=1",
         "arctic_moe=auto",
         "enable_routing_replay=false",
@@ -532,8 +533,9 @@ fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
 #[test]
 fn ranks_share_as_the_stage_says() {
     let plan = |dp_replicate, dp_shard, sequence, zero_stage| {
-        Ok(RanksPlan { dp_replicate, dp_shard, sequence, timeout: 1800, zero_stage })
+        Ok(RanksPlan { dp_replicate, dp_shard, context: 1, sequence, timeout: 1800, zero_stage })
     };
+    let in_ring = |context, plan: Result<RanksPlan, String>| plan.map(|plan| RanksPlan { context, ..plan });
     const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
     const GROUPS_OF_4: &str = "deepspeed.zero_optimization.mics_shard_size=4";
     assert_eq!(of_ranks(8, &[]), plan(8, 1, 1, 0));
@@ -543,6 +545,11 @@ fn ranks_share_as_the_stage_says() {
     assert_eq!(of_ranks(8, &[STAGE_3, "sequence_parallel_size=2"]), plan(1, 4, 2, 3));
     assert_eq!(of_ranks(8, &[STAGE_3, GROUPS_OF_4, "sequence_parallel_size=2"]), plan(2, 2, 2, 3));
     assert_eq!(of_ranks(1, &[STAGE_3]), plan(1, 1, 1, 0));
+    assert_eq!(of_ranks(6, &["context_parallel_size=3"]), in_ring(3, plan(2, 1, 1, 0)));
+    assert_eq!(of_ranks(6, &[STAGE_3, "context_parallel_size=3"]), in_ring(3, plan(1, 2, 1, 3)));
+    let both = ["sequence_parallel_size=2", "context_parallel_size=2"];
+    assert_eq!(of_ranks(8, &both), in_ring(2, plan(2, 1, 2, 0)));
+    assert_eq!(of_ranks(8, &[&both[..], &[STAGE_3, GROUPS_OF_4]].concat()), in_ring(2, plan(2, 1, 2, 3)));
 }
 
 #[test]
@@ -558,4 +565,12 @@ fn ranks_that_do_not_divide_are_refused_with_what_would() {
     refused(6, &["sequence_parallel_size=3"], [heads, "use 1 or 2"]);
     refused(1, &["sequence_parallel_size=2"], ["1 ranks do not fall into groups of 2", "use 1"]);
     refused(2, &["sequence_parallel_size=0"], ["expected at least 1, found 0", "sequence_parallel_size"]);
+    refused(2, &["context_parallel_size=0"], ["expected at least 1, found 0", "context_parallel_size"]);
+    refused(6, &["context_parallel_size=4"], ["6 ranks do not fall into rings of 4", "use 1 or 2 or 3 or 6"]);
+    let both = ["sequence_parallel_size=2", "context_parallel_size=2"];
+    refused(6, &both, ["3 groups of 2 ranks do not fall into rings of 2", "use 1 or 3"]);
+    let shards = [&groups_of_3[..], &["context_parallel_size=2"]].concat();
+    refused(6, &shards, ["groups of 3 cannot be made of 6 ranks of which 2 share a sequence", "use 2 or 6"]);
+    let reference = ["context_parallel_size=2", "model.attn_implementation=reference"];
+    refused(2, &reference, ["reference attention cannot compute with a part of the keys", "auto or fused"]);
 }

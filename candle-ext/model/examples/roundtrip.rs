@@ -15,7 +15,7 @@ use candlewick_model::{
     AdapterFolder, Config, Cx, MlpRows, Model, OneDevice, ParamSpec, Weights,
     checkpoint::{Checkpoint, Companions, Export},
 };
-use candlewick_ops::{AttentionChoice, Seqs, Weight};
+use candlewick_ops::{AttentionChoice, Rows, Seqs, Weight};
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -80,7 +80,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
         sin: &sin,
         seqs: &seqs,
         dropout_key: None,
-        first_row: 0,
+        rows: &Rows::all(),
         attention: AttentionChoice::default(),
         mlp_rows: MlpRows::Together,
         seams: &OneDevice,

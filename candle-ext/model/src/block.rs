@@ -3,7 +3,7 @@
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Seqs};
+use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Rows, Seqs};
 
 use crate::{Config, Weights, unit::block_prefix, weights::Dropped};
 
@@ -51,8 +51,8 @@ pub struct Cx<'a> {
     pub seqs: &'a Seqs,
     /// Chooses what dropout drops; `None` outside of training, where nothing is.
     pub dropout_key: Option<u64>,
-    /// Where these tokens begin among those of the micro-batch.
-    pub first_row: usize,
+    /// Which of the micro-batch's tokens these are.
+    pub rows: &'a Rows,
     /// What computes attention.
     pub attention: AttentionChoice,
     /// How the MLP passes over the tokens.
@@ -63,7 +63,7 @@ pub struct Cx<'a> {
 
 impl Cx<'_> {
     fn dropped(&self) -> Option<Dropped> {
-        self.dropout_key.map(|key| Dropped::whole(key).at_row(self.first_row))
+        self.dropout_key.map(|key| Dropped::new(key, self.rows))
     }
 }
 
@@ -102,12 +102,13 @@ impl Block<'_> {
     fn mlp(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
         let dropped = cx.dropped();
         match cx.mlp_rows {
-            MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped),
+            MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped.as_ref()),
             MlpRows::InTiles => {
                 let (w, prefix) = (self.w.clone(), self.prefix.clone());
                 let tile_rows = tile_rows(x_td.dim(0)?, self.config.hidden_size());
                 ops::tiled(x_td, tile_rows, move |x_td, first_row| {
-                    mlp(&w, &prefix, x_td, dropped.map(|dropped| dropped.at_row(first_row)))
+                    let dropped = dropped.as_ref().map(|dropped| dropped.at_row(first_row));
+                    mlp(&w, &prefix, x_td, dropped.as_ref())
                 })
             }
         }
@@ -133,7 +134,7 @@ impl Block<'_> {
     }
 
     fn linear(&self, name: &str, x: &Tensor, cx: &Cx) -> Result<Tensor> {
-        self.w.linear(&format!("{}.{name}", self.prefix), x, cx.dropped())
+        self.w.linear(&format!("{}.{name}", self.prefix), x, cx.dropped().as_ref())
     }
 
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
@@ -142,7 +143,7 @@ impl Block<'_> {
     }
 }
 
-fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<Dropped>) -> Result<Tensor> {
+fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<&Dropped>) -> Result<Tensor> {
     let linear = |name: &str, x: &Tensor| w.linear(&format!("{prefix}.mlp.{name}"), x, dropped);
     let (gate_tf, up_tf) = (linear("gate_proj", x_td)?, linear("up_proj", x_td)?);
     linear("down_proj", &ops::swiglu(&gate_tf, &up_tf)?)

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, Dropout, Precision, Weight};
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, Dropout, Precision, Rows, Weight};
 
 use crate::{
     Adapter, Unit,
@@ -18,27 +18,27 @@ pub struct Weights {
 }
 
 /// What dropout drops of the rows at hand.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct Dropped {
     key: u64,
-    /// Where these rows begin among those of the micro-batch.
-    first_row: usize,
+    /// Which of the micro-batch's rows they are.
+    rows: Rows,
 }
 
 impl Dropped {
-    pub(crate) fn whole(key: u64) -> Self {
-        Self { key, first_row: 0 }
+    pub(crate) fn new(key: u64, rows: &Rows) -> Self {
+        Self { key, rows: rows.clone() }
     }
 
     /// What is dropped of the rows from `row` of these on.
-    pub(crate) fn at_row(self, row: usize) -> Self {
-        Self { first_row: self.first_row + row, ..self }
+    pub(crate) fn at_row(&self, row: usize) -> Self {
+        Self { key: self.key, rows: self.rows.after(row) }
     }
 
-    /// What is dropped of the inputs `x` of a module: the same whether its rows come in one piece or in several.
-    fn of(self, module: &str, p: f64, x: &Tensor) -> Result<Dropout> {
+    /// The inputs `x` of a module without what is dropped: the same whether its rows come in one piece or in several.
+    fn of(&self, module: &str, p: f64, x: &Tensor) -> Result<Tensor> {
         let key = ops::derive_key(self.key, fnv1a(FNV_START, module));
-        Ok(Dropout { p, key }.after(self.first_row * x.dim(D::Minus1)?))
+        ops::dropout_rows(x, Dropout { p, key }, &self.rows)
     }
 }
 
@@ -63,12 +63,12 @@ impl Weights {
     }
 
     /// y = x W^T + b, plus scaling * (dropout(x) A^T) B^T where the module has an adapter.
-    pub(crate) fn linear(&self, module: &str, x: &Tensor, dropped: Option<Dropped>) -> Result<Tensor> {
+    pub(crate) fn linear(&self, module: &str, x: &Tensor, dropped: Option<&Dropped>) -> Result<Tensor> {
         let part = |name: &str| self.weights.get(&format!("{module}.{name}"));
         let base = ops::linear(x, self.get(&format!("{module}.weight"))?, part("bias"), Precision::Compute)?;
         let Some(adapter) = self.adapters.get(module) else { return Ok(base) };
         let x = match dropped {
-            Some(dropped) => ops::dropout(x, dropped.of(module, adapter.dropout, x)?)?,
+            Some(dropped) => dropped.of(module, adapter.dropout, x)?,
             None => x.clone(),
         };
         // Scaled while it is small and unrounded.

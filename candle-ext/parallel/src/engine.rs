@@ -9,12 +9,12 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
 use candlewick_ops::{
-    AttentionChoice, Awake, CrossEntropy, Reduction, Seqs, Tape, Upstream, linear_cross_entropy, span, stay_awake,
+    AttentionChoice, Awake, CrossEntropy, Reduction, Rows, Seqs, Tape, Upstream, linear_cross_entropy, span, stay_awake,
 };
 
 use crate::offload::{Parked, Parking};
 use crate::params::ParamStore;
-use crate::sequence::{Part, Ulysses};
+use crate::sequence::{Part, Sequence};
 
 /// What a block keeps between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +84,7 @@ pub struct Engine {
     device: Device,
     attention: AttentionChoice,
     mlp_rows: MlpRows,
-    sequence: Option<Ulysses>,
+    sequence: Option<Sequence>,
 }
 
 enum Kept {
@@ -130,8 +130,8 @@ impl Engine {
     }
 
     /// The same engine with the tokens of each micro-batch shared among these ranks: all of them give the same ones.
-    pub fn with_sequence(self, ranks: Arc<dyn Collective>) -> Self {
-        Self { sequence: Some(Ulysses::new(ranks)), ..self }
+    pub fn with_sequence(self, sequence: Sequence) -> Self {
+        Self { sequence: Some(sequence), ..self }
     }
 
     /// Returns the model.
@@ -192,10 +192,9 @@ impl Engine {
         is_last: bool,
     ) -> Result<Tensor> {
         let _awake = self.stay_awake();
-        let Part { micro, first_row } = &self.part(micro)?;
+        let Part { micro, rows } = &self.part(micro)?;
         let (cos, sin) = self.model.rope(&micro.positions, &self.device)?;
-        let of_all = self.cx([&cos, &sin], &micro.seqs, self.seams());
-        let cx = Cx { dropout_key: Some(dropout_key), first_row: *first_row, ..of_all };
+        let cx = Cx { dropout_key: Some(dropout_key), ..self.cx([&cos, &sin], &micro.seqs, rows, self.seams()) };
 
         let embedded = Tape::record(&[], || self.model.embed(&self.store.fetch(0)?, &micro.ids))?;
         let mut x = embedded.output().clone();
@@ -279,14 +278,17 @@ impl Engine {
         Ok((out.loss, input_grad(tape, x_td, &dx)?))
     }
 
-    /// Returns the sum of the token losses of a micro-batch. Records nothing.
+    /// Returns the sum of the token losses of a micro-batch: of this rank's tokens, where ranks share them. Records nothing.
     pub fn loss(&self, micro: &Micro) -> Result<f64> {
         self.evaluate(micro, Reduction::Sum)?.to_dtype(DType::F64)?.to_scalar()
     }
 
-    /// Returns the loss of each token of a micro-batch, f32 `[t]`; zero where there is no target. Records nothing.
+    /// Returns the loss of each token of a micro-batch, f32 `[t]`; zero where there is no target. Records nothing. Ranks that
+    /// share the tokens all get the losses of all.
     pub fn token_losses(&self, micro: &Micro) -> Result<Vec<f32>> {
-        self.evaluate(micro, Reduction::None)?.to_vec1()
+        let own = self.evaluate(micro, Reduction::None)?;
+        let all = self.sequence.as_ref().map(|sequence| sequence.join(&own, micro.seqs.n_tokens())).transpose()?;
+        all.unwrap_or(own).to_vec1()
     }
 
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Tensor> {
@@ -318,7 +320,8 @@ impl Engine {
 
     fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Tensor> {
         let (cos, sin) = self.model.rope(positions, &self.device)?;
-        let cx = self.cx([&cos, &sin], seqs, seams);
+        let rows = Rows::all();
+        let cx = self.cx([&cos, &sin], seqs, &rows, seams);
         let mut x = self.model.embed(&self.store.fetch(0)?, ids)?;
         self.store.release(0);
         for block_idx in 0..self.model.n_blocks() {
@@ -332,7 +335,7 @@ impl Engine {
     fn part<'m>(&self, micro: &'m Micro) -> Result<Part<'m>> {
         match &self.sequence {
             Some(sequence) => sequence.part(micro),
-            None => Ok(Part { micro: Cow::Borrowed(micro), first_row: 0 }),
+            None => Ok(Part { micro: Cow::Borrowed(micro), rows: Rows::all() }),
         }
     }
 
@@ -341,9 +344,9 @@ impl Engine {
     }
 
     /// What the blocks of a forward have in common, outside of training.
-    fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, seams: &'a dyn Seams) -> Cx<'a> {
+    fn cx<'a>(&self, [cos, sin]: [&'a Tensor; 2], seqs: &'a Seqs, rows: &'a Rows, seams: &'a dyn Seams) -> Cx<'a> {
         let (attention, mlp_rows) = (self.attention, self.mlp_rows);
-        Cx { cos, sin, seqs, dropout_key: None, first_row: 0, attention, mlp_rows, seams }
+        Cx { cos, sin, seqs, dropout_key: None, rows, attention, mlp_rows, seams }
     }
 
     /// Where the CPU computes.

@@ -17,8 +17,10 @@ pub struct Groups {
     pub shards: Arc<dyn Collective>,
     /// Those of them that keep the same share.
     pub replicas: Arc<dyn Collective>,
-    /// The ranks that share the tokens of a micro-batch.
+    /// Those that share the tokens of a micro-batch and exchange heads in attention.
     pub sequence: Arc<dyn Collective>,
+    /// Those that share them and send each other keys and values.
+    pub context: Arc<dyn Collective>,
 }
 
 impl Groups {
@@ -31,6 +33,7 @@ impl Groups {
             shards: mesh.group(world, &shards)?,
             replicas: mesh.group(world, &[Axis::DpReplicate])?,
             sequence: mesh.group(world, &[Axis::Sp])?,
+            context: mesh.group(world, &[Axis::Cp])?,
         })
     }
 

@@ -14,4 +14,4 @@ pub use groups::Groups;
 pub use kv_cache::KvCache;
 pub use offload::Parking;
 pub use params::{Formats, Mode, ParamState, ParamStore, Sharded, Sharing};
-pub use sequence::Ulysses;
+pub use sequence::Sequence;

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, Cx, LoraConfig, MlpRows, Model, OneDevice};
 use candlewick_ops::{
-    AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Seqs, Tape,
+    AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Rows, Seqs, Tape,
     Upstream, Verdict, linear_cross_entropy,
 };
 use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Residency, Sharing};
@@ -155,7 +155,7 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             sin: &sin,
             seqs: &micro.seqs,
             dropout_key: None,
-            first_row: 0,
+            rows: &Rows::all(),
             attention: AttentionChoice::default(),
             mlp_rows: MlpRows::Together,
             seams: &OneDevice,

@@ -15,17 +15,18 @@ pub(crate) struct Kind {
     tied: bool,
     /// Whether an adapter with dropout is trained, and nothing else.
     adapter: bool,
+    /// How many tokens a token sees, if not all before it.
+    window: Option<usize>,
 }
 
 /// What dropout drops depends on the place of a token in its micro-batch: only ranks that share micro-batches drop the same.
-pub(crate) const ADAPTER: Kind = Kind { family: "qwen3", tied: true, adapter: true };
+pub(crate) const ADAPTER: Kind = Kind { adapter: true, ..Kind::of("qwen3", true) };
 
-pub(crate) const MODELS: [Kind; 4] = [
-    Kind { family: "llama", tied: false, adapter: false },
-    Kind { family: "llama", tied: true, adapter: false },
-    Kind { family: "qwen2", tied: false, adapter: false },
-    Kind { family: "qwen3", tied: true, adapter: false },
-];
+/// Windows end within the longer sequences.
+pub(crate) const WINDOW: Kind = Kind { window: Some(11), ..Kind::of("mistral", false) };
+
+pub(crate) const MODELS: [Kind; 4] =
+    [Kind::of("llama", false), Kind::of("llama", true), Kind::of("qwen2", false), Kind::of("qwen3", true)];
 
 /// How a step's sequences become micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +37,8 @@ pub(crate) enum Batching {
     Padded,
     /// Packed, in two micro-batches.
     Accumulated,
+    /// A few long ones, packed.
+    Long,
 }
 
 pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded, Batching::Accumulated];
@@ -43,20 +46,31 @@ pub(crate) const BATCHINGS: [Batching; 3] = [Batching::Packed, Batching::Padded,
 /// Sequences of one step.
 const N_SEQUENCES: usize = 16;
 const PADDED_TO: usize = 12;
+/// Long sequences of one step, and how much longer than the others they are.
+const N_LONG: usize = 4;
+const LONGER: usize = 20;
 
 impl Kind {
+    const fn of(family: &'static str, tied: bool) -> Self {
+        Self { family, tied, adapter: false, window: None }
+    }
+
     pub(crate) fn model(self) -> Model {
         let class = match self.family {
             "llama" => "LlamaForCausalLM",
+            "mistral" => "MistralForCausalLM",
             "qwen2" => "Qwen2ForCausalLM",
             _ => "Qwen3ForCausalLM",
         };
-        let config = json!({
+        let mut config = json!({
             "architectures": [class], "model_type": self.family, "hidden_size": 32, "intermediate_size": 48,
             "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
             "vocab_size": VOCAB, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
             "tie_word_embeddings": self.tied, "initializer_range": 0.2,
         });
+        if let Some(window) = self.window {
+            config["sliding_window"] = json!(window);
+        }
         let lora = json!({"r": 4, "lora_alpha": 16, "lora_dropout": 0.3, "target_modules": "all-linear"});
         let lora = self.adapter.then(|| LoraConfig::from_json(&lora).unwrap());
         Model::new(Config::from_json(config).unwrap(), lora).unwrap()
@@ -73,9 +87,10 @@ fn hash(step: usize, sequence: usize, at: usize) -> u64 {
 }
 
 /// Ids and targets of a sequence; about a third of the tokens predict nothing.
-fn sequence(step: usize, idx: usize) -> Vec<(u32, i64)> {
+fn sequence(batching: Batching, step: usize, idx: usize) -> Vec<(u32, i64)> {
     let n = 3 + hash(step, idx, 1000) as usize % (PADDED_TO - 3);
-    (0..n)
+    let longer = if batching == Batching::Long { LONGER } else { 0 };
+    (0..n + longer)
         .map(|at| {
             let (id, target) = (hash(step, idx, at), hash(step, idx, at + 500));
             let target = if target % 3 == 0 { Micro::IGNORED } else { (target / 3) as i64 % i64::from(VOCAB) };
@@ -87,11 +102,13 @@ fn sequence(step: usize, idx: usize) -> Vec<(u32, i64)> {
 /// The micro-batches of data rank `rank` of `n_ranks` in a step, and how many targets they have.
 pub(crate) fn micros(batching: Batching, step: usize, rank: usize, n_ranks: usize) -> (Vec<Micro>, f64) {
     let n_micros = if batching == Batching::Accumulated { 2 } else { 1 };
+    let n_sequences = if batching == Batching::Long { N_LONG } else { N_SEQUENCES };
     let mut n_targets = 0;
     let mut micros = Vec::new();
     for micro in 0..n_micros {
-        let of_micro = (0..N_SEQUENCES).filter(|idx| idx % n_micros == micro);
-        let own = of_micro.enumerate().filter(|(at, _)| at % n_ranks == rank).map(|(_, idx)| sequence(step, idx));
+        let of_micro = (0..n_sequences).filter(|idx| idx % n_micros == micro);
+        let own =
+            of_micro.enumerate().filter(|(at, _)| at % n_ranks == rank).map(|(_, idx)| sequence(batching, step, idx));
         let mut own: Vec<_> = own.collect();
         n_targets += own.iter().flatten().filter(|(_, target)| *target != Micro::IGNORED).count();
         if batching == Batching::Padded {

@@ -8,41 +8,47 @@
 
 mod case;
 mod rank;
+mod ring;
 mod sabotage;
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::Sharded;
 
-use case::{ADAPTER, BATCHINGS, MODELS};
+use case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS};
 use rank::{Outcome, Way, compare, run};
 use sabotage::Lie;
 
-const ONE: Degrees = Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 };
+const ONE: Degrees = Way::ONE_RANK.degrees;
 
 fn dp(n_ranks: usize) -> Way {
-    Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, sharded: None }
+    Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, ..Way::ONE_RANK }
 }
 
 fn zero(n_ranks: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, sharded: Some(sharded) }
+    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, sharded: Some(sharded), ..Way::ONE_RANK }
 }
 
 fn hybrid(dp_replicate: usize, dp_shard: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, sharded: Some(sharded) }
+    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, sharded: Some(sharded), ..Way::ONE_RANK }
 }
 
 /// All models in all batchings; and with each of these collectives lying, a difference.
 #[track_caller]
 fn check(way: Way, collectives: &[Lie]) {
-    for model in MODELS {
-        for batching in BATCHINGS {
+    check_all(way, &MODELS, &BATCHINGS, collectives);
+}
+
+#[track_caller]
+fn check_all(way: Way, models: &[Kind], batchings: &[Batching], collectives: &[Lie]) {
+    for &model in models {
+        for &batching in batchings {
             let one_rank = run(Way::ONE_RANK, model, batching, None);
             if let Err(difference) = compare(&run(way, model, batching, None), &one_rank) {
                 panic!("{way:?}, {model:?}, {batching:?}: {difference}");
             }
         }
     }
-    let (model, batching) = (MODELS[0], BATCHINGS[0]);
+    let (model, batching) = (models[0], batchings[0]);
     let one_rank = run(Way::ONE_RANK, model, batching, None);
     for lie in collectives {
         let lied = run(way, model, batching, Some(*lie));
@@ -88,7 +94,7 @@ fn parity_of_replicated_shards() {
 }
 
 fn ulysses(dp_shard: usize, sp: usize, sharded: Option<Sharded>) -> Way {
-    Way { degrees: Degrees { dp_shard, sp, ..ONE }, sharded }
+    Way { degrees: Degrees { dp_shard, sp, ..ONE }, sharded, ..Way::ONE_RANK }
 }
 
 #[test]

@@ -8,8 +8,11 @@ use std::time::Duration;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Call, Options, World, sum, threads};
+use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
-use candlewick_parallel::{Engine, Formats, Groups, LossScale, Mode, ParamState, ParamStore, Residency, Sharded};
+use candlewick_parallel::{
+    Engine, Formats, Groups, LossScale, Mode, ParamState, ParamStore, Residency, Sequence, Sharded,
+};
 
 use crate::case::{Batching, Kind, micros};
 use crate::sabotage::{Lie, Lying};
@@ -25,13 +28,20 @@ const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weigh
 pub(crate) struct Way {
     pub(crate) degrees: Degrees,
     pub(crate) sharded: Option<Sharded>,
+    pub(crate) mlp_rows: MlpRows,
 }
 
 impl Way {
     pub(crate) const ONE_RANK: Self = Self {
         degrees: Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 },
         sharded: None,
+        mlp_rows: MlpRows::Together,
     };
+
+    /// Ranks that have the same micro-batches.
+    fn n_of_micro_batch(&self) -> usize {
+        self.degrees.cp * self.degrees.sp
+    }
 }
 
 /// What came of a run.
@@ -90,19 +100,23 @@ fn order(calls: &[Call]) -> Vec<String> {
     calls.iter().map(|call| format!("{} {} {}", call.group, call.op.name(), call.number)).collect()
 }
 
-fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<Lie>) -> candle_core::Result<OfRank> {
+/// This rank's place among those that have different micro-batches, and how many places there are. Ranks that share tokens have
+/// the same micro-batches.
+pub(crate) fn seat(world: &World, way: Way) -> (usize, usize) {
+    let mesh = Mesh::new(way.degrees, world.size()).unwrap();
+    let place = |axis| mesh.place(world.rank(), axis);
+    let Degrees { dp_replicate, dp_shard, .. } = way.degrees;
+    (place(Axis::DpReplicate) * dp_shard + place(Axis::DpShard), dp_replicate * dp_shard)
+}
+
+/// A rank's engine, with random weights.
+pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<Lie>) -> candle_core::Result<Engine> {
     let mesh = Mesh::new(way.degrees, world.size()).unwrap();
     let mut groups = Groups::new(&mesh, &*world.group())?;
     // Counts and losses stay honest: the lie has to show in gradients or weights.
-    for group in [&mut groups.shards, &mut groups.replicas, &mut groups.sequence] {
+    for group in [&mut groups.shards, &mut groups.replicas, &mut groups.sequence, &mut groups.context] {
         *group = Arc::new(Lying { group: Arc::clone(group), lie });
     }
-    // Ranks that share tokens have the same micro-batches.
-    let place = |axis| mesh.place(world.rank(), axis);
-    let (rank, n_ranks) = (
-        place(Axis::DpReplicate) * way.degrees.dp_shard + place(Axis::DpShard),
-        way.degrees.dp_replicate * way.degrees.dp_shard,
-    );
     let model = kind.model();
     let formats = Formats::computing_in(DType::F32);
     let mut sharing = groups.sharing(way.sharded);
@@ -113,8 +127,9 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
     store.fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);
-        if spec.name.ends_with("lora_B.weight") {
-            // They begin as zeros, which would hide what the other factor does.
+        if spec.name.ends_with("lora_B.weight") || spec.name.ends_with("bias") {
+            // They begin as zeros, which would hide what the other factor does; and what becomes of a bias of keys, on which
+            // hardly anything depends, would be rounding.
             values.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 * 0.7).sin() * 0.1);
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
@@ -126,16 +141,21 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
         _ => Residency::Offload,
     });
     let residency = residency.collect();
-    let engine = Engine::new(model, store, residency, Arc::clone(&groups.data), Device::Cpu);
-    let engine = match way.degrees.sp {
+    let engine = Engine::new(model, store, residency, groups.data, Device::Cpu).with_mlp_rows(way.mlp_rows);
+    Ok(match way.n_of_micro_batch() {
         1 => engine,
-        _ => engine.with_sequence(Arc::clone(&groups.sequence)),
-    };
+        _ => engine.with_sequence(Sequence::new(groups.context, groups.sequence)),
+    })
+}
+
+fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<Lie>) -> candle_core::Result<OfRank> {
+    let (rank, n_ranks) = seat(world, way);
+    let engine = engine(world, way, kind, lie)?;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
     let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..STEPS {
         let (micros, n_targets) = micros(batching, step, rank, n_ranks);
-        let n_targets = sum(engine.group(), n_targets)? / way.degrees.sp as f64;
+        let n_targets = sum(engine.group(), n_targets)? / way.n_of_micro_batch() as f64;
         engine.store().zero_grads()?;
         let sums = engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
         let local = sums.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<candle_core::Result<f64>>()?;
@@ -150,7 +170,7 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
     }
     let (held_out, n_targets) = micros(batching, STEPS, rank, n_ranks);
     let local = held_out.iter().map(|micro| engine.loss(micro)).sum::<candle_core::Result<f64>>()?;
-    let n_targets = sum(engine.group(), n_targets)? / way.degrees.sp as f64;
+    let n_targets = sum(engine.group(), n_targets)? / way.n_of_micro_batch() as f64;
     let held_out = sum(engine.group(), local)? / n_targets;
     let weights = pieces(&engine, |state| &state.master)?;
     // What an export reads is what the ranks have.

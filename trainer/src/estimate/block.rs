@@ -112,7 +112,9 @@ impl<'a> Block<'a> {
         let copied = if self.is_tiled() { u * s * d } else { 0 };
         let mlp = t * s * 4 * d + u * s * 3 * f + copied + self.widened(u, f, d);
         let attention = t * s * (d + 2 * q + 2 * kv) + self.attention_scratch(q, q + 2 * kv);
-        mlp.max(attention) + self.reference(3)
+        // The sum of the pieces; keys and values as they travel: this rank's, those at hand and those that come.
+        let ring = self.in_ring(t * (F32 * q + 3 * s * 2 * kv));
+        mlp.max(attention + ring) + self.reference(3)
     }
 
     /// Backward and the tape that it uses up: the most of its stages. The gradient that comes in is not counted.
@@ -130,7 +132,9 @@ impl<'a> Block<'a> {
         // The gradients of the sum, of attention's output, of q, k and v; each query head sums dk and dv of its own.
         let gradients = t * s * (d + 2 * q + 2 * kv) + self.reference(10);
         let attention = self.until_attention() + gradients + self.attention_scratch(3 * q, 3 * q + 2 * kv);
-        mlp.max(attention)
+        // dq; dk and dv: this rank's, those being computed, on their way and arrived; two ranks' keys and values.
+        let ring = self.in_ring(t * (F32 * q + 4 * F32 * 2 * kv + 2 * s * 2 * kv));
+        mlp.max(attention + ring)
     }
 
     /// The MLP's backward and tape on some tokens: at the last product; then the gradients of gate and up come, and become
@@ -168,6 +172,11 @@ impl<'a> Block<'a> {
             Place::Cpu => self.t * (written + read) * F32,
             Place::Gpu => self.t * self.q * F32,
         }
+    }
+
+    /// What attention needs besides where keys and values go around (`parallel::sequence`).
+    fn in_ring(&self, bytes: u64) -> u64 {
+        if self.setup.ranks.context > 1 { bytes } else { 0 }
     }
 
     /// The reference implementation holds so many matrices of scores, for the longest sequence that a row may be, and its

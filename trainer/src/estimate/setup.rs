@@ -87,6 +87,6 @@ impl Setup {
 
     /// The most tokens of a micro-batch that a rank computes.
     pub fn tokens(&self) -> u64 {
-        (self.row_tokens * self.rows).div_ceil(self.ranks.sequence as u64)
+        (self.row_tokens * self.rows).div_ceil(self.ranks.n_of_micro_batch() as u64)
     }
 }

@@ -275,7 +275,7 @@ impl Plan {
         let kind = batches::resolve_kind(&mut resolver);
         let model = model::resolve(&mut resolver);
         let tokenizer = model::resolve_tokenizer(&mut resolver);
-        let ranks = ranks::resolve(&mut resolver, model.config.as_ref());
+        let ranks = ranks::resolve(&mut resolver, &model);
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);

@@ -217,7 +217,7 @@ fn tiled_mlp(resolver: &mut Resolver, dtype: ComputeDtype) -> bool {
     tiled
 }
 
-const ATTENTION: &str = "model.attn_implementation";
+pub(super) const ATTENTION: &str = "model.attn_implementation";
 
 fn attention(resolver: &mut Resolver) -> AttentionChoice {
     let (model, device) = (&resolver.recipe().model, &resolver.recipe().device);

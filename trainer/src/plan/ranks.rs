@@ -2,12 +2,15 @@
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::Config;
-use candlewick_ops::AttentionHeads;
+use candlewick_ops::{AttentionHeads, AttentionImpl};
 use candlewick_parallel::Sharded;
 use serde::Serialize;
 
-use super::deepspeed;
+use super::model::ATTENTION;
 use super::resolver::Resolver;
+use super::{ModelPlan, deepspeed};
+
+const SEQUENCE: &str = "sequence_parallel_size";
 
 /// The ranks of a run and what each of them has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -16,7 +19,9 @@ pub struct RanksPlan {
     pub dp_replicate: usize,
     /// Shares of it, among ranks that compute different micro-batches.
     pub dp_shard: usize,
-    /// Parts that the tokens of a micro-batch fall into (Ulysses); with `dp_shard` the number of shares.
+    /// Parts that the tokens of a micro-batch fall into, between which keys and values go around (a ring).
+    pub context: usize,
+    /// Parts that those fall into, whose ranks exchange heads (Ulysses); with `dp_shard` and `context` the number of shares.
     pub sequence: usize,
     /// Seconds for which ranks wait for one that is silent.
     pub timeout: usize,
@@ -27,7 +32,7 @@ pub struct RanksPlan {
 impl RanksPlan {
     /// The plan of a single rank.
     pub fn alone() -> Self {
-        Self { dp_replicate: 1, dp_shard: 1, sequence: 1, timeout: 1800, zero_stage: 0 }
+        Self { dp_replicate: 1, dp_shard: 1, context: 1, sequence: 1, timeout: 1800, zero_stage: 0 }
     }
 
     /// Ranks that compute different micro-batches.
@@ -35,15 +40,20 @@ impl RanksPlan {
         self.dp_replicate * self.dp_shard
     }
 
+    /// Ranks that share the tokens of a micro-batch.
+    pub fn n_of_micro_batch(&self) -> usize {
+        self.context * self.sequence
+    }
+
     /// The degrees of the mesh.
     pub fn degrees(&self) -> Degrees {
-        let Self { dp_replicate, dp_shard, sequence: sp, .. } = *self;
-        Degrees { dp_replicate, dp_shard, sp, ..Degrees::default() }
+        let Self { dp_replicate, dp_shard, context: cp, sequence: sp, .. } = *self;
+        Degrees { dp_replicate, dp_shard, cp, sp, ..Degrees::default() }
     }
 
     /// Shares that something falls into.
     pub fn n_shards(&self) -> usize {
-        self.dp_shard * self.sequence
+        self.dp_shard * self.n_of_micro_batch()
     }
 
     /// What falls into shares, if anything does.
@@ -57,53 +67,73 @@ impl RanksPlan {
     }
 }
 
-pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> RanksPlan {
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan) -> RanksPlan {
     let n_ranks = resolver.known.seat.n_ranks;
-    let sequence = sequence(resolver, config);
+    let sequence = sequence(resolver, model.config.as_ref());
+    let context = context(resolver, sequence, model.attention.implementation);
+    let sharing = context * sequence;
     let zero_stage = deepspeed::zero_stage(resolver);
     let n_shards = match (zero_stage, deepspeed::shard_size(resolver)) {
         (0, asked) => {
             if asked.is_some() {
                 resolver.note(format!("{} has no effect: nothing is sharded in stage 0", deepspeed::SHARD_SIZE));
             }
-            sequence
+            sharing
         }
         (_, None) => n_ranks,
-        (_, Some(size)) if n_ranks.is_multiple_of(size) && size.is_multiple_of(sequence) => size,
+        (_, Some(size)) if n_ranks.is_multiple_of(size) && size.is_multiple_of(sharing) => size,
         (_, Some(size)) => {
-            let fits = |n: &usize| n_ranks.is_multiple_of(*n) && n.is_multiple_of(sequence);
+            let fits = |n: &usize| n_ranks.is_multiple_of(*n) && n.is_multiple_of(sharing);
             let mut message = format!("{}: groups of {size} cannot be made of {n_ranks} ranks", deepspeed::SHARD_SIZE);
-            if sequence > 1 {
-                message += &format!(" of which {sequence} share a sequence");
+            if sharing > 1 {
+                message += &format!(" of which {sharing} share a sequence");
             }
             resolver.wrong_because(&[deepspeed::SHARD_SIZE], message, one_of((1..=n_ranks).filter(fits)));
-            sequence
+            sharing
         }
     };
     // Of one share nothing is away.
     let zero_stage = if n_shards == 1 { 0 } else { zero_stage };
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
-    RanksPlan { dp_replicate: n_ranks / n_shards, dp_shard: n_shards / sequence, sequence, timeout, zero_stage }
+    RanksPlan { dp_replicate: n_ranks / n_shards, dp_shard: n_shards / sharing, context, sequence, timeout, zero_stage }
 }
 
 /// The parts that sequences fall into. Each rank must get as many attention heads, and know which key heads are theirs.
 fn sequence(resolver: &mut Resolver, config: Option<&Config>) -> usize {
-    const KEY: &str = "sequence_parallel_size";
     let n_ranks = resolver.known.seat.n_ranks;
     let given = resolver.recipe().sequence_parallel_size;
-    let size = resolver.positive(KEY, given, 1).max(1);
+    let size = resolver.positive(SEQUENCE, given, 1).max(1);
     if !n_ranks.is_multiple_of(size) {
-        let message = format!("{KEY}: {n_ranks} ranks do not fall into groups of {size}");
-        resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n))));
+        let message = format!("{SEQUENCE}: {n_ranks} ranks do not fall into groups of {size}");
+        resolver.wrong_because(&[SEQUENCE], message, one_of((1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n))));
         return 1;
     }
     let Some(AttentionHeads { n_query, n_kv, .. }) = config.map(Config::attention_heads) else { return size };
     let fits = |n: &usize| n_query.is_multiple_of(*n) && (n_kv.is_multiple_of(*n) || n.is_multiple_of(n_kv));
     if !fits(&size) {
         let message =
-            format!("{KEY}: {n_query} attention heads with {n_kv} key heads cannot be shared by {size} ranks");
+            format!("{SEQUENCE}: {n_query} attention heads with {n_kv} key heads cannot be shared by {size} ranks");
         let possible = (1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n)).filter(fits);
-        resolver.wrong_because(&[KEY], message, one_of(possible));
+        resolver.wrong_because(&[SEQUENCE], message, one_of(possible));
+    }
+    size
+}
+
+/// The parts that sequences fall into around a ring; each is shared by `sequence` ranks.
+fn context(resolver: &mut Resolver, sequence: usize, attention: AttentionImpl) -> usize {
+    const KEY: &str = "context_parallel_size";
+    let n_groups = resolver.known.seat.n_ranks / sequence;
+    let given = resolver.recipe().context_parallel_size;
+    let size = resolver.positive(KEY, given, 1).max(1);
+    if !n_groups.is_multiple_of(size) {
+        let units = if sequence == 1 { "ranks".to_owned() } else { format!("groups of {sequence} ranks") };
+        let message = format!("{KEY}: {n_groups} {units} do not fall into rings of {size}");
+        resolver.wrong_because(&[KEY], message, one_of((1..=n_groups).filter(|n| n_groups.is_multiple_of(*n))));
+        return 1;
+    }
+    if size > 1 && matches!(attention, AttentionImpl::Cudnn | AttentionImpl::Reference) {
+        let message = format!("{KEY}: {attention} attention cannot compute with a part of the keys");
+        resolver.wrong_because(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
     }
     size
 }

@@ -83,8 +83,12 @@ pub struct Recipe {
     /// Whether `auto` may switch on what trades time for memory (`model.activation_checkpoint`), the cheapest that fits
     /// what is free when the run starts; what the recipe sets itself stays. Default `manual`.
     pub memory: Option<MemoryModes>,
-    /// Ulysses degree. Above 1 is not implemented yet.
+    /// Ranks that share the tokens of a micro-batch, and exchange them for heads in attention (Ulysses). It must divide the
+    /// attention heads. Default 1.
     pub sequence_parallel_size: Option<HumanInt>,
+    /// Ranks, or groups of `sequence_parallel_size` ranks, that share the tokens of a micro-batch, and send each other keys and
+    /// values in attention (a ring). Any number of them, whatever the heads. Default 1.
+    pub context_parallel_size: Option<HumanInt>,
     /// Seconds for which the other ranks wait for one that is silent, as in transformers: the longest save, or the reading
     /// of the data, must be over by then (default 1800).
     pub ddp_timeout: Option<HumanInt>,

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, DeviceLocation};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
 use candlewick_ops::{cpu_product_rate, gpus};
-use candlewick_parallel::{Engine, Formats, Mode, ParamStore, Parking, Residency};
+use candlewick_parallel::{Engine, Formats, Groups, Mode, ParamStore, Parking, Residency, Sequence};
 use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
@@ -79,8 +79,9 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         .with_attention(attention)
         .with_parking(parking)
         .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together });
-    if plan.ranks.sequence > 1 {
-        engine = engine.with_sequence(Arc::clone(&ranks.groups.sequence));
+    if plan.ranks.n_of_micro_batch() > 1 {
+        let Groups { context, sequence, .. } = &ranks.groups;
+        engine = engine.with_sequence(Sequence::new(Arc::clone(context), Arc::clone(sequence)));
     }
     Ok(Built { engine, notes: said, peak })
 }

@@ -46,7 +46,7 @@ impl<'w> Ranks<'w> {
 
     /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
     pub(super) fn counts(&self) -> bool {
-        self.groups.sequence.rank() == 0
+        self.groups.context.rank() == 0 && self.groups.sequence.rank() == 0
     }
 
     /// Tells whether this is the one rank of its machine that reads data before the others.

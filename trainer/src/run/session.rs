@@ -201,7 +201,7 @@ impl<'a> Session<'a> {
         }
         let (_, n_places) = self.run.ranks.seat;
         let (n_micros, n_rounds) = (step.micro_batches.len() as f64, step.n_micros(n_places) as f64);
-        let n_ranks = n_places * self.run.plan.ranks.sequence;
+        let n_ranks = n_places * self.run.plan.ranks.n_of_micro_batch();
         let (step_time, compute) = (outcome.elapsed.as_secs_f64(), outcome.compute.as_secs_f64());
         let tera_flops = self.flops(step, Work::All) / n_ranks as f64 / 1e12;
         let padded: usize = step.micro_batches.iter().map(|batch| batch.ids.len()).sum();

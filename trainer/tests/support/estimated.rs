@@ -42,6 +42,11 @@ pub struct Case {
 
 impl Case {
     pub fn new(arguments: &[&str]) -> Self {
+        Self::on_ranks(1, arguments)
+    }
+
+    /// Of the first of some ranks.
+    pub fn on_ranks(n_ranks: usize, arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let text = recipe(folder.path()).to_string();
         let path = folder.path().join("recipe.yaml");
@@ -52,7 +57,7 @@ impl Case {
         let arguments = arguments.iter().map(|a| if *a == "save" { save.clone() } else { a.replace('$', &text_file) });
         let arguments: Vec<String> = arguments.collect();
         let loaded = Loaded::parse(&path, text, &arguments).unwrap();
-        let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet, Seat::ALONE).unwrap();
+        let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet, Seat { rank: 0, n_ranks }).unwrap();
         let plan = Plan::resolve(&loaded, &known).unwrap();
         Self { folder, arguments, plan }
     }

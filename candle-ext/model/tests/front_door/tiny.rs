@@ -10,7 +10,7 @@ use candlewick_model::{
     AdapterFolder, Config, Cx, MlpRows, Model, OneDevice, ParamSpec, Unit, Weights, checkpoint::Checkpoint,
 };
 use candlewick_ops::{
-    AttentionChoice, CrossEntropy, GradSink, Reduction, Seqs, Tape, Upstream, Weight, linear_cross_entropy,
+    AttentionChoice, CrossEntropy, GradSink, Reduction, Rows, Seqs, Tape, Upstream, Weight, linear_cross_entropy,
 };
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
@@ -83,7 +83,7 @@ impl Tiny {
             sin: &sin,
             seqs: &seqs,
             dropout_key: None,
-            first_row: 0,
+            rows: &Rows::all(),
             attention: AttentionChoice::default(),
             mlp_rows: MlpRows::Together,
             seams: &OneDevice,

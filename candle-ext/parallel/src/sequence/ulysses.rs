@@ -4,60 +4,36 @@
 //! t tokens of a micro-batch, s ranks, h query heads, g key heads, k head dim; a rank has t/s tokens, h/s and at least one of
 //! the g heads
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor, bail};
 use candlewick_comm::Collective;
-use candlewick_model::Seams;
-use candlewick_ops::{self as ops, AttentionSpec, Seqs, record};
+use candlewick_ops::record;
 
-use crate::engine::Micro;
-
-/// The ranks that share the tokens of each micro-batch, as the `attend` seam of all blocks.
+/// The ranks that exchange tokens for heads.
 #[derive(Clone)]
-pub struct Ulysses {
+pub(super) struct Ulysses {
     ranks: Arc<dyn Collective>,
-}
-
-/// What a rank computes of a micro-batch: some of its tokens, and all of its sequences.
-pub(crate) struct Part<'m> {
-    pub(crate) micro: Cow<'m, Micro>,
-    /// Where these tokens begin among all.
-    pub(crate) first_row: usize,
 }
 
 impl Ulysses {
     /// Shares tokens and heads among `ranks`.
-    pub fn new(ranks: Arc<dyn Collective>) -> Self {
+    pub(super) fn new(ranks: Arc<dyn Collective>) -> Self {
         Self { ranks }
     }
 
-    /// This rank's part of a micro-batch, whose sequences stay known in full. If the tokens cannot be divided evenly, some
-    /// that teach nothing follow them, as a sequence of their own.
-    pub(crate) fn part<'m>(&self, micro: &Micro) -> Result<Part<'m>> {
-        let (rank, n_ranks, n_tokens) = (self.ranks.rank(), self.ranks.size(), micro.seqs.n_tokens());
-        let n_part = n_tokens.div_ceil(n_ranks);
-        let n_filler = n_part * n_ranks - n_tokens;
-        let (mut ids, mut targets) = (micro.ids.clone(), micro.targets.clone());
-        let mut positions = micro.positions.clone();
-        let mut ends = micro.seqs.cu_q().to_vec();
-        if n_filler > 0 {
-            let filler = |x: &Tensor| Tensor::zeros(n_filler, x.dtype(), x.device());
-            ids = Tensor::cat(&[&ids, &filler(&ids)?], 0)?;
-            let ignored = (filler(&targets)? + Micro::IGNORED as f64)?;
-            targets = Tensor::cat(&[&targets, &ignored], 0)?;
-            positions.extend(0..n_filler as u32);
-            ends.push(n_tokens + n_filler);
-        }
-        let first = rank * n_part;
-        let part = Micro {
-            ids: ids.narrow(0, first, n_part)?,
-            targets: targets.narrow(0, first, n_part)?,
-            positions: positions[first..first + n_part].to_vec(),
-            seqs: Seqs::packed(ends)?,
-        };
-        Ok(Part { micro: Cow::Owned(part), first_row: first })
+    /// Attention as `inner` computes it for all tokens: q [t/s, h, k], k and v [t/s, g, k] -> [t/s, h, k].
+    pub(super) fn attend(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        inner: impl FnOnce([&Tensor; 3]) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let (h, g) = (q.dim(1)?, k.dim(1)?);
+        let (of_queries, of_keys) =
+            (Heads::of_queries(h, self.ranks.size())?, Heads::of_keys(h, g, self.ranks.size())?);
+        let q = self.heads(q, &of_queries)?;
+        let (k, v) = (self.heads(k, &of_keys)?, self.heads(v, &of_keys)?);
+        self.tokens(&inner([&q, &k, &v])?, &of_queries)
     }
 
     /// [t/s, h, k] -> [t, h/s, k]: this rank's tokens of all heads become all tokens of its heads. A head may be wanted by
@@ -106,25 +82,6 @@ impl Ulysses {
     fn exchange(&self, rows: &Tensor) -> Result<Tensor> {
         let counts = vec![rows.dim(0)? / self.ranks.size(); self.ranks.size()];
         Ok(self.ranks.all_to_all(rows, &counts, &counts)?)
-    }
-}
-
-impl Seams for Ulysses {
-    fn attend(
-        &self,
-        _block_idx: usize,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        seqs: &Seqs,
-        spec: &AttentionSpec,
-    ) -> Result<Tensor> {
-        let (h, g) = (q.dim(1)?, k.dim(1)?);
-        let (of_queries, of_keys) =
-            (Heads::of_queries(h, self.ranks.size())?, Heads::of_keys(h, g, self.ranks.size())?);
-        let q = self.heads(q, &of_queries)?;
-        let (k, v) = (self.heads(k, &of_keys)?, self.heads(v, &of_keys)?);
-        self.tokens(&ops::attention(&q, &k, &v, seqs, spec)?, &of_queries)
     }
 }
 

@@ -1,0 +1,109 @@
+//! The tokens of a micro-batch shared among ranks: which of them a rank has, and attention over all of them.
+//!
+//! In attention the ranks of one context rank exchange tokens for heads ([`ulysses`]), and with all tokens of the context rank
+//! for their heads they attend to the keys and values that come from the other context ranks ([`ring`]).
+
+mod places;
+mod ring;
+mod ulysses;
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use candle_core::{Result, Tensor};
+use candlewick_comm::Collective;
+use candlewick_model::Seams;
+use candlewick_ops::{AttentionSpec, Rows, Seqs};
+
+use crate::engine::Micro;
+use places::Places;
+use ring::Ring;
+use ulysses::Ulysses;
+
+/// The ranks that share the tokens of each micro-batch, as the `attend` seam of all blocks.
+#[derive(Clone)]
+pub struct Sequence {
+    context: Arc<dyn Collective>,
+    heads: Arc<dyn Collective>,
+}
+
+/// What a rank computes of a micro-batch: some of its tokens, and all of its sequences.
+pub(crate) struct Part<'m> {
+    pub(crate) micro: Cow<'m, Micro>,
+    /// Which tokens these are.
+    pub(crate) rows: Rows,
+}
+
+impl Sequence {
+    /// Shares tokens among `context` x `heads`: keys and values go around among the ranks of `context`, tokens are
+    /// exchanged for heads among those of `heads`. Either may be a group of one.
+    pub fn new(context: Arc<dyn Collective>, heads: Arc<dyn Collective>) -> Self {
+        Self { context, heads }
+    }
+
+    /// This rank's part of a micro-batch, whose sequences stay known in full. If the tokens cannot be divided evenly, some
+    /// that teach nothing follow them, as a sequence of their own.
+    pub(crate) fn part<'m>(&self, micro: &Micro) -> Result<Part<'m>> {
+        let n_tokens = micro.seqs.n_tokens();
+        let places = self.places(n_tokens);
+        let n_filler = places.n_total() - n_tokens;
+        let (mut ids, mut targets) = (micro.ids.clone(), micro.targets.clone());
+        let mut positions = micro.positions.clone();
+        let mut ends = micro.seqs.cu_q().to_vec();
+        if n_filler > 0 {
+            let filler = |x: &Tensor| Tensor::zeros(n_filler, x.dtype(), x.device());
+            ids = Tensor::cat(&[&ids, &filler(&ids)?], 0)?;
+            let ignored = (filler(&targets)? + Micro::IGNORED as f64)?;
+            targets = Tensor::cat(&[&targets, &ignored], 0)?;
+            positions.extend(0..n_filler as u32);
+            ends.push(n_tokens + n_filler);
+        }
+        let rows = Rows::new(places.rows(self.context.rank(), self.heads.rank()));
+        let part = Micro {
+            ids: select(&ids, rows.ranges())?,
+            targets: select(&targets, rows.ranges())?,
+            positions: rows.ranges().iter().flat_map(|range| &positions[range.clone()]).copied().collect(),
+            seqs: Seqs::packed(ends)?,
+        };
+        Ok(Part { micro: Cow::Owned(part), rows })
+    }
+
+    /// Puts what each rank has of its tokens, `[tokens of a rank]`, together for all tokens of a micro-batch. All ranks call it.
+    pub(crate) fn join(&self, values: &Tensor, n_tokens: usize) -> Result<Tensor> {
+        let all = self.context.all_gather(&self.heads.all_gather(values)?)?;
+        select(&all, &self.places(n_tokens).in_order())?.narrow(0, 0, n_tokens)
+    }
+
+    fn places(&self, n_tokens: usize) -> Places {
+        Places::new(n_tokens, self.context.size(), self.heads.size())
+    }
+}
+
+impl Seams for Sequence {
+    fn attend(
+        &self,
+        _block_idx: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        seqs: &Seqs,
+        spec: &AttentionSpec,
+    ) -> Result<Tensor> {
+        let ring = Ring::new(Arc::clone(&self.context));
+        Ulysses::new(Arc::clone(&self.heads)).attend([q, k, v], |[q, k, v]| ring.attend([q, k, v], seqs, spec))
+    }
+}
+
+/// The rows of x in these ranges, one range after another.
+fn select(x: &Tensor, ranges: &[std::ops::Range<usize>]) -> Result<Tensor> {
+    let parts = ranges.iter().map(|range| x.narrow(0, range.start, range.len())).collect::<Result<Vec<_>>>()?;
+    match parts.as_slice() {
+        [] => x.narrow(0, 0, 0),
+        [part] => Ok(part.clone()),
+        parts => Tensor::cat(parts, 0),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -1,0 +1,129 @@
+//! Which tokens of a micro-batch each rank has: pure arithmetic.
+//!
+//! The tokens of a context rank are two chunks, one of the first half and one of the second: of n ranks, rank r has the chunks
+//! r and 2n - 1 - r of 2n. What a token sees lies before it, so the early chunk is as much less work as the late one is more.
+//! Within a context rank, sequence ranks have equal parts of its tokens, in order.
+
+use std::ops::Range;
+
+/// The ranks that share a micro-batch, and its tokens with those that fill up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Places {
+    n_context: usize,
+    n_sequence: usize,
+    n_total: usize,
+}
+
+impl Places {
+    /// Gives each rank as many of `n_tokens` as any other: some more may have to follow them.
+    pub(super) fn new(n_tokens: usize, n_context: usize, n_sequence: usize) -> Self {
+        Self { n_context, n_sequence, n_total: n_tokens.next_multiple_of(n_context * n_sequence) }
+    }
+
+    /// How many tokens there are with those that follow.
+    pub(super) fn n_total(&self) -> usize {
+        self.n_total
+    }
+
+    /// The early and the late chunk of a context rank.
+    pub(super) fn chunks(&self, context_rank: usize) -> [Range<usize>; 2] {
+        let [early, late] = self.chunk_lens();
+        let late_start = self.n_context * early + (self.n_context - 1 - context_rank) * late;
+        [context_rank * early..(context_rank + 1) * early, late_start..late_start + late]
+    }
+
+    /// The tokens of a sequence rank of a context rank, in the order in which it has them.
+    pub(super) fn rows(&self, context_rank: usize, sequence_rank: usize) -> Vec<Range<usize>> {
+        let n_own = self.n_total / self.n_context / self.n_sequence;
+        let own = sequence_rank * n_own..(sequence_rank + 1) * n_own;
+        let [early, late] = self.chunks(context_rank);
+        let in_early = own.start.min(early.len())..own.end.min(early.len());
+        let in_late = own.start.max(early.len()) - early.len()..own.end.max(early.len()) - early.len();
+        let parts = [(early, in_early), (late, in_late)];
+        let places = parts.map(|(chunk, part)| chunk.start + part.start..chunk.start + part.end);
+        match places {
+            [first, second] if first.end == second.start => vec![first.start..second.end],
+            both => both.into_iter().filter(|range| !range.is_empty()).collect(),
+        }
+    }
+
+    /// Where the chunks begin and end among all ranks' tokens, context rank after context rank, in the order of the tokens.
+    pub(super) fn in_order(&self) -> Vec<Range<usize>> {
+        let [early, late] = self.chunk_lens();
+        let start = |rank: usize| rank * (early + late);
+        let early_ones = (0..self.n_context).map(|rank| start(rank)..start(rank) + early);
+        let late_ones = (0..self.n_context).rev().map(|rank| start(rank) + early..start(rank) + early + late);
+        early_ones.chain(late_ones).collect()
+    }
+
+    fn chunk_lens(&self) -> [usize; 2] {
+        let n_own = self.n_total / self.n_context;
+        [n_own.div_ceil(2), n_own / 2]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all() -> impl Iterator<Item = (usize, Places)> {
+        let degrees = (1..6).flat_map(|context| (1..5).map(move |sequence| (context, sequence)));
+        degrees.flat_map(|(context, sequence)| (0..70).map(move |n| (n, Places::new(n, context, sequence))))
+    }
+
+    #[test]
+    fn every_token_is_on_one_rank_and_all_ranks_have_as_many() {
+        for (n_tokens, places) in all() {
+            let ranks = (0..places.n_context).flat_map(|c| (0..places.n_sequence).map(move |s| (c, s)));
+            let mut tokens = Vec::new();
+            for (context, sequence) in ranks {
+                let own: Vec<usize> = places.rows(context, sequence).into_iter().flatten().collect();
+                assert_eq!(own.len() * places.n_context * places.n_sequence, places.n_total, "{places:?}");
+                tokens.extend(own);
+            }
+            tokens.sort_unstable();
+            assert!(tokens.into_iter().eq(0..places.n_total), "{places:?}");
+            assert!(places.n_total < n_tokens + places.n_context * places.n_sequence, "{places:?}");
+        }
+    }
+
+    #[test]
+    fn the_parts_of_a_context_rank_are_its_chunks() {
+        for (_, places) in all() {
+            for context in 0..places.n_context {
+                let parts = (0..places.n_sequence).flat_map(|sequence| places.rows(context, sequence)).flatten();
+                assert!(parts.eq(places.chunks(context).into_iter().flatten()), "{places:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn gathered_chunks_are_put_in_order() {
+        for (_, places) in all() {
+            let gathered: Vec<usize> = (0..places.n_context).flat_map(|rank| places.chunks(rank)).flatten().collect();
+            assert!(places.in_order().into_iter().flatten().map(|at| gathered[at]).eq(0..places.n_total), "{places:?}");
+        }
+    }
+
+    #[test]
+    fn chunks_are_dealt_out_from_both_ends() {
+        let places = Places::new(16, 4, 1);
+        assert_eq!(
+            [0, 1, 2, 3].map(|rank| places.rows(rank, 0)).concat(),
+            [0..2, 14..16, 2..4, 12..14, 4..6, 10..12, 6..10]
+        );
+        let places = Places::new(15, 2, 2);
+        assert_eq!([0, 1].map(|rank| places.rows(0, rank)).concat(), [0..4, 12..16]);
+        assert_eq!(Places::new(7, 1, 2).rows(0, 1), [4..8]);
+    }
+
+    /// Pairs of a token and one that it sees.
+    #[test]
+    fn causal_work_is_balanced() {
+        for n_context in [2, 3, 4, 8] {
+            let places = Places::new(64 * n_context, n_context, 1);
+            let work = |rank| -> usize { places.chunks(rank).into_iter().flatten().map(|token| token + 1).sum() };
+            assert!((1..n_context).all(|rank| work(rank) == work(0)), "{n_context}");
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Attention over ranks against attention over one, and what travels.
+
+use std::time::Duration;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_comm::mesh::{Axis, Degrees, Mesh};
+use candlewick_comm::{Options, World, threads};
+use candlewick_model::Seams;
+use candlewick_ops::{AttentionChoice, AttentionSpec, Seqs, Tape, attention};
+
+use super::{Sequence, places::Places, select};
+
+const HEADS: (usize, usize, usize) = (4, 2, 8);
+
+fn spec(window: Option<usize>) -> AttentionSpec {
+    AttentionSpec { scale: 0.3, causal: true, window, choice: AttentionChoice::default() }
+}
+
+fn packed(lens: &[usize]) -> Seqs {
+    let ends = lens.iter().scan(0, |end, len| {
+        *end += len;
+        Some(*end)
+    });
+    Seqs::packed(std::iter::once(0).chain(ends).collect()).unwrap()
+}
+
+/// q, k, v and a gradient of the output for n tokens.
+fn inputs(n: usize, dtype: DType) -> [Tensor; 4] {
+    let (h, g, k) = HEADS;
+    let values = |seed: usize, heads: usize| {
+        let value = |i: usize| ((i * (7 + 4 * seed) + 13 * seed) as f32 * 0.37).sin();
+        let values: Vec<f32> = (0..n * heads * k).map(value).collect();
+        Tensor::from_vec(values, (n, heads, k), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    };
+    [values(1, h), values(2, g), values(3, g), values(4, h)]
+}
+
+/// The output and the gradients of q, k and v.
+fn results(x: &[Tensor; 4], attend: impl FnOnce([&Tensor; 3]) -> Result<Tensor>) -> Result<Vec<Tensor>> {
+    let [q, k, v, d_out] = x;
+    let tape = Tape::record(&[q, k, v], || attend([q, k, v]))?;
+    let out = tape.output().clone();
+    let grads = tape.backward(d_out)?;
+    Ok([vec![out], [q, k, v].map(|x| grads.get(x).unwrap().clone()).to_vec()].concat())
+}
+
+/// The same on `cp` times `sp` ranks, put together again; and the bytes that each rank sent to single others.
+fn on_ranks(
+    (cp, sp): (usize, usize),
+    seqs: &Seqs,
+    spec: &AttentionSpec,
+    dtype: DType,
+) -> (Vec<Tensor>, Vec<Vec<usize>>) {
+    let n_ranks = cp * sp;
+    let x = inputs(seqs.n_tokens(), dtype);
+    let options = Options { timeout: Duration::from_secs(60), record: true };
+    let ranks = threads::run(n_ranks, options, |world: &World| -> Result<_> {
+        let mesh = Mesh::new(Degrees { cp, sp, ..Degrees::default() }, n_ranks).unwrap();
+        let [context, heads] = [Axis::Cp, Axis::Sp].map(|axis| mesh.group(&*world.group(), &[axis]));
+        let sequence = Sequence::new(context?, heads?);
+        let places = Places::new(seqs.n_tokens(), cp, sp);
+        let rows = places.rows(mesh.place(world.rank(), Axis::Cp), mesh.place(world.rank(), Axis::Sp));
+        let [q, k, v, d_out] = x.each_ref().map(|x| select(x, &rows));
+        let own = [q?, k?, v?, d_out?];
+        let results = results(&own, |[q, k, v]| sequence.attend(0, q, k, v, seqs, spec))?;
+        let all = results.iter().map(|x| sequence.join(x, seqs.n_tokens())).collect::<Result<Vec<_>>>()?;
+        let sends = world.calls().into_iter().filter(|call| call.op.name() == "send_recv");
+        let bytes = sends.map(|call| {
+            let n: usize = call.shape.iter().product();
+            call.dtype.map_or(0, |dtype| n * dtype.size_in_bytes())
+        });
+        Ok((all, bytes.collect()))
+    });
+    let (mut all, bytes): (Vec<_>, Vec<_>) = ranks.unwrap().into_iter().unzip();
+    (all.remove(0), bytes)
+}
+
+/// The norm of the elements.
+fn norm(x: &Tensor) -> f64 {
+    x.to_dtype(DType::F64).unwrap().sqr().unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap().sqrt()
+}
+
+#[track_caller]
+fn check(ranks: (usize, usize), lens: &[usize], window: Option<usize>, dtype: DType, bound: f64) {
+    let (seqs, spec) = (packed(lens), spec(window));
+    let want = results(&inputs(seqs.n_tokens(), dtype), |[q, k, v]| attention(q, k, v, &seqs, &spec)).unwrap();
+    let (got, _) = on_ranks(ranks, &seqs, &spec, dtype);
+    // With one key each, dq and dk are zero but for rounding.
+    let floor = 0.1 * norm(&want[0]);
+    for (what, (got, want)) in ["out", "dq", "dk", "dv"].iter().zip(got.iter().zip(&want)) {
+        assert_eq!(got.dtype(), dtype);
+        let [got, want] = [got, want].map(|x| x.to_dtype(DType::F64).unwrap());
+        let error = norm(&(got - &want).unwrap()) / norm(&want).max(floor);
+        assert!(error <= bound, "{what} of {lens:?} on {ranks:?}, window {window:?}, {dtype:?}: {error:e}");
+    }
+}
+
+#[test]
+fn attention_over_ranks_is_attention() {
+    for ranks in [(2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (2, 2), (3, 2), (2, 4)] {
+        let n = ranks.0 * ranks.1;
+        for lens in [vec![24 * n], vec![5, 8 * n - 7, 1, 0, 16 * n + 1], vec![3; 4 * n], vec![1; n]] {
+            for window in [None, Some(1), Some(7), Some(30)] {
+                check(ranks, &lens, window, DType::F32, 2e-6);
+            }
+        }
+    }
+}
+
+/// Sums are those of f32: what is rounded is the output, and each gradient once.
+#[test]
+fn sixteen_bits_are_summed_in_f32() {
+    for ranks in [(3, 1), (2, 2)] {
+        check(ranks, &[50, 7, 15], None, DType::BF16, 2f64.powi(-9));
+    }
+}
+
+/// What docs/distributed.md says.
+#[test]
+fn a_ring_sends_three_quarters_of_what_would_go_around() {
+    let (_, g, k) = HEADS;
+    for n in [2, 3, 4, 6] {
+        let t = 8 * n;
+        let kv = |tokens: usize, dtype: DType| 2 * tokens * g * k * dtype.size_in_bytes();
+        let (_, bytes) = on_ranks((n, 1), &packed(&[t]), &spec(None), DType::BF16);
+        // Forward; backward again, and the gradients home in f32: half a rank's tokens over each pair of ranks one way, all
+        // of them the other way.
+        let tokens = 3 * (n - 1) * t / 4;
+        let want = 2 * kv(tokens, DType::BF16) + kv(tokens, DType::F32);
+        assert_eq!(bytes.iter().flatten().sum::<usize>(), want, "{n} ranks");
+        // Early chunks are seen by all ranks behind, both chunks by those before.
+        let first: usize = (n - 1) * t / n / 2;
+        assert_eq!(bytes[0].iter().take(2 * (n - 1)).sum::<usize>(), kv(first, DType::BF16), "{n} ranks");
+    }
+}
+
+/// Sequences that end where chunks do, and windows: nobody asks for what it does not see.
+#[test]
+fn what_nobody_sees_is_not_sent() {
+    let n_messages = |lens: &[usize], window| -> Vec<usize> {
+        let (_, bytes) = on_ranks((4, 1), &packed(lens), &spec(window), DType::F32);
+        bytes.iter().map(|bytes| bytes.iter().filter(|n| **n > 0).count()).collect()
+    };
+    assert_eq!(n_messages(&[8; 8], None), [0; 4]);
+    // Each chunk sees the end of the one before: of the chunks 0 1 2 3 | 3 2 1 0, all but one pair lie on different ranks.
+    // Keys come twice and gradients go once.
+    let sent = n_messages(&[64], Some(2));
+    assert_eq!(sent.iter().sum::<usize>(), 3 * 6);
+}
