@@ -42,7 +42,7 @@ impl Places {
         let parts = [(early, in_early), (late, in_late)];
         let places = parts.map(|(chunk, part)| chunk.start + part.start..chunk.start + part.end);
         match places {
-            [first, second] if first.end == second.start => vec![first.start..second.end],
+            [first, second] if first.end == second.start => std::iter::once(first.start..second.end).collect(),
             both => both.into_iter().filter(|range| !range.is_empty()).collect(),
         }
     }
@@ -63,6 +63,7 @@ impl Places {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init, reason = "a list of one range is meant")]
 mod tests {
     use super::*;
 
