@@ -1,6 +1,8 @@
 //! The block engine: forward through the blocks, loss, and backward block by block, last first.
 //!
-//! t tokens (packed), d model, v vocabulary
+//! t tokens (packed), d model
+
+mod inference;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -15,6 +17,8 @@ use candlewick_ops::{
 use crate::offload::{Parked, Parking};
 use crate::params::ParamStore;
 use crate::sequence::{Part, Ulysses};
+
+pub use inference::{Asked, Tokens};
 
 /// What a block keeps between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -277,55 +281,6 @@ impl Engine {
         let out = linear_cross_entropy(tape.output(), &lm_head, targets, &spec, scale.upstream())?;
         let dx = out.dx.expect("an upstream gradient was given");
         Ok((out.loss, input_grad(tape, x_td, &dx)?))
-    }
-
-    /// Returns the sum of the token losses of a micro-batch. Records nothing.
-    pub fn loss(&self, micro: &Micro) -> Result<f64> {
-        self.evaluate(micro, Reduction::Sum)?.to_dtype(DType::F64)?.to_scalar()
-    }
-
-    /// Returns the loss of each token of a micro-batch, f32 `[t]`; zero where there is no target. Records nothing.
-    pub fn token_losses(&self, micro: &Micro) -> Result<Vec<f32>> {
-        self.evaluate(micro, Reduction::None)?.to_vec1()
-    }
-
-    fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Tensor> {
-        let _span = span("evaluation", "forward");
-        let _awake = self.stay_awake();
-        let Part { micro, .. } = &self.part(micro)?;
-        let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, self.seams())?;
-        let weights = self.store.fetch(self.head())?;
-        let lm_head = self.model.lm_head(&weights)?;
-        let spec = self.cross_entropy(lm_head.dims(), reduction)?;
-        let normed = self.model.norm(&weights, &x_td)?;
-        let loss = linear_cross_entropy(&normed, &lm_head, &micro.targets, &spec, Upstream::NoGrad)?.loss;
-        self.store.release(self.head());
-        Ok(loss)
-    }
-
-    /// Returns the f32 logits `[v]` after the last token of one sequence that continues what `seams` remembers.
-    pub fn next_logits(&self, ids: &[u32], first_position: usize, seams: &dyn Seams) -> Result<Tensor> {
-        let _awake = self.stay_awake();
-        let positions: Vec<u32> = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
-        let seqs = Seqs::packed(vec![0, ids.len()])?;
-        let x_td = self.hidden(&Tensor::new(ids, &self.device)?, &positions, &seqs, seams)?;
-        let weights = self.store.fetch(self.head())?;
-        let normed = self.model.norm(&weights, &x_td.narrow(0, ids.len() - 1, 1)?)?;
-        let logits = self.model.logits(&weights, &normed)?;
-        self.store.release(self.head());
-        logits.squeeze(0)
-    }
-
-    fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Tensor> {
-        let (cos, sin) = self.model.rope(positions, &self.device)?;
-        let cx = self.cx([&cos, &sin], seqs, seams);
-        let mut x = self.model.embed(&self.store.fetch(0)?, ids)?;
-        self.store.release(0);
-        for block_idx in 0..self.model.n_blocks() {
-            x = self.model.block(block_idx, &self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &cx)?;
-            self.store.release(block_idx + 1);
-        }
-        Ok(x)
     }
 
     /// What this rank computes of a micro-batch.
