@@ -1,6 +1,7 @@
 //! Evaluates language models: held-out loss, token scores and generation.
 
 pub mod allocator;
+pub mod answer;
 pub mod cli;
 pub mod exit;
 pub mod generate;

@@ -207,10 +207,8 @@ impl State<'_, '_> {
         let mut sequences: Vec<Growth> = self.texts.iter_mut().map(grow).collect();
         sequences.extend(self.new_beginning.take());
         let growing = self.pool.grow(&sequences)?;
-        // After the beginning nothing is asked; but rows, if there are any, are two at least, as everywhere.
-        let mut rows = growing.last_rows()[..self.texts.len()].to_vec();
-        rows.resize(rows.len().max(2), growing.last_rows()[0]);
-        let logits = self.engine.logits(growing.tokens(), &rows, &growing)?;
+        // What comes after the beginning is asked, too, but not looked at.
+        let logits = self.engine.logits(growing.tokens(), growing.last_rows(), &growing)?;
         let tokens = choose(&mut self.texts, &logits)?;
         for ((text, growth), token) in self.texts.iter_mut().zip(&sequences).zip(tokens) {
             text.n_seen += growth.ids.len();

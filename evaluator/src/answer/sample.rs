@@ -114,7 +114,8 @@ impl Chooser {
     /// Chooses by the logits after a text of which `seen` has all tokens. The logits are spoilt.
     pub fn choose(&mut self, logits: &mut [f32], seen: &BTreeSet<u32>) -> u32 {
         if self.penalty != 1.0 {
-            for logit in seen.iter().filter_map(|id| logits.get_mut(*id as usize)) {
+            for id in seen {
+                let logit = &mut logits[*id as usize];
                 *logit = if *logit < 0.0 { *logit * self.penalty } else { *logit / self.penalty };
             }
         }

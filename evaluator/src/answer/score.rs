@@ -61,14 +61,13 @@ impl<'s> Scoring<'s> {
         self.tree.order.iter().map(&mut cost_of).collect()
     }
 
-    /// Scores the sequences `wanted` and hands each over when it is known.
+    /// Scores the sequences `wanted` and hands them over, those of a batch together.
     pub fn run(
         &self,
         engine: &Engine,
         batching: &Batching,
         wanted: &[usize],
-        mut done: impl FnMut(usize, Score) -> Result<()>,
-        mut batch_done: impl FnMut() -> Result<()>,
+        mut done: impl FnMut(Vec<(usize, Score)>) -> Result<()>,
     ) -> Result<()> {
         let mut questions = self.questions(wanted);
         let nodes: Vec<usize> = self.needed(wanted);
@@ -80,6 +79,7 @@ impl<'s> Scoring<'s> {
             let next = batches.get(i + 1).map(|batch| nodes[batch.start]);
             let asked: Vec<Vec<Question>> =
                 nodes[batch.clone()].iter().map(|node| std::mem::take(&mut questions[*node])).collect();
+            let mut finished = Vec::new();
             let answers = self.forward(engine, &mut path, &nodes[batch.clone()], next, &asked)?;
             for (Question { sequence, .. }, (logprob, is_top)) in asked.iter().flatten().zip(answers) {
                 let score = &mut scores[*sequence];
@@ -87,10 +87,10 @@ impl<'s> Scoring<'s> {
                 score.is_greedy &= is_top;
                 n_open[*sequence] -= 1;
                 if n_open[*sequence] == 0 {
-                    done(*sequence, *score)?;
+                    finished.push((*sequence, *score));
                 }
             }
-            batch_done()?;
+            done(finished)?;
         }
         Ok(())
     }
@@ -166,7 +166,7 @@ impl<'s> Scoring<'s> {
             questions.extend(asked.iter().map(ask));
             first_row += run.ids.len();
         }
-        let compute = || {
+        let mut compute = || {
             let branches = path.branch(&runs, next.map_or(Until::Remembered(0), after), engine.device())?;
             engine.token_scores(branches.tokens(), &questions, &branches)
         };

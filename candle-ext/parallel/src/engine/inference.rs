@@ -56,11 +56,16 @@ impl Engine {
     pub fn next_logits(&self, ids: &[u32], first_position: usize, seams: &dyn Seams) -> Result<Tensor> {
         let positions = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
         let tokens = Tokens { ids: ids.to_vec(), positions };
-        self.logits(&tokens, &[ids.len() as u32 - 1], seams)?.squeeze(0)
+        self.logits_of(&tokens, &[ids.len() as u32 - 1], seams)?.squeeze(0)
     }
 
-    /// Returns the f32 logits `[n, v]` after the tokens in `rows`.
+    /// Returns the f32 logits `[n, v]` after the tokens in `rows`. On the CPU the bits of a row do not depend on what else
+    /// is computed; one token alone in a forward is the exception.
     pub fn logits(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Tensor> {
+        self.logits_of(tokens, &in_pairs(rows), seams)?.narrow(0, 0, rows.len())
+    }
+
+    fn logits_of(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Tensor> {
         let _awake = self.stay_awake();
         let x_td = self.rows_of(tokens, rows, seams)?;
         let weights = self.store.fetch(self.head())?;
@@ -74,12 +79,8 @@ impl Engine {
     /// exception.
     pub fn token_scores(&self, tokens: &Tokens, asked: &[Asked], seams: &dyn Seams) -> Result<TokenScores> {
         let _awake = self.stay_awake();
-        let (mut rows, mut ids): (Vec<u32>, Vec<u32>) = asked.iter().map(|asked| (asked.row, asked.id)).unzip();
-        // A product of one row takes another way and rounds otherwise: there are always two.
-        if let (Some(&row), Some(&id), true) = (rows.last(), ids.last(), rows.len() % 2 == 1) {
-            rows.push(row);
-            ids.push(id);
-        }
+        let (rows, ids): (Vec<u32>, Vec<u32>) = asked.iter().map(|asked| (asked.row, asked.id)).unzip();
+        let (rows, ids) = (in_pairs(&rows), in_pairs(&ids));
         let x_td = self.rows_of(tokens, &rows, seams)?;
         let weights = self.store.fetch(self.head())?;
         let lm_head = self.model.lm_head(&weights)?;
@@ -111,4 +112,10 @@ impl Engine {
         }
         Ok(x)
     }
+}
+
+/// The same with the last once more if their number is odd: a product of one row takes another way and rounds otherwise, so
+/// rows are computed by twos at least.
+fn in_pairs(rows: &[u32]) -> Vec<u32> {
+    rows.iter().chain(rows.last().filter(|_| rows.len() % 2 == 1)).copied().collect()
 }
