@@ -3,9 +3,11 @@
 pub mod allocator;
 pub mod answer;
 pub mod cli;
+pub mod error_file;
 pub mod exit;
 pub mod generate;
 pub mod held_out;
 pub mod lm;
+pub mod ranks;
 pub mod request;
 pub mod weights;
