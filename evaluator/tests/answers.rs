@@ -162,14 +162,18 @@ fn answers_are_those_to_each_request_by_itself() {
             (request, response) => panic!("{response:?} is no answer to {request:?}"),
         }
     }
-    // What the model says itself is greedy.
-    let prompt = "Say wolf 4 times.";
-    let said = generate_alone(&lm, prompt, &greedy(&[], 1));
-    let again = answer(&lm, settings(), &[scored(prompt, &said)]);
-    let Response::Loglikelihood { is_greedy, .. } = again[0].response else { panic!("{again:?}") };
-    let pair = encoder.pair(prompt, &said).unwrap();
-    assert_eq!(is_greedy, score_alone(&lm, &Scored::new(pair, CONTEXT)).1);
-    assert!(n_greedy > 0 || is_greedy, "no request has a greedy answer");
+    // What the model says itself is greedy, if its tokens are those that its text has.
+    for prompt in ["Say wolf 4 times.", "Say", "Spell the word cloud.", "W", "The quick fox", "a b c"] {
+        let said = generate_alone(&lm, prompt, &greedy(&[], 1));
+        if said.is_empty() {
+            continue;
+        }
+        let again = answer(&lm, settings(), &[scored(prompt, &said)]);
+        let Response::Loglikelihood { is_greedy, .. } = again[0].response else { panic!("{again:?}") };
+        assert_eq!(is_greedy, score_alone(&lm, &Scored::new(encoder.pair(prompt, &said).unwrap(), CONTEXT)).1);
+        n_greedy += usize::from(is_greedy);
+    }
+    assert!(n_greedy > 0, "no request has a greedy answer");
 }
 
 #[test]
@@ -223,9 +227,10 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The number of lines of all logs.
+/// The number of whole lines in all logs.
 fn n_lines(folder: &Path) -> usize {
-    files(folder).iter().map(|file| fs::read_to_string(file).unwrap().lines().count()).sum()
+    let count = |file: &PathBuf| fs::read(file).unwrap().iter().filter(|byte| **byte == b'\n').count();
+    files(folder).iter().map(count).sum()
 }
 
 #[test]
@@ -248,17 +253,15 @@ fn an_interrupted_evaluation_goes_on_with_another_number_of_ranks() {
     assert_eq!(files(&logs).len(), 3);
     // Each file loses its end, one in the middle of a line.
     for (i, file) in files(&logs).iter().enumerate() {
-        let text = fs::read_to_string(file).unwrap();
-        fs::write(file, &text[..text.len() - 40 * (i + 1)]).unwrap();
+        let bytes = fs::read(file).unwrap();
+        fs::write(file, &bytes[..bytes.len() - 40 * (i + 1)]).unwrap();
     }
-    let n_left: usize = files(&logs).iter().map(|file| fs::read_to_string(file).unwrap().matches('\n').count()).sum();
-    assert!(n_left > 0 && n_left < n_all);
+    assert!((1..n_all).contains(&n_lines(&logs)), "{} of {n_all}", n_lines(&logs));
     on_ranks(2);
-    // What was lost was answered, and nothing else; torn lines that nobody writes to any more stay.
-    let n_whole: usize = files(&logs).iter().map(|file| fs::read_to_string(file).unwrap().matches('\n').count()).sum();
-    assert_eq!(n_whole, n_all);
+    // What was lost was answered, and nothing else.
+    assert_eq!(n_lines(&logs), n_all);
     on_ranks(1);
-    assert!(n_lines(&logs) <= n_all + 1);
+    assert_eq!(n_lines(&logs), n_all);
 }
 
 #[test]
