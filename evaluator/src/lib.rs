@@ -7,4 +7,6 @@ pub mod generate;
 pub mod held_out;
 pub mod lm;
 pub mod request;
+pub mod results;
+pub mod task;
 pub mod weights;
