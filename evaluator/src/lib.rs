@@ -10,4 +10,6 @@ pub mod held_out;
 pub mod lm;
 pub mod ranks;
 pub mod request;
+pub mod results;
+pub mod task;
 pub mod weights;
