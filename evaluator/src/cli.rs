@@ -2,6 +2,8 @@
 
 mod answer;
 mod answering;
+mod gen_kwargs;
+mod run;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -37,6 +39,14 @@ Examples:
   evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
   evaluator answer requests.jsonl --model base --use-cache answers";
 
+const RUN_EXAMPLES: &str = "\
+Examples:
+  evaluator run --model HuggingFaceTB/SmolLM2-135M-Instruct --tasks arc_easy,piqa --num-fewshot 5
+  evaluator run --model base --tasks gsm8k --apply-chat-template --output-path out --log-samples
+  evaluator run --model base --tasks my_task --include-path tasks --limit 100 --json
+  launch --nproc-per-node 8 evaluator run --model base --tasks mmlu --output-path out
+An option may be written as lm-eval writes it: --num_fewshot, --output_path.";
+
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Answer a prompt as a turn of a chat, or continue it with --raw
@@ -45,6 +55,9 @@ enum Command {
     Perplexity(Perplexity),
     /// Print the log-probability of every token of a text as JSON
     Score(Score),
+    /// Ask a model the questions of benchmarks, and score its answers
+    #[command(after_long_help = RUN_EXAMPLES)]
+    Run(Box<run::Run>),
     /// Answer a file of requests: log-probabilities of continuations and of texts, and generated texts
     Answer(answer::Answer),
     /// Print a script that completes this program's commands in a shell
@@ -82,6 +95,10 @@ enum Dtype {
     F32,
     #[value(alias = "bfloat16")]
     Bf16,
+    #[value(alias = "float16")]
+    F16,
+    /// The one that the model's config names
+    Auto,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -191,6 +208,7 @@ fn run(command: &Command) -> Result<()> {
         }
         Command::Perplexity(args) => perplexity(args, &hub),
         Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
+        Command::Run(args) => run::run(args, &hub),
         Command::Answer(args) => answer::run(args, &hub),
         Command::Score(args) => answer(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
     }
@@ -233,14 +251,11 @@ impl Model {
     }
 
     fn load_from(&self, folder: &Path, device: DeviceChoice) -> Result<Lm> {
-        let dtype = match self.dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::Bf16 => DType::BF16,
-        };
+        let config = Config::read(folder)?;
+        let dtype = self.dtype.of(&config)?;
         let device = device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
         let attention = self.attention();
-        let heads = Config::read(folder)?.attention_heads();
-        let said = attention.explain(&device, dtype, heads);
+        let said = attention.explain(&device, dtype, config.attention_heads());
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
         Ok(Lm::load(folder, self.adapter.as_deref(), dtype, device)?.with_attention(attention))
     }
@@ -253,6 +268,22 @@ impl Model {
             Attention::Reference => AttentionImpl::Reference,
         };
         AttentionChoice { implementation, deterministic: false }
+    }
+}
+
+impl Dtype {
+    fn of(self, config: &Config) -> Result<DType> {
+        let named = config.to_json();
+        let named = ["dtype", "torch_dtype"].iter().find_map(|key| named.get(*key)?.as_str().map(str::to_owned));
+        match (self, named.as_deref()) {
+            (Self::F32, _) | (Self::Auto, None | Some("float32")) => Ok(DType::F32),
+            (Self::Bf16, _) | (Self::Auto, Some("bfloat16")) => Ok(DType::BF16),
+            (Self::F16, _) | (Self::Auto, Some("float16")) => Ok(DType::F16),
+            (Self::Auto, Some(other)) => {
+                let error = anyhow!("failed to start: the config names {other}; choose a --dtype");
+                Err(error.context(ExitCode::Usage))
+            }
+        }
     }
 }
 

@@ -35,13 +35,16 @@ pub(super) struct Answer {
     /// A folder where answers are kept as they come: the same command goes on there, and asks nothing twice
     #[arg(long, short = 'c', alias = "use_cache", value_name = "FOLDER")]
     use_cache: Option<PathBuf>,
+    /// Seeds what is sampled
+    #[arg(long, default_value_t = 1234)]
+    seed: u64,
 }
 
 pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
     together(|ranks| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks)?;
-        let settings = args.answering.settings(args.use_cache.clone());
+        let settings = args.answering.settings(args.seed, args.use_cache.clone());
         let answers = LmAnswers::new(&lm, settings, ranks.group())?;
         let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
         ranks.share(if ranks.is_first() { write(args.output_path.as_deref(), &answered) } else { Ok(()) })

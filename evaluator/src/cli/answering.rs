@@ -23,9 +23,6 @@ pub(super) struct Answering {
     /// Whether BOS is put before texts [default: as the tokenizer has it]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
     add_bos_token: Option<bool>,
-    /// Seeds what is sampled
-    #[arg(long, default_value_t = 1234)]
-    pub(super) seed: u64,
 }
 
 /// Sequences of a forward; `None` for as many as are good.
@@ -45,10 +42,15 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 }
 
 impl Answering {
-    /// What the options say, with answers kept in `log`.
-    pub(super) fn settings(&self, log: Option<PathBuf>) -> AnswerSettings {
-        let Self { batch_size, max_length, max_gen_toks, add_bos_token, seed } = *self;
+    /// What the options say, with what is sampled seeded by `seed` and answers kept in `log`.
+    pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> AnswerSettings {
+        let Self { batch_size, max_length, max_gen_toks, add_bos_token } = *self;
         AnswerSettings { max_length, max_gen_toks, add_bos: add_bos_token, batch_size: batch_size.0, seed, log }
+    }
+
+    /// The batch size as it was given.
+    pub(super) fn batch_size(&self) -> String {
+        self.batch_size.0.map_or_else(|| "auto".to_owned(), |n| n.to_string())
     }
 }
 
