@@ -1,7 +1,12 @@
 //! The command line: asks a model on this machine, or from the Hub, and prints its answer to stdout.
 
+mod answer;
+mod answering;
+mod gen_kwargs;
+mod run;
+
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
@@ -13,9 +18,11 @@ use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde_json::json;
 
+use crate::error_file;
 use crate::exit::{ExitCode, classify, completions, parse_arguments, report};
 use crate::generate::GenerateOptions;
 use crate::lm::Lm;
+use crate::ranks::Ranks;
 
 /// Evaluates language models.
 #[derive(Debug, Parser)]
@@ -29,7 +36,16 @@ const EXAMPLES: &str = "\
 Examples:
   evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
   evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
-  evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'";
+  evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
+  evaluator answer requests.jsonl --model base --use-cache answers";
+
+const RUN_EXAMPLES: &str = "\
+Examples:
+  evaluator run --model HuggingFaceTB/SmolLM2-135M-Instruct --tasks arc_easy,piqa --num-fewshot 5
+  evaluator run --model base --tasks gsm8k --apply-chat-template --output-path out --log-samples
+  evaluator run --model base --tasks my_task --include-path tasks --limit 100 --json
+  launch --nproc-per-node 8 evaluator run --model base --tasks mmlu --output-path out
+An option may be written as lm-eval writes it: --num_fewshot, --output_path.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -39,6 +55,11 @@ enum Command {
     Perplexity(Perplexity),
     /// Print the log-probability of every token of a text as JSON
     Score(Score),
+    /// Ask a model the questions of benchmarks, and score its answers
+    #[command(after_long_help = RUN_EXAMPLES)]
+    Run(Box<run::Run>),
+    /// Answer a file of requests: log-probabilities of continuations and of texts, and generated texts
+    Answer(answer::Answer),
     /// Print a script that completes this program's commands in a shell
     Completions {
         /// The shell
@@ -74,6 +95,10 @@ enum Dtype {
     F32,
     #[value(alias = "bfloat16")]
     Bf16,
+    #[value(alias = "float16")]
+    F16,
+    /// The one that the model's config names
+    Auto,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -152,10 +177,13 @@ pub fn main() -> ExitCode {
         Err(code) => return code,
     };
     tracing_subscriber::fmt().with_writer(io::stderr).without_time().with_max_level(tracing::Level::WARN).init();
+    error_file::watch_panics();
     match run(&cli.command) {
         Ok(()) => ExitCode::Ok,
         Err(error) => {
-            eprint!("{}", report(&error));
+            let report = report(&error);
+            error_file::write(report.trim_end());
+            eprint!("{report}");
             classify(&error)
         }
     }
@@ -180,6 +208,8 @@ fn run(command: &Command) -> Result<()> {
         }
         Command::Perplexity(args) => perplexity(args, &hub),
         Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
+        Command::Run(args) => run::run(args, &hub),
+        Command::Answer(args) => answer::run(args, &hub),
         Command::Score(args) => answer(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
     }
 }
@@ -207,17 +237,27 @@ fn perplexity(args: &Perplexity, hub: &Hub) -> Result<()> {
 
 impl Model {
     fn load(&self, hub: &Hub) -> Result<Lm> {
-        let folder = hub.model(&self.model, self.revision.as_deref(), ModelPart::Whole)?;
-        let dtype = match self.dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::Bf16 => DType::BF16,
-        };
-        let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+        self.load_from(&self.folder(hub)?, self.device)
+    }
+
+    /// Loads the model on each rank, after one of them has downloaded it.
+    fn load_on(&self, hub: &Hub, ranks: &Ranks) -> Result<Lm> {
+        let folder = ranks.in_turn(|| self.folder(hub))?;
+        ranks.share(self.load_from(&folder, ranks.device(self.device)))
+    }
+
+    fn folder(&self, hub: &Hub) -> Result<PathBuf> {
+        Ok(hub.model(&self.model, self.revision.as_deref(), ModelPart::Whole)?)
+    }
+
+    fn load_from(&self, folder: &Path, device: DeviceChoice) -> Result<Lm> {
+        let config = Config::read(folder)?;
+        let dtype = self.dtype.of(&config)?;
+        let device = device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
         let attention = self.attention();
-        let heads = Config::read(&folder)?.attention_heads();
-        let said = attention.explain(&device, dtype, heads);
+        let said = attention.explain(&device, dtype, config.attention_heads());
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
-        Ok(Lm::load(&folder, self.adapter.as_deref(), dtype, device)?.with_attention(attention))
+        Ok(Lm::load(folder, self.adapter.as_deref(), dtype, device)?.with_attention(attention))
     }
 
     fn attention(&self) -> AttentionChoice {
@@ -228,6 +268,22 @@ impl Model {
             Attention::Reference => AttentionImpl::Reference,
         };
         AttentionChoice { implementation, deterministic: false }
+    }
+}
+
+impl Dtype {
+    fn of(self, config: &Config) -> Result<DType> {
+        let named = config.to_json();
+        let named = ["dtype", "torch_dtype"].iter().find_map(|key| named.get(*key)?.as_str().map(str::to_owned));
+        match (self, named.as_deref()) {
+            (Self::F32, _) | (Self::Auto, None | Some("float32")) => Ok(DType::F32),
+            (Self::Bf16, _) | (Self::Auto, Some("bfloat16")) => Ok(DType::BF16),
+            (Self::F16, _) | (Self::Auto, Some("float16")) => Ok(DType::F16),
+            (Self::Auto, Some(other)) => {
+                let error = anyhow!("failed to start: the config names {other}; choose a --dtype");
+                Err(error.context(ExitCode::Usage))
+            }
+        }
     }
 }
 

@@ -1,10 +1,18 @@
 //! Evaluates language models: held-out loss, token scores and generation.
 
+pub mod about;
 pub mod allocator;
+pub mod answer;
+pub mod chat;
 pub mod cli;
+pub mod error_file;
 pub mod exit;
 pub mod generate;
 pub mod held_out;
 pub mod lm;
+pub mod output;
+pub mod ranks;
 pub mod request;
+pub mod results;
+pub mod task;
 pub mod weights;

@@ -1,6 +1,6 @@
 //! A language model at hand: weights, tokenizer and chat template from a folder, to be asked, not trained.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
@@ -24,6 +24,9 @@ pub struct Lm {
     engine: Engine,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
+    /// The model's own, and the adapter's.
+    folders: Vec<PathBuf>,
+    dtype: DType,
 }
 
 /// What a model said, and how long it took.
@@ -51,6 +54,7 @@ impl Lm {
     pub fn load(folder: &Path, adapter: Option<&Path>, dtype: DType, device: Device) -> Result<Self> {
         let tokenizer = Tokenizer::from_directory(folder)?;
         let template = tokenizer.chat_template(None)?;
+        let folders = std::iter::once(folder).chain(adapter).map(Path::to_owned).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let config = Config::read(folder)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
@@ -61,7 +65,7 @@ impl Lm {
         notes.iter().for_each(|note| tracing::warn!("{note}"));
         let residency = vec![Residency::Keep; model.n_blocks()];
         let engine = Engine::new(model, store, residency, Arc::new(Solo), device);
-        Ok(Self { engine, tokenizer, template })
+        Ok(Self { engine, tokenizer, template, folders, dtype })
     }
 
     /// The same model with its attention computed as `attention` says.
@@ -72,6 +76,26 @@ impl Lm {
     /// Returns the engine.
     pub fn engine(&self) -> &Engine {
         &self.engine
+    }
+
+    /// Returns the model's folder.
+    pub fn folder(&self) -> &Path {
+        &self.folders[0]
+    }
+
+    /// Returns the model's folder, and the adapter's if there is one.
+    pub fn folders(&self) -> impl Iterator<Item = &Path> {
+        self.folders.iter().map(PathBuf::as_path)
+    }
+
+    /// Returns the number format that it computes in.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Returns the chat template, if the model has one.
+    pub fn template(&self) -> Option<&ChatTemplate> {
+        self.template.as_ref()
     }
 
     /// Returns the tokenizer.

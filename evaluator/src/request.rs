@@ -36,9 +36,9 @@ pub struct GenerationSettings {
     pub do_sample: bool,
     /// Sampling's temperature.
     pub temperature: f64,
-    /// Sample from the likeliest tokens whose probabilities reach this sum.
+    /// Sample from the likeliest tokens whose probabilities reach this sum; 1 leaves it to the model's side.
     pub top_p: f64,
-    /// Sample from so many of the likeliest tokens.
+    /// Sample from so many of the likeliest tokens; 0 is all, `None` leaves it to the model's side.
     pub top_k: Option<usize>,
 }
 

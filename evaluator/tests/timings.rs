@@ -1,20 +1,19 @@
 //! `evaluator ... --timings`: how fast, beside the answer.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-use std::path::{Path, PathBuf};
+mod support;
+
+use std::path::Path;
 use std::process::{Command, Output};
 
-use candle_core::{DType, Device, Tensor};
-use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
-use candlewick_model::{Config, Model, ParamSpec};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 const PROMPT: &str = "Say wolf 4 times.";
 
 #[test]
 fn timings_count_the_prompt_and_the_answer_and_leave_the_answer_alone() {
     let folder = tempfile::tempdir().unwrap();
-    let model = export(folder.path());
+    let model = support::export(folder.path(), 1);
     let generate = ["generate", "--raw", "--prompt", PROMPT, "--max-new-tokens", "8"];
     let plain = evaluator(&model, &generate);
     let timed = evaluator(&model, &[&generate[..], &["--timings"]].concat());
@@ -33,7 +32,7 @@ fn timings_count_the_prompt_and_the_answer_and_leave_the_answer_alone() {
 #[test]
 fn timings_of_a_perplexity_count_its_targets() {
     let folder = tempfile::tempdir().unwrap();
-    let model = export(folder.path());
+    let model = support::export(folder.path(), 1);
     let data = folder.path().join("texts.txt");
     std::fs::write(&data, "Say wolf 4 times.\nSpell the word cloud.\n").unwrap();
     let output = evaluator(&model, &["perplexity", "--timings", "--data", data.to_str().unwrap()]);
@@ -41,27 +40,6 @@ fn timings_of_a_perplexity_count_its_targets() {
     assert_eq!(timings["tokens"], said["tokens"]);
     let speed = said["tokens"].as_f64().unwrap() / timings["eval_time"].as_f64().unwrap();
     assert_eq!(timings["tokens_per_second"].as_f64().unwrap(), speed);
-}
-
-/// Writes a tiny model with random weights and returns its folder.
-fn export(folder: &Path) -> PathBuf {
-    let folder = folder.join("model");
-    let config = json!({
-        "model_type": "llama", "vocab_size": 600, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "max_position_embeddings": 64,
-    });
-    let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
-    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../recipes/quickstart/tokenizer");
-    let companions = Companions { folders: &[&tokenizer], chat_template: None };
-    let (config, dtype, shard_bytes) = (model.config(), DType::F32, DEFAULT_SHARD_BYTES);
-    let export = Export { folder: &folder, config, companions, dtype, shard_bytes };
-    let random = |spec: &ParamSpec| {
-        let mut values = vec![0.0; spec.numel()];
-        spec.initialise(1, &mut values);
-        Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
-    };
-    export.save(model.base_params(), random).unwrap();
-    folder
 }
 
 fn evaluator(model: &Path, arguments: &[&str]) -> Output {

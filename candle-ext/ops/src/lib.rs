@@ -28,6 +28,7 @@ pub mod reshape;
 pub mod rms_norm;
 pub mod rope;
 pub mod scale;
+pub mod set_rows;
 mod simd;
 mod span;
 mod storage;
@@ -58,12 +59,14 @@ pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState,
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{Precision, linear};
 pub use linear_cross_entropy::{
-    CrossEntropy, LossAndGrad, Reduction, Upstream, VocabPart, linear_cross_entropy, linear_cross_entropy_part,
+    CrossEntropy, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart, linear_cross_entropy,
+    linear_cross_entropy_part, token_scores,
 };
 pub use reshape::reshape;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
 pub use scale::scale;
+pub use set_rows::set_rows;
 pub use span::{PROFILE, span};
 pub use swiglu::swiglu;
 pub use tape::{Coming, Grads, Input, Tape, is_tracked, record, record_exchange, untracked};

@@ -69,6 +69,6 @@ impl KvCache {
     }
 }
 
-fn lock(block: &Mutex<BlockCache>) -> std::sync::MutexGuard<'_, BlockCache> {
+pub(crate) fn lock<T>(block: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     block.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -2,22 +2,28 @@
 //!
 //! No kernels and no family names: kernels are in `candlewick-ops`, what a block computes is in `candlewick-model`.
 
+mod branches;
 mod engine;
 mod groups;
 mod kv_cache;
+mod kv_pool;
 mod offload;
 mod params;
 mod pipeline;
 mod placement;
+mod regions;
 mod sequence;
 mod tensor;
 
-pub use engine::{Engine, LossScale, Micro, Residency};
+pub use branches::{Branches, Path, Run, Until};
+pub use engine::{Asked, Engine, LossScale, Micro, Residency, Tokens};
 pub use groups::Groups;
 pub use kv_cache::KvCache;
+pub use kv_pool::{Growing, Growth, KvPool};
 pub use offload::Parking;
 pub use params::{Formats, Mode, ParamState, ParamStore, Sharded, Sharing, Stages};
 pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
 pub use placement::Norms;
+pub use regions::Regions;
 pub use sequence::Sequence;
 pub use tensor::TensorRanks;

@@ -3,7 +3,6 @@
 mod check;
 mod data;
 mod doctor;
-mod error_file;
 mod estimate;
 mod logging;
 mod plan;
@@ -17,6 +16,7 @@ use std::path::PathBuf;
 
 use candlewick_comm::place::Place;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use evaluator::error_file;
 use evaluator::exit::{completions, parse_arguments};
 
 use crate::exit::{ExitCode, classify, report};

@@ -27,23 +27,47 @@ pub(super) struct Head<'a> {
 impl Head<'_> {
     /// The loss of each target.
     pub(super) fn losses(&self, targets: &[Target]) -> Result<Vec<f32>> {
+        if let Some(part) = self.part {
+            return self.losses_of_part(part, targets);
+        }
+        Ok(self.rows(targets, |logits, class| -logprob(logits, class, exp::max(logits))))
+    }
+
+    fn losses_of_part(&self, part: &VocabPart, targets: &[Target]) -> Result<Vec<f32>> {
         let mut losses = vec![0.0; targets.len()];
         let (mut x, mut logits) = (Vec::new(), Vec::new());
         let n = self.tokens_at_once();
         for (targets, losses) in targets.chunks(n).zip(losses.chunks_mut(n)) {
             self.logits(targets, &mut x, &mut logits);
-            if let Some(part) = self.part {
-                self.merge(part, targets, &mut logits, losses)?;
-                continue;
-            }
-            let rows = logits.par_chunks_mut(self.sizes.v).zip(targets).zip(losses);
-            rows.for_each(|((logits, target), loss)| {
-                let at_target = logits[target.class];
-                let max = exp::max(logits);
-                *loss = max - at_target + exp::exp_shifted(logits, max).ln();
-            });
+            self.merge(part, targets, &mut logits, losses)?;
         }
         Ok(losses)
+    }
+
+    /// The log-probability of each target, and whether it is the first of the likeliest.
+    pub(super) fn scores(&self, targets: &[Target]) -> Vec<(f32, bool)> {
+        self.rows(targets, |logits, class| {
+            let max = exp::max(logits);
+            let is_top = logits[class] == max && logits[..class].iter().all(|logit| *logit < max);
+            (logprob(logits, class, max), is_top)
+        })
+    }
+
+    /// What `of` makes of each target's logits.
+    fn rows<T: Clone + Default + Send>(
+        &self,
+        targets: &[Target],
+        of: impl Fn(&mut [f32], usize) -> T + Sync,
+    ) -> Vec<T> {
+        let mut results = vec![T::default(); targets.len()];
+        let (mut x, mut logits) = (Vec::new(), Vec::new());
+        let n = self.tokens_at_once();
+        for (targets, results) in targets.chunks(n).zip(results.chunks_mut(n)) {
+            self.logits(targets, &mut x, &mut logits);
+            let rows = logits.par_chunks_mut(self.sizes.v).zip(targets).zip(results);
+            rows.for_each(|((logits, target), result)| *result = of(logits, target.class));
+        }
+        results
     }
 
     /// The loss of each target; writes the gradient of x and adds that of w.
@@ -129,6 +153,12 @@ impl Head<'_> {
         let v = self.part.map_or(self.sizes.v, |part| part.n_largest);
         (LOGITS / v.max(1)).clamp(1, self.chunk)
     }
+}
+
+/// log softmax(logits)[class], given the largest of the logits, which are spoilt.
+fn logprob(logits: &mut [f32], class: usize, max: f32) -> f32 {
+    let at_target = logits[class];
+    at_target - max - exp::exp_shifted(logits, max).ln()
 }
 
 /// Replaces logits by weight (softmax - onehot) and returns the loss.

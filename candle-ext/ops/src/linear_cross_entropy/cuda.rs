@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::part::VocabPart;
-use super::{Reduction, Sizes, Target};
+use super::{Reduction, Sizes, Target, TokenScores};
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
 use crate::transfer::upload;
@@ -184,6 +184,28 @@ impl<'a> Head<'a> {
             DType::F32 => Ok(None),
             dtype => Ok(Some(Out::new(self.gpu, dtype, chunk.len * self.sizes.v)?)),
         }
+    }
+
+    /// The log-probability of each target, and whether it is the first of the likeliest.
+    pub(super) fn scores(&self) -> Result<TokenScores> {
+        let n = self.targets.len();
+        let (losses, is_top) = (Out::new(self.gpu, DType::F32, n)?, Out::new(self.gpu, DType::F32, n)?);
+        for chunk in self.chunks() {
+            let x = self.gather(chunk)?;
+            let logits = self.logits(&x, chunk)?;
+            let start = 4 * chunk.start as Address;
+            let args = [
+                Arg::Address(logits.address),
+                Arg::Address(self.class_of(chunk)?),
+                Arg::Address(losses.address + start),
+                Arg::Address(is_top.address + start),
+                Arg::I32(self.sizes.v as i32),
+            ];
+            // SAFETY: there are chunk.len rows of logits, and as many classes, losses and marks from its start on.
+            unsafe { KERNELS.launch(self.gpu, "scores", [chunk.len, 1, 1], THREADS, &args)? };
+        }
+        let (losses, is_top) = (losses.into_tensor(n).to_vec1::<f32>()?, is_top.into_tensor(n).to_vec1::<f32>()?);
+        Ok(losses.into_iter().zip(is_top).map(|(loss, is_top)| (-loss, is_top != 0.0)).collect())
     }
 
     /// Combines the losses of the targets, on the device.

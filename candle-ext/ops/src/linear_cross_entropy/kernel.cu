@@ -40,6 +40,25 @@ extern "C" __global__ void losses(const float* logits, const unsigned* classes, 
     if (threadIdx.x == 0) loss[blockIdx.x] = largest - logits[classes[blockIdx.x]] + logf(sum);
 }
 
+// As losses; and whether the class is the first of those with the largest logit.
+extern "C" __global__ void scores(const float* logits, const unsigned* classes, float* loss, float* is_top, int v) {
+    __shared__ int is_beaten;
+    logits += static_cast<long long>(blockIdx.x) * v;
+    const int target = classes[blockIdx.x];
+    const auto [largest, sum] = max_and_sum(logits, v);
+    const bool is_largest = logits[target] == largest;
+    if (threadIdx.x == 0) is_beaten = !is_largest;
+    __syncthreads();
+    // Whoever finds one writes the same.
+    for (int i = threadIdx.x; is_largest && i < target; i += blockDim.x)
+        if (logits[i] == largest) is_beaten = 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        loss[blockIdx.x] = largest - logits[target] + logf(sum);
+        is_top[blockIdx.x] = is_beaten ? 0.0f : 1.0f;
+    }
+}
+
 // As losses; and d_logits = weight (softmax - onehot), which may lie where the logits do.
 template <typename T>
 __device__ void gradients(const float* logits, const unsigned* classes, const float* weights, float* loss,

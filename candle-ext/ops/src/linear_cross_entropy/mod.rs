@@ -131,6 +131,42 @@ fn run(
     })
 }
 
+/// What the head makes of tokens that are known, without a gradient.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TokenScores {
+    /// log softmax(x w^T)[target] of each target.
+    pub logprobs: Vec<f32>,
+    /// Whether no token is likelier: the target is the first of those with the largest logit.
+    pub is_top: Vec<bool>,
+}
+
+/// How likely `targets` are: one for each row of `x` [t, d], for `w` [v, d]. At most `chunk` rows of logits exist at once.
+/// Arithmetic is f32. Waits for the device.
+pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Result<TokenScores> {
+    let _span = span("token_scores", "forward");
+    let ids: Vec<i64> = targets.iter().map(|&id| i64::from(id)).collect();
+    let spec = CrossEntropy { reduction: Reduction::None, ignore_index: -1, chunk };
+    let ids = Tensor::from_vec(ids, targets.len(), &Device::Cpu)?;
+    let sizes = check(x, w, &ids, &spec, None)?;
+    let targets = supervised(&ids, &spec, sizes.v)?;
+    let (x, value) = (x.contiguous()?, w.value()?);
+    on_device!("token_scores", x, {
+        cpu => {
+            let (x, w) = (host("token_scores", &x)?, host("token_scores", &value)?);
+            let head = cpu::Head { x: x.floats()?, w: w.floats()?, sizes, chunk, part: None };
+            Ok(head.scores(&targets).into_iter().collect())
+        },
+        cuda => cuda::Head::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
+    })
+}
+
+impl FromIterator<(f32, bool)> for TokenScores {
+    fn from_iter<I: IntoIterator<Item = (f32, bool)>>(scores: I) -> Self {
+        let (logprobs, is_top) = scores.into_iter().unzip();
+        Self { logprobs, is_top }
+    }
+}
+
 /// The loss of each target, and with the targets' weights dx; adds dw to its sink.
 fn on_cpu(
     x: &Tensor,

@@ -3,7 +3,8 @@ use std::thread;
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use candlewick_ops::{
-    CrossEntropy, LossAndGrad, Reduction, Upstream, VocabPart, Weight, linear_cross_entropy, linear_cross_entropy_part,
+    CrossEntropy, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart, Weight, linear_cross_entropy,
+    linear_cross_entropy_part, token_scores,
 };
 
 use crate::cases::{
@@ -189,6 +190,47 @@ fn large_logits_do_not_overflow() {
 }
 
 #[test]
+fn scores_are_the_losses_and_say_what_is_likeliest() {
+    for place in Place::all() {
+        for dtype in [DType::F32, DType::BF16] {
+            for (t, v, d, chunk) in [(11, 301, 32, 4), (3, 1201, 16, 100), (1, 1, 1, 1), (0, 7, 3, 2)] {
+                check_scores(&place, (t, v, d), chunk, dtype);
+            }
+        }
+    }
+}
+
+#[track_caller]
+fn check_scores(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, dtype: DType) {
+    let x = place.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
+    let w = Weight::frozen(place.put(&randn((v, d), 2).to_dtype(dtype).unwrap()));
+    let exact = |x: &Tensor| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+    let logits = exact(&x).matmul(&exact(&w.value().unwrap()).t().unwrap()).unwrap().to_vec2::<f32>().unwrap();
+    let largest = |row: &Vec<f32>| (0..v).rev().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap() as u32;
+    // Every other target is the likeliest.
+    let of = |(i, row): (usize, &Vec<f32>)| if i % 2 == 0 { largest(row) } else { (i * 31 % v) as u32 };
+    let ids: Vec<u32> = logits.iter().enumerate().map(of).collect();
+    let got = place.run(|| token_scores(&x, &w, &ids, chunk)).unwrap();
+    let is_top: Vec<bool> = ids.iter().zip(&logits).map(|(id, row)| *id == largest(row)).collect();
+    assert_eq!(got.is_top, is_top, "{t} {v} {d} {dtype:?} {place:?}");
+    let spec = spec(Reduction::None, chunk);
+    let ids: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
+    let losses = place.run(|| linear_cross_entropy(&x, &w, &targets(&ids), &spec, Upstream::NoGrad)).unwrap().loss;
+    let negated: Vec<f32> = losses.to_vec1::<f32>().unwrap().iter().map(|loss| -loss).collect();
+    assert_eq!(got.logprobs, negated, "{t} {v} {d} {dtype:?} {place:?}");
+}
+
+#[test]
+fn of_equal_logits_the_first_is_the_likeliest() {
+    for place in Place::all() {
+        let x = place.put(&Tensor::ones((4, 1), DType::F32, &Device::Cpu).unwrap());
+        let w = Weight::frozen(place.put(&Tensor::new(&[[1f32], [3.0], [2.0], [3.0]], &Device::Cpu).unwrap()));
+        let TokenScores { is_top, .. } = place.run(|| token_scores(&x, &w, &[0, 1, 2, 3], 3)).unwrap();
+        assert_eq!(is_top, [false, true, false, false], "{place:?}");
+    }
+}
+
+#[test]
 fn wrong_arguments_are_named() {
     let (x, w) = (randn((2, 4), 1), Weight::frozen(randn((7, 4), 2)));
     let ok = targets(&[0, 1]);
@@ -208,6 +250,8 @@ fn wrong_arguments_are_named() {
     let short = randn(1, 1);
     assert_error(run(&x, &ok, none, 4, Upstream::Rows(&short)), "upstream rows are F32 [1]");
     assert_error(run(&randn((2, 5), 1), &ok, sum, 4, one), "weight has shape [7, 4], want [7, 5]");
+    assert_error(token_scores(&x, &w, &[0, 7], 4), "target 7 in row 1 is not in 0..7");
+    assert_error(token_scores(&x, &w, &[0], 4), "targets are I64 [1], want i64 [2]");
 }
 
 /// What `parts` of a vocabulary compute together, each in a thread: loss, dx and dw of each.

@@ -18,6 +18,7 @@ mod main_gradients;
 mod places;
 mod rms_norm;
 mod rope;
+mod set_rows;
 mod swiglu;
 mod tape;
 mod tiled;

@@ -3,7 +3,7 @@
 //!
 //! t tokens (packed), d model, v vocabulary
 
-mod infer;
+mod inference;
 mod micro;
 mod train;
 
@@ -24,6 +24,7 @@ use crate::pipeline::Pipeline;
 use crate::sequence::{Part, Sequence};
 use crate::tensor::{Shared, TensorRanks};
 
+pub use inference::{Asked, Tokens};
 pub use micro::Micro;
 
 /// What a block keeps between its forward and its backward.
@@ -220,16 +221,19 @@ impl Engine {
         reduction: Reduction,
         upstream: Upstream,
     ) -> Result<LossAndGrad> {
-        let spec = |n_rows: usize| {
-            let chunk = self.logits_bytes() / (n_rows * DType::F32.size_in_bytes());
-            CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: chunk.max(1) }
-        };
+        let spec =
+            |n_tokens| CrossEntropy { reduction, ignore_index: Micro::IGNORED, chunk: self.rows_of_logits(n_tokens) };
         match &self.tensor {
             None => linear_cross_entropy(normed_td, lm_head, targets, &spec(lm_head.dims()[0]), upstream),
             Some(tensor) => tensor.with_vocab(self.model.config().vocab_size(), |part| {
                 linear_cross_entropy_part(normed_td, lm_head, targets, &spec(part.n_largest), upstream, part)
             }),
         }
+    }
+
+    /// How many rows of logits, of so many tokens each, may exist at once.
+    fn rows_of_logits(&self, n_vocab: usize) -> usize {
+        (self.logits_bytes() / (n_vocab * DType::F32.size_in_bytes())).max(1)
     }
 
     /// Bytes of logits that the loss may hold at once. On a GPU each chunk passes over the whole gradient of the head: few

@@ -17,7 +17,7 @@ pub enum Clock {
 impl Clock {
     /// Formats the current moment as C's `strftime` does in the C locale. A directive that is not
     /// known is an error that names it.
-    pub(super) fn format(self, format: &str) -> Result<String, char> {
+    pub fn format(self, format: &str) -> Result<String, char> {
         let seconds = match self {
             Clock::Fixed(seconds) => seconds,
             Clock::System => {

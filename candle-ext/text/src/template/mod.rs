@@ -159,6 +159,11 @@ impl ChatTemplate {
         self
     }
 
+    /// Returns the template's text.
+    pub fn source(&self) -> &str {
+        &self.source
+    }
+
     /// Lets `strftime_now` tell this clock's time.
     #[must_use]
     pub fn with_clock(mut self, clock: Clock) -> Self {

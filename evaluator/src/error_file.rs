@@ -10,7 +10,7 @@ use serde_json::json;
 const VARIABLE: &str = "TORCHELASTIC_ERROR_FILE";
 
 /// Writes panics too, besides printing them.
-pub(super) fn watch_panics() {
+pub fn watch_panics() {
     let print = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         write(&info.to_string());
@@ -20,7 +20,7 @@ pub(super) fn watch_panics() {
 
 /// Writes a message in the form that torch's `@record` writes. Nothing is done without a launcher, and nobody is told if it
 /// fails: the message is printed as well.
-pub(super) fn write(message: &str) {
+pub fn write(message: &str) {
     let Some(path) = std::env::var_os(VARIABLE).filter(|path| *path != OsString::new()) else { return };
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     let error = json!({"message": {"message": message, "extraInfo": {"timestamp": now.to_string()}}});

@@ -1,0 +1,29 @@
+//! `set_rows` on CUDA: a launch of `kernel.cu`.
+
+use candle_core::{Result, Tensor};
+
+use super::OP;
+use crate::cuda::{Arg, address, gpu, kernels, same_dtype, suffix};
+use crate::transfer::upload;
+
+kernels!("set_rows");
+
+const THREADS: usize = 128;
+
+/// dst[rows[i]] = src[i] for rows of `d` elements.
+pub(super) fn set_rows(dst: &Tensor, rows: &[u32], src: &Tensor, d: usize) -> Result<()> {
+    same_dtype(OP, dst, src)?;
+    if rows.is_empty() || d == 0 {
+        return Ok(());
+    }
+    let on_device = upload(rows, rows.len(), dst.device())?;
+    let args = [
+        Arg::Address(address(OP, src)?),
+        Arg::Address(address(OP, &on_device)?),
+        Arg::Address(address(OP, dst)?),
+        Arg::I32(d as i32),
+    ];
+    let name = format!("set_rows_{}", suffix(OP, dst.dtype())?);
+    // SAFETY: src has as many rows of d elements as there are numbers, and each is that of a row of dst.
+    unsafe { KERNELS.launch(gpu(OP, dst)?, &name, [rows.len(), 1, 1], THREADS, &args) }
+}

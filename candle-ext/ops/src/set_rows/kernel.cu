@@ -1,0 +1,15 @@
+// set_rows: a block for each row of d elements.
+#include "common.cuh"
+
+// to[rows[i]] = from[i]
+template <typename T> __device__ void set_rows(const T* from, const unsigned* rows, T* to, int d) {
+    from += static_cast<long long>(blockIdx.x) * d;
+    to += static_cast<long long>(rows[blockIdx.x]) * d;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = from[i];
+}
+
+#define KERNELS(T, suffix)                                                                                        \
+    extern "C" __global__ void set_rows_##suffix(const T* from, const unsigned* rows, T* to, int d) {             \
+        set_rows<T>(from, rows, to, d);                                                                           \
+    }
+FOR_EACH_FLOAT(KERNELS)

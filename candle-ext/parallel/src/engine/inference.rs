@@ -1,0 +1,215 @@
+//! Forwards that nothing is learnt from: losses and scores of tokens, and the logits that the next token is chosen by.
+//!
+//! t tokens (packed), d model, v vocabulary, n rows that are asked about
+
+use candle_core::{DType, Result, Tensor};
+use candlewick_model::Seams;
+use candlewick_ops::{Reduction, Rows, Seqs, TokenScores, Upstream, span, token_scores};
+
+use super::{Engine, Micro};
+use crate::placement::Norms;
+use crate::sequence::Part;
+use crate::tensor::{Shared, TensorRanks};
+
+/// Tokens of a forward. Which sequences they belong to, and what those remember, is the seams' affair.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tokens {
+    /// Token ids, t of them.
+    pub ids: Vec<u32>,
+    /// The place of each in its sequence.
+    pub positions: Vec<u32>,
+}
+
+/// A question: how likely is `id` after the token in row `row`?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asked {
+    /// The token before, as a row of the forward.
+    pub row: u32,
+    /// The token.
+    pub id: u32,
+}
+
+impl Engine {
+    /// Returns the sum of the token losses of a micro-batch: of this rank's tokens, where ranks share them, and 0 where it [does
+    /// not know them](Engine::knows_losses). Records nothing.
+    pub fn loss(&self, micro: &Micro) -> Result<f64> {
+        match self.evaluate(&*micro.padded(self.multiple())?, Reduction::Sum)? {
+            Some(loss) => loss.to_dtype(DType::F64)?.to_scalar(),
+            None => Ok(0.0),
+        }
+    }
+
+    /// Returns the loss of each token of a micro-batch, f32 `[t]`; zero where there is no target, or where this rank [does not
+    /// know it](Engine::knows_losses). Records nothing. Ranks that share the tokens all get the losses of all.
+    pub fn token_losses(&self, micro: &Micro) -> Result<Vec<f32>> {
+        let n_tokens = micro.seqs.n_tokens();
+        let padded = micro.padded(self.multiple())?;
+        let Some(own) = self.evaluate(&padded, Reduction::None)? else { return Ok(vec![0.0; n_tokens]) };
+        let n_padded = padded.seqs.n_tokens();
+        let all = self.sequence.as_ref().map(|sequence| sequence.join(&own, n_padded)).transpose()?;
+        all.unwrap_or(own).narrow(0, 0, n_tokens)?.to_vec1()
+    }
+
+    /// The loss of as many tokens as ranks can share evenly.
+    fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Option<Tensor>> {
+        let _span = span("evaluation", "forward");
+        let _awake = self.stay_awake();
+        let Part { micro, .. } = &self.part(micro)?;
+        self.with_seams(None, |seams| {
+            let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, seams)?;
+            let Some(x_td) = x_td else { return Ok(None) };
+            let weights = self.store.fetch(self.head())?;
+            let lm_head = self.model.lm_head(&weights)?;
+            let normed = seams.enter(&self.model.norm(&weights, &x_td)?)?;
+            let loss = self.cross_entropy(&normed, &lm_head, &micro.targets, reduction, Upstream::NoGrad)?.loss;
+            self.store.release(self.head());
+            Ok(Some(loss))
+        })
+    }
+
+    /// Returns the f32 logits `[v]` after the last token of one sequence that continues what `seams` remembers. All ranks that
+    /// share the model call it, and get the same.
+    pub fn next_logits(&self, ids: &[u32], first_position: usize, seams: &dyn Seams) -> Result<Tensor> {
+        let positions = (0..ids.len()).map(|i| (first_position + i) as u32).collect();
+        let tokens = Tokens { ids: ids.to_vec(), positions };
+        self.logits_of(&tokens, &[ids.len() as u32 - 1], seams)?.squeeze(0)
+    }
+
+    /// Returns the f32 logits `[n, v]` after the tokens in `rows`. On the CPU the bits of a row do not depend on what else
+    /// is computed; one token alone in a forward is the exception. All ranks that share the model call it, and get the same.
+    pub fn logits(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Tensor> {
+        self.logits_of(tokens, &in_pairs(rows), seams)?.narrow(0, 0, rows.len())
+    }
+
+    fn logits_of(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Tensor> {
+        let _awake = self.stay_awake();
+        let logits = match self.rows_of(tokens, rows, seams)? {
+            Some(x_td) => {
+                let weights = self.store.fetch(self.head())?;
+                let logits = self.logits_of_rows(&self.model.norm(&weights, &x_td)?, &weights)?;
+                self.store.release(self.head());
+                logits
+            }
+            None => Tensor::zeros((rows.len(), self.n_vocab()), DType::F32, &self.device)?,
+        };
+        self.from_last_stage(&logits)
+    }
+
+    /// Returns how likely the tokens are that are asked about: logits exist for their rows only, and for a part of them at a
+    /// time. On the CPU the bits of an answer do not depend on what else is asked; one token alone in a forward is the
+    /// exception. All ranks that share the model call it, and get the same.
+    pub fn token_scores(&self, tokens: &Tokens, asked: &[Asked], seams: &dyn Seams) -> Result<TokenScores> {
+        let _awake = self.stay_awake();
+        let (rows, ids): (Vec<u32>, Vec<u32>) = asked.iter().map(|asked| (asked.row, asked.id)).unzip();
+        let (rows, ids) = (in_pairs(&rows), in_pairs(&ids));
+        let scores = match self.rows_of(tokens, &rows, seams)? {
+            Some(x_td) => {
+                let weights = self.store.fetch(self.head())?;
+                let lm_head = self.model.lm_head(&weights)?;
+                let normed = self.model.norm(&weights, &x_td)?;
+                let chunk = self.rows_of_logits(self.n_vocab()).next_multiple_of(2);
+                let scores = match &self.tensor {
+                    None => token_scores(&normed, &lm_head, &ids, chunk)?,
+                    Some(_) => self.scores_of_parts(&normed, &weights, &ids, chunk)?,
+                };
+                self.store.release(self.head());
+                scores
+            }
+            None => TokenScores { logprobs: vec![0.0; ids.len()], is_top: vec![false; ids.len()] },
+        };
+        let marks = scores.is_top.iter().map(|is_top| f32::from(u8::from(*is_top)));
+        let numbers: Vec<f32> = scores.logprobs.iter().copied().chain(marks).collect();
+        let all = self.from_last_stage(&Tensor::from_vec(numbers, (2, ids.len()), &self.device)?)?.to_vec2::<f32>()?;
+        let n = asked.len();
+        Ok(TokenScores {
+            logprobs: all[0][..n].to_vec(),
+            is_top: all[1][..n].iter().map(|mark| *mark != 0.0).collect(),
+        })
+    }
+
+    /// The scores of tokens where each rank has the logits of a part of the vocabulary.
+    fn scores_of_parts(
+        &self,
+        normed: &Tensor,
+        weights: &candlewick_model::Weights,
+        ids: &[u32],
+        chunk: usize,
+    ) -> Result<TokenScores> {
+        let mut scores = TokenScores::default();
+        for (i, ids) in ids.chunks(chunk).enumerate() {
+            let logits = self.logits_of_rows(&normed.narrow(0, i * chunk, ids.len())?, weights)?.to_vec2::<f32>()?;
+            for (logits, id) in logits.iter().zip(ids) {
+                let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let sum: f32 = logits.iter().map(|logit| (logit - max).exp()).sum();
+                let at_target = logits[*id as usize];
+                scores.logprobs.push(at_target - max - sum.ln());
+                scores.is_top.push(logits.iter().position(|logit| *logit == max) == Some(*id as usize));
+            }
+        }
+        Ok(scores)
+    }
+
+    /// The logits of all tokens after some rows, f32 `[n, v]`.
+    fn logits_of_rows(&self, normed: &Tensor, weights: &candlewick_model::Weights) -> Result<Tensor> {
+        let logits = self.model.logits(weights, normed)?;
+        match &self.tensor {
+            None => Ok(logits),
+            Some(tensor) => tensor.whole_logits(&logits, self.n_vocab()),
+        }
+    }
+
+    /// What the last stage knows, told to all.
+    fn from_last_stage(&self, x: &Tensor) -> Result<Tensor> {
+        let stages = self.pipeline.stages();
+        Ok(stages.broadcast(x, stages.size() - 1)?)
+    }
+
+    fn n_vocab(&self) -> usize {
+        self.model.config().vocab_size()
+    }
+
+    /// Some rows of what the last block gives, on the stage that has it.
+    fn rows_of(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Option<Tensor>> {
+        let _span = span("evaluation", "forward");
+        let Tokens { ids, positions } = tokens;
+        let seqs = Seqs::packed(vec![0, ids.len()])?;
+        // A few tokens cannot be shared out.
+        let tensor = self.tensor.as_ref().map(|tensor| TensorRanks { norms: Norms::Whole, ..tensor.clone() });
+        let n_vocab = self.n_vocab();
+        let shared = tensor.as_ref().map(|tensor| Shared { tensor, n_vocab, attend: seams });
+        let seams = shared.as_ref().map_or(seams, |shared| shared);
+        let x_td = self.hidden(&Tensor::new(ids.as_slice(), &self.device)?, positions, &seqs, seams)?;
+        x_td.map(|x_td| x_td.index_select(&Tensor::new(rows, &self.device)?, 0)).transpose()
+    }
+
+    /// What the last block gives, on the stage that has it.
+    fn hidden(&self, ids: &Tensor, positions: &[u32], seqs: &Seqs, seams: &dyn Seams) -> Result<Option<Tensor>> {
+        let (cos, sin) = self.model.rope(positions, &self.device)?;
+        let rows = Rows::all();
+        let cx = self.cx([&cos, &sin], seqs, &rows, seams);
+        let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
+        for chunk in 0..layout.n_chunks() {
+            let mut x = match layout.is_first(stage, chunk) {
+                true => self.model.embed(&self.store.fetch(0)?, ids, seams)?,
+                false => self.pipeline.receive_activation()?,
+            };
+            self.store.release(0);
+            for block_idx in layout.blocks(stage, chunk) {
+                x = self.model.block(block_idx, &self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &cx)?;
+                self.store.release(block_idx + 1);
+            }
+            if layout.is_last(stage, chunk) {
+                return Ok(Some(x));
+            }
+            self.pipeline.send_activation(&x)?;
+            self.pipeline.finish_all_but(layout.n_stages())?;
+        }
+        Ok(None)
+    }
+}
+
+/// The same with the last once more if their number is odd: a product of one row takes another way and rounds otherwise, so
+/// rows are computed by twos at least.
+fn in_pairs(rows: &[u32]) -> Vec<u32> {
+    rows.iter().chain(rows.last().filter(|_| rows.len() % 2 == 1)).copied().collect()
+}

@@ -1,0 +1,95 @@
+//! What a run says about itself beside its scores, by the keys that lm-eval has for it.
+
+use candlewick_text::tokenizer::SpecialToken;
+use serde_json::{Map, Value as Json, json};
+use sha2::{Digest, Sha256};
+
+use crate::chat::Chat;
+use crate::lm::Lm;
+use crate::output::sanitized;
+
+/// What was asked for, as it is reported.
+pub struct About<'a> {
+    /// The model as it was named.
+    pub model_name: &'a str,
+    /// The branch, tag or commit, if one was named.
+    pub revision: Option<&'a str>,
+    /// The adapter, if there is one.
+    pub adapter: Option<String>,
+    /// Tokens of context.
+    pub max_length: usize,
+    /// The chat template that prompts were printed with.
+    pub chat: Option<&'a Chat>,
+    /// What the system was to say.
+    pub system_instruction: Option<&'a str>,
+    /// Whether examples were turns of the chat.
+    pub fewshot_as_multiturn: bool,
+    /// Options that are reported as they were given, by lm-eval's names.
+    pub options: Map<String, Json>,
+    /// When the run began, in seconds since 1970.
+    pub date: f64,
+    /// How long it took, in seconds.
+    pub seconds: f64,
+}
+
+/// The keys of a results file that are about the run.
+pub fn about(lm: &Lm, about: &About) -> Map<String, Json> {
+    let model = lm.engine().model();
+    let n_parameters: usize = model.base_params().chain(model.adapter_params()).map(|param| param.numel()).sum();
+    let mut config = Map::new();
+    config.insert("model".into(), json!("candlewick"));
+    config.insert("model_args".into(), json!({"pretrained": about.model_name, "peft": about.adapter}));
+    config.insert("model_num_parameters".into(), json!(n_parameters));
+    config.insert("model_dtype".into(), json!(format!("torch.{}", long_name(lm.dtype().as_str()))));
+    config.insert("model_revision".into(), json!(about.revision.unwrap_or("main")));
+    config.insert("model_sha".into(), json!(commit(lm)));
+    config.extend(about.options.clone());
+    let token = |token: Option<&SpecialToken>| match token {
+        Some(token) => json!([token.text, token.id.to_string()]),
+        None => json!([null, "None"]),
+    };
+    let tokenizer = lm.tokenizer();
+    let template = about.chat.map(|chat| chat.template().source());
+    let run = json!({
+        "config": config,
+        "git_hash": null,
+        "date": about.date,
+        "candlewick_version": env!("CARGO_PKG_VERSION"),
+        "tokenizer_pad_token": token(tokenizer.pad()),
+        "tokenizer_eos_token": token(tokenizer.eos()),
+        "tokenizer_bos_token": token(tokenizer.bos()),
+        "eot_token_id": tokenizer.eos().map(|token| token.id),
+        "max_length": about.max_length,
+        "model_source": "candlewick",
+        "model_name": about.model_name,
+        "model_name_sanitized": sanitized(about.model_name),
+        "system_instruction": about.system_instruction,
+        "system_instruction_sha": about.system_instruction.map(sha256),
+        "fewshot_as_multiturn": about.fewshot_as_multiturn,
+        "chat_template": template,
+        "chat_template_sha": template.map(sha256),
+        "total_evaluation_time_seconds": about.seconds.to_string(),
+    });
+    run.as_object().cloned().unwrap_or_default()
+}
+
+fn sha256(text: &str) -> String {
+    Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The commit that a folder of the Hub's cache is called by; empty for another folder, as lm-eval has it.
+fn commit(lm: &Lm) -> String {
+    let name = lm.folder().file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let is_commit = name.len() == 40 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
+    if is_commit { name } else { String::new() }
+}
+
+/// A number format as torch calls it.
+fn long_name(dtype: &str) -> &str {
+    match dtype {
+        "bf16" => "bfloat16",
+        "f16" => "float16",
+        "f32" => "float32",
+        other => other,
+    }
+}

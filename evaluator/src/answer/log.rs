@@ -1,0 +1,248 @@
+//! The answers that were given, line by line in a file for each rank, so that an evaluation that was interrupted goes on.
+
+use std::collections::HashMap;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::request::{Request, Response};
+
+/// A rank's file of answers.
+pub struct AnswerLog {
+    path: PathBuf,
+    file: File,
+    /// Lines that are not in the file yet.
+    lines: Vec<u8>,
+}
+
+/// A line: a request by its key, and the answer.
+#[derive(Serialize, Deserialize)]
+struct Line {
+    key: String,
+    #[serde(flatten)]
+    answer: Plain,
+}
+
+/// An answer as JSON.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Plain {
+    Loglikelihood { logprob: f64, is_greedy: bool },
+    Rolling { loglikelihood: f64 },
+    Text { text: String },
+}
+
+/// The key of a request for the model `identity`. What is sampled is another answer for each `draw`, of which nothing else
+/// knows.
+pub fn key(identity: &str, request: &Request, max_gen_toks: usize, draw: Option<(u64, usize)>) -> blake3::Hash {
+    let request = match request {
+        Request::Loglikelihood { context, continuation } => {
+            serde_json::json!(["loglikelihood", context, continuation])
+        }
+        Request::LoglikelihoodRolling { text } => serde_json::json!(["loglikelihood_rolling", text]),
+        Request::GenerateUntil { context, settings } => {
+            let n_max = settings.max_gen_toks.unwrap_or(max_gen_toks);
+            let sampling = settings.do_sample.then_some((settings.temperature, settings.top_p, settings.top_k, draw));
+            serde_json::json!(["generate_until", context, settings.until, n_max, sampling])
+        }
+    };
+    blake3::hash(format!("{identity}\n{request}").as_bytes())
+}
+
+impl AnswerLog {
+    /// Opens this rank's file for the model `identity`, to add to. A line that was not finished is cut off.
+    pub fn open(folder: &Path, identity: &str, rank: usize) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| format!("failed to create {}", folder.display()))?;
+        let path = folder.join(format!("{}.{rank}.jsonl", short(identity)));
+        let open = || {
+            let mut file = OpenOptions::new().read(true).append(true).create(true).open(&path)?;
+            match file.try_lock() {
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                // A file system without locks cannot say.
+                Ok(()) | Err(TryLockError::Error(_)) => {}
+            }
+            let mut bytes = Vec::new();
+            file.read_to_end(&mut bytes)?;
+            let n_whole = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1);
+            file.set_len(n_whole as u64)?;
+            file.seek(SeekFrom::End(0))?;
+            Ok::<_, io::Error>(Some(file))
+        };
+        match open().with_context(|| format!("failed to open {}", path.display()))? {
+            Some(file) => Ok(Self { path, file, lines: Vec::new() }),
+            None => bail!(
+                "failed to open {}: another evaluation of this model writes to it; wait for it, or name another output \
+                 folder",
+                path.display()
+            ),
+        }
+    }
+
+    /// Adds an answer, which [`AnswerLog::write`] writes.
+    pub fn add(&mut self, key: &str, response: &Response) -> Result<()> {
+        let line = Line { key: key.to_owned(), answer: Plain::from(response) };
+        serde_json::to_writer(&mut self.lines, &line)?;
+        self.lines.push(b'\n');
+        Ok(())
+    }
+
+    /// Hands what was added to the operating system.
+    pub fn write(&mut self) -> Result<()> {
+        let written = self.file.write_all(&self.lines).and_then(|()| self.file.flush());
+        written.with_context(|| format!("failed to write answers to {}", self.path.display()))?;
+        self.lines.clear();
+        Ok(())
+    }
+}
+
+/// The answers of the model `identity` in a folder, by their keys: those of all ranks that there were.
+pub fn read(folder: &Path, identity: &str) -> Result<HashMap<String, Response>> {
+    let mut known = HashMap::new();
+    if !folder.is_dir() {
+        return Ok(known);
+    }
+    let list = || -> io::Result<Vec<PathBuf>> { fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect() };
+    for path in list().with_context(|| format!("failed to list {}", folder.display()))? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if name.starts_with(&format!("{}.", short(identity))) && name.ends_with(".jsonl") {
+            read_file(&path, &mut known)?;
+        }
+    }
+    Ok(known)
+}
+
+fn read_file(path: &Path, known: &mut HashMap<String, Response>) -> Result<()> {
+    let bytes = fs::read(path).with_context(|| format!("failed to read {}", path.display()))?;
+    // Behind the last line break is what an interrupted evaluation began to write.
+    let n_whole = bytes.iter().rposition(|byte| *byte == b'\n').unwrap_or(0);
+    for (i, line) in bytes[..n_whole].split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.is_empty()) {
+        let Line { key, answer } = serde_json::from_slice(line).map_err(|error| {
+            anyhow!(
+                "failed to read line {} of {} as an answer: {error}; delete the line, or the file to answer all anew",
+                i + 1,
+                path.display()
+            )
+        })?;
+        known.insert(key, answer.into());
+    }
+    Ok(())
+}
+
+/// What is enough to tell models apart in the names of files.
+fn short(identity: &str) -> &str {
+    identity.get(..16).unwrap_or(identity)
+}
+
+impl From<&Response> for Plain {
+    fn from(response: &Response) -> Self {
+        match response {
+            Response::Loglikelihood { logprob, is_greedy } => {
+                Self::Loglikelihood { logprob: *logprob, is_greedy: *is_greedy }
+            }
+            Response::LoglikelihoodRolling(loglikelihood) => Self::Rolling { loglikelihood: *loglikelihood },
+            Response::Text(text) => Self::Text { text: text.clone() },
+        }
+    }
+}
+
+impl From<Plain> for Response {
+    fn from(answer: Plain) -> Self {
+        match answer {
+            Plain::Loglikelihood { logprob, is_greedy } => Self::Loglikelihood { logprob, is_greedy },
+            Plain::Rolling { loglikelihood } => Self::LoglikelihoodRolling(loglikelihood),
+            Plain::Text { text } => Self::Text(text),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::request::GenerationSettings;
+
+    const MODEL: &str = "0123456789abcdef-one";
+
+    fn responses() -> [Response; 3] {
+        [
+            Response::Loglikelihood { logprob: -0.1 - 1e-17, is_greedy: true },
+            Response::LoglikelihoodRolling(-1234.567_890_123_456_7),
+            Response::Text("a\n\u{1f600}\"".into()),
+        ]
+    }
+
+    #[test]
+    fn what_was_written_is_read_back_whatever_rank_wrote_it_and_how_it_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        for (rank, response) in responses().iter().enumerate() {
+            let mut log = AnswerLog::open(folder.path(), MODEL, rank).unwrap();
+            log.add(&format!("key {rank}"), response).unwrap();
+            log.write().unwrap();
+        }
+        let torn = folder.path().join("0123456789abcdef.1.jsonl");
+        OpenOptions::new().append(true).open(&torn).unwrap().write_all(b"{\"key\": \"ab").unwrap();
+        let check = |n: usize| {
+            let known = read(folder.path(), MODEL).unwrap();
+            assert_eq!(known.len(), n);
+            responses().iter().enumerate().for_each(|(i, want)| assert_eq!(known[&format!("key {i}")], *want));
+        };
+        check(3);
+        let mut log = AnswerLog::open(folder.path(), MODEL, 1).unwrap();
+        log.add("key 3", &responses()[0]).unwrap();
+        log.write().unwrap();
+        check(4);
+        assert!(read(folder.path(), "another model's").unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_file_that_is_written_to_or_broken_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = AnswerLog::open(folder.path(), MODEL, 0).unwrap();
+        let error = AnswerLog::open(folder.path(), MODEL, 0).err().unwrap();
+        assert!(error.to_string().contains("another evaluation of this model writes to it"));
+        log.lines = b"{\"key\": 5}\n{}\n".to_vec();
+        log.write().unwrap();
+        let error = read(folder.path(), MODEL).unwrap_err().to_string();
+        assert!(error.contains("line 1 of") && error.contains("delete the line"), "{error}");
+    }
+
+    #[test]
+    fn a_key_knows_the_model_and_all_of_the_request() {
+        let settings = GenerationSettings {
+            until: vec!["x".into()],
+            max_gen_toks: None,
+            do_sample: false,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: None,
+        };
+        let generate =
+            |settings: &GenerationSettings| Request::GenerateUntil { context: "a".into(), settings: settings.clone() };
+        let scored = |context: &str, continuation: &str| Request::Loglikelihood {
+            context: context.into(),
+            continuation: continuation.into(),
+        };
+        let greedy = generate(&settings);
+        let sampled = generate(&GenerationSettings { do_sample: true, temperature: 1.0, ..settings.clone() });
+        let keys = [
+            key("m", &scored("a", "b"), 256, None),
+            key("n", &scored("a", "b"), 256, None),
+            key("m", &scored("ab", ""), 256, None),
+            key("m", &Request::LoglikelihoodRolling { text: "a".into() }, 256, None),
+            key("m", &greedy, 256, None),
+            key("m", &greedy, 255, None),
+            key("m", &sampled, 256, Some((1, 0))),
+            key("m", &sampled, 256, Some((1, 1))),
+            key("m", &sampled, 256, Some((2, 0))),
+        ];
+        for (i, one) in keys.iter().enumerate() {
+            assert!(!keys[..i].contains(one), "{i}");
+        }
+        // A default that is written out is the same request.
+        let written = generate(&GenerationSettings { max_gen_toks: Some(256), ..settings });
+        assert_eq!(key("m", &written, 1, Some((3, 3))), keys[4]);
+    }
+}

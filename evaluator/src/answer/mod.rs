@@ -1,0 +1,252 @@
+//! Answers requests with a model, as lm-evaluation-harness does with its Hugging Face model, but each run of tokens once.
+//!
+//! Texts become tokens in [`encode`] and are cut in [`windows`]. What begins alike is found by a prefix [`tree`]; [`score`]
+//! and [`generation`] compute it. [`log`] remembers answers from one evaluation to the next.
+
+pub mod batch;
+pub mod encode;
+pub mod generation;
+pub mod identity;
+pub mod log;
+mod plan;
+pub mod sample;
+pub mod score;
+mod share;
+pub mod stop;
+pub mod tree;
+pub mod windows;
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, anyhow};
+use candlewick_comm::{Collective, exchange_bytes};
+use serde::{Deserialize, Serialize};
+
+use crate::lm::Lm;
+use crate::request::{Request, Response};
+use batch::Batching;
+use encode::Encoder;
+use generation::Generation;
+use log::{AnswerLog, Plain};
+use plan::{Plan, Work};
+use sample::Defaults;
+use score::{Score, Scoring};
+use share::share_of;
+
+/// Somebody who answers requests.
+pub trait Answers {
+    /// Answers all requests, in their order. All ranks give the same requests, and get all answers.
+    fn answer(&mut self, requests: &[Request]) -> Result<Vec<Answered>>;
+}
+
+/// An answer, and how much of the request was looked at.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answered {
+    /// The answer.
+    pub response: Response,
+    /// Tokens of the request, those that were cut off among them.
+    pub n_tokens: usize,
+    /// Tokens that were cut off in front, because the model's context is no longer.
+    pub n_cut: usize,
+}
+
+/// How requests are answered.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AnswerSettings {
+    /// Tokens of context, if not as many as the model was made for.
+    pub max_length: Option<usize>,
+    /// Tokens that are generated at most, where the request does not say it.
+    pub max_gen_toks: usize,
+    /// Whether BOS is put before texts, if not as the tokenizer says.
+    pub add_bos: Option<bool>,
+    /// Sequences of a forward; `None` finds a good number.
+    pub batch_size: Option<usize>,
+    /// Seeds what is sampled. An answer depends on it, on the request and on how often the request came before.
+    pub seed: u64,
+    /// Where answers are written to as they come, and read from before anything is computed.
+    pub log: Option<PathBuf>,
+}
+
+impl Default for AnswerSettings {
+    fn default() -> Self {
+        Self { max_length: None, max_gen_toks: 256, add_bos: None, batch_size: None, seed: 1234, log: None }
+    }
+}
+
+/// A model that answers, together with those of the other ranks.
+pub struct LmAnswers<'a> {
+    lm: &'a Lm,
+    encoder: Encoder<'a>,
+    defaults: Defaults,
+    settings: AnswerSettings,
+    batching: Batching,
+    ranks: Arc<dyn Collective>,
+    /// Known if there is a log.
+    identity: String,
+    on_progress: Box<dyn FnMut(Progress) + 'a>,
+}
+
+/// How far this rank is with its share of the requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Requests that are answered.
+    pub n_done: usize,
+    /// All that this rank answers.
+    pub n_all: usize,
+}
+
+impl<'a> LmAnswers<'a> {
+    /// Gets ready to answer, with as many others as there are `ranks`.
+    pub fn new(lm: &'a Lm, settings: AnswerSettings, ranks: Arc<dyn Collective>) -> Result<Self> {
+        let config = lm.engine().model().config();
+        let heads = config.attention_heads();
+        let row_bytes = 2 * lm.engine().model().n_blocks() * heads.n_kv * heads.dim * size_of::<f32>();
+        let batching = match settings.batch_size {
+            Some(n) => Batching::sequences(n),
+            None => Batching::auto(lm.engine().device().is_cpu(), row_bytes),
+        };
+        let mut answers = Self {
+            lm,
+            encoder: Encoder::new(lm.tokenizer(), settings.add_bos)?,
+            defaults: Defaults::read(lm.folder())?,
+            settings,
+            batching,
+            ranks,
+            identity: String::new(),
+            on_progress: Box::new(|_| {}),
+        };
+        if answers.settings.log.is_some() {
+            answers.identity = answers.identify()?;
+        }
+        Ok(answers)
+    }
+
+    /// Calls `on_progress` while requests are answered.
+    #[must_use]
+    pub fn with_progress(self, on_progress: impl FnMut(Progress) + 'a) -> Self {
+        Self { on_progress: Box::new(on_progress), ..self }
+    }
+
+    /// Tokens of context.
+    pub fn max_length(&self) -> usize {
+        self.settings.max_length.unwrap_or(self.lm.engine().model().config().max_positions())
+    }
+
+    /// Hashes the model on the first rank; the others believe it.
+    fn identify(&self) -> Result<String> {
+        let own = match self.ranks.rank() {
+            0 => {
+                let settings = format!("{:?} {} {:?}", self.lm.dtype(), self.max_length(), self.settings.add_bos);
+                identity::identity(self.lm.folders(), &settings)?
+            }
+            _ => String::new(),
+        };
+        let of_first = exchange_bytes(&*self.ranks, own.as_bytes())?.into_iter().next().unwrap_or_default();
+        Ok(String::from_utf8(of_first)?)
+    }
+}
+
+impl Answers for LmAnswers<'_> {
+    fn answer(&mut self, requests: &[Request]) -> Result<Vec<Answered>> {
+        let plan =
+            Plan::new(requests, &self.encoder, &self.settings, self.defaults, self.max_length(), &self.identity)?;
+        let mut found = self.known(&plan)?;
+        found.extend(plan.about_nothing());
+        let own = self.compute(&plan, &found)?;
+        for answers in exchange_bytes(&*self.ranks, &serde_json::to_vec(&own)?)? {
+            found.extend(read_answers(&answers)?);
+        }
+        plan.places
+            .iter()
+            .map(|question| {
+                let response =
+                    found.get(question).cloned().context("failed to answer: a rank has forgotten a request")?;
+                let (n_tokens, n_cut) = plan.questions[*question].size;
+                Ok(Answered { response, n_tokens, n_cut })
+            })
+            .collect()
+    }
+}
+
+/// An answer with the number of its question.
+#[derive(Serialize, Deserialize)]
+struct Numbered(usize, Plain);
+
+fn read_answers(bytes: &[u8]) -> Result<Vec<(usize, Response)>> {
+    let answers: Vec<Numbered> = serde_json::from_slice(bytes)?;
+    Ok(answers.into_iter().map(|Numbered(question, answer)| (question, answer.into())).collect())
+}
+
+impl LmAnswers<'_> {
+    /// What the log knows, as the first rank reads it.
+    fn known(&self, plan: &Plan) -> Result<HashMap<usize, Response>> {
+        let Some(folder) = &self.settings.log else { return Ok(HashMap::new()) };
+        let mut own = Vec::new();
+        if self.ranks.rank() == 0 {
+            let known = log::read(folder, &self.identity)?;
+            let questions = plan.questions.iter().enumerate();
+            let found = questions.filter_map(|(i, question)| Some(Numbered(i, known.get(&question.key)?.into())));
+            own.extend(found);
+        }
+        let all = exchange_bytes(&*self.ranks, &serde_json::to_vec(&own)?)?;
+        let of_first = all.first().ok_or_else(|| anyhow!("failed to hear from the first rank"))?;
+        Ok(read_answers(of_first)?.into_iter().collect())
+    }
+
+    /// Answers this rank's share of what is not known, and writes it to the log as it comes.
+    fn compute(&mut self, plan: &Plan, known: &HashMap<usize, Response>) -> Result<Vec<Numbered>> {
+        let (engine, tokenizer) = (self.lm.engine(), self.lm.tokenizer());
+        let Work { scored, owners, prompts, prompt_owners } = &plan.work;
+        let (scoring, generation) = (Scoring::new(scored), Generation::new(prompts));
+        let open = |question: &usize| !known.contains_key(question);
+        let own_scored = share_of(&*self.ranks, scoring.order(), &scoring.costs(), owners, open);
+        let own_prompts = share_of(&*self.ranks, generation.order(), &generation.costs(), prompt_owners, open);
+        let folder = self.settings.log.as_ref();
+        let log = folder.map(|folder| AnswerLog::open(folder, &self.identity, self.ranks.rank())).transpose()?;
+        let n_all = own_prompts.len() + plan.n_questions(&own_scored);
+        let mut desk = Desk { plan, log, done: Vec::new(), n_all, on_progress: &mut self.on_progress };
+        let mut scores: HashMap<usize, Vec<(usize, Score)>> = HashMap::new();
+        scoring.run(engine, &self.batching, &own_scored, |finished| {
+            for (item, score) in finished {
+                let question = owners[item];
+                let of_question = scores.entry(question).or_default();
+                of_question.push((item, score));
+                if of_question.len() == plan.questions[question].n_scored {
+                    desk.take(question, plan.response(question, scores.remove(&question).unwrap_or_default()))?;
+                }
+            }
+            desk.write()
+        })?;
+        generation.run(engine, tokenizer, &self.batching, &own_prompts, |prompt, text| {
+            desk.take(prompt_owners[prompt], Response::Text(text))?;
+            desk.write()
+        })?;
+        Ok(desk.done)
+    }
+}
+
+/// Where answers arrive.
+struct Desk<'d> {
+    plan: &'d Plan,
+    log: Option<AnswerLog>,
+    done: Vec<Numbered>,
+    n_all: usize,
+    on_progress: &'d mut dyn FnMut(Progress),
+}
+
+impl Desk<'_> {
+    fn take(&mut self, question: usize, response: Response) -> Result<()> {
+        if let Some(log) = &mut self.log {
+            log.add(&self.plan.questions[question].key, &response)?;
+        }
+        self.done.push(Numbered(question, Plain::from(&response)));
+        Ok(())
+    }
+
+    fn write(&mut self) -> Result<()> {
+        (self.on_progress)(Progress { n_done: self.done.len(), n_all: self.n_all });
+        self.log.as_mut().map_or(Ok(()), AnswerLog::write)
+    }
+}

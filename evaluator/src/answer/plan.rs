@@ -1,0 +1,194 @@
+//! Requests as work for a model: each different one once, as tokens.
+
+use std::collections::HashMap;
+
+use anyhow::{Result, ensure};
+use rayon::prelude::*;
+
+use super::AnswerSettings;
+use super::encode::Encoder;
+use super::generation::Prompt;
+use super::log::key;
+use super::sample::{Chooser, Defaults};
+use super::score::Score;
+use super::stop::Stop;
+use super::windows::{Scored, windows};
+use crate::exit::ExitCode;
+use crate::request::{GenerationSettings, Request, Response};
+
+/// All requests of a call.
+pub(super) struct Plan {
+    /// The different ones.
+    pub(super) questions: Vec<Question>,
+    /// The question that each request is.
+    pub(super) places: Vec<usize>,
+    pub(super) work: Work,
+}
+
+/// A request.
+pub(super) struct Question {
+    /// What the log knows it by.
+    pub(super) key: String,
+    /// Its tokens, and how many of them are cut off.
+    pub(super) size: (usize, usize),
+    /// The sequences that are scored for it.
+    pub(super) n_scored: usize,
+    is_rolling: bool,
+}
+
+/// What has to be computed, with the questions that it is for.
+#[derive(Default)]
+pub(super) struct Work {
+    pub(super) scored: Vec<Scored>,
+    pub(super) owners: Vec<usize>,
+    pub(super) prompts: Vec<Prompt>,
+    pub(super) prompt_owners: Vec<usize>,
+}
+
+/// A question's tokens.
+enum Tokens {
+    Scored(Vec<Scored>),
+    Prompt(Box<Prompt>, usize),
+}
+
+impl Plan {
+    pub(super) fn new(
+        requests: &[Request],
+        encoder: &Encoder,
+        settings: &AnswerSettings,
+        defaults: Defaults,
+        max_length: usize,
+        identity: &str,
+    ) -> Result<Self> {
+        let mut found = HashMap::new();
+        let mut n_asked: HashMap<blake3::Hash, usize> = HashMap::new();
+        let (mut places, mut different) = (Vec::new(), Vec::new());
+        for request in requests {
+            let key_of = |draw| key(identity, request, settings.max_gen_toks, Some((settings.seed, draw)));
+            // A request that is sampled once more is another question.
+            let n_asked = n_asked.entry(key_of(0)).or_default();
+            let key = key_of(if is_sampled(request) { *n_asked } else { 0 });
+            *n_asked += 1;
+            places.push(*found.entry(key).or_insert_with(|| {
+                different.push((request, key));
+                different.len() - 1
+            }));
+        }
+        let reader = Reader { encoder, settings, defaults, max_length };
+        let read = |(request, key): &(&Request, blake3::Hash)| reader.read(request, *key.as_bytes());
+        let tokens: Vec<Tokens> = different.par_iter().map(read).collect::<Result<_>>()?;
+        let (mut questions, mut work) = (Vec::new(), Work::default());
+        for ((request, key), tokens) in different.into_iter().zip(tokens) {
+            let (size, n_scored) = work.add(questions.len(), tokens);
+            let is_rolling = matches!(request, Request::LoglikelihoodRolling { .. });
+            questions.push(Question { key: key.to_hex()[..32].to_owned(), size, n_scored, is_rolling });
+        }
+        Ok(Self { questions, places, work })
+    }
+
+    /// The answers to questions about texts without tokens.
+    pub(super) fn about_nothing(&self) -> impl Iterator<Item = (usize, Response)> {
+        let is_empty = |(_, question): &(usize, &Question)| question.is_rolling && question.n_scored == 0;
+        let empty = self.questions.iter().enumerate().filter(is_empty);
+        empty.map(|(i, _)| (i, Response::LoglikelihoodRolling(0.0)))
+    }
+
+    /// How many questions these scored sequences belong to.
+    pub(super) fn n_questions(&self, scored: &[usize]) -> usize {
+        let mut owners: Vec<usize> = scored.iter().map(|item| self.work.owners[*item]).collect();
+        owners.sort_unstable();
+        owners.dedup();
+        owners.len()
+    }
+
+    /// The answer to a question of which all sequences are scored.
+    pub(super) fn response(&self, question: usize, mut scores: Vec<(usize, Score)>) -> Response {
+        scores.sort_unstable_by_key(|(item, _)| *item);
+        let logprob = scores.iter().map(|(_, score)| score.logprob).sum();
+        match self.questions[question].is_rolling {
+            true => Response::LoglikelihoodRolling(logprob),
+            false => Response::Loglikelihood { logprob, is_greedy: scores.iter().all(|(_, score)| score.is_greedy) },
+        }
+    }
+}
+
+impl Work {
+    /// Takes a question's tokens; returns its size and the number of sequences that are scored for it.
+    fn add(&mut self, question: usize, tokens: Tokens) -> ((usize, usize), usize) {
+        match tokens {
+            Tokens::Scored(scored) => {
+                let n_cut = scored.iter().map(|scored| scored.n_cut).sum();
+                let n_tokens = scored.iter().map(|scored| scored.ids.len() + scored.n_cut).sum();
+                let n_scored = scored.len();
+                self.scored.extend(scored);
+                self.owners.resize(self.scored.len(), question);
+                ((n_tokens, n_cut), n_scored)
+            }
+            Tokens::Prompt(prompt, n_cut) => {
+                let n_tokens = prompt.ids.len() + n_cut;
+                self.prompts.push(*prompt);
+                self.prompt_owners.push(question);
+                ((n_tokens, n_cut), 0)
+            }
+        }
+    }
+}
+
+fn is_sampled(request: &Request) -> bool {
+    matches!(request, Request::GenerateUntil { settings: GenerationSettings { do_sample: true, .. }, .. })
+}
+
+/// Makes tokens of requests.
+struct Reader<'r> {
+    encoder: &'r Encoder<'r>,
+    settings: &'r AnswerSettings,
+    defaults: Defaults,
+    max_length: usize,
+}
+
+impl Reader<'_> {
+    fn read(&self, request: &Request, seed: [u8; 32]) -> Result<Tokens> {
+        let Self { encoder, max_length, .. } = *self;
+        match request {
+            Request::Loglikelihood { context, continuation } => {
+                let pair = encoder.pair(context, continuation)?;
+                let n = pair.continuation.len();
+                ensure!(
+                    n <= max_length,
+                    anyhow::anyhow!(
+                        "failed to score a continuation of {n} tokens: the model's context has {max_length}; it begins \
+                         with {:?}",
+                        continuation.chars().take(60).collect::<String>()
+                    )
+                    .context(ExitCode::Data)
+                );
+                Ok(Tokens::Scored(vec![Scored::new(pair, max_length)]))
+            }
+            Request::LoglikelihoodRolling { text } => {
+                let ids = encoder.text(text)?;
+                let prefix = if ids.is_empty() { 0 } else { encoder.prefix()? };
+                Ok(Tokens::Scored(windows(&ids, prefix, max_length)))
+            }
+            Request::GenerateUntil { context, settings } => self.prompt(context, settings, seed),
+        }
+    }
+
+    fn prompt(&self, context: &str, settings: &GenerationSettings, seed: [u8; 32]) -> Result<Tokens> {
+        let n_max = settings.max_gen_toks.unwrap_or(self.settings.max_gen_toks);
+        ensure!(
+            n_max < self.max_length,
+            anyhow::anyhow!(
+                "failed to generate {n_max} tokens: the model's context has {}, and the prompt needs room, too; lower \
+                 max_gen_toks",
+                self.max_length
+            )
+            .context(ExitCode::Usage)
+        );
+        let mut ids = self.encoder.prompt(context)?;
+        let n_cut = ids.len().saturating_sub(self.max_length - n_max);
+        ids.drain(..n_cut);
+        let stop = Stop::new(&settings.until, self.encoder.tokenizer());
+        let chooser = Chooser::new(settings, self.defaults, seed)?;
+        Ok(Tokens::Prompt(Box::new(Prompt { ids, n_max, stop, chooser }), n_cut))
+    }
+}

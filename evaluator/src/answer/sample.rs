@@ -1,0 +1,218 @@
+//! Which token comes next: the likeliest, or one drawn by its probability. The steps are those of transformers.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde_json::{Map, Value};
+
+use crate::exit::ExitCode;
+use crate::request::GenerationSettings;
+
+/// What a model's `generation_config.json` says of the choice of tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Defaults {
+    /// Divides positive logits of tokens that have occurred, and multiplies negative ones.
+    pub repetition_penalty: f32,
+    /// Where the task names none. transformers samples from 50 tokens unless it is told otherwise.
+    pub top_k: usize,
+    /// Where the task leaves it at 1.
+    pub top_p: f64,
+}
+
+impl Default for Defaults {
+    fn default() -> Self {
+        Self { repetition_penalty: 1.0, top_k: 50, top_p: 1.0 }
+    }
+}
+
+/// Keys of `generation_config.json` that change what transformers generates, and their harmless values.
+const UNKNOWN: [(&str, f64); 8] = [
+    ("no_repeat_ngram_size", 0.0),
+    ("encoder_repetition_penalty", 1.0),
+    ("typical_p", 1.0),
+    ("epsilon_cutoff", 0.0),
+    ("eta_cutoff", 0.0),
+    ("min_p", 0.0),
+    ("min_new_tokens", 0.0),
+    ("num_beams", 1.0),
+];
+
+impl Defaults {
+    /// Reads them from a model's folder. What is there and not done here is a warning.
+    pub fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join("generation_config.json");
+        if !path.exists() {
+            return Ok(Self::default());
+        }
+        let read = || -> Result<Map<String, Value>> { Ok(serde_json::from_slice(&std::fs::read(&path)?)?) };
+        let config = read().with_context(|| format!("failed to read {}", path.display()))?;
+        for (key, harmless) in UNKNOWN {
+            if let Some(value) = config.get(key).and_then(Value::as_f64).filter(|value| *value != harmless) {
+                tracing::warn!("{}: {key} = {value} has no effect here", path.display());
+            }
+        }
+        let number = |key: &str| config.get(key).and_then(Value::as_f64);
+        let of = Self::default();
+        Ok(Self {
+            repetition_penalty: number("repetition_penalty").map_or(of.repetition_penalty, |penalty| penalty as f32),
+            top_k: config.get("top_k").and_then(Value::as_u64).map_or(of.top_k, |k| k as usize),
+            top_p: number("top_p").unwrap_or(of.top_p),
+        })
+    }
+}
+
+/// Chooses the tokens of one generation.
+#[derive(Clone, Debug)]
+pub struct Chooser {
+    penalty: f32,
+    sampling: Option<Sampling>,
+}
+
+#[derive(Clone, Debug)]
+struct Sampling {
+    temperature: f64,
+    top_k: usize,
+    top_p: f64,
+    random: ChaCha8Rng,
+}
+
+impl Chooser {
+    /// Chooses as a task says; what it leaves open is in `defaults`. What is drawn depends on `seed` alone.
+    pub fn new(settings: &GenerationSettings, defaults: Defaults, seed: [u8; 32]) -> Result<Self> {
+        let GenerationSettings { do_sample, temperature, top_p, top_k, .. } = settings;
+        let penalty = defaults.repetition_penalty;
+        if !do_sample {
+            return Ok(Self { penalty, sampling: None });
+        }
+        let valid = *temperature > 0.0 && temperature.is_finite() && *top_p > 0.0;
+        ensure!(
+            valid,
+            anyhow::anyhow!(
+                "failed to sample with temperature {temperature} and top_p {top_p}: both must be greater than 0; \
+                 do_sample=false takes the likeliest token"
+            )
+            .context(ExitCode::Usage)
+        );
+        let top_p = if *top_p < 1.0 { *top_p } else { defaults.top_p };
+        let sampling = Sampling {
+            temperature: *temperature,
+            top_k: top_k.unwrap_or(defaults.top_k),
+            top_p,
+            random: ChaCha8Rng::from_seed(seed),
+        };
+        Ok(Self { penalty, sampling: Some(sampling) })
+    }
+
+    /// Tells whether the likeliest token is taken and nothing else is looked at.
+    pub fn takes_likeliest(&self) -> bool {
+        self.sampling.is_none() && self.penalty == 1.0
+    }
+
+    /// Chooses by the logits after a text of which `seen` has all tokens. The logits are spoilt.
+    pub fn choose(&mut self, logits: &mut [f32], seen: &BTreeSet<u32>) -> u32 {
+        if self.penalty != 1.0 {
+            for id in seen {
+                let logit = &mut logits[*id as usize];
+                *logit = if *logit < 0.0 { *logit * self.penalty } else { *logit / self.penalty };
+            }
+        }
+        match &mut self.sampling {
+            None => likeliest(logits),
+            Some(sampling) => sampling.draw(logits),
+        }
+    }
+}
+
+/// The first of the largest.
+pub fn likeliest(logits: &[f32]) -> u32 {
+    let larger = |best: (usize, f32), (id, &logit): (usize, &f32)| if logit > best.1 { (id, logit) } else { best };
+    logits.iter().enumerate().fold((0, f32::NEG_INFINITY), larger).0 as u32
+}
+
+impl Sampling {
+    fn draw(&mut self, logits: &[f32]) -> u32 {
+        let mut ids: Vec<usize> = (0..logits.len()).collect();
+        ids.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+        if self.top_k > 0 && self.top_k < ids.len() {
+            // As many as are not below the last of k.
+            let least = logits[ids[self.top_k - 1]];
+            ids.truncate(ids.partition_point(|id| logits[*id] >= least));
+        }
+        let max = f64::from(logits[ids[0]]);
+        let weight = |id: &usize| ((f64::from(logits[*id]) - max) / self.temperature).exp();
+        let mut weights: Vec<f64> = ids.iter().map(weight).collect();
+        if self.top_p < 1.0 {
+            let enough = self.top_p * weights.iter().sum::<f64>();
+            let mut before = 0.0;
+            let n_kept = weights.iter().take_while(|weight| {
+                let is_kept = before < enough;
+                before += **weight;
+                is_kept
+            });
+            weights.truncate(n_kept.count().max(1));
+        }
+        let mut left = self.random.random::<f64>() * weights.iter().sum::<f64>();
+        let drawn = weights.iter().position(|weight| {
+            left -= weight;
+            left < 0.0
+        });
+        ids[drawn.unwrap_or(weights.len() - 1)] as u32
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn settings(temperature: f64, top_p: f64, top_k: Option<usize>) -> GenerationSettings {
+        GenerationSettings { until: Vec::new(), max_gen_toks: None, do_sample: true, temperature, top_p, top_k }
+    }
+
+    /// How often each of four tokens comes of 4000 draws.
+    fn draws(settings: &GenerationSettings, defaults: Defaults) -> [usize; 4] {
+        let logits = [0.4f32, 0.3, 0.1, 0.2].map(f32::ln);
+        let mut counts = [0; 4];
+        let mut chooser = Chooser::new(settings, defaults, [1; 32]).unwrap();
+        (0..4000).for_each(|_| counts[chooser.choose(&mut logits.clone(), &BTreeSet::new()) as usize] += 1);
+        counts
+    }
+
+    #[track_caller]
+    fn assert_shares(counts: [usize; 4], want: [f64; 4]) {
+        for (count, want) in counts.into_iter().zip(want) {
+            assert!((count as f64 / 4000.0 - want).abs() < 0.03 && (want > 0.0 || count == 0), "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn tokens_come_as_often_as_they_are_likely() {
+        let all = Defaults::default();
+        assert_shares(draws(&settings(1.0, 1.0, None), all), [0.4, 0.3, 0.1, 0.2]);
+        assert_shares(draws(&settings(0.5, 1.0, None), all), [16.0 / 30.0, 9.0 / 30.0, 1.0 / 30.0, 4.0 / 30.0]);
+        assert_shares(draws(&settings(1.0, 1.0, Some(2)), all), [4.0 / 7.0, 3.0 / 7.0, 0.0, 0.0]);
+        assert_shares(draws(&settings(1.0, 0.75, None), all), [4.0 / 9.0, 3.0 / 9.0, 0.0, 2.0 / 9.0]);
+        assert_shares(draws(&settings(1.0, 1.0, None), Defaults { top_k: 1, ..all }), [1.0, 0.0, 0.0, 0.0]);
+        assert_shares(draws(&settings(1.0, 1.0, Some(0)), Defaults { top_p: 0.3, ..all }), [1.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn what_has_occurred_is_less_likely_with_a_penalty() {
+        let greedy = GenerationSettings { do_sample: false, ..settings(0.0, 1.0, None) };
+        let defaults = Defaults { repetition_penalty: 2.0, ..Defaults::default() };
+        let mut chooser = Chooser::new(&greedy, defaults, [0; 32]).unwrap();
+        assert!(!chooser.takes_likeliest());
+        assert_eq!(chooser.choose(&mut [3.0, 2.0, -1.0], &BTreeSet::from([0])), 1);
+        assert_eq!(chooser.choose(&mut [-3.0, -2.0, -2.5], &BTreeSet::from([1])), 2);
+        assert_eq!(chooser.choose(&mut [1.0, 2.0, 2.0], &BTreeSet::new()), 1);
+    }
+
+    #[test]
+    fn sampling_without_a_temperature_is_refused() {
+        let error = Chooser::new(&settings(0.0, 1.0, None), Defaults::default(), [0; 32]).unwrap_err();
+        assert!(format!("{error:#}").contains("temperature 0 and top_p 1: both must be greater than 0"));
+    }
+}

@@ -1,0 +1,57 @@
+//! A model's chat template as tasks use it.
+
+use std::sync::Once;
+
+use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
+
+use crate::task::ChatStyle;
+
+/// Prints chats with a template. One that knows no system turn is given the chat without it, as lm-eval does.
+pub struct Chat {
+    template: ChatTemplate,
+    has_warned: Once,
+}
+
+impl Chat {
+    /// Prints with this template.
+    pub fn new(template: ChatTemplate) -> Self {
+        Self { template, has_warned: Once::new() }
+    }
+
+    /// Returns the template.
+    pub fn template(&self) -> &ChatTemplate {
+        &self.template
+    }
+}
+
+impl ChatStyle for Chat {
+    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+        self.template.print(turns, ending).or_else(|error| {
+            let without: Vec<(&str, &str)> = turns.iter().copied().filter(|(role, _)| *role != "system").collect();
+            if without.len() == turns.len() {
+                return Err(error);
+            }
+            self.has_warned.call_once(|| {
+                tracing::warn!("the chat template refuses the system's turn, which is left out: {error}");
+            });
+            self.template.print(&without, ending)
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_system_turn_is_left_out_if_the_template_refuses_it() {
+        let source = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}\
+                      {{ m.role }}: {{ m.content }};{% endfor %}";
+        let chat = Chat::new(ChatTemplate::new("test", source).unwrap());
+        let print = |turns: &[(&str, &str)]| chat.print(turns, Ending::GenerationPrompt);
+        assert_eq!(print(&[("system", "be kind"), ("user", "hi")]).unwrap(), "user: hi;");
+        let broken = Chat::new(ChatTemplate::new("test", "{{ raise_exception('never') }}").unwrap());
+        assert!(broken.print(&[("user", "hi")], Ending::GenerationPrompt).is_err());
+    }
+}

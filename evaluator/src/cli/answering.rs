@@ -1,0 +1,71 @@
+//! How requests are answered, as options that commands have in common.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::answer::{AnswerSettings, Progress};
+use crate::ranks::Ranks;
+
+#[derive(Clone, Debug, Args)]
+pub(super) struct Answering {
+    /// Sequences of a forward, or auto: as many as make a good one. The answers do not depend on it
+    #[arg(long, short, alias = "batch_size", default_value = "auto", value_parser = batch_size)]
+    batch_size: BatchSize,
+    /// Tokens of context [default: as many as the model was made for]
+    #[arg(long, alias = "max_length", value_name = "N", value_parser = at_least_one)]
+    max_length: Option<usize>,
+    /// Tokens that are generated at most, where a request or task does not say it
+    #[arg(long, alias = "max_gen_toks", value_name = "N", default_value_t = 256)]
+    max_gen_toks: usize,
+    /// Whether BOS is put before texts [default: as the tokenizer has it]
+    #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
+    add_bos_token: Option<bool>,
+}
+
+/// Sequences of a forward; `None` for as many as are good.
+#[derive(Clone, Copy, Debug)]
+struct BatchSize(Option<usize>);
+
+fn batch_size(text: &str) -> Result<BatchSize, String> {
+    // lm-eval's auto:N looks for the size N times.
+    match text.split_once(':').map_or(text, |(auto, _)| auto) {
+        "auto" => Ok(BatchSize(None)),
+        _ => at_least_one(text).map(|n| BatchSize(Some(n))).map_err(|_| "expected auto or a number, at least 1".into()),
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number, at least 1".into())
+}
+
+impl Answering {
+    /// What the options say, with what is sampled seeded by `seed` and answers kept in `log`.
+    pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> AnswerSettings {
+        let Self { batch_size, max_length, max_gen_toks, add_bos_token } = *self;
+        AnswerSettings { max_length, max_gen_toks, add_bos: add_bos_token, batch_size: batch_size.0, seed, log }
+    }
+
+    /// The batch size as it was given.
+    pub(super) fn batch_size(&self) -> String {
+        self.batch_size.0.map_or_else(|| "auto".to_owned(), |n| n.to_string())
+    }
+}
+
+/// Shows how far the first rank is, where somebody looks at stderr.
+pub(super) fn bar(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
+    const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
+    let target = if ranks.is_first() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+    let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
+    bar.enable_steady_tick(Duration::from_secs(1));
+    move |Progress { n_done, n_all }| {
+        bar.set_length(n_all as u64);
+        bar.set_position(n_done as u64);
+        if n_done == n_all {
+            bar.finish_and_clear();
+        }
+    }
+}

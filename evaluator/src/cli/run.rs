@@ -1,0 +1,329 @@
+//! `evaluator run`: tasks asked of a model, in the words of lm-eval's command line.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use candlewick_text::hub::Hub;
+use candlewick_text::template::Clock;
+use clap::{Args, ValueEnum};
+use serde_json::{Map, Value as Json, json};
+
+use super::answering::{Answering, bar};
+use super::gen_kwargs;
+use super::{Model, answer};
+use crate::about::{About, about};
+use crate::answer::{Answered, Answers, LmAnswers};
+use crate::chat::Chat;
+use crate::exit::ExitCode;
+use crate::lm::Lm;
+use crate::output::Output;
+use crate::ranks::{Ranks, together};
+use crate::request::{Request, Response};
+use crate::results::{Results, TaskRun, assemble, groups_table, table};
+use crate::task::{ChatStyle, DataPaths, Instance, PromptOptions, Registry, Selection, Task};
+
+#[derive(Debug, Args)]
+pub(super) struct Run {
+    #[command(flatten)]
+    model: Model,
+    /// Tasks, groups, tags, patterns such as mmlu_* and YAML files, with commas between them
+    #[arg(long, short, required = true, value_delimiter = ',')]
+    tasks: Vec<String>,
+    #[command(flatten)]
+    answering: Answering,
+    /// Examples before each question, where the task does not insist on none
+    #[arg(long, short = 'f', alias = "num_fewshot", value_name = "N")]
+    num_fewshot: Option<usize>,
+    /// Documents of each task: a number, or below 1 a share
+    #[arg(long, short = 'L', value_name = "N")]
+    limit: Option<f64>,
+    /// The documents that are asked about, as JSON or in a file of it: {"arc_easy": [0, 5]}
+    #[arg(long, short = 'E', value_name = "JSON", conflicts_with = "limit")]
+    samples: Option<String>,
+    /// What changes the tasks' generation_kwargs: key=value,key=value or JSON
+    #[arg(long, alias = "gen_kwargs", value_name = "KWARGS", value_parser = gen_kwargs::parse)]
+    gen_kwargs: Option<Map<String, Json>>,
+    /// Files or folders of further tasks, which win over those of the same name
+    #[arg(long, alias = "include_path", value_name = "PATH")]
+    include_path: Vec<PathBuf>,
+    /// Where a task's data are, instead of where it says: a file, a folder or a Hub data set
+    #[arg(long, value_name = "TASK=PATH")]
+    data: Vec<String>,
+    /// Print prompts through the model's chat template, or that of this name
+    #[arg(long, alias = "apply_chat_template", value_name = "NAME", num_args = 0..=1, default_missing_value = "")]
+    apply_chat_template: Option<String>,
+    /// What the system says before a task's own description
+    #[arg(long, alias = "system_instruction", value_name = "TEXT")]
+    system_instruction: Option<String>,
+    /// Whether examples are turns of the chat [default: with a chat template they are]
+    #[arg(long, alias = "fewshot_as_multiturn", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    fewshot_as_multiturn: Option<bool>,
+    /// Answer only, score nothing
+    #[arg(long, short = 'x', alias = "predict_only")]
+    predict_only: bool,
+    /// Allow tasks that run code which the model wrote
+    #[arg(long, alias = "confirm_run_unsafe_code")]
+    confirm_run_unsafe_code: bool,
+    /// A folder for results_*.json, samples and answers; the same command goes on where it was interrupted
+    #[arg(long, short, alias = "output_path", value_name = "FOLDER")]
+    output_path: Option<PathBuf>,
+    /// Write a record of each document too
+    #[arg(long, short = 's', alias = "log_samples", requires = "output_path")]
+    log_samples: bool,
+    /// Another folder for the answers
+    #[arg(long, short = 'c', alias = "use_cache", value_name = "FOLDER")]
+    use_cache: Option<PathBuf>,
+    /// Seeds of Python, NumPy, torch and the examples: one for all, or four with commas. The third seeds what is sampled
+    #[arg(long, default_value = "0,1234,1234,1234", value_parser = seeds)]
+    seed: Seeds,
+    /// Choose examples as lm-eval does, also where that depends on the order of the documents
+    #[arg(long, value_enum)]
+    compat: Option<Compat>,
+    /// Resamples for the errors of metrics that have no formula
+    #[arg(long, alias = "bootstrap_iters", value_name = "N", default_value_t = 100_000)]
+    bootstrap_iters: usize,
+    /// Print the results as JSON, not as a table
+    #[arg(long)]
+    json: bool,
+}
+
+/// Whose habits are kept.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Compat {
+    /// lm-evaluation-harness in one process
+    LmEval,
+}
+
+/// Of Python, NumPy, torch and the examples.
+#[derive(Clone, Copy, Debug)]
+struct Seeds([u64; 4]);
+
+fn seeds(text: &str) -> Result<Seeds, String> {
+    let wrong = || format!("expected a number or four with commas, found `{text}`");
+    let numbers = text.split(',').map(|seed| seed.trim().parse::<u64>().map_err(|_| wrong()));
+    match numbers.collect::<Result<Vec<_>, _>>()?.as_slice() {
+        [one] => Ok(Seeds([*one; 4])),
+        [a, b, c, d] => Ok(Seeds([*a, *b, *c, *d])),
+        _ => Err(wrong()),
+    }
+}
+
+pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
+    together(|ranks| {
+        let began = Began::agree(ranks)?;
+        let selection = args.select()?;
+        let mut tasks = args.open(hub, ranks, &selection)?;
+        if args.predict_only {
+            tasks = tasks.into_iter().map(Task::predict_only).collect();
+        }
+        let lm = args.model.load_on(hub, ranks)?;
+        let chat = args.chat(&lm, &began)?;
+        let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks)?;
+        let asked = tasks.iter().zip(&options).map(|(task, options)| Ok(task.instances(options)?));
+        let asked = asked.collect::<Result<Vec<Vec<Instance>>>>()?;
+        let requests: Vec<Request> = asked.iter().flatten().map(|instance| instance.request.clone()).collect();
+        let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, began.name()));
+        let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
+        let answers = LmAnswers::new(&lm, args.answering.settings(args.seed.0[2], log), ranks.group())?;
+        let max_length = answers.max_length();
+        let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
+        let report = || {
+            let mut results = args.score(tasks, &options, &asked, &answered, &selection, output.as_ref())?;
+            results.run = args.about(&lm, chat.as_ref(), max_length, &began);
+            args.report(&results, output.as_ref())
+        };
+        ranks.share(if ranks.is_first() { report() } else { Ok(()) })
+    })
+}
+
+/// When a run began, as its first rank has it.
+struct Began {
+    since_1970: f64,
+    clock: Instant,
+}
+
+impl Began {
+    fn agree(ranks: &Ranks) -> Result<Self> {
+        let own = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        let all = candlewick_comm::exchange_bytes(&*ranks.group(), &own.to_le_bytes())?;
+        let first = all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
+        let first = first.context("failed to read the first rank's clock")?;
+        Ok(Self { since_1970: f64::from_le_bytes(first), clock: Instant::now() })
+    }
+
+    fn as_clock(&self) -> Clock {
+        Clock::Fixed(self.since_1970 as i64)
+    }
+
+    /// As it stands in names of files.
+    fn name(&self) -> String {
+        let seconds = self.as_clock().format("%Y-%m-%dT%H-%M-%S").unwrap_or_default();
+        format!("{seconds}.{:06}", (self.since_1970.fract() * 1e6) as u32)
+    }
+}
+
+impl Run {
+    fn select(&self) -> Result<Selection> {
+        let registry = Registry::load(&self.include_path)?;
+        for broken in registry.broken() {
+            tracing::warn!("{broken}");
+        }
+        let selection = registry.select(&self.tasks.join(","))?;
+        let runs_code = selection.tasks.iter().find(|task| task.unsafe_code);
+        ensure!(
+            self.confirm_run_unsafe_code || runs_code.is_none(),
+            anyhow!(
+                "failed to start: {} runs code that the model writes; allow it with --confirm-run-unsafe-code",
+                runs_code.map_or("", |task| &task.task)
+            )
+            .context(ExitCode::Usage)
+        );
+        Ok(selection)
+    }
+
+    /// Loads the documents of all tasks, after one rank has downloaded them.
+    fn open(&self, hub: &Hub, ranks: &Ranks, selection: &Selection) -> Result<Vec<Task>> {
+        let paths = DataPaths::parse(&self.data)?;
+        let options =
+            PromptOptions { num_fewshot: self.num_fewshot, compat: self.compat.is_some(), ..Default::default() };
+        let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
+        ranks.in_turn(|| selection.tasks.iter().cloned().map(open).collect())
+    }
+
+    fn chat(&self, lm: &Lm, began: &Began) -> Result<Option<Chat>> {
+        let Some(name) = &self.apply_chat_template else { return Ok(None) };
+        let template = lm.tokenizer().chat_template(Some(name.as_str()).filter(|name| !name.is_empty()))?;
+        let template = template.ok_or_else(|| {
+            anyhow!("failed to print prompts as chats: the model has no chat template").context(ExitCode::Usage)
+        })?;
+        Ok(Some(Chat::new(template.with_clock(began.as_clock()))))
+    }
+
+    /// What each task's prompts are made by.
+    fn options<'a>(&'a self, chat: Option<&'a dyn ChatStyle>, tasks: &[Task]) -> Result<Vec<PromptOptions<'a>>> {
+        let mut samples = self.samples.as_deref().map(read_samples).transpose()?.unwrap_or_default();
+        let of_task = |task: &Task| PromptOptions {
+            num_fewshot: self.num_fewshot,
+            fewshot_seed: self.seed.0[3],
+            compat: self.compat.is_some(),
+            chat,
+            system_instruction: self.system_instruction.clone(),
+            fewshot_as_multiturn: self.is_multiturn(),
+            limit: self.limit,
+            samples: samples.remove(&task.config().task),
+            gen_kwargs: self.gen_kwargs.clone().unwrap_or_default(),
+        };
+        let options = tasks.iter().map(of_task).collect();
+        match samples.keys().next() {
+            None => Ok(options),
+            Some(unknown) => {
+                let error = anyhow!("failed to read --samples: {unknown} is none of the tasks that are run");
+                Err(error.context(ExitCode::Usage))
+            }
+        }
+    }
+
+    fn is_multiturn(&self) -> bool {
+        self.fewshot_as_multiturn.unwrap_or(self.apply_chat_template.is_some())
+    }
+
+    /// Scores task by task, and writes each one's records when they are there.
+    fn score(
+        &self,
+        tasks: Vec<Task>,
+        options: &[PromptOptions],
+        asked: &[Vec<Instance>],
+        mut answered: &[Answered],
+        selection: &Selection,
+        output: Option<&Output>,
+    ) -> Result<Results> {
+        let (mut runs, mut truncated) = (Vec::new(), Vec::new());
+        for ((task, options), instances) in tasks.iter().zip(options).zip(asked) {
+            let (own, others) = answered.split_at(instances.len());
+            answered = others;
+            let responses: Vec<Response> = own.iter().map(|answered| answered.response.clone()).collect();
+            let scores = task.score(options, instances, &responses, self.bootstrap_iters)?;
+            if let Some(output) = output.filter(|_| self.log_samples) {
+                output.write_samples(&task.config().task, &scores.samples)?;
+            }
+            let name = &task.config().task;
+            truncated.push((name.clone(), n_truncated(instances, own)));
+            runs.push(TaskRun { config: task.config().clone(), num_fewshot: task.num_fewshot(options), scores });
+        }
+        let mut results = assemble(&runs, &selection.groups);
+        for (name, n) in truncated {
+            if n > 0 {
+                tracing::warn!("{name}: {n} documents were truncated: the model's context is shorter");
+            }
+            if let Some(Json::Object(counts)) = results.n_samples.get_mut(&name) {
+                counts.insert("truncated".into(), json!(n));
+            }
+        }
+        Ok(results)
+    }
+
+    fn about(&self, lm: &Lm, chat: Option<&Chat>, max_length: usize, began: &Began) -> Map<String, Json> {
+        let Seeds([python, numpy, torch, fewshot]) = self.seed;
+        let options = json!({
+            "batch_size": self.answering.batch_size(),
+            "batch_sizes": [],
+            "device": format!("{:?}", lm.engine().device().location()),
+            "use_cache": self.use_cache,
+            "limit": self.limit,
+            "bootstrap_iters": self.bootstrap_iters,
+            "gen_kwargs": self.gen_kwargs,
+            "random_seed": python,
+            "numpy_seed": numpy,
+            "torch_seed": torch,
+            "fewshot_seed": fewshot,
+        });
+        about(
+            lm,
+            &About {
+                model_name: &self.model.model,
+                revision: self.model.revision.as_deref(),
+                adapter: self.model.adapter.as_ref().map(|path| path.display().to_string()),
+                max_length,
+                chat,
+                system_instruction: self.system_instruction.as_deref(),
+                fewshot_as_multiturn: self.is_multiturn(),
+                options: options.as_object().cloned().unwrap_or_default(),
+                date: began.since_1970,
+                seconds: began.clock.elapsed().as_secs_f64(),
+            },
+        )
+    }
+
+    fn report(&self, results: &Results, output: Option<&Output>) -> Result<()> {
+        if let Some(output) = output {
+            let path = output.write_results(results)?;
+            eprintln!("{}", path.display());
+        }
+        if self.json {
+            return answer(&serde_json::to_string_pretty(results)?);
+        }
+        answer(format!("{}\n{}", table(results), groups_table(results)).trim_end())
+    }
+}
+
+/// How many documents had a request that was cut.
+fn n_truncated(instances: &[Instance], answered: &[Answered]) -> usize {
+    let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_cut > 0);
+    let mut docs: Vec<usize> = cut.map(|(instance, _)| instance.doc_id).collect();
+    docs.dedup();
+    docs.len()
+}
+
+/// Reads `{task: [documents]}`, given as JSON or as the path of a file.
+fn read_samples(text: &str) -> Result<std::collections::HashMap<String, Vec<usize>>> {
+    let json = match text.trim_start().starts_with('{') {
+        true => text.to_owned(),
+        false => fs::read_to_string(Path::new(text)).with_context(|| format!("failed to read {text}"))?,
+    };
+    let samples = serde_json::from_str(&json);
+    samples.map_err(|error| {
+        anyhow!("failed to read --samples: {error}; write {{\"task\": [0, 5]}}").context(ExitCode::Usage)
+    })
+}

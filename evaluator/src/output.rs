@@ -1,0 +1,115 @@
+//! The folder that an evaluation writes to: results, samples and the answers that were given.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+/// Where the files of one run go: those of lm-eval, by the names that it gives them.
+#[derive(Clone, Debug)]
+pub struct Output {
+    folder: PathBuf,
+    /// When the run began, as it stands in the names of its files.
+    date: String,
+    /// What the results are called, before the date.
+    stem: String,
+}
+
+impl Output {
+    /// Files for a model in `path`: in a folder of the model's name there, or beside it if it is that of a JSON file.
+    pub fn new(path: &Path, model_name: &str, date: String) -> Self {
+        if path.extension().is_some_and(|extension| extension == "json") {
+            let folder = path.parent().unwrap_or(Path::new("")).to_owned();
+            let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            return Self { folder, date, stem };
+        }
+        Self { folder: path.join(sanitized(model_name)), date, stem: "results".to_owned() }
+    }
+
+    /// Where answers are written to as they come.
+    pub fn answers(&self) -> PathBuf {
+        self.folder.join("answers")
+    }
+
+    /// Writes the records of a task, a line each, and returns the file.
+    pub fn write_samples<T: Serialize>(&self, task: &str, samples: &[T]) -> Result<PathBuf> {
+        self.write(&format!("samples_{task}_{}.jsonl", self.date), |file| {
+            samples.iter().try_for_each(|sample| {
+                serde_json::to_writer(&mut *file, sample)?;
+                file.write_all(b"\n")
+            })
+        })
+    }
+
+    /// Writes the results, and returns the file.
+    pub fn write_results(&self, results: &impl Serialize) -> Result<PathBuf> {
+        self.write(&format!("{}_{}.json", self.stem, self.date), |file| {
+            serde_json::to_writer_pretty(&mut *file, results)?;
+            file.write_all(b"\n")
+        })
+    }
+
+    /// Writes a file under another name first: what has its own name is whole.
+    fn write(&self, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> Result<PathBuf> {
+        let path = self.folder.join(name);
+        let unfinished = self.folder.join(format!("{name}.unfinished"));
+        let write = || -> io::Result<()> {
+            fs::create_dir_all(&self.folder)?;
+            let mut file = BufWriter::new(File::create(&unfinished)?);
+            fill(&mut file)?;
+            file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
+            fs::rename(&unfinished, &path)
+        };
+        write().with_context(|| format!("failed to write {}", path.display()))?;
+        Ok(path)
+    }
+}
+
+/// A name without what names of files do not have.
+pub fn sanitized(name: &str) -> String {
+    let mut text = String::new();
+    for part in name.split(|c| "\"<>:/\\|?*[]".contains(c)).enumerate().filter(|(i, part)| *i == 0 || !part.is_empty())
+    {
+        text += if part.0 == 0 { "" } else { "__" };
+        text += part.1;
+    }
+    // A name that ends with such a character ends with what stands for it.
+    if name.ends_with(|c| "\"<>:/\\|?*[]".contains(c)) { text + "__" } else { text }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_lm_eval() {
+        let names = ["HuggingFaceTB/SmolLM2", "/root/models/a", "runs/a//b", "plain", "a/"];
+        assert_eq!(names.map(sanitized), ["HuggingFaceTB__SmolLM2", "__root__models__a", "runs__a__b", "plain", "a__"]);
+    }
+
+    #[test]
+    fn files_are_whole_and_where_they_are_looked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = Output::new(folder.path(), "a/b", "2026-01-02T03-04-05".into());
+        let samples = output.write_samples("task", &[1, 2]).unwrap();
+        assert_eq!(samples, folder.path().join("a__b/samples_task_2026-01-02T03-04-05.jsonl"));
+        assert_eq!(fs::read_to_string(samples).unwrap(), "1\n2\n");
+        let results = output.write_results(&serde_json::json!({"a": 1})).unwrap();
+        assert_eq!(results, folder.path().join("a__b/results_2026-01-02T03-04-05.json"));
+        assert_eq!(fs::read_dir(folder.path().join("a__b")).unwrap().count(), 2);
+        let named = Output::new(&folder.path().join("x/mine.json"), "a/b", "now".into());
+        assert_eq!(named.write_results(&1).unwrap(), folder.path().join("x/mine_now.json"));
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_to_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("a"), "a file").unwrap();
+        let output = Output::new(folder.path(), "a", "now".into());
+        let error = format!("{:#}", output.write_results(&1).unwrap_err());
+        assert!(error.contains("failed to write") && error.contains("results_now.json"), "{error}");
+    }
+}

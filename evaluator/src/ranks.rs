@@ -1,0 +1,140 @@
+//! This process among those that evaluate together.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Error, Result, anyhow};
+use candlewick_comm::place::Place;
+use candlewick_comm::{Collective, Options, World, exchange_bytes};
+use candlewick_ops::{DeviceChoice, why_no_gpu};
+
+use crate::exit::{ExitCode, classify};
+
+/// This rank and the others.
+pub struct Ranks<'w> {
+    world: &'w World,
+    local_rank: usize,
+}
+
+/// Joins those that were started together, as the variables of the process tell it, does this rank's part and leaves. If it
+/// fails, the other ranks are told and fail, too.
+pub fn together<T>(part: impl FnOnce(&Ranks) -> Result<T>) -> Result<T> {
+    let variables =
+        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let place = Place::from_variables(&variables.collect());
+    let place = place.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+    let world = World::join(&place, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
+    let value = Ranks::new(&world, place.local_rank).run(part)?;
+    world.leave().context("failed to end together with the other ranks")?;
+    Ok(value)
+}
+
+impl<'w> Ranks<'w> {
+    /// One rank of `world`, with this number on its machine.
+    pub fn new(world: &'w World, local_rank: usize) -> Self {
+        Self { world, local_rank }
+    }
+
+    /// Returns the group of all ranks.
+    pub fn group(&self) -> Arc<dyn Collective> {
+        self.world.group()
+    }
+
+    /// Tells whether this is the one rank that reports and writes.
+    pub fn is_first(&self) -> bool {
+        self.world.rank() == 0
+    }
+
+    /// The device of this rank: each takes a GPU of its own, unless one is named.
+    pub fn device(&self, choice: DeviceChoice) -> DeviceChoice {
+        match choice {
+            DeviceChoice::Auto if why_no_gpu().is_none() => DeviceChoice::Cuda(self.local_rank),
+            choice => choice,
+        }
+    }
+
+    /// Does something on one rank of the machine before the others do it: they find what it has downloaded. If one fails,
+    /// all do. All ranks call it.
+    pub fn in_turn<T>(&self, what: impl Fn() -> Result<T>) -> Result<T> {
+        let first = if self.local_rank == 0 { what().map(Some) } else { Ok(None) };
+        match self.share(first)? {
+            Some(value) => self.share(Ok(value)),
+            None => self.share(what()),
+        }
+    }
+
+    /// Passes on what this rank has come to, once no rank has failed; else all fail. All ranks call it.
+    pub fn share<T>(&self, own: Result<T>) -> Result<T> {
+        let told = own.as_ref().map_or_else(|error| format!("{error:#}"), |_| String::new());
+        let all = exchange_bytes(&*self.group(), told.as_bytes());
+        let value = own?;
+        match all?.iter().enumerate().find(|(_, told)| !told.is_empty()) {
+            None => Ok(value),
+            Some((rank, told)) => {
+                Err(anyhow!("rank {rank}: {}", String::from_utf8_lossy(told)).context(ExitCode::Peer))
+            }
+        }
+    }
+
+    fn run<T>(&self, part: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
+        part(self).map_err(|error| self.blame(error))
+    }
+
+    /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
+    fn blame(&self, error: Error) -> Error {
+        match self.world.failure() {
+            // Only what another rank's end has caused here is that rank's failure.
+            Some(failure) if format!("{error:#}").contains(&failure.message) => {
+                anyhow!("failed to {failure}").context(ExitCode::Peer)
+            }
+            _ if classify(&error) == ExitCode::Peer => error,
+            _ => {
+                self.world.fail(format!("evaluate: {error:#}"));
+                error
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::Mutex;
+
+    use candlewick_comm::{Error as CommError, threads};
+
+    use super::*;
+
+    /// What each of three ranks returns.
+    fn of_three<T: Send>(rank: impl Fn(&Ranks) -> T + Sync) -> Vec<T> {
+        let run = |world: &World| Ok::<_, CommError>(rank(&Ranks::new(world, world.rank())));
+        threads::run(3, Options::default(), run).unwrap()
+    }
+
+    #[test]
+    fn one_rank_goes_before_the_others() {
+        let order = Mutex::new(Vec::new());
+        let numbers = of_three(|ranks| {
+            ranks.in_turn(|| {
+                order.lock().unwrap().push(ranks.local_rank);
+                Ok(ranks.local_rank)
+            })
+        });
+        assert_eq!(numbers.into_iter().map(Result::unwrap).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(order.lock().unwrap()[0], 0);
+    }
+
+    #[test]
+    fn if_one_fails_all_fail_with_its_reason() {
+        for bad in 0..3 {
+            let errors = of_three(|ranks| {
+                let what = || if ranks.local_rank == bad { Err(anyhow!("the disk is full")) } else { Ok(()) };
+                format!("{:#}", ranks.in_turn(what).unwrap_err())
+            });
+            for (rank, error) in errors.iter().enumerate() {
+                let said =
+                    if rank == bad { "the disk is full".to_owned() } else { format!("rank {bad}: the disk is full") };
+                assert!(error.contains(&said), "{errors:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The table of results in Markdown, laid out as lm-eval's is.
+
+use serde_json::{Map, Value as Json};
+
+use super::schema::Results;
+
+/// Prints the scores of all tasks and groups.
+pub fn table(results: &Results) -> String {
+    print("Tasks", &results.results, results)
+}
+
+/// Prints the scores of groups only; empty if there are none.
+pub fn groups_table(results: &Results) -> String {
+    if results.groups.is_empty() { String::new() } else { print("Groups", &results.groups, results) }
+}
+
+fn print(title: &str, scores: &Map<String, Json>, results: &Results) -> String {
+    let headers = [title, "Version", "Filter", "n-shot", "Metric", "", "Value", "", "Stderr"];
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    for (name, depth) in ordered(scores, results) {
+        if let Some(Json::Object(fields)) = scores.get(&name) {
+            rows.extend(rows_of(&name, depth, fields, results));
+        }
+    }
+    let columns: Vec<Column> = (0..headers.len()).map(|i| Column::new(headers[i], &rows, i)).collect();
+    let line = |cells: Vec<String>| format!("|{}|\n", cells.join("|"));
+    let mut out = line(columns.iter().map(Column::header).collect());
+    out += &line(columns.iter().map(Column::rule).collect());
+    for row in &rows {
+        out += &line(columns.iter().zip(row).map(|(column, cell)| column.cell(cell)).collect());
+    }
+    out
+}
+
+/// Names with how deep they lie in groups: a group, then what is in it, by name; then what is in no group.
+fn ordered(scores: &Map<String, Json>, results: &Results) -> Vec<(String, usize)> {
+    let children = |name: &str| -> Vec<String> {
+        let list = results.group_subtasks.get(name).and_then(Json::as_array);
+        let mut names: Vec<String> = list.into_iter().flatten().filter_map(Json::as_str).map(str::to_owned).collect();
+        names.sort();
+        names
+    };
+    fn visit(name: &str, depth: usize, children: &dyn Fn(&str) -> Vec<String>, out: &mut Vec<(String, usize)>) {
+        out.push((name.to_owned(), depth));
+        children(name).iter().for_each(|child| visit(child, depth + 1, children, out));
+    }
+    let mut groups: Vec<&String> = results.group_subtasks.keys().collect();
+    groups.sort();
+    let inner: Vec<String> = groups.iter().flat_map(|group| children(group)).collect();
+    let mut out = Vec::new();
+    groups.iter().filter(|group| !inner.contains(group)).for_each(|group| visit(group, 0, &children, &mut out));
+    let mut others: Vec<&String> = scores.keys().filter(|name| !out.iter().any(|(known, _)| known == *name)).collect();
+    others.sort();
+    out.extend(others.into_iter().map(|name| (name.clone(), 0)));
+    out
+}
+
+fn rows_of(name: &str, depth: usize, fields: &Map<String, Json>, results: &Results) -> Vec<Vec<String>> {
+    let alias = fields.get("alias").and_then(Json::as_str).unwrap_or(name);
+    let mut shown = if depth > 0 { format!("{}- {alias}", " ".repeat(depth)) } else { alias.to_owned() };
+    let mut version = results.versions.get(name).map_or_else(|| "N/A".into(), plain);
+    let n_shot = results.n_shot.get(name).map_or_else(String::new, plain);
+    let arrows = results.higher_is_better.get(name);
+    let mut keys: Vec<&String> = fields.keys().filter(|key| key.contains(',')).collect();
+    keys.sort();
+    let mut rows = Vec::new();
+    for key in keys {
+        let Some((metric, filter)) = key.split_once(',') else { continue };
+        if metric.ends_with("_stderr") {
+            continue;
+        }
+        let arrow = match arrows.and_then(|arrows| arrows.get(metric)) {
+            Some(Json::Bool(true)) => "↑",
+            Some(Json::Bool(false)) => "↓",
+            _ => "",
+        };
+        let (sign, stderr) = match fields.get(&format!("{metric}_stderr,{filter}")) {
+            None => ("", String::new()),
+            Some(Json::Number(stderr)) => ("±", format!("{:.4}", stderr.as_f64().unwrap_or(f64::NAN))),
+            Some(_) => ("±", "   N/A".into()),
+        };
+        let value = number(&fields[key]);
+        rows.push(vec![
+            std::mem::take(&mut shown),
+            std::mem::take(&mut version),
+            filter.to_owned(),
+            n_shot.clone(),
+            metric.to_owned(),
+            arrow.to_owned(),
+            value,
+            sign.to_owned(),
+            stderr,
+        ]);
+    }
+    rows
+}
+
+/// Four decimals, but none for an integer. JSON has no number that is not finite; those are null.
+fn number(value: &Json) -> String {
+    match value {
+        Json::Number(number) if number.is_f64() => format!("{:.4}", number.as_f64().unwrap_or(f64::NAN)),
+        Json::Null => "NaN".into(),
+        other => plain(other),
+    }
+}
+
+fn plain(value: &Json) -> String {
+    match value {
+        Json::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// A column of cells: of numbers only, or of texts among which there may be numbers.
+struct Column {
+    title: String,
+    width: usize,
+    is_number: bool,
+    n_decimals: usize,
+}
+
+impl Column {
+    fn new(title: &str, rows: &[Vec<String>], at: usize) -> Self {
+        let cells = || rows.iter().map(|row| row[at].as_str()).filter(|cell| !cell.trim().is_empty());
+        let is_number = cells().next().is_some() && cells().all(|cell| value_of(cell).is_some());
+        let n_decimals = cells().map(n_decimals).max().unwrap_or(0);
+        let column = Self { title: title.to_owned(), width: 0, is_number, n_decimals };
+        let widest = rows.iter().map(|row| column.text(&row[at]).chars().count()).max().unwrap_or(0);
+        Self { width: widest.max(title.chars().count()).max(3), ..column }
+    }
+
+    fn header(&self) -> String {
+        format!("{:^width$}", self.title, width = self.width)
+    }
+
+    fn rule(&self) -> String {
+        let dashes = "-".repeat(self.width - usize::from(self.is_number));
+        if self.is_number { dashes + ":" } else { dashes }
+    }
+
+    fn cell(&self, cell: &str) -> String {
+        let text = self.text(cell);
+        let is_right = self.is_number || value_of(cell).is_some();
+        if is_right {
+            format!("{text:>width$}", width = self.width)
+        } else {
+            format!("{text:<width$}", width = self.width)
+        }
+    }
+
+    /// Numbers of a column of numbers have as many decimals as the longest needs, others as many as they need.
+    fn text(&self, cell: &str) -> String {
+        match value_of(cell) {
+            Some(value) if self.is_number => format!("{value:.*}", self.n_decimals),
+            Some(value) => format!("{value:.*}", n_decimals(cell)),
+            None => cell.to_owned(),
+        }
+    }
+}
+
+fn value_of(cell: &str) -> Option<f64> {
+    cell.trim().parse().ok().filter(|value: &f64| value.is_finite())
+}
+
+/// The decimals of a number without zeros at its end.
+fn n_decimals(cell: &str) -> usize {
+    match cell.trim().split_once('.') {
+        Some((_, decimals)) if value_of(cell).is_some() => decimals.trim_end_matches('0').len(),
+        _ => 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn fields(value: Json) -> Map<String, Json> {
+        value.as_object().cloned().unwrap_or_default()
+    }
+
+    // What lm-eval 0.4.13 prints for the same results.
+    #[test]
+    fn a_table_is_lm_evals() {
+        let results = Results {
+            results: fields(json!({
+                "wikitext": {"alias": "wikitext", "word_perplexity,none": 12.3456, "word_perplexity_stderr,none": "N/A"},
+                "gsm8k": {"alias": "gsm8k", "exact_match,strict-match": 0.1, "exact_match_stderr,strict-match": 0.0123,
+                          "exact_match,flexible-extract": 0.2, "exact_match_stderr,flexible-extract": 0.0123},
+            })),
+            versions: fields(json!({"wikitext": 2.0, "gsm8k": 3.0})),
+            n_shot: fields(json!({"wikitext": 0, "gsm8k": 5})),
+            higher_is_better: fields(json!({"wikitext": {"word_perplexity": false}, "gsm8k": {"exact_match": true}})),
+            ..Results::default()
+        };
+        let want = "\
+| Tasks  |Version|     Filter     |n-shot|    Metric     |   | Value |   |Stderr|
+|--------|------:|----------------|-----:|---------------|---|------:|---|------|
+|gsm8k   |      3|flexible-extract|     5|exact_match    |↑  | 0.2000|±  |0.0123|
+|        |       |strict-match    |     5|exact_match    |↑  | 0.1000|±  |0.0123|
+|wikitext|      2|none            |     0|word_perplexity|↓  |12.3456|±  |   N/A|
+";
+        assert_eq!(table(&results), want);
+    }
+
+    #[test]
+    fn members_of_groups_are_indented() {
+        let score = |alias: &str| json!({"alias": alias, "acc,none": 0.25, "acc_stderr,none": 0.003});
+        let results = Results {
+            results: fields(json!({"mmlu": score("mmlu"), "mmlu_stem": score("stem"), "mmlu_a": score("a")})),
+            group_subtasks: fields(json!({"mmlu": ["mmlu_stem"], "mmlu_stem": ["mmlu_a"]})),
+            versions: fields(json!({"mmlu": "2", "mmlu_stem": "2", "mmlu_a": 1.0})),
+            n_shot: fields(json!({"mmlu": 0, "mmlu_stem": 0, "mmlu_a": 0})),
+            ..Results::default()
+        };
+        let want = "\
+| Tasks |Version|Filter|n-shot|Metric|   |Value|   |Stderr|
+|-------|------:|------|-----:|------|---|----:|---|-----:|
+|mmlu   |      2|none  |     0|acc   |   | 0.25|±  | 0.003|
+| - stem|      2|none  |     0|acc   |   | 0.25|±  | 0.003|
+|  - a  |      1|none  |     0|acc   |   | 0.25|±  | 0.003|
+";
+        assert_eq!(table(&results), want);
+    }
+}

@@ -1,0 +1,55 @@
+//! What a model answered, as filters and metrics see it.
+
+use serde_json::{Value as Json, json};
+
+use super::python::repr;
+use crate::request::Response;
+
+/// One answer, perhaps changed by a filter.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Answer {
+    /// A text.
+    Text(String),
+    /// A log-probability, and whether every token was the likeliest.
+    Loglikelihood(f64, bool),
+    /// The log-probability of a whole text.
+    Rolling(f64),
+    /// What the filter `map` puts in a text's place.
+    Value(Json),
+    /// Texts that belong together: what stays of several answers, or all programs for one problem.
+    Many(Vec<Answer>),
+}
+
+impl From<&Response> for Answer {
+    fn from(response: &Response) -> Self {
+        match response {
+            Response::Loglikelihood { logprob, is_greedy } => Self::Loglikelihood(*logprob, *is_greedy),
+            Response::LoglikelihoodRolling(logprob) => Self::Rolling(*logprob),
+            Response::Text(text) => Self::Text(text.clone()),
+        }
+    }
+}
+
+impl Answer {
+    /// As the records of samples list it: every part as Python's `str` prints it.
+    pub(crate) fn listed(&self) -> Json {
+        match self {
+            Self::Text(text) => json!(text),
+            Self::Loglikelihood(logprob, is_greedy) => {
+                json!([repr::float(*logprob), if *is_greedy { "True" } else { "False" }])
+            }
+            Self::Rolling(logprob) => json!(repr::float(*logprob)),
+            Self::Value(Json::Array(items)) => items.iter().map(repr::str).collect(),
+            Self::Value(value) => json!(repr::str(value)),
+            Self::Many(answers) => answers.iter().map(Self::listed).collect(),
+        }
+    }
+
+    /// The text, empty for what is none.
+    pub(crate) fn text(&self) -> &str {
+        match self {
+            Self::Text(text) => text,
+            _ => "",
+        }
+    }
+}

@@ -1,0 +1,394 @@
+//! A task with its documents at hand: what it asks of a model.
+
+use candlewick_text::hub::Hub;
+use serde_json::{Map, Value as Json};
+
+use super::config::{OutputType, Samples, TaskConfig};
+use super::data::{self, DataPaths, Split};
+use super::error::TaskError;
+use super::fewshot::{Draws, Sampler};
+use super::field::{Reader, as_index};
+use super::generation;
+use super::mersenne::Random;
+use super::metric;
+use super::native::{self, Doc};
+use super::prompt::{ChatStyle, Style, Turn, joined, turns};
+use super::python::repr;
+use super::python::text::ends_blank;
+use crate::request::Request;
+
+/// What a run wants of its tasks' prompts.
+#[derive(Clone, Default)]
+pub struct PromptOptions<'a> {
+    /// How many examples stand before a question, where the task does not insist on none.
+    pub num_fewshot: Option<usize>,
+    /// Seeds the choice of examples.
+    pub fewshot_seed: u64,
+    /// Whether to reproduce lm-eval in one process to the letter.
+    pub compat: bool,
+    /// Prints prompts as a chat.
+    pub chat: Option<&'a dyn ChatStyle>,
+    /// What the system says, before a task's own description.
+    pub system_instruction: Option<String>,
+    /// Whether examples are turns of the chat.
+    pub fewshot_as_multiturn: bool,
+    /// How many documents are asked: a number, or below 1 a share, rounded up.
+    pub limit: Option<f64>,
+    /// The documents that are asked, instead of the first.
+    pub samples: Option<Vec<usize>>,
+    /// What changes the task's `generation_kwargs`.
+    pub gen_kwargs: Map<String, Json>,
+}
+
+/// One request about one document.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Instance {
+    /// The document's number in its split.
+    pub doc_id: usize,
+    /// The request's number among those about the document.
+    pub idx: usize,
+    /// Which of the task's `repeats` it is.
+    pub repeat: usize,
+    /// What is asked.
+    pub request: Request,
+}
+
+/// A task whose documents are loaded.
+pub struct Task {
+    pub(crate) config: TaskConfig,
+    pub(crate) eval: Split,
+    shots: Vec<Doc>,
+    shots_leave_out: bool,
+    pub(crate) doc_to_text: Reader,
+    pub(crate) doc_to_target: Reader,
+    pub(crate) doc_to_choice: Option<Reader>,
+    description: Option<Reader>,
+    gen_prefix: Option<Reader>,
+    shot: Shot,
+    /// Whether the choices are prompts and the target continues each of them.
+    pub(crate) has_several_inputs: bool,
+    /// Whether a target is a list of which any will do.
+    pub(crate) has_several_targets: bool,
+    pub(crate) process_results: Option<native::ProcessResults>,
+}
+
+/// How an example is written.
+struct Shot {
+    text: Reader,
+    choice: Option<Reader>,
+    target: Reader,
+    prefix: Option<Reader>,
+}
+
+impl Task {
+    /// Loads a task's documents, and those of its examples if there are to be any.
+    pub fn open(hub: &Hub, config: TaskConfig, paths: &DataPaths, options: &PromptOptions) -> Result<Self, TaskError> {
+        let process = config.process_docs.as_ref().map(native::process_docs).transpose()?;
+        let eval = data::open(hub, &config, config.eval_split()?, paths, process)?;
+        let first = eval.docs().first().cloned().ok_or_else(|| TaskError::Document {
+            task: config.task.clone(),
+            place: format!("split {}", config.eval_split().unwrap_or_default()),
+            problem: "there are no documents".into(),
+        })?;
+        let reader = |field: &Option<_>| field.as_ref().map(|field| Reader::new(field, &first)).transpose();
+        let missing = || TaskError::from(super::error::Fault::at(config.place.clone(), "a field is missing"));
+        let fewshot = &config.fewshot;
+        let shot = Shot {
+            text: reader(&fewshot.doc_to_text)?.ok_or_else(missing)?,
+            choice: reader(&fewshot.doc_to_choice)?,
+            target: reader(&fewshot.doc_to_target)?.ok_or_else(missing)?,
+            prefix: reader(&fewshot.gen_prefix)?,
+        };
+        let mut task = Self {
+            shots: shots(hub, &config, paths, options)?,
+            shots_leave_out: fewshot.split == config.test_split,
+            doc_to_text: reader(&config.doc_to_text)?.ok_or_else(missing)?,
+            doc_to_target: reader(&config.doc_to_target)?.ok_or_else(missing)?,
+            doc_to_choice: reader(&config.doc_to_choice)?,
+            description: reader(&config.description)?,
+            gen_prefix: reader(&config.gen_prefix)?,
+            shot,
+            has_several_inputs: false,
+            has_several_targets: false,
+            process_results: config.process_results.as_ref().map(native::process_results).transpose()?,
+            eval,
+            config,
+        };
+        task.try_first(&first)?;
+        Ok(task)
+    }
+
+    /// The task's configuration.
+    pub fn config(&self) -> &TaskConfig {
+        &self.config
+    }
+
+    /// The documents that can be asked about.
+    pub fn docs(&self) -> &[Doc] {
+        self.eval.docs()
+    }
+
+    /// How many examples stand before a question: what the run says, unless the task insists on none.
+    pub fn num_fewshot(&self, options: &PromptOptions) -> usize {
+        match (self.config.num_fewshot, options.num_fewshot) {
+            (Some(0), _) => 0,
+            (own, wanted) => wanted.or(own).unwrap_or(0),
+        }
+    }
+
+    /// The same task with nothing scored: only answers are wanted.
+    #[must_use]
+    pub fn predict_only(mut self) -> Self {
+        self.config.metrics = vec![metric::bypass()];
+        self.process_results = None;
+        self
+    }
+
+    /// The target of a document, as records list it.
+    pub fn target(&self, doc_id: usize) -> Result<Json, TaskError> {
+        let target = self.doc_to_target.target(&self.docs()[doc_id], self.doc_to_choice.is_some());
+        target.map_err(|problem| self.blame(doc_id, problem))
+    }
+
+    /// The choices of a document, if the task has any.
+    pub fn choices(&self, doc_id: usize) -> Result<Option<Vec<String>>, TaskError> {
+        let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(&self.docs()[doc_id]));
+        choices.transpose().map_err(|problem| self.blame(doc_id, problem))
+    }
+
+    /// The numbers of the documents that a run asks about.
+    pub fn doc_ids(&self, options: &PromptOptions) -> Result<Vec<usize>, TaskError> {
+        let n = self.docs().len();
+        if let Some(samples) = &options.samples {
+            if let Some(beyond) = samples.iter().find(|doc_id| **doc_id >= n) {
+                let task = &self.config.task;
+                return Err(TaskError::Selection(format!("{task} has no document {beyond}; it has {n}, from 0 on")));
+            }
+            // In the order of the split, as lm-eval asks them.
+            return Ok((0..n).filter(|doc_id| samples.contains(doc_id)).collect());
+        }
+        let most = match options.limit {
+            None | Some(0.0) => n,
+            Some(share) if share < 1.0 => (n as f64 * share).ceil() as usize,
+            Some(count) => count as usize,
+        };
+        Ok((0..n.min(most)).collect())
+    }
+
+    /// All requests, document by document. A document with nothing to score has none, unless lm-eval is reproduced.
+    pub fn instances(&self, options: &PromptOptions) -> Result<Vec<Instance>, TaskError> {
+        let mut draws = match options.compat {
+            true => Draws::Stream(Random::new(options.fewshot_seed)),
+            false => Draws::Keyed { seed: options.fewshot_seed, task: &self.config.task },
+        };
+        let mut all = Vec::new();
+        for doc_id in self.doc_ids(options)? {
+            let requests = self.requests(options, &mut draws, doc_id)?;
+            if !options.compat && requests.iter().all(is_empty) {
+                continue;
+            }
+            for (idx, request) in requests.into_iter().enumerate() {
+                let repeat = |repeat| Instance { doc_id, idx, repeat, request: request.clone() };
+                all.extend((0..self.config.repeats).map(repeat));
+            }
+        }
+        Ok(all)
+    }
+
+    /// `generation_kwargs` as they are asked for.
+    pub fn generation_kwargs(&self, options: &PromptOptions) -> Map<String, Json> {
+        let mut kwargs = self.config.generation_kwargs.clone();
+        kwargs.extend(options.gen_kwargs.clone());
+        kwargs
+    }
+
+    pub(crate) fn blame(&self, doc_id: usize, problem: String) -> TaskError {
+        TaskError::Document { task: self.config.task.clone(), place: self.eval.locate(doc_id), problem }
+    }
+
+    /// The first document tells what kind of task it is.
+    fn try_first(&mut self, doc: &Doc) -> Result<(), TaskError> {
+        let has_choices = self.doc_to_choice.is_some();
+        let text = self.doc_to_text.text(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
+        let target = self.doc_to_target.target(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
+        self.has_several_inputs = has_choices && as_index(&text).is_some();
+        self.has_several_targets = target.as_array().is_some_and(|list| !list.is_empty());
+        Ok(())
+    }
+
+    fn requests(&self, options: &PromptOptions, draws: &mut Draws, doc_id: usize) -> Result<Vec<Request>, TaskError> {
+        let doc = &self.docs()[doc_id];
+        let blame = |problem| self.blame(doc_id, problem);
+        let prefix = self.gen_prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose().map_err(blame)?;
+        let before = self.before(options, draws, doc_id).map_err(blame)?;
+        let style = Style { chat: options.chat, as_multiturn: options.fewshot_as_multiturn };
+        let has_prefix = prefix.as_ref().is_some_and(|prefix| !prefix.is_empty());
+        let print = |question: &str, target_delimiter: &str| {
+            let mut all = before.clone();
+            all.extend(turns(question, None, prefix.as_deref(), (target_delimiter, "")));
+            style.print(&all, has_prefix).map_err(|source| TaskError::Chat { task: self.config.task.clone(), source })
+        };
+        let choices = self.choices(doc_id)?.unwrap_or_default();
+        let contexts = if self.has_several_inputs {
+            choices.iter().map(|choice| print(choice, "")).collect::<Result<Vec<_>, _>>()?
+        } else {
+            let question = self.doc_to_text.text(doc, self.doc_to_choice.is_some()).and_then(as_text).map_err(blame)?;
+            vec![print(&question, &self.config.target_delimiter)?]
+        };
+        self.ask(options, doc_id, contexts, &choices)
+    }
+
+    /// The system's turn and the examples.
+    fn before(&self, options: &PromptOptions, draws: &mut Draws, doc_id: usize) -> Result<Vec<Turn>, String> {
+        let doc = &self.docs()[doc_id];
+        let config = &self.config.fewshot;
+        let description = self.description.as_ref().map(|text| text.plain(doc)).transpose()?.unwrap_or_default();
+        let instruction = options.system_instruction.as_deref().unwrap_or_default();
+        let system = joined(instruction, &description, self.config.fewshot_delimiter());
+        let mut before = Vec::new();
+        if !system.is_empty() {
+            before.push(Turn::new("system", system, ""));
+        }
+        let n = self.num_fewshot(options);
+        if n == 0 {
+            return Ok(before);
+        }
+        let sampler = Sampler { docs: &self.shots, is_first_n: config.is_first_n, leaves_out: self.shots_leave_out };
+        for shot in sampler.sample(draws, n, doc_id, doc)? {
+            before.extend(self.example(shot)?);
+        }
+        Ok(before)
+    }
+
+    fn example(&self, doc: &Doc) -> Result<Vec<Turn>, String> {
+        let has_choices = self.doc_to_choice.is_some();
+        let choices = self.shot.choice.as_ref().map(|reader| reader.choices(doc)).transpose()?;
+        let prefix = self.shot.prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose()?;
+        let target = self.shot.target.target(doc, has_choices)?;
+        let question = self.shot.text.text(doc, has_choices)?;
+        let nth = |choices: &[String], at: i64| {
+            let choice = usize::try_from(at).ok().and_then(|at| choices.get(at).cloned());
+            choice.ok_or_else(|| format!("there is no choice {at} of {}", choices.len()))
+        };
+        let (question, answer) = match (choices, as_index(&question)) {
+            (Some(choices), Some(at)) if self.has_several_inputs => (nth(&choices, at)?, as_text(target)?),
+            (Some(choices), _) if as_index(&target).is_some() => {
+                (as_text(question)?, nth(&choices, as_index(&target).unwrap_or(0))?)
+            }
+            _ => (as_text(question)?, first_text(target)?),
+        };
+        let delimiters =
+            (self.config.fewshot.target_delimiter.as_str(), self.config.fewshot.fewshot_delimiter.as_str());
+        Ok(turns(&question, Some(&answer), prefix.as_deref(), delimiters))
+    }
+
+    /// Prompts as requests of the task's type.
+    fn ask(
+        &self,
+        options: &PromptOptions,
+        doc_id: usize,
+        contexts: Vec<String>,
+        choices: &[String],
+    ) -> Result<Vec<Request>, TaskError> {
+        let target = || self.target(doc_id).map(|target| repr::str(&target));
+        let context = || contexts.first().cloned().unwrap_or_default();
+        Ok(match self.config.output_type {
+            OutputType::Loglikelihood => vec![Request::Loglikelihood { context: context(), continuation: target()? }],
+            OutputType::LoglikelihoodRolling => vec![Request::LoglikelihoodRolling { text: target()? }],
+            OutputType::GenerateUntil => {
+                let settings = generation::settings(&self.generation_kwargs(options));
+                let fail =
+                    |problem| TaskError::Selection(format!("generation_kwargs of {}: {problem}", self.config.task));
+                vec![Request::GenerateUntil { context: context(), settings: settings.map_err(fail)? }]
+            }
+            OutputType::MultipleChoice => {
+                let delimiter = self.choice_delimiter(options);
+                let request = |context: &String, text: &str| Request::Loglikelihood {
+                    context: context.clone(),
+                    continuation: format!("{delimiter}{text}"),
+                };
+                let mut requests: Vec<Request> = match self.has_several_inputs {
+                    true => {
+                        let target = target()?;
+                        contexts.iter().map(|context| request(context, &target)).collect()
+                    }
+                    false => choices.iter().map(|choice| request(&contexts[0], choice)).collect(),
+                };
+                if self.config.metrics.iter().any(|metric| metric.name == "acc_mutual_info") {
+                    requests.extend(choices.iter().map(|choice| request(&String::new(), choice)));
+                }
+                requests
+            }
+        })
+    }
+
+    /// What stands before a choice: nothing in a chat, unless it goes on with a prefix.
+    fn choice_delimiter(&self, options: &PromptOptions) -> &str {
+        let written = self.config.gen_prefix_as_written();
+        let goes_on = !written.is_empty() && !ends_blank(written);
+        if options.chat.is_some() && !goes_on { "" } else { &self.config.target_delimiter }
+    }
+}
+
+/// The documents that examples are chosen from.
+fn shots(hub: &Hub, config: &TaskConfig, paths: &DataPaths, options: &PromptOptions) -> Result<Vec<Doc>, TaskError> {
+    let wanted = match (config.num_fewshot, options.num_fewshot) {
+        (Some(0), _) => 0,
+        (own, wanted) => wanted.or(own).unwrap_or(0),
+    };
+    let fewshot = &config.fewshot;
+    if wanted == 0 {
+        return Ok(Vec::new());
+    }
+    let docs = match (&fewshot.split, &fewshot.samples) {
+        (Some(split), _) => {
+            let process = fewshot.process_docs.as_ref().map(native::process_docs).transpose()?;
+            data::open(hub, config, split, paths, process)?.docs().to_vec()
+        }
+        (None, Some(Samples::Listed(docs))) => docs.clone(),
+        (None, Some(Samples::Function(function))) => {
+            let message =
+                format!("samples: !function {} is Python, which is not run here; list the documents", function.name);
+            return Err(super::error::Fault::at(function.place.clone(), message).into());
+        }
+        (None, None) => {
+            let split = config.training_split.as_deref().or(config.validation_split.as_deref());
+            let process = config.process_docs.as_ref().map(native::process_docs).transpose()?;
+            let split = split.map_or_else(|| config.eval_split(), Ok)?;
+            data::open(hub, config, split, paths, process)?.docs().to_vec()
+        }
+    };
+    Ok(match &fewshot.indices {
+        // lm-eval 0.4.13 reads the key and forgets it.
+        Some(_) if options.compat => docs,
+        Some(indices) => indices.iter().filter_map(|at| docs.get(*at).cloned()).collect(),
+        None => docs,
+    })
+}
+
+pub(crate) fn is_empty(request: &Request) -> bool {
+    match request {
+        Request::Loglikelihood { continuation, .. } => continuation.is_empty(),
+        Request::LoglikelihoodRolling { text } => text.is_empty(),
+        Request::GenerateUntil { context, .. } => context.is_empty(),
+    }
+}
+
+fn as_text(value: Json) -> Result<String, String> {
+    match value {
+        Json::String(text) => Ok(text),
+        other => Err(format!("the prompt is {other}, which is not a text")),
+    }
+}
+
+/// A target of an example: a text, or the first of several.
+fn first_text(target: Json) -> Result<String, String> {
+    match target {
+        Json::String(text) => Ok(text),
+        Json::Array(list) => match list.into_iter().next() {
+            Some(Json::String(text)) => Ok(text),
+            other => Err(format!("the target of an example is {other:?}, which is not a text")),
+        },
+        other => Err(format!("the target of an example is {other}, which is not a text")),
+    }
+}

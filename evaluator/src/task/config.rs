@@ -1,0 +1,429 @@
+//! A task as its YAML says it, checked: every key that lm-evaluation-harness knows is understood or refused by name, any
+//! other is an error. Nothing is loaded here and no function looked up but by name.
+
+use serde_json::{Map, Value as Json, json};
+
+use super::error::{Fault, Place, did_you_mean};
+use super::filter::{FilterConfig, filter_list};
+use super::keys::{Keys, wrong};
+use super::metric::{MetricConfig, metric_list};
+use super::yaml::{Entry, Node, Value};
+
+/// How a task asks and what it gets back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputType {
+    /// How likely a target is after a prompt.
+    Loglikelihood,
+    /// How likely a whole text is.
+    LoglikelihoodRolling,
+    /// Which of several choices is the likeliest.
+    MultipleChoice,
+    /// A text.
+    GenerateUntil,
+}
+
+/// A field of a document: a column's name or a Jinja template, a constant, or a native function.
+#[derive(Clone, Debug)]
+pub(crate) enum Field {
+    Template(String, Place),
+    Constant(Json),
+    Function(Function),
+}
+
+/// `!function`, by the name under which a native twin may be registered.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Function {
+    /// `folder/module.name`.
+    pub(crate) name: String,
+    pub(crate) place: Place,
+}
+
+/// Where a task's documents come from.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct DatasetConfig {
+    pub(crate) path: Option<String>,
+    pub(crate) name: Option<String>,
+    pub(crate) kwargs: Map<String, Json>,
+    pub(crate) kwargs_place: Option<Place>,
+}
+
+/// How the examples before the question are chosen and written.
+#[derive(Clone, Debug)]
+pub(crate) struct FewshotConfig {
+    pub(crate) is_first_n: bool,
+    pub(crate) split: Option<String>,
+    pub(crate) process_docs: Option<Function>,
+    pub(crate) indices: Option<Vec<usize>>,
+    pub(crate) samples: Option<Samples>,
+    pub(crate) doc_to_text: Option<Field>,
+    pub(crate) doc_to_choice: Option<Field>,
+    pub(crate) doc_to_target: Option<Field>,
+    pub(crate) gen_prefix: Option<Field>,
+    pub(crate) fewshot_delimiter: String,
+    pub(crate) target_delimiter: String,
+}
+
+/// Examples written into the task.
+#[derive(Clone, Debug)]
+pub(crate) enum Samples {
+    Listed(Vec<Map<String, Json>>),
+    Function(Function),
+}
+
+/// A task.
+#[derive(Clone, Debug)]
+pub struct TaskConfig {
+    /// Its name.
+    pub task: String,
+    /// Its name in tables, if it has another there.
+    pub alias: Option<String>,
+    /// The tags that it can be selected by.
+    pub tags: Vec<String>,
+    /// How it asks.
+    pub output_type: OutputType,
+    /// `metadata.version`, null if there is none.
+    pub version: Json,
+    /// How many examples stand before a question, if the task says so.
+    pub num_fewshot: Option<usize>,
+    /// Whether it runs code that the model wrote.
+    pub unsafe_code: bool,
+    /// How often each document is asked.
+    pub repeats: usize,
+    pub(crate) dataset: DatasetConfig,
+    pub(crate) training_split: Option<String>,
+    pub(crate) validation_split: Option<String>,
+    pub(crate) test_split: Option<String>,
+    pub(crate) process_docs: Option<Function>,
+    pub(crate) doc_to_text: Option<Field>,
+    pub(crate) doc_to_target: Option<Field>,
+    pub(crate) doc_to_choice: Option<Field>,
+    pub(crate) process_results: Option<Function>,
+    pub(crate) description: Option<Field>,
+    pub(crate) target_delimiter: String,
+    fewshot_delimiter: String,
+    pub(crate) gen_prefix: Option<Field>,
+    pub(crate) fewshot: FewshotConfig,
+    pub(crate) metrics: Vec<MetricConfig>,
+    pub(crate) filters: Vec<FilterConfig>,
+    pub(crate) generation_kwargs: Map<String, Json>,
+    pub(crate) place: Place,
+    pub(crate) written: Map<String, Json>,
+}
+
+const TASK_KEYS: [&str; 37] = [
+    "task",
+    "task_alias",
+    "tag",
+    "group",
+    "task_list",
+    "class",
+    "custom_dataset",
+    "dataset_path",
+    "dataset_name",
+    "dataset_kwargs",
+    "training_split",
+    "validation_split",
+    "test_split",
+    "fewshot_split",
+    "process_docs",
+    "doc_to_text",
+    "doc_to_target",
+    "doc_to_image",
+    "doc_to_audio",
+    "unsafe_code",
+    "doc_to_choice",
+    "process_results",
+    "use_prompt",
+    "description",
+    "target_delimiter",
+    "fewshot_delimiter",
+    "fewshot_config",
+    "num_fewshot",
+    "metric_list",
+    "output_type",
+    "generation_kwargs",
+    "repeats",
+    "filter_list",
+    "should_decontaminate",
+    "doc_to_decontamination_query",
+    "gen_prefix",
+    "metadata",
+];
+
+/// What lm-eval knows and this program does not do, and why.
+const REFUSED: [(&str, &str); 5] = [
+    ("class", "tasks written as Python classes are not run; write the task as YAML"),
+    ("custom_dataset", "data sets made by Python code are not run; name files with dataset_path and data_files"),
+    ("doc_to_image", "images are not understood by any model family here"),
+    ("doc_to_audio", "audio is not understood by any model family here"),
+    ("use_prompt", "prompts of promptsource are Python code; write doc_to_text and doc_to_target"),
+];
+
+const FEWSHOT_KEYS: [&str; 11] = [
+    "sampler",
+    "split",
+    "process_docs",
+    "fewshot_indices",
+    "samples",
+    "doc_to_text",
+    "doc_to_choice",
+    "doc_to_target",
+    "gen_prefix",
+    "fewshot_delimiter",
+    "target_delimiter",
+];
+
+impl OutputType {
+    /// Its name in task files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Loglikelihood => "loglikelihood",
+            Self::LoglikelihoodRolling => "loglikelihood_rolling",
+            Self::MultipleChoice => "multiple_choice",
+            Self::GenerateUntil => "generate_until",
+        }
+    }
+
+    const ALL: [Self; 4] = [Self::Loglikelihood, Self::LoglikelihoodRolling, Self::MultipleChoice, Self::GenerateUntil];
+
+    fn read(keys: &Keys) -> Result<Self, Fault> {
+        let Some(name) = keys.text("output_type")? else { return Ok(Self::GenerateUntil) };
+        let known = || Self::ALL.iter().map(|kind| kind.name());
+        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let near = did_you_mean(&name, known());
+            let names: Vec<_> = known().collect();
+            let message = format!("output_type: unknown value {name:?}{near}; values are {}", names.join(", "));
+            keys.get("output_type").map_or_else(|| keys.fault(&message), |e| Fault::at(e.node.place.clone(), &message))
+        })
+    }
+}
+
+impl TaskConfig {
+    /// Reads a task whose includes are merged already.
+    pub(crate) fn read(node: &Node) -> Result<Self, Fault> {
+        let keys = Keys::new(node, "a task", &TASK_KEYS)?;
+        refuse(&keys)?;
+        let output_type = OutputType::read(&keys)?;
+        let fewshot_delimiter = keys.text("fewshot_delimiter")?.unwrap_or_else(|| "\n\n".into());
+        let process_results = function(&keys, "process_results")?;
+        let field = |key| field(&keys, key);
+        let config = Self {
+            task: keys.required_text("task")?,
+            alias: keys.text("task_alias")?,
+            tags: keys.texts("tag")?.unwrap_or_default(),
+            output_type,
+            version: keys.map("metadata")?.and_then(|m| m.get("version").cloned()).unwrap_or(Json::Null),
+            num_fewshot: keys.count("num_fewshot")?,
+            unsafe_code: keys.flag("unsafe_code", false)?,
+            repeats: keys.count("repeats")?.unwrap_or(1).max(1),
+            dataset: DatasetConfig {
+                path: keys.text("dataset_path")?,
+                name: keys.text("dataset_name")?,
+                kwargs: keys.map("dataset_kwargs")?.unwrap_or_default(),
+                kwargs_place: keys.get("dataset_kwargs").map(|entry| entry.place.clone()),
+            },
+            training_split: keys.text("training_split")?,
+            validation_split: keys.text("validation_split")?,
+            test_split: keys.text("test_split")?,
+            process_docs: function(&keys, "process_docs")?,
+            doc_to_text: field("doc_to_text")?,
+            doc_to_target: field("doc_to_target")?,
+            doc_to_choice: field("doc_to_choice")?,
+            description: field("description")?,
+            target_delimiter: keys.text("target_delimiter")?.unwrap_or_else(|| " ".into()),
+            gen_prefix: field("gen_prefix")?,
+            fewshot: FewshotConfig::read(&keys, &fewshot_delimiter)?,
+            metrics: metric_list(keys.get("metric_list"), output_type, process_results.is_some())?,
+            filters: filter_list(keys.get("filter_list"))?,
+            generation_kwargs: generation_kwargs(&keys, output_type, &fewshot_delimiter)?,
+            process_results,
+            fewshot_delimiter,
+            place: node.place.clone(),
+            written: written(&keys),
+        };
+        config.check_fields(&keys)?;
+        Ok(config)
+    }
+
+    /// The split that is evaluated.
+    pub(crate) fn eval_split(&self) -> Result<&str, Fault> {
+        self.test_split.as_deref().or(self.validation_split.as_deref()).ok_or_else(|| {
+            let message = format!("task {} names no split to evaluate; give test_split or validation_split", self.task);
+            Fault::at(self.place.clone(), message)
+        })
+    }
+
+    /// For each metric whether a higher value is better.
+    pub fn higher_is_better(&self) -> Map<String, Json> {
+        self.metrics.iter().map(|metric| (metric.name.clone(), json!(metric.higher_is_better))).collect()
+    }
+
+    /// What stands between the parts of a prompt.
+    pub(crate) fn fewshot_delimiter(&self) -> &str {
+        &self.fewshot_delimiter
+    }
+
+    /// `gen_prefix` before it is filled in.
+    pub(crate) fn gen_prefix_as_written(&self) -> &str {
+        match &self.gen_prefix {
+            Some(Field::Template(text, _)) => text,
+            _ => "",
+        }
+    }
+
+    /// The configuration as the results list it: what was written, with the defaults that lm-eval lists too.
+    pub fn dump(&self) -> Map<String, Json> {
+        let mut dump = self.written.clone();
+        let mut default = |key: &str, value: Json| {
+            dump.entry(key).or_insert(value);
+        };
+        default("unsafe_code", json!(false));
+        default("description", json!(""));
+        default("target_delimiter", json!(" "));
+        default("fewshot_delimiter", json!("\n\n"));
+        default("output_type", json!(self.output_type.name()));
+        default("repeats", json!(1));
+        default("should_decontaminate", json!(false));
+        if self.output_type == OutputType::GenerateUntil {
+            dump.insert("generation_kwargs".into(), Json::Object(self.generation_kwargs.clone()));
+        }
+        dump
+    }
+
+    fn check_fields(&self, keys: &Keys) -> Result<(), Fault> {
+        let needs = |field: &Option<Field>, key: &str| match field {
+            Some(_) => Ok(()),
+            None => Err(keys.fault(format!("task {} needs the key `{key}`", self.task))),
+        };
+        needs(&self.doc_to_text, "doc_to_text")?;
+        needs(&self.doc_to_target, "doc_to_target")?;
+        if self.output_type == OutputType::MultipleChoice {
+            needs(&self.doc_to_choice, "doc_to_choice")?;
+        }
+        if self.dataset.path.is_none() {
+            return Err(keys.fault(format!("task {} needs the key `dataset_path`", self.task)));
+        }
+        self.eval_split().map(|_| ())
+    }
+}
+
+impl FewshotConfig {
+    fn read(task: &Keys, fewshot_delimiter: &str) -> Result<Self, Fault> {
+        let empty = Node { value: Value::Map(Vec::new()), place: Place::default() };
+        let entry = task.get("fewshot_config");
+        let keys = Keys::new(entry.map_or(&empty, |entry| &entry.node), "fewshot_config", &FEWSHOT_KEYS)?;
+        let own = |key| field(&keys, key).and_then(|own| own.map_or_else(|| field(task, key), |own| Ok(Some(own))));
+        let text = |key: &str, default: &str| -> Result<String, Fault> {
+            Ok(keys.text(key)?.or(task.text(key)?).unwrap_or_else(|| default.to_owned()))
+        };
+        Ok(Self {
+            is_first_n: sampler(&keys)?,
+            split: keys.text("split")?.or(task.text("fewshot_split")?),
+            process_docs: function(&keys, "process_docs")?.or(function(task, "process_docs")?),
+            indices: indices(&keys)?,
+            samples: samples(&keys)?,
+            doc_to_text: own("doc_to_text")?,
+            doc_to_choice: own("doc_to_choice")?,
+            doc_to_target: own("doc_to_target")?,
+            gen_prefix: own("gen_prefix")?,
+            fewshot_delimiter: text("fewshot_delimiter", fewshot_delimiter)?,
+            target_delimiter: text("target_delimiter", " ")?,
+        })
+    }
+}
+
+fn refuse(keys: &Keys) -> Result<(), Fault> {
+    let refused = REFUSED.iter().find_map(|(key, why)| Some((keys.get(key)?, key, why)));
+    refused.map_or(Ok(()), |(entry, key, why)| Err(Fault::at(entry.place.clone(), format!("{key}: {why}"))))
+}
+
+fn sampler(keys: &Keys) -> Result<bool, Fault> {
+    match keys.text("sampler")?.as_deref() {
+        None | Some("default") => Ok(false),
+        Some("first_n") => Ok(true),
+        Some(other) => {
+            let near = did_you_mean(other, ["default", "first_n"]);
+            Err(keys.fault(format!("sampler: unknown value {other:?}{near}; values are default, first_n")))
+        }
+    }
+}
+
+fn indices(keys: &Keys) -> Result<Option<Vec<usize>>, Fault> {
+    let Some(entry) = keys.get("fewshot_indices") else { return Ok(None) };
+    serde_json::from_value(entry.node.json()).map(Some).map_err(|_| wrong(entry, "a list of document numbers"))
+}
+
+fn samples(keys: &Keys) -> Result<Option<Samples>, Fault> {
+    let Some(entry) = keys.get("samples") else { return Ok(None) };
+    if let Some(function) = as_function(entry) {
+        return Ok(Some(Samples::Function(function)));
+    }
+    let listed = serde_json::from_value(entry.node.json()).map_err(|_| wrong(entry, "a list of documents"))?;
+    Ok(Some(Samples::Listed(listed)))
+}
+
+fn field(keys: &Keys, key: &str) -> Result<Option<Field>, Fault> {
+    let Some(entry) = keys.get(key) else { return Ok(None) };
+    let template = |text: &str| Field::Template(text.to_owned(), entry.node.place.clone());
+    Ok(Some(match &entry.node.value {
+        Value::Text(text) => template(text),
+        Value::Function(_) => as_function(entry).map(Field::Function).expect("the value is a function"),
+        Value::Number(_) | Value::List(_) | Value::Bool(_) => Field::Constant(entry.node.json()),
+        Value::Map(entries) if key == "doc_to_choice" => {
+            Field::Constant(entries.iter().map(|entry| entry.node.json()).collect())
+        }
+        _ => return Err(wrong(entry, "a column, a template, a constant or a !function")),
+    }))
+}
+
+fn function(keys: &Keys, key: &str) -> Result<Option<Function>, Fault> {
+    let Some(entry) = keys.get(key) else { return Ok(None) };
+    as_function(entry).map(Some).ok_or_else(|| wrong(entry, "a !function"))
+}
+
+/// The value as a function, by its full name.
+pub(crate) fn as_function(entry: &Entry) -> Option<Function> {
+    match &entry.node.value {
+        Value::Function(name) => Some(Function::new(name, &entry.node.place)),
+        _ => None,
+    }
+}
+
+impl Function {
+    /// `utils.f` in `tasks/hellaswag/x.yaml` is `tasks/hellaswag/utils.f`.
+    fn new(name: &str, place: &Place) -> Self {
+        let folder = place.file.parent().map(|folder| folder.to_string_lossy().replace('\\', "/")).unwrap_or_default();
+        let name = if folder.is_empty() { name.to_owned() } else { format!("{folder}/{name}") };
+        Self { name, place: place.clone() }
+    }
+}
+
+/// The keys of generation, and nothing for a task that does not generate.
+fn generation_kwargs(keys: &Keys, output: OutputType, delimiter: &str) -> Result<Map<String, Json>, Fault> {
+    let given = keys.map("generation_kwargs")?;
+    let Some(mut kwargs) = given else {
+        let default = json!({"temperature": 0.0, "do_sample": false, "max_gen_toks": 256, "until": [delimiter]});
+        return Ok(if output == OutputType::GenerateUntil { as_object(default) } else { Map::new() });
+    };
+    if let Some(entry) = keys.get("generation_kwargs") {
+        super::generation::check(&kwargs, entry)?;
+    }
+    if let Some(temperature) = kwargs.get("temperature").and_then(super::generation::number) {
+        kwargs.insert("temperature".into(), json!(temperature));
+    }
+    kwargs.entry("until").or_insert_with(|| json!([delimiter]));
+    Ok(kwargs)
+}
+
+fn as_object(value: Json) -> Map<String, Json> {
+    match value {
+        Json::Object(fields) => fields,
+        _ => Map::new(),
+    }
+}
+
+/// What the results show of the YAML: all but what only the registry reads.
+fn written(keys: &Keys) -> Map<String, Json> {
+    let shown = keys.entries().iter().filter(|entry| !["tag", "group", "task_list"].contains(&entry.key.as_str()));
+    shown.map(|e| (e.key.clone(), e.node.json())).filter(|(_, value)| !value.is_null()).collect()
+}

@@ -1,0 +1,217 @@
+//! Where a task's documents come from: the Hub, or files on this machine, by `dataset_path` and `dataset_kwargs` or by what
+//! the command line says instead.
+
+use std::path::Path;
+
+use candlewick_text::hub::{DatasetRequest, Hub};
+use candlewick_text::source::{ReadOptions, Source, Spec, SplitPart};
+use globset::GlobBuilder;
+use serde_json::{Map, Value as Json};
+
+use super::config::{DatasetConfig, TaskConfig};
+use super::error::{Fault, TaskError, did_you_mean};
+use super::mersenne::Random;
+use super::native::{Doc, ProcessDocs};
+
+/// Says that the data of some tasks are elsewhere: `TASK=PATH`, where TASK may be a pattern.
+#[derive(Clone, Debug, Default)]
+pub struct DataPaths(Vec<(String, String)>);
+
+/// The documents of one split, in order.
+pub(crate) struct Split {
+    docs: Vec<Doc>,
+    rows: Vec<usize>,
+    source: Box<dyn Source>,
+}
+
+impl DataPaths {
+    /// Reads `TASK=PATH` words.
+    pub fn parse(words: &[String]) -> Result<Self, TaskError> {
+        let pair = |word: &String| match word.split_once('=') {
+            Some((task, path)) if !task.is_empty() && !path.is_empty() => Ok((task.to_owned(), path.to_owned())),
+            _ => Err(TaskError::Selection(format!("{word:?} does not say whose data are where; write TASK=PATH"))),
+        };
+        words.iter().map(pair).collect::<Result<_, _>>().map(Self)
+    }
+
+    /// The last path that is meant for a task.
+    fn of(&self, task: &str) -> Option<&str> {
+        let is_meant = |pattern: &str| {
+            pattern == task || GlobBuilder::new(pattern).build().is_ok_and(|glob| glob.compile_matcher().is_match(task))
+        };
+        self.0.iter().rev().find(|(pattern, _)| is_meant(pattern)).map(|(_, path)| path.as_str())
+    }
+}
+
+impl Split {
+    /// The documents.
+    pub(crate) fn docs(&self) -> &[Doc] {
+        &self.docs
+    }
+
+    /// Says where a document stands, for messages.
+    pub(crate) fn locate(&self, doc_id: usize) -> String {
+        self.rows.get(doc_id).map_or_else(|| format!("document {doc_id}"), |row| self.source.locate(*row))
+    }
+}
+
+/// Opens a split of a task's data and reads all of it.
+pub(crate) fn open(
+    hub: &Hub,
+    config: &TaskConfig,
+    split: &str,
+    paths: &DataPaths,
+    process: Option<ProcessDocs>,
+) -> Result<Split, TaskError> {
+    let request = match paths.of(&config.task) {
+        Some(path) => elsewhere(path, &config.dataset, split),
+        None => as_written(&config.dataset, split)?,
+    };
+    let task = || config.task.clone();
+    let source = hub.dataset(&request).map_err(|source| TaskError::Hub { task: task(), source })?;
+    let mut docs = Vec::with_capacity(source.len());
+    for row in 0..source.len() {
+        docs.push(source.row(row).map_err(|source| TaskError::Source { task: task(), source })?);
+    }
+    let docs = process_all(with_all_columns(docs), process).map_err(|(row, problem)| TaskError::Document {
+        task: task(),
+        place: source.locate(row),
+        problem,
+    })?;
+    let (rows, docs) = docs.into_iter().unzip();
+    Ok(Split { docs, rows, source })
+}
+
+/// A file holds the one split that is asked for; a folder or a data set of the Hub has splits.
+fn elsewhere(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest {
+    let is_file = Path::new(path).is_file();
+    let part = SplitPart { split: split.to_owned(), slice: Default::default() };
+    let parts = if is_file { Vec::new() } else { vec![part] };
+    let below = |name: &String| !Path::new(path).exists() || Path::new(path).join(name).is_dir();
+    DatasetRequest {
+        spec: Spec { name: path.to_owned(), parts },
+        config: dataset.name.clone().filter(below),
+        default_split: split.to_owned(),
+        ..request(path)
+    }
+}
+
+fn request(path: &str) -> DatasetRequest {
+    DatasetRequest {
+        spec: Spec { name: path.to_owned(), parts: Vec::new() },
+        revision: None,
+        config: None,
+        default_split: String::new(),
+        split_mapping: Vec::new(),
+        data_files: Vec::new(),
+        read: ReadOptions::default(),
+    }
+}
+
+const KWARGS: [&str; 7] = ["data_files", "data_dir", "revision", "field", "sep", "delimiter", "trust_remote_code"];
+
+fn as_written(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, TaskError> {
+    let fault = |problem: String| {
+        let message = format!("dataset_kwargs: {problem}");
+        TaskError::Config(Fault { place: dataset.kwargs_place.clone(), message })
+    };
+    let kwargs = &dataset.kwargs;
+    if let Some(key) = kwargs.keys().find(|key| !KWARGS.contains(&key.as_str())) {
+        let near = did_you_mean(key, KWARGS);
+        return Err(fault(format!("unknown key `{key}`{near}; known are {}", KWARGS.join(", "))));
+    }
+    let text = |key: &str| match kwargs.get(key) {
+        None | Some(Json::Null) => Ok(None),
+        Some(Json::String(text)) => Ok(Some(text.clone())),
+        Some(other) => Err(fault(format!("{key}: expected a text, found {other}"))),
+    };
+    let path = dataset.path.clone().unwrap_or_default();
+    let mut data_files = data_files(kwargs).map_err(&fault)?;
+    if let Some(folder) = text("data_dir")? {
+        let folder = folder.trim_end_matches('/').to_owned();
+        match data_files.is_empty() {
+            true => data_files.push((None, format!("{folder}/**"))),
+            false => data_files.iter_mut().for_each(|(_, pattern)| *pattern = format!("{folder}/{pattern}")),
+        }
+    }
+    let delimiter = text("sep")?.or(text("delimiter")?);
+    Ok(DatasetRequest {
+        spec: Spec {
+            name: path.clone(),
+            parts: vec![SplitPart { split: split.to_owned(), slice: Default::default() }],
+        },
+        revision: text("revision")?,
+        config: dataset.name.clone(),
+        default_split: split.to_owned(),
+        data_files,
+        read: ReadOptions {
+            field: text("field")?,
+            delimiter: delimiter.and_then(|text| text.bytes().next()),
+            ..ReadOptions::default()
+        },
+        ..request(&path)
+    })
+}
+
+/// `data_files` as patterns for splits; those without a split are its `train`.
+fn data_files(kwargs: &Map<String, Json>) -> Result<Vec<(Option<String>, String)>, String> {
+    let Some(files) = kwargs.get("data_files") else { return Ok(Vec::new()) };
+    let patterns = |value: &Json| match value {
+        Json::String(pattern) => Ok(vec![pattern.clone()]),
+        Json::Array(items) => {
+            items.iter().map(|item| item.as_str().map(str::to_owned)).collect::<Option<_>>().ok_or(())
+        }
+        _ => Err(()),
+    };
+    let wrong = |()| "data_files: expected a pattern, a list of them, or a map of splits to them".to_owned();
+    let of_split = |split: &str, value: &Json| -> Result<Vec<_>, String> {
+        Ok(patterns(value).map_err(wrong)?.into_iter().map(|pattern| (Some(split.to_owned()), pattern)).collect())
+    };
+    match files {
+        Json::Object(splits) => {
+            let of_splits =
+                splits.iter().map(|(split, value)| of_split(split, value)).collect::<Result<Vec<_>, _>>()?;
+            Ok(of_splits.concat())
+        }
+        other => of_split("train", other),
+    }
+}
+
+/// Gives every document all columns, as a table has them: those that a row lacks are null.
+fn with_all_columns(docs: Vec<Doc>) -> Vec<Doc> {
+    let mut columns: Map<String, Json> = Map::new();
+    for doc in &docs {
+        for key in doc.keys().filter(|key| !columns.contains_key(*key)).collect::<Vec<_>>() {
+            columns.insert(key.clone(), Json::Null);
+        }
+    }
+    let fill = |doc: Doc| {
+        if doc.len() == columns.len() {
+            return doc;
+        }
+        let mut full = columns.clone();
+        full.extend(doc);
+        full
+    };
+    docs.into_iter().map(fill).collect()
+}
+
+/// The documents that stay, each with its row; or the row that cannot be processed.
+fn process_all(docs: Vec<Doc>, process: Option<ProcessDocs>) -> Result<Vec<(usize, Doc)>, (usize, String)> {
+    let docs = docs.into_iter().enumerate();
+    match process {
+        None => Ok(docs.collect()),
+        Some(ProcessDocs::Each(change)) => docs.map(|(row, doc)| in_row(row, change(doc))).collect(),
+        Some(ProcessDocs::Random(seed, change)) => {
+            let mut random = Random::new(seed);
+            docs.map(|(row, doc)| in_row(row, change(doc, &mut random))).collect()
+        }
+        Some(ProcessDocs::Where(column, value)) => {
+            Ok(docs.filter(|(_, doc)| doc.get(column).and_then(Json::as_str) == Some(value)).collect())
+        }
+    }
+}
+
+fn in_row(row: usize, doc: Result<Doc, String>) -> Result<(usize, Doc), (usize, String)> {
+    doc.map(|doc| (row, doc)).map_err(|problem| (row, problem))
+}

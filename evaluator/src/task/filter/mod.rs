@@ -1,0 +1,132 @@
+//! Filters: what is done to answers before they are scored. A task may have several pipelines of them, each of which is
+//! scored by itself.
+
+mod multi_choice;
+mod regex;
+mod select;
+mod transform;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use serde_json::{Map, Value as Json};
+
+use super::answer::Answer;
+use super::config::as_function;
+use super::error::{Fault, did_you_mean};
+use super::keys::{Keys, wrong};
+use super::native;
+use super::python::text;
+use super::yaml::{Entry, Node, Value};
+
+pub(crate) use multi_choice::Family;
+pub(crate) use regex::Extract;
+pub(crate) use select::TakeFirst;
+
+/// A step of a pipeline. It gets all answers to one request: a [`Answer::Many`], until a step takes one of them.
+pub(crate) trait Filter: Debug + Send + Sync {
+    fn apply(&self, answers: Answer, doc: &Map<String, Json>) -> Result<Answer, String>;
+}
+
+/// A named pipeline.
+#[derive(Clone, Debug)]
+pub(crate) struct FilterConfig {
+    pub(crate) name: String,
+    steps: Vec<Arc<dyn Filter>>,
+}
+
+const KNOWN: [&str; 9] = [
+    "regex",
+    "multi_choice_regex",
+    "take_first",
+    "take_first_k",
+    "majority_vote",
+    "lowercase",
+    "uppercase",
+    "remove_whitespace",
+    "map",
+];
+
+/// What lm-eval has beside those and `custom`.
+const REFUSED: [&str; 3] = ["decontaminate", "format_span", "regex_pos"];
+
+impl FilterConfig {
+    /// Runs the pipeline on the answers to one request.
+    pub(crate) fn apply(&self, answers: Vec<Answer>, doc: &Map<String, Json>) -> Result<Answer, String> {
+        let run = |answers, step: &Arc<dyn Filter>| step.apply(answers, doc);
+        let fail = |problem| format!("filter {}: {problem}", self.name);
+        self.steps.iter().try_fold(Answer::Many(answers), run).map_err(fail)
+    }
+}
+
+/// Reads `filter_list`. Without one there is the pipeline `none`, which takes the first answer.
+pub(crate) fn filter_list(entry: Option<&Entry>) -> Result<Vec<FilterConfig>, Fault> {
+    let Some(entry) = entry else {
+        return Ok(vec![FilterConfig { name: "none".into(), steps: vec![Arc::new(TakeFirst)] }]);
+    };
+    let Value::List(pipelines) = &entry.node.value else { return Err(wrong(entry, "a list of filters")) };
+    pipelines.iter().map(pipeline).collect()
+}
+
+fn pipeline(node: &Node) -> Result<FilterConfig, Fault> {
+    let keys = Keys::new(node, "an entry of filter_list", &["name", "filter"])?;
+    let name = keys.required_text("name")?;
+    let steps = keys.list("filter")?.ok_or_else(|| keys.fault("an entry of filter_list needs the key `filter`"))?;
+    Ok(FilterConfig { name, steps: steps.iter().map(step).collect::<Result<_, _>>()? })
+}
+
+fn step(node: &Node) -> Result<Arc<dyn Filter>, Fault> {
+    let keys = Keys::open(node, "a filter")?;
+    let entry = keys.get("function").ok_or_else(|| keys.fault("a filter needs the key `function`"))?;
+    if let Some(function) = as_function(entry) {
+        return native::filter_class(&function, &keys);
+    }
+    let name = keys.required_text("function")?;
+    if ["take_first", "majority_vote", "lowercase", "uppercase", "remove_whitespace"].contains(&name.as_str()) {
+        keys.only(&["function"])?;
+    }
+    Ok(match name.as_str() {
+        "take_first" => Arc::new(TakeFirst),
+        "take_first_k" => Arc::new(select::TakeFirstK::read(&keys)?),
+        "majority_vote" => Arc::new(select::MajorityVote),
+        "lowercase" => Arc::new(transform::Texts(|text| text.to_lowercase())),
+        "uppercase" => Arc::new(transform::Texts(|text| text.to_uppercase())),
+        "remove_whitespace" => Arc::new(transform::Texts(|text| text::strip(text).to_owned())),
+        "map" => Arc::new(transform::Mapped::read(&keys)?),
+        "regex" => Arc::new(Extract::read(&keys)?),
+        "multi_choice_regex" => Arc::new(multi_choice::MultiChoice::read(&keys, multi_choice::Choices::Column)?),
+        "custom" => custom(&keys)?,
+        other => return Err(unknown(entry, other)),
+    })
+}
+
+/// A filter class of a task's own, read as `multi_choice_regex` is but for where it finds the choices.
+pub(crate) fn multi_choice_in_input(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+    Ok(Arc::new(multi_choice::MultiChoice::read(keys, multi_choice::Choices::Input)?))
+}
+
+fn custom(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+    let entry = keys.get("filter_fn").ok_or_else(|| keys.fault("the filter custom needs the key `filter_fn`"))?;
+    let function = as_function(entry).ok_or_else(|| wrong(entry, "a !function"))?;
+    native::filter_function(&function)
+}
+
+fn unknown(entry: &Entry, name: &str) -> Fault {
+    let place = entry.node.place.clone();
+    if REFUSED.contains(&name) {
+        return Fault::at(place, format!("filter {name} of lm-eval is not available here"));
+    }
+    let near = did_you_mean(name, KNOWN);
+    Fault::at(place, format!("unknown filter {name:?}{near}")).note(format!("known are {}, custom", KNOWN.join(", ")))
+}
+
+/// Runs `change` on each text of several answers.
+pub(crate) fn each_text(answers: Answer, change: impl Fn(&str) -> Result<Answer, String>) -> Result<Answer, String> {
+    match answers {
+        Answer::Many(answers) => {
+            let changed = answers.iter().map(|answer| change(answer.text())).collect::<Result<_, _>>()?;
+            Ok(Answer::Many(changed))
+        }
+        _ => Err("it works on lists of texts; put it before take_first".into()),
+    }
+}

@@ -1,0 +1,161 @@
+//! Filters that read a letter out of a long answer: by a pattern, by the words of a choice, or by a letter behind a colon.
+
+use std::collections::HashMap;
+use std::sync::LazyLock;
+
+use fancy_regex::Regex;
+use serde_json::{Map, Value as Json};
+
+use super::regex::{Extract, selected};
+use super::{Filter, each_text};
+use crate::task::answer::Answer;
+use crate::task::error::Fault;
+use crate::task::keys::Keys;
+use crate::task::python::pattern::{Pattern, escape};
+use crate::task::python::text;
+
+/// What is taken out of a text before it is searched.
+#[derive(Debug)]
+pub(crate) struct Ignored {
+    case: bool,
+    punctuation: bool,
+    patterns: Vec<Pattern>,
+}
+
+/// What the filters of this family share: a pattern, which match of it, and what is ignored.
+#[derive(Debug)]
+pub(crate) struct Family {
+    pub(crate) extract: Extract,
+    pub(crate) ignored: Ignored,
+}
+
+/// Where the choices of a document stand.
+#[derive(Debug)]
+pub(super) enum Choices {
+    /// In its column `choices`.
+    Column,
+    /// In its column `input`, each behind a letter in parentheses.
+    Input,
+}
+
+/// The filter `multi_choice_regex`.
+#[derive(Debug)]
+pub(super) struct MultiChoice {
+    family: Family,
+    choices: Choices,
+}
+
+const KEYS: [&str; 7] =
+    ["function", "regex_pattern", "group_select", "fallback", "ignore_case", "ignore_punctuation", "regexes_to_ignore"];
+
+impl Ignored {
+    pub(crate) fn read(keys: &Keys) -> Result<Self, Fault> {
+        let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
+        let compile =
+            |pattern: &String| Pattern::new(pattern).map_err(|p| keys.fault(format!("regexes_to_ignore: {p}")));
+        Ok(Self {
+            case: keys.flag("ignore_case", false)?,
+            punctuation: keys.flag("ignore_punctuation", false)?,
+            patterns: patterns.iter().map(compile).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// The text without all that is ignored.
+    pub(crate) fn strip(&self, text: &str) -> Result<String, String> {
+        let mut text = text.to_owned();
+        for pattern in &self.patterns {
+            text = pattern.remove(&text)?;
+        }
+        if self.case {
+            text = text.to_lowercase();
+        }
+        if self.punctuation {
+            static PUNCTUATION: LazyLock<Regex> =
+                LazyLock::new(|| Regex::new(r"\p{P}").expect("the pattern is a constant"));
+            text = PUNCTUATION.replace_all(&text, "").into_owned();
+        }
+        Ok(text)
+    }
+}
+
+impl Family {
+    pub(crate) fn read(keys: &Keys, pattern: Option<&str>) -> Result<Self, Fault> {
+        let extract = match pattern {
+            Some(pattern) => Extract::with_pattern(keys, pattern)?,
+            None => Extract::open(keys)?,
+        };
+        Ok(Self { extract, ignored: Ignored::read(keys)? })
+    }
+
+    /// What `pattern` finds in `text`, at the place that is selected; empty for nothing.
+    pub(crate) fn find(&self, pattern: &Pattern, text: &str) -> Result<String, String> {
+        let found = pattern.find_all(text)?;
+        let Some(found) = selected(&found, self.extract.group_select) else { return Ok(String::new()) };
+        let several = pattern.has_several_groups();
+        let taken = pattern.texts(text, found).into_iter().find(|group| !several || !group.is_empty());
+        Ok(text::strip(taken.unwrap_or("")).to_owned())
+    }
+
+    /// What the filter's own pattern finds.
+    pub(crate) fn find_own(&self, text: &str) -> Result<String, String> {
+        self.find(&self.extract.pattern, text)
+    }
+}
+
+impl MultiChoice {
+    pub(super) fn read(keys: &Keys, choices: Choices) -> Result<Self, Fault> {
+        keys.only(&KEYS)?;
+        Ok(Self { family: Family::read(keys, None)?, choices })
+    }
+
+    /// The choices, each without what is ignored.
+    fn choices(&self, doc: &Map<String, Json>) -> Result<Vec<String>, String> {
+        let found: Vec<String> = match self.choices {
+            Choices::Column => {
+                let column = doc.get("choices").and_then(Json::as_array);
+                let column = column.ok_or("the document has no list `choices`")?;
+                column.iter().map(|choice| choice.as_str().unwrap_or_default().to_owned()).collect()
+            }
+            Choices::Input => {
+                static BEHIND_LETTER: LazyLock<Pattern> =
+                    LazyLock::new(|| Pattern::new(r"\([A-Z]\)([^\n^(]*)").expect("the pattern is a constant"));
+                let input = doc.get("input").and_then(Json::as_str).ok_or("the document has no text `input`")?;
+                BEHIND_LETTER.find_all(input)?.into_iter().flat_map(|found| found.groups).collect()
+            }
+        };
+        found.iter().map(|choice| self.family.ignored.strip(text::strip(choice))).collect()
+    }
+}
+
+impl Filter for MultiChoice {
+    fn apply(&self, answers: Answer, doc: &Map<String, Json>) -> Result<Answer, String> {
+        let choices = self.choices(doc)?;
+        let letters: Vec<char> = (0..choices.len()).map(letter).collect();
+        let mut by_text = HashMap::new();
+        for (choice, letter) in choices.iter().zip(&letters) {
+            by_text.insert(choice.clone(), format!("({letter})"));
+        }
+        // The longest first: a choice may begin another.
+        let mut alternatives: Vec<String> = choices.iter().map(|choice| escape(choice)).collect();
+        alternatives.sort_by_key(|choice| std::cmp::Reverse(text::len(choice)));
+        let by_words = Pattern::new(&alternatives.join("|"))?;
+        let alternatives: Vec<String> = letters.iter().map(|letter| escape(&letter.to_string())).collect();
+        let by_letter = Pattern::new(&format!(r":[\s]*({})", alternatives.join("|")))?;
+        each_text(answers, |text| {
+            let mut found = self.family.find_own(text)?;
+            if found.is_empty() {
+                found = self.family.find(&by_words, &self.family.ignored.strip(text)?)?;
+                found = by_text.get(&found).cloned().unwrap_or(found);
+            }
+            if found.is_empty() {
+                found = self.family.find(&by_letter, text)?;
+                found = if found.is_empty() { found } else { format!("({found})") };
+            }
+            Ok(Answer::Text(if found.is_empty() { self.family.extract.fallback.clone() } else { found }))
+        })
+    }
+}
+
+fn letter(index: usize) -> char {
+    char::from_u32('A' as u32 + index as u32).unwrap_or('?')
+}

@@ -1,0 +1,87 @@
+//! `regex`: takes what a pattern finds.
+
+use serde_json::{Map, Value as Json};
+
+use super::{Filter, each_text};
+use crate::task::answer::Answer;
+use crate::task::error::Fault;
+use crate::task::keys::Keys;
+use crate::task::python::pattern::Pattern;
+use crate::task::python::text;
+
+/// A pattern, which of its matches is taken, and what stands for none.
+#[derive(Debug)]
+pub(crate) struct Extract {
+    pub(crate) pattern: Pattern,
+    pub(crate) group_select: i64,
+    pub(crate) fallback: String,
+}
+
+const DEFAULT_PATTERN: &str = r"#### (\-?[0-9\.\,]+)";
+
+impl Extract {
+    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
+        keys.only(&["function", "regex_pattern", "group_select", "fallback"])?;
+        Self::open(keys)
+    }
+
+    /// Takes the pattern from elsewhere and the rest from `keys`.
+    pub(crate) fn with_pattern(keys: &Keys, pattern: &str) -> Result<Self, Fault> {
+        Ok(Self {
+            pattern: Pattern::new(pattern).map_err(|problem| keys.fault(format!("regex_pattern: {problem}")))?,
+            group_select: keys.integer("group_select")?.unwrap_or(0),
+            fallback: keys.text("fallback")?.unwrap_or_else(|| "[invalid]".into()),
+        })
+    }
+
+    /// The pattern of a filter of this family, by its keys.
+    pub(crate) fn open(keys: &Keys) -> Result<Self, Fault> {
+        let pattern = keys.text("regex_pattern")?;
+        Self::with_pattern(keys, pattern.as_deref().unwrap_or(DEFAULT_PATTERN))
+    }
+
+    fn extract(&self, text: &str) -> Result<String, String> {
+        let found = self.pattern.find_all(text)?;
+        let Some(found) = selected(&found, self.group_select) else { return Ok(self.fallback.clone()) };
+        let groups = self.pattern.texts(text, found);
+        let several = self.pattern.has_several_groups();
+        let taken = groups.into_iter().find(|group| !several || !group.is_empty());
+        Ok(text::strip(taken.unwrap_or(&self.fallback)).to_owned())
+    }
+}
+
+/// Python's `items[index]`, or nothing.
+pub(super) fn selected<T>(items: &[T], index: i64) -> Option<&T> {
+    let index = if index < 0 { index + items.len() as i64 } else { index };
+    usize::try_from(index).ok().and_then(|index| items.get(index))
+}
+
+impl Filter for Extract {
+    fn apply(&self, answers: Answer, _: &Map<String, Json>) -> Result<Answer, String> {
+        each_text(answers, |text| self.extract(text).map(Answer::Text))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(pattern: &str, group_select: i64, text: &str, want: &str) {
+        let pattern = Pattern::new(pattern).unwrap();
+        let filter = Extract { pattern, group_select, fallback: "[invalid]".into() };
+        assert_eq!(filter.extract(text).unwrap(), want);
+    }
+
+    #[test]
+    fn the_match_that_is_selected_is_taken() {
+        check(DEFAULT_PATTERN, 0, "so #### 1,200\n#### 7", "1,200");
+        check(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1, "16 eggs, 7 left", "7");
+        check(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1, "7 left of $18.", "$18.");
+        check("x(y?)", 0, "x", "");
+        check("(a)|(b)|c", 0, "c", "[invalid]");
+        check("a", 3, "aa", "[invalid]");
+        check("a", 0, "b", "[invalid]");
+    }
+}

@@ -1,0 +1,106 @@
+//! `generation_kwargs`: what a task says about generation, and what of it the model's side is told.
+
+use serde_json::{Map, Value as Json};
+
+use super::error::{Fault, did_you_mean};
+use super::yaml::Entry;
+use crate::request::GenerationSettings;
+
+const KNOWN: [&str; 9] = [
+    "until",
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_gen_toks",
+    "max_new_tokens",
+    "max_tokens",
+    "max_completion_tokens",
+];
+
+/// Complains about what a task cannot ask of generation.
+pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), Fault> {
+    settings(kwargs)
+        .map(|_| ())
+        .map_err(|problem| Fault::at(entry.place.clone(), format!("generation_kwargs: {problem}")))
+}
+
+/// What the model's side is told, as lm-eval's Hugging Face model understands the keys.
+pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String> {
+    if let Some(key) = kwargs.keys().find(|key| !KNOWN.contains(&key.as_str())) {
+        return Err(format!("unknown key `{key}`{}; known are {}", did_you_mean(key, KNOWN), KNOWN.join(", ")));
+    }
+    let temperature = optional(kwargs, "temperature", number, "a number")?.unwrap_or(0.0);
+    let do_sample = optional(kwargs, "do_sample", Json::as_bool, "true or false")?.unwrap_or(temperature > 0.0);
+    let count = |value: &Json| value.as_u64().map(|n| n as usize);
+    let aliases = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
+    let mut max_gen_toks = None;
+    for alias in aliases {
+        max_gen_toks = max_gen_toks.or(optional(kwargs, alias, count, "a number of tokens")?);
+    }
+    Ok(GenerationSettings {
+        until: optional(kwargs, "until", texts, "a text or a list of texts")?.unwrap_or_default(),
+        max_gen_toks,
+        do_sample,
+        temperature: if do_sample { temperature } else { 0.0 },
+        top_p: optional(kwargs, "top_p", number, "a number")?.unwrap_or(1.0),
+        top_k: optional(kwargs, "top_k", count, "a number of tokens")?,
+    })
+}
+
+fn optional<T>(
+    kwargs: &Map<String, Json>,
+    key: &str,
+    read: impl Fn(&Json) -> Option<T>,
+    wanted: &str,
+) -> Result<Option<T>, String> {
+    match kwargs.get(key) {
+        None | Some(Json::Null) => Ok(None),
+        Some(value) => read(value).map(Some).ok_or_else(|| format!("{key}: expected {wanted}, found {value}")),
+    }
+}
+
+/// A number, also one that is written as text.
+pub(crate) fn number(value: &Json) -> Option<f64> {
+    value.as_f64().or_else(|| value.as_str()?.trim().parse().ok())
+}
+
+fn texts(value: &Json) -> Option<Vec<String>> {
+    match value {
+        Json::String(text) => Some(vec![text.clone()]),
+        Json::Array(items) => items.iter().map(|item| item.as_str().map(str::to_owned)).collect(),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(kwargs: Json) -> Result<GenerationSettings, String> {
+        settings(kwargs.as_object().unwrap())
+    }
+
+    #[test]
+    fn temperature_alone_samples() {
+        assert!(read(json!({"temperature": 0.5})).unwrap().do_sample);
+        assert!(!read(json!({"temperature": 0})).unwrap().do_sample);
+        assert_eq!(read(json!({"temperature": 0.5, "do_sample": false})).unwrap().temperature, 0.0);
+    }
+
+    #[test]
+    fn tokens_have_several_names() {
+        assert_eq!(read(json!({"max_tokens": 3, "max_gen_toks": 7})).unwrap().max_gen_toks, Some(7));
+        assert_eq!(read(json!({"until": "x"})).unwrap().until, ["x"]);
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused_by_name() {
+        assert!(read(json!({"num_beams": 4})).unwrap_err().contains("unknown key `num_beams`"));
+        assert!(read(json!({"do_smaple": true})).unwrap_err().contains("did you mean `do_sample`?"));
+        assert!(read(json!({"top_p": "x"})).unwrap_err().contains("top_p: expected a number"));
+    }
+}

@@ -1,0 +1,141 @@
+//! Reading a YAML map key by key: each key by its type, none unknown.
+
+use serde_json::{Map, Value as Json};
+
+use super::error::{Fault, did_you_mean};
+use super::yaml::{Entry, Node, Value};
+
+/// A map of a task file. `what` names it in complaints: "a task", "a metric".
+#[derive(Clone, Copy)]
+pub(crate) struct Keys<'a> {
+    node: &'a Node,
+    entries: &'a [Entry],
+    what: &'static str,
+}
+
+impl<'a> Keys<'a> {
+    /// Takes a node as a map with no other keys than `known`.
+    pub(crate) fn new(node: &'a Node, what: &'static str, known: &[&str]) -> Result<Self, Fault> {
+        let keys = Self::open(node, what)?;
+        keys.only(known)?;
+        Ok(keys)
+    }
+
+    /// Checks that there are no other keys than `known`.
+    pub(crate) fn only(&self, known: &[&str]) -> Result<(), Fault> {
+        let stranger = self.entries.iter().find(|entry| !known.contains(&entry.key.as_str()));
+        stranger.map_or(Ok(()), |entry| Err(self.unknown(entry, known)))
+    }
+
+    /// Takes a node as a map with any keys.
+    pub(crate) fn open(node: &'a Node, what: &'static str) -> Result<Self, Fault> {
+        match &node.value {
+            Value::Map(entries) => Ok(Self { node, entries, what }),
+            _ => Err(Fault::at(node.place.clone(), format!("{what} is a map of keys, not {}", node.describe()))),
+        }
+    }
+
+    fn unknown(&self, entry: &Entry, known: &[&str]) -> Fault {
+        let near = did_you_mean(&entry.key, known.iter().copied());
+        let message = format!("unknown key `{}` in {}{near}", entry.key, self.what);
+        let fault = Fault::at(entry.place.clone(), message);
+        if near.is_empty() { fault.note(format!("known are {}", known.join(", "))) } else { fault }
+    }
+
+    /// Blames the map as a whole.
+    pub(crate) fn fault(&self, message: impl Into<String>) -> Fault {
+        Fault::at(self.node.place.clone(), message)
+    }
+
+    /// All keys, in the order of writing.
+    pub(crate) fn entries(&self) -> &'a [Entry] {
+        self.entries
+    }
+
+    /// The entry of a key that is there and not null.
+    pub(crate) fn get(&self, key: &str) -> Option<&'a Entry> {
+        self.entries.iter().find(|entry| entry.key == key).filter(|entry| !matches!(entry.node.value, Value::Null))
+    }
+
+    pub(crate) fn text(&self, key: &str) -> Result<Option<String>, Fault> {
+        self.get(key).map(|entry| text_of(entry)).transpose()
+    }
+
+    pub(crate) fn required_text(&self, key: &str) -> Result<String, Fault> {
+        self.text(key)?.ok_or_else(|| self.fault(format!("{} needs the key `{key}`", self.what)))
+    }
+
+    pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, Fault> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(entry) => match &entry.node.value {
+                Value::Bool(value) => Ok(*value),
+                _ => Err(wrong(entry, "true or false")),
+            },
+        }
+    }
+
+    pub(crate) fn count(&self, key: &str) -> Result<Option<usize>, Fault> {
+        let Some(entry) = self.get(key) else { return Ok(None) };
+        match &entry.node.value {
+            Value::Number(number) if number.as_u64().is_some() => Ok(number.as_u64().map(|n| n as usize)),
+            _ => Err(wrong(entry, "a whole number from 0 on")),
+        }
+    }
+
+    pub(crate) fn integer(&self, key: &str) -> Result<Option<i64>, Fault> {
+        let Some(entry) = self.get(key) else { return Ok(None) };
+        match &entry.node.value {
+            Value::Number(number) if number.as_i64().is_some() => Ok(number.as_i64()),
+            _ => Err(wrong(entry, "a whole number")),
+        }
+    }
+
+    /// One text, or a list of them.
+    pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<String>>, Fault> {
+        let Some(entry) = self.get(key) else { return Ok(None) };
+        match &entry.node.value {
+            Value::Text(text) => Ok(Some(vec![text.clone()])),
+            Value::List(items) => {
+                let texts = items.iter().map(|item| match &item.value {
+                    Value::Text(text) => Ok(text.clone()),
+                    Value::Number(number) => Ok(number.to_string()),
+                    _ => {
+                        Err(Fault::at(item.place.clone(), format!("{key}: expected texts, found {}", item.describe())))
+                    }
+                });
+                texts.collect::<Result<_, _>>().map(Some)
+            }
+            _ => Err(wrong(entry, "a text or a list of texts")),
+        }
+    }
+
+    pub(crate) fn list(&self, key: &str) -> Result<Option<&'a [Node]>, Fault> {
+        let Some(entry) = self.get(key) else { return Ok(None) };
+        match &entry.node.value {
+            Value::List(items) => Ok(Some(items)),
+            _ => Err(wrong(entry, "a list")),
+        }
+    }
+
+    pub(crate) fn map(&self, key: &str) -> Result<Option<Map<String, Json>>, Fault> {
+        let Some(entry) = self.get(key) else { return Ok(None) };
+        match entry.node.json() {
+            Json::Object(fields) => Ok(Some(fields)),
+            _ => Err(wrong(entry, "a map")),
+        }
+    }
+}
+
+/// Says what was expected of a key.
+pub(crate) fn wrong(entry: &Entry, wanted: &str) -> Fault {
+    Fault::at(entry.node.place.clone(), format!("{}: expected {wanted}, found {}", entry.key, entry.node.describe()))
+}
+
+fn text_of(entry: &Entry) -> Result<String, Fault> {
+    match &entry.node.value {
+        Value::Text(text) => Ok(text.clone()),
+        Value::Number(number) => Ok(number.to_string()),
+        _ => Err(wrong(entry, "a text")),
+    }
+}

@@ -1,0 +1,141 @@
+//! From files to task configurations: includes are followed, later files win, and what is a task, a group or a tag is told.
+//!
+//! A file holds one task or one group, as lm-eval's do, or a list of them, which lm-eval does not have.
+
+use std::path::{Path, PathBuf};
+
+use super::error::{Fault, TaskError};
+use super::keys::wrong;
+use super::yaml::{Entry, Node, Value};
+
+/// The tasks that come with the program.
+static BUILT_IN: include_dir::Dir<'static> = include_dir::include_dir!("$CARGO_MANIFEST_DIR/tasks");
+
+/// How deep a folder is searched for tasks, and how long a chain of includes may be.
+const MAX_DEPTH: usize = 16;
+
+/// All configurations of the program itself.
+pub(super) fn built_in() -> Result<Vec<Node>, Fault> {
+    let mut files: Vec<_> = BUILT_IN.files().collect();
+    files.sort_by_key(|file| file.path());
+    let mut all = Vec::new();
+    for file in files {
+        let text = file.contents_utf8().unwrap_or_default();
+        all.extend(documents(Node::parse(file.path(), text)?));
+    }
+    Ok(all)
+}
+
+/// What a folder's files hold: configurations, and why some files could not be read.
+#[derive(Default)]
+pub(super) struct Loaded {
+    pub(super) nodes: Vec<Node>,
+    pub(super) broken: Vec<TaskError>,
+}
+
+/// All configurations of a file, or of a folder's files below it that end in `.yaml`. In a folder, a file that cannot be
+/// read is left aside.
+pub(super) fn from_path(path: &Path) -> Result<Loaded, TaskError> {
+    if !path.is_dir() {
+        return Ok(Loaded { nodes: from_file(path, MAX_DEPTH)?, broken: Vec::new() });
+    }
+    let mut files = Vec::new();
+    collect(path, MAX_DEPTH, &mut files)?;
+    files.sort();
+    let mut loaded = Loaded::default();
+    for file in &files {
+        match from_file(file, MAX_DEPTH) {
+            Ok(nodes) => loaded.nodes.extend(nodes),
+            Err(error) => loaded.broken.push(error),
+        }
+    }
+    Ok(loaded)
+}
+
+fn collect(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), TaskError> {
+    let failed = |source| TaskError::Io { path: folder.to_owned(), source };
+    for entry in std::fs::read_dir(folder).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_dir() {
+            if depth > 0 && !["__pycache__", ".ipynb_checkpoints"].contains(&name.as_str()) {
+                collect(&path, depth - 1, files)?;
+            }
+        } else if name.ends_with(".yaml") {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+/// The configurations of a file with its includes merged.
+fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
+    let text = std::fs::read_to_string(path).map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
+    let whole = Node::parse(path, &text)?;
+    documents(whole).into_iter().map(|node| included(node, depth)).collect()
+}
+
+fn documents(node: Node) -> Vec<Node> {
+    match node.value {
+        Value::List(items) => items,
+        _ => vec![node],
+    }
+}
+
+/// What a configuration includes comes first, so that its own keys win.
+fn included(node: Node, depth: usize) -> Result<Node, TaskError> {
+    let Value::Map(own) = &node.value else {
+        return Err(
+            Fault::at(node.place.clone(), format!("a task file is a map of keys, not {}", node.describe())).into()
+        );
+    };
+    let Some(entry) = own.iter().find(|entry| entry.key == "include") else { return Ok(node) };
+    if depth == 0 {
+        return Err(Fault::at(entry.place.clone(), "include: the files include each other in a circle").into());
+    }
+    let mut merged: Vec<Entry> = Vec::new();
+    for name in names(entry)? {
+        let path = node.place.file.parent().unwrap_or(Path::new("")).join(name);
+        let mut parts = from_file(&path, depth - 1).map_err(|error| blame(entry, error))?;
+        let [part] = parts.as_mut_slice() else {
+            return Err(
+                Fault::at(entry.place.clone(), "include: a file with a list of tasks cannot be included").into()
+            );
+        };
+        if let Value::Map(entries) = std::mem::replace(&mut part.value, Value::Null) {
+            entries.into_iter().filter(|entry| entry.key != "task_list").for_each(|entry| put(&mut merged, entry));
+        }
+    }
+    own.iter().filter(|entry| entry.key != "include").cloned().for_each(|entry| put(&mut merged, entry));
+    Ok(Node { value: Value::Map(merged), place: node.place })
+}
+
+fn names(entry: &Entry) -> Result<Vec<&str>, Fault> {
+    let text = |node: &Node| match &node.value {
+        Value::Text(_) => Ok(()),
+        _ => Err(wrong(entry, "a file name or a list of them")),
+    };
+    let nodes = match &entry.node.value {
+        Value::List(items) => items.iter().collect(),
+        _ => vec![&entry.node],
+    };
+    nodes.into_iter().map(|node| text(node).map(|()| node.text_or_empty())).collect()
+}
+
+/// A file that cannot be read is blamed on the key that names it.
+fn blame(entry: &Entry, error: TaskError) -> TaskError {
+    match error {
+        TaskError::Io { path, source } => {
+            Fault::at(entry.place.clone(), format!("include: cannot read {}: {source}", path.display())).into()
+        }
+        other => other,
+    }
+}
+
+/// Sets a key, in its old place if it was there.
+pub(super) fn put(entries: &mut Vec<Entry>, new: Entry) {
+    match entries.iter_mut().find(|entry| entry.key == new.key) {
+        Some(entry) => *entry = new,
+        None => entries.push(new),
+    }
+}

@@ -1,0 +1,287 @@
+//! Aggregations: one number from the values of all documents, also from a resample of them.
+
+use super::bleu::BleuCounts;
+use super::chrf::ChrfCounts;
+use super::score::Score;
+use crate::task::config::as_function;
+use crate::task::error::{Fault, did_you_mean};
+use crate::task::keys::wrong;
+use crate::task::yaml::{Entry, Value};
+
+/// How values become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Aggregation {
+    /// Sum over count.
+    Mean,
+    /// The upper of the middle values.
+    Median,
+    /// The mean of those that are numbers.
+    NanMean,
+    /// e to minus the mean.
+    Perplexity,
+    /// e to minus the sum over the sum of weights.
+    WeightedPerplexity,
+    /// The same in bits.
+    BitsPerByte,
+    /// F1 of the class 1.
+    F1,
+    /// Matthews' correlation coefficient.
+    Matthews,
+    /// The mean square of what the probabilities are off.
+    Brier,
+    /// BLEU of the whole.
+    Bleu,
+    /// chrF of the whole.
+    Chrf,
+    /// chrF++ of the whole.
+    ChrfWords,
+    /// The mean over all parts of all values.
+    FlatMean,
+    /// 999, as in lm-eval: there is nothing to aggregate.
+    Bypass,
+}
+
+const NAMES: [(&str, Aggregation); 13] = [
+    ("mean", Aggregation::Mean),
+    ("median", Aggregation::Median),
+    ("nanmean", Aggregation::NanMean),
+    ("perplexity", Aggregation::Perplexity),
+    ("weighted_perplexity", Aggregation::WeightedPerplexity),
+    ("bits_per_byte", Aggregation::BitsPerByte),
+    ("f1", Aggregation::F1),
+    ("matthews_corrcoef", Aggregation::Matthews),
+    ("brier_score", Aggregation::Brier),
+    ("bleu", Aggregation::Bleu),
+    ("chrf", Aggregation::Chrf),
+    ("chrf++", Aggregation::ChrfWords),
+    ("bypass", Aggregation::Bypass),
+];
+
+/// Values in the form in which they are aggregated fast, over and over.
+pub(crate) trait Statistic: Sync {
+    /// The aggregate of the values at these places, a place as often as it comes.
+    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64;
+}
+
+impl Aggregation {
+    pub(super) fn read(entry: &Entry) -> Result<Self, Fault> {
+        if let Some(function) = as_function(entry) {
+            return super::aggregation_named(&function);
+        }
+        let Value::Text(name) = &entry.node.value else { return Err(wrong(entry, "the name of an aggregation")) };
+        let known = NAMES.iter().find(|(known, _)| known == name).map(|(_, aggregation)| *aggregation);
+        known.ok_or_else(|| {
+            let names = NAMES.map(|(name, _)| name);
+            let near = did_you_mean(name, names);
+            let fault = Fault::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
+            fault.note(format!("known are {}", names.join(", ")))
+        })
+    }
+
+    /// Aggregates.
+    pub(crate) fn of(self, scores: &[Score]) -> Result<f64, String> {
+        Ok(self.statistic(scores)?.over(&mut (0..scores.len())))
+    }
+
+    /// Prepares values for being aggregated. The error says what a value lacks.
+    pub(crate) fn statistic(self, scores: &[Score]) -> Result<Box<dyn Statistic>, String> {
+        Ok(match self {
+            Self::Mean => Box::new(Numbers(numbers(scores)?, |sum, n| sum / n)),
+            Self::Perplexity => Box::new(Numbers(numbers(scores)?, |sum, n| (-(sum / n)).exp())),
+            Self::NanMean => Box::new(NanMean(numbers(scores)?)),
+            Self::Median => Box::new(Median(numbers(scores)?)),
+            Self::WeightedPerplexity => Box::new(Weighted(pairs(scores)?, |sum, n| (-(sum / n)).exp())),
+            Self::BitsPerByte => Box::new(Weighted(pairs(scores)?, |sum, n| -(sum / n) / 2f64.ln())),
+            Self::F1 => Box::new(F1(classes(scores)?)),
+            Self::Matthews => Box::new(Matthews::new(&classes(scores)?)),
+            Self::Brier => Box::new(Numbers(brier(scores)?, |sum, n| sum / n)),
+            Self::Bleu => Box::new(BleuCounts::new(&texts(scores)?)),
+            Self::Chrf => Box::new(ChrfCounts::new(&texts(scores)?, 0)),
+            Self::ChrfWords => Box::new(ChrfCounts::new(&texts(scores)?, 2)),
+            Self::FlatMean => Box::new(FlatMean(parts(scores)?)),
+            Self::Bypass => Box::new(Bypass),
+        })
+    }
+}
+
+struct Numbers(Vec<f64>, fn(f64, f64) -> f64);
+struct NanMean(Vec<f64>);
+struct Median(Vec<f64>);
+struct Weighted(Vec<(f64, f64)>, fn(f64, f64) -> f64);
+struct F1(Vec<(i64, i64)>);
+struct FlatMean(Vec<(f64, f64)>);
+struct Bypass;
+
+impl Statistic for Numbers {
+    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, n) = picked.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i], n + 1.0));
+        (self.1)(sum, n)
+    }
+}
+
+impl Statistic for NanMean {
+    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+        let values = picked.map(|i| self.0[i]).filter(|value| !value.is_nan());
+        let (sum, n) = values.fold((0.0, 0.0), |(sum, n), value| (sum + value, n + 1.0));
+        sum / n
+    }
+}
+
+impl Statistic for Median {
+    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+        let mut values: Vec<f64> = picked.map(|i| self.0[i]).collect();
+        values.sort_by(f64::total_cmp);
+        values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+}
+
+impl Statistic for Weighted {
+    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, weight) = picked.fold((0.0, 0.0), |(sum, weight), i| (sum + self.0[i].0, weight + self.0[i].1));
+        (self.1)(sum, weight)
+    }
+}
+
+impl Statistic for F1 {
+    /// 2 tp / (2 tp + fp + fn) of the class 1; 0 where nothing is of it.
+    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (mut right, mut either) = (0.0, 0.0);
+        for (gold, guess) in picked.map(|i| self.0[i]) {
+            right += if gold == 1 && guess == 1 { 2.0 } else { 0.0 };
+            either += f64::from(u8::from(gold == 1)) + f64::from(u8::from(guess == 1));
+        }
+        if either == 0.0 { 0.0 } else { right / either }
+    }
+}
+
+impl Statistic for FlatMean {
+    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (sum, n) = picked.fold((0.0, 0.0), |(sum, n), i| (sum + self.0[i].0, n + self.0[i].1));
+        sum / n
+    }
+}
+
+impl Statistic for Bypass {
+    fn over(&self, _: &mut dyn Iterator<Item = usize>) -> f64 {
+        999.0
+    }
+}
+
+/// The correlation of two classifications: gold and guess, as numbers from 0.
+struct Matthews {
+    values: Vec<(usize, usize)>,
+    n_classes: usize,
+}
+
+impl Matthews {
+    fn new(classes: &[(i64, i64)]) -> Self {
+        let mut names: Vec<i64> = classes.iter().flat_map(|(gold, guess)| [*gold, *guess]).collect();
+        names.sort_unstable();
+        names.dedup();
+        let number = |name: i64| names.binary_search(&name).unwrap_or(0);
+        let values = classes.iter().map(|(gold, guess)| (number(*gold), number(*guess))).collect();
+        Self { values, n_classes: names.len() }
+    }
+}
+
+impl Statistic for Matthews {
+    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64 {
+        let (mut golds, mut guesses) = (vec![0.0; self.n_classes], vec![0.0; self.n_classes]);
+        let (mut right, mut n) = (0.0, 0.0);
+        for (gold, guess) in picked.map(|i| self.values[i]) {
+            golds[gold] += 1.0;
+            guesses[guess] += 1.0;
+            right += f64::from(u8::from(gold == guess));
+            n += 1.0;
+        }
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        let both = right * n - dot(&golds, &guesses);
+        let spread = (n * n - dot(&guesses, &guesses)) * (n * n - dot(&golds, &golds));
+        if spread == 0.0 { 0.0 } else { both / spread.sqrt() }
+    }
+}
+
+fn numbers(scores: &[Score]) -> Result<Vec<f64>, String> {
+    let number = |score: &Score| score.number().ok_or_else(|| format!("{score:?} is not a number"));
+    scores.iter().map(number).collect()
+}
+
+fn pairs(scores: &[Score]) -> Result<Vec<(f64, f64)>, String> {
+    let pair = |score: &Score| {
+        let (sum, weight) = score.as_pair()?;
+        Some((sum.number()?, weight.number()?))
+    };
+    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a number with a weight"))).collect()
+}
+
+fn classes(scores: &[Score]) -> Result<Vec<(i64, i64)>, String> {
+    let pair = |score: &Score| {
+        let (gold, guess) = score.as_pair()?;
+        Some((gold.number()? as i64, guess.number()? as i64))
+    };
+    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a class and a guess"))).collect()
+}
+
+fn texts(scores: &[Score]) -> Result<Vec<(&str, &str)>, String> {
+    let pair = |score| {
+        let (reference, text) = Score::as_pair(score)?;
+        Some((reference.as_text()?, text.as_text()?))
+    };
+    scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a target and a text"))).collect()
+}
+
+/// The sum of each list and its length.
+fn parts(scores: &[Score]) -> Result<Vec<(f64, f64)>, String> {
+    let list = |score: &Score| match score {
+        Score::List(items) => numbers(items).map(|parts| (parts.iter().sum(), parts.len() as f64)),
+        other => Err(format!("{other:?} is not a list")),
+    };
+    scores.iter().map(list).collect()
+}
+
+/// What the probabilities of each document are off, squared and summed.
+fn brier(scores: &[Score]) -> Result<Vec<f64>, String> {
+    let off = |score: &Score| {
+        let (gold, probabilities) = score.as_pair()?;
+        let (gold, Score::List(probabilities)) = (gold.number()?, probabilities) else { return None };
+        let probabilities = numbers(probabilities).ok()?;
+        let is_class = gold >= 0.0 && (gold as usize) < probabilities.len();
+        let target = |i: usize| f64::from(u8::from(i == gold as usize));
+        is_class.then(|| probabilities.iter().enumerate().map(|(i, p)| (p - target(i)).powi(2)).sum())
+    };
+    scores.iter().map(|score| off(score).ok_or_else(|| format!("{score:?} is not a class and probabilities"))).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn of(aggregation: Aggregation, values: &[f64]) -> f64 {
+        aggregation.of(&values.iter().map(|value| Score::Number(*value)).collect::<Vec<_>>()).unwrap()
+    }
+
+    fn classes(pairs: &[(i64, i64)]) -> Vec<Score> {
+        pairs.iter().map(|(gold, guess)| Score::pair(Score::Count(*gold), Score::Count(*guess))).collect()
+    }
+
+    #[test]
+    fn the_median_is_the_upper_of_the_middle() {
+        assert_eq!(of(Aggregation::Median, &[4.0, 1.0, 3.0, 2.0]), 3.0);
+        assert_eq!(of(Aggregation::NanMean, &[1.0, f64::NAN, 2.0]), 1.5);
+    }
+
+    #[test]
+    fn classes_that_are_never_guessed_correlate_with_nothing() {
+        assert_eq!(Aggregation::Matthews.of(&classes(&[(1, 0), (0, 0)])).unwrap(), 0.0);
+        assert_eq!(Aggregation::Matthews.of(&classes(&[(1, 1), (0, 0)])).unwrap(), 1.0);
+        assert_eq!(Aggregation::F1.of(&classes(&[(0, 0)])).unwrap(), 0.0);
+        assert_eq!(Aggregation::F1.of(&classes(&[(1, 1), (0, 1)])).unwrap(), 2.0 / 3.0);
+    }
+
+    #[test]
+    fn what_does_not_fit_says_so() {
+        assert!(Aggregation::Mean.of(&[Score::Text("a".into())]).unwrap_err().contains("not a number"));
+        assert!(Aggregation::Brier.of(&classes(&[(1, 1)])).unwrap_err().contains("probabilities"));
+    }
+}

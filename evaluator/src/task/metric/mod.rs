@@ -1,0 +1,207 @@
+//! Metrics: what a document's answers are worth, how that is put together over documents, and how sure it is.
+
+mod aggregate;
+mod bleu;
+mod chrf;
+mod exact_match;
+mod score;
+mod stderr;
+
+use super::config::{Function, OutputType, as_function};
+use super::error::{Fault, did_you_mean};
+use super::keys::{Keys, wrong};
+use super::native;
+use super::yaml::{Entry, Node, Value};
+
+pub(crate) use aggregate::Aggregation;
+pub(crate) use exact_match::ExactMatch;
+pub use score::Score;
+pub(crate) use stderr::{pooled, stderr, unweighted};
+
+/// A metric of a task.
+#[derive(Clone, Debug)]
+pub(crate) struct MetricConfig {
+    pub(crate) name: String,
+    pub(crate) kind: Metric,
+    pub(crate) aggregation: Aggregation,
+    pub(crate) higher_is_better: bool,
+}
+
+/// How a document's value of a metric is found.
+#[derive(Clone, Debug)]
+pub(crate) enum Metric {
+    /// By the output type: what it is, is in the name.
+    ByName,
+    /// Whether a text is the target.
+    ExactMatch(ExactMatch),
+    /// Target and text, which only the aggregation compares.
+    Texts,
+    /// By the task's `process_results`.
+    Processed,
+    /// By a native function, which may return several values.
+    Native(native::GenerationMetric),
+    /// Not at all.
+    Bypass,
+}
+
+/// A metric that lm-eval registers: its name, what it aggregates by, and which way is up.
+struct Known {
+    name: &'static str,
+    aggregation: Aggregation,
+    higher_is_better: bool,
+    outputs: &'static [OutputType],
+}
+
+const CHOICE: &[OutputType] = &[OutputType::MultipleChoice];
+const LIKELY: &[OutputType] = &[OutputType::Loglikelihood];
+const ROLLING: &[OutputType] = &[OutputType::LoglikelihoodRolling];
+const TEXT: &[OutputType] = &[OutputType::GenerateUntil];
+
+const KNOWN: [Known; 16] = [
+    known("acc", Aggregation::Mean, true, &[OutputType::MultipleChoice, OutputType::Loglikelihood]),
+    known("acc_norm", Aggregation::Mean, true, CHOICE),
+    known("acc_bytes", Aggregation::Mean, true, CHOICE),
+    known("acc_mutual_info", Aggregation::Mean, true, CHOICE),
+    known("exact_match", Aggregation::Mean, true, &[OutputType::GenerateUntil, OutputType::MultipleChoice]),
+    known("f1", Aggregation::F1, true, CHOICE),
+    known("mcc", Aggregation::Matthews, true, CHOICE),
+    known("brier_score", Aggregation::Brier, false, CHOICE),
+    known("perplexity", Aggregation::Perplexity, false, LIKELY),
+    known("word_perplexity", Aggregation::WeightedPerplexity, false, ROLLING),
+    known("byte_perplexity", Aggregation::WeightedPerplexity, false, ROLLING),
+    known("bits_per_byte", Aggregation::BitsPerByte, false, ROLLING),
+    known("bleu", Aggregation::Bleu, true, TEXT),
+    known("chrf", Aggregation::Chrf, true, TEXT),
+    known("chrf++", Aggregation::ChrfWords, true, TEXT),
+    known("bypass", Aggregation::Bypass, true, &[]),
+];
+
+/// What lm-eval registers and this program does not compute, and why.
+const REFUSED: [(&str, &str); 3] = [
+    ("ter", "translation error rate is not available here; bleu, chrf and chrf++ are"),
+    ("likelihood", "lm-eval cannot aggregate it either; use brier_score"),
+    ("acc_all", "it belongs to a Python task (multirc)"),
+];
+
+const fn known(
+    name: &'static str,
+    aggregation: Aggregation,
+    higher_is_better: bool,
+    outputs: &'static [OutputType],
+) -> Known {
+    Known { name, aggregation, higher_is_better, outputs }
+}
+
+/// Reads `metric_list`; without one, what lm-eval takes for the output type. A `processed` task finds values by itself.
+pub(crate) fn metric_list(
+    entry: Option<&Entry>,
+    output: OutputType,
+    processed: bool,
+) -> Result<Vec<MetricConfig>, Fault> {
+    let Some(entry) = entry else { return Ok(usual(output)) };
+    let Value::List(items) = &entry.node.value else { return Err(wrong(entry, "a list of metrics")) };
+    items.iter().map(|item| metric(item, output, processed)).collect()
+}
+
+/// What `--predict-only` scores: nothing.
+pub(crate) fn bypass() -> MetricConfig {
+    let (kind, aggregation) = (Metric::Bypass, Aggregation::Bypass);
+    MetricConfig { name: "bypass".into(), kind, aggregation, higher_is_better: true }
+}
+
+fn usual(output: OutputType) -> Vec<MetricConfig> {
+    let names: &[&str] = match output {
+        OutputType::Loglikelihood => &["perplexity", "acc"],
+        OutputType::LoglikelihoodRolling => &["word_perplexity", "byte_perplexity", "bits_per_byte"],
+        OutputType::MultipleChoice => &["acc", "acc_norm"],
+        OutputType::GenerateUntil => &["exact_match"],
+    };
+    let find = |name: &&str| KNOWN.iter().find(|known| known.name == *name);
+    let config = |known: &Known| MetricConfig {
+        name: known.name.into(),
+        kind: if output == OutputType::GenerateUntil {
+            Metric::ExactMatch(ExactMatch::default())
+        } else {
+            Metric::ByName
+        },
+        aggregation: known.aggregation,
+        higher_is_better: known.higher_is_better,
+    };
+    names.iter().filter_map(find).map(config).collect()
+}
+
+const KEYS: [&str; 4] = ["metric", "aggregation", "higher_is_better", "hf_evaluate"];
+
+fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, Fault> {
+    let keys = Keys::open(node, "a metric")?;
+    let entry = keys.get("metric").ok_or_else(|| keys.fault("an entry of metric_list needs the key `metric`"))?;
+    if keys.flag("hf_evaluate", false)? {
+        return Err(keys.fault("hf_evaluate: metrics of the package evaluate are Python code and not run"));
+    }
+    let function = as_function(entry);
+    let name = match &function {
+        Some(function) => function.name.rsplit('.').next().unwrap_or_default().to_owned(),
+        None => keys.required_text("metric")?,
+    };
+    let known = KNOWN.iter().find(|known| known.name == name);
+    let kind = match function {
+        Some(function) => Metric::Native(native::generation_metric(&function, &keys)?),
+        None if processed => unscored(&keys)?,
+        None => scored(&keys, entry, &name, output)?,
+    };
+    let aggregation = match keys.get("aggregation") {
+        Some(entry) => Aggregation::read(entry)?,
+        None => known.map(|known| known.aggregation).ok_or_else(|| keys.fault(needs(&name, "aggregation")))?,
+    };
+    let higher_is_better = match known {
+        _ if keys.get("higher_is_better").is_some() => keys.flag("higher_is_better", true)?,
+        Some(known) => known.higher_is_better,
+        None => return Err(keys.fault(needs(&name, "higher_is_better"))),
+    };
+    Ok(MetricConfig { name, kind, aggregation, higher_is_better })
+}
+
+fn needs(name: &str, key: &str) -> String {
+    format!("the metric {name} has no usual {key}; give the key `{key}`")
+}
+
+/// The values come from the task itself; what would change a metric has nothing to change.
+fn unscored(keys: &Keys) -> Result<Metric, Fault> {
+    keys.only(&[&KEYS[..], &exact_match::KEYS].concat())?;
+    Ok(Metric::Processed)
+}
+
+fn scored(keys: &Keys, entry: &Entry, name: &str, output: OutputType) -> Result<Metric, Fault> {
+    let refuse = |problem: String| Fault::at(entry.node.place.clone(), problem);
+    if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| *refused == name) {
+        return Err(refuse(format!("metric {name}: {why}")));
+    }
+    let Some(known) = KNOWN.iter().find(|known| known.name == name) else {
+        let names: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
+        let near = did_you_mean(name, names.iter().copied());
+        return Err(refuse(format!("unknown metric {name:?}{near}")).note(format!("known are {}", names.join(", "))));
+    };
+    if name == "bypass" {
+        return Ok(Metric::Bypass);
+    }
+    if !known.outputs.contains(&output) {
+        let outputs: Vec<&str> = known.outputs.iter().map(|output| output.name()).collect();
+        let problem =
+            format!("metric {name} cannot score output_type {}; it is for {}", output.name(), outputs.join(", "));
+        return Err(refuse(problem));
+    }
+    if output != OutputType::GenerateUntil {
+        keys.only(&KEYS)?;
+        return Ok(Metric::ByName);
+    }
+    if name == "exact_match" {
+        return Ok(Metric::ExactMatch(ExactMatch::read(keys, &KEYS)?));
+    }
+    keys.only(&KEYS)?;
+    Ok(Metric::Texts)
+}
+
+/// The functions that a metric may aggregate by, by the names of lm-eval.
+pub(crate) fn aggregation_named(function: &Function) -> Result<Aggregation, Fault> {
+    native::aggregation(function)
+}

@@ -1,0 +1,41 @@
+//! Tasks: what is asked of a model, and what its answers are worth. The files, prompts and scores are those of
+//! lm-evaluation-harness 0.4.13; no tensors and no tokens are known here.
+//!
+//! [`Registry`] finds tasks by name, [`Task`] loads one's documents, makes its requests and scores the answers.
+
+mod answer;
+mod ask;
+mod config;
+mod data;
+mod error;
+mod fewshot;
+mod field;
+mod filter;
+mod generation;
+mod group;
+mod jinja;
+mod keys;
+mod load;
+mod mersenne;
+mod metric;
+mod native;
+mod prompt;
+mod python;
+mod registry;
+mod sample;
+mod score;
+mod yaml;
+
+pub use ask::{Instance, PromptOptions, Task};
+pub use config::{OutputType, TaskConfig};
+pub use data::DataPaths;
+pub use error::{Fault, Place, TaskError};
+pub use generation::settings as generation_settings;
+pub use group::{Aggregate, Group};
+pub use metric::Score;
+pub use prompt::ChatStyle;
+pub use registry::{Listed, Registry, Selection};
+pub use sample::{Sample, task_hash};
+pub use score::{Counts, MetricScore, TaskScores};
+
+pub(crate) use metric::{pooled, unweighted};

@@ -1,0 +1,46 @@
+//! GPQA: the choices in random order. lm-eval shuffles with Python's own generator, which `--seed` sets to 0 by default, and
+//! `n_shot` with one of its own.
+
+use serde_json::{Value as Json, json};
+
+use super::{Doc, ProcessDocs, Twin};
+use crate::task::mersenne::Random;
+use crate::task::python::text::strip;
+
+pub(super) const TWINS: &[(&str, Twin)] = &[
+    ("gpqa/zeroshot/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, plain))),
+    ("gpqa/n_shot/utils.process_docs", Twin::Docs(ProcessDocs::Random(42, plain))),
+    ("gpqa/cot_zeroshot/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, with_list))),
+    ("gpqa/cot_n_shot/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, with_list))),
+    ("gpqa/generative/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, with_list))),
+];
+
+const ANSWERS: [&str; 4] = ["Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3", "Correct Answer"];
+
+fn plain(doc: Doc, random: &mut Random) -> Result<Doc, String> {
+    shuffled(doc, random, false)
+}
+
+fn with_list(doc: Doc, random: &mut Random) -> Result<Doc, String> {
+    shuffled(doc, random, true)
+}
+
+fn shuffled(mut doc: Doc, random: &mut Random, with_list: bool) -> Result<Doc, String> {
+    let mut choices = ANSWERS.map(|column| clean(doc.get(column)));
+    let right = choices[3].clone();
+    random.shuffle(&mut choices);
+    let at = choices.iter().position(|choice| *choice == right).unwrap_or(0);
+    for (i, choice) in choices.iter().enumerate() {
+        doc.insert(format!("choice{}", i + 1), json!(choice));
+    }
+    if with_list {
+        doc.insert("choices".into(), json!(choices));
+    }
+    doc.insert("answer".into(), json!(format!("({})", ["A", "B", "C", "D"][at])));
+    Ok(doc)
+}
+
+fn clean(text: Option<&Json>) -> String {
+    let Some(text) = text.and_then(Json::as_str) else { return " ".into() };
+    strip(text).replace(" [title]", ". ").replace("  ", " ")
+}

@@ -1,0 +1,48 @@
+//! How many sentences a text has. lm-eval asks NLTK's Punkt, which was trained; these are the rules that it comes down to
+//! for plain English.
+
+use crate::task::python::text::{is_space, words};
+
+/// What ends with a point and goes on.
+const ABBREVIATIONS: [&str; 40] = [
+    "mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "etc", "e.g", "i.e", "u.s", "u.k", "inc", "ltd", "co",
+    "corp", "no", "fig", "gen", "col", "capt", "lt", "sgt", "rep", "sen", "gov", "rev", "hon", "jan", "feb", "aug",
+    "sept", "oct", "nov", "dec", "a.m", "p.m", "ph.d",
+];
+
+/// Counts sentences.
+pub(super) fn count(text: &str) -> usize {
+    let all: Vec<&str> = words(text).collect();
+    let ends = |(i, word): (usize, &&str)| i + 1 < all.len() && ends_sentence(word, all[i + 1]);
+    match all.is_empty() {
+        true => 0,
+        false => 1 + all.iter().enumerate().filter(|(i, word)| ends((*i, word))).count(),
+    }
+}
+
+fn ends_sentence(word: &str, next: &str) -> bool {
+    let bare = word.trim_end_matches(|c: char| "\"')]}”’".contains(c));
+    if bare.ends_with(['?', '!']) {
+        return true;
+    }
+    let Some(stem) = bare.strip_suffix('.') else { return false };
+    let stem = stem.trim_start_matches(|c: char| !c.is_alphanumeric()).to_lowercase();
+    let is_initial = stem.chars().count() == 1 && stem.chars().all(char::is_alphabetic);
+    let opens = next.trim_start_matches(|c: char| "\"'([{“‘".contains(c)).chars().next();
+    let goes_on = opens.is_some_and(char::is_lowercase);
+    let is_abbreviation = is_initial || ABBREVIATIONS.contains(&stem.as_str());
+    !(is_abbreviation || goes_on && bare.ends_with("...")) && !opens.is_none_or(is_space)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn points_of_abbreviations_end_nothing() {
+        assert_eq!(count("Dr. Lee met Mrs. Poe at 3.5 p.m. on Monday. They talked! Did they? Yes."), 4);
+        assert_eq!(count("one line\nanother line"), 1);
+        assert_eq!(count("He said \"stop.\" Then he left."), 2);
+        assert_eq!(count("  "), 0);
+    }
+}

@@ -1,0 +1,172 @@
+//! Native twins of the Python functions that lm-eval's popular tasks name with `!function`, by the path of the function in
+//! lm-eval's folder of tasks. What has no twin is refused by name, before anything is loaded.
+
+mod bbh;
+mod gpqa;
+mod hellaswag;
+mod hendrycks_math;
+mod humaneval;
+mod ifeval;
+mod mmlu_pro;
+mod python_file;
+mod sandbox;
+mod truthfulqa;
+mod wikitext;
+mod winogrande;
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value as Json};
+
+use super::answer::Answer;
+use super::config::Function;
+use super::error::{Fault, did_you_mean};
+use super::filter::Filter;
+use super::keys::Keys;
+use super::mersenne::Random;
+use super::metric::{Aggregation, Score};
+
+pub(crate) use humaneval::GenerationMetric;
+pub(crate) use python_file::hex;
+pub(crate) use wikitext::count_words;
+
+/// A document: column names to values.
+pub(crate) type Doc = Map<String, Json>;
+
+/// What becomes of a split's documents. Random choices run through all documents in their order.
+#[derive(Clone, Copy)]
+pub(crate) enum ProcessDocs {
+    /// Each document is changed by itself.
+    Each(fn(Doc) -> Result<Doc, String>),
+    /// Each is changed with random choices.
+    Random(u64, fn(Doc, &mut Random) -> Result<Doc, String>),
+    /// Those stay whose column has the value.
+    Where(&'static str, &'static str),
+}
+
+/// Finds a document's metrics from the answers to its requests.
+pub(crate) type ProcessResults = fn(&Doc, &[Answer]) -> Result<Vec<(String, Score)>, String>;
+
+/// A text, a number or a list, from a document.
+pub(crate) type FieldFunction = fn(&Doc) -> Result<Json, String>;
+
+/// A twin.
+#[derive(Clone, Copy)]
+pub(super) enum Twin {
+    Docs(ProcessDocs),
+    Results(ProcessResults),
+    Field(FieldFunction),
+    /// A class of filters, built from the keys beside `function`.
+    FilterClass(fn(&Keys) -> Result<Arc<dyn Filter>, Fault>),
+    /// The `filter_fn` of a custom filter.
+    FilterFunction(fn() -> Arc<dyn Filter>),
+    Metric(fn(&Keys) -> Result<GenerationMetric, Fault>),
+    Aggregation(Aggregation),
+}
+
+/// All twins, by module.
+const MODULES: [&[(&str, Twin)]; 10] = [
+    hellaswag::TWINS,
+    winogrande::TWINS,
+    wikitext::TWINS,
+    truthfulqa::TWINS,
+    ifeval::TWINS,
+    humaneval::TWINS,
+    gpqa::TWINS,
+    mmlu_pro::TWINS,
+    hendrycks_math::TWINS,
+    bbh::TWINS,
+];
+
+pub(crate) fn process_docs(function: &Function) -> Result<ProcessDocs, Fault> {
+    find(function, "process_docs", |twin| match twin {
+        Twin::Docs(twin) => Some(twin),
+        _ => None,
+    })
+}
+
+pub(crate) fn process_results(function: &Function) -> Result<ProcessResults, Fault> {
+    find(function, "process_results", |twin| match twin {
+        Twin::Results(twin) => Some(twin),
+        _ => None,
+    })
+}
+
+pub(crate) fn field(function: &Function) -> Result<FieldFunction, Fault> {
+    find(function, "a field", |twin| match twin {
+        Twin::Field(twin) => Some(twin),
+        _ => None,
+    })
+}
+
+pub(crate) fn filter_class(function: &Function, keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+    let class = find(function, "a filter", |twin| match twin {
+        Twin::FilterClass(twin) => Some(twin),
+        _ => None,
+    });
+    class?(keys)
+}
+
+pub(crate) fn filter_function(function: &Function) -> Result<Arc<dyn Filter>, Fault> {
+    let filter = find(function, "filter_fn", |twin| match twin {
+        Twin::FilterFunction(twin) => Some(twin),
+        _ => None,
+    });
+    Ok(filter?())
+}
+
+pub(crate) fn generation_metric(function: &Function, keys: &Keys) -> Result<GenerationMetric, Fault> {
+    let metric = find(function, "a metric", |twin| match twin {
+        Twin::Metric(twin) => Some(twin),
+        _ => None,
+    });
+    metric?(keys)
+}
+
+pub(crate) fn aggregation(function: &Function) -> Result<Aggregation, Fault> {
+    find(function, "an aggregation", |twin| match twin {
+        Twin::Aggregation(twin) => Some(twin),
+        _ => None,
+    })
+}
+
+/// Finds the twin of a function among those that can stand where it stands.
+fn find<T>(function: &Function, role: &str, take: impl Fn(Twin) -> Option<T>) -> Result<T, Fault> {
+    let is_twin =
+        |name: &str| function.name.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('/'));
+    let twins = || MODULES.iter().copied().flatten();
+    let Some((name, twin)) = twins().find(|(name, _)| is_twin(name)) else {
+        let names: Vec<&str> = twins().filter(|(_, twin)| take(*twin).is_some()).map(|(name, _)| *name).collect();
+        let near = did_you_mean(&function.name, names.iter().copied());
+        let message = format!("!function {} is Python, which is not run here, and has no native twin", function.name);
+        let fault = Fault::at(function.place.clone(), message + &near);
+        return Err(fault.note(format!("as {role} there are {}", names.join(", "))));
+    };
+    let wrong = || Fault::at(function.place.clone(), format!("!function {name} is not {role}"));
+    let found = take(*twin).ok_or_else(wrong)?;
+    python_file::warn_if_changed(function, name);
+    Ok(found)
+}
+
+/// A text of a document.
+pub(super) fn text<'a>(doc: &'a Doc, column: &str) -> Result<&'a str, String> {
+    doc.get(column).and_then(Json::as_str).ok_or_else(|| missing(doc, column, "a text"))
+}
+
+/// The texts of a column that is a list.
+pub(super) fn texts<'a>(doc: &'a Doc, column: &str) -> Result<Vec<&'a str>, String> {
+    let list = doc.get(column).and_then(Json::as_array);
+    let list = list.and_then(|list| list.iter().map(Json::as_str).collect());
+    list.ok_or_else(|| missing(doc, column, "a list of texts"))
+}
+
+fn missing(doc: &Doc, column: &str, wanted: &str) -> String {
+    match doc.get(column) {
+        None => {
+            let near = did_you_mean(column, doc.keys().map(String::as_str));
+            let columns: Vec<&str> = doc.keys().map(String::as_str).collect();
+            format!("there is no column `{column}`{near}; columns are {}", columns.join(", "))
+        }
+        Some(_) => format!("the column `{column}` is not {wanted}"),
+    }
+}

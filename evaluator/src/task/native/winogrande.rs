@@ -1,0 +1,35 @@
+//! WinoGrande: the choices are two beginnings, the continuation is what both have in common.
+
+use serde_json::{Value as Json, json};
+
+use super::{Doc, Twin, text};
+use crate::task::python::text::strip;
+
+pub(super) const TWINS: &[(&str, Twin)] = &[
+    ("winogrande/preprocess_winogrande.doc_to_text", Twin::Field(right_choice)),
+    ("winogrande/preprocess_winogrande.doc_to_target", Twin::Field(continuation)),
+    ("winogrande/preprocess_winogrande.doc_to_choice", Twin::Field(beginnings)),
+];
+
+fn right_choice(doc: &Doc) -> Result<Json, String> {
+    match text(doc, "answer")? {
+        "1" => Ok(json!(0)),
+        "2" => Ok(json!(1)),
+        other => Err(format!("the answer {other:?} is neither \"1\" nor \"2\"")),
+    }
+}
+
+fn halves(doc: &Doc) -> Result<(&str, &str), String> {
+    let sentence = text(doc, "sentence")?;
+    sentence.split_once('_').ok_or_else(|| format!("the sentence {sentence:?} has no gap `_`"))
+}
+
+fn continuation(doc: &Doc) -> Result<Json, String> {
+    Ok(json!(strip(halves(doc)?.1)))
+}
+
+fn beginnings(doc: &Doc) -> Result<Json, String> {
+    let (before, _) = halves(doc)?;
+    let options = [text(doc, "option1")?, text(doc, "option2")?];
+    Ok(options.iter().map(|option| format!("{before}{option}")).collect())
+}

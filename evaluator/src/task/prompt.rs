@@ -1,0 +1,174 @@
+//! A prompt from its turns: as plain text, or through a chat template.
+
+use candlewick_text::conversation::{Conversation, Message as ChatMessage};
+use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
+
+use super::python::text::{ends_blank, rstrip, starts_blank, strip};
+
+/// Prints a conversation as a model reads it.
+pub trait ChatStyle: Sync {
+    /// Prints role and content of each turn, with the words that make the model speak if `ending` says so.
+    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
+}
+
+impl ChatStyle for ChatTemplate {
+    fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+        let messages = turns.iter().map(|(role, content)| ChatMessage::new(*role, *content));
+        self.render(&Conversation::new(messages), ending)
+    }
+}
+
+/// A turn, and what stands behind it in plain text.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Turn {
+    pub(crate) role: &'static str,
+    pub(crate) content: String,
+    pub(crate) delimiter: String,
+}
+
+/// How turns become a prompt.
+#[derive(Clone, Copy)]
+pub(crate) struct Style<'a> {
+    pub(crate) chat: Option<&'a dyn ChatStyle>,
+    /// Whether examples are turns of their own, or all stand in the user's one turn.
+    pub(crate) as_multiturn: bool,
+}
+
+impl Turn {
+    pub(crate) fn new(role: &'static str, content: impl Into<String>, delimiter: &str) -> Self {
+        Self { role, content: content.into(), delimiter: delimiter.to_owned() }
+    }
+
+    fn as_text(&self) -> [&str; 2] {
+        [&self.content, &self.delimiter]
+    }
+}
+
+/// The question, and the answer or what the answer begins with, if there is one.
+pub(crate) fn turns(question: &str, answer: Option<&str>, prefix: Option<&str>, delimiters: (&str, &str)) -> Vec<Turn> {
+    let (target, fewshot) = delimiters;
+    let (answer, prefix) = (answer.filter(|a| !a.is_empty()), prefix.filter(|p| !p.is_empty()));
+    let is_delimited = match (answer, prefix) {
+        (_, Some(prefix)) => !question.is_empty() && !ends_blank(question) && !starts_blank(prefix),
+        (answer, None) => answer.is_some(),
+    };
+    let mut turns = vec![Turn::new("user", question, if is_delimited { target } else { "" })];
+    match (answer, prefix) {
+        (Some(answer), prefix) => {
+            turns.push(Turn::new("assistant", joined(prefix.unwrap_or(""), answer, " "), fewshot));
+        }
+        (None, Some(prefix)) => turns.push(Turn::new("assistant", prefix, "")),
+        (None, None) => {}
+    }
+    turns
+}
+
+/// Two texts with a delimiter between them, unless one is empty or there is a blank already.
+pub(crate) fn joined(first: &str, second: &str, delimiter: &str) -> String {
+    let is_plain = first.is_empty() || second.is_empty() || ends_blank(first) || starts_blank(second);
+    if is_plain { format!("{first}{second}") } else { format!("{first}{delimiter}{second}") }
+}
+
+impl Style<'_> {
+    /// Prints turns. If the last is the assistant's, the model goes on with it.
+    pub(crate) fn print(&self, turns: &[Turn], has_prefix: bool) -> Result<String, TemplateError> {
+        let Some(chat) = self.chat else {
+            return Ok(turns.iter().flat_map(Turn::as_text).collect());
+        };
+        let turns = if self.as_multiturn { plain(turns) } else { single(turns) };
+        let turns: Vec<(&str, &str)> = turns.iter().map(|(role, content)| (*role, content.as_str())).collect();
+        match print(chat, &turns, has_prefix) {
+            Err(error) if turns.iter().any(|(role, _)| *role == "system") => {
+                tracing::warn!("the chat template does not print the system's turn, which is left out: {error}");
+                let others: Vec<_> = turns.iter().filter(|(role, _)| *role != "system").copied().collect();
+                print(chat, &others, has_prefix)
+            }
+            printed => printed,
+        }
+    }
+}
+
+fn print(chat: &dyn ChatStyle, turns: &[(&str, &str)], has_prefix: bool) -> Result<String, TemplateError> {
+    if !has_prefix {
+        return chat.print(turns, Ending::GenerationPrompt);
+    }
+    let text = chat.print(turns, Ending::Closed)?;
+    let last = turns.last().map_or("", |(_, content)| content);
+    Ok(cut_behind(&text, last))
+}
+
+/// The text up to the end of its last turn's content, so that the model goes on with it.
+fn cut_behind(text: &str, content: &str) -> String {
+    let Some(at) = text.rfind(strip(content)) else { return text.to_owned() };
+    let whole = content.trim_start_matches(super::python::text::is_space);
+    let kept = if text[at..].starts_with(whole) { whole } else { rstrip(whole) };
+    text[..at + kept.len()].to_owned()
+}
+
+fn plain(turns: &[Turn]) -> Vec<(&'static str, String)> {
+    turns.iter().map(|turn| (turn.role, turn.content.clone())).collect()
+}
+
+/// All turns but the system's and the last of the assistant as one turn of the user.
+fn single(turns: &[Turn]) -> Vec<(&'static str, String)> {
+    let (system, turns) = match turns.split_first() {
+        Some((first, rest)) if first.role == "system" => (Some(first), rest),
+        _ => (None, turns),
+    };
+    let (turns, prefix) = match turns.split_last() {
+        Some((last, rest)) if last.role == "assistant" => (rest, Some(last)),
+        _ => (turns, None),
+    };
+    let mut texts: Vec<&str> = turns.iter().flat_map(Turn::as_text).collect();
+    // What stands behind the last turn would stand at the end of the user's.
+    texts.pop();
+    let user = ("user", texts.concat());
+    let system = system.map(|turn| (turn.role, turn.content.clone()));
+    let prefix = prefix.map(|turn| (turn.role, turn.content.clone()));
+    system.into_iter().chain([user]).chain(prefix).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    struct Tags;
+
+    impl ChatStyle for Tags {
+        fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
+            let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
+            Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
+        }
+    }
+
+    fn shot() -> Vec<Turn> {
+        let mut all = vec![Turn::new("system", "S\n\n", "")];
+        all.extend(turns("Q1", Some("A1"), None, (" ", "\n\n")));
+        all.extend(turns("Q2", None, None, (" ", "")));
+        all
+    }
+
+    #[track_caller]
+    fn check(as_multiturn: bool, turns: &[Turn], has_prefix: bool, want: &str) {
+        let style = Style { chat: Some(&Tags), as_multiturn };
+        assert_eq!(style.print(turns, has_prefix).unwrap(), want);
+    }
+
+    #[test]
+    fn examples_are_turns_or_one_turn() {
+        let text = Style { chat: None, as_multiturn: false }.print(&shot(), false).unwrap();
+        assert_eq!(text, "S\n\nQ1 A1\n\nQ2");
+        let turns = "<system>S\n\n</system><user>Q1</user><assistant>A1</assistant><user>Q2</user><assistant>";
+        check(true, &shot(), false, turns);
+        check(false, &shot(), false, "<system>S\n\n</system><user>Q1 A1\n\nQ2</user><assistant>");
+    }
+
+    #[test]
+    fn a_prefix_begins_the_answer() {
+        let turns = turns("Q", None, Some("So: "), (" ", ""));
+        assert_eq!(turns[0].delimiter, " ");
+        check(true, &turns, true, "<user>Q</user><assistant>So: ");
+        check(false, &turns, true, "<user>Q</user><assistant>So: ");
+    }
+}

@@ -1,0 +1,375 @@
+//! Which tasks, groups and tags there are, and what names on a command line mean.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use globset::GlobBuilder;
+
+use super::config::TaskConfig;
+use super::error::{Fault, Place, TaskError, did_you_mean};
+use super::group::{GROUP_KEYS, Group};
+use super::keys::Keys;
+use super::load::{built_in, from_path, put};
+use super::yaml::{Entry, Node, Value};
+
+/// Everything that can be selected, by name.
+#[derive(Debug)]
+pub struct Registry {
+    known: BTreeMap<String, Known>,
+    tags: BTreeMap<String, Vec<String>>,
+    broken: Vec<TaskError>,
+}
+
+#[derive(Clone, Debug)]
+enum Known {
+    Task(Node),
+    Group(Node),
+}
+
+/// A task, group or tag, as a list of them shows it.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Listed {
+    /// Its name.
+    pub name: String,
+    /// The file it stands in; for a tag nothing.
+    pub file: Option<PathBuf>,
+    /// A task's output type; for a group or a tag nothing.
+    pub output_type: Option<String>,
+    /// What a group or a tag holds.
+    pub holds: Vec<String>,
+}
+
+/// What was selected: tasks, each once, and the groups that they were selected by.
+#[derive(Debug, Default)]
+pub struct Selection {
+    /// The tasks, in order.
+    pub tasks: Vec<TaskConfig>,
+    /// The groups and the groups in them, in order.
+    pub groups: Vec<Group>,
+}
+
+/// How deep groups may lie in groups.
+const MAX_DEPTH: usize = 16;
+
+impl Registry {
+    /// The program's own tasks, and those of each file or folder in `include_paths`, which win over them.
+    pub fn load(include_paths: &[PathBuf]) -> Result<Self, TaskError> {
+        let mut registry = Self { known: BTreeMap::new(), tags: BTreeMap::new(), broken: Vec::new() };
+        registry.add(built_in()?)?;
+        for path in include_paths {
+            let loaded = from_path(path)?;
+            registry.broken.extend(loaded.broken);
+            registry.add(loaded.nodes)?;
+        }
+        Ok(registry)
+    }
+
+    /// All tasks.
+    pub fn tasks(&self) -> Vec<Listed> {
+        let tasks = self.known.iter().filter_map(|(name, known)| match known {
+            Known::Task(node) => Some((name, node)),
+            Known::Group(_) => None,
+        });
+        let output = |node: &Node| node.get("output_type").map(|entry| entry.node.text_or_empty().to_owned());
+        let listed = |(name, node): (&String, &Node)| Listed {
+            output_type: Some(output(node).unwrap_or_else(|| "generate_until".into())),
+            ..listed(name, Some(node), Vec::new())
+        };
+        tasks.map(listed).collect()
+    }
+
+    /// All groups.
+    pub fn groups(&self) -> Vec<Listed> {
+        let groups = self.known.iter().filter_map(|(name, known)| match known {
+            Known::Group(node) => {
+                Some(listed(name, Some(node), members(node).iter().filter_map(|m| name_of(m)).collect()))
+            }
+            Known::Task(_) => None,
+        });
+        groups.collect()
+    }
+
+    /// All tags.
+    pub fn tags(&self) -> Vec<Listed> {
+        self.tags.iter().map(|(name, tasks)| listed(name, None, tasks.clone())).collect()
+    }
+
+    /// The files of included folders that could not be read, and why.
+    pub fn broken(&self) -> &[TaskError] {
+        &self.broken
+    }
+
+    /// What `names` mean: tasks, groups, tags, patterns such as `mmlu_*`, and files, with commas between them.
+    pub fn select(&self, names: &str) -> Result<Selection, TaskError> {
+        let mut built = Built::default();
+        let mut wanted: Vec<String> = Vec::new();
+        for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
+            wanted.extend(self.expand(name)?.into_iter().filter(|name| !wanted.contains(name)).collect::<Vec<_>>());
+        }
+        for name in wanted {
+            built.source = name.clone();
+            match self.file(&name)? {
+                Some(file) => file.select_into(&mut built)?,
+                None => self.build(&name, &[], &mut built, MAX_DEPTH).map(|_| ())?,
+            }
+        }
+        if built.tasks.is_empty() {
+            return Err(TaskError::Selection("no task was named; `evaluator ls tasks` lists them".into()));
+        }
+        Ok(Selection { tasks: built.tasks, groups: built.groups })
+    }
+
+    fn add(&mut self, nodes: Vec<Node>) -> Result<(), TaskError> {
+        for node in nodes {
+            if let Some(name) =
+                node.get("group").and_then(|entry| name_of(&entry.node)).filter(|_| node.get("class").is_none())
+            {
+                self.known.insert(name, Known::Group(node));
+            } else if let Some(name) = node.get("task").and_then(|entry| name_of(&entry.node)) {
+                for tag in tags(&node) {
+                    let tagged = self.tags.entry(tag).or_default();
+                    if !tagged.contains(&name) {
+                        tagged.push(name.clone());
+                        tagged.sort();
+                    }
+                }
+                self.known.insert(name, Known::Task(node));
+            } else {
+                let fault = Fault::at(node.place.clone(), "it has neither the key `task` nor the key `group`");
+                self.broken.push(fault.into());
+            }
+        }
+        Ok(())
+    }
+
+    fn names(&self) -> impl Iterator<Item = &str> {
+        self.known.keys().chain(self.tags.keys()).map(String::as_str)
+    }
+
+    /// The names that a pattern means, or the name itself: tasks if it matches any, else groups, else tags.
+    fn expand(&self, name: &str) -> Result<Vec<String>, TaskError> {
+        if !name.contains(['*', '?', '[']) {
+            return Ok(vec![name.to_owned()]);
+        }
+        let bad = |error: globset::Error| TaskError::Selection(format!("{name:?} is not a pattern: {}", error.kind()));
+        let pattern = GlobBuilder::new(name).build().map_err(bad)?.compile_matcher();
+        let tasks = self.known.iter().filter(|(_, known)| matches!(known, Known::Task(_))).map(|(name, _)| name);
+        let groups = self.known.iter().filter(|(_, known)| matches!(known, Known::Group(_))).map(|(name, _)| name);
+        let matching = |names: &mut dyn Iterator<Item = &String>| -> Vec<String> {
+            names.filter(|name| pattern.is_match(name)).cloned().collect()
+        };
+        let mut found = matching(&mut { tasks });
+        if found.is_empty() {
+            found = matching(&mut { groups });
+        }
+        if found.is_empty() {
+            found = matching(&mut self.tags.keys());
+        }
+        if found.is_empty() {
+            return Err(TaskError::Unknown(format!("a task for the pattern {name:?}; `evaluator ls tasks` lists all")));
+        }
+        Ok(found)
+    }
+
+    /// A name that is a file: a registry of what is in it, on top of this one.
+    fn file(&self, name: &str) -> Result<Option<FileTasks<'_>>, TaskError> {
+        let path = Path::new(name);
+        if self.known.contains_key(name) || self.tags.contains_key(name) || !path.is_file() {
+            return Ok(None);
+        }
+        Ok(Some(FileTasks { registry: self, nodes: from_path(path)?.nodes }))
+    }
+
+    /// Builds what a name means; returns the names of what was built at the top.
+    fn build(
+        &self,
+        name: &str,
+        overrides: &[Entry],
+        built: &mut Built,
+        depth: usize,
+    ) -> Result<Vec<String>, TaskError> {
+        match self.known.get(name) {
+            Some(Known::Task(node)) => self.task(node, overrides, built).map(|name| vec![name]),
+            Some(Known::Group(node)) => self.group(node, name, overrides, built, depth).map(|()| vec![name.to_owned()]),
+            None => match self.tags.get(name) {
+                Some(tasks) => {
+                    let mut names = Vec::new();
+                    for task in tasks {
+                        names.extend(self.build(task, overrides, built, depth)?);
+                    }
+                    Ok(names)
+                }
+                None => Err(self.unknown(name)),
+            },
+        }
+    }
+
+    fn task(&self, node: &Node, overrides: &[Entry], built: &mut Built) -> Result<String, TaskError> {
+        let config = TaskConfig::read(&merged(node, overrides))?;
+        let name = config.task.clone();
+        built.add(config)?;
+        Ok(name)
+    }
+
+    fn group(
+        &self,
+        node: &Node,
+        name: &str,
+        overrides: &[Entry],
+        built: &mut Built,
+        depth: usize,
+    ) -> Result<(), TaskError> {
+        if depth == 0 {
+            return Err(Fault::at(node.place.clone(), format!("the group {name} lies in itself")).into());
+        }
+        let mut group = Group::read(node, name)?;
+        let at = built.groups.len();
+        built.groups.push(group.clone());
+        let passed_on = Keys::open(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
+        let mut inherited: Vec<Entry> = passed_on.cloned().collect();
+        overrides.iter().cloned().for_each(|entry| put(&mut inherited, entry));
+        for member in members(node) {
+            for child in self.member(member, name, &inherited, built, depth)? {
+                match built.groups.iter().find(|group| group.name == child) {
+                    Some(inner) => group.tasks.extend(inner.tasks.iter().cloned()),
+                    None => group.tasks.push(child.clone()),
+                }
+                group.children.push(child);
+            }
+        }
+        built.groups[at] = group;
+        Ok(())
+    }
+
+    /// A member of a group: a name, a name with keys of its own, or a whole configuration.
+    fn member(
+        &self,
+        member: &Node,
+        group: &str,
+        inherited: &[Entry],
+        built: &mut Built,
+        depth: usize,
+    ) -> Result<Vec<String>, TaskError> {
+        let Value::Map(own) = &member.value else {
+            let name = name_of(member)
+                .ok_or_else(|| Fault::at(member.place.clone(), "a member of a group is a name or a map"))?;
+            return self.build(&name, inherited, built, depth - 1);
+        };
+        let own_key = |key: &str| member.get(key).and_then(|entry| name_of(&entry.node));
+        let mut entries = inherited.to_vec();
+        if let Some(name) = own_key("group") {
+            if !self.known.contains_key(&name) {
+                let name = format!("{group}::{name}");
+                return self.group(member, &name, inherited, built, depth - 1).map(|()| vec![name]);
+            }
+            own.iter().filter(|entry| entry.key != "group").cloned().for_each(|entry| put(&mut entries, entry));
+            return self.build(&name, &entries, built, depth - 1);
+        }
+        let missing = || Fault::at(member.place.clone(), "a member of a group needs the key `task` or `group`");
+        let name = own_key("task").ok_or_else(missing)?;
+        own.iter().cloned().for_each(|entry| put(&mut entries, entry));
+        if self.known.contains_key(&name) || self.tags.contains_key(&name) {
+            entries.retain(|entry| entry.key != "task");
+            return self.build(&name, &entries, built, depth - 1);
+        }
+        let renamed = Node { value: Value::Text(format!("{group}::{name}")), place: member.place.clone() };
+        let new = Entry { key: "task".into(), place: member.place.clone(), node: renamed };
+        put(&mut entries, new);
+        let empty = Node { value: Value::Map(Vec::new()), place: member.place.clone() };
+        self.task(&empty, &entries, built).map(|name| vec![name])
+    }
+
+    fn unknown(&self, name: &str) -> TaskError {
+        let near = did_you_mean(name, self.names());
+        let broken = match self.broken.first() {
+            Some(first) => format!("; {} files could not be read, the first: {first}", self.broken.len()),
+            None => String::new(),
+        };
+        TaskError::Unknown(format!(
+            "the task {name:?}{near}{}{broken}",
+            if near.is_empty() { "; `evaluator ls tasks` lists all" } else { "" }
+        ))
+    }
+}
+
+/// What is in a file that was named instead of a task.
+struct FileTasks<'a> {
+    registry: &'a Registry,
+    nodes: Vec<Node>,
+}
+
+impl FileTasks<'_> {
+    fn select_into(&self, built: &mut Built) -> Result<(), TaskError> {
+        for node in &self.nodes {
+            match node.get("group").and_then(|entry| name_of(&entry.node)) {
+                Some(name) => self.registry.group(node, &name, &[], built, MAX_DEPTH)?,
+                None => self.registry.task(node, &[], built).map(|_| ())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is built so far, and for each task by which name it was asked for.
+#[derive(Default)]
+struct Built {
+    tasks: Vec<TaskConfig>,
+    groups: Vec<Group>,
+    sources: Vec<String>,
+    source: String,
+}
+
+impl Built {
+    /// Adds a task. What was asked for by one name may hold it twice, two names may not.
+    fn add(&mut self, config: TaskConfig) -> Result<(), TaskError> {
+        let Some(at) = self.tasks.iter().position(|task| task.task == config.task) else {
+            self.sources.push(self.source.clone());
+            self.tasks.push(config);
+            return Ok(());
+        };
+        if self.sources[at] == self.source {
+            return Ok(());
+        }
+        let (name, first, second) = (&config.task, &self.sources[at], &self.source);
+        Err(TaskError::Selection(format!("the task {name} is in both {first} and {second}; name one of them")))
+    }
+}
+
+fn merged(node: &Node, overrides: &[Entry]) -> Node {
+    let mut node = node.clone();
+    if let Value::Map(entries) = &mut node.value {
+        overrides.iter().cloned().for_each(|entry| put(entries, entry));
+    }
+    node
+}
+
+fn listed(name: &str, node: Option<&Node>, holds: Vec<String>) -> Listed {
+    let file = |place: &Place| place.file.as_ref().clone();
+    Listed { name: name.to_owned(), file: node.map(|node| file(&node.place)), output_type: None, holds }
+}
+
+fn members(node: &Node) -> &[Node] {
+    match node.get("task").map(|entry| &entry.node) {
+        Some(Node { value: Value::List(items), .. }) => items,
+        Some(one) if matches!(one.value, Value::Text(_)) => std::slice::from_ref(one),
+        _ => &[],
+    }
+}
+
+/// A name, or the name of a member with keys of its own.
+fn name_of(node: &Node) -> Option<String> {
+    match &node.value {
+        Value::Text(text) => Some(text.clone()),
+        Value::Number(number) => Some(number.to_string()),
+        Value::Map(_) => ["task", "group"].into_iter().find_map(|key| name_of(&node.get(key)?.node)),
+        _ => None,
+    }
+}
+
+fn tags(node: &Node) -> Vec<String> {
+    match node.get("tag").map(|entry| &entry.node.value) {
+        Some(Value::Text(tag)) => vec![tag.clone()],
+        Some(Value::List(items)) => items.iter().map(|item| item.text_or_empty().to_owned()).collect(),
+        _ => Vec::new(),
+    }
+}

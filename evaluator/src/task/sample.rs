@@ -1,0 +1,123 @@
+//! Records of samples, with the fields and hashes of lm-eval's.
+
+use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde_json::{Map, Value as Json, json};
+use sha2::{Digest, Sha256};
+
+use super::answer::Answer;
+use super::metric::Score;
+use super::native::{Doc, hex};
+use super::python::repr;
+use super::score::Asked;
+use crate::request::Request;
+
+/// What was asked about a document, what was answered, and what that is worth by one filter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sample {
+    /// The document's number in its split.
+    pub doc_id: usize,
+    /// The document.
+    pub doc: Map<String, Json>,
+    /// The target as text.
+    pub target: String,
+    /// The arguments of each request.
+    pub arguments: Vec<Vec<Json>>,
+    /// The answers to each request.
+    pub resps: Json,
+    /// The answers with the filter applied.
+    pub filtered_resps: Json,
+    /// The filter.
+    pub filter: String,
+    /// SHA-256 of the document as JSON.
+    pub doc_hash: String,
+    /// SHA-256 of the first request's prompt.
+    pub prompt_hash: String,
+    /// SHA-256 of the target.
+    pub target_hash: String,
+    /// The value of each metric.
+    pub metrics: Vec<(String, Score)>,
+}
+
+impl Sample {
+    #[allow(clippy::too_many_arguments, reason = "one record has as many parts")]
+    pub(crate) fn new(
+        doc_id: usize,
+        doc: &Doc,
+        target: &Json,
+        requests: &[Asked],
+        kwargs: &Map<String, Json>,
+        filtered: &[Answer],
+        filter: &str,
+        metrics: &[(String, Score)],
+    ) -> Self {
+        let arguments: Vec<Vec<Json>> =
+            requests.iter().map(|asked| arguments(&asked.instance.request, kwargs)).collect();
+        let prompt = arguments.first().and_then(|first| first[0].as_str()).unwrap_or_default();
+        let target = repr::str(target);
+        let listed = |asked: &Asked| asked.answers.iter().map(Answer::listed).collect::<Json>();
+        Self {
+            doc_id,
+            doc_hash: hash(&serde_json::to_string_pretty(doc).unwrap_or_default()),
+            prompt_hash: hash(prompt),
+            target_hash: hash(&target),
+            doc: doc.clone(),
+            target,
+            arguments,
+            resps: requests.iter().map(listed).collect(),
+            filtered_resps: filtered.iter().map(Answer::listed).collect(),
+            filter: filter.to_owned(),
+            metrics: metrics.to_vec(),
+        }
+    }
+}
+
+impl Serialize for Sample {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let names: Vec<&str> = self.metrics.iter().map(|(name, _)| name.as_str()).collect();
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("doc_id", &self.doc_id)?;
+        map.serialize_entry("doc", &self.doc)?;
+        map.serialize_entry("target", &self.target)?;
+        map.serialize_entry(
+            "arguments",
+            &numbered(
+                "gen_args_",
+                self.arguments.iter().map(|args| Json::Object(numbered("arg_", args.iter().cloned()))),
+            ),
+        )?;
+        map.serialize_entry("resps", &self.resps)?;
+        map.serialize_entry("filtered_resps", &self.filtered_resps)?;
+        map.serialize_entry("filter", &self.filter)?;
+        map.serialize_entry("metrics", &names)?;
+        map.serialize_entry("doc_hash", &self.doc_hash)?;
+        map.serialize_entry("prompt_hash", &self.prompt_hash)?;
+        map.serialize_entry("target_hash", &self.target_hash)?;
+        for (name, score) in &self.metrics {
+            map.serialize_entry(name, score)?;
+        }
+        map.end()
+    }
+}
+
+/// What lm-eval calls a task's hash: one over those of all records.
+pub fn task_hash(samples: &[Sample]) -> String {
+    let hashes = samples.iter().flat_map(|sample| [&sample.doc_hash, &sample.prompt_hash, &sample.target_hash]);
+    hash(&hashes.map(String::as_str).collect::<String>())
+}
+
+/// SHA-256 of a text, in hexadecimal digits.
+pub(crate) fn hash(text: &str) -> String {
+    hex(&Sha256::digest(text.as_bytes()))
+}
+
+fn arguments(request: &Request, kwargs: &Map<String, Json>) -> Vec<Json> {
+    match request {
+        Request::Loglikelihood { context, continuation } => vec![json!(context), json!(continuation)],
+        Request::LoglikelihoodRolling { text } => vec![json!(text)],
+        Request::GenerateUntil { context, .. } => vec![json!(context), json!(kwargs)],
+    }
+}
+
+fn numbered(prefix: &str, values: impl Iterator<Item = Json>) -> Map<String, Json> {
+    values.enumerate().map(|(i, value)| (format!("{prefix}{i}"), value)).collect()
+}

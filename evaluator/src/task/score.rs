@@ -1,0 +1,370 @@
+//! From answers to scores: filters, what each document's answers are worth, and what all of them are worth together.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value as Json;
+
+use super::answer::Answer;
+use super::ask::{Instance, PromptOptions, Task};
+use super::config::OutputType;
+use super::error::TaskError;
+use super::field::as_index;
+use super::metric::{Aggregation, Metric, MetricConfig, Score, stderr};
+use super::native::count_words;
+use super::python::{repr, text};
+use super::sample::Sample;
+use crate::request::Response;
+
+/// What a task's answers are worth.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TaskScores {
+    /// For each metric and filter the value over all documents.
+    pub metrics: Vec<MetricScore>,
+    /// A record of each document for each filter.
+    pub samples: Vec<Sample>,
+    /// How many documents were scored.
+    pub sample_len: usize,
+    /// How many documents the split has.
+    pub original: usize,
+    /// What was left out or cannot be right.
+    pub counts: Counts,
+}
+
+/// What stands beside the scores of a task.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Counts {
+    /// Documents that were not asked about because there is nothing in them to score.
+    pub skipped: usize,
+    /// Documents that were scored although there is nothing in them to score, as lm-eval does.
+    pub empty: usize,
+    /// Documents none of whose choices is right.
+    pub no_target: usize,
+}
+
+/// A metric over all documents.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MetricScore {
+    /// The metric.
+    pub metric: String,
+    /// The filter.
+    pub filter: String,
+    /// Its value.
+    pub value: f64,
+    /// How sure it is; `None` where that is not known.
+    pub stderr: Option<f64>,
+    /// How many documents have a value.
+    pub n: usize,
+    /// Whether a higher value is better.
+    pub higher_is_better: Option<bool>,
+}
+
+/// A document's answers with one filter applied, and what they are worth.
+type Scored = Vec<(String, Score)>;
+
+impl Task {
+    /// Scores the answers to [`Task::instances`], given in the same order. Errors are estimated from `n_resamples`.
+    pub fn score(
+        &self,
+        options: &PromptOptions,
+        instances: &[Instance],
+        responses: &[Response],
+        n_resamples: usize,
+    ) -> Result<TaskScores, TaskError> {
+        if instances.len() != responses.len() {
+            let problem = format!("there are {} answers to {} requests", responses.len(), instances.len());
+            return Err(self.unscored(problem));
+        }
+        let asked = Asked::group(instances, responses);
+        let kwargs = self.generation_kwargs(options);
+        let mut samples = Vec::new();
+        let mut values: Vec<(String, String, Vec<Score>)> = Vec::new();
+        for filter in &self.config.filters {
+            for (doc_id, requests) in &asked {
+                let doc = &self.docs()[*doc_id];
+                let blame = |problem| self.blame(*doc_id, problem);
+                let apply = |request: &Asked| filter.apply(request.answers.clone(), doc);
+                let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(blame)?;
+                let scored = self.process(*doc_id, &filtered).map_err(blame)?;
+                let target = self.target(*doc_id)?;
+                samples.push(Sample::new(*doc_id, doc, &target, requests, &kwargs, &filtered, &filter.name, &scored));
+                for (metric, score) in scored {
+                    match values.iter_mut().find(|(m, f, _)| *m == metric && *f == filter.name) {
+                        Some((_, _, scores)) => scores.push(score),
+                        None => values.push((metric, filter.name.clone(), vec![score])),
+                    }
+                }
+            }
+        }
+        let metrics =
+            values.into_iter().map(|(metric, filter, scores)| self.aggregate(metric, filter, &scores, n_resamples));
+        let metrics = metrics.collect::<Result<Vec<_>, _>>()?;
+        let n_asked = self.doc_ids(options)?.len();
+        Ok(TaskScores {
+            sample_len: metrics.iter().map(|metric| metric.n).max().unwrap_or(0),
+            metrics,
+            samples,
+            original: self.docs().len(),
+            counts: self.counts(&asked, n_asked)?,
+        })
+    }
+
+    fn unscored(&self, problem: String) -> TaskError {
+        TaskError::Score { task: self.config.task.clone(), problem }
+    }
+
+    fn aggregate(
+        &self,
+        metric: String,
+        filter: String,
+        scores: &[Score],
+        n_resamples: usize,
+    ) -> Result<MetricScore, TaskError> {
+        let config = self.metric_of(&metric);
+        let aggregation = config.map_or(Aggregation::Mean, |config| config.aggregation);
+        let fail = |problem| self.unscored(format!("metric {metric}: {problem}"));
+        let value = aggregation.of(scores).map_err(fail)?;
+        let stderr = stderr(aggregation, scores, n_resamples).map_err(fail)?;
+        let higher_is_better = config.map(|config| config.higher_is_better);
+        Ok(MetricScore { metric, filter, value, stderr, n: scores.len(), higher_is_better })
+    }
+
+    /// The metric that a value belongs to; `pass@1` belongs to what is the task's own.
+    fn metric_of(&self, name: &str) -> Option<&MetricConfig> {
+        let own = self.config.metrics.iter().find(|metric| metric.name == name);
+        own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::Native(_))))
+    }
+
+    fn process(&self, doc_id: usize, answers: &[Answer]) -> Result<Scored, String> {
+        let doc = &self.docs()[doc_id];
+        if let Some(process) = self.process_results {
+            return process(doc, answers);
+        }
+        match (self.config.output_type, answers) {
+            (OutputType::Loglikelihood, [Answer::Loglikelihood(logprob, is_greedy)]) => {
+                Ok(self.named(|name| match name {
+                    "perplexity" => Some(Score::Number(*logprob)),
+                    "acc" => Some(Score::Count(i64::from(*is_greedy))),
+                    _ => None,
+                }))
+            }
+            (OutputType::LoglikelihoodRolling, [Answer::Rolling(logprob)]) => {
+                let target = repr::str(&self.doc_to_target.target(doc, self.doc_to_choice.is_some())?);
+                let (n_words, n_bytes) = (count_words(&target)?, target.len());
+                let weighted = |n: usize| Some(Score::pair(Score::Number(*logprob), Score::Count(n as i64)));
+                Ok(self.named(|name| match name {
+                    "word_perplexity" => weighted(n_words),
+                    "byte_perplexity" | "bits_per_byte" => weighted(n_bytes),
+                    _ => None,
+                }))
+            }
+            (OutputType::MultipleChoice, answers) => self.choose(doc_id, answers),
+            (OutputType::GenerateUntil, [answer]) => self.compare(doc_id, answer),
+            _ => Err("the filters leave other answers than the output type has; end each with take_first".into()),
+        }
+    }
+
+    /// The values of the task's metrics, in their order.
+    fn named(&self, value: impl Fn(&str) -> Option<Score>) -> Scored {
+        let named = |metric: &MetricConfig| Some((metric.name.clone(), value(&metric.name)?));
+        self.config.metrics.iter().filter_map(named).collect()
+    }
+
+    /// Scores a choice: the likeliest is taken, the first of several as likely.
+    fn choose(&self, doc_id: usize, answers: &[Answer]) -> Result<Scored, String> {
+        let doc = &self.docs()[doc_id];
+        let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(doc)).transpose()?.unwrap_or_default();
+        let likely = |answer: &Answer| match answer {
+            Answer::Loglikelihood(logprob, is_greedy) => Ok((*logprob, *is_greedy)),
+            _ => Err("an answer is no log-probability; end each filter with take_first".to_owned()),
+        };
+        let answers = answers.iter().map(likely).collect::<Result<Vec<_>, _>>()?;
+        let is_mutual =
+            answers.len() == 2 * choices.len() && self.config.metrics.iter().any(|m| m.name == "acc_mutual_info");
+        let (asked, alone) = answers.split_at(if is_mutual { choices.len() } else { answers.len() });
+        let logprobs: Vec<f64> = asked.iter().map(|(logprob, _)| *logprob).collect();
+        let gold = self.gold(doc_id, &choices)?;
+        let by_length = |length: fn(&str) -> usize| {
+            let per = |(logprob, choice): (&f64, &String)| logprob / length(choice) as f64;
+            gold.holds(likeliest(logprobs.iter().zip(&choices).map(per)))
+        };
+        let guess = likeliest(logprobs.iter().copied());
+        Ok(self.named(|name| {
+            Some(match name {
+                "acc" => Score::of(gold.holds(guess)),
+                "acc_norm" => Score::of(by_length(text::len)),
+                "acc_bytes" => Score::of(by_length(str::len)),
+                "acc_mutual_info" => {
+                    let gains = asked.iter().zip(alone).map(|((with, _), (without, _))| with - without);
+                    Score::of(gold.holds(likeliest(gains)))
+                }
+                "exact_match" => {
+                    Score::Count(i64::from(gold.any(|at| asked.get(at).is_some_and(|(_, greedy)| *greedy))))
+                }
+                "f1" | "mcc" => Score::pair(gold.listed(), Score::Count(guess as i64)),
+                "brier_score" => Score::pair(gold.listed(), probabilities(&logprobs)),
+                _ => return None,
+            })
+        }))
+    }
+
+    fn gold(&self, doc_id: usize, choices: &[String]) -> Result<Gold, String> {
+        let doc = &self.docs()[doc_id];
+        let target = match self.has_several_inputs {
+            true => self.doc_to_text.text(doc, true)?,
+            false => self.doc_to_target.target(doc, true)?,
+        };
+        let index = |target: &Json| match (as_index(target), target.as_str()) {
+            (Some(at), _) => usize::try_from(at).ok().filter(|at| *at < choices.len()),
+            (None, Some(text)) => choices.iter().position(|choice| choice == text),
+            _ => None,
+        };
+        Ok(match (&target, self.has_several_targets) {
+            (Json::Array(list), true) => Gold::Any(list.iter().filter_map(index).collect()),
+            (Json::Array(_), false) => return Err("the target is a list, but that of the first document is not".into()),
+            (target, _) => Gold::One(index(target)),
+        })
+    }
+
+    /// Compares a text with the target.
+    fn compare(&self, doc_id: usize, answer: &Answer) -> Result<Scored, String> {
+        let doc = &self.docs()[doc_id];
+        let target = self.doc_to_target.target(doc, self.doc_to_choice.is_some())?;
+        let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(doc)).transpose()?;
+        let targets = match (choices, &target) {
+            (Some(choices), target) => vec![chosen(&choices, target)?],
+            (None, Json::Array(list)) if self.has_several_targets => list.iter().map(repr::str).collect(),
+            (None, target) => vec![repr::str(target)],
+        };
+        let mut scored = Vec::new();
+        for metric in &self.config.metrics {
+            let one = |score| vec![(metric.name.clone(), score)];
+            scored.extend(match (&metric.kind, answer) {
+                (Metric::Bypass, _) => one(Score::None),
+                (Metric::Native(native), answer) => native.score(&targets[0], answer)?,
+                (_, Answer::Many(_)) => return Err("a filter leaves several answers; end it with take_first".into()),
+                (Metric::ExactMatch(exact), answer) => {
+                    let mut is_match = false;
+                    for target in &targets {
+                        is_match |= exact.is_match(&plain(answer), target)?;
+                    }
+                    one(Score::of(is_match))
+                }
+                (Metric::Texts, answer) => {
+                    let [target] = targets.as_slice() else {
+                        return Err(format!("the metric {} compares with one target, not with several", metric.name));
+                    };
+                    one(Score::pair(Score::Text(target.clone()), Score::Text(plain(answer))))
+                }
+                (Metric::ByName | Metric::Processed, _) => Vec::new(),
+            });
+        }
+        Ok(scored)
+    }
+
+    fn counts(&self, asked: &BTreeMap<usize, Vec<Asked>>, n_asked: usize) -> Result<Counts, TaskError> {
+        let mut counts = Counts { skipped: n_asked - asked.len(), ..Counts::default() };
+        for (doc_id, requests) in asked {
+            counts.empty += usize::from(requests.iter().all(|asked| super::ask::is_empty(&asked.instance.request)));
+            let is_choice = self.config.output_type == OutputType::MultipleChoice && self.process_results.is_none();
+            if let Some(choices) = self.choices(*doc_id)?.filter(|_| is_choice) {
+                let gold = self.gold(*doc_id, &choices).map_err(|problem| self.blame(*doc_id, problem))?;
+                counts.no_target += usize::from(!gold.any(|_| true));
+            }
+        }
+        Ok(counts)
+    }
+}
+
+/// A request and all answers to it.
+pub(crate) struct Asked<'a> {
+    pub(crate) instance: &'a Instance,
+    pub(crate) answers: Vec<Answer>,
+}
+
+impl<'a> Asked<'a> {
+    /// Requests by document, each with its answers.
+    fn group(instances: &'a [Instance], responses: &[Response]) -> BTreeMap<usize, Vec<Self>> {
+        let mut docs: BTreeMap<usize, Vec<Self>> = BTreeMap::new();
+        for (instance, response) in instances.iter().zip(responses) {
+            let requests = docs.entry(instance.doc_id).or_default();
+            match requests.iter_mut().find(|asked| asked.instance.idx == instance.idx) {
+                Some(asked) => asked.answers.push(response.into()),
+                None => requests.push(Self { instance, answers: vec![response.into()] }),
+            }
+        }
+        for requests in docs.values_mut() {
+            requests.sort_by_key(|asked| asked.instance.idx);
+        }
+        docs
+    }
+}
+
+/// The right choice, or all that are.
+enum Gold {
+    One(Option<usize>),
+    Any(Vec<usize>),
+}
+
+impl Gold {
+    fn holds(&self, guess: usize) -> bool {
+        self.any(|at| at == guess)
+    }
+
+    fn any(&self, is: impl Fn(usize) -> bool) -> bool {
+        match self {
+            Self::One(gold) => gold.is_some_and(is),
+            Self::Any(golds) => golds.iter().any(|at| is(*at)),
+        }
+    }
+
+    /// As records list it: -100 is none, as in lm-eval.
+    fn listed(&self) -> Score {
+        match self {
+            Self::One(gold) => Score::Count(gold.map_or(-100, |at| at as i64)),
+            Self::Any(golds) => Score::List(golds.iter().map(|at| Score::Count(*at as i64)).collect()),
+        }
+    }
+}
+
+/// The place of the first of the largest values.
+fn likeliest(values: impl Iterator<Item = f64>) -> usize {
+    let larger = |best: (usize, f64), (at, value): (usize, f64)| {
+        // As numpy: what is no number is the largest.
+        if value > best.1 || value.is_nan() && !best.1.is_nan() { (at, value) } else { best }
+    };
+    let mut values = values.enumerate();
+    let first = values.next().unwrap_or((0, f64::NEG_INFINITY));
+    values.fold(first, larger).0
+}
+
+fn probabilities(logprobs: &[f64]) -> Score {
+    let most = logprobs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let powers: Vec<f64> = logprobs.iter().map(|logprob| (logprob - most).exp()).collect();
+    let sum: f64 = powers.iter().sum();
+    Score::List(powers.iter().map(|power| Score::Number(power / sum)).collect())
+}
+
+fn chosen(choices: &[String], target: &Json) -> Result<String, String> {
+    let at = as_index(target).and_then(|at| usize::try_from(at).ok());
+    at.and_then(|at| choices.get(at).cloned())
+        .ok_or_else(|| format!("the target {target} is none of the {} choices", choices.len()))
+}
+
+fn plain(answer: &Answer) -> String {
+    match answer {
+        Answer::Value(value) => repr::str(value),
+        other => other.text().to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_of_the_likeliest_is_taken() {
+        assert_eq!(likeliest([-2.0, -1.0, -1.0].into_iter()), 1);
+        assert_eq!(likeliest([f64::NEG_INFINITY, f64::NEG_INFINITY].into_iter()), 0);
+        assert_eq!(likeliest([-1.0, f64::NAN, 2.0].into_iter()), 1);
+    }
+}
