@@ -1,5 +1,10 @@
 //! The command line: asks a model on this machine, or from the Hub, and prints its answer to stdout.
 
+mod compare;
+mod ls;
+mod show;
+mod tasks;
+
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -29,7 +34,9 @@ const EXAMPLES: &str = "\
 Examples:
   evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
   evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
-  evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'";
+  evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
+  evaluator show arc_easy --doc 3 --data arc_easy=data/arc --num-fewshot 5
+  evaluator compare results/before results/after --fail-below acc=-0.01";
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -39,6 +46,12 @@ enum Command {
     Perplexity(Perplexity),
     /// Print the log-probability of every token of a text as JSON
     Score(Score),
+    /// List the tasks, groups or tags that can be evaluated
+    Ls(ls::Ls),
+    /// Print what a task asks about a document: prompts, targets, and tokens if a model is given
+    Show(show::Show),
+    /// Compare two runs sample by sample
+    Compare(compare::Compare),
     /// Print a script that completes this program's commands in a shell
     Completions {
         /// The shell
@@ -179,6 +192,9 @@ fn run(command: &Command) -> Result<()> {
             answer(&said.text)
         }
         Command::Perplexity(args) => perplexity(args, &hub),
+        Command::Ls(args) => ls::run(args),
+        Command::Show(args) => show::run(args, &hub),
+        Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
         Command::Score(args) => answer(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
     }
