@@ -2,8 +2,12 @@
 
 mod answer;
 mod answering;
+mod compare;
 mod gen_kwargs;
+mod ls;
 mod run;
+mod show;
+mod tasks;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -37,6 +41,9 @@ Examples:
   evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
   evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
   evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
+  evaluator run --model base --tasks arc_easy,gsm8k --num-fewshot 5 --output-path results/base
+  evaluator show arc_easy --doc 3 --data arc_easy=data/arc --num-fewshot 5
+  evaluator compare results/before results/after --fail-below acc=-0.01
   evaluator answer requests.jsonl --model base --use-cache answers";
 
 const RUN_EXAMPLES: &str = "\
@@ -58,6 +65,12 @@ enum Command {
     /// Ask a model the questions of benchmarks, and score its answers
     #[command(after_long_help = RUN_EXAMPLES)]
     Run(Box<run::Run>),
+    /// List the tasks, groups or tags that can be evaluated
+    Ls(ls::Ls),
+    /// Print what a task asks about a document: prompts, targets, and tokens if a model is given
+    Show(show::Show),
+    /// Compare two runs sample by sample
+    Compare(compare::Compare),
     /// Answer a file of requests: log-probabilities of continuations and of texts, and generated texts
     Answer(answer::Answer),
     /// Print a script that completes this program's commands in a shell
@@ -207,6 +220,9 @@ fn run(command: &Command) -> Result<()> {
             answer(&said.text)
         }
         Command::Perplexity(args) => perplexity(args, &hub),
+        Command::Ls(args) => ls::run(args),
+        Command::Show(args) => show::run(args, &hub),
+        Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
         Command::Run(args) => run::run(args, &hub),
         Command::Answer(args) => answer::run(args, &hub),

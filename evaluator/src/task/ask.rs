@@ -38,6 +38,8 @@ pub struct PromptOptions<'a> {
     pub samples: Option<Vec<usize>>,
     /// What changes the task's `generation_kwargs`.
     pub gen_kwargs: Map<String, Json>,
+    /// Whether programs that the model wrote may be run.
+    pub confirm_run_unsafe_code: bool,
 }
 
 /// One request about one document.
