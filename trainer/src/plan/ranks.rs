@@ -6,8 +6,9 @@ use candlewick_ops::AttentionHeads;
 use candlewick_parallel::Sharded;
 use serde::Serialize;
 
-use super::deepspeed;
 use super::resolver::Resolver;
+use super::{backend, deepspeed};
+use crate::recipe::DdpBackend;
 
 /// The ranks of a run and what each of them has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -20,6 +21,8 @@ pub struct RanksPlan {
     pub sequence: usize,
     /// Seconds for which ranks wait for one that is silent.
     pub timeout: usize,
+    /// What connects them.
+    pub backend: DdpBackend,
     /// The ZeRO stage: nothing is sharded (0), the optimizer's state (1), gradients too (2), weights too (3).
     pub zero_stage: usize,
 }
@@ -27,7 +30,8 @@ pub struct RanksPlan {
 impl RanksPlan {
     /// The plan of a single rank.
     pub fn alone() -> Self {
-        Self { dp_replicate: 1, dp_shard: 1, sequence: 1, timeout: 1800, zero_stage: 0 }
+        let backend = DdpBackend::Auto;
+        Self { dp_replicate: 1, dp_shard: 1, sequence: 1, timeout: 1800, backend, zero_stage: 0 }
     }
 
     /// Ranks that compute different micro-batches.
@@ -83,7 +87,9 @@ pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> Ranks
     // Of one share nothing is away.
     let zero_stage = if n_shards == 1 { 0 } else { zero_stage };
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
-    RanksPlan { dp_replicate: n_ranks / n_shards, dp_shard: n_shards / sequence, sequence, timeout, zero_stage }
+    let backend = backend::resolve(resolver);
+    let (dp_replicate, dp_shard) = (n_ranks / n_shards, n_shards / sequence);
+    RanksPlan { dp_replicate, dp_shard, sequence, timeout, backend, zero_stage }
 }
 
 /// The parts that sequences fall into. Each rank must get as many attention heads, and know which key heads are theirs.
