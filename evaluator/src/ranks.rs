@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, anyhow};
 use candlewick_comm::place::Place;
-use candlewick_comm::{Collective, Options, World, exchange_bytes};
+use candlewick_comm::{Collective, Engine, Host, Options, World, exchange_bytes};
 use candlewick_ops::{DeviceChoice, why_no_gpu};
 
 use crate::exit::{ExitCode, classify};
@@ -22,7 +22,9 @@ pub fn together<T>(part: impl FnOnce(&Ranks) -> Result<T>) -> Result<T> {
         std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     let place = Place::from_variables(&variables.collect());
     let place = place.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-    let world = World::join(&place, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
+    // What they tell each other is text and numbers, on the host.
+    let engine = Engine::Host(Host::of(&place));
+    let world = World::join(&place, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
     let value = Ranks::new(&world, place.local_rank).run(part)?;
     world.leave().context("failed to end together with the other ranks")?;
     Ok(value)

@@ -10,7 +10,7 @@ use serde_json::json;
 use support::Run;
 use trainer::estimate::{Capacity, Fixed, Place, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, Known, Plan, Seat, TempDir};
+use trainer::plan::{Activations, Engines, Known, Plan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
 
 const BASE: &str = "model: {name_or_path: org/model}\ndata: {sources: [a.jsonl], max_length: 1024}\nmemory: auto\n";
@@ -31,6 +31,7 @@ fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) ->
         config,
         n_cores: 4,
         seat: Seat::ALONE,
+        engines: Engines::BUILT,
         temp_dir,
         has_train_py: false,
         console: Console::Full,

@@ -8,8 +8,8 @@ use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
 use serde_json::json;
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 use trainer::metrics::Console;
-use trainer::plan::{Activations, ComputeDtype, Init, Known, Plan, RanksPlan, Seat, TempDir};
-use trainer::recipe::{Loaded, RecipeError};
+use trainer::plan::{Activations, ComputeDtype, Engines, Init, Known, Machines, Plan, RanksPlan, Seat, TempDir};
+use trainer::recipe::{DdpBackend, Loaded, RecipeError};
 use trainer::schedule::{Floor, Shape, Span};
 
 fn known() -> Known {
@@ -25,6 +25,7 @@ fn known() -> Known {
         config,
         n_cores: 4,
         seat: Seat::ALONE,
+        engines: Engines { mpi: false, nccl: false },
         temp_dir,
         has_train_py: false,
         console: Console::Full,
@@ -526,7 +527,7 @@ optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 10
 fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: Seat { rank: 0, n_ranks }, ..known() };
+    let known = Known { seat: Seat { n_ranks, ..Seat::ALONE }, ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks).map_err(|error| error.to_string())
 }
 
@@ -603,4 +604,70 @@ fn what_cannot_be_shared_is_refused_with_what_could() {
     refused(8, &two, &["pipeline_layers: 1 numbers for 2 stages", "give 2 numbers"]);
     let three = ["pipeline_parallel_size=2", "pipeline_layers=[1, 2]"];
     refused(8, &three, &["3 blocks in all, and the model has 2"]);
+}
+
+/// What connects two ranks, or why nothing does.
+fn backend(engines: Engines, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    let known = Known { seat: Seat { n_ranks: 2, machines, ..Seat::ALONE }, engines, ..known() };
+    Plan::resolve(&loaded, &known).map(|plan| plan.ranks.backend).map_err(|error| error.to_string())
+}
+
+const PLAIN: Engines = Engines { mpi: false, nccl: false };
+const ALL: Engines = Engines { mpi: true, nccl: true };
+
+#[test]
+fn what_can_connect_the_ranks_is_accepted() {
+    use Machines::{Nodes, One, Several};
+    for (engines, machines, arguments, want) in [
+        (PLAIN, One, &[][..], DdpBackend::Auto),
+        (PLAIN, Nodes, &[], DdpBackend::Auto),
+        (ALL, Several, &["device=cpu"], DdpBackend::Auto),
+        (ALL, Several, &["device=cuda"], DdpBackend::Auto),
+        (PLAIN, One, &["ddp_backend=local"], DdpBackend::Local),
+        (ALL, Nodes, &["ddp_backend=local", "device=cpu"], DdpBackend::Local),
+        (ALL, Several, &["ddp_backend=mpi"], DdpBackend::Mpi),
+        (ALL, One, &["ddp_backend=mpi", "device=cpu"], DdpBackend::Mpi),
+        (ALL, Several, &["ddp_backend=nccl"], DdpBackend::Nccl),
+        (ALL, One, &["ddp_backend=nccl", "device=cuda"], DdpBackend::Nccl),
+        (PLAIN, One, &["ddp_backend=staged", "device=cpu"], DdpBackend::Staged),
+        (ALL, Several, &["ddp_backend=staged", "device=cuda:1"], DdpBackend::Staged),
+    ] {
+        assert_eq!(backend(engines, machines, arguments), Ok(want), "{engines:?} {machines:?} {arguments:?}");
+    }
+}
+
+#[test]
+fn what_cannot_connect_the_ranks_is_refused_with_what_can() {
+    use Machines::{One, Several};
+    let no_mpi = Engines { mpi: false, ..ALL };
+    for (engines, machines, arguments, want) in [
+        (PLAIN, Several, &[][..], ["run on several machines", "build it with `--features mpi`"]),
+        (no_mpi, Several, &["device=cpu"], ["run on several machines", "build it with `--features mpi`"]),
+        (no_mpi, One, &["ddp_backend=mpi"], ["built without MPI", "build it with `--features mpi`"]),
+        (no_mpi, Several, &["ddp_backend=staged", "device=cuda"], ["run on several machines", "`--features mpi`"]),
+        (PLAIN, One, &["ddp_backend=nccl"], ["built without CUDA", "scripts/build-gpu"]),
+        (ALL, One, &["ddp_backend=nccl", "device=cpu"], ["connects GPUs", "set device: cuda"]),
+        (ALL, One, &["ddp_backend=nccl", "device=cuda:1"], ["all ranks would have cuda:1", "staged"]),
+        (ALL, One, &["ddp_backend=auto", "device=cuda:1"], ["all ranks would have cuda:1", "staged"]),
+        (ALL, One, &["ddp_backend=local", "device=cuda"], ["tensors of the CPU", "nccl"]),
+        (ALL, One, &["ddp_backend=mpi", "device=cuda"], ["tensors of the CPU", "nccl"]),
+        (ALL, Several, &["ddp_backend=local"], ["run on several machines", "mpi"]),
+    ] {
+        let said = backend(engines, machines, arguments).unwrap_err();
+        assert!(want.iter().all(|part| said.contains(part)), "{engines:?} {machines:?} {arguments:?}: {said}");
+    }
+    let said = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &["ddp_backend=ncll".to_owned()]);
+    let said = said.unwrap_err().to_string();
+    assert!(said.contains("did you mean") && said.contains("nccl"), "{said}");
+}
+
+#[test]
+fn one_rank_needs_nothing_to_connect_it() {
+    for backend in ["mpi", "nccl", "local", "staged"] {
+        let plan = plan(&[&format!("ddp_backend={backend}")]);
+        assert!(plan.notes.iter().any(|note| note.contains("ddp_backend has no effect")), "{:?}", plan.notes);
+    }
+    assert!(plan(&["ddp_backend=auto"]).notes.is_empty());
 }

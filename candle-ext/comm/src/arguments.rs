@@ -22,6 +22,11 @@ pub(crate) fn device(op: &'static str, device: &Device) -> Result<()> {
 /// Checks that `x` can be sent between processes without a GPU.
 pub(crate) fn travels(op: &'static str, x: &Tensor) -> Result<()> {
     device(op, x.device())?;
+    form(op, x)
+}
+
+/// Checks that a message's head can tell of `x`.
+pub(crate) fn form(op: &'static str, x: &Tensor) -> Result<()> {
     if !DTYPES.contains(&x.dtype()) {
         return Err(wrong(
             op,

@@ -12,6 +12,28 @@ pub struct Failure {
     pub message: String,
 }
 
+/// More of what went wrong is not told: what all ranks tell at once fits into their sockets.
+pub(crate) const MAX_MESSAGE_BYTES: usize = 1 << 14;
+
+impl Failure {
+    /// Cuts off what is not told.
+    pub(crate) fn shortened(mut self) -> Self {
+        let end = (0..=MAX_MESSAGE_BYTES).rev().find(|end| self.message.is_char_boundary(*end));
+        self.message.truncate(end.expect("there is one at the start"));
+        self
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        [&(self.rank as u32).to_le_bytes()[..], self.message.as_bytes()].concat()
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (rank, message) = bytes.split_first_chunk()?;
+        let message = String::from_utf8_lossy(message).into_owned();
+        Some(Self { rank: u32::from_le_bytes(*rank) as usize, message })
+    }
+}
+
 /// What a call to a group fails with.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

@@ -1,13 +1,13 @@
-//! What an engine is to a group: something that moves bytes between ranks and tells all of them when one fails.
+//! What an engine is to a group: something that tells all ranks when one fails, and moves bytes between them.
 //!
-//! Order, checks and sums are not here: they are written once, in `group`, for every engine that implements this.
+//! Order, checks and sums are not here: they are written once, in `group`, for every engine that moves bytes.
 
 use std::time::Duration;
 
 use crate::{Call, Failure};
 
-/// One rank's way to all others.
-pub(crate) trait Fabric: Send + Sync {
+/// One rank's part in ending the world for all.
+pub(crate) trait Alarm: Send + Sync {
     /// Returns this rank, counted in the whole world.
     fn rank(&self) -> usize;
 
@@ -22,7 +22,10 @@ pub(crate) trait Fabric: Send + Sync {
 
     /// Waits until the world has ended, for as long as `within`, and returns why.
     fn await_failure(&self, within: Duration) -> Option<Failure>;
+}
 
+/// One rank's way to all others.
+pub(crate) trait Fabric: Alarm {
     /// Connects the ranks `members`, which all call this with the same `id`, never used before.
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble>;
 

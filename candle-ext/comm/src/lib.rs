@@ -1,9 +1,9 @@
 //! Process groups: who tells whom what. Moves bytes between ranks and reduces them; computes nothing else.
 //!
 //! A [`Collective`] is one rank's end of a group. [`Solo`] is the group of one, so that no caller asks whether it is
-//! alone; [`threads`] is a world inside one process, `local` one of processes on one machine. Engines for many machines
-//! implement [`Collective`] too. The ranks of `local` meet through a [`store`]. A [`mesh`] says which ranks make
-//! which groups, and [`place`] which rank a process is.
+//! alone; [`threads`] is a world inside one process, `local` one of processes on one machine, whose ranks meet through a
+//! [`store`]; `mpi` (a feature) one of whatever MPI reaches, and `nccl` (the feature `cuda`) one of ranks with a GPU
+//! each; [`Staged`] brings a GPU's tensors through the host to the others. [`Engine`] chooses one. A [`mesh`] says which ranks make which groups, and [`place`] which rank a process is.
 
 mod arguments;
 mod call;
@@ -12,15 +12,22 @@ mod element;
 mod error;
 mod fabric;
 mod group;
+#[cfg(any(test, feature = "cuda"))]
+mod herald;
 mod join;
 #[cfg(target_os = "linux")]
 pub mod local;
 pub mod mesh;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+#[cfg(feature = "cuda")]
+pub mod nccl;
 mod panic;
 mod pending;
 pub mod place;
 mod solo;
 mod staff;
+mod staged;
 pub mod store;
 pub mod threads;
 mod world;
@@ -29,10 +36,16 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
+// The cases that every engine must pass name this crate as users do.
+#[cfg(test)]
+extern crate self as candlewick_comm;
+
 pub use call::{Call, Op};
 pub use error::{Error, Failure, Result};
+pub use join::{Engine, Host};
 pub use pending::Pending;
 pub use solo::Solo;
+pub use staged::Staged;
 pub use world::{Options, World};
 
 /// How the contributions of the ranks are combined. f16 and bf16 are summed in f32 and rounded once.

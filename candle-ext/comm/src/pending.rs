@@ -1,5 +1,6 @@
 //! The result of an operation that is still under way.
 
+use std::fmt;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use candle_core::Tensor;
@@ -12,10 +13,10 @@ use crate::Result;
 #[derive(Debug)]
 pub struct Pending<T = Tensor>(State<T>);
 
-#[derive(Debug)]
 enum State<T> {
     Ready(T),
     Started(Receiver<Result<T>>),
+    Unfinished(Box<dyn FnOnce() -> Result<T> + Send>),
 }
 
 impl<T> Pending<T> {
@@ -24,6 +25,7 @@ impl<T> Pending<T> {
         match self.0 {
             State::Ready(value) => Ok(value),
             State::Started(receiver) => receiver.recv().expect("a group's thread answers every call"),
+            State::Unfinished(rest) => rest(),
         }
     }
 
@@ -36,5 +38,23 @@ impl<T> Pending<T> {
     pub(crate) fn started() -> (SyncSender<Result<T>>, Self) {
         let (sender, receiver) = sync_channel(1);
         (sender, Self(State::Started(receiver)))
+    }
+
+    /// Does `rest` with the result, on the thread that waits for it; not at all if nobody does.
+    pub fn then<U>(self, rest: impl FnOnce(T) -> Result<U> + Send + 'static) -> Pending<U>
+    where
+        T: Send + 'static,
+    {
+        Pending(State::Unfinished(Box::new(move || rest(self.wait()?))))
+    }
+}
+
+impl<T> fmt::Debug for State<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ready(_) => "Ready",
+            Self::Started(_) => "Started",
+            Self::Unfinished(_) => "Unfinished",
+        })
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::fabric::{Fabric, Links, Trouble};
+use crate::fabric::{Alarm, Fabric, Links, Trouble};
 use crate::panic::said;
 use crate::{Call, Failure, Options, Result, World};
 
@@ -114,7 +114,7 @@ struct Door {
     hall: Arc<Hall>,
 }
 
-impl Fabric for Door {
+impl Alarm for Door {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -135,7 +135,9 @@ impl Fabric for Door {
         let waited = self.hall.failed.wait_timeout_while(lock(&self.hall.failure), within, |failure| failure.is_none());
         waited.unwrap_or_else(PoisonError::into_inner).0.clone()
     }
+}
 
+impl Fabric for Door {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
         let me = members.iter().position(|rank| *rank == self.rank).expect("who opens a group is in it");
         let room = self.hall.room(id, members.len());

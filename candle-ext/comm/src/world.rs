@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::call::Journal;
-use crate::fabric::Fabric;
+use crate::fabric::{Alarm, Fabric};
 use crate::group::Group;
 use crate::staff::Staff;
 use crate::store::Server;
@@ -35,7 +35,7 @@ pub struct World {
     group: Arc<dyn Collective>,
     staff: Arc<Staff>,
     // After the threads, which are waited for.
-    fabric: Arc<dyn Fabric>,
+    alarm: Arc<dyn Alarm>,
     journal: Journal,
     /// What the ranks meet in, where this one has to keep it.
     host: Option<Server>,
@@ -49,7 +49,7 @@ impl World {
 
     /// Makes the world of the one rank of `fabric`.
     pub(crate) fn alone(fabric: Arc<dyn Fabric>) -> Self {
-        Self { group: Arc::new(Solo), staff: Arc::default(), fabric, journal: Journal::default(), host: None }
+        Self { group: Arc::new(Solo), staff: Arc::default(), alarm: fabric, journal: Journal::default(), host: None }
     }
 
     /// Connects all ranks that `fabric` reaches.
@@ -57,7 +57,20 @@ impl World {
         let journal = Journal::new(options.record);
         let staff = Arc::default();
         let group = Arc::new(Group::world(&fabric, size, &journal, &staff)?);
-        Ok(Self { group, staff, fabric, journal, host: None })
+        Ok(Self { group, staff, alarm: fabric, journal, host: None })
+    }
+
+    /// Makes one of a group whose ranks hear of a failure from `alarm`, and whose threads are `staff`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of(group: Arc<dyn Collective>, alarm: Arc<dyn Alarm>, staff: Arc<Staff>, journal: Journal) -> Self {
+        Self { group, staff, alarm, journal, host: None }
+    }
+
+    /// The same, with another group over that of all ranks.
+    pub(crate) fn over(mut self, group: impl FnOnce(Arc<dyn Collective>) -> Arc<dyn Collective>) -> Self {
+        let below = std::mem::replace(&mut self.group, Arc::new(Solo));
+        self.group = group(below);
+        self
     }
 
     /// The same, with the store that its ranks meet in.
@@ -85,17 +98,17 @@ impl World {
     /// Returns the world's failure, which is another one if there was one before.
     pub fn fail(&self, why: impl Display) -> Failure {
         let rank = self.rank();
-        self.fabric.fail(Failure { rank, message: format!("go on: rank {rank} failed to {why}") })
+        self.alarm.fail(Failure { rank, message: format!("go on: rank {rank} failed to {why}") })
     }
 
     /// Returns why the world has ended, if it has.
     pub fn failure(&self) -> Option<Failure> {
-        self.fabric.failure()
+        self.alarm.failure()
     }
 
     /// Waits until the world has ended, for as long as `within`, and returns why.
     pub fn await_failure(&self, within: Duration) -> Option<Failure> {
-        self.fabric.await_failure(within)
+        self.alarm.await_failure(within)
     }
 
     /// Does this rank's part and leaves. An error of it ends the world before anything is waited for; the world's failure

@@ -214,6 +214,7 @@ impl Run {
             limit: self.limit,
             samples: samples.remove(&task.config().task),
             gen_kwargs: self.gen_kwargs.clone().unwrap_or_default(),
+            confirm_run_unsafe_code: self.confirm_run_unsafe_code,
         };
         let options = tasks.iter().map(of_task).collect();
         match samples.keys().next() {

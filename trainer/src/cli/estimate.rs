@@ -9,7 +9,7 @@ use crate::plan::Seat;
 use crate::recipe::{Loaded, MemoryModes};
 
 pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let seat = Seat { rank: 0, n_ranks: asked.ranks };
+    let seat = Seat { n_ranks: asked.ranks, ..Seat::ALONE };
     let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
     // What `memory: auto` takes depends on the device that is asked about, not on what is free here.
     let manual = ["memory=manual".to_owned()];

@@ -14,14 +14,14 @@ mod ui;
 use std::io::Write;
 use std::path::PathBuf;
 
-use candlewick_comm::place::Place;
+use candlewick_comm::place::{Place, Source};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use evaluator::error_file;
 use evaluator::exit::{completions, parse_arguments};
 
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
-use crate::plan::Seat;
+use crate::plan::{Machines, Seat};
 
 use profile::Sort;
 pub use ui::Ui;
@@ -289,7 +289,12 @@ fn place() -> anyhow::Result<Place> {
 }
 
 fn seat(place: &Place) -> Seat {
-    Seat { rank: place.rank, n_ranks: place.world_size }
+    let machines = match place.source {
+        _ if place.is_one_machine() => Machines::One,
+        Source::Torchrun => Machines::Nodes,
+        _ => Machines::Several,
+    };
+    Seat { rank: place.rank, n_ranks: place.world_size, machines }
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

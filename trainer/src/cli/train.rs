@@ -1,9 +1,6 @@
 //! `trainer train`: from a recipe to a plan to a run.
 
-use std::time::Duration;
-
-use anyhow::{Result, anyhow};
-use candlewick_comm::{Options, World};
+use anyhow::Result;
 use candlewick_text::hub::{Hub, HubSettings};
 
 use super::profile::Profile;
@@ -11,6 +8,7 @@ use super::{Recipe, Train, Ui, Verbosity, logging};
 use crate::exit::ExitCode;
 use crate::plan::{Known, KnownError, Plan, Reach, Seat};
 use crate::recipe::Loaded;
+use crate::run::connect;
 
 pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let place = super::place()?;
@@ -25,9 +23,8 @@ pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
     for note in plan.notes.iter().filter(|_| place.rank == 0) {
         ui.remark(&format!("note: {note}"));
     }
-    let options = Options { timeout: Duration::from_secs(plan.ranks.timeout as u64), record: false };
-    let world = World::join(&place, options).map_err(|error| anyhow!("failed to {error}"))?;
-    let code = crate::run::train(&plan, &hub(ui)?, &world, place.local_rank)?;
+    let (world, device) = connect(&plan, &place)?;
+    let code = crate::run::train(&plan, &hub(ui)?, &world, place.local_rank, &device)?;
     if let Some(profile) = profile {
         ui.remark(&profile.finish()?);
     }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use candlewick_comm::{Engine, Host};
 use candlewick_model::{Config, ModelError};
 use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
 
@@ -19,6 +20,8 @@ pub struct Known {
     pub n_cores: usize,
     /// Which of the processes that train together this one is.
     pub seat: Seat,
+    /// What can connect them.
+    pub engines: Engines,
     /// Where temporary files go.
     pub temp_dir: TempDir,
     /// Whether ArcticTraining would find Python code beside the recipe.
@@ -36,11 +39,38 @@ pub struct Seat {
     pub rank: usize,
     /// How many there are.
     pub n_ranks: usize,
+    /// Where they run.
+    pub machines: Machines,
 }
 
 impl Seat {
     /// A process by itself.
-    pub const ALONE: Self = Self { rank: 0, n_ranks: 1 };
+    pub const ALONE: Self = Self { rank: 0, n_ranks: 1, machines: Machines::One };
+}
+
+/// Where the processes run that train together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Machines {
+    /// On one machine.
+    One,
+    /// On several, which MPI or Slurm knows.
+    Several,
+    /// On several nodes of a launcher: these may be one machine.
+    Nodes,
+}
+
+/// What this build has to connect ranks with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Engines {
+    /// MPI.
+    pub mpi: bool,
+    /// NCCL, and what computes on GPUs.
+    pub nccl: bool,
+}
+
+impl Engines {
+    /// Those of this build.
+    pub const BUILT: Self = Self { mpi: Host::HAS_MPI, nccl: Engine::HAS_NCCL };
 }
 
 /// How far [`Known::gather`] may go.
@@ -76,6 +106,7 @@ impl Known {
             config: find_config(loaded, reach, settings)?,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
             seat,
+            engines: Engines::BUILT,
             temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             console,

@@ -3,6 +3,7 @@
 //! [`Plan::resolve`] is pure: it asks no device and no network. What it must know of the outside (the model's config,
 //! the number of cores) comes in as [`Known`]. Below the plan nobody validates a setting or supplies a default.
 
+mod backend;
 mod batches;
 mod deepspeed;
 mod known;
@@ -31,7 +32,7 @@ use crate::metrics::LogPlan;
 use crate::recipe::{ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, MemoryModes, OnNonfinite, RecipeError};
 use crate::schedule::Schedule;
 
-pub use known::{Known, KnownError, Reach, Seat};
+pub use known::{Engines, Known, KnownError, Machines, Reach, Seat};
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
 pub use table::Setting;

@@ -8,7 +8,8 @@ use serde::Serialize;
 
 use super::model::ATTENTION;
 use super::resolver::Resolver;
-use super::{ModelPlan, deepspeed};
+use super::{ModelPlan, backend, deepspeed};
+use crate::recipe::DdpBackend;
 
 const SEQUENCE: &str = "sequence_parallel_size";
 
@@ -31,6 +32,8 @@ pub struct RanksPlan {
     pub stages: usize,
     /// Seconds for which ranks wait for one that is silent.
     pub timeout: usize,
+    /// What connects them.
+    pub backend: DdpBackend,
     /// The ZeRO stage: nothing is sharded (0), the optimizer's state (1), gradients too (2), weights too (3).
     pub zero_stage: usize,
 }
@@ -47,6 +50,7 @@ impl RanksPlan {
             norms_in_parts: true,
             stages: 1,
             timeout: 1800,
+            backend: DdpBackend::Auto,
             zero_stage: 0,
         }
     }
@@ -134,8 +138,20 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
         resolver.note(format!("{what} summed for every micro-batch of the pipeline; stage 1 sums once a step"));
     }
     let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
+    let backend = backend::resolve(resolver);
     let (dp_replicate, dp_shard) = (n_ranks / n_shards, n_shards / sharing);
-    RanksPlan { dp_replicate, dp_shard, context, sequence, tensor, norms_in_parts, stages, timeout, zero_stage }
+    RanksPlan {
+        dp_replicate,
+        dp_shard,
+        context,
+        sequence,
+        tensor,
+        norms_in_parts,
+        stages,
+        timeout,
+        backend,
+        zero_stage,
+    }
 }
 
 /// The ranks that share every matrix. Each must get as many heads of both kinds, and as much of the MLP.

@@ -12,6 +12,7 @@ mod number;
 mod optimizer;
 mod output;
 mod overrides;
+mod ranks;
 mod schema;
 
 use schemars::JsonSchema;
@@ -27,6 +28,7 @@ pub use node::{Entry, Mark, Node, Value};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{DeepSpeed, Optimizer, OptimizerType, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
 pub use output::{AllRanks, Checkpoint, CheckpointType, Generate, LogLevel, Logger, OnNonfinite, Ranks, Wandb};
+pub use ranks::DdpBackend;
 pub use schema::json_schema;
 
 /// A training recipe: ArcticTraining's schema with Candlewick's extensions.
@@ -107,6 +109,10 @@ pub struct Recipe {
     /// Seconds for which the other ranks wait for one that is silent, as in transformers: the longest save, or the reading
     /// of the data, must be over by then (default 1800).
     pub ddp_timeout: Option<HumanInt>,
+    /// What connects the ranks (transformers' name): `auto` (default: NCCL where GPUs compute, else `local` on one machine and
+    /// MPI on several), `local` (processes of one machine), `mpi`, `nccl`, or `staged` (ranks that share a GPU, through the
+    /// host). `mpi` and `nccl` are not in every build.
+    pub ddp_backend: Option<DdpBackend>,
     /// Expert-parallel degree. Above 1 is not implemented yet.
     pub expert_parallel_size: Option<HumanInt>,
     /// Mixture-of-experts layers of ArcticTraining (`true`, `false` or `auto`). `true` is not implemented yet.

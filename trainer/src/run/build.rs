@@ -39,9 +39,9 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         return Err(error.context(ExitCode::Data));
     }
     let model = Model::new(config, plan.model.adapter.clone())?;
-    let device = plan.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+    let device = ranks.device.clone();
     let travels = ranks.groups.data.check_device(&device);
-    travels.map_err(|error| anyhow!("failed to start: {error}; set device: cpu").context(ExitCode::Usage))?;
+    travels.map_err(|error| anyhow!("failed to start: {error}; set ddp_backend: auto").context(ExitCode::Usage))?;
     // Before there is much: the memory that it takes serves again.
     let peak = peak(&device);
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;

@@ -6,6 +6,7 @@
 mod assets;
 mod background;
 mod build;
+mod connect;
 mod finish;
 mod lock;
 mod ranks;
@@ -17,6 +18,7 @@ mod step;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
+use candle_core::Device;
 use candlewick_comm::World;
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
@@ -30,6 +32,7 @@ use crate::signals::{Stop, StopRequests};
 
 pub use assets::Assets;
 pub(crate) use build::residency;
+pub use connect::connect;
 pub use step::NonFinite;
 
 use build::Built;
@@ -63,11 +66,11 @@ impl Began {
     }
 }
 
-/// Trains as `plan` says, as one rank of `world` and number `local_rank` of this machine, and returns how the run ended. If
-/// it fails, the other ranks are told and fail too.
-pub fn train(plan: &Plan, hub: &Hub, world: &World, local_rank: usize) -> Result<ExitCode> {
+/// Trains on `device` as `plan` says, as one rank of `world` and number `local_rank` of this machine, and returns how the run
+/// ended. If it fails, the other ranks are told and fail too.
+pub fn train(plan: &Plan, hub: &Hub, world: &World, local_rank: usize, device: &Device) -> Result<ExitCode> {
     // The groups are kept until the others know of a failure: leaving one waits for what was started in it.
-    let ranks = Ranks::new(world, local_rank, &plan.ranks)?;
+    let ranks = Ranks::new(world, local_rank, device, &plan.ranks)?;
     train_as(plan, hub, &ranks).map_err(|error| ranks.blame(error))
 }
 

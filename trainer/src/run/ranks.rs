@@ -19,6 +19,8 @@ use crate::signals::{Signal, Stop};
 pub(super) struct Ranks<'w> {
     world: &'w World,
     local_rank: usize,
+    /// What this one computes on.
+    pub(super) device: Device,
     pub(super) groups: Groups,
     /// This rank's place among those that compute different micro-batches, and how many places there are.
     pub(super) seat: (usize, usize),
@@ -30,8 +32,9 @@ pub(super) struct Ranks<'w> {
 
 impl<'w> Ranks<'w> {
     /// Makes the groups that `plan` wants of the ranks of `world`, which all call it. `local_rank` is this one's number on
-    /// its machine.
-    pub(super) fn new(world: &'w World, local_rank: usize, plan: &RanksPlan) -> Result<Self> {
+    /// its machine, `device` what it computes on.
+    pub(super) fn new(world: &'w World, local_rank: usize, device: &Device, plan: &RanksPlan) -> Result<Self> {
+        let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = Groups::new(&mesh, &*world.group())?;
         let writes = match plan.sharded() {
@@ -41,7 +44,7 @@ impl<'w> Ranks<'w> {
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let savers = world.group().split("saves", &[(0..world.size()).collect()])?;
-        Ok(Self { world, local_rank, groups, seat: (seat, plan.n_data()), writes, savers })
+        Ok(Self { world, local_rank, device, groups, seat: (seat, plan.n_data()), writes, savers })
     }
 
     /// Returns the crew of saves in the background.
@@ -186,7 +189,7 @@ mod tests {
     /// What each of three ranks returns.
     fn of_three<T: Send>(rank: impl Fn(&Ranks) -> Result<T> + Sync) -> Vec<T> {
         let plan = RanksPlan { dp_replicate: 3, ..RanksPlan::alone() };
-        let run = |world: &World| rank(&Ranks::new(world, world.rank(), &plan)?);
+        let run = |world: &World| rank(&Ranks::new(world, world.rank(), &Device::Cpu, &plan)?);
         threads::run(3, Options::default(), run).unwrap()
     }
 

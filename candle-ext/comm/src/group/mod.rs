@@ -187,7 +187,7 @@ fn part(of: &Worker, id: String, name: Arc<str>, list: &[usize], rank: usize) ->
 }
 
 /// Stands for the lists of a split (FNV-1a), the same in every build.
-fn digest(lists: &[Vec<usize>]) -> u64 {
+pub(crate) fn digest(lists: &[Vec<usize>]) -> u64 {
     let numbers = lists.iter().flat_map(|list| [list.len()].into_iter().chain(list.iter().copied()));
     numbers.fold(0xCBF2_9CE4_8422_2325, |hash, number| (hash ^ number as u64).wrapping_mul(0x0100_0000_01B3))
 }

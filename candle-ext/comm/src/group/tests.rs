@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::fabric::{Fabric, Links, Trouble};
+use crate::fabric::{Alarm, Fabric, Links, Trouble};
 use crate::{Call, Collective, Failure, Options, Reduce, Result, World, threads};
 
 /// The fabric of threads, but for how a part of the world is connected.
@@ -15,7 +15,7 @@ struct Broken {
     open: fn() -> Result<Box<dyn Links>, Trouble>,
 }
 
-impl Fabric for Broken {
+impl Alarm for Broken {
     fn rank(&self) -> usize {
         self.sound.rank()
     }
@@ -35,7 +35,9 @@ impl Fabric for Broken {
     fn await_failure(&self, within: Duration) -> Option<Failure> {
         self.sound.await_failure(within)
     }
+}
 
+impl Fabric for Broken {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
         if members.len() == 2 { (self.open)() } else { self.sound.open(id, members) }
     }

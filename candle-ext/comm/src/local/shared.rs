@@ -18,9 +18,6 @@ use crate::{Call, Failure};
 /// How long the farewell or the death of a rank may come after its other sockets closed.
 const EXPLAIN_WITHIN: Duration = Duration::from_secs(5);
 
-/// More of what went wrong is not told: what all ranks tell at once fits into their sockets.
-pub(super) const MAX_MESSAGE_BYTES: usize = 1 << 14;
-
 /// The group in which failures and farewells are told.
 pub(super) const CONTROL: &str = "control";
 
@@ -81,17 +78,16 @@ impl Shared {
 
     /// Tells all ranks of a failure, unless there was one before. The store knows whose came first; without it each
     /// rank keeps what it learns first.
-    pub(super) fn fail(&self, mut failure: Failure) -> Failure {
+    pub(super) fn fail(&self, failure: Failure) -> Failure {
         if let Some(first) = self.failure() {
             return first;
         }
-        let end = (0..=MAX_MESSAGE_BYTES).rev().find(|end| failure.message.is_char_boundary(*end));
-        failure.message.truncate(end.expect("there is one at the start"));
-        let first = self.arbiter.compare_set(FAILURE, &[], &encode(&failure)).ok().and_then(|bytes| decode(&bytes));
-        let first = first.unwrap_or(failure);
+        let failure = failure.shortened();
+        let first = self.arbiter.compare_set(FAILURE, &[], &failure.encode()).ok();
+        let first = first.and_then(|bytes| Failure::decode(&bytes)).unwrap_or(failure);
         let (first, is_new) = self.adopt(first);
         if is_new {
-            self.tell(FAIL, &encode(&first));
+            self.tell(FAIL, &first.encode());
         }
         first
     }
@@ -221,13 +217,4 @@ impl Shared {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn encode(failure: &Failure) -> Vec<u8> {
-    [&(failure.rank as u32).to_le_bytes()[..], failure.message.as_bytes()].concat()
-}
-
-pub(super) fn decode(bytes: &[u8]) -> Option<Failure> {
-    let (rank, message) = bytes.split_first_chunk()?;
-    Some(Failure { rank: u32::from_le_bytes(*rank) as usize, message: String::from_utf8_lossy(message).into_owned() })
 }

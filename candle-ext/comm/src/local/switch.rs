@@ -15,7 +15,7 @@ use super::links::Wires;
 use super::shared::{CONTROL, Shared};
 use super::watch::{Watcher, hello};
 use crate::deadline::deadline;
-use crate::fabric::{Fabric, Links, Trouble};
+use crate::fabric::{Alarm, Fabric, Links, Trouble};
 use crate::store::Client;
 use crate::{Call, Failure, Result};
 
@@ -127,7 +127,7 @@ impl Switch {
     }
 }
 
-impl Fabric for Switch {
+impl Alarm for Switch {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -147,7 +147,9 @@ impl Fabric for Switch {
     fn await_failure(&self, within: Duration) -> Option<Failure> {
         self.shared.await_failure(within)
     }
+}
 
+impl Fabric for Switch {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
         let streams = self.streams(id, members)?;
         for stream in streams.iter().flatten() {

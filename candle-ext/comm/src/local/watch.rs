@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
 
-use super::shared::{FAIL, LEAVE, MAX_MESSAGE_BYTES, Shared, decode};
+use super::shared::{FAIL, LEAVE, Shared};
 use crate::Failure;
 use crate::deadline::deadline;
+use crate::error::MAX_MESSAGE_BYTES;
 
 /// How long a caller may take to say who it is; it has already written that when it is accepted.
 const INTRODUCE_WITHIN: Duration = Duration::from_secs(2);
@@ -122,7 +123,7 @@ impl Watcher {
         match read_frame(stream) {
             Ok((LEAVE, _)) => return self.shared.left(rank),
             Ok((FAIL, payload)) => {
-                if let Some(failure) = decode(&payload) {
+                if let Some(failure) = Failure::decode(&payload) {
                     self.shared.adopt(failure);
                     return;
                 }

@@ -29,8 +29,9 @@ pub struct Place {
     pub node: Option<usize>,
     /// How often the processes were started anew after a failure.
     pub restart: usize,
-    /// Where the processes meet.
-    pub master: Master,
+    /// Where the processes meet. MPI does not say it where there are several machines, and need not be told if it is also
+    /// what connects the processes.
+    pub master: Result<Master, PlaceError>,
     /// Who started the process.
     pub source: Source,
 }
@@ -133,9 +134,14 @@ impl Place {
         found.unwrap_or_else(|| Ok(Self::alone()))
     }
 
+    /// Whether all processes run on this machine.
+    pub fn is_one_machine(&self) -> bool {
+        self.local_world_size == self.world_size
+    }
+
     /// Returns the place of a process that nobody started as part of a group.
     pub fn alone() -> Self {
-        let master = Master { addr: LOOPBACK.into(), port: DEFAULT_PORT, agent_hosts_store: false };
+        let master = Ok(Master { addr: LOOPBACK.into(), port: DEFAULT_PORT, agent_hosts_store: false });
         Self {
             rank: 0,
             local_rank: 0,
@@ -176,7 +182,7 @@ fn torchrun(read: &Reader) -> Result<Option<Place>, PlaceError> {
     // torchrun's --virtual-local-rank calls every worker 0; that is below every size too.
     below(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world_size))?;
     at_most(("LOCAL_WORLD_SIZE", local_world_size), ("WORLD_SIZE", world_size))?;
-    let master = read.master(Source::Torchrun, is_single, DEFAULT_PORT)?;
+    let master = Ok(read.master(Source::Torchrun, is_single, DEFAULT_PORT)?);
     let node = read.number("GROUP_RANK")?;
     let restart = read.number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0);
     let source = Source::Torchrun;
@@ -229,7 +235,10 @@ fn mpi(read: &Reader, source: Source, names: &Names, jobs: &[&'static str]) -> R
     at_most((names.local_size, local_world_size), (names.size, world_size))?;
     let is_one_machine = local_world_size == world_size;
     let job = jobs.iter().find_map(|name| read.text(name));
-    let master = read.master(source, is_one_machine, job.map_or(DEFAULT_PORT, port_of_job))?;
+    let master = match read.master(source, is_one_machine, job.map_or(DEFAULT_PORT, port_of_job)) {
+        Err(error @ PlaceError::NoMaster { .. }) => Err(error),
+        master => Ok(master?),
+    };
     // Intel's says it.
     let node = is_one_machine.then_some(0).or(read.number("HYDRA_BSTRAP_NODE_ID")?);
     Ok(Some(Place { rank, local_rank, world_size, local_world_size, node, restart: 0, master, source }))
@@ -248,7 +257,7 @@ fn slurm(read: &Reader) -> Result<Option<Place>, PlaceError> {
     below(("SLURM_PROCID", rank), (size_name, world_size))?;
     let local_world_size = slurm_local_size(read, node, world_size)?;
     below(("SLURM_LOCALID", local_rank), ("SLURM_STEP_TASKS_PER_NODE", local_world_size))?;
-    let master = slurm_master(read, local_world_size == world_size)?;
+    let master = Ok(slurm_master(read, local_world_size == world_size)?);
     let node = Some(node);
     let (restart, source) = (0, Source::Slurm);
     Ok(Some(Place { rank, local_rank, world_size, local_world_size, node, restart, master, source }))
@@ -367,8 +376,12 @@ impl fmt::Display for Place {
         let Self { rank, local_rank, world_size, local_world_size, node, restart: _, master, source } = self;
         let node = node.map_or_else(|| "?".to_owned(), |node| node.to_string());
         write!(f, "rank {rank} of {world_size}, local rank {local_rank} of {local_world_size}, node {node}, ")?;
-        let host = if master.agent_hosts_store { "the launcher's store" } else { "rank 0" };
-        write!(f, "{host} at {}:{}, started by {source}", master.addr, master.port)
+        match master {
+            Ok(Master { addr, port, agent_hosts_store: true }) => write!(f, "the launcher's store at {addr}:{port}, ")?,
+            Ok(Master { addr, port, agent_hosts_store: false }) => write!(f, "rank 0 at {addr}:{port}, ")?,
+            Err(_) => f.write_str("rank 0 where MASTER_ADDR does not say, ")?,
+        }
+        write!(f, "started by {source}")
     }
 }
 

@@ -92,7 +92,7 @@ impl Engine {
             }
             None => Tensor::zeros((rows.len(), self.n_vocab()), DType::F32, &self.device)?,
         };
-        self.from_last_stage(&logits)
+        self.told_by_last_stage(&logits)
     }
 
     /// Returns how likely the tokens are that are asked about: logits exist for their rows only, and for a part of them at a
@@ -119,7 +119,8 @@ impl Engine {
         };
         let marks = scores.is_top.iter().map(|is_top| f32::from(u8::from(*is_top)));
         let numbers: Vec<f32> = scores.logprobs.iter().copied().chain(marks).collect();
-        let all = self.from_last_stage(&Tensor::from_vec(numbers, (2, ids.len()), &self.device)?)?.to_vec2::<f32>()?;
+        let all =
+            self.told_by_last_stage(&Tensor::from_vec(numbers, (2, ids.len()), &self.device)?)?.to_vec2::<f32>()?;
         let n = asked.len();
         Ok(TokenScores {
             logprobs: all[0][..n].to_vec(),
@@ -159,7 +160,7 @@ impl Engine {
     }
 
     /// What the last stage knows, told to all.
-    fn from_last_stage(&self, x: &Tensor) -> Result<Tensor> {
+    fn told_by_last_stage(&self, x: &Tensor) -> Result<Tensor> {
         let stages = self.pipeline.stages();
         Ok(stages.broadcast(x, stages.size() - 1)?)
     }

@@ -161,7 +161,7 @@ fn slash_as_fraction(text: String) -> Option<String> {
 fn integer(text: &str) -> Option<String> {
     let text = text.trim();
     let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
-    let is_number = !digits.is_empty() && digits.split('_').all(|part| crate::task::python::text::is_digit(part));
+    let is_number = !digits.is_empty() && digits.split('_').all(crate::task::python::text::is_digit);
     let digits = digits.replace('_', "");
     let digits = digits.trim_start_matches('0');
     let sign = if text.starts_with('-') && !digits.is_empty() { "-" } else { "" };

@@ -163,7 +163,7 @@ fn paragraphs(text: &str, n_wanted: usize) -> Result<bool, String> {
     let parts = pattern.split(text)?;
     let is_empty = |part: &&str| strip(part).is_empty();
     let inner = parts.len().saturating_sub(1).max(1);
-    if parts[1..inner].iter().any(|part| is_empty(&part)) {
+    if parts[1..inner].iter().any(&is_empty) {
         return Ok(false);
     }
     Ok(parts.iter().filter(|part| !is_empty(part)).count() == n_wanted)

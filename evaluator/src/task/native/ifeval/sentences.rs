@@ -31,7 +31,7 @@ fn ends_sentence(word: &str, next: &str) -> bool {
     let opens = next.trim_start_matches(|c: char| "\"'([{“‘".contains(c)).chars().next();
     let goes_on = opens.is_some_and(char::is_lowercase);
     let is_abbreviation = is_initial || ABBREVIATIONS.contains(&stem.as_str());
-    !(is_abbreviation || goes_on && bare.ends_with("...")) && !opens.is_none_or(is_space)
+    !(is_abbreviation || opens.is_none_or(is_space) || goes_on && bare.ends_with("..."))
 }
 
 #[cfg(test)]

@@ -1,0 +1,56 @@
+//! What ranks tell each other besides tensors.
+
+use crate::Failure;
+
+/// A message of one rank's thread to another's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Frame {
+    /// The sender has left.
+    Leave,
+    /// Something went wrong on the sender: rank 0 says whose failure was the first.
+    Accuse(Failure),
+    /// The world has ended.
+    Ended(Failure),
+    /// Messages of the group with this id carry this tag.
+    Open(i32, String),
+}
+
+impl Frame {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Leave => vec![0],
+            Self::Accuse(failure) => [&[1][..], &failure.encode()].concat(),
+            Self::Ended(failure) => [&[2][..], &failure.encode()].concat(),
+            Self::Open(tag, id) => [&[3][..], &tag.to_le_bytes(), id.as_bytes()].concat(),
+        }
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (kind, rest) = bytes.split_first()?;
+        match kind {
+            0 => Some(Self::Leave),
+            1 => Failure::decode(rest).map(Self::Accuse),
+            2 => Failure::decode(rest).map(Self::Ended),
+            3 => {
+                let (tag, id) = rest.split_first_chunk()?;
+                Some(Self::Open(i32::from_le_bytes(*tag), String::from_utf8_lossy(id).into_owned()))
+            }
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_is_read_as_it_was_written() {
+        let failure = Failure { rank: 7, message: "read row 17".to_owned() };
+        let open = Frame::Open(32_000, "world/3.1".to_owned());
+        for frame in [Frame::Leave, Frame::Accuse(failure.clone()), Frame::Ended(failure), open] {
+            assert_eq!(Frame::decode(&frame.encode()), Some(frame));
+        }
+        assert_eq!([&[][..], &[9], &[1, 0], &[3, 1]].map(Frame::decode), [const { None }; 4]);
+    }
+}

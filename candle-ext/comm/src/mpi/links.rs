@@ -1,0 +1,159 @@
+//! One rank's part in one group: cuts what is exchanged into pieces, and waits for them.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use super::shared::{Done, News, Order, Piece, Shared};
+use crate::fabric::{Links, Trouble};
+
+/// The size of a piece. Each that arrives is a sign of life, so it is not too large.
+const PIECE_BYTES: usize = 1 << 18;
+
+/// How many pieces are on the way to each rank at once, and from each.
+const WINDOW: usize = 4;
+
+/// How long something may still come from a rank that has said it leaves: another message may overtake it.
+const LAST_WORDS_WITHIN: Duration = Duration::from_secs(1);
+
+/// See [`Links`].
+pub(super) struct Routes {
+    shared: Arc<Shared>,
+    /// The world ranks of the group's ranks.
+    members: Vec<usize>,
+    tag: i32,
+    ear: Sender<News>,
+    news: Receiver<News>,
+    /// Rooms of pieces that have arrived, for the next.
+    rooms: Vec<Box<[u8]>>,
+}
+
+/// How far the bytes between this rank and another are, one way.
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    len: usize,
+    started: usize,
+    arrived: usize,
+    n_under_way: usize,
+}
+
+impl Progress {
+    fn of(len: usize) -> Self {
+        Self { len, ..Self::default() }
+    }
+
+    fn is_done(&self) -> bool {
+        self.arrived == self.len
+    }
+
+    /// Returns where the next piece is that may start.
+    fn next(&mut self) -> Option<std::ops::Range<usize>> {
+        if self.started == self.len || self.n_under_way == WINDOW {
+            return None;
+        }
+        let start = self.started;
+        self.started = (start + PIECE_BYTES).min(self.len);
+        self.n_under_way += 1;
+        Some(start..self.started)
+    }
+
+    fn arrived(&mut self, n_bytes: usize) {
+        self.arrived += n_bytes;
+        self.n_under_way -= 1;
+    }
+}
+
+impl Routes {
+    pub(super) fn new(shared: Arc<Shared>, members: Vec<usize>, tag: i32) -> Self {
+        let (ear, news) = channel();
+        shared.listen(&ear);
+        Self { shared, members, tag, ear, news, rooms: Vec::new() }
+    }
+
+    /// Orders what may start now.
+    fn start(&mut self, send: &[&[u8]], [going, coming]: &mut [Vec<Progress>; 2]) {
+        let mut orders = Vec::new();
+        for peer in 0..self.members.len() {
+            while let Some(at) = coming[peer].next() {
+                let done = self.done(peer, at.start, false);
+                let room = self.room(at.len());
+                orders.push(Order::Receive { from: self.members[peer], tag: self.tag, room, done });
+            }
+            while let Some(at) = going[peer].next() {
+                let done = self.done(peer, at.start, true);
+                let mut bytes = self.room(at.len());
+                bytes.copy_from_slice(&send[peer][at]);
+                orders.push(Order::Send { to: self.members[peer], tag: self.tag, bytes, done });
+            }
+        }
+        if !orders.is_empty() {
+            self.shared.order(orders);
+        }
+    }
+
+    fn done(&self, peer: usize, start: usize, is_sent: bool) -> Done {
+        Done { ear: self.ear.clone(), piece: Piece { peer, start, is_sent } }
+    }
+
+    fn room(&mut self, len: usize) -> Box<[u8]> {
+        let fits = self.rooms.iter().position(|room| room.len() == len);
+        fits.map_or_else(|| vec![0; len].into(), |at| self.rooms.swap_remove(at))
+    }
+
+    fn keep(&mut self, room: Box<[u8]>) {
+        if self.rooms.len() < 2 * WINDOW * self.members.len() {
+            self.rooms.push(room);
+        }
+    }
+
+    /// Says why nothing has moved since `last_moved`, if there is a reason not to wait any longer.
+    fn check(&self, [going, coming]: &[Vec<Progress>; 2], last_moved: Instant) -> Result<(), Trouble> {
+        if let Some(failure) = self.shared.failure() {
+            return Err(Trouble::Failed(failure));
+        }
+        // Those from whom something is missing; those who do not take what they are sent, if nothing is.
+        let unfinished = |ways: &[Progress]| (0..ways.len()).filter(|peer| !ways[*peer].is_done()).collect::<Vec<_>>();
+        let waits_for = Some(unfinished(coming)).filter(|peers| !peers.is_empty()).unwrap_or_else(|| unfinished(going));
+        let silent = last_moved.elapsed();
+        let gone = waits_for.iter().find(|peer| self.shared.has_left(self.members[**peer]));
+        match gone {
+            Some(peer) if silent >= LAST_WORDS_WITHIN => Err(Trouble::Left(*peer)),
+            _ if silent >= self.shared.timeout => Err(Trouble::Late(waits_for, self.shared.timeout)),
+            _ => Ok(()),
+        }
+    }
+
+    fn patience(&self, last_moved: Instant) -> Duration {
+        let any_has_left = self.members.iter().any(|rank| self.shared.has_left(*rank));
+        let limit = if any_has_left { LAST_WORDS_WITHIN.min(self.shared.timeout) } else { self.shared.timeout };
+        // After the limit it is the time-out that is waited for.
+        let left = limit.checked_sub(last_moved.elapsed()).filter(|left| !left.is_zero());
+        left.unwrap_or_else(|| self.shared.timeout.saturating_sub(last_moved.elapsed()))
+    }
+}
+
+impl Links for Routes {
+    fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+        let mut ways = [
+            send.iter().map(|bytes| Progress::of(bytes.len())).collect::<Vec<_>>(),
+            recv.iter().map(|bytes| Progress::of(bytes.len())).collect(),
+        ];
+        let mut last_moved = Instant::now();
+        while !ways.iter().flatten().all(Progress::is_done) {
+            self.start(send, &mut ways);
+            match self.news.recv_timeout(self.patience(last_moved)) {
+                Ok(News::Arrived(Piece { peer, start, is_sent }, bytes)) => {
+                    if !is_sent {
+                        recv[peer][start..start + bytes.len()].copy_from_slice(&bytes);
+                    }
+                    ways[usize::from(!is_sent)][peer].arrived(bytes.len());
+                    self.keep(bytes);
+                    last_moved = Instant::now();
+                }
+                Ok(News::Look) | Err(RecvTimeoutError::Timeout) => self.check(&ways, last_moved)?,
+                Err(RecvTimeoutError::Disconnected) => unreachable!("this rank keeps an end of its own"),
+            }
+        }
+        Ok(())
+    }
+}

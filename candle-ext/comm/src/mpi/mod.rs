@@ -1,0 +1,103 @@
+//! Ranks that `mpirun` or `srun` started, on one machine or many, connected by an installed MPI (Open MPI, MPICH, Intel
+//! MPI).
+//!
+//! MPI only carries bytes between two ranks: order, checks and sums are `group`'s, so all results have the bits that they
+//! have on threads. One thread of a process makes all calls to MPI, and asks it for no more than `MPI_THREAD_FUNNELED`.
+//! What is sent and received is copied once: MPI's buffers are its own until it says otherwise, whatever fails meanwhile.
+//!
+//! A rank that fails tells the others. One that dies is noticed by whoever started the ranks, who then ends the others;
+//! one that stops, or that no message reaches any more, by the time-out.
+
+mod about;
+mod clerk;
+mod frame;
+mod letter;
+mod links;
+mod shared;
+
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use crate::fabric::{Alarm, Fabric, Links, Trouble};
+use crate::{Call, Error, Failure, Options, Result, World};
+use clerk::Clerk;
+use links::Routes;
+use shared::Shared;
+
+/// Joins the world of `size` ranks as rank `rank`: what whoever started this process says, and MPI must say, too. Fails if
+/// MPI has not brought all together within `options.timeout`.
+///
+/// A process can do so once in its life. Dropping the world waits until all ranks have left or one has failed.
+pub fn join(rank: usize, size: usize, options: Options) -> Result<World> {
+    let refuse = |why| Error::Join { rank, size, why };
+    let (sender, started) = channel();
+    let work = move || {
+        let clerk = match Clerk::start(rank, size, options.timeout) {
+            Ok(clerk) => clerk,
+            Err(why) => return drop(sender.send(Err(why))),
+        };
+        // Who has stopped waiting has said why.
+        if sender.send(Ok(Arc::clone(clerk.shared()))).is_ok() {
+            clerk.run();
+        }
+    };
+    let thread = thread::Builder::new().name("comm-mpi".to_owned()).spawn(work);
+    let thread = thread.map_err(|error| refuse(format!("start a thread: {error}")))?;
+    let shared = match started.recv_timeout(options.timeout) {
+        Ok(shared) => shared.map_err(refuse)?,
+        Err(RecvTimeoutError::Timeout) => {
+            return Err(refuse(format!("MPI has not brought the ranks together within {:?}", options.timeout)));
+        }
+        Err(RecvTimeoutError::Disconnected) => return Err(refuse("MPI did not start".to_owned())),
+    };
+    World::open(Arc::new(Post { shared, thread: Some(thread) }), size, &options)
+}
+
+/// See [`Fabric`].
+struct Post {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Alarm for Post {
+    fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    fn who(&self, rank: usize) -> String {
+        self.shared.others[rank].to_string()
+    }
+
+    fn fail(&self, failure: Failure) -> Failure {
+        self.shared.fail(failure)
+    }
+
+    fn failure(&self) -> Option<Failure> {
+        self.shared.failure()
+    }
+
+    fn await_failure(&self, within: Duration) -> Option<Failure> {
+        self.shared.await_failure(within)
+    }
+}
+
+impl Fabric for Post {
+    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
+        let tag = self.shared.open(id, members)?;
+        Ok(Box::new(Routes::new(Arc::clone(&self.shared), members.to_vec(), tag)))
+    }
+
+    // A dead rank's end is told by who started it, not by us.
+    fn doing(&self, _id: &str, _call: Option<&Call>) {}
+}
+
+impl Drop for Post {
+    fn drop(&mut self) {
+        self.shared.leave();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

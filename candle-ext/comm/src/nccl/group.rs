@@ -1,0 +1,403 @@
+//! One rank's end of a group over NCCL: prepares tensors on the device, hands the call to the group's thread.
+//!
+//! Two streams meet in events: the group's waits for what the tensors need, and the one on which everything else is computed
+//! waits for the group's when a result is waited for.
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::cuda_backend::cudarc::driver::CudaEvent;
+use candle_core::{CudaDevice, DType, Device, Tensor};
+
+use super::api::number_of;
+use super::communicator::Step;
+use super::memory::{address, room};
+use super::worker::{Job, Worker, cuda};
+use crate::arguments::{self, MAX_DIMS};
+use crate::call::Journal;
+use crate::element::DTYPES;
+use crate::fabric::{Alarm, Trouble};
+use crate::group::digest;
+use crate::herald::Herald;
+use crate::staff::Staff;
+use crate::{Call, Collective, Error, Op, Pending, Reduce, Result, Solo};
+
+/// How many numbers say what a tensor is that is sent to a rank which does not know it.
+const HEAD_WORDS: usize = 2 + MAX_DIMS;
+
+/// See [`Collective`].
+pub(super) struct Group {
+    name: Arc<str>,
+    rank: usize,
+    size: usize,
+    device: CudaDevice,
+    herald: Arc<Herald>,
+    journal: Journal,
+    queue: Mutex<Queue>,
+    staff: Arc<Staff>,
+}
+
+/// The way to the group's thread. Numbers are given out under the same lock that keeps calls in order.
+struct Queue {
+    jobs: Sender<Job>,
+    n_calls: u64,
+    n_sends: u64,
+}
+
+/// A result that lies on the device when `done`.
+struct Coming {
+    tensors: Vec<Tensor>,
+    done: Arc<CudaEvent>,
+}
+
+/// What an operation reads and writes, and how.
+struct Plan {
+    steps: Vec<Step>,
+    inputs: Vec<Tensor>,
+    outputs: Vec<Tensor>,
+}
+
+impl Group {
+    pub(super) fn new(worker: Worker, device: &Device, journal: Journal, staff: Arc<Staff>) -> Result<Self> {
+        let Device::Cuda(device) = device else { unreachable!("the world was joined with a GPU") };
+        let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
+        let herald = Arc::clone(&worker.herald);
+        let (jobs, received) = channel();
+        staff.hire(format!("comm-{name}"), move || worker.run(&received)).map_err(candle_core::Error::wrap)?;
+        let queue = Mutex::new(Queue { jobs, n_calls: 0, n_sends: 0 });
+        Ok(Self { name, rank, size, device: device.clone(), herald, journal, queue, staff })
+    }
+
+    fn start<T: Send + 'static>(
+        &self,
+        op: Op,
+        x: Option<&Tensor>,
+        body: impl FnOnce(&mut Worker, &Call) -> Result<T, Trouble> + Send + 'static,
+    ) -> Result<Pending<T>> {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
+        *count += 1;
+        let call = Call::new(&self.name, *count, op, x);
+        self.journal.note(&call);
+        let (sender, pending) = Pending::started();
+        let job: Job = Box::new(move |worker| {
+            // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
+            let _ = sender.send(worker.carry_out(&call, |worker| body(worker, &call)));
+        });
+        queue.jobs.send(job).expect("the thread ends when the group is dropped");
+        Ok(pending)
+    }
+
+    /// Carries out `plan`, of which `finish` makes the result when it is waited for.
+    fn carry_out(
+        &self,
+        op: Op,
+        x: &Tensor,
+        plan: Plan,
+        finish: impl FnOnce(Vec<Tensor>) -> candle_core::Result<Tensor> + Send + 'static,
+    ) -> Result<Pending> {
+        let ready = self.ready()?;
+        let Plan { steps, inputs, outputs } = plan;
+        let coming = self.start(op, Some(x), move |worker, call| {
+            let tensors = inputs.into_iter().chain(outputs.iter().cloned()).collect();
+            let done = worker.put(call, ready, &steps, tensors)?;
+            Ok(Coming { tensors: outputs, done })
+        })?;
+        let (device, herald, to) = (self.device.clone(), Arc::clone(&self.herald), x.device().clone());
+        Ok(coming.then(move |coming| arrive(&device, &herald, coming, &to, finish)))
+    }
+
+    /// When all that was asked of the device so far is done.
+    fn ready(&self) -> Result<CudaEvent> {
+        Ok(self.device.cuda_stream().record_event(None).map_err(candle_core::Error::wrap)?)
+    }
+
+    /// Brings `x` onto the device, in order.
+    fn bring(&self, op: &'static str, x: &Tensor) -> Result<Tensor> {
+        self.check_place(op, x.device())?;
+        arguments::form(op, x)?;
+        if x.elem_count() == 0 {
+            return self.room(x.dtype(), x.dims());
+        }
+        Ok(x.detach().to_device(&Device::Cuda(self.device.clone()))?.contiguous()?)
+    }
+
+    fn check_place(&self, op: &'static str, device: &Device) -> Result<()> {
+        match device {
+            Device::Cpu => Ok(()),
+            Device::Cuda(other) if other.id() == self.device.id() => Ok(()),
+            other => {
+                let why = format!("a tensor on {:?}: this group moves those of one GPU", other.location());
+                Err(Error::Call { op, why })
+            }
+        }
+    }
+
+    fn room(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        Ok(room(&self.device, dtype, shape)?)
+    }
+
+    /// The largest or smallest elements; where any is a NaN, which NCCL's comparisons pass over, a NaN.
+    fn start_compare(&self, x: &Tensor, own: Tensor, op: Reduce) -> Result<Pending> {
+        let is_nan = if own.elem_count() > 0 { own.ne(&own)? } else { self.room(DType::U8, own.dims())? };
+        let outputs = vec![self.room(own.dtype(), own.dims())?, self.room(DType::U8, own.dims())?];
+        let inputs = vec![own, is_nan];
+        let pairs = inputs.iter().zip(&outputs).zip([op, Reduce::Max]);
+        let steps = pairs.map(|((from, to), op)| reduce(from, to, op)).collect::<Result<_>>()?;
+        self.carry_out(Op::AllReduce(op), x, Plan { steps, inputs, outputs }, |outputs| {
+            let [y, is_nan] = &outputs[..] else { unreachable!("there are two") };
+            is_nan.where_cond(&y.affine(0.0, f64::NAN)?, y)
+        })
+    }
+}
+
+impl Collective for Group {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn check_device(&self, device: &Device) -> Result<()> {
+        self.check_place("travel", device)
+    }
+
+    fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
+        let own = self.bring("all_reduce", x)?;
+        if op != Reduce::Sum && own.dtype().is_float() {
+            return self.start_compare(x, own, op);
+        }
+        let (dtype, wide) = (own.dtype(), widened(&own, op)?);
+        let out = self.room(wide.dtype(), wide.dims())?;
+        let plan = Plan { steps: vec![reduce(&wide, &out, op)?], inputs: vec![wide], outputs: vec![out] };
+        self.carry_out(Op::AllReduce(op), x, plan, move |outputs| outputs[0].to_dtype(dtype))
+    }
+
+    fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
+        let n_rows = arguments::rows("all_gather", x)?;
+        let own = self.bring("all_gather", x)?;
+        let out = self.room(own.dtype(), &[&[n_rows * self.size], &own.dims()[1..]].concat())?;
+        let (from, to, n, dtype) = (address(&own)?, address(&out)?, own.elem_count(), number(&own));
+        let steps = vec![Step::AllGather { from, to, n, dtype }];
+        self.carry_out(Op::AllGather, x, Plan { steps, inputs: vec![own], outputs: vec![out] }, first)
+    }
+
+    fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
+        let n_rows = arguments::shares(x, self.size)?;
+        let own = self.bring("reduce_scatter", x)?;
+        let (dtype, wide) = (own.dtype(), widened(&own, Reduce::Sum)?);
+        let out = self.room(wide.dtype(), &[&[n_rows], &own.dims()[1..]].concat())?;
+        let (from, to, n) = (address(&wide)?, address(&out)?, out.elem_count());
+        let steps = vec![Step::ReduceScatter { from, to, n, dtype: number(&wide) }];
+        let plan = Plan { steps, inputs: vec![wide], outputs: vec![out] };
+        self.carry_out(Op::ReduceScatter, x, plan, move |outputs| outputs[0].to_dtype(dtype))
+    }
+
+    fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
+        arguments::counts(x, send, recv, self.size)?;
+        let own = self.bring("all_to_all", x)?;
+        let out = self.room(own.dtype(), &[&[recv.iter().sum()], &own.dims()[1..]].concat())?;
+        let row = own.dims()[1..].iter().product::<usize>();
+        let (row_bytes, dtype) = (row * own.dtype().size_in_bytes(), number(&own));
+        let (mut from, mut to, mut steps) = (address(&own)?, address(&out)?, Vec::new());
+        for peer in 0..self.size {
+            let [n_sent, n_received] = [send[peer], recv[peer]];
+            steps.push(Step::Send { from, n: n_sent * row, dtype, peer });
+            steps.push(Step::Receive { to, n: n_received * row, dtype, peer });
+            (from, to) = (from.after(n_sent * row_bytes), to.after(n_received * row_bytes));
+        }
+        steps.retain(|step| !matches!(step, Step::Send { n: 0, .. } | Step::Receive { n: 0, .. }));
+        self.carry_out(Op::AllToAll, x, Plan { steps, inputs: vec![own], outputs: vec![out] }, first)
+    }
+
+    fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
+        arguments::peer("broadcast", root, self.size)?;
+        let own = self.bring("broadcast", x)?;
+        let out = self.room(own.dtype(), own.dims())?;
+        let (from, to, n, dtype) = (address(&own)?, address(&out)?, own.elem_count(), number(&own));
+        let steps = vec![Step::Broadcast { from, to, n, dtype, root }];
+        self.carry_out(Op::Broadcast { root }, x, Plan { steps, inputs: vec![own], outputs: vec![out] }, first)
+    }
+
+    fn start_send_recv(
+        &self,
+        x: Option<&Tensor>,
+        to: Option<usize>,
+        from: Option<usize>,
+    ) -> Result<Pending<Option<Tensor>>> {
+        arguments::pair(x, to, from, self.rank, self.size)?;
+        let own = x.map(|x| self.bring("send_recv", x)).transpose()?;
+        let going = own.zip(to).map(|(x, to)| Ok::<_, Error>((head(&x, &self.device)?, x, to))).transpose()?;
+        let coming = from.map(|from| Ok::<_, Error>((self.room(DType::I64, &[HEAD_WORDS])?, from))).transpose()?;
+        let ready = self.ready()?;
+        let received = self.start(Op::SendRecv { to, from }, x, move |worker, call| {
+            let theirs = swap_heads(worker, call, ready, going.as_ref(), coming)?;
+            swap_tensors(worker, call, going, theirs)
+        })?;
+        let (device, herald) = (self.device.clone(), Arc::clone(&self.herald));
+        let to = x.map_or_else(|| Device::Cuda(self.device.clone()), |x| x.device().clone());
+        Ok(received.then(move |coming| coming.map(|coming| arrive(&device, &herald, coming, &to, first)).transpose()))
+    }
+
+    fn barrier(&self) -> Result<()> {
+        let one = Tensor::zeros(1, DType::U8, &Device::Cuda(self.device.clone()))?;
+        let out = self.room(DType::U8, &[1])?;
+        let (step, ready) = (reduce(&one, &out, Reduce::Sum)?, self.ready()?);
+        let done = self.start(Op::Barrier, None, move |worker, call| {
+            let done = worker.put(call, ready, &[step], vec![one, out])?;
+            worker.await_done(call, &done)
+        });
+        done?.wait()
+    }
+
+    fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
+        let index = arguments::list_of(lists, self.rank, self.size)?;
+        let (list, digest, name) = (lists[index].clone(), digest(lists), Arc::from(name));
+        let made = self.start(Op::Split, None, move |worker, call| {
+            let id = format!("{}/{}", worker.id, call.number);
+            agree(worker, call, &id, digest)?;
+            part(worker, &format!("{id}.{index}"), name, &list)
+        })?;
+        match made.wait()? {
+            Some(worker) => {
+                let device = Device::Cuda(self.device.clone());
+                Ok(Arc::new(Self::new(worker, &device, self.journal.clone(), Arc::clone(&self.staff))?))
+            }
+            None => Ok(Arc::new(Solo)),
+        }
+    }
+}
+
+/// Connects the ranks in `list`; nothing needs to be connected for a list of one.
+fn part(of: &Worker, id: &str, name: Arc<str>, list: &[usize]) -> Result<Option<Worker>, Trouble> {
+    if list.len() == 1 {
+        return Ok(None);
+    }
+    let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
+    let opened = Worker::open(&of.herald, &of.device, id, name, &members);
+    opened.map(Some).map_err(|trouble| trouble.map_ranks(|rank| list[rank]))
+}
+
+/// Makes sure that all ranks give the same lists.
+fn agree(worker: &Worker, call: &Call, id: &str, digest: u64) -> Result<(), Trouble> {
+    let own = digest.to_le_bytes();
+    let store = worker.herald.store()?;
+    let first = store.compare_set(&format!("split/{id}"), &[], &own);
+    match first.map_err(|error| Trouble::Own(error.to_string()))? == own {
+        true => Ok(()),
+        false => {
+            let who = worker.herald.who(worker.members[worker.me]);
+            Err(Trouble::Mismatch(worker.me, format!("{who} calls {call} with other lists than another rank")))
+        }
+    }
+}
+
+/// Tells the receiver of a tensor what it is, and hears the same of the one that is coming.
+fn swap_heads(
+    worker: &mut Worker,
+    call: &Call,
+    ready: CudaEvent,
+    going: Option<&(Tensor, Tensor, usize)>,
+    coming: Option<(Tensor, usize)>,
+) -> Result<Option<(Tensor, usize)>, Trouble> {
+    let (mut steps, mut tensors) = (Vec::new(), Vec::new());
+    if let Some((head, _, to)) = going {
+        steps.push(send(head, *to)?);
+        tensors.push(head.clone());
+    }
+    if let Some((room, from)) = &coming {
+        steps.push(receive(room, *from)?);
+        tensors.push(room.clone());
+    }
+    let done = worker.put(call, ready, &steps, tensors)?;
+    let Some((head, from)) = coming else { return Ok(None) };
+    worker.await_done(call, &done)?;
+    let words = head.to_device(&Device::Cpu)?.to_vec1::<i64>()?;
+    let Some((dtype, shape)) = read_head(&words) else {
+        let who = worker.herald.who(worker.members[from]);
+        return Err(Trouble::Mismatch(from, format!("{who} does not send a tensor")));
+    };
+    Ok(Some((room(&worker.device, dtype, &shape)?, from)))
+}
+
+fn swap_tensors(
+    worker: &mut Worker,
+    call: &Call,
+    going: Option<(Tensor, Tensor, usize)>,
+    coming: Option<(Tensor, usize)>,
+) -> Result<Option<Coming>, Trouble> {
+    let (mut steps, mut tensors) = (Vec::new(), Vec::new());
+    if let Some((_, x, to)) = going {
+        steps.push(send(&x, to)?);
+        tensors.push(x);
+    }
+    if let Some((y, from)) = &coming {
+        steps.push(receive(y, *from)?);
+        tensors.push(y.clone());
+    }
+    steps.retain(|step| !matches!(step, Step::Send { n: 0, .. } | Step::Receive { n: 0, .. }));
+    let ready = worker.device.cuda_stream().record_event(None).map_err(cuda)?;
+    let done = worker.put(call, ready, &steps, tensors)?;
+    Ok(coming.map(|(y, _)| Coming { tensors: vec![y], done }))
+}
+
+/// Says what `x` is, in numbers on the device.
+fn head(x: &Tensor, device: &CudaDevice) -> Result<Tensor> {
+    let mut words = vec![0; HEAD_WORDS];
+    words[0] = DTYPES.iter().position(|dtype| *dtype == x.dtype()).map_or(0, |at| at as i64 + 1);
+    words[1] = x.rank() as i64;
+    words[2..].iter_mut().zip(x.dims()).for_each(|(word, dim)| *word = *dim as i64);
+    Ok(Tensor::from_vec(words, HEAD_WORDS, &Device::Cuda(device.clone()))?)
+}
+
+fn read_head(words: &[i64]) -> Option<(DType, Vec<usize>)> {
+    let dtype = *DTYPES.get(usize::try_from(words[0] - 1).ok()?)?;
+    let dims = words[2..].get(..usize::try_from(words[1]).ok()?)?;
+    Some((dtype, dims.iter().map(|dim| usize::try_from(*dim).ok()).collect::<Option<_>>()?))
+}
+
+/// Makes a result of what has come, for those who use it on the device after now, or on the host.
+fn arrive(
+    device: &CudaDevice,
+    herald: &Herald,
+    coming: Coming,
+    to: &Device,
+    finish: impl FnOnce(Vec<Tensor>) -> candle_core::Result<Tensor>,
+) -> Result<Tensor> {
+    let Coming { tensors, done } = coming;
+    device.cuda_stream().wait(&done).map_err(candle_core::Error::wrap)?;
+    let is_empty = tensors[0].elem_count() == 0;
+    let y = if is_empty { tensors[0].clone() } else { finish(tensors)? };
+    let y = if is_empty && to.is_cpu() { Tensor::zeros(y.dims(), y.dtype(), to)? } else { y.to_device(to)? };
+    // What was stopped on the device has left nothing there.
+    herald.failure().map_or(Ok(y), |failure| Err(failure.into()))
+}
+
+fn first(mut tensors: Vec<Tensor>) -> candle_core::Result<Tensor> {
+    Ok(tensors.swap_remove(0))
+}
+
+/// What is summed in f32 if it is narrower.
+fn widened(x: &Tensor, op: Reduce) -> Result<Tensor> {
+    let is_narrow = matches!(x.dtype(), DType::BF16 | DType::F16) && op == Reduce::Sum && x.elem_count() > 0;
+    if is_narrow { Ok(x.to_dtype(DType::F32)?) } else { Ok(x.clone()) }
+}
+
+fn reduce(from: &Tensor, to: &Tensor, op: Reduce) -> Result<Step> {
+    let (n, dtype) = (from.elem_count(), number(from));
+    Ok(Step::AllReduce { from: address(from)?, to: address(to)?, n, dtype, op })
+}
+
+fn send(x: &Tensor, peer: usize) -> Result<Step, Trouble> {
+    Ok(Step::Send { from: address(x)?, n: x.elem_count(), dtype: number(x), peer })
+}
+
+fn receive(y: &Tensor, peer: usize) -> Result<Step, Trouble> {
+    Ok(Step::Receive { to: address(y)?, n: y.elem_count(), dtype: number(y), peer })
+}
+
+fn number(x: &Tensor) -> i32 {
+    number_of(x.dtype()).expect("what does not travel was refused")
+}

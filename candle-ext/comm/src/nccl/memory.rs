@@ -1,0 +1,57 @@
+//! Where tensors lie on the device, and room for new ones.
+
+use std::ffi::c_void;
+
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaDType;
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor, bail};
+
+use crate::element::with_type;
+
+/// Where elements begin on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Address(u64);
+
+impl Address {
+    /// The place so many bytes further on.
+    pub(super) fn after(self, n_bytes: usize) -> Self {
+        Self(self.0 + n_bytes as u64)
+    }
+
+    pub(super) fn read(self) -> *const c_void {
+        self.0 as *const c_void
+    }
+
+    pub(super) fn write(self) -> *mut c_void {
+        self.0 as *mut c_void
+    }
+}
+
+/// Where the elements of a contiguous tensor begin.
+pub(super) fn address(x: &Tensor) -> Result<Address> {
+    let (storage, layout) = x.storage_and_layout();
+    let Some((start, _)) = layout.contiguous_offsets() else { bail!("want a contiguous tensor") };
+    let Storage::Cuda(storage) = &*storage else { bail!("want a tensor on a GPU") };
+    let base = with_type!(storage.dtype(), T => base::<T>(storage)?);
+    Ok(Address(base + (start * x.dtype().size_in_bytes()) as u64))
+}
+
+fn base<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<u64> {
+    let slice = storage.as_cuda_slice::<T>()?;
+    Ok(slice.device_ptr(slice.stream()).0)
+}
+
+/// Takes room for a tensor, whose elements are to be written before they are read.
+pub(super) fn room(device: &CudaDevice, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+    let n = shape.iter().product();
+    let storage = with_type!(dtype, T => fresh::<T>(device, n)?);
+    Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
+}
+
+fn fresh<T: CudaDType + DeviceRepr>(device: &CudaDevice, n: usize) -> Result<CudaStorage> {
+    // SAFETY: nothing reads the elements before NCCL has written them, as `room` demands.
+    let slice = unsafe { device.alloc::<T>(n.max(1))? };
+    Ok(CudaStorage::wrap_cuda_slice(slice, device.clone()))
+}

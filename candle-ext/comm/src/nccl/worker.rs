@@ -1,0 +1,261 @@
+//! A group's own thread: puts calls onto the group's stream one after another, and watches them to their end.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError};
+use candle_core::{CudaDevice, Tensor};
+
+use super::api::UniqueId;
+use super::communicator::{Communicator, Step, unique_id};
+use crate::fabric::{Alarm, Trouble};
+use crate::herald::Herald;
+use crate::{Call, Failure, Result, store};
+
+/// How often is looked at what is under way.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// How long what was stopped may take to end on the device.
+const STOP_WITHIN: Duration = Duration::from_secs(5);
+
+pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
+
+/// What the thread owns.
+pub(super) struct Worker {
+    /// Names the group in the store; unique in the world.
+    pub(super) id: String,
+    pub(super) group: Arc<str>,
+    /// The world ranks of the group's ranks.
+    pub(super) members: Vec<usize>,
+    pub(super) me: usize,
+    pub(super) herald: Arc<Herald>,
+    pub(super) device: CudaDevice,
+    stream: Arc<CudaStream>,
+    /// `None` once it was stopped.
+    communicator: Option<Communicator>,
+    under_way: VecDeque<UnderWay>,
+}
+
+/// A call that is on the stream.
+struct UnderWay {
+    call: Call,
+    /// What it needs is there.
+    ready: CudaEvent,
+    done: Arc<CudaEvent>,
+    /// Since when only the others are waited for.
+    since: Option<Instant>,
+    /// What it reads and writes.
+    tensors: Vec<Tensor>,
+}
+
+impl Worker {
+    /// Connects the ranks `members`, which all call this with the same `id`, never used before.
+    pub(super) fn open(
+        herald: &Arc<Herald>,
+        device: &CudaDevice,
+        id: &str,
+        group: Arc<str>,
+        members: &[usize],
+    ) -> Result<Self, Trouble> {
+        let me = members.iter().position(|rank| *rank == herald.rank()).expect("who opens a group is in it");
+        let stream = device.cuda_stream().context().new_stream().map_err(cuda)?;
+        stream.context().bind_to_thread().map_err(cuda)?;
+        let unique_id = meet(herald, id, me)?;
+        let communicator = Communicator::start(me, members.len(), unique_id).map_err(Trouble::Own)?;
+        let (id, members, under_way) = (id.to_owned(), members.to_vec(), VecDeque::new());
+        let (herald, device, communicator) = (Arc::clone(herald), device.clone(), Some(communicator));
+        let worker = Self { id, group, members, me, herald, device, stream, communicator, under_way };
+        worker
+            .await_communicator(|| Trouble::Own("NCCL has not connected the ranks within the time-out".to_owned()))?;
+        Ok(worker)
+    }
+
+    /// Carries out jobs until there can be no more and all that was put onto the stream is done.
+    pub(super) fn run(mut self, jobs: &Receiver<Job>) {
+        loop {
+            let job = match self.under_way.is_empty() {
+                true => jobs.recv().map_err(RecvTimeoutError::from),
+                false => jobs.recv_timeout(LOOK_EVERY),
+            };
+            match job {
+                Ok(job) => job(&mut self),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) if self.under_way.is_empty() => break,
+                Err(RecvTimeoutError::Disconnected) => thread::sleep(LOOK_EVERY),
+            }
+            self.look();
+        }
+        self.close();
+    }
+
+    /// Carries out one call, or says why that is not possible any more.
+    pub(super) fn carry_out<T>(
+        &mut self,
+        call: &Call,
+        body: impl FnOnce(&mut Self) -> Result<T, Trouble>,
+    ) -> Result<T> {
+        if let Some(failure) = self.herald.failure() {
+            return Err(failure.into());
+        }
+        self.herald.begin(&self.id, call);
+        let done = self.stream.context().bind_to_thread().map_err(cuda).and_then(|()| body(self));
+        done.map_err(|trouble| self.fail(call, trouble).into())
+    }
+
+    /// Puts `steps` onto the stream, to begin when `ready`; returns what tells that they are done. `tensors` are all that
+    /// they read and write: they are kept until then.
+    pub(super) fn put(
+        &mut self,
+        call: &Call,
+        ready: CudaEvent,
+        steps: &[Step],
+        tensors: Vec<Tensor>,
+    ) -> Result<Arc<CudaEvent>, Trouble> {
+        self.stream.wait(&ready).map_err(cuda)?;
+        let stream = self.stream.cu_stream().cast();
+        let communicator = self.communicator.as_ref().ok_or_else(|| Trouble::Own("NCCL was stopped".to_owned()))?;
+        // SAFETY: the stream is of the communicator's device; the steps' addresses are those of `tensors`, which are kept in
+        // `under_way` until `done`.
+        let put = unsafe { communicator.put(stream, steps) }.map_err(Trouble::Own);
+        let put = put.and_then(|()| self.await_communicator(|| self.late(call)));
+        let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
+        self.under_way.push_back(UnderWay { call: call.clone(), ready, done: Arc::clone(&done), since: None, tensors });
+        put.map(|()| done)
+    }
+
+    /// Waits until what was put onto the stream is done.
+    pub(super) fn await_done(&mut self, call: &Call, done: &CudaEvent) -> Result<(), Trouble> {
+        let began = Instant::now();
+        while !done.try_is_complete().map_err(cuda)? {
+            self.check()?;
+            if began.elapsed() > self.herald.timeout() {
+                return Err(self.late(call));
+            }
+            thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// Fails if the world has ended, or NCCL has given up.
+    fn check(&self) -> Result<bool, Trouble> {
+        match (self.herald.failure(), &self.communicator) {
+            (Some(failure), _) => Err(Trouble::Failed(failure)),
+            (None, Some(communicator)) => communicator.is_ready().map_err(Trouble::Own),
+            (None, None) => Ok(true),
+        }
+    }
+
+    fn await_communicator(&self, late: impl FnOnce() -> Trouble) -> Result<(), Trouble> {
+        let began = Instant::now();
+        while !self.check()? {
+            if began.elapsed() > self.herald.timeout() {
+                return Err(late());
+            }
+            thread::sleep(LOOK_EVERY / 20);
+        }
+        Ok(())
+    }
+
+    /// Lets go of what is done, and ends the world for what does not get done.
+    fn look(&mut self) {
+        while let Some(first) = self.under_way.front_mut() {
+            match first.done.try_is_complete() {
+                Ok(true) => drop(self.under_way.pop_front()),
+                Ok(false) => {
+                    if first.since.is_none() && first.ready.is_complete() {
+                        first.since = Some(Instant::now());
+                    }
+                    break;
+                }
+                Err(error) => {
+                    let call = first.call.clone();
+                    self.fail(&call, cuda(error));
+                    break;
+                }
+            }
+        }
+        let Some(first) = self.under_way.front() else { return };
+        let is_late = first.since.is_some_and(|since| since.elapsed() > self.herald.timeout());
+        let trouble = match self.check() {
+            Err(trouble) => trouble,
+            Ok(_) if is_late => self.late(&first.call),
+            Ok(_) => return,
+        };
+        let call = first.call.clone();
+        self.fail(&call, trouble);
+    }
+
+    /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
+    fn fail(&mut self, call: &Call, trouble: Trouble) -> Failure {
+        let failure = match trouble.tell(self.me, |rank| self.herald.who(self.members[rank])) {
+            Err(failure) => failure,
+            Ok((rank, what)) => {
+                let (group, members, seen_by) = (&self.group, &self.members, self.herald.rank());
+                let message =
+                    format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
+                self.herald.fail(Failure { rank: self.members[rank], message })
+            }
+        };
+        self.stop();
+        failure
+    }
+
+    /// Stops what runs on the device. What does not stop may still write to its tensors, which are then never freed.
+    fn stop(&mut self) {
+        drop(self.communicator.take());
+        let began = Instant::now();
+        let is_running = |under_way: &UnderWay| matches!(under_way.done.try_is_complete(), Ok(false));
+        while self.under_way.iter().any(is_running) && began.elapsed() < STOP_WITHIN {
+            thread::sleep(LOOK_EVERY);
+        }
+        for under_way in self.under_way.drain(..).filter(is_running) {
+            under_way.tensors.into_iter().for_each(std::mem::forget);
+        }
+    }
+
+    fn late(&self, call: &Call) -> Trouble {
+        self.herald.late(&self.id, &self.members, call, self.herald.timeout())
+    }
+
+    /// Ends the communicator; what other ranks still read from this one is sent before.
+    fn close(mut self) {
+        let Some(communicator) = self.communicator.take() else { return };
+        let began = Instant::now();
+        if self.stream.context().bind_to_thread().is_err() || communicator.finalize().is_err() {
+            return;
+        }
+        while self.herald.failure().is_none() && began.elapsed() < self.herald.timeout() {
+            match communicator.is_ready() {
+                Ok(true) => return communicator.destroy(),
+                Ok(false) => thread::sleep(LOOK_EVERY),
+                Err(_) => return,
+            }
+        }
+    }
+}
+
+/// Gives the ranks of a new group what they know each other by: the first hands it out.
+fn meet(herald: &Herald, id: &str, me: usize) -> Result<UniqueId, Trouble> {
+    let (store, key) = (herald.store()?, format!("id/{id}"));
+    let lost = |error: store::Error| Trouble::Own(error.to_string());
+    if me == 0 {
+        let unique_id = unique_id().map_err(Trouble::Own)?;
+        store.set(&key, &unique_id.0).map_err(lost)?;
+        return Ok(unique_id);
+    }
+    match store.wait_for(&[&key], herald.timeout()) {
+        Ok(()) => {}
+        Err(store::Error::Timeout { timeout, .. }) => return Err(Trouble::Late(vec![0], timeout)),
+        Err(error) => return Err(lost(error)),
+    }
+    let bytes = store.get(&key).map_err(lost)?;
+    let bytes = bytes.try_into().map_err(|_| Trouble::Own("read NCCL's id: it has another length".to_owned()))?;
+    Ok(UniqueId(bytes))
+}
+
+pub(super) fn cuda(error: DriverError) -> Trouble {
+    Trouble::Own(format!("CUDA: {error}"))
+}

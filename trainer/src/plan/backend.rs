@@ -1,0 +1,69 @@
+//! What connects the ranks, as far as that can be known before a device is opened.
+
+use candlewick_ops::DeviceChoice;
+
+use super::known::{Machines, Seat};
+use super::resolver::Resolver;
+use crate::recipe::DdpBackend;
+
+const KEY: &str = "ddp_backend";
+
+const ADD_MPI: &str = "build it with `--features mpi` (docs/distributed.md says what that needs)";
+
+pub(super) fn resolve(resolver: &mut Resolver) -> DdpBackend {
+    let given = resolver.recipe().ddp_backend;
+    let backend = resolver.pick(KEY, given, DdpBackend::Auto);
+    if resolver.known.seat != Seat::ALONE {
+        if let Some((message, advice)) = obstacle(resolver, backend) {
+            resolver.wrong_because(&[KEY, "device"], message, advice);
+        }
+    } else if backend != DdpBackend::Auto {
+        resolver.note(format!("{KEY} has no effect: there is one rank"));
+    }
+    backend
+}
+
+/// Why several ranks cannot be connected so, and what to do instead.
+fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)> {
+    use DdpBackend::{Auto, Local, Mpi, Nccl, Staged};
+    let (engines, device) = (resolver.known.engines, device(resolver)?);
+    let is_several = resolver.known.seat.machines == Machines::Several;
+    let on_cpu = device == DeviceChoice::Cpu || (device == DeviceChoice::Auto && !engines.nccl);
+    let on_gpu = matches!(device, DeviceChoice::Cuda(_));
+    let say = |message: &str, advice: &str| Some((format!("{KEY}: {message}"), advice.to_owned()));
+    match backend {
+        Local | Mpi if on_gpu => say(
+            &format!("{} connects ranks by tensors of the CPU, and device is {device}", name(backend)),
+            "set ddp_backend: nccl, or staged if ranks share a GPU",
+        ),
+        Local if is_several => say(
+            "local connects processes of one machine, and the ranks run on several machines",
+            "set ddp_backend: mpi (CPU) or nccl (GPU)",
+        ),
+        Mpi if !engines.mpi => say("this program was built without MPI", ADD_MPI),
+        Nccl if !engines.nccl => {
+            say("this program was built without CUDA", "scripts/build-gpu builds one with it; on the CPU use auto")
+        }
+        Nccl if on_cpu => say("NCCL connects GPUs, and device is cpu", "set device: cuda, or ddp_backend: auto"),
+        Nccl | Auto if matches!(device, DeviceChoice::Cuda(1..)) => say(
+            &format!("all ranks would have {device}, and NCCL wants a GPU for each"),
+            "set device: cuda (each rank takes the GPU of its local rank), or ddp_backend: staged",
+        ),
+        Auto if is_several && on_cpu && !engines.mpi => {
+            say("the ranks run on several machines, and this program was built without MPI", ADD_MPI)
+        }
+        Staged if is_several && !engines.mpi => {
+            say("the ranks run on several machines, between which staged needs MPI", ADD_MPI)
+        }
+        Auto | Local | Mpi | Nccl | Staged => None,
+    }
+}
+
+/// The recipe's device; `None` if its name makes no sense, which is said elsewhere.
+fn device(resolver: &Resolver) -> Option<DeviceChoice> {
+    resolver.recipe().device.as_deref().map_or(Some(DeviceChoice::Auto), |name| name.parse().ok())
+}
+
+fn name(backend: DdpBackend) -> &'static str {
+    if backend == DdpBackend::Mpi { "mpi" } else { "local" }
+}

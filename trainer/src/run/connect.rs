@@ -1,0 +1,102 @@
+//! What this rank computes on, and what connects it to the others.
+
+use std::time::Duration;
+
+use anyhow::{Result, anyhow};
+use candle_core::Device;
+use candlewick_comm::place::Place;
+use candlewick_comm::{Engine, Host, Options, World};
+use candlewick_ops::{DeviceChoice, gpus};
+
+use crate::exit::ExitCode;
+use crate::plan::Plan;
+use crate::recipe::DdpBackend;
+
+/// Opens this rank's device and joins the others.
+pub fn connect(plan: &Plan, place: &Place) -> Result<(World, Device)> {
+    let device = device_of(plan.device, plan.ranks.backend, place.local_rank, gpus().len())?;
+    let device = device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+    let engine = engine(plan.ranks.backend, &device, place);
+    let options = Options { timeout: Duration::from_secs(plan.ranks.timeout as u64), record: false };
+    let world = World::join(place, &engine, options).map_err(|error| anyhow!("failed to {error}"))?;
+    Ok((world, device))
+}
+
+/// The device of one of a machine's ranks: where any GPU will do, the one with its number. A rank that sees one GPU alone was
+/// given it by whoever started it.
+fn device_of(choice: DeviceChoice, backend: DdpBackend, local_rank: usize, n_gpus: usize) -> Result<DeviceChoice> {
+    match choice {
+        DeviceChoice::Auto if n_gpus == 0 => Ok(DeviceChoice::Cpu),
+        DeviceChoice::Auto | DeviceChoice::Cuda(0) if n_gpus > 0 => match backend {
+            DdpBackend::Staged => Ok(DeviceChoice::Cuda(local_rank % n_gpus)),
+            _ if local_rank < n_gpus => Ok(DeviceChoice::Cuda(local_rank)),
+            _ if n_gpus == 1 => Ok(DeviceChoice::Cuda(0)),
+            _ => {
+                let why = "set ddp_backend: staged to let ranks share GPUs";
+                let error = anyhow!("failed to start: local rank {local_rank} of a machine with {n_gpus} GPUs; {why}");
+                Err(error.context(ExitCode::Usage))
+            }
+        },
+        other => Ok(other),
+    }
+}
+
+fn engine(backend: DdpBackend, device: &Device, place: &Place) -> Engine {
+    match backend {
+        DdpBackend::Local => Engine::Host(Host::Local),
+        DdpBackend::Mpi => Engine::Host(Host::Mpi),
+        DdpBackend::Nccl => Engine::Nccl(device.clone()),
+        DdpBackend::Staged => Engine::Staged(Host::of(place), device.clone()),
+        DdpBackend::Auto if device.is_cpu() => Engine::Host(Host::of(place)),
+        DdpBackend::Auto => Engine::Nccl(device.clone()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candlewick_comm::place::Source;
+
+    #[test]
+    fn each_rank_takes_the_gpu_of_its_number() {
+        use DdpBackend::{Auto, Nccl, Staged};
+        use DeviceChoice::{Cpu, Cuda};
+        for (choice, backend, local_rank, n_gpus, want) in [
+            (DeviceChoice::Auto, Auto, 0, 0, Cpu),
+            (DeviceChoice::Auto, Auto, 3, 0, Cpu),
+            (Cpu, Auto, 3, 8, Cpu),
+            (DeviceChoice::Auto, Auto, 3, 8, Cuda(3)),
+            (Cuda(0), Nccl, 3, 8, Cuda(3)),
+            (Cuda(0), Nccl, 3, 1, Cuda(0)),
+            (Cuda(0), Staged, 3, 2, Cuda(1)),
+            (Cuda(0), Staged, 3, 1, Cuda(0)),
+            (Cuda(1), Staged, 3, 2, Cuda(1)),
+            // There is none: opening it says why.
+            (Cuda(0), Auto, 1, 0, Cuda(0)),
+        ] {
+            let found = device_of(choice, backend, local_rank, n_gpus).unwrap();
+            assert_eq!(found, want, "{choice} {backend:?} {local_rank} of {n_gpus}");
+        }
+        let said = device_of(Cuda(0), Nccl, 2, 2).unwrap_err();
+        assert!(
+            format!("{said:#}").contains("local rank 2 of a machine with 2 GPUs; set ddp_backend: staged"),
+            "{said:#}"
+        );
+    }
+
+    #[test]
+    fn auto_takes_what_reaches_all_ranks() {
+        let place = |source, local_world_size| Place { source, local_world_size, world_size: 4, ..Place::alone() };
+        for (source, local_world_size, want) in [
+            (Source::Torchrun, 4, Host::Local),
+            (Source::OpenMpi, 4, Host::Local),
+            (Source::Torchrun, 2, Host::Local),
+            (Source::Slurm, 2, if Host::HAS_MPI { Host::Mpi } else { Host::Local }),
+            (Source::OpenMpi, 2, if Host::HAS_MPI { Host::Mpi } else { Host::Local }),
+        ] {
+            let engine = engine(DdpBackend::Auto, &Device::Cpu, &place(source, local_world_size));
+            assert!(matches!(engine, Engine::Host(host) if host == want), "{source} {local_world_size}: {engine:?}");
+        }
+    }
+}
