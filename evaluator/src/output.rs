@@ -70,7 +70,8 @@ impl Output {
 /// A name without what names of files do not have.
 pub fn sanitized(name: &str) -> String {
     let mut text = String::new();
-    for part in name.split(|c| "\"<>:/\\|?*[]".contains(c)).enumerate().filter(|(i, part)| *i == 0 || !part.is_empty()) {
+    for part in name.split(|c| "\"<>:/\\|?*[]".contains(c)).enumerate().filter(|(i, part)| *i == 0 || !part.is_empty())
+    {
         text += if part.0 == 0 { "" } else { "__" };
         text += part.1;
     }
@@ -86,10 +87,7 @@ mod tests {
     #[test]
     fn names_are_those_of_lm_eval() {
         let names = ["HuggingFaceTB/SmolLM2", "/root/models/a", "runs/a//b", "plain", "a/"];
-        assert_eq!(
-            names.map(sanitized),
-            ["HuggingFaceTB__SmolLM2", "__root__models__a", "runs__a__b", "plain", "a__"]
-        );
+        assert_eq!(names.map(sanitized), ["HuggingFaceTB__SmolLM2", "__root__models__a", "runs__a__b", "plain", "a__"]);
     }
 
     #[test]

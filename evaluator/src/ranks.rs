@@ -131,7 +131,8 @@ mod tests {
                 format!("{:#}", ranks.in_turn(what).unwrap_err())
             });
             for (rank, error) in errors.iter().enumerate() {
-                let said = if rank == bad { "the disk is full".to_owned() } else { format!("rank {bad}: the disk is full") };
+                let said =
+                    if rank == bad { "the disk is full".to_owned() } else { format!("rank {bad}: the disk is full") };
                 assert!(error.contains(&said), "{errors:?}");
             }
         }

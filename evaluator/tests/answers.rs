@@ -300,5 +300,7 @@ fn what_cannot_be_answered_is_said_before_anything_is_computed() {
     assert!(refused(scored("a", "")).contains("it has no tokens of its own"));
     let long = "wolf ".repeat(200);
     assert!(refused(scored("a", &long)).contains("the model's context has 64; it begins with \"wolf wolf"));
-    assert!(refused(generate("a", greedy(&[], 64))).contains("failed to generate 64 tokens: the model's context has 64"));
+    assert!(
+        refused(generate("a", greedy(&[], 64))).contains("failed to generate 64 tokens: the model's context has 64")
+    );
 }

@@ -36,7 +36,8 @@ impl Room {
         };
         room.write(
             "choose.yaml",
-            &(head("choose", "multiple_choice") + "doc_to_choice: choices\ndoc_to_target: gold\nmetric_list:\n  - metric: acc\n"),
+            &(head("choose", "multiple_choice")
+                + "doc_to_choice: choices\ndoc_to_target: gold\nmetric_list:\n  - metric: acc\n"),
         );
         room.write(
             "speak.yaml",

@@ -169,7 +169,8 @@ impl State<'_, '_> {
     /// Begins a text if its shared beginnings are there and there is room; else begins the next of those, if there is room.
     fn begin(&mut self, prompt: usize) -> Result<bool> {
         let shared = self.plan.shared(prompt);
-        let n_kept = self.beginnings.iter().zip(&shared).take_while(|(beginning, node)| beginning.node == **node).count();
+        let n_kept =
+            self.beginnings.iter().zip(&shared).take_while(|(beginning, node)| beginning.node == **node).count();
         self.forget_beginnings(n_kept);
         let Prompt { ids, n_max, chooser, .. } = &self.plan.prompts[prompt];
         if let Some(&node) = shared.get(n_kept) {

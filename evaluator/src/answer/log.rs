@@ -45,8 +45,7 @@ pub fn key(identity: &str, request: &Request, max_gen_toks: usize, draw: Option<
         Request::LoglikelihoodRolling { text } => serde_json::json!(["loglikelihood_rolling", text]),
         Request::GenerateUntil { context, settings } => {
             let n_max = settings.max_gen_toks.unwrap_or(max_gen_toks);
-            let sampling =
-                settings.do_sample.then_some((settings.temperature, settings.top_p, settings.top_k, draw));
+            let sampling = settings.do_sample.then_some((settings.temperature, settings.top_p, settings.top_k, draw));
             serde_json::json!(["generate_until", context, settings.until, n_max, sampling])
         }
     };
@@ -170,7 +169,7 @@ mod tests {
     fn responses() -> [Response; 3] {
         [
             Response::Loglikelihood { logprob: -0.1 - 1e-17, is_greedy: true },
-            Response::LoglikelihoodRolling(-1234.567_890_123_456_7),
+            Response::LoglikelihoodRolling(-0.123_456_789_012_345_67),
             Response::Text("a\n\u{1f600}\"".into()),
         ]
     }
@@ -220,10 +219,8 @@ mod tests {
             top_p: 1.0,
             top_k: None,
         };
-        let generate = |settings: &GenerationSettings| Request::GenerateUntil {
-            context: "a".into(),
-            settings: settings.clone(),
-        };
+        let generate =
+            |settings: &GenerationSettings| Request::GenerateUntil { context: "a".into(), settings: settings.clone() };
         let scored = |context: &str, continuation: &str| Request::Loglikelihood {
             context: context.into(),
             continuation: continuation.into(),

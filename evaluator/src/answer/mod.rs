@@ -150,7 +150,8 @@ impl<'a> LmAnswers<'a> {
 
 impl Answers for LmAnswers<'_> {
     fn answer(&mut self, requests: &[Request]) -> Result<Vec<Answered>> {
-        let plan = Plan::new(requests, &self.encoder, &self.settings, self.defaults, self.max_length(), &self.identity)?;
+        let plan =
+            Plan::new(requests, &self.encoder, &self.settings, self.defaults, self.max_length(), &self.identity)?;
         let mut found = self.known(&plan)?;
         found.extend(plan.about_nothing());
         let own = self.compute(&plan, &found)?;
@@ -160,7 +161,8 @@ impl Answers for LmAnswers<'_> {
         plan.places
             .iter()
             .map(|question| {
-                let response = found.get(question).cloned().context("failed to answer: a rank has forgotten a request")?;
+                let response =
+                    found.get(question).cloned().context("failed to answer: a rank has forgotten a request")?;
                 let (n_tokens, n_cut) = plan.questions[*question].size;
                 Ok(Answered { response, n_tokens, n_cut })
             })

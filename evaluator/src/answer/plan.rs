@@ -107,9 +107,7 @@ impl Plan {
         let logprob = scores.iter().map(|(_, score)| score.logprob).sum();
         match self.questions[question].is_rolling {
             true => Response::LoglikelihoodRolling(logprob),
-            false => {
-                Response::Loglikelihood { logprob, is_greedy: scores.iter().all(|(_, score)| score.is_greedy) }
-            }
+            false => Response::Loglikelihood { logprob, is_greedy: scores.iter().all(|(_, score)| score.is_greedy) },
         }
     }
 }

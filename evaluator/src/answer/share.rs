@@ -50,7 +50,8 @@ mod tests {
         let share = |ranks: &dyn Collective| share_of(ranks, &order, &costs, &owners, open);
         let alone = share(&Solo);
         assert!(alone.iter().eq(order.iter().filter(|item| open(&owners[**item]))));
-        let shares = threads::run(3, Options::default(), |world: &World| Ok::<_, Error>(share(&*world.group()))).unwrap();
+        let shares =
+            threads::run(3, Options::default(), |world: &World| Ok::<_, Error>(share(&*world.group()))).unwrap();
         let mut all = shares.concat();
         assert!(all.iter().all(|item| alone.contains(item)) && all.len() == alone.len());
         all.sort_unstable();

@@ -102,7 +102,9 @@ mod tests {
             let Node { sequence, start, end, .. } = tree.nodes[*node];
             format!("{:?}", &sequences[sequence][start..end])
         };
-        (0..tree.nodes.len()).map(|node| tree.path_to(Some(node)).iter().map(piece).collect::<Vec<_>>().join(" ")).collect()
+        (0..tree.nodes.len())
+            .map(|node| tree.path_to(Some(node)).iter().map(piece).collect::<Vec<_>>().join(" "))
+            .collect()
     }
 
     const LONG: [u32; 8] = [1, 2, 3, 4, 5, 6, 7, 8];

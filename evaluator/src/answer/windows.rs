@@ -86,9 +86,15 @@ mod tests {
     fn what_does_not_fit_is_cut_off_in_front() {
         let pair = |n: u32| Pair { context: (0..n).collect(), continuation: vec![90, 91] };
         let scored = Scored::new(pair(3), 4);
-        assert_eq!((scored.seen(), scored.targets(), scored.first_row(), scored.n_cut), (&[0, 1, 2, 90][..], &[90, 91][..], 2, 0));
+        assert_eq!(
+            (scored.seen(), scored.targets(), scored.first_row(), scored.n_cut),
+            (&[0, 1, 2, 90][..], &[90, 91][..], 2, 0)
+        );
         let scored = Scored::new(pair(6), 4);
-        assert_eq!((scored.seen(), scored.targets(), scored.first_row(), scored.n_cut), (&[3, 4, 5, 90][..], &[90, 91][..], 2, 3));
+        assert_eq!(
+            (scored.seen(), scored.targets(), scored.first_row(), scored.n_cut),
+            (&[3, 4, 5, 90][..], &[90, 91][..], 2, 3)
+        );
         // The first target may be all that the model sees.
         let scored = Scored::new(pair(6), 2);
         assert_eq!((scored.seen(), scored.first_row(), scored.n_cut), (&[5, 90][..], 0, 5));

@@ -186,7 +186,8 @@ impl Run {
     /// Loads the documents of all tasks, after one rank has downloaded them.
     fn open(&self, hub: &Hub, ranks: &Ranks, selection: &Selection) -> Result<Vec<Task>> {
         let paths = DataPaths::parse(&self.data)?;
-        let options = PromptOptions { num_fewshot: self.num_fewshot, compat: self.compat.is_some(), ..Default::default() };
+        let options =
+            PromptOptions { num_fewshot: self.num_fewshot, compat: self.compat.is_some(), ..Default::default() };
         let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
         ranks.in_turn(|| selection.tasks.iter().cloned().map(open).collect())
     }
@@ -322,5 +323,7 @@ fn read_samples(text: &str) -> Result<std::collections::HashMap<String, Vec<usiz
         false => fs::read_to_string(Path::new(text)).with_context(|| format!("failed to read {text}"))?,
     };
     let samples = serde_json::from_str(&json);
-    samples.map_err(|error| anyhow!("failed to read --samples: {error}; write {{\"task\": [0, 5]}}").context(ExitCode::Usage))
+    samples.map_err(|error| {
+        anyhow!("failed to read --samples: {error}; write {{\"task\": [0, 5]}}").context(ExitCode::Usage)
+    })
 }
