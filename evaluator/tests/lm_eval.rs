@@ -45,7 +45,7 @@ fn canned(instance: &Instance, answers: &[String]) -> Response {
     match &instance.request {
         Request::Loglikelihood { context, continuation } => {
             let number = digest(&[context, continuation]);
-            Response::Loglikelihood { logprob: minus(number % 40), is_greedy: number % 3 == 0 }
+            Response::Loglikelihood { logprob: minus(number % 40), is_greedy: number.is_multiple_of(3) }
         }
         Request::LoglikelihoodRolling { text } => Response::LoglikelihoodRolling(minus(digest(&[text]) % 1000)),
         Request::GenerateUntil { context, .. } => {

@@ -180,7 +180,7 @@ impl Task {
     /// All requests, document by document. A document with nothing to score has none, unless lm-eval is reproduced.
     pub fn instances(&self, options: &PromptOptions) -> Result<Vec<Instance>, TaskError> {
         let mut draws = match options.compat {
-            true => Draws::Stream(Random::new(options.fewshot_seed)),
+            true => Draws::Stream(Box::new(Random::new(options.fewshot_seed))),
             false => Draws::Keyed { seed: options.fewshot_seed, task: &self.config.task },
         };
         let mut all = Vec::new();
