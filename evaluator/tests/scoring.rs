@@ -33,6 +33,9 @@ fn answered(instances: &[Instance], text: &str) -> Vec<Response> {
 
 #[test]
 fn programs_run_only_when_that_is_allowed() {
+    if Command::new("python3").arg("-V").output().is_err() {
+        return;
+    }
     let folder = tempfile::tempdir().unwrap();
     let row =
         json!({"prompt": "def double(x):\n", "entry_point": "double", "test": "def check(f):\n    assert f(2) == 4\n"});
