@@ -2,8 +2,11 @@
 
 mod answer;
 mod answering;
-mod gen_kwargs;
+mod compare;
+mod ls;
 mod run;
+mod show;
+mod tasks;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -37,7 +40,9 @@ Examples:
   evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
   evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
   evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
-  evaluator answer requests.jsonl --model base --use-cache answers";
+  evaluator answer requests.jsonl --model base --use-cache answers
+  evaluator show arc_easy --doc 3 --data arc_easy=data/arc --num-fewshot 5
+  evaluator compare results/before results/after --fail-below acc=-0.01";
 
 const RUN_EXAMPLES: &str = "\
 Examples:
@@ -60,6 +65,12 @@ enum Command {
     Run(Box<run::Run>),
     /// Answer a file of requests: log-probabilities of continuations and of texts, and generated texts
     Answer(answer::Answer),
+    /// List the tasks, groups or tags that can be evaluated
+    Ls(ls::Ls),
+    /// Print what a task asks about a document: prompts, targets, and tokens if a model is given
+    Show(show::Show),
+    /// Compare two runs sample by sample
+    Compare(compare::Compare),
     /// Print a script that completes this program's commands in a shell
     Completions {
         /// The shell
@@ -207,6 +218,9 @@ fn run(command: &Command) -> Result<()> {
             answer(&said.text)
         }
         Command::Perplexity(args) => perplexity(args, &hub),
+        Command::Ls(args) => ls::run(args),
+        Command::Show(args) => show::run(args, &hub),
+        Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
         Command::Run(args) => run::run(args, &hub),
         Command::Answer(args) => answer::run(args, &hub),

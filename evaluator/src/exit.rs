@@ -14,6 +14,8 @@ use candlewick_text::source::SourceError;
 use candlewick_text::template::TemplateError;
 use candlewick_text::tokenizer::TokenizerError;
 
+use crate::task::TaskError;
+
 /// Says how a program ended. The numbers are an interface: they do not change.
 ///
 /// It is an error too, so that a failure can carry its code up: `error.context(ExitCode::NonFinite)`. A second signal
@@ -62,6 +64,9 @@ pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     }
     if let Some(error) = error.downcast_ref::<ModelError>() {
         return Some(model_code(error));
+    }
+    if let Some(error) = error.downcast_ref::<TaskError>() {
+        return Some(if error.is_usage() { ExitCode::Usage } else { ExitCode::Data });
     }
     if is_text_error(error) {
         return Some(ExitCode::Data);

@@ -111,20 +111,36 @@ fn plain(value: &Json) -> String {
     }
 }
 
-/// A column of cells: of numbers only, or of texts among which there may be numbers.
+/// A column of cells, which pytablewriter prints by what is in it.
 struct Column {
     title: String,
     width: usize,
-    is_number: bool,
+    kind: Kind,
     n_decimals: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Numbers only, all with as many decimals as the longest needs.
+    Numbers,
+    /// Its first cell is a text, so all are, as they stand.
+    Texts,
+    /// Numbers among texts; those that are whole have no decimals.
+    Mixed,
 }
 
 impl Column {
     fn new(title: &str, rows: &[Vec<String>], at: usize) -> Self {
         let cells = || rows.iter().map(|row| row[at].as_str()).filter(|cell| !cell.trim().is_empty());
-        let is_number = cells().next().is_some() && cells().all(|cell| value_of(cell).is_some());
+        let is_number = |cell: &str| value_of(cell).is_some();
+        let starts_with_text = rows.first().is_some_and(|row| !row[at].trim().is_empty() && !is_number(&row[at]));
+        let kind = match cells().next() {
+            _ if starts_with_text => Kind::Texts,
+            Some(_) if cells().all(is_number) => Kind::Numbers,
+            _ => Kind::Mixed,
+        };
         let n_decimals = cells().map(n_decimals).max().unwrap_or(0);
-        let column = Self { title: title.to_owned(), width: 0, is_number, n_decimals };
+        let column = Self { title: title.to_owned(), width: 0, kind, n_decimals };
         let widest = rows.iter().map(|row| column.text(&row[at]).chars().count()).max().unwrap_or(0);
         Self { width: widest.max(title.chars().count()).max(3), ..column }
     }
@@ -134,26 +150,24 @@ impl Column {
     }
 
     fn rule(&self) -> String {
-        let dashes = "-".repeat(self.width - usize::from(self.is_number));
-        if self.is_number { dashes + ":" } else { dashes }
-    }
-
-    fn cell(&self, cell: &str) -> String {
-        let text = self.text(cell);
-        let is_right = self.is_number || value_of(cell).is_some();
-        if is_right {
-            format!("{text:>width$}", width = self.width)
-        } else {
-            format!("{text:<width$}", width = self.width)
+        match self.kind {
+            Kind::Numbers => "-".repeat(self.width - 1) + ":",
+            _ => "-".repeat(self.width),
         }
     }
 
-    /// Numbers of a column of numbers have as many decimals as the longest needs, others as many as they need.
+    fn cell(&self, cell: &str) -> String {
+        let (text, width) = (self.text(cell), self.width);
+        let is_right = self.kind != Kind::Texts && value_of(cell).is_some();
+        if is_right { format!("{text:>width$}") } else { format!("{text:<width$}") }
+    }
+
     fn text(&self, cell: &str) -> String {
-        match value_of(cell) {
-            Some(value) if self.is_number => format!("{value:.*}", self.n_decimals),
-            Some(value) => format!("{value:.*}", n_decimals(cell)),
-            None => cell.to_owned(),
+        match (value_of(cell), self.kind) {
+            (Some(value), Kind::Numbers) => format!("{value:.*}", self.n_decimals),
+            (Some(value), Kind::Mixed) if value.fract() == 0.0 => format!("{value}"),
+            (Some(value), Kind::Mixed) => format!("{value:.*}", self.n_decimals),
+            _ => cell.to_owned(),
         }
     }
 }
@@ -202,6 +216,26 @@ mod tests {
 |wikitext|      2|none            |     0|word_perplexity|↓  |12.3456|±  |   N/A|
 ";
         assert_eq!(table(&results), want);
+    }
+
+    #[track_caller]
+    fn column(cells: &[&str], want: &[&str]) {
+        let rows: Vec<Vec<String>> = cells.iter().map(|cell| vec![(*cell).to_owned()]).collect();
+        let column = Column::new("b", &rows, 0);
+        let found: Vec<String> = rows.iter().map(|row| column.cell(&row[0])).collect();
+        assert_eq!(found, want);
+    }
+
+    // What pytablewriter 1.2.1 prints.
+    #[test]
+    fn a_column_prints_by_what_is_in_it() {
+        column(&["1.0000", "0.2500"], &["1.00", "0.25"]);
+        column(&["100.0000", "12.5000", "33.3333"], &["100.0000", " 12.5000", " 33.3333"]);
+        column(&["0.0000", "   N/A"], &["     0", "   N/A"]);
+        column(&["   N/A", "0.0000"], &["   N/A", "0.0000"]);
+        column(&["N/A", "7", "0.2500"], &["N/A   ", "7     ", "0.2500"]);
+        column(&["", "N/A", "0.2500", "1.0000"], &["    ", "N/A ", "0.25", "   1"]);
+        column(&["0.1000", "1.0000", "N/A", "0.0010"], &["0.100", "    1", "N/A  ", "0.001"]);
     }
 
     #[test]

@@ -38,6 +38,8 @@ pub struct PromptOptions<'a> {
     pub samples: Option<Vec<usize>>,
     /// What changes the task's `generation_kwargs`.
     pub gen_kwargs: Map<String, Json>,
+    /// Whether programs that the model wrote may be run.
+    pub confirm_run_unsafe_code: bool,
 }
 
 /// One request about one document.
@@ -178,7 +180,7 @@ impl Task {
     /// All requests, document by document. A document with nothing to score has none, unless lm-eval is reproduced.
     pub fn instances(&self, options: &PromptOptions) -> Result<Vec<Instance>, TaskError> {
         let mut draws = match options.compat {
-            true => Draws::Stream(Random::new(options.fewshot_seed)),
+            true => Draws::Stream(Box::new(Random::new(options.fewshot_seed))),
             false => Draws::Keyed { seed: options.fewshot_seed, task: &self.config.task },
         };
         let mut all = Vec::new();

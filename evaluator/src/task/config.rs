@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value as Json, json};
 
-use super::error::{Fault, Place, did_you_mean};
+use super::error::{Fault, Place, TaskError, did_you_mean};
 use super::filter::{FilterConfig, filter_list};
 use super::keys::{Keys, wrong};
 use super::metric::{MetricConfig, metric_list};
@@ -243,6 +243,15 @@ impl TaskConfig {
         };
         config.check_fields(&keys)?;
         Ok(config)
+    }
+
+    /// Refuses a task that runs what the model wrote, unless that is `confirmed`.
+    pub fn check_code(&self, confirmed: bool) -> Result<(), TaskError> {
+        if confirmed || !self.unsafe_code {
+            return Ok(());
+        }
+        let problem = "it runs programs that the model wrote; allow it with --confirm-run-unsafe-code".into();
+        Err(TaskError::Refused { task: self.task.clone(), problem })
     }
 
     /// The split that is evaluated.

@@ -22,7 +22,7 @@ pub(crate) struct Sampler<'a> {
 /// Where random choices come from.
 pub(crate) enum Draws<'a> {
     /// From one stream for all documents, in their order.
-    Stream(Random),
+    Stream(Box<Random>),
     /// From a stream for each document.
     Keyed {
         /// The user's seed.
@@ -44,13 +44,13 @@ impl Sampler<'_> {
             });
         }
         match draws {
-            Draws::Stream(random) => self.from_stream(random, n, doc, others),
+            Draws::Stream(random) => self.drawn_from_stream(random, n, doc, others),
             Draws::Keyed { seed, task } => pick(&others(), n, &mut keyed(*seed, task, doc_id)),
         }
     }
 
     /// lm-eval draws one more than it needs, and draws anew from the others if the document came more than once.
-    fn from_stream<'a>(
+    fn drawn_from_stream<'a>(
         &'a self,
         random: &mut Random,
         n: usize,
@@ -120,7 +120,7 @@ mod tests {
     fn a_document_that_comes_twice_is_left_out_twice() {
         let docs = docs(&["a", "a", "b"]);
         let sampler = Sampler { docs: &docs, is_first_n: false, leaves_out: true };
-        let mut draws = Draws::Stream(Random::new(0));
+        let mut draws = Draws::Stream(Box::new(Random::new(0)));
         for _ in 0..5 {
             assert_eq!(names(&sampler.sample(&mut draws, 1, 0, &docs[0]).unwrap()), ["b"]);
         }

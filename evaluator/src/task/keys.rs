@@ -58,7 +58,7 @@ impl<'a> Keys<'a> {
     }
 
     pub(crate) fn text(&self, key: &str) -> Result<Option<String>, Fault> {
-        self.get(key).map(|entry| text_of(entry)).transpose()
+        self.get(key).map(text_of).transpose()
     }
 
     pub(crate) fn required_text(&self, key: &str) -> Result<String, Fault> {

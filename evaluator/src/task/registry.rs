@@ -81,9 +81,7 @@ impl Registry {
     /// All groups.
     pub fn groups(&self) -> Vec<Listed> {
         let groups = self.known.iter().filter_map(|(name, known)| match known {
-            Known::Group(node) => {
-                Some(listed(name, Some(node), members(node).iter().filter_map(|m| name_of(m)).collect()))
-            }
+            Known::Group(node) => Some(listed(name, Some(node), members(node).iter().filter_map(name_of).collect())),
             Known::Task(_) => None,
         });
         groups.collect()

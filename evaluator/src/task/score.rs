@@ -58,6 +58,10 @@ pub struct MetricScore {
     pub higher_is_better: Option<bool>,
 }
 
+/// The metrics of choices, in the order in which lm-eval lists them.
+const OF_CHOICES: [&str; 8] =
+    ["acc", "f1", "mcc", "acc_norm", "acc_bytes", "exact_match", "brier_score", "acc_mutual_info"];
+
 /// A document's answers with one filter applied, and what they are worth.
 type Scored = Vec<(String, Score)>;
 
@@ -70,6 +74,7 @@ impl Task {
         responses: &[Response],
         n_resamples: usize,
     ) -> Result<TaskScores, TaskError> {
+        self.config.check_code(options.confirm_run_unsafe_code)?;
         if instances.len() != responses.len() {
             let problem = format!("there are {} answers to {} requests", responses.len(), instances.len());
             return Err(self.unscored(problem));
@@ -141,7 +146,7 @@ impl Task {
         }
         match (self.config.output_type, answers) {
             (OutputType::Loglikelihood, [Answer::Loglikelihood(logprob, is_greedy)]) => {
-                Ok(self.named(|name| match name {
+                Ok(self.named(&["perplexity", "acc"], |name| match name {
                     "perplexity" => Some(Score::Number(*logprob)),
                     "acc" => Some(Score::Count(i64::from(*is_greedy))),
                     _ => None,
@@ -151,7 +156,8 @@ impl Task {
                 let target = repr::str(&self.doc_to_target.target(doc, self.doc_to_choice.is_some())?);
                 let (n_words, n_bytes) = (count_words(&target)?, target.len());
                 let weighted = |n: usize| Some(Score::pair(Score::Number(*logprob), Score::Count(n as i64)));
-                Ok(self.named(|name| match name {
+                let order = ["word_perplexity", "byte_perplexity", "bits_per_byte"];
+                Ok(self.named(&order, |name| match name {
                     "word_perplexity" => weighted(n_words),
                     "byte_perplexity" | "bits_per_byte" => weighted(n_bytes),
                     _ => None,
@@ -163,10 +169,10 @@ impl Task {
         }
     }
 
-    /// The values of the task's metrics, in their order.
-    fn named(&self, value: impl Fn(&str) -> Option<Score>) -> Scored {
-        let named = |metric: &MetricConfig| Some((metric.name.clone(), value(&metric.name)?));
-        self.config.metrics.iter().filter_map(named).collect()
+    /// The values of those metrics that the task has, in lm-eval's order.
+    fn named(&self, order: &[&str], value: impl Fn(&str) -> Option<Score>) -> Scored {
+        let has = |name: &&&str| self.config.metrics.iter().any(|metric| metric.name == **name);
+        order.iter().filter(has).filter_map(|name| Some(((*name).to_owned(), value(name)?))).collect()
     }
 
     /// Scores a choice: the likeliest is taken, the first of several as likely.
@@ -188,7 +194,7 @@ impl Task {
             gold.holds(likeliest(logprobs.iter().zip(&choices).map(per)))
         };
         let guess = likeliest(logprobs.iter().copied());
-        Ok(self.named(|name| {
+        Ok(self.named(&OF_CHOICES, |name| {
             Some(match name {
                 "acc" => Score::of(gold.holds(guess)),
                 "acc_norm" => Score::of(by_length(text::len)),

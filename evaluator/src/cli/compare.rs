@@ -1,0 +1,120 @@
+//! `evaluator compare`: what changed between two runs, sample by sample.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, anyhow};
+use clap::Args;
+
+use super::answer;
+use crate::exit::ExitCode;
+use crate::results::{Comparison, MetricDifference, compare};
+
+#[derive(Debug, Args)]
+pub(super) struct Compare {
+    /// The first run: a folder with samples_*.jsonl, or such a file
+    a: PathBuf,
+    /// The second
+    b: PathBuf,
+    /// Fail with exit code 1 if a metric changed by less than this, such as acc=-0.01; with TASK: for one task only
+    #[arg(long, alias = "fail_below", value_name = "[TASK:]METRIC=CHANGE")]
+    fail_below: Vec<Bound>,
+    /// List at most so many of the samples that flipped, for each metric
+    #[arg(long, default_value_t = 20, value_name = "N")]
+    flips: usize,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// The least change of a metric that is not a failure.
+#[derive(Clone, Debug, PartialEq)]
+struct Bound {
+    task: Option<String>,
+    metric: String,
+    change: f64,
+}
+
+pub(super) fn run(args: &Compare) -> Result<()> {
+    let comparison = compare(&args.a, &args.b)?;
+    if let Some(unknown) =
+        args.fail_below.iter().find(|bound| !comparison.differences.iter().any(|d| bound.is_about(d)))
+    {
+        let problem = format!("failed to compare: no task of both runs has the metric of --fail-below {unknown}");
+        return Err(anyhow!(problem).context(ExitCode::Usage));
+    }
+    answer(&match args.json {
+        true => serde_json::to_string_pretty(&comparison)?,
+        false => text(&comparison, args.flips),
+    })?;
+    let below = |difference: &&MetricDifference| args.fail_below.iter().any(|bound| bound.is_crossed(difference));
+    match comparison.differences.iter().find(below) {
+        None => Ok(()),
+        Some(found) => {
+            let MetricDifference { task, metric, filter, difference, .. } = found;
+            let problem = format!("{task}: {metric},{filter} changed by {difference:+.4}, which is below the bound");
+            Err(anyhow!(problem).context(ExitCode::Failed))
+        }
+    }
+}
+
+fn text(comparison: &Comparison, most_flips: usize) -> String {
+    let mut lines = Vec::new();
+    for d in &comparison.differences {
+        let [low, high] = d.interval;
+        let unpaired = if d.n_unpaired == 0 { String::new() } else { format!(", {} not paired", d.n_unpaired) };
+        lines.push(format!(
+            "{} {},{}: {:.4} -> {:.4}  {:+.4} [{low:+.4}, {high:+.4}]  {} samples{unpaired}",
+            d.task, d.metric, d.filter, d.a, d.b, d.difference, d.n
+        ));
+        let ids = |gained: bool| -> Vec<String> {
+            let flips = d.flips.iter().filter(|flip| (flip.b > flip.a) == gained);
+            flips.map(|flip| flip.doc_id.to_string()).collect()
+        };
+        for (word, ids) in [("gained", ids(true)), ("lost", ids(false))] {
+            if !ids.is_empty() {
+                let more = ids.len().saturating_sub(most_flips);
+                let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+                let shown: Vec<&str> = ids.iter().take(most_flips).map(String::as_str).collect();
+                lines.push(format!("  {word} {}: {}{more}", ids.len(), shown.join(" ")));
+            }
+        }
+    }
+    if !comparison.unpaired.is_empty() {
+        lines.push(format!("only in one of the two: {}", comparison.unpaired.join(", ")));
+    }
+    lines.join("\n")
+}
+
+impl Bound {
+    fn is_about(&self, difference: &MetricDifference) -> bool {
+        self.metric == difference.metric && self.task.as_ref().is_none_or(|task| *task == difference.task)
+    }
+
+    fn is_crossed(&self, difference: &MetricDifference) -> bool {
+        self.is_about(difference) && difference.difference < self.change
+    }
+}
+
+impl std::fmt::Display for Bound {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if let Some(task) = &self.task {
+            write!(f, "{task}:")?;
+        }
+        write!(f, "{}={}", self.metric, self.change)
+    }
+}
+
+impl std::str::FromStr for Bound {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is not METRIC=CHANGE, such as acc=-0.01");
+        let (name, change) = text.split_once('=').ok_or_else(wrong)?;
+        let change = change.trim().parse().map_err(|_| wrong())?;
+        let (task, metric) = match name.split_once(':') {
+            Some((task, metric)) => (Some(task.trim().to_owned()), metric),
+            None => (None, name),
+        };
+        Ok(Self { task, metric: metric.trim().to_owned(), change })
+    }
+}

@@ -1,0 +1,55 @@
+//! `evaluator ls`: which tasks, groups and tags there are.
+
+use anyhow::Result;
+use clap::{Args, ValueEnum};
+
+use super::answer;
+use super::tasks::TaskSource;
+use crate::task::Listed;
+
+#[derive(Debug, Args)]
+pub(super) struct Ls {
+    /// What is listed
+    #[arg(value_enum, default_value_t = What::Tasks)]
+    what: What,
+    #[command(flatten)]
+    source: TaskSource,
+    /// Print a JSON list
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// Single tasks
+    #[value(alias = "subtasks")]
+    Tasks,
+    /// Tasks under one name, with scores over all of them
+    Groups,
+    /// Tasks under one name
+    Tags,
+}
+
+pub(super) fn run(args: &Ls) -> Result<()> {
+    let registry = args.source.registry()?;
+    let listed = match args.what {
+        What::Tasks => registry.tasks(),
+        What::Groups => registry.groups(),
+        What::Tags => registry.tags(),
+    };
+    if args.json {
+        return answer(&serde_json::to_string_pretty(&listed)?);
+    }
+    let widest = listed.iter().map(|entry| entry.name.chars().count()).max().unwrap_or(0);
+    let lines: Vec<String> = listed.iter().map(|entry| line(entry, widest)).collect();
+    answer(&lines.join("\n"))
+}
+
+fn line(entry: &Listed, width: usize) -> String {
+    let file = entry.file.as_ref().map(|file| file.display().to_string());
+    let about = match (&entry.output_type, file) {
+        (Some(output_type), Some(file)) => format!("{output_type:<22} {file}"),
+        _ => entry.holds.join(", "),
+    };
+    format!("{:<width$}  {about}", entry.name).trim_end().to_owned()
+}
