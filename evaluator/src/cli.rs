@@ -3,7 +3,6 @@
 mod answer;
 mod answering;
 mod compare;
-mod gen_kwargs;
 mod ls;
 mod run;
 mod show;
@@ -41,10 +40,9 @@ Examples:
   evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
   evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
   evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
-  evaluator run --model base --tasks arc_easy,gsm8k --num-fewshot 5 --output-path results/base
+  evaluator answer requests.jsonl --model base --use-cache answers
   evaluator show arc_easy --doc 3 --data arc_easy=data/arc --num-fewshot 5
-  evaluator compare results/before results/after --fail-below acc=-0.01
-  evaluator answer requests.jsonl --model base --use-cache answers";
+  evaluator compare results/before results/after --fail-below acc=-0.01";
 
 const RUN_EXAMPLES: &str = "\
 Examples:
@@ -65,14 +63,14 @@ enum Command {
     /// Ask a model the questions of benchmarks, and score its answers
     #[command(after_long_help = RUN_EXAMPLES)]
     Run(Box<run::Run>),
+    /// Answer a file of requests: log-probabilities of continuations and of texts, and generated texts
+    Answer(answer::Answer),
     /// List the tasks, groups or tags that can be evaluated
     Ls(ls::Ls),
     /// Print what a task asks about a document: prompts, targets, and tokens if a model is given
     Show(show::Show),
     /// Compare two runs sample by sample
     Compare(compare::Compare),
-    /// Answer a file of requests: log-probabilities of continuations and of texts, and generated texts
-    Answer(answer::Answer),
     /// Print a script that completes this program's commands in a shell
     Completions {
         /// The shell

@@ -60,9 +60,9 @@ impl Room {
         let mut command = Command::new(env!("CARGO_BIN_EXE_evaluator"));
         command.args(arguments).arg("--model").arg(&self.model).args(["--device", "cpu"]);
         command.current_dir(self.folder.path()).env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "2");
-        ["RANK", "WORLD_SIZE", "RUST_BACKTRACE", "RUST_LOG"].iter().for_each(|name| {
+        for name in ["RANK", "WORLD_SIZE", "RUST_BACKTRACE", "RUST_LOG"] {
             command.env_remove(name);
-        });
+        }
         command
     }
 

@@ -38,7 +38,11 @@ fn train_in_process(n_ranks: usize, case: &Case) -> usize {
     prepare_data(&case.plan, &hub(), Began::now()).unwrap();
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
-    let rank = |world: &World| train(&case.plan, &hub(), world, world.rank()).map(|_| ()).map_err(|e| format!("{e:#}"));
+    let rank = |world: &World| {
+        train(&case.plan, &hub(), world, world.rank(), &candle_core::Device::Cpu)
+            .map(|_| ())
+            .map_err(|e| format!("{e:#}"))
+    };
     threads::run(n_ranks, Options::default(), rank).unwrap();
     ALLOCATOR.peak_usage() - before
 }

@@ -2,6 +2,7 @@
 //!
 //! p remembered tokens, t new ones, s keys of all runs, g key heads, k head dim
 
+use std::iter;
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -118,7 +119,7 @@ impl Layout {
     fn rows(&self, until: Until) -> Result<Vec<Range<usize>>> {
         match until {
             Until::Remembered(0) => Ok(Vec::new()),
-            Until::Remembered(n) if n <= self.n_remembered => Ok(std::iter::once(0..n).collect()),
+            Until::Remembered(n) if n <= self.n_remembered => Ok(iter::once(0..n).collect()),
             Until::Remembered(n) => bail!("branch after {n} remembered tokens: there are {}", self.n_remembered),
             Until::Run(run_idx) => match self.paths.get(run_idx) {
                 Some(path) => Ok(path.clone()),

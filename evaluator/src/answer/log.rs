@@ -169,7 +169,7 @@ mod tests {
     fn responses() -> [Response; 3] {
         [
             Response::Loglikelihood { logprob: -0.1 - 1e-17, is_greedy: true },
-            Response::LoglikelihoodRolling(-1_234.567_890_123_456_7),
+            Response::LoglikelihoodRolling(-0.123_456_789_012_345_67),
             Response::Text("a\n\u{1f600}\"".into()),
         ]
     }

@@ -7,11 +7,11 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, anyhow, ensure};
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::{Map, Value as Json, json};
 
 use super::answering::{Answering, bar};
-use super::gen_kwargs;
+use super::tasks::{Prompts, TaskSource};
 use super::{Model, answer};
 use crate::about::{About, about};
 use crate::answer::{Answered, Answers, LmAnswers};
@@ -22,7 +22,7 @@ use crate::output::Output;
 use crate::ranks::{Ranks, together};
 use crate::request::{Request, Response};
 use crate::results::{Results, TaskRun, assemble, groups_table, table};
-use crate::task::{ChatStyle, DataPaths, Instance, PromptOptions, Registry, Selection, Task};
+use crate::task::{ChatStyle, Instance, PromptOptions, Selection, Task};
 
 #[derive(Debug, Args)]
 pub(super) struct Run {
@@ -33,33 +33,16 @@ pub(super) struct Run {
     tasks: Vec<String>,
     #[command(flatten)]
     answering: Answering,
-    /// Examples before each question, where the task does not insist on none
-    #[arg(long, short = 'f', alias = "num_fewshot", value_name = "N")]
-    num_fewshot: Option<usize>,
+    #[command(flatten)]
+    source: TaskSource,
+    #[command(flatten)]
+    prompts: Prompts,
     /// Documents of each task: a number, or below 1 a share
     #[arg(long, short = 'L', value_name = "N")]
     limit: Option<f64>,
     /// The documents that are asked about, as JSON or in a file of it: {"arc_easy": [0, 5]}
     #[arg(long, short = 'E', value_name = "JSON", conflicts_with = "limit")]
     samples: Option<String>,
-    /// What changes the tasks' generation_kwargs: key=value,key=value or JSON
-    #[arg(long, alias = "gen_kwargs", value_name = "KWARGS", value_parser = gen_kwargs::parse)]
-    gen_kwargs: Option<Map<String, Json>>,
-    /// Files or folders of further tasks, which win over those of the same name
-    #[arg(long, alias = "include_path", value_name = "PATH")]
-    include_path: Vec<PathBuf>,
-    /// Where a task's data are, instead of where it says: a file, a folder or a Hub data set
-    #[arg(long, value_name = "TASK=PATH")]
-    data: Vec<String>,
-    /// Print prompts through the model's chat template, or that of this name
-    #[arg(long, alias = "apply_chat_template", value_name = "NAME", num_args = 0..=1, default_missing_value = "")]
-    apply_chat_template: Option<String>,
-    /// What the system says before a task's own description
-    #[arg(long, alias = "system_instruction", value_name = "TEXT")]
-    system_instruction: Option<String>,
-    /// Whether examples are turns of the chat [default: with a chat template they are]
-    #[arg(long, alias = "fewshot_as_multiturn", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
-    fewshot_as_multiturn: Option<bool>,
     /// Answer only, score nothing
     #[arg(long, short = 'x', alias = "predict_only")]
     predict_only: bool,
@@ -76,24 +59,15 @@ pub(super) struct Run {
     #[arg(long, short = 'c', alias = "use_cache", value_name = "FOLDER")]
     use_cache: Option<PathBuf>,
     /// Seeds of Python, NumPy, torch and the examples: one for all, or four with commas. The third seeds what is sampled
-    #[arg(long, default_value = "0,1234,1234,1234", value_parser = seeds)]
-    seed: Seeds,
-    /// Choose examples as lm-eval does, also where that depends on the order of the documents
-    #[arg(long, value_enum)]
-    compat: Option<Compat>,
+    /// [default: 0,1234,1234,1234]
+    #[arg(long, value_parser = seeds, conflicts_with = "fewshot_seed")]
+    seed: Option<Seeds>,
     /// Resamples for the errors of metrics that have no formula
     #[arg(long, alias = "bootstrap_iters", value_name = "N", default_value_t = 100_000)]
     bootstrap_iters: usize,
     /// Print the results as JSON, not as a table
     #[arg(long)]
     json: bool,
-}
-
-/// Whose habits are kept.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Compat {
-    /// lm-evaluation-harness in one process
-    LmEval,
 }
 
 /// Of Python, NumPy, torch and the examples.
@@ -126,12 +100,13 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
         let requests: Vec<Request> = asked.iter().flatten().map(|instance| instance.request.clone()).collect();
         let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, began.name()));
         let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
-        let answers = LmAnswers::new(&lm, args.answering.settings(args.seed.0[2], log), ranks.group())?;
+        let settings = args.answering.settings(args.seeds().0[2], log);
+        let answers = LmAnswers::new(&lm, settings, ranks.group())?;
         let max_length = answers.max_length();
         let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
         let report = || {
             let mut results = args.score(tasks, &options, &asked, &answered, &selection, output.as_ref())?;
-            results.run = args.about(&lm, chat.as_ref(), max_length, &began);
+            results.run = args.about(&lm, chat.as_ref(), max_length, &began)?;
             args.report(&results, output.as_ref())
         };
         ranks.share(if ranks.is_first() { report() } else { Ok(()) })
@@ -166,11 +141,7 @@ impl Began {
 
 impl Run {
     fn select(&self) -> Result<Selection> {
-        let registry = Registry::load(&self.include_path)?;
-        for broken in registry.broken() {
-            tracing::warn!("{broken}");
-        }
-        let selection = registry.select(&self.tasks.join(","))?;
+        let selection = self.source.registry()?.select(&self.tasks.join(","))?;
         let runs_code = selection.tasks.iter().find(|task| task.unsafe_code);
         ensure!(
             self.confirm_run_unsafe_code || runs_code.is_none(),
@@ -185,16 +156,18 @@ impl Run {
 
     /// Loads the documents of all tasks, after one rank has downloaded them.
     fn open(&self, hub: &Hub, ranks: &Ranks, selection: &Selection) -> Result<Vec<Task>> {
-        let paths = DataPaths::parse(&self.data)?;
-        let options =
-            PromptOptions { num_fewshot: self.num_fewshot, compat: self.compat.is_some(), ..Default::default() };
+        let paths = self.prompts.data_paths()?;
+        let Prompts { num_fewshot, compat, .. } = self.prompts;
+        let options = PromptOptions { num_fewshot, compat: compat.is_some(), ..PromptOptions::default() };
         let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
         ranks.in_turn(|| selection.tasks.iter().cloned().map(open).collect())
     }
 
     fn chat(&self, lm: &Lm, began: &Began) -> Result<Option<Chat>> {
-        let Some(name) = &self.apply_chat_template else { return Ok(None) };
-        let template = lm.tokenizer().chat_template(Some(name.as_str()).filter(|name| !name.is_empty()))?;
+        if self.prompts.apply_chat_template.is_none() {
+            return Ok(None);
+        }
+        let template = lm.tokenizer().chat_template(self.prompts.template_name())?;
         let template = template.ok_or_else(|| {
             anyhow!("failed to print prompts as chats: the model has no chat template").context(ExitCode::Usage)
         })?;
@@ -204,18 +177,8 @@ impl Run {
     /// What each task's prompts are made by.
     fn options<'a>(&'a self, chat: Option<&'a dyn ChatStyle>, tasks: &[Task]) -> Result<Vec<PromptOptions<'a>>> {
         let mut samples = self.samples.as_deref().map(read_samples).transpose()?.unwrap_or_default();
-        let of_task = |task: &Task| PromptOptions {
-            num_fewshot: self.num_fewshot,
-            fewshot_seed: self.seed.0[3],
-            compat: self.compat.is_some(),
-            chat,
-            system_instruction: self.system_instruction.clone(),
-            fewshot_as_multiturn: self.is_multiturn(),
-            limit: self.limit,
-            samples: samples.remove(&task.config().task),
-            gen_kwargs: self.gen_kwargs.clone().unwrap_or_default(),
-            confirm_run_unsafe_code: self.confirm_run_unsafe_code,
-        };
+        let all = PromptOptions { fewshot_seed: self.seeds().0[3], limit: self.limit, ..self.prompts.options(chat)? };
+        let of_task = |task: &Task| PromptOptions { samples: samples.remove(&task.config().task), ..all.clone() };
         let options = tasks.iter().map(of_task).collect();
         match samples.keys().next() {
             None => Ok(options),
@@ -226,8 +189,8 @@ impl Run {
         }
     }
 
-    fn is_multiturn(&self) -> bool {
-        self.fewshot_as_multiturn.unwrap_or(self.apply_chat_template.is_some())
+    fn seeds(&self) -> Seeds {
+        self.seed.unwrap_or(Seeds([0, 1234, 1234, self.prompts.fewshot_seed]))
     }
 
     /// Scores task by task, and writes each one's records when they are there.
@@ -265,22 +228,23 @@ impl Run {
         Ok(results)
     }
 
-    fn about(&self, lm: &Lm, chat: Option<&Chat>, max_length: usize, began: &Began) -> Map<String, Json> {
-        let Seeds([python, numpy, torch, fewshot]) = self.seed;
-        let options = json!({
+    fn about(&self, lm: &Lm, chat: Option<&Chat>, max_length: usize, began: &Began) -> Result<Map<String, Json>> {
+        let options = self.prompts.options(chat.map(|chat| chat as &dyn ChatStyle))?;
+        let Seeds([python, numpy, torch, fewshot]) = self.seeds();
+        let reported = json!({
             "batch_size": self.answering.batch_size(),
             "batch_sizes": [],
             "device": format!("{:?}", lm.engine().device().location()),
             "use_cache": self.use_cache,
             "limit": self.limit,
             "bootstrap_iters": self.bootstrap_iters,
-            "gen_kwargs": self.gen_kwargs,
+            "gen_kwargs": options.gen_kwargs,
             "random_seed": python,
             "numpy_seed": numpy,
             "torch_seed": torch,
             "fewshot_seed": fewshot,
         });
-        about(
+        Ok(about(
             lm,
             &About {
                 model_name: &self.model.model,
@@ -288,13 +252,13 @@ impl Run {
                 adapter: self.model.adapter.as_ref().map(|path| path.display().to_string()),
                 max_length,
                 chat,
-                system_instruction: self.system_instruction.as_deref(),
-                fewshot_as_multiturn: self.is_multiturn(),
-                options: options.as_object().cloned().unwrap_or_default(),
+                system_instruction: options.system_instruction.as_deref(),
+                fewshot_as_multiturn: options.fewshot_as_multiturn,
+                options: reported.as_object().cloned().unwrap_or_default(),
                 date: began.since_1970,
                 seconds: began.clock.elapsed().as_secs_f64(),
             },
-        )
+        ))
     }
 
     fn report(&self, results: &Results, output: Option<&Output>) -> Result<()> {

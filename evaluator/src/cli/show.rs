@@ -36,7 +36,11 @@ pub(super) struct Show {
 pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
     let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelPart::WithoutWeights)).transpose()?;
     let tokenizer = folder.map(Tokenizer::from_directory).transpose()?;
-    let template = tokenizer.as_ref().map(|tokenizer| tokenizer.chat_template(None)).transpose()?.flatten();
+    let template = tokenizer
+        .as_ref()
+        .map(|tokenizer| tokenizer.chat_template(args.prompts.template_name()))
+        .transpose()?
+        .flatten();
     let template = template.as_ref().map(|template| template as &dyn ChatStyle);
     let options = PromptOptions { samples: Some(vec![args.doc]), ..args.prompts.options(template)? };
     let selection = args.source.registry()?.select(&args.tasks)?;

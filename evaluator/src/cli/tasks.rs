@@ -34,9 +34,9 @@ pub(super) struct Prompts {
     /// task and the document
     #[arg(long, value_enum, value_name = "PROGRAM")]
     pub(super) compat: Option<Compat>,
-    /// Write prompts with the model's chat template
-    #[arg(long, alias = "apply_chat_template")]
-    pub(super) apply_chat_template: bool,
+    /// Write prompts with the model's chat template, or with that of this name
+    #[arg(long, alias = "apply_chat_template", value_name = "NAME", num_args = 0..=1, default_missing_value = "")]
+    pub(super) apply_chat_template: Option<String>,
     /// Make each example a turn of the chat, or put all into the user's one turn [default: true with a chat template]
     #[arg(long, alias = "fewshot_as_multiturn", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub(super) fewshot_as_multiturn: Option<bool>,
@@ -66,6 +66,11 @@ impl TaskSource {
 }
 
 impl Prompts {
+    /// The chat template that is asked for by name.
+    pub(super) fn template_name(&self) -> Option<&str> {
+        self.apply_chat_template.as_deref().filter(|name| !name.is_empty())
+    }
+
     pub(super) fn data_paths(&self) -> Result<DataPaths> {
         Ok(DataPaths::parse(&self.data)?)
     }
@@ -73,19 +78,20 @@ impl Prompts {
     /// What the tasks are told. `chat` is the model's template, if there is one.
     pub(super) fn options<'a>(&self, chat: Option<&'a dyn ChatStyle>) -> Result<PromptOptions<'a>> {
         let usage = |problem: &str| anyhow!("failed to start: {problem}").context(ExitCode::Usage);
-        if self.apply_chat_template && chat.is_none() {
+        let is_chat = self.apply_chat_template.is_some();
+        if is_chat && chat.is_none() {
             return Err(usage("--apply-chat-template needs a model with a chat template"));
         }
-        if self.fewshot_as_multiturn == Some(true) && !self.apply_chat_template {
+        if self.fewshot_as_multiturn == Some(true) && !is_chat {
             return Err(usage("--fewshot-as-multiturn needs --apply-chat-template"));
         }
         Ok(PromptOptions {
             num_fewshot: self.num_fewshot,
             fewshot_seed: self.fewshot_seed,
             compat: self.compat.is_some(),
-            chat: chat.filter(|_| self.apply_chat_template),
+            chat: chat.filter(|_| is_chat),
             system_instruction: self.system_instruction.clone(),
-            fewshot_as_multiturn: self.fewshot_as_multiturn.unwrap_or(self.apply_chat_template),
+            fewshot_as_multiturn: self.fewshot_as_multiturn.unwrap_or(is_chat),
             gen_kwargs: match &self.gen_kwargs {
                 Some(text) => gen_kwargs(text).map_err(|problem| usage(&problem))?,
                 None => Map::new(),

@@ -5,6 +5,7 @@ use serde_json::json;
 use super::{Doc, ProcessDocs, Twin, text};
 use crate::task::answer::Answer;
 use crate::task::metric::Score;
+use crate::task::python::text::is_digit;
 
 pub(super) const TWINS: &[(&str, Twin)] = &[
     ("hendrycks_math/utils.process_docs", Twin::Docs(ProcessDocs::Each(process))),
@@ -161,7 +162,7 @@ fn slash_as_fraction(text: String) -> Option<String> {
 fn integer(text: &str) -> Option<String> {
     let text = text.trim();
     let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
-    let is_number = !digits.is_empty() && digits.split('_').all(crate::task::python::text::is_digit);
+    let is_number = !digits.is_empty() && digits.split('_').all(is_digit);
     let digits = digits.replace('_', "");
     let digits = digits.trim_start_matches('0');
     let sign = if text.starts_with('-') && !digits.is_empty() { "-" } else { "" };

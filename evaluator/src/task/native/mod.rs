@@ -136,11 +136,13 @@ fn find<T>(function: &Function, role: &str, take: impl Fn(Twin) -> Option<T>) ->
         |name: &str| function.name.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('/'));
     let twins = || MODULES.iter().copied().flatten();
     let Some((name, twin)) = twins().find(|(name, _)| is_twin(name)) else {
-        let names: Vec<&str> = twins().filter(|(_, twin)| take(*twin).is_some()).map(|(name, _)| *name).collect();
-        let near = did_you_mean(&function.name, names.iter().copied());
+        let of_role = || twins().filter(|(_, twin)| take(*twin).is_some()).map(|(name, _)| *name);
+        let near = did_you_mean(&function.name, of_role());
+        let mut modules: Vec<&str> = of_role().filter_map(|name| Some(name.rsplit_once('.')?.0)).collect();
+        modules.dedup();
         let message = format!("!function {} is Python, which is not run here, and has no native twin", function.name);
         let fault = Fault::at(function.place.clone(), message + &near);
-        return Err(fault.note(format!("as {role} there are {}", names.join(", "))));
+        return Err(fault.note(format!("as {role} there are functions of {}", modules.join(", "))));
     };
     let wrong = || Fault::at(function.place.clone(), format!("!function {name} is not {role}"));
     let found = take(*twin).ok_or_else(wrong)?;

@@ -161,12 +161,11 @@ fn count(pattern: &str, text: &str, flags: Flags) -> Result<usize, String> {
 fn paragraphs(text: &str, n_wanted: usize) -> Result<bool, String> {
     let pattern = Pattern::new(r"\s?\*\*\*\s?")?;
     let parts = pattern.split(text)?;
-    let is_empty = |part: &&str| strip(part).is_empty();
     let inner = parts.len().saturating_sub(1).max(1);
-    if parts[1..inner].iter().any(&is_empty) {
+    if parts[1..inner].iter().any(|part| strip(part).is_empty()) {
         return Ok(false);
     }
-    Ok(parts.iter().filter(|part| !is_empty(part)).count() == n_wanted)
+    Ok(parts.iter().filter(|part| !strip(part).is_empty()).count() == n_wanted)
 }
 
 fn postscript(text: &str, marker: &str) -> Result<bool, String> {

@@ -1,7 +1,7 @@
 //! How many sentences a text has. lm-eval asks NLTK's Punkt, which was trained; these are the rules that it comes down to
 //! for plain English.
 
-use crate::task::python::text::{is_space, words};
+use crate::task::python::text::words;
 
 /// What ends with a point and goes on.
 const ABBREVIATIONS: [&str; 40] = [
@@ -31,7 +31,8 @@ fn ends_sentence(word: &str, next: &str) -> bool {
     let opens = next.trim_start_matches(|c: char| "\"'([{“‘".contains(c)).chars().next();
     let goes_on = opens.is_some_and(char::is_lowercase);
     let is_abbreviation = is_initial || ABBREVIATIONS.contains(&stem.as_str());
-    !(is_abbreviation || opens.is_none_or(is_space) || goes_on && bare.ends_with("..."))
+    let is_pause = goes_on && bare.ends_with("...");
+    !(is_abbreviation || is_pause || opens.is_none())
 }
 
 #[cfg(test)]
