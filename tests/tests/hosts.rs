@@ -74,7 +74,7 @@ impl Hosts {
         // The two share a disk, and with it the folder where each of Open MPI's daemons keeps what it knows.
         command.args(["--mca", "btl", "self,tcp", "--mca", "pml", "ob1"]);
         command.args(["sh", "-c", program, "sh"]).args(arguments);
-        command.current_dir(root()).env("RAYON_NUM_THREADS", "1");
+        command.current_dir(root()).env("RAYON_NUM_THREADS", "1").env_remove("RUST_BACKTRACE");
         command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command
@@ -222,7 +222,8 @@ fn a_cut_cable_ends_both_hosts_and_the_run_goes_on_later() {
         Err(why) => return eprintln!("skipped: {why}"),
     };
     let folder = hosts.folder.path().join("run");
-    let save = format!("checkpoint=[{{output_dir: {}, save_every_n_steps: 1, auto_resume: true}}]", folder.display());
+    let save =
+        format!("checkpoint=[{{output_dir: {}, save_every_n_steps: 1, keep: 2, auto_resume: true}}]", folder.display());
     let (timeout, stop) = (format!("ddp_timeout={TIMEOUT}"), "exit_iteration_this_run=2");
     // mpirun cannot hand on what a host says that it cannot reach.
     let logs = ["0", "1"].map(|rank| hosts.folder.path().join(format!("stderr-{rank}")));
