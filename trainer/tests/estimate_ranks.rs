@@ -39,9 +39,12 @@ fn train_in_process(n_ranks: usize, case: &Case) -> usize {
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
     let rank = |world: &World| {
-        train(&case.plan, &hub(), world, world.rank(), &candle_core::Device::Cpu)
-            .map(|_| ())
-            .map_err(|e| format!("{e:#}"))
+        let mut plan = case.plan.clone();
+        if world.rank() > 0 {
+            // As in processes of their own: the first rank alone writes.
+            (plan.log.output_dir, plan.log.metrics_path) = (None, None);
+        }
+        train(&plan, &hub(), world, world.rank(), &candle_core::Device::Cpu).map(|_| ()).map_err(|e| format!("{e:#}"))
     };
     threads::run(n_ranks, Options::default(), rank).unwrap();
     ALLOCATOR.peak_usage() - before
