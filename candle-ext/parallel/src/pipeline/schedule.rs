@@ -113,7 +113,6 @@ struct Stage {
     stage: usize,
     n_stages: usize,
     n_chunks: usize,
-    schedule: Schedule,
     forwards: Vec<Pass>,
     backwards: Vec<Pass>,
     n_forwards: usize,
@@ -146,7 +145,6 @@ impl Stage {
             stage,
             n_stages,
             n_chunks,
-            schedule,
             forwards,
             backwards,
             n_forwards: 0,
@@ -165,39 +163,30 @@ impl Stage {
         self.free_at <= time
     }
 
-    /// Begins the next pass if there is one; tells whether it did.
+    /// Begins the next pass if what it reads is there: a forward while one more may be kept, else a backward. Tells whether
+    /// it did.
     fn start(&mut self, time: usize, done: &Done) -> bool {
         if !self.is_idle(time) {
             return false;
         }
-        let live = self.n_forwards - self.n_backwards;
-        let backward = self.backwards.get(self.n_backwards).copied();
-        let backward =
-            backward.filter(|pass| done.can_go_back(self.stage, *pass, self.n_chunks, time) && self.may_go_back());
-        let forward = self.forwards.get(self.n_forwards).copied();
-        let forward =
-            forward.filter(|pass| live < self.most_live && done.can_go_on(self.stage, *pass, self.n_stages, time));
-        let action = match (backward, forward) {
-            (Some(pass), _) => {
-                self.n_backwards += 1;
-                Action::Backward(pass)
-            }
-            (None, Some(pass)) => {
+        let may_go_on = self.n_forwards - self.n_backwards < self.most_live;
+        let action = match (self.forwards.get(self.n_forwards), self.backwards.get(self.n_backwards)) {
+            (Some(&pass), _) if may_go_on => {
+                if !done.can_go_on(self.stage, pass, self.n_stages, time) {
+                    return false;
+                }
                 self.n_forwards += 1;
                 Action::Forward(pass)
             }
-            (None, None) => return false,
+            (_, Some(&pass)) if done.can_go_back(self.stage, pass, self.n_chunks, time) => {
+                self.n_backwards += 1;
+                Action::Backward(pass)
+            }
+            _ => return false,
         };
         self.actions.push((time, action));
         self.free_at = time + action.time();
         true
-    }
-
-    fn may_go_back(&self) -> bool {
-        match self.schedule {
-            Schedule::AllForwardAllBackward => self.n_forwards == self.forwards.len(),
-            Schedule::OneForwardOneBackward => true,
-        }
     }
 }
 
