@@ -18,7 +18,7 @@ fn a_profile_has_a_row_for_each_span_and_a_trace_of_the_first_steps() {
     let row =
         |name: &str| rows.iter().find(|row| row[4..].join(" ") == name).unwrap_or_else(|| panic!("{name}:\n{table}"));
     let seconds = |cell: &str| cell.parse::<f64>().unwrap();
-    assert_eq!((row("step")[0], row("micro-batch")[0]), ("4", "8"));
+    assert_eq!((row("step")[0], row("micro-batch forward")[0]), ("4", "8"));
     for name in ["block forward", "block backward", "linear forward", "linear backward", "adamw", "save"] {
         assert!(seconds(row(name)[1]) <= seconds(row(name)[3]), "{table}");
     }

@@ -140,7 +140,7 @@ fn check_manifest(change: impl Fn(&mut serde_json::Value), want: &str) {
 
 #[test]
 fn a_manifest_of_nonsense_says_what() {
-    check_manifest(|m| m["version"] = json!(3), "this program reads candlewick-sharded up to 2");
+    check_manifest(|m| m["version"] = json!(4), "this program reads candlewick-sharded up to 3");
     check_manifest(|m| m["extra"] = json!(2), "unknown field `extra`");
     for name in ["../x", "a/b", "", ".", "/etc/passwd", "manifest.json"] {
         check_manifest(|m| m["files"][0]["name"] = json!(name), "is not a file name");
