@@ -126,6 +126,10 @@ impl Manifest {
             places.entry(&tensor.name).or_default().push(tensor.piece());
         }
         for (name, mut pieces) in places {
+            if let Some(other) = pieces.iter().find(|piece| piece.tensor.shape != pieces[0].tensor.shape) {
+                let (shape, other) = (&pieces[0].tensor.shape, &other.tensor.shape);
+                return Err(format!("the tensor {name:?} is listed with the shapes {shape:?} and {other:?}"));
+            }
             pieces.sort_by_key(|piece| (piece.columns.start, piece.range.start));
             if pieces.windows(2).any(|pair| !pair[0].overlaps(&pair[1]).is_empty()) {
                 return Err(format!("the tensor {name:?} is listed twice"));

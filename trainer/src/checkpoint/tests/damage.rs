@@ -151,7 +151,10 @@ fn a_manifest_of_nonsense_says_what() {
     check_manifest(|m| _ = m["files"][0].as_object_mut().unwrap().remove("blake3"), "has two hashes or none");
     check_manifest(|m| _ = m["files"].as_array_mut().unwrap().pop(), "state.json is not listed");
     check_manifest(|m| m["tensors"][0]["file"] = json!("x"), "which is not listed");
-    check_manifest(|m| m["tensors"][1]["name"] = m["tensors"][0]["name"].clone(), "is listed twice");
+    check_manifest(
+        |m| m["tensors"][1]["name"] = m["tensors"][0]["name"].clone(),
+        "is listed with the shapes [] and [0, 4]",
+    );
     check_manifest(|m| m["tensors"][2]["offset"] = json!([1, 0]), "is cut at [1, 0]");
     let range = |start: u64, end: u64| json!({"start": start, "end": end});
     check_manifest(|m| m["tensors"][2]["range"] = range(3, 3), "has no elements 3..3");
