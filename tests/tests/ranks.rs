@@ -124,7 +124,7 @@ fn processes_make_the_run_that_one_makes() {
     let one_curve = one.finish().curve();
     assert_eq!(one_curve.len(), 6, "five steps and an evaluation");
     for (n_ranks, arguments) in [
-        (2, vec![]),
+        (2, vec!["memory=auto"]),
         (4, vec!["deepspeed.zero_optimization.stage=1"]),
         (2, vec!["deepspeed.zero_optimization.stage=2", "model.activation_checkpoint=full"]),
         (4, vec!["deepspeed.zero_optimization.stage=3", "deepspeed.zero_optimization.mics_shard_size=2"]),

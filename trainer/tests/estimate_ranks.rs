@@ -1,4 +1,4 @@
-//! What ranks that share sequences allocate, counted, beside what the estimate says of each. One test: all of its process is
+//! What ranks that share the work allocate, counted, beside what the estimate says of each. One test: all of its process is
 //! counted, and the ranks are its threads.
 #![allow(clippy::unwrap_used, missing_docs)]
 
@@ -9,25 +9,36 @@ use candlewick_comm::{Options, World, threads};
 use candlewick_text::hub::{Hub, HubSettings};
 use estimated::Case;
 use peak_alloc::PeakAlloc;
-use trainer::estimate::Class;
+use trainer::estimate::{Class, Place, Setup, estimate_stage};
 use trainer::run::{Began, prepare_data, train};
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
 #[test]
-fn ranks_of_a_ring_allocate_what_the_formulas_say() {
-    let long = "data.max_length=2048";
+fn ranks_allocate_what_the_formulas_say() {
+    let (long, tall) = ("data.max_length=2048", "model.config.num_hidden_layers=6");
     // The buffers that products keep are made by the first run.
     train_in_process(1, &Case::new(&["train_iters=1"]));
     for (n_ranks, arguments) in [
-        (2, vec!["context_parallel_size=2", long]),
         (3, vec!["context_parallel_size=3", long, "model.dtype=bf16", "model.activation_checkpoint=full"]),
+        (2, vec!["tensor_parallel_size=2", long]),
+        (2, vec!["tensor_parallel_size=2", "sequence_parallel_norms=false", long, "model.activation_checkpoint=full"]),
+        (2, vec!["tensor_parallel_size=2", long, "model.dtype=bf16", "model.peft_config={r: 16}"]),
+        (2, vec!["pipeline_parallel_size=2", tall, "pipeline_chunks=3", "gradient_accumulation_steps=4"]),
+        (2, vec!["pipeline_parallel_size=2", tall, "pipeline_schedule=afab", "gradient_accumulation_steps=4"]),
+        (4, vec!["pipeline_parallel_size=2", "tensor_parallel_size=2", long, "gradient_accumulation_steps=2"]),
+        (4, vec!["tensor_parallel_size=2", "deepspeed.zero_optimization.stage=3", long]),
     ] {
         let case = Case::on_ranks(n_ranks, &arguments);
         let counted = train_in_process(n_ranks, &case) / n_ranks;
-        let account = case.estimate().peak().account.clone();
-        let said = account.total() - account.of(Class::Program) - account.of(Class::Allocator);
+        let setup = Setup::of(&case.plan, Place::Cpu).unwrap();
+        let n_stages = setup.layout.n_stages();
+        let of_stage = |stage| {
+            let account = estimate_stage(&Setup { stage, ..setup.clone() }).peak().account.clone();
+            account.total() - account.of(Class::Program) - account.of(Class::Allocator)
+        };
+        let said = (0..n_stages).map(of_stage).sum::<u64>() / n_stages as u64;
         case.compare(said, counted as u64, 0.1);
     }
 }

@@ -527,7 +527,7 @@ optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 10
 fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: Seat { n_ranks, ..Seat::ALONE }, ..known() };
+    let known = Known { seat: Seat::first_of(n_ranks), ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks).map_err(|error| error.to_string())
 }
 
@@ -610,7 +610,7 @@ fn what_cannot_be_shared_is_refused_with_what_could() {
 fn backend(engines: Engines, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    let known = Known { seat: Seat { n_ranks: 2, machines, ..Seat::ALONE }, engines, ..known() };
+    let known = Known { seat: Seat { machines, ..Seat::first_of(2) }, engines, ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks.backend).map_err(|error| error.to_string())
 }
 

@@ -37,6 +37,11 @@ pub(crate) struct Slice {
     pub(crate) most: usize,
 }
 
+/// Returns how many elements of a parameter the one of `n_ranks` tensor parallel ranks keeps that has most of them.
+pub fn most_kept(spec: &ParamSpec, n_ranks: usize) -> Result<usize> {
+    Ok(Place::of(spec, Norms::Whole, [0, n_ranks])?.most(&spec.shape))
+}
+
 impl Place {
     /// Says what `rank` of `n_ranks` has of a parameter.
     pub(crate) fn of(spec: &ParamSpec, norms: Norms, [rank, n_ranks]: [usize; 2]) -> Result<Self> {

@@ -294,7 +294,7 @@ fn seat(place: &Place) -> Seat {
         Source::Torchrun => Machines::Nodes,
         _ => Machines::Several,
     };
-    Seat { rank: place.rank, n_ranks: place.world_size, machines }
+    Seat { rank: place.rank, n_ranks: place.world_size, n_here: place.local_world_size, machines }
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

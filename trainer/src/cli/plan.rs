@@ -11,7 +11,7 @@ use crate::exit::ExitCode;
 use crate::plan::{Plan, Seat};
 
 pub(super) fn run(asked: &PlanArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = train::plan(&asked.recipe, verbosity, Seat { n_ranks: asked.ranks, ..Seat::ALONE })?;
+    let plan = train::plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
     let mesh = Mesh::new(plan.ranks.degrees(), asked.ranks).map_err(|error| anyhow!("failed to plan: {error}"))?;
     let mut text = format!("{} ranks: {}\n{mesh}", asked.ranks, plan.ranks.degrees());
     if plan.pipeline.stages > 1 {

@@ -8,7 +8,7 @@ use crate::plan::Seat;
 use crate::selfcheck::selfcheck;
 
 pub(super) fn run(asked: &Selfcheck, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = train::plan(&asked.recipe, verbosity, Seat { n_ranks: asked.ranks, ..Seat::ALONE })?;
+    let plan = train::plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
     let report = selfcheck(&plan)?;
     match asked.json {
         true => ui.answer(&serde_json::to_string_pretty(&report).context("failed to write the report as JSON")?)?,

@@ -1,7 +1,7 @@
 //! A block: what its tape keeps, and what computing it forward or backward needs besides.
 //!
-//! t tokens, d model, q and kv the widths of all query and key heads, f MLP width, r rank of an adapter, u tokens of a
-//! tile of a tiled MLP
+//! t tokens, o of them outside of branches (a part where ranks share matrices), d model, q and kv the widths of the query and
+//! key heads and f of the MLP as far as they are here, r rank of an adapter, u tokens of a tile of a tiled MLP
 
 use candlewick_model::Adapter;
 use candlewick_ops::AttentionImpl;
@@ -21,6 +21,7 @@ pub(super) struct Block<'a> {
     setup: &'a Setup,
     adapters: &'a [Adapter],
     t: u64,
+    o: u64,
     d: u64,
     q: u64,
     kv: u64,
@@ -32,22 +33,33 @@ pub(super) struct Block<'a> {
 impl<'a> Block<'a> {
     pub(super) fn new(setup: &'a Setup, block_idx: usize) -> Self {
         let config = setup.model.config();
-        let head_dim = config.head_dim();
+        let tensor = setup.ranks.tensor;
+        let of_heads = |n: usize| (n / tensor * config.head_dim()) as u64;
         Self {
             setup,
             adapters: &setup.model.units()[block_idx + 1].adapters,
             t: setup.tokens(),
+            o: setup.tokens_outside(),
             d: config.hidden_size() as u64,
-            q: (config.n_heads() * head_dim) as u64,
-            kv: (config.n_kv_heads() * head_dim) as u64,
-            f: config.intermediate_size() as u64,
+            q: of_heads(config.n_heads()),
+            kv: of_heads(config.n_kv_heads()),
+            f: (config.intermediate_size() / tensor) as u64,
             s: setup.compute.n_bytes(),
         }
     }
 
     /// The block's input or output, or their gradients.
     pub(super) fn activation(&self) -> u64 {
-        self.t * self.d * self.s
+        self.o * self.d * self.s
+    }
+
+    /// What a branch reads or gives, of all tokens, where that is not what is outside already.
+    fn exchanged(&self) -> u64 {
+        if self.setup.ranks.tensor > 1 { self.t * self.d * self.s } else { 0 }
+    }
+
+    fn n_heads(&self) -> u64 {
+        (self.setup.model.config().n_heads() / self.setup.ranks.tensor) as u64
     }
 
     /// What the ops of `model::block` save for backward, each tensor once, and the output. The input is not counted. What
@@ -59,20 +71,18 @@ impl<'a> Block<'a> {
     /// The output, which stays to the end; rotated q and k, v and attention's output with the logarithm of each row's sum;
     /// q and k before their norms, if they have some.
     fn until_attention(&self) -> u64 {
-        let Self { t, d, q, kv, s, .. } = *self;
-        let config = self.setup.model.config();
-        let norms = if config.qk_norm() { q + kv } else { 0 };
-        let log_sum_exp = t * config.n_heads() as u64 * F32;
+        let Self { t, q, kv, s, .. } = *self;
+        let norms = if self.setup.model.config().qk_norm() { q + kv } else { 0 };
+        let log_sum_exp = t * self.n_heads() * F32;
         let adapters = self.of_adapters(t, &["q_proj", "k_proj", "v_proj", "o_proj"]);
-        t * s * (d + 2 * q + 2 * kv + norms) + log_sum_exp + adapters + self.reference(7)
+        self.activation() + t * s * (2 * q + 2 * kv + norms) + log_sum_exp + adapters + self.reference(7)
     }
 
     /// The sum after attention, gate and up. A tiled MLP saves its input, the norm of the sum, alone.
     fn after_attention(&self) -> u64 {
-        let x = self.t * self.s * self.d;
         match self.is_tiled() {
-            true => 2 * x,
-            false => x + self.mlp_of(self.t),
+            true => self.activation() + self.t * self.s * self.d,
+            false => self.activation() + self.mlp_of(self.t),
         }
     }
 
@@ -110,8 +120,9 @@ impl<'a> Block<'a> {
         let u = self.tile();
         // A tile's output is copied into the whole's.
         let copied = if self.is_tiled() { u * s * d } else { 0 };
-        let mlp = t * s * 4 * d + u * s * 3 * f + copied + self.widened(u, f, d);
-        let attention = t * s * (d + 2 * q + 2 * kv) + self.attention_scratch(q, q + 2 * kv);
+        let outside = 3 * self.activation() + self.exchanged();
+        let mlp = outside + t * s * d + u * s * 3 * f + copied + self.widened(u, f, d);
+        let attention = self.exchanged() + t * s * (d + 2 * q + 2 * kv) + self.attention_scratch(q, q + 2 * kv);
         // The sum of the pieces; keys and values as they travel: this rank's, those at hand and those that come.
         let ring = self.in_ring(t * (F32 * q + 3 * s * 2 * kv));
         mlp.max(attention + ring) + self.reference(3)
@@ -134,7 +145,7 @@ impl<'a> Block<'a> {
         let attention = self.until_attention() + gradients + self.attention_scratch(3 * q, 3 * q + 2 * kv);
         // dq; dk and dv: this rank's, those being computed, on their way and arrived; two ranks' keys and values.
         let ring = self.in_ring(t * (F32 * q + 4 * F32 * 2 * kv + 2 * s * 2 * kv));
-        mlp.max(attention + ring)
+        mlp.max(attention + ring) + self.exchanged()
     }
 
     /// The MLP's backward and tape on some tokens: at the last product; then the gradients of gate and up come, and become
@@ -182,7 +193,7 @@ impl<'a> Block<'a> {
     /// The reference implementation holds so many matrices of scores, for the longest sequence that a row may be, and its
     /// inputs and outputs in several layouts.
     fn reference(&self, n_matrices: u64) -> u64 {
-        let heads = self.setup.model.config().n_heads() as u64;
+        let heads = self.n_heads();
         match self.setup.attention {
             AttentionImpl::Reference => {
                 self.t * F32 * (n_matrices * heads * self.setup.row_tokens + 4 * self.q + 5 * self.kv)

@@ -51,6 +51,15 @@ impl Capacity {
         }
     }
 
+    /// What one of so many processes of a machine has of it: they share its RAM, and have a GPU each.
+    #[must_use]
+    pub fn of_one(self, n_here: usize) -> Self {
+        match self.place {
+            Place::Cpu => Self { bytes: self.bytes.map(|bytes| bytes / n_here.max(1) as u64), ..self },
+            Place::Gpu => self,
+        }
+    }
+
     /// Reads the name of a device, or a number of bytes for the kind of device that `device` is.
     pub fn parse(text: &str, device: DeviceChoice) -> Result<Self, String> {
         if let Some((name, bytes)) = GPUS.iter().find(|(name, _)| *name == text) {

@@ -1,6 +1,6 @@
 //! The head: the last norm, the logits of some tokens at a time, and their gradients.
 //!
-//! t tokens, d model, v vocabulary, n tokens whose logits exist at once
+//! t tokens, o of them outside of branches, d model, v vocabulary as far as it is here, n tokens whose logits exist at once
 
 use super::{Place, Setup};
 
@@ -13,7 +13,7 @@ const GPU_LOGITS: u64 = 1 << 30;
 /// logits, their inputs and their dx. Where gradients are bf16 that of the weight is
 /// summed in f32 meanwhile.
 pub(super) fn backward(setup: &Setup) -> u64 {
-    let Sizes { t, d, v, n, s } = Sizes::of(setup);
+    let Sizes { t, o, d, v, n, s } = Sizes::of(setup);
     let rounded = match setup.place {
         Place::Cpu if setup.masters.n_bytes() < F32 && setup.model.lora().is_none() => v * d * F32,
         _ => 0,
@@ -24,12 +24,12 @@ pub(super) fn backward(setup: &Setup) -> u64 {
         Place::Gpu => n * v * (F32 + s) + 2 * n * d * s,
     };
     // When the logits are gone, the gradient of the norm's input comes.
-    t * d * s * 2 + (logits + rounded).max(t * d * s)
+    o * d * s + t * d * s + (logits + rounded).max(o * d * s) + if setup.ranks.tensor > 1 { t * d * s } else { 0 }
 }
 
 /// The losses alone: the norm's output, n rows of logits and of inputs.
 pub(super) fn forward(setup: &Setup) -> u64 {
-    let Sizes { t, d, v, n, s } = Sizes::of(setup);
+    let Sizes { t, d, v, n, s, .. } = Sizes::of(setup);
     let width = if setup.place == Place::Cpu { F32 } else { s };
     t * d * s + n * (v * F32 + d * width)
 }
@@ -40,7 +40,7 @@ pub(super) fn packed(setup: &Setup) -> u64 {
     const MOST: u64 = 1 << 21;
     const BLOCK: u64 = 768 << 10;
     let Sizes { t, d, v, n, .. } = Sizes::of(setup);
-    let f = setup.model.config().intermediate_size() as u64;
+    let f = (setup.model.config().intermediate_size() / setup.ranks.tensor) as u64;
     // Of the MLP's and the head's products: forward, the input's gradient, the weight's.
     let shared = (t.min(d) * f).max(t.min(f) * d).max(n.min(d) * v).max(n.min(v) * d).max(d.min(f) * t);
     match setup.place {
@@ -51,6 +51,7 @@ pub(super) fn packed(setup: &Setup) -> u64 {
 
 struct Sizes {
     t: u64,
+    o: u64,
     d: u64,
     v: u64,
     n: u64,
@@ -60,9 +61,9 @@ struct Sizes {
 impl Sizes {
     fn of(setup: &Setup) -> Self {
         let config = setup.model.config();
-        let (t, v) = (setup.tokens(), config.vocab_size() as u64);
+        let (t, v) = (setup.tokens(), config.vocab_size().div_ceil(setup.ranks.tensor) as u64);
         let bytes = if setup.place == Place::Cpu { CPU_LOGITS } else { GPU_LOGITS };
         let n = (bytes / (v * F32).max(1)).clamp(1, t.max(1));
-        Self { t, d: config.hidden_size() as u64, v, n, s: setup.compute.n_bytes() }
+        Self { t, o: setup.tokens_outside(), d: config.hidden_size() as u64, v, n, s: setup.compute.n_bytes() }
     }
 }

@@ -1,6 +1,6 @@
 //! The phases of a run, and the moment of each at which it needs most.
 
-use candlewick_parallel::Residency;
+use candlewick_parallel::{Action, Residency, Timetable};
 use serde::Serialize;
 
 use super::account::{Account, Class};
@@ -49,6 +49,8 @@ pub struct PhaseEstimate {
 /// The memory of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Estimate {
+    /// The stage of the pipeline whose ranks need that much; 0 without one.
+    pub stage: usize,
     /// The phases that the plan has, in their order.
     pub phases: Vec<PhaseEstimate>,
     /// What lies elsewhere meanwhile: inputs of blocks, in temporary files or in the RAM of a GPU's host.
@@ -69,8 +71,15 @@ impl Estimate {
     }
 }
 
-/// Estimates the memory of a setup.
+/// Estimates the memory of a setup: of the rank that needs most.
 pub fn estimate(setup: &Setup) -> Estimate {
+    let of_stage = |stage| estimate_stage(&Setup { stage, ..setup.clone() });
+    let stages = (1..setup.layout.n_stages()).map(of_stage);
+    stages.fold(of_stage(0), |most, other| if other.peak_bytes() > most.peak_bytes() { other } else { most })
+}
+
+/// Estimates the memory of a rank of the stage that is looked at.
+pub fn estimate_stage(setup: &Setup) -> Estimate {
     let program = Account::default().with(Class::Program, program::on_device(setup));
     let resident = program.clone().plus(&parameters::resident(setup));
     let passing = step(setup).with(Class::Transfer, parameters::travelling(setup));
@@ -89,6 +98,7 @@ pub fn estimate(setup: &Setup) -> Estimate {
     let parked = parked(setup);
     let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + parked;
     Estimate {
+        stage: setup.stage,
         phases: phases.into_iter().map(|(phase, account)| PhaseEstimate { phase, account }).collect(),
         parked,
         host: (setup.place == Place::Gpu).then(host),
@@ -112,18 +122,45 @@ fn transfer(setup: &Setup) -> u64 {
     4 * parameters::largest(setup)
 }
 
-/// The worst moment of a micro-batch (`parallel::Engine::forward_backward`): the loss, or some block's backward.
+/// The worst moment of a step (`parallel::Engine::forward_backward`): a pass over a run of blocks, beside what the runs keep
+/// that were gone through and not yet back.
 fn step(setup: &Setup) -> Account {
-    let blocks: Vec<Block> = (0..setup.model.n_blocks()).map(|block_idx| Block::new(setup, block_idx)).collect();
-    let rests = residencies(setup);
-    let input = blocks.first().map_or(0, Block::activation);
-    // The embedded tokens stay to the end: they are block 0's input.
+    let runs: Vec<_> = (0..setup.layout.n_chunks()).map(|chunk| run(setup, chunk)).collect();
+    let table = Timetable::new(setup.schedule, setup.layout.n_stages(), setup.layout.n_chunks(), setup.n_micros);
+    let (mut kept, mut moments) = (0, Vec::new());
+    for action in table.of_stage(setup.stage) {
+        let (Action::Forward(pass) | Action::Backward(pass)) = action;
+        let run = &runs[pass.chunk];
+        let others = match action {
+            Action::Forward(_) => kept,
+            Action::Backward(_) => kept - run.kept,
+        };
+        moments.push(run.worst.clone().with(Class::Activations, others));
+        kept = if matches!(action, Action::Forward(_)) { kept + run.kept } else { others };
+    }
+    moments.into_iter().max_by_key(Account::total).unwrap_or_default()
+}
+
+/// What a run of blocks needs, there and back.
+struct Run {
+    /// Between forward and backward.
+    kept: u64,
+    /// The worst moment: the loss, or some block's backward.
+    worst: Account,
+}
+
+fn run(setup: &Setup, chunk: usize) -> Run {
+    let run = setup.layout.blocks(setup.stage, chunk);
+    let blocks: Vec<Block> = run.clone().map(|block_idx| Block::new(setup, block_idx)).collect();
+    let rests = &residencies(setup)[run];
+    let input = Block::new(setup, 0).activation();
+    // What came in stays to the end: it is the first block's input.
     let mut kept = input + rope(setup);
     let mut moments = Vec::new();
     let mut moment = |kept: u64, at_work: u64| {
         moments.push(Account::default().with(Class::Activations, kept).with(Class::Block, at_work));
     };
-    for (i, (block, rest)) in blocks.iter().zip(&rests).enumerate() {
+    for (i, (block, rest)) in blocks.iter().zip(rests).enumerate() {
         // An input that is the output at the end of a kept tape is there already.
         let is_there = i == 0 || rests[i - 1] == Residency::Keep;
         if *rest == Residency::Offload {
@@ -140,17 +177,19 @@ fn step(setup: &Setup) -> Account {
             _ => moment(kept, block.forward()),
         }
     }
-    let output = if rests.last() == Some(&Residency::Keep) { 0 } else { input };
-    let logits = Account::default().with(Class::Activations, kept).with(Class::Block, output);
-    moments.push(logits.with(Class::Logits, head::backward(setup)));
-    moments.into_iter().max_by_key(Account::total).unwrap_or_default()
+    if setup.layout.is_last(setup.stage, chunk) {
+        let output = if rests.last() == Some(&Residency::Keep) { 0 } else { input };
+        let logits = Account::default().with(Class::Activations, kept).with(Class::Block, output);
+        moments.push(logits.with(Class::Logits, head::backward(setup)));
+    }
+    Run { kept, worst: moments.into_iter().max_by_key(Account::total).unwrap_or_default() }
 }
 
 /// One forward that records nothing, then the losses (`parallel::Engine::evaluate`).
 fn evaluation(setup: &Setup) -> Account {
     let block = Block::new(setup, 0);
     let activations = block.activation() + rope(setup);
-    let (block, logits) = (block.forward(), head::forward(setup));
+    let (block, logits) = (block.forward(), if setup.has_head() { head::forward(setup) } else { 0 });
     let account = Account::default().with(Class::Activations, activations);
     if block > logits { account.with(Class::Block, block) } else { account.with(Class::Logits, logits) }
 }
@@ -167,8 +206,14 @@ fn rope(setup: &Setup) -> u64 {
 }
 
 fn parked(setup: &Setup) -> u64 {
-    let n_parked = residencies(setup).iter().filter(|rest| **rest == Residency::Offload).count() as u64;
-    n_parked * setup.tokens() * setup.model.config().hidden_size() as u64 * setup.compute.n_bytes()
+    let is_here = |block_idx: usize| setup.layout.stage_of(block_idx + 1) == setup.stage;
+    let residencies = residencies(setup).into_iter().enumerate();
+    let n_parked =
+        residencies.filter(|(block_idx, rest)| is_here(*block_idx) && *rest == Residency::Offload).count() as u64;
+    let table = Timetable::new(setup.schedule, setup.layout.n_stages(), setup.layout.n_chunks(), setup.n_micros);
+    // Of several runs all that are live at once, as if each were the largest.
+    let n_live = table.most_live(setup.stage).div_ceil(setup.layout.n_chunks()) as u64;
+    n_parked * n_live * setup.tokens_outside() * setup.model.config().hidden_size() as u64 * setup.compute.n_bytes()
 }
 
 fn residencies(setup: &Setup) -> Vec<Residency> {

@@ -29,6 +29,8 @@ pub struct Report {
     pub dtype: ComputeDtype,
     /// The most tokens of a micro-batch.
     pub tokens: u64,
+    /// Stages of a pipeline; 1 without one.
+    pub n_stages: usize,
     /// The modes that trade time for memory, as keys of the recipe: those it sets, or those that `memory: auto` takes.
     pub modes: Map<String, Value>,
     /// The bytes of the worst phase.
@@ -75,6 +77,7 @@ impl Report {
             n_trained: trained,
             dtype: setup.compute,
             tokens: setup.tokens(),
+            n_stages: setup.layout.n_stages(),
             modes: setup.modes.keys().into_iter().map(|(key, value)| (key.to_owned(), value)).collect(),
             peak_bytes: estimate.peak_bytes(),
             peak_phase: estimate.peak().phase,
@@ -160,6 +163,9 @@ impl fmt::Display for Report {
         let (recipe, tokens, modes) = (&self.recipe, self.tokens, written(pairs(&self.modes)));
         writeln!(f, "memory of {recipe}: {parameters} parameters, {trained} trained, {tokens} tokens a micro-batch")?;
         writeln!(f, "with {modes}")?;
+        if self.n_stages > 1 {
+            writeln!(f, "of the ranks of stage {} of {}, which need most", self.estimate.stage, self.n_stages)?;
+        }
         self.table(f)?;
         if self.estimate.parked > 0 {
             writeln!(f, "parked elsewhere: {}", bytes(self.estimate.parked))?;

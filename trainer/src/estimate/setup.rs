@@ -1,7 +1,8 @@
 //! What of a plan decides its memory.
 
-use candlewick_model::{Model, ModelError};
+use candlewick_model::{Model, ModelError, ParamSpec, Unit};
 use candlewick_ops::AttentionImpl;
+use candlewick_parallel::{Layout, Schedule, most_kept};
 
 use super::modes::Modes;
 use crate::checkpoint::Kind;
@@ -37,6 +38,14 @@ pub struct Setup {
     pub parks_in_memory: bool,
     /// How the ranks share what they have in common.
     pub ranks: RanksPlan,
+    /// Which stage of a pipeline has which blocks.
+    pub layout: Layout,
+    /// The order in which stages compute.
+    pub schedule: Schedule,
+    /// Micro-batches of a step that a stage computes.
+    pub n_micros: usize,
+    /// The stage that is looked at.
+    pub stage: usize,
     /// The share of the parameters whose masters and moments are in the RAM of a GPU's host.
     pub optimizer_on_host: f64,
     /// What computes.
@@ -67,6 +76,10 @@ impl Setup {
     pub fn of(plan: &Plan, place: Place) -> Result<Self, SetupError> {
         let config = plan.model.config.clone().ok_or(SetupError::NoConfig)?;
         Ok(Self {
+            layout: plan.pipeline.layout(&config),
+            schedule: plan.pipeline.order(),
+            n_micros: plan.data.gradient_accumulation_steps,
+            stage: 0,
             model: Model::new(config, plan.model.adapter.clone())?,
             compute: plan.model.dtype,
             masters: plan.optimizer.masters,
@@ -88,5 +101,31 @@ impl Setup {
     /// The most tokens of a micro-batch that a rank computes.
     pub fn tokens(&self) -> u64 {
         (self.row_tokens * self.rows).div_ceil(self.ranks.n_of_micro_batch() as u64)
+    }
+
+    /// How many of them it has outside of branches, if it shares matrices with others.
+    pub(super) fn tokens_outside(&self) -> u64 {
+        self.tokens().div_ceil(if self.ranks.norms_in_parts { self.ranks.tensor as u64 } else { 1 })
+    }
+
+    /// The units of which this stage has the parameters: its own, and those that its head borrows.
+    pub(super) fn units(&self) -> impl Iterator<Item = &Unit> {
+        let units = self.model.units();
+        let borrowed = |unit_idx| units[units.len() - 1].shared.iter().any(|shared| shared.unit == unit_idx);
+        let is_here = move |unit_idx: &usize| {
+            self.layout.stage_of(*unit_idx) == self.stage || (self.has_head() && borrowed(*unit_idx))
+        };
+        (0..units.len()).filter(is_here).map(|unit_idx| &units[unit_idx])
+    }
+
+    /// Whether this stage computes the losses.
+    pub(super) fn has_head(&self) -> bool {
+        self.stage + 1 == self.layout.n_stages()
+    }
+
+    /// The number of elements that a rank keeps of a parameter: the most that any does.
+    pub(super) fn kept(&self, param: &ParamSpec) -> u64 {
+        // The plan has refused what cannot be shared out.
+        most_kept(param, self.ranks.tensor).unwrap_or_else(|_| param.numel()) as u64
     }
 }

@@ -39,13 +39,20 @@ pub struct Seat {
     pub rank: usize,
     /// How many there are.
     pub n_ranks: usize,
+    /// How many of them this machine has.
+    pub n_here: usize,
     /// Where they run.
     pub machines: Machines,
 }
 
 impl Seat {
     /// A process by itself.
-    pub const ALONE: Self = Self { rank: 0, n_ranks: 1, machines: Machines::One };
+    pub const ALONE: Self = Self { rank: 0, n_ranks: 1, n_here: 1, machines: Machines::One };
+
+    /// The first of so many processes of this machine.
+    pub fn first_of(n_ranks: usize) -> Self {
+        Self { n_ranks, n_here: n_ranks, ..Self::ALONE }
+    }
 }
 
 /// Where the processes run that train together.
@@ -110,7 +117,7 @@ impl Known {
             temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             console,
-            capacity: (loaded.recipe.memory == Some(MemoryModes::Auto)).then(|| capacity(loaded)),
+            capacity: (loaded.recipe.memory == Some(MemoryModes::Auto)).then(|| capacity(loaded).of_one(seat.n_here)),
         })
     }
 }

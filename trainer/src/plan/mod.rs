@@ -24,7 +24,7 @@ use std::path::PathBuf;
 
 use candlewick_model::{Config, LoraConfig};
 use candlewick_ops::{AttentionChoice, DeviceChoice, LossScaling};
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
@@ -54,6 +54,8 @@ pub struct Plan {
     pub ranks: RanksPlan,
     /// The stages of a pipeline, if there is one.
     pub pipeline: PipelinePlan,
+    /// Who chose what trades time for memory.
+    pub memory: MemoryModes,
     /// The model.
     pub model: ModelPlan,
     /// The tokenizer.
@@ -153,7 +155,7 @@ impl ComputeDtype {
 }
 
 /// What blocks keep for backward.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activations {
     /// Everything.
@@ -167,6 +169,19 @@ pub enum Activations {
 }
 
 impl Activations {
+    /// The one of two that keeps less.
+    #[must_use]
+    pub fn leaner(self, other: Self) -> Self {
+        // Blocks that are computed again, and those of them that are parked besides.
+        let spared = |it| match it {
+            Self::Keep => 0.0,
+            Self::RecomputeEvery(k) => 1.0 / k as f64,
+            Self::Recompute => 1.0,
+            Self::Offload(share) => 1.0 + share,
+        };
+        if spared(other) > spared(self) { other } else { self }
+    }
+
     /// The value of `model.activation_checkpoint` that means this.
     pub fn to_recipe(self) -> ActivationCheckpoint {
         match self {
@@ -298,10 +313,6 @@ impl Plan {
         let device = device(&mut resolver);
         let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
         let memory = resolver.pick("memory", recipe.memory, MemoryModes::Manual);
-        if memory == MemoryModes::Auto && known.seat != Seat::ALONE {
-            let advice = "remove it, and set what `trainer estimate --ranks N` advises";
-            resolver.wrong_because(&["memory"], "`memory: auto` is not implemented yet for several ranks", advice);
-        }
         let (settings, notes) = resolver.finish()?;
         let plan = Self {
             recipe: loaded.source().path.clone(),
@@ -309,6 +320,7 @@ impl Plan {
             device,
             ranks,
             pipeline,
+            memory,
             model,
             tokenizer,
             data,

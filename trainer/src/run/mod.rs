@@ -76,7 +76,7 @@ pub fn train(plan: &Plan, hub: &Hub, world: &World, local_rank: usize, device: &
 
 /// Trains as one of `ranks`. `run.json` tells the end in any case.
 fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
-    ranks.agree_on(plan)?;
+    let plan = &ranks.agree_on(plan)?;
     let locks = if ranks.is_first() { lock::lock(plan).map(Some) } else { Ok(None) };
     let _locks = ranks.share(locks)?;
     let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(|source| {

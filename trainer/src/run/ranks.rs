@@ -12,7 +12,8 @@ use candlewick_parallel::Groups;
 use super::background::BackgroundCrew;
 use crate::checkpoint::{Crew, StateError, Word};
 use crate::exit::{ExitCode, classify};
-use crate::plan::{Plan, RanksPlan};
+use crate::plan::{Activations, Plan, RanksPlan};
+use crate::recipe::MemoryModes;
 use crate::signals::{Signal, Stop};
 
 /// This rank and its groups.
@@ -100,8 +101,23 @@ impl<'w> Ranks<'w> {
         }
     }
 
-    /// Fails if the ranks were not started for one run. All ranks call it.
-    pub(super) fn agree_on(&self, plan: &Plan) -> Result<()> {
+    /// Returns the plan of all ranks: what they chose by the memory that each found free is what the one with least of it can
+    /// afford, since blocks are computed together. Fails if the ranks were not started for one run. All ranks call it.
+    pub(super) fn agree_on(&self, plan: &Plan) -> Result<Plan> {
+        let mut plan = plan.clone();
+        if plan.memory == MemoryModes::Auto {
+            plan.model.activations = self.leanest(plan.model.activations)?;
+        }
+        self.check_same(&plan)?;
+        Ok(plan)
+    }
+
+    fn leanest(&self, own: Activations) -> Result<Activations> {
+        let all = self.exchange(Ok(serde_json::to_vec(&own)?))?;
+        all.iter().try_fold(own, |leanest, other| Ok(leanest.leaner(serde_json::from_slice(other)?)))
+    }
+
+    fn check_same(&self, plan: &Plan) -> Result<()> {
         let mut shown = serde_json::to_value(plan)?;
         // What a rank prints and logs is its own.
         for own in ["log", "logger", "settings", "notes"] {
@@ -191,6 +207,18 @@ mod tests {
         let plan = RanksPlan { dp_replicate: 3, ..RanksPlan::alone() };
         let run = |world: &World| rank(&Ranks::new(world, world.rank(), &Device::Cpu, &plan)?);
         threads::run(3, Options::default(), run).unwrap()
+    }
+
+    #[test]
+    fn all_ranks_keep_as_little_as_the_one_that_can_keep_least() {
+        use Activations::{Keep, Offload, Recompute, RecomputeEvery};
+        for (own, want) in [
+            ([Keep, RecomputeEvery(3), RecomputeEvery(2)], RecomputeEvery(2)),
+            ([Recompute, Offload(0.25), Keep], Offload(0.25)),
+            ([Keep; 3], Keep),
+        ] {
+            assert_eq!(of_three(|ranks| ranks.leanest(own[ranks.rank()])), [want; 3]);
+        }
     }
 
     #[test]

@@ -57,8 +57,7 @@ impl Case {
         let arguments = arguments.iter().map(|a| if *a == "save" { save.clone() } else { a.replace('$', &text_file) });
         let arguments: Vec<String> = arguments.collect();
         let loaded = Loaded::parse(&path, text, &arguments).unwrap();
-        let known =
-            Known::gather(&loaded, Reach::ThisMachine, Console::Quiet, Seat { n_ranks, ..Seat::ALONE }).unwrap();
+        let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet, Seat::first_of(n_ranks)).unwrap();
         let plan = Plan::resolve(&loaded, &known).unwrap();
         Self { folder, arguments, plan }
     }
