@@ -81,7 +81,7 @@ fn what_is_not_implemented_is_refused_by_name() {
         "data.sources.0.kwargs={streaming: true}",
         "data.sources.0.sql=select",
         "deepspeed.zero_optimization.offload_optimizer.device=nvme",
-        "deepspeed.zero_optimization.offload_param.device=cpu",
+        "deepspeed.zero_optimization.offload_param.device=nvme",
         "deepspeed.torch_autocast.enabled=true",
         "deepspeed.train_batch_size=8",
         "deepspeed.zero_optimization.zero_hpz_partition_size=8",
@@ -138,6 +138,17 @@ fn the_optimizer_may_live_on_the_host() {
     refused(&[&format!("{offload}.ratio=0.5")], &["ratio: nothing is offloaded", "offload_optimizer.device: cpu"]);
     refused(&[&cpu, &format!("{offload}.pin_memory=3")], &["expected true or false, found 3"]);
     refused(&[&cpu, &format!("{offload}.buffer_count=4")], &["buffer_count", "not implemented yet"]);
+    let weights = "deepspeed.zero_optimization.offload_param.device=cpu";
+    let stage_3 = "deepspeed.zero_optimization.stage=3";
+    let offloaded = plan(&[weights, &cpu, stage_3]);
+    assert!(offloaded.weights_on_host && offloaded.ranks.zero_stage == 3);
+    assert!(!plan(&[&cpu, stage_3]).weights_on_host);
+    refused(&[weights, &cpu], &["cpu needs ZeRO stage 3", "zero_optimization.stage: 3"]);
+    refused(&[weights, stage_3], &["cpu needs the optimizer there, too"]);
+    refused(
+        &[weights, stage_3, &cpu, &format!("{offload}.ratio=0.5")],
+        &["needs the optimizer there", "without a ratio"],
+    );
 }
 
 #[test]

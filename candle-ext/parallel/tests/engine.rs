@@ -10,7 +10,7 @@ use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Rows, Seqs, Tape,
     Upstream, Verdict, linear_cross_entropy,
 };
-use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Residency, Sharing};
+use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, OnHost, ParamStore, Residency, Sharing};
 use rand::{Rng, SeedableRng};
 use serde_json::json;
 
@@ -31,7 +31,11 @@ fn engine(model: Model, dtype: DType, residency: Residency) -> Engine {
 }
 
 fn engine_in(model: Model, formats: Formats, residency: Residency) -> Engine {
-    let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
+    engine_with(model, formats, OnHost::default(), residency)
+}
+
+fn engine_with(model: Model, formats: Formats, on_host: OnHost, residency: Residency) -> Engine {
+    let store = ParamStore::with_host(&model, formats, Mode::Train, on_host, &Device::Cpu, Sharing::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -76,6 +80,28 @@ fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
 
 fn forward_backward(engine: &Engine, micro: &Micro, scale: &LossScale, key: u64) -> Tensor {
     engine.forward_backward(std::slice::from_ref(micro), scale, |_| key).unwrap().remove(0)
+}
+
+/// Fetched for each unit, they are the same weights: tied ones, frozen ones beside an adapter, in two formats.
+#[test]
+fn weights_that_the_host_keeps_give_the_same_gradients() {
+    let lora = LoraConfig::from_json(&json!({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})).unwrap();
+    let hyper = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
+    let all = sequences(&[9, 5]);
+    for (adapter, dtype) in [(None, DType::F32), (None, DType::BF16), (Some(lora), DType::F32)] {
+        let of = |on_host| {
+            let model = Model::new(config(true), adapter.clone()).unwrap();
+            let engine = engine_with(model, Formats::computing_in(dtype), on_host, Residency::Recompute);
+            let losses = [1, 2].map(|key| {
+                engine.store().zero_grads().unwrap();
+                let loss = train(&engine, &micro(&all), &all, key);
+                step(&engine, &hyper, &scaler(GradPolicy::PLAIN));
+                loss
+            });
+            (losses, grads(&engine))
+        };
+        assert_eq!(of(OnHost { optimizer: 1.0, weights: true }), of(OnHost::default()));
+    }
 }
 
 /// One micro-batch forward and backward: its part of the step's mean loss.

@@ -13,10 +13,11 @@ use crate::plan::RanksPlan;
 pub(super) fn resident(setup: &Setup) -> Account {
     let (frozen, trained) = counts_here(setup);
     let here = trained - on_host(setup);
+    let weights = if setup.weights_on_host { 0 } else { frozen + trained };
     let (compute, masters, moments) = (setup.compute.n_bytes(), setup.masters.n_bytes(), setup.moments.n_bytes());
     let master_copies = if setup.compute == setup.masters { 0 } else { here };
     Account::default()
-        .with(Class::Weights, share(setup, 3, frozen + trained) * compute)
+        .with(Class::Weights, share(setup, 3, weights) * compute)
         .with(Class::Masters, share(setup, 1, master_copies) * masters)
         .with(Class::Gradients, share(setup, 2, trained) * masters)
         .with(Class::Moments, 2 * share(setup, 1, here) * moments)
@@ -37,13 +38,13 @@ pub(super) fn travelling(setup: &Setup) -> u64 {
     let largest_trained = setup.units().map(|unit| trained_of(setup, unit)).max().unwrap_or(0);
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
     let n_shards = setup.ranks.n_shards();
-    if n_shards * dp_replicate == 1 {
-        return 0;
-    }
     let weights = match zero_stage {
         3 => 2 * setup.units().map(of).max().unwrap_or(0) * setup.compute.n_bytes(),
         _ => 0,
     };
+    if n_shards * dp_replicate == 1 {
+        return weights;
+    }
     let gradients = if zero_stage >= 2 { 2 * largest_trained * setup.masters.n_bytes() } else { 0 };
     let share = largest_trained.div_ceil(if zero_stage > 0 { n_shards as u64 } else { 1 });
     weights + gradients + 2 * share * setup.masters.n_bytes()
@@ -57,11 +58,15 @@ pub(super) fn gathered(setup: &Setup) -> u64 {
     }
 }
 
-/// The bytes of the masters and moments that are in the RAM of a GPU's host, and of two gradients on their way.
+/// The bytes of the weights, masters and moments that are in the RAM of a GPU's host, and of two gradients on their way.
 pub(super) fn bytes_on_host(setup: &Setup) -> u64 {
-    let n = on_host(setup);
+    let n = share(setup, 1, on_host(setup));
     let largest = setup.units().map(|unit| trained_of(setup, unit)).max().filter(|_| n > 0).unwrap_or(0);
-    n * (setup.masters.n_bytes() + 2 * setup.moments.n_bytes()) + 2 * largest * setup.masters.n_bytes()
+    let (frozen, trained) = counts_here(setup);
+    // Trained ones have one copy there if they have one format.
+    let copies = if setup.compute == setup.masters { frozen } else { frozen + trained };
+    let weights = if setup.weights_on_host { share(setup, 3, copies) * setup.compute.n_bytes() } else { 0 };
+    weights + n * (setup.masters.n_bytes() + 2 * setup.moments.n_bytes()) + 2 * largest * setup.masters.n_bytes()
 }
 
 /// The number of parameters whose optimizer is on the host: whole units, the first ones (`parallel::ParamStore`).

@@ -48,6 +48,8 @@ pub struct Setup {
     pub stage: usize,
     /// The share of the parameters whose masters and moments are in the RAM of a GPU's host.
     pub optimizer_on_host: f64,
+    /// Whether the weights are there, too.
+    pub weights_on_host: bool,
     /// What computes.
     pub place: Place,
     /// What computes attention.
@@ -90,6 +92,7 @@ impl Setup {
             parks_in_memory: place == Place::Cpu && plan.model.parks_in_memory,
             ranks: plan.ranks,
             optimizer_on_host: if place == Place::Gpu { plan.optimizer_on_host } else { 0.0 },
+            weights_on_host: place == Place::Gpu && plan.weights_on_host,
             place,
             attention: plan.model.attention.implementation,
             init: plan.model.init,

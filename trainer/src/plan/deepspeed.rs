@@ -19,6 +19,9 @@ const WITHOUT_EFFECT: &[&str] = &[
     "zero_optimization.allgather_partitions",
     "zero_optimization.contiguous_gradients",
     "zero_optimization.memory_efficient_linear",
+    "zero_optimization.offload_param.buffer_count",
+    "zero_optimization.offload_param.buffer_size",
+    "zero_optimization.offload_param.max_in_cpu",
     "zero_optimization.overlap_comm",
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.reduce_scatter",
@@ -38,14 +41,17 @@ const ONLY: &[(&str, Harmless)] = &[
     ("prescale_gradients", Harmless::False),
     ("torch_autocast.enabled", Harmless::False),
     ("wall_clock_breakdown", Harmless::False),
-    ("zero_optimization.offload_param.device", Harmless::None),
 ];
 
 /// How many ranks keep a share each: other groups of them keep the same.
 pub(super) const SHARD_SIZE: &str = "deepspeed.zero_optimization.mics_shard_size";
 
+const STAGE: &str = "zero_optimization.stage";
+
 /// Where masters and moments are: the keys of `zero_optimization.offload_optimizer`.
 const OFFLOAD: &str = "zero_optimization.offload_optimizer.";
+/// Where the weights are.
+const OFFLOAD_PARAM: &str = "zero_optimization.offload_param.";
 
 /// What is kept in bf16 instead of f32: master weights and gradients, and moments.
 const BF16_STATES: [&str; 2] = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"];
@@ -64,8 +70,6 @@ const SCALING: [(&str, f64, f64, f64); 5] = [
 #[derive(Clone, Copy)]
 enum Harmless {
     False,
-    /// The text `none`.
-    None,
 }
 
 pub(super) fn check(resolver: &mut Resolver) {
@@ -91,7 +95,7 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
         "zero_optimization.stage" if number(value).is_none_or(|stage| ![0.0, 1.0, 2.0, 3.0].contains(&stage)) => {
             resolver.wrong(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
         }
-        "zero_optimization.stage" if resolver.known.seat == Seat::ALONE => {
+        "zero_optimization.stage" if resolver.known.seat == Seat::ALONE && !asks_for_weights_on_host(resolver) => {
             resolver.note(format!("{path} has no effect on one process: there is nobody to share with"));
         }
         "zero_optimization.stage" => {}
@@ -107,6 +111,9 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
             }
         }
         _ if key.starts_with(OFFLOAD) => check_offload(resolver, key, &path, value),
+        _ if key.starts_with(OFFLOAD_PARAM) && !WITHOUT_EFFECT.contains(&key) => {
+            check_offload_param(resolver, key, &path, value);
+        }
         _ if key.starts_with("fp16.") => check_scaling(resolver, key, &path, value),
         _ if WITHOUT_EFFECT.contains(&key) => resolver.note(format!("{path} has no effect here")),
         _ => check_only(resolver, key, &path, value),
@@ -116,10 +123,8 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
 fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
     match ONLY.iter().find(|(only, _)| *only == key) {
         Some((_, Harmless::False)) if *value == Value::Bool(false) => {}
-        Some((_, Harmless::None)) if value.as_str() == Some("none") => {}
-        Some((_, harmless)) => {
-            let harmless = if matches!(harmless, Harmless::False) { "false" } else { "none" };
-            let advice = format!("remove the key, or set it to {harmless}");
+        Some(_) => {
+            let advice = "remove the key, or set it to false";
             resolver.wrong_because(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
         }
         None => resolver.wrong_because(&[path], format!("`{path}` is not implemented yet"), "remove the key"),
@@ -128,7 +133,7 @@ fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
 
 /// A key of `zero_optimization.offload_optimizer`. Its numbers are nothing without a device.
 fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
-    let device = lookup(&resolver.recipe().deepspeed, &format!("{OFFLOAD}device"));
+    let device = given(resolver, &format!("{OFFLOAD}device"));
     let to_cpu = device.and_then(Value::as_str) == Some("cpu");
     match &key[OFFLOAD.len()..] {
         "device" if matches!(value.as_str(), Some("cpu" | "none")) => {}
@@ -144,12 +149,57 @@ fn check_offload(resolver: &mut Resolver, key: &str, path: &str, value: &Value) 
             resolver.wrong_because(&[path], format!("{path}: nothing is offloaded"), advice);
         }
         "ratio" => {}
-        "pin_memory" if !value.is_boolean() => {
-            resolver.wrong(&[path], format!("{path}: expected true or false, found {value}"));
-        }
-        "pin_memory" => resolver.note(format!("{path} has no effect: copies always go through pinned memory")),
+        "pin_memory" => check_pinning(resolver, path, value),
         _ => check_only(resolver, key, path, value),
     }
+}
+
+/// A key of `zero_optimization.offload_param`. Weights can be gathered from the host where they can be from other ranks, and
+/// are updated where they are.
+fn check_offload_param(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
+    match &key[OFFLOAD_PARAM.len()..] {
+        "device" if value.as_str() == Some("none") => {}
+        "device" if value.as_str() == Some("cpu") => {
+            if given(resolver, STAGE).and_then(number) != Some(3.0) {
+                let advice = format!("set deepspeed.{STAGE}: 3");
+                resolver.wrong_because(&[path], format!("{path}: cpu needs ZeRO stage 3"), advice);
+            }
+            let optimizer = |key| given(resolver, &format!("{OFFLOAD}{key}"));
+            let is_whole = optimizer("ratio").and_then(number).is_none_or(|ratio| ratio == 1.0);
+            if optimizer("device").and_then(Value::as_str) != Some("cpu") || !is_whole {
+                let advice = format!("set deepspeed.{OFFLOAD}device: cpu, without a ratio");
+                resolver.wrong_because(&[path], format!("{path}: cpu needs the optimizer there, too"), advice);
+            }
+        }
+        "device" => {
+            let advice = "use cpu, or none to keep the weights on the GPU";
+            resolver.wrong_because(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
+        }
+        "pin_memory" => check_pinning(resolver, path, value),
+        _ => check_only(resolver, key, path, value),
+    }
+}
+
+fn check_pinning(resolver: &mut Resolver, path: &str, value: &Value) {
+    if !value.is_boolean() {
+        return resolver.wrong(&[path], format!("{path}: expected true or false, found {value}"));
+    }
+    resolver.note(format!("{path} has no effect: copies always go through pinned memory"));
+}
+
+/// Whether the weights are to be in the memory of a GPU's host.
+pub(super) fn weights_on_host(resolver: &mut Resolver) -> bool {
+    let is_asked = asks_for_weights_on_host(resolver);
+    if is_asked {
+        let path = format!("deepspeed.{OFFLOAD_PARAM}device");
+        let origin = resolver.loaded.origin(&[&path]);
+        resolver.record(&path, "cpu", origin);
+    }
+    is_asked
+}
+
+pub(super) fn asks_for_weights_on_host(resolver: &Resolver) -> bool {
+    given(resolver, &format!("{OFFLOAD_PARAM}device")).and_then(Value::as_str) == Some("cpu")
 }
 
 /// The ZeRO stage, 0 if none is given. One out of bounds is blamed elsewhere.
@@ -228,6 +278,11 @@ pub(super) fn loss_scaling(resolver: &mut Resolver) -> LossScaling {
         return LossScaling { initial: fixed, window: 0, hysteresis: 1, min: fixed };
     }
     LossScaling { initial: power.exp2(), window: window as usize, hysteresis: hysteresis as usize, min }
+}
+
+/// What the section says at a path.
+fn given<'a>(resolver: &Resolver<'a>, path: &str) -> Option<&'a Value> {
+    lookup(&resolver.recipe().deepspeed, path)
 }
 
 fn lookup<'a>(map: &'a serde_json::Map<String, Value>, path: &str) -> Option<&'a Value> {

@@ -66,6 +66,8 @@ pub struct Plan {
     pub optimizer: OptimizerPlan,
     /// The share of the parameters whose masters and moments a GPU run keeps, and updates, in the host's memory.
     pub optimizer_on_host: f64,
+    /// Whether a GPU run keeps the weights there too, and fetches those of each unit when it is computed.
+    pub weights_on_host: bool,
     /// The learning rate over the run. It is checked against the number of steps once the data are counted.
     pub schedule: Schedule,
     /// Evaluation, if there are data for it.
@@ -300,6 +302,7 @@ impl Plan {
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
+        let weights_on_host = deepspeed::weights_on_host(&mut resolver);
         let schedule = optimizer::resolve_schedule(&mut resolver);
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
         let eval = output::resolve_eval(&mut resolver, &data);
@@ -326,6 +329,7 @@ impl Plan {
             data,
             optimizer,
             optimizer_on_host,
+            weights_on_host,
             schedule,
             eval,
             exit,

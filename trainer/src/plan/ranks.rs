@@ -131,8 +131,8 @@ pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize)
             sharing
         }
     };
-    // Of one share nothing is away.
-    let zero_stage = if n_shards == 1 { 0 } else { zero_stage };
+    // Of one share nothing is away, unless the host has it.
+    let zero_stage = if n_shards == 1 && !deepspeed::asks_for_weights_on_host(resolver) { 0 } else { zero_stage };
     if zero_stage >= 2 && stages > 1 {
         let what = if zero_stage == 3 { "weights are gathered and gradients" } else { "gradients are" };
         resolver.note(format!("{what} summed for every micro-batch of the pipeline; stage 1 sums once a step"));

@@ -7,7 +7,7 @@ use candle_core::{DType, Device, DeviceLocation};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
 use candlewick_ops::{cpu_product_rate, gpus};
-use candlewick_parallel::{Engine, Formats, Groups, Mode, ParamStore, Parking, Pipeline, Residency, Sequence};
+use candlewick_parallel::{Engine, Formats, Groups, Mode, OnHost, ParamStore, Parking, Pipeline, Residency, Sequence};
 use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
@@ -50,18 +50,17 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     let said = attention.explain(&device, compute, model.config().attention_heads());
     let mut said = Vec::from_iter(said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?);
     if plan.optimizer_on_host > 0.0 && device.is_cpu() {
-        said.push("the optimizer is not offloaded: what computes is the CPU, whose memory is the host's".to_owned());
+        let what = if plan.weights_on_host { "weights and optimizer are" } else { "the optimizer is" };
+        said.push(format!("{what} not offloaded: what computes is the CPU, whose memory is the host's"));
     }
     let formats = Formats { compute, masters, moments };
     let layout = plan.pipeline.layout(model.config());
     let sharing = ranks.groups.sharing(plan.ranks.sharded(), layout.clone(), plan.ranks.norms());
-    let store = match device.is_cpu() {
-        true => ParamStore::new(&model, formats, Mode::Train, &device, sharing)?,
-        false => {
-            let share = plan.optimizer_on_host;
-            ParamStore::with_optimizer_on_host(&model, formats, share, &device, sharing)?
-        }
+    let on_host = match device.is_cpu() {
+        true => OnHost::default(),
+        false => OnHost { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
+    let store = ParamStore::with_host(&model, formats, Mode::Train, on_host, &device, sharing)?;
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),

@@ -4,44 +4,55 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Pending;
-use candlewick_ops::{Buffer, add, copy_into, zero_};
+use candlewick_ops::{Buffer, add, copy_into, send_into, zero_};
 
+use super::Home;
 use super::sharing::{Sharded, Sharing};
 
-/// A flat run of weights: whole all the time, or gathered from the shares of all ranks when it is wanted.
+/// A flat run of weights: whole all the time, or gathered from the shares of all ranks, and from the host, when it is wanted.
 pub(crate) struct Weights {
     /// What ops have views of.
     pub(crate) all: Buffer,
-    /// This rank's share: a part of `all` where that stays.
+    /// This rank's share: a part of `all` where that stays. It may be in the host's memory.
     pub(crate) own: Tensor,
     stays: bool,
+    /// What computes.
+    device: Device,
     coming: Mutex<Option<Pending>>,
 }
 
 impl Weights {
     /// Makes a run of `n` zeros, padded as `sharing` wants it.
-    pub(crate) fn zeros(n: usize, dtype: DType, device: &Device, sharing: &Sharing) -> Result<Self> {
+    pub(crate) fn zeros(n: usize, dtype: DType, device: &Device, home: Home, sharing: &Sharing) -> Result<Self> {
         let own = sharing.own(n);
-        if sharing.sharded == Sharded::Weights {
-            return Ok(Self::in_shares(n, Tensor::zeros(own.len(), dtype, device)?));
-        }
-        let all = Tensor::zeros(n, dtype, device)?;
-        let own = all.narrow(0, own.start, own.len())?;
-        Ok(Self { all: Buffer::of(all), own, stays: true, coming: Mutex::default() })
-    }
-
-    /// Makes a run of `n` elements of which this rank has `own`.
-    pub(crate) fn in_shares(n: usize, own: Tensor) -> Self {
-        Self { all: Buffer::away(n, own.dtype()), own, stays: false, coming: Mutex::default() }
+        let stays = sharing.sharded != Sharded::Weights && home == Home::OnDevice;
+        let (all, own) = match stays {
+            true => {
+                let all = Tensor::zeros(n, dtype, device)?;
+                let own = all.narrow(0, own.start, own.len())?;
+                (Buffer::of(all), own)
+            }
+            false => (Buffer::away(n, dtype), Tensor::zeros(own.len(), dtype, home.memory(device))?),
+        };
+        Ok(Self { all, own, stays, device: device.clone(), coming: Mutex::default() })
     }
 
     /// Begins to gather what is away.
     pub(crate) fn prefetch(&self, sharing: &Sharing) -> Result<()> {
         let mut coming = self.coming.lock().unwrap_or_else(PoisonError::into_inner);
         if coming.is_none() && !self.all.is_at_hand() {
-            *coming = Some(sharing.shards.start_all_gather(&self.own)?);
+            *coming = Some(sharing.shards.start_all_gather(&self.own_on_device()?)?);
         }
         Ok(())
+    }
+
+    fn own_on_device(&self) -> Result<Tensor> {
+        if self.own.device().same_device(&self.device) {
+            return Ok(self.own.clone());
+        }
+        let own = Tensor::zeros(self.own.shape(), self.own.dtype(), &self.device)?;
+        send_into(&own, &self.own)?;
+        Ok(own)
     }
 
     /// Sees to it that all of it is at hand.
@@ -53,7 +64,7 @@ impl Weights {
         }
     }
 
-    /// Lets go of what the other ranks have.
+    /// Lets go of what the other ranks have, or the host has.
     pub(crate) fn release(&self) {
         if !self.stays {
             self.all.take();

@@ -53,13 +53,38 @@ impl Formats {
     }
 }
 
-/// Where masters and moments are.
+/// What is in the memory of a GPU's host.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct OnHost {
+    /// The share of the parameters whose masters and moments are there: the first units. There AdamW updates them.
+    pub optimizer: f64,
+    /// Whether all weights are there, frozen ones too: a unit's come when it is wanted. Needs all of the optimizer there.
+    pub weights: bool,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Home {
     /// On the device that computes.
-    WithTheWeights,
+    OnDevice,
     /// In the host's memory.
     Host,
+}
+
+/// Where the parameters of a unit are.
+#[derive(Clone, Copy, Debug)]
+struct Homes {
+    weights: Home,
+    /// Masters and moments.
+    optimizer: Home,
+}
+
+impl Home {
+    fn memory(self, device: &Device) -> &Device {
+        match self {
+            Self::OnDevice => device,
+            Self::Host => &Device::Cpu,
+        }
+    }
 }
 
 /// All parameters of a model, as far as this rank keeps them.
@@ -102,48 +127,40 @@ pub struct ParamState {
 impl ParamStore {
     /// Allocates the buffers of `model`'s parameters, all zero. [`ParamStore::fill`] sets the weights.
     pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device, sharing: Sharing) -> Result<Self> {
-        let home = |_: &Unit| Home::WithTheWeights;
-        Self::of_units(model, formats, mode, device, sharing, home)
+        Self::with_host(model, formats, mode, OnHost::default(), device, sharing)
     }
 
-    /// The same for training, with masters and moments of about this share of the parameters in the host's memory, whole
-    /// units at a time: there AdamW updates them.
-    pub fn with_optimizer_on_host(
-        model: &Model,
-        formats: Formats,
-        share: f64,
-        device: &Device,
-        sharing: Sharing,
-    ) -> Result<Self> {
-        let n_trained =
-            |unit: &Unit| unit.params.iter().filter(|spec| spec.trainable).map(ParamSpec::numel).sum::<usize>() as f64;
-        let wanted = share * model.units().iter().map(n_trained).sum::<f64>();
-        let mut n_seen = 0.0;
-        let home = |unit: &Unit| {
-            // A unit goes where most of it belongs.
-            let home = if n_seen + n_trained(unit) / 2.0 <= wanted { Home::Host } else { Home::WithTheWeights };
-            n_seen += n_trained(unit);
-            home
-        };
-        Self::of_units(model, formats, Mode::Train, device, sharing, home)
-    }
-
-    fn of_units(
+    /// The same with some of them in the host's memory.
+    pub fn with_host(
         model: &Model,
         formats: Formats,
         mode: Mode,
+        on_host: OnHost,
         device: &Device,
         sharing: Sharing,
-        mut home: impl FnMut(&Unit) -> Home,
     ) -> Result<Self> {
+        if on_host.weights && mode == Mode::Train && on_host.optimizer < 1.0 {
+            bail!("weights in the host's memory while AdamW updates them elsewhere")
+        }
+        let n_trained =
+            |unit: &Unit| unit.params.iter().filter(|spec| spec.trainable).map(ParamSpec::numel).sum::<usize>() as f64;
+        let wanted = on_host.optimizer * model.units().iter().map(n_trained).sum::<f64>();
+        let mut n_seen = 0.0;
+        let mut homes = |unit: &Unit| {
+            // A unit goes where most of it belongs.
+            let is_there = on_host.optimizer > 0.0 && n_seen + n_trained(unit) / 2.0 <= wanted;
+            n_seen += n_trained(unit);
+            let home = |is_there| if is_there { Home::Host } else { Home::OnDevice };
+            Homes { weights: home(on_host.weights), optimizer: home(is_there || on_host.weights) }
+        };
         let specs = model.units().to_vec();
         let stages = &sharing.stages;
         let is_last = stages.owns(specs.len() - 1);
         let is_borrowed = |unit_idx| specs[specs.len() - 1].shared.iter().any(|shared| shared.unit == unit_idx);
         let store = |(unit_idx, unit): (usize, &Unit)| {
-            let home = home(unit);
+            let homes = homes(unit);
             let is_here = stages.owns(unit_idx) || (is_last && is_borrowed(unit_idx));
-            is_here.then(|| UnitStore::new(unit, formats, mode, (device, home), &sharing)).transpose()
+            is_here.then(|| UnitStore::new(unit, formats, mode, (device, homes), &sharing)).transpose()
         };
         let units = specs.iter().enumerate().map(store).collect::<Result<_>>()?;
         Ok(Self { specs, units, formats, mode, sharing, device: device.clone(), reductions: Mutex::default() })
@@ -332,7 +349,8 @@ impl ParamStore {
     /// Takes the AdamW step that `scaler` has decided upon. Parameters that the model exempts (norms, biases) get no
     /// weight decay. Waits for a GPU only if something is updated on the host. All ranks call it.
     pub fn step(&self, hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
-        let (on_host, on_device): (Vec<_>, Vec<_>) = self.trainables().partition(|flat| flat.home == Home::Host);
+        let (on_host, on_device): (Vec<_>, Vec<_>) =
+            self.trainables().partition(|flat| flat.homes.optimizer == Home::Host);
         on_device.into_iter().try_for_each(|flat| flat.step(hyper, scaler))?;
         step_on_host(&on_host, hyper, scaler)?;
         self.trainables().try_for_each(|flat| flat.weights.publish(&self.sharing))

@@ -10,7 +10,7 @@ use candlewick_ops::{AdamW, AdamWState, GradScaler, HostCopy, adamw, copy_into, 
 
 use super::flat::{Grads, Weights};
 use super::sharing::Sharing;
-use super::{Formats, Home};
+use super::{Formats, Home, Homes};
 
 /// A flat run of trained weights with all that training keeps of this rank's share.
 pub(crate) struct Trainable {
@@ -21,7 +21,7 @@ pub(crate) struct Trainable {
     pub(crate) master: Tensor,
     pub(crate) exp_avg: Tensor,
     pub(crate) exp_avg_sq: Tensor,
-    pub(crate) home: Home,
+    pub(crate) homes: Homes,
     /// Where this rank's share lies in the run.
     pub(crate) own: Range<usize>,
     /// The elements of the run of which other tensor parallel ranks have others.
@@ -38,22 +38,22 @@ impl Trainable {
         n: usize,
         n_decayed: usize,
         formats: Formats,
-        (device, home): (&Device, Home),
+        (device, homes): (&Device, Homes),
         sharing: &Sharing,
     ) -> Result<Self> {
         let Formats { compute, masters, moments } = formats;
         if ![DType::F32, compute].contains(&masters) {
             bail!("master weights in {masters:?} cannot be computed with in {compute:?}")
         }
-        let state_device = if home == Home::Host { &Device::Cpu } else { device };
+        let state_device = homes.optimizer.memory(device);
         let own = sharing.own(n);
-        let is_one = compute == masters && home == Home::WithTheWeights;
-        let weights = Weights::zeros(n, compute, device, sharing)?;
+        let is_one = compute == masters && homes.weights == homes.optimizer;
+        let weights = Weights::zeros(n, compute, device, homes.weights, sharing)?;
         let master = if is_one { weights.own.clone() } else { Tensor::zeros(own.len(), masters, state_device)? };
         let moment = || Tensor::zeros(own.len(), moments, state_device);
         let grads = Grads::zeros(n, masters, device, sharing)?;
         let (exp_avg, exp_avg_sq, parts, summed) = (moment()?, moment()?, Vec::new(), Vec::new());
-        Ok(Self { weights, grads, master, exp_avg, exp_avg_sq, home, own, parts, summed, n_decayed })
+        Ok(Self { weights, grads, master, exp_avg, exp_avg_sq, homes, own, parts, summed, n_decayed })
     }
 
     /// Returns views of this rank's share of the gradients of which each tensor parallel rank has computed a part.
@@ -86,12 +86,17 @@ impl Trainable {
     /// Rewrites what the ops read from the masters.
     pub(crate) fn refresh(&self, sharing: &Sharing) -> Result<()> {
         let own = &self.weights.own;
-        match self.home {
+        match self.homes.optimizer {
+            _ if self.has_one_copy() => {}
             Home::Host => send_into(own, &self.master.to_dtype(own.dtype())?)?,
-            Home::WithTheWeights if own.dtype() != self.master.dtype() => copy_into(own, &self.master)?,
-            Home::WithTheWeights => {}
+            Home::OnDevice => copy_into(own, &self.master)?,
         }
         self.weights.publish(sharing)
+    }
+
+    /// Whether the ops read what the optimizer updates.
+    fn has_one_copy(&self) -> bool {
+        self.weights.own.dtype() == self.master.dtype() && self.homes.weights == self.homes.optimizer
     }
 
     /// Returns the masters of the whole run, on their device.
@@ -102,7 +107,7 @@ impl Trainable {
     /// Takes the step where the weights are.
     pub(crate) fn step(&self, hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
         let own = &self.weights.own;
-        let compute = (own.dtype() != self.master.dtype()).then_some(own);
+        let compute = (!self.has_one_copy()).then_some(own);
         self.update(hyper, scaler, &self.grads.sums()?, compute)
     }
 
@@ -145,7 +150,9 @@ pub(crate) fn step_on_host(flats: &[&Trainable], hyper: &AdamW, scaler: &GradSca
         coming = flats.get(i + 1).map(|next| HostCopy::start(&next.grads.sums()?)).transpose()?;
         let grad = copy.into_host()?;
         let own = &flat.weights.own;
-        if own.dtype() == flat.master.dtype() {
+        if flat.homes.weights == Home::Host {
+            flat.update(hyper, &scaler, &grad, (!flat.has_one_copy()).then_some(own))?;
+        } else if own.dtype() == flat.master.dtype() {
             flat.update(hyper, &scaler, &grad, None)?;
             send_into(own, &flat.master)?;
         } else {

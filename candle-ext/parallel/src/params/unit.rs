@@ -13,7 +13,7 @@ use candlewick_ops::{Buffer, GradSink, Weight, copy_into};
 use super::flat::Weights;
 use super::sharing::{ALIGNMENT, Sharing};
 use super::trainable::Trainable;
-use super::{Formats, Home, Mode, ParamState};
+use super::{Formats, Homes, Mode, ParamState};
 use crate::placement::Place;
 
 pub(crate) struct UnitStore {
@@ -41,7 +41,7 @@ impl UnitStore {
         unit: &Unit,
         formats: Formats,
         mode: Mode,
-        (device, home): (&Device, Home),
+        (device, homes): (&Device, Homes),
         sharing: &Sharing,
     ) -> Result<Self> {
         let is_trainable = |spec: &ParamSpec| mode == Mode::Train && spec.trainable;
@@ -68,12 +68,12 @@ impl UnitStore {
         let trainable = match sharing.padded(n_trainable) {
             0 => None,
             n => {
-                let mut flat = Trainable::zeros(n, n_decayed, formats, (device, home), sharing)?;
+                let mut flat = Trainable::zeros(n, n_decayed, formats, (device, homes), sharing)?;
                 (flat.parts, flat.summed) = (of(|place| matches!(place, Place::Part(_))), of(Place::is_summed));
                 Some(flat)
             }
         };
-        let frozen = Weights::zeros(sharing.padded(n_frozen.max(1)), formats.compute, device, sharing)?;
+        let frozen = Weights::zeros(sharing.padded(n_frozen.max(1)), formats.compute, device, homes.weights, sharing)?;
         let mut slots = BTreeMap::new();
         let mut used = unit.clone();
         for (spec, place, range) in placed {

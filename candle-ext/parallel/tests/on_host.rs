@@ -1,10 +1,10 @@
-//! Masters and moments on the host: the same weights, to the bit, as where they lie with the weights.
+//! Masters and moments on the host, and weights: the same weights, to the bit, as where they lie with the weights.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, LossScaling, copy_into};
-use candlewick_parallel::{Formats, Mode, ParamStore, Sharing};
+use candlewick_parallel::{Formats, Mode, OnHost, ParamStore, Sharing};
 use serde_json::json;
 
 const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
@@ -19,14 +19,10 @@ fn model() -> Model {
     Model::new(Config::from_json(config).unwrap(), None).unwrap()
 }
 
-/// `share` is that of the parameters whose optimizer is on the host.
-fn store(formats: Formats, share: Option<f64>) -> ParamStore {
+fn store(formats: Formats, on_host: Option<OnHost>) -> ParamStore {
     let (model, device) = (model(), Device::Cpu);
-    let store = match share {
-        None => ParamStore::new(&model, formats, Mode::Train, &device, Sharing::alone()),
-        Some(share) => ParamStore::with_optimizer_on_host(&model, formats, share, &device, Sharing::alone()),
-    }
-    .unwrap();
+    let on_host = on_host.unwrap_or_default();
+    let store = ParamStore::with_host(&model, formats, Mode::Train, on_host, &device, Sharing::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -35,6 +31,10 @@ fn store(formats: Formats, share: Option<f64>) -> ParamStore {
         })
         .unwrap();
     store
+}
+
+fn optimizer(share: f64) -> Option<OnHost> {
+    Some(OnHost { optimizer: share, weights: false })
 }
 
 /// Gradients for the `number`-th step, or one that overflows.
@@ -80,10 +80,11 @@ fn where_the_optimizer_lives_changes_no_bit() {
         let together = after_steps(&store(formats, None));
         let untouched = everything(&store(formats, None));
         assert!(together != untouched, "no step was taken");
-        for share in [0.0, 0.4, 1.0] {
-            let apart = store(formats, Some(share));
-            assert!(everything(&apart) == untouched, "{share} of {formats:?} before the first step");
-            assert!(after_steps(&apart) == together, "{share} of {formats:?}");
+        for (optimizer, weights) in [(0.0, false), (0.4, false), (1.0, false), (1.0, true)] {
+            let on_host = OnHost { optimizer, weights };
+            let apart = store(formats, Some(on_host));
+            assert!(everything(&apart) == untouched, "{on_host:?} of {formats:?} before the first step");
+            assert!(after_steps(&apart) == together, "{on_host:?} of {formats:?}");
         }
     }
 }
@@ -92,7 +93,7 @@ fn where_the_optimizer_lives_changes_no_bit() {
 #[test]
 fn about_that_share_of_the_parameters_is_on_the_host() {
     let n_apart = |share| {
-        let store = store(Formats::computing_in(DType::F32), Some(share));
+        let store = store(Formats::computing_in(DType::F32), optimizer(share));
         for state in store.states().unwrap() {
             copy_into(&state.master, &state.master.ones_like().unwrap()).unwrap();
         }
@@ -106,7 +107,7 @@ fn about_that_share_of_the_parameters_is_on_the_host() {
 
 #[test]
 fn what_is_loaded_from_outside_reaches_the_ops_after_a_refresh() {
-    let store = store(Formats::computing_in(DType::BF16), Some(1.0));
+    let store = store(Formats::computing_in(DType::BF16), optimizer(1.0));
     let state = store.states().unwrap().remove(3);
     copy_into(&state.master, &(state.master.ones_like().unwrap() * 0.3).unwrap()).unwrap();
     store.refresh().unwrap();
