@@ -5,6 +5,7 @@ pub mod allocator;
 pub mod answer;
 pub mod chat;
 pub mod cli;
+pub mod cores;
 pub mod error_file;
 pub mod exit;
 pub mod generate;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, anyhow};
 use candlewick_comm::place::Place;
-use candlewick_comm::{Collective, Engine, Host, Options, World, exchange_bytes};
+use candlewick_comm::{Collective, Engine, Failure, Host, Options, World, exchange_bytes};
 use candlewick_ops::{DeviceChoice, why_no_gpu};
 
 use crate::exit::{ExitCode, classify};
@@ -15,13 +15,18 @@ pub struct Ranks<'w> {
     local_rank: usize,
 }
 
-/// Joins those that were started together, as the variables of the process tell it, does this rank's part and leaves. If it
-/// fails, the other ranks are told and fail, too.
-pub fn together<T>(part: impl FnOnce(&Ranks) -> Result<T>) -> Result<T> {
+/// This process's place among those that were started together, as torchrun, MPI or Slurm tell it.
+pub fn place() -> Result<Place> {
     let variables =
         std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     let place = Place::from_variables(&variables.collect());
-    let place = place.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+    place.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))
+}
+
+/// Joins those that were started together, as the variables of the process tell it, does this rank's part and leaves. If it
+/// fails, the other ranks are told and fail, too.
+pub fn together<T>(part: impl FnOnce(&Ranks) -> Result<T>) -> Result<T> {
+    let place = place()?;
     // What they tell each other is text and numbers, on the host.
     let engine = Engine::Host(Host::of(&place));
     let world = World::join(&place, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
@@ -83,11 +88,9 @@ impl<'w> Ranks<'w> {
 
     /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
     fn blame(&self, error: Error) -> Error {
-        match self.world.failure() {
+        match Failure::behind(&*error) {
             // Only what another rank's end has caused here is that rank's failure.
-            Some(failure) if format!("{error:#}").contains(&failure.message) => {
-                anyhow!("failed to {failure}").context(ExitCode::Peer)
-            }
+            Some(failure) => anyhow!("failed to {failure}").context(ExitCode::Peer),
             _ if classify(&error) == ExitCode::Peer => error,
             _ => {
                 self.world.fail(format!("evaluate: {error:#}"));

@@ -7,6 +7,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     evaluator::allocator::keep_memory();
+    evaluator::cores::share_cores();
     candlewick_ops::join_compute_threads();
     trainer::cli::main()
 }

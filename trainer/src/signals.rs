@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
 
 /// Watches for requests to stop. Clones watch the same ones.
@@ -79,6 +79,12 @@ impl StopRequests {
             _ => None,
         }
     }
+}
+
+/// Makes a file that may not grow any more (`ulimit -f`) an error of the write, as a full disk is, and not the end of the
+/// process: by default SIGXFSZ kills without a word.
+pub fn outlive_file_limits() -> io::Result<()> {
+    flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 impl std::fmt::Display for Stop {

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::{Call, Failure};
+use crate::{Call, Cause, Failure};
 
 /// One rank's part in ending the world for all.
 pub(crate) trait Alarm: Send + Sync {
@@ -22,6 +22,9 @@ pub(crate) trait Alarm: Send + Sync {
 
     /// Waits until the world has ended, for as long as `within`, and returns why.
     fn await_failure(&self, within: Duration) -> Option<Failure>;
+
+    /// Shows all ranks that this one is at work: whoever waits begins to wait anew.
+    fn beat(&self);
 }
 
 /// One rank's way to all others.
@@ -45,6 +48,8 @@ pub(crate) trait Links: Send {
 pub(crate) enum Trouble {
     /// These were silent for so long.
     Late(Vec<usize>, Duration),
+    /// This one keeps a call from its end for too long, as the words say.
+    Overdue(usize, String),
     /// This one has left, cleanly, while something was expected of it.
     Left(usize),
     /// The world has ended.
@@ -62,6 +67,7 @@ impl Trouble {
     pub(crate) fn map_ranks(self, of: impl Fn(usize) -> usize) -> Self {
         match self {
             Self::Late(ranks, after) => Self::Late(ranks.into_iter().map(of).collect(), after),
+            Self::Overdue(rank, what) => Self::Overdue(of(rank), what),
             Self::Left(rank) => Self::Left(of(rank)),
             Self::Mismatch(rank, what) => Self::Mismatch(of(rank), what),
             Self::Unreachable(rank, error) => Self::Unreachable(of(rank), error),
@@ -69,19 +75,20 @@ impl Trouble {
         }
     }
 
-    /// Returns the rank that caused it, and what happened in words; or the failure with which the world has ended. `me`
-    /// is this rank, `who` names one.
-    pub(crate) fn tell(self, me: usize, who: impl Fn(usize) -> String) -> Result<(usize, String), Failure> {
+    /// Returns the rank that caused it, of what sort it is, and what happened in words; or the failure with which the world
+    /// has ended. `me` is this rank, `who` names one.
+    pub(crate) fn tell(self, me: usize, who: impl Fn(usize) -> String) -> Result<(usize, Cause, String), Failure> {
         Ok(match self {
             Self::Failed(failure) => return Err(failure),
             Self::Late(ranks, after) => {
                 let names: Vec<String> = ranks.iter().map(|rank| who(*rank)).collect();
-                (ranks[0], format!("{} silent for {after:?}", names.join(", ")))
+                (ranks[0], Cause::Silent, format!("{} silent for {after:?}", names.join(", ")))
             }
-            Self::Left(rank) => (rank, format!("{} has left", who(rank))),
-            Self::Mismatch(rank, what) => (rank, what),
-            Self::Unreachable(rank, error) => (rank, format!("{} cannot be reached: {error}", who(rank))),
-            Self::Own(what) => (me, format!("{}: {what}", who(me))),
+            Self::Overdue(rank, what) => (rank, Cause::Silent, what),
+            Self::Left(rank) => (rank, Cause::Strayed, format!("{} has left", who(rank))),
+            Self::Mismatch(rank, what) => (rank, Cause::Strayed, what),
+            Self::Unreachable(rank, error) => (rank, Cause::Died, format!("{} cannot be reached: {error}", who(rank))),
+            Self::Own(what) => (me, Cause::Told, format!("{}: {what}", who(me))),
         })
     }
 }

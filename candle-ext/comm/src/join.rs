@@ -1,6 +1,7 @@
 //! How a process gets into the world that it was started for, and what connects it there.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::Device;
 
@@ -69,6 +70,9 @@ fn join_on_host(place: &Place, host: Host, options: Options) -> Result<World> {
     }
 }
 
+/// How long the store outlives a failure of its rank to join: others find there why they cannot.
+const LINGER: Duration = Duration::from_secs(1);
+
 /// The store where the ranks meet, and this rank's end of it.
 fn meet(place: &Place, options: Options) -> Result<(Client, Option<Server>)> {
     let master = place.master.as_ref().map_err(|error| refuse(place, error.to_string()))?;
@@ -85,7 +89,11 @@ fn refuse(place: &Place, why: String) -> Error {
 #[cfg(target_os = "linux")]
 fn join_local(place: &Place, options: Options) -> Result<World> {
     let (store, host) = meet(place, options)?;
-    Ok(crate::local::join(&store, place.rank, place.world_size, options)?.with_host(host))
+    let joined = crate::local::join(&store, place.rank, place.world_size, options);
+    if joined.is_err() && host.is_some() {
+        std::thread::sleep(LINGER);
+    }
+    Ok(joined?.with_host(host))
 }
 
 #[cfg(not(target_os = "linux"))]

@@ -6,6 +6,7 @@
 //! each; [`Staged`] brings a GPU's tensors through the host to the others. [`Engine`] chooses one. A [`mesh`] says which ranks make which groups, and [`place`] which rank a process is.
 
 mod arguments;
+mod at_work;
 mod call;
 mod deadline;
 mod element;
@@ -40,8 +41,9 @@ use candle_core::{Device, Tensor};
 #[cfg(test)]
 extern crate self as candlewick_comm;
 
+pub use at_work::{AtWork, Working};
 pub use call::{Call, Op};
-pub use error::{Error, Failure, Result};
+pub use error::{Cause, Error, Failure, Result};
 pub use join::{Engine, Host};
 pub use pending::Pending;
 pub use solo::Solo;

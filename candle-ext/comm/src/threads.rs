@@ -62,6 +62,8 @@ pub(crate) struct Hall {
     timeout: Duration,
     failure: Mutex<Option<Failure>>,
     failed: Condvar,
+    /// When a rank last showed that it is at work.
+    beat: Mutex<Option<Instant>>,
     rooms: Mutex<HashMap<String, Arc<Room>>>,
 }
 
@@ -134,6 +136,10 @@ impl Alarm for Door {
     fn await_failure(&self, within: Duration) -> Option<Failure> {
         let waited = self.hall.failed.wait_timeout_while(lock(&self.hall.failure), within, |failure| failure.is_none());
         waited.unwrap_or_else(PoisonError::into_inner).0.clone()
+    }
+
+    fn beat(&self) {
+        *lock(&self.hall.beat) = Some(Instant::now());
     }
 }
 
@@ -212,6 +218,7 @@ impl Seat {
             if let Some(gone) = waits_for.iter().find(|rank| mail.gone[**rank]) {
                 return Err(Trouble::Left(*gone));
             }
+            last_moved = lock(&self.hall.beat).map_or(last_moved, |beat| beat.max(last_moved));
             let left = self.hall.timeout.saturating_sub(last_moved.elapsed());
             if left.is_zero() {
                 return Err(Trouble::Late(waits_for, self.hall.timeout));

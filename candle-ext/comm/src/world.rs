@@ -9,13 +9,14 @@ use crate::fabric::{Alarm, Fabric};
 use crate::group::Group;
 use crate::staff::Staff;
 use crate::store::Server;
-use crate::{Call, Collective, Failure, Result, Solo, threads};
+use crate::{AtWork, Call, Cause, Collective, Failure, Result, Solo, threads};
 
 /// How a world behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// How long a rank may be silent while others wait for it: until all have joined, until the sockets of a group are
-    /// there, and between any two bytes of an operation. An operation as a whole may take longer.
+    /// there, and between any two bytes of an operation. An operation as a whole may take longer, and so may what a rank
+    /// does [`AtWork`].
     pub timeout: Duration,
     /// Whether every call is kept, for [`World::calls`].
     pub record: bool,
@@ -36,6 +37,7 @@ pub struct World {
     staff: Arc<Staff>,
     // After the threads, which are waited for.
     alarm: Arc<dyn Alarm>,
+    timeout: Duration,
     journal: Journal,
     /// What the ranks meet in, where this one has to keep it.
     host: Option<Server>,
@@ -49,7 +51,8 @@ impl World {
 
     /// Makes the world of the one rank of `fabric`.
     pub(crate) fn alone(fabric: Arc<dyn Fabric>) -> Self {
-        Self { group: Arc::new(Solo), staff: Arc::default(), alarm: fabric, journal: Journal::default(), host: None }
+        let (staff, journal) = (Arc::default(), Journal::default());
+        Self { group: Arc::new(Solo), staff, alarm: fabric, timeout: Duration::MAX, journal, host: None }
     }
 
     /// Connects all ranks that `fabric` reaches.
@@ -57,13 +60,19 @@ impl World {
         let journal = Journal::new(options.record);
         let staff = Arc::default();
         let group = Arc::new(Group::world(&fabric, size, &journal, &staff)?);
-        Ok(Self { group, staff, alarm: fabric, journal, host: None })
+        Ok(Self { group, staff, alarm: fabric, timeout: options.timeout, journal, host: None })
     }
 
     /// Makes one of a group whose ranks hear of a failure from `alarm`, and whose threads are `staff`.
     #[cfg(feature = "cuda")]
-    pub(crate) fn of(group: Arc<dyn Collective>, alarm: Arc<dyn Alarm>, staff: Arc<Staff>, journal: Journal) -> Self {
-        Self { group, staff, alarm, journal, host: None }
+    pub(crate) fn of(
+        group: Arc<dyn Collective>,
+        alarm: Arc<dyn Alarm>,
+        timeout: Duration,
+        staff: Arc<Staff>,
+        journal: Journal,
+    ) -> Self {
+        Self { group, staff, alarm, timeout, journal, host: None }
     }
 
     /// The same, with another group over that of all ranks.
@@ -98,7 +107,12 @@ impl World {
     /// Returns the world's failure, which is another one if there was one before.
     pub fn fail(&self, why: impl Display) -> Failure {
         let rank = self.rank();
-        self.alarm.fail(Failure { rank, message: format!("go on: rank {rank} failed to {why}") })
+        self.alarm.fail(Failure { rank, cause: Cause::Told, message: format!("go on: rank {rank} failed to {why}") })
+    }
+
+    /// Returns what this rank shows with that it is at work.
+    pub fn at_work(&self) -> AtWork {
+        AtWork::new(Arc::clone(&self.alarm), self.timeout, self.size())
     }
 
     /// Returns why the world has ended, if it has.

@@ -93,6 +93,17 @@ fn act(scenario: &str, world: &World) -> Result<String> {
             world.await_failure(PATIENT);
             group.barrier()?;
         }
+        "stop-at-work" if last => {
+            world.at_work().during(|| {
+                kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
+                world.await_failure(PATIENT)
+            });
+            group.barrier()?;
+        }
+        "at-work" if last => {
+            assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
+            group.all_reduce(&x, Reduce::Sum)?;
+        }
         // Nobody waits for the dead one itself, only for those who do.
         "chain" => {
             let pairs = [vec![0, 1], vec![2, 3]];
@@ -280,11 +291,27 @@ fn a_rank_that_leaves_early_is_not_waited_for() {
 }
 
 #[test]
+fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
+    let ends = run("at-work", 3, Duration::from_secs(3));
+    assert!(ends.iter().all(|end| end.code == Some(0) && end.said == "done"), "{ends:?}");
+}
+
+#[test]
 fn a_stopped_rank_is_named_after_the_time_out() {
+    check_stop("stop");
+}
+
+#[test]
+fn a_rank_that_stops_while_it_is_at_work_is_named_after_the_time_out() {
+    check_stop("stop-at-work");
+}
+
+#[track_caller]
+fn check_stop(scenario: &str) {
     let server = Server::bind("127.0.0.1:0").unwrap();
     // Joining takes longer than a moment on a busy machine, so the moment is not too short.
     let timeout = Duration::from_secs(3);
-    let mut ranks: Vec<_> = (0..3).map(|rank| Rank::start("stop", rank, 3, server.port(), timeout)).collect();
+    let mut ranks: Vec<_> = (0..3).map(|rank| Rank::start(scenario, rank, 3, server.port(), timeout)).collect();
     let stopped = ranks.pop().unwrap();
     let pid = stopped.pid();
     let ends: Vec<_> = ranks.into_iter().map(Rank::end).collect();
@@ -414,7 +441,7 @@ fn no_time_is_too_long() {
 #[test]
 fn ranks_on_two_hosts_are_told_what_to_use() {
     let (_server, store) = store();
-    store.set("local/0/about", b"candlewick-local-2\n2\nnode-7\nanother-boot\nnet user\n0\nsocket\n1").unwrap();
+    store.set("local/0/about", b"candlewick-local-3\n2\nnode-7\nanother-boot\nnet user\n0\nsocket\n1").unwrap();
     let error = join(&store, 1, 2, HASTY).err().unwrap();
     assert!(matches!(error, Error::OtherHost { other: 0, .. }), "{error}");
     let said = error.to_string();

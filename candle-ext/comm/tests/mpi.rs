@@ -78,6 +78,10 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         "panic" if last => panic!("index out of bounds"),
         "leave" if last => {}
         "stay-away" if last => drop(world.await_failure(PATIENT)),
+        "at-work" if last => {
+            assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
+            group.all_reduce(&x, Reduce::Sum)?;
+        }
         "kill" if last => kill_process(getpid(), Signal::KILL).unwrap(),
         "exit" if last => std::process::exit(3),
         "stop" if last => kill_process(getpid(), Signal::STOP).unwrap(),
@@ -202,7 +206,13 @@ fn a_rank_that_panics_ends_the_others() {
 #[test]
 fn ranks_that_fail_at_once_with_much_to_say_agree() {
     let Some(ends) = run("long", 3, PATIENT, &[]) else { return };
-    assert!(ends.said.iter().all(|said| *said == ends.said[0]), "the ranks say different things");
+    let said: Vec<_> =
+        ends.said.iter().map(|said| said.as_ref().map(|said| said.chars().take(60).collect::<String>())).collect();
+    assert!(
+        ends.said.iter().all(|said| *said == ends.said[0]),
+        "the ranks say different things: {said:?} {:?}",
+        ends.output
+    );
     let said = ends.said[0].as_ref().unwrap();
     assert!(said.starts_with("go on: rank ") && said.ends_with('ö') && said.len() < 1 << 15);
 }
@@ -219,6 +229,12 @@ fn a_rank_that_stays_away_is_named_with_what_it_misses() {
     let Some(said) = root_cause("stay-away", 3, Duration::from_secs(3)) else { return };
     let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 2 (pid ";
     assert!(said.starts_with(what) && said.contains(") silent for 3s (seen by rank "), "{said}");
+}
+
+#[test]
+fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
+    let Some(ends) = run("at-work", 3, Duration::from_secs(3), &[]) else { return };
+    assert!(ends.output.status.success(), "{:?}: {:?}", ends.said, ends.output);
 }
 
 /// Nobody but mpirun sees that a process has died; it ends the others and says which was the first.

@@ -183,6 +183,17 @@ fn a_rank_that_stays_away_is_named_with_what_it_misses() {
 }
 
 #[test]
+fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
+    let sums = run(3, HASTY, |world| {
+        if world.rank() == 2 {
+            assert_eq!(world.at_work().during(|| world.await_failure(3 * HASTY.timeout)), None);
+        }
+        world.group().all_reduce(&ones(&[3]), Reduce::Sum)?.to_vec1::<f32>().map_err(Error::from)
+    });
+    assert_eq!(sums.unwrap(), vec![vec![3.0; 3]; 3]);
+}
+
+#[test]
 fn a_send_that_nobody_takes_times_out() {
     let (rank, message) = failure(2, HASTY, |world| match world.rank() {
         0 => world.group().send_recv(Some(&ones(&[3])), Some(1), None).map(drop),

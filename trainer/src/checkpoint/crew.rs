@@ -1,5 +1,7 @@
 //! The ranks that write a save together, and read it.
 
+use candlewick_comm::AtWork;
+
 use super::error::CheckpointError;
 use super::state::StateError;
 
@@ -16,6 +18,8 @@ pub trait Crew {
     fn writes(&self) -> bool;
     /// Gives every rank what each rank says, in rank order. All ranks call it.
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError>;
+    /// What keeps the others waiting while this rank reads or writes; nothing if nobody waits.
+    fn at_work(&self) -> Option<AtWork>;
 }
 
 /// A rank that has nobody beside it.
@@ -38,6 +42,16 @@ impl Crew for Alone {
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
         Ok(vec![own])
     }
+
+    fn at_work(&self) -> Option<AtWork> {
+        None
+    }
+}
+
+/// Does something that takes long while the others wait for it. It must not wait for them.
+pub(crate) fn at_work<T>(crew: &dyn Crew, what: impl FnOnce() -> T) -> T {
+    let _working = crew.at_work().map(|at_work| at_work.begin());
+    what()
 }
 
 /// Gives every rank what each has come to; if one has failed, all fail. All ranks call it.
@@ -58,7 +72,7 @@ pub(crate) fn first<T>(
     crew: &dyn Crew,
     what: impl FnOnce() -> Result<T, CheckpointError>,
 ) -> Result<Option<T>, CheckpointError> {
-    let (done, own) = match (crew.rank() == 0).then(what).transpose() {
+    let (done, own) = match (crew.rank() == 0).then(|| at_work(crew, what)).transpose() {
         Ok(done) => (done, Ok(Vec::new())),
         Err(error) => (None, Err(error)),
     };

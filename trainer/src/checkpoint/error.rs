@@ -70,6 +70,33 @@ pub enum CheckpointError {
         /// One line a difference: the key, the saved value, the present one.
         differences: Vec<String>,
     },
+    /// The folder that the first rank made for a save is not there for another.
+    #[error(
+        "save to {}: rank {rank} does not find what rank 0 began there. All ranks must see one folder under this name; \
+         give the checkpoint an output_dir on a file system that their machines share", dir.display()
+    )]
+    NotShared {
+        /// The save's folder.
+        dir: PathBuf,
+        /// This rank.
+        rank: usize,
+    },
+    /// The ranks see different saves.
+    #[error(
+        "resume from {}: rank {rank} sees other saves than rank 0 ({there}, not {here}). All ranks must see one folder \
+         under this name; give the checkpoint an output_dir on a file system that their machines share",
+        output_dir.display()
+    )]
+    OtherSaves {
+        /// The folder that was searched.
+        output_dir: PathBuf,
+        /// A rank.
+        rank: usize,
+        /// What it sees.
+        there: String,
+        /// What rank 0 sees.
+        here: String,
+    },
     /// Another rank of the run could not do its part.
     #[error("save or load together: rank {rank} failed to {reason}")]
     OtherRank {
@@ -110,6 +137,16 @@ impl CheckpointError {
                 Self::DiskFull { dir: dir.to_path_buf() }
             }
             other => other,
+        }
+    }
+
+    /// The same for what rank `rank` writes into the folder that the first one has made.
+    pub(crate) fn in_share(self, dir: &Path, rank: usize) -> Self {
+        match self {
+            Self::Io { source, .. } if rank > 0 && source.kind() == io::ErrorKind::NotFound => {
+                Self::NotShared { dir: dir.to_path_buf(), rank }
+            }
+            other => other.in_save(dir),
         }
     }
 }

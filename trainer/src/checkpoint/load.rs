@@ -7,13 +7,13 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use super::crew::{Crew, first};
+use super::crew::{Crew, at_work, first, together};
 use super::error::CheckpointError;
-use super::find::{Complete, Skipped, search};
+use super::find::{Complete, Search, Skipped, search};
 use super::fingerprint::Fingerprint;
 use super::hash::has_changed;
 use super::manifest::{Manifest, STATE};
-use super::plan::CheckpointPlan;
+use super::plan::{CheckpointPlan, Tag};
 use super::retention::clear_leftovers;
 use super::shard::{Wanted, read_shard};
 use super::state::{Piece, RunState, TensorMeta, TrainState};
@@ -43,13 +43,13 @@ pub fn resume(
     for line in cleared.into_iter().flatten() {
         tracing::info!("{line} in {}", plan.output_dir.display());
     }
-    let found = search(&plan.output_dir)?;
+    let found = search_together(plan, crew)?;
     let mut skipped = found.skipped;
     for complete in found.complete {
         match verify(&complete, crew)? {
             Ok(run) => {
                 check_same(&complete, &run, fingerprint, &state.tensors())?;
-                load_tensors(&complete, state)?;
+                at_work(crew, || load_tensors(&complete, state))?;
                 skipped.iter().for_each(Skipped::warn);
                 return Ok(Some(Resumed { run, dir: complete.dir, skipped }));
             }
@@ -63,9 +63,29 @@ pub fn resume(
     Err(CheckpointError::NoneWhole { output_dir: plan.output_dir.clone(), reasons })
 }
 
+/// Searches on every rank, all of which must find the same.
+fn search_together(plan: &CheckpointPlan, crew: &dyn Crew) -> Result<Search, CheckpointError> {
+    let (found, own) = match search(&plan.output_dir) {
+        Ok(found) => (found.clone(), Ok(names(&found).into_bytes())),
+        Err(error) => (Search::default(), Err(error)),
+    };
+    let all = together(crew, own)?;
+    let Some(rank) = all.iter().position(|names| *names != all[0]) else { return Ok(found) };
+    let [there, here] = [rank, 0].map(|rank| String::from_utf8_lossy(&all[rank]).into_owned());
+    Err(CheckpointError::OtherSaves { output_dir: plan.output_dir.clone(), rank, there, here })
+}
+
+/// The saves of a folder, for a message.
+fn names(found: &Search) -> String {
+    let complete = found.complete.iter().map(|save| Tag::name_of(&save.dir));
+    let skipped = found.skipped.iter().map(|save| Tag::name_of(&save.dir) + " (not whole)");
+    let names: Vec<String> = complete.chain(skipped).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
 /// Compares every hash and reads the loop's state. The reason why a save is not whole is the same for all ranks.
 fn verify(complete: &Complete, crew: &dyn Crew) -> Result<Result<RunState, String>, CheckpointError> {
-    let own = verify_share(complete, (crew.rank(), crew.size()));
+    let own = at_work(crew, || verify_share(complete, (crew.rank(), crew.size())));
     let told = crew.tell(own.map(|()| Vec::new())).map_err(CheckpointError::Crew)?;
     match told.into_iter().find_map(Result::err) {
         Some(reason) => Ok(Err(reason)),

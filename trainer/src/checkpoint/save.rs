@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::crew::{Crew, first, together};
+use super::crew::{Crew, at_work, first, together};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
 use super::manifest::{FileEntry, MANIFEST, Manifest, STATE, TensorEntry};
@@ -55,11 +55,11 @@ pub(crate) fn save_with(
     let written = first(crew, || start(storage, &plan.output_dir, &temporary).map_err(|error| error.in_save(&dir)))
         .and_then(|_| {
             let own = if crew.writes() {
-                write_share(storage, shard_bytes, &temporary, state, crew.rank())
+                at_work(crew, || write_share(storage, shard_bytes, &temporary, state, crew.rank()))
             } else {
                 Ok(Share::default())
             };
-            together(crew, own.map(|share| share.to_bytes()).map_err(|error| error.in_save(&dir)))
+            together(crew, own.map(|share| share.to_bytes()).map_err(|error| error.in_share(&dir, crew.rank())))
         })
         .and_then(|shares| {
             let shares = shares.iter().map(|bytes| Share::of_bytes(bytes, &dir)).collect::<Result<Vec<_>, _>>()?;

@@ -18,6 +18,7 @@ use candlewick_comm::place::{Place, Source};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use evaluator::error_file;
 use evaluator::exit::{completions, parse_arguments};
+use evaluator::ranks::place;
 
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
@@ -246,6 +247,8 @@ pub fn main() -> ExitCode {
         Err(code) => return code,
     };
     error_file::watch_panics();
+    // Without it such a write kills.
+    let _ = crate::signals::outlive_file_limits();
     match run(&cli) {
         Ok(code) => code,
         Err(error) => {
@@ -278,14 +281,6 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
         Command::Version => ui.answer(&format!("trainer {}", env!("CARGO_PKG_VERSION"))),
     }
-}
-
-/// This process's place among those that were started together, as torchrun, MPI or Slurm tell it.
-fn place() -> anyhow::Result<Place> {
-    let variables =
-        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let place = Place::from_variables(&variables.collect());
-    place.map_err(|error| anyhow::anyhow!("failed to {error}").context(ExitCode::Usage))
 }
 
 fn seat(place: &Place) -> Seat {

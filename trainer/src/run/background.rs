@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
-use candlewick_comm::Collective;
+use candlewick_comm::{AtWork, Collective};
 
 use super::ranks;
 use crate::checkpoint::{
@@ -67,6 +67,7 @@ impl UnderWay {
 pub(super) struct BackgroundCrew {
     pub(super) group: Arc<dyn Collective>,
     pub(super) writes: bool,
+    pub(super) at_work: AtWork,
 }
 
 impl Crew for BackgroundCrew {
@@ -84,6 +85,10 @@ impl Crew for BackgroundCrew {
 
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
         ranks::tell(&*self.group, own)
+    }
+
+    fn at_work(&self) -> Option<AtWork> {
+        Some(self.at_work.clone())
     }
 }
 

@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Error, Result, anyhow};
 use candle_core::Device;
 use candlewick_comm::place::Place;
-use candlewick_comm::{Engine, Host, Options, World};
+use candlewick_comm::store::Error as StoreError;
+use candlewick_comm::{Engine, Error as CommError, Host, Options, World};
 use candlewick_ops::{DeviceChoice, gpus};
 
+use super::ranks::ended_by;
 use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::recipe::DdpBackend;
@@ -18,8 +20,35 @@ pub fn connect(plan: &Plan, place: &Place) -> Result<(World, Device)> {
     let device = device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
     let engine = engine(plan.ranks.backend, &device, place);
     let options = Options { timeout: Duration::from_secs(plan.ranks.timeout as u64), record: false };
-    let world = World::join(place, &engine, options).map_err(|error| anyhow!("failed to {error}"))?;
+    let world = World::join(place, &engine, options).map_err(|error| alone(error, place))?;
     Ok((world, device))
+}
+
+/// Says what can be done about ranks that do not come together.
+fn alone(error: CommError, place: &Place) -> Error {
+    let by_agent = place.master.as_ref().is_ok_and(|master| master.agent_hosts_store);
+    let host = if by_agent { "the launcher" } else { "rank 0" };
+    let (code, advice) = match &error {
+        CommError::Failed(failure) => return ended_by(failure),
+        CommError::Absent { .. } => {
+            (ExitCode::Peer, "see what it wrote; raise ddp_timeout if it needs longer to start".to_owned())
+        }
+        CommError::OtherSize { .. } => (ExitCode::Usage, "start all ranks with the same WORLD_SIZE".to_owned()),
+        CommError::Store(StoreError::Bind { .. } | StoreError::NotAStore { .. } | StoreError::Unanswered { .. }) => {
+            (ExitCode::Failed, "choose another MASTER_PORT for all ranks, or end what has this one".to_owned())
+        }
+        CommError::Store(StoreError::Connect { .. }) => {
+            let advice =
+                format!("{host} keeps it: see what it wrote, and whether MASTER_ADDR and MASTER_PORT lead there");
+            (ExitCode::Peer, advice)
+        }
+        CommError::Store(_) => (ExitCode::Peer, format!("{host} kept it and may have ended: see what it wrote")),
+        CommError::Join { .. } | CommError::OtherHost { .. } => {
+            return anyhow!("failed to {error}").context(ExitCode::Usage);
+        }
+        _ => return anyhow!("failed to {error}"),
+    };
+    anyhow!("failed to {error}; {advice}").context(code)
 }
 
 /// The device of one of a machine's ranks: where any GPU will do, the one with its number. A rank that sees one GPU alone was

@@ -129,10 +129,11 @@ fn began(plan: &Plan, ranks: &Ranks) -> Result<Began> {
 
 /// Reads the data on one rank of this machine before the others: they find its downloads and tokens in the caches.
 fn prepare_in_turn(plan: &Plan, hub: &Hub, ranks: &Ranks, began: Began) -> Result<(Assets, Prepared)> {
-    let first = if ranks.is_first_here() { prepare_data(plan, hub, began).map(Some) } else { Ok(None) };
+    let prepare = || ranks.at_work().during(|| prepare_data(plan, hub, began));
+    let first = if ranks.is_first_here() { prepare().map(Some) } else { Ok(None) };
     match ranks.share(first)? {
         Some(prepared) => Ok(prepared),
-        None => prepare_data(plan, hub, began),
+        None => prepare(),
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{Collective, Reduce, World, exchange_bytes};
+use candlewick_comm::{AtWork, Cause, Collective, Failure, Reduce, World, exchange_bytes};
 use candlewick_parallel::Groups;
 
 use super::background::BackgroundCrew;
@@ -50,7 +50,7 @@ impl<'w> Ranks<'w> {
 
     /// Returns the crew of saves in the background.
     pub(super) fn savers(&self) -> BackgroundCrew {
-        BackgroundCrew { group: Arc::clone(&self.savers), writes: self.writes }
+        BackgroundCrew { group: Arc::clone(&self.savers), writes: self.writes, at_work: self.at_work() }
     }
 
     /// Tells whether this is the one rank that reports, and writes what is written once.
@@ -85,13 +85,16 @@ impl<'w> Ranks<'w> {
         })
     }
 
+    /// What keeps the others waiting while this rank does something that takes long.
+    pub(super) fn at_work(&self) -> AtWork {
+        self.world.at_work()
+    }
+
     /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
     pub(super) fn blame(&self, error: Error) -> Error {
-        match self.world.failure() {
+        match Failure::behind(&*error) {
             // Only what another rank's end has caused here is that rank's failure.
-            Some(failure) if format!("{error:#}").contains(&failure.message) => {
-                anyhow!("failed to {failure}").context(ExitCode::Peer)
-            }
+            Some(failure) => ended_by(failure),
             // The rank whose error this is tells it.
             _ if classify(&error) == ExitCode::Peer => error,
             _ => {
@@ -142,7 +145,7 @@ impl<'w> Ranks<'w> {
     pub(super) fn exchange(&self, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
         let told = self.tell(own.as_ref().map_err(|error| format!("{error:#}")).cloned());
         own?;
-        let told = told.map_err(|error| anyhow!("{error}"))?.into_iter().enumerate();
+        let told = told.map_err(Error::from_boxed)?.into_iter().enumerate();
         told.map(|(rank, word)| word.map_err(|reason| anyhow!("rank {rank}: {reason}").context(ExitCode::Peer)))
             .collect()
     }
@@ -159,7 +162,7 @@ impl<'w> Ranks<'w> {
 
     /// Lets the first rank do something, and the others wait until it is done; if it fails, all fail. All ranks call it.
     pub(super) fn first_does(&self, what: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.share(if self.is_first() { what() } else { Ok(()) })
+        self.share(if self.is_first() { self.at_work().during(what) } else { Ok(()) })
     }
 }
 
@@ -179,6 +182,24 @@ impl Crew for Ranks<'_> {
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
         tell(&*self.world.group(), own)
     }
+
+    fn at_work(&self) -> Option<AtWork> {
+        Some(self.world.at_work())
+    }
+}
+
+/// The error of a rank that ends because the world has, and what can be done about it.
+pub(super) fn ended_by(failure: &Failure) -> Error {
+    let rank = failure.rank;
+    let advice = match failure.cause {
+        Cause::Told => format!("rank {rank} has written more"),
+        Cause::Died => format!("what rank {rank} wrote last, or whoever started it, says why"),
+        Cause::Silent => format!("if rank {rank} was only slow, raise ddp_timeout"),
+        Cause::Strayed => "all ranks must be the same program, with the same recipe and data".to_owned(),
+    };
+    let error =
+        anyhow!("failed to {failure}; {advice}. Started again, a run with auto_resume goes on from the newest save");
+    error.context(ExitCode::Peer)
 }
 
 /// Gives every rank of a group what each rank says, in rank order.

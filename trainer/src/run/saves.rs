@@ -181,9 +181,14 @@ impl<'a> Saves<'a> {
         masters: &mut impl Iterator<Item = candle_core::Result<(&'m ParamSpec, Tensor)>>,
     ) -> Result<()> {
         let dir = checkpoint.dir(tag);
+        let at_work = self.run.ranks.at_work();
+        let mut working = Some(at_work.begin());
         // Exports are in the order of the model.
         let fetch = |spec: &ParamSpec| {
+            // A gather waits for the others: no work meanwhile.
+            drop(working.take());
             let found = masters.find(|master| master.as_ref().map_or(true, |(at, _)| at.name == spec.name));
+            working = Some(at_work.begin());
             match found {
                 Some(master) => Ok(master?.1),
                 None => candle_core::bail!("{} is out of order", spec.name),

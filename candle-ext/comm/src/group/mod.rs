@@ -194,9 +194,9 @@ pub(crate) fn digest(lists: &[Vec<usize>]) -> u64 {
 
 fn unconnected(fabric: &dyn Fabric, trouble: Trouble) -> Failure {
     match trouble.tell(fabric.rank(), |rank| fabric.who(rank)) {
-        Ok((rank, why)) => {
+        Ok((rank, cause, why)) => {
             let message = format!("connect rank {} to the others: {why}", fabric.rank());
-            fabric.fail(Failure { rank, message })
+            fabric.fail(Failure { rank, cause, message })
         }
         Err(failure) => failure,
     }

@@ -35,6 +35,10 @@ impl Alarm for Broken {
     fn await_failure(&self, within: Duration) -> Option<Failure> {
         self.sound.await_failure(within)
     }
+
+    fn beat(&self) {
+        self.sound.beat();
+    }
 }
 
 impl Fabric for Broken {

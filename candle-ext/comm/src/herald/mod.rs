@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::deadline::deadline;
 use crate::fabric::{Alarm, Trouble};
 use crate::store::{self, Client, Server};
-use crate::{Call, Failure, Result};
+use crate::{Call, Cause, Failure, Result};
 use pulse::Pulse;
 
 /// The key under which the world's first failure is found.
@@ -29,7 +29,7 @@ const BEAT: Duration = Duration::from_secs(1);
 const ARBITRATE_WITHIN: Duration = Duration::from_secs(2);
 
 /// Changes with what is said between ranks, so that different programs do not misread each other.
-const PROTOCOL: &str = "candlewick-herald-1";
+const PROTOCOL: &str = "candlewick-herald-2";
 
 /// A rank's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -88,6 +88,8 @@ struct Shared {
 struct State {
     failure: Option<Failure>,
     pulse: Pulse,
+    /// When this rank last showed that it is at work.
+    worked: Option<Instant>,
     leaving: bool,
 }
 
@@ -126,17 +128,18 @@ impl Herald {
     }
 
     /// Says who keeps `call` of the group `id` of `members` from its end, after `waited`: looks at everyone's signs of life.
-    pub(crate) fn late(&self, id: &str, members: &[usize], call: &Call, waited: Duration) -> Trouble {
+    /// Nobody does if one of them is at work on something else.
+    pub(crate) fn late(&self, id: &str, members: &[usize], call: &Call, waited: Duration) -> Option<Trouble> {
         let own = members.iter().position(|rank| *rank == self.shared.rank).unwrap_or(0);
         let names: Vec<String> = members.iter().map(|rank| self.who(*rank)).collect();
         let before: Vec<_> = members.iter().map(|rank| self.pulse(*rank)).collect();
         if let Some(failure) = self.await_failure(3 * BEAT) {
-            return Trouble::Failed(failure);
+            return Some(Trouble::Failed(failure));
         }
         let pulses: Vec<_> =
             before.into_iter().zip(members).map(|(before, rank)| [before, self.pulse(*rank)]).collect();
-        let (rank, why) = pulse::blame(call, id, &names, own, &pulses);
-        Trouble::Mismatch(rank, format!("not within {waited:?}: {why}"))
+        let (rank, why) = pulse::blame(call, id, &names, own, &pulses)?;
+        Some(Trouble::Overdue(rank, format!("not within {waited:?}: {why}")))
     }
 
     fn pulse(&self, rank: usize) -> Option<Pulse> {
@@ -148,8 +151,9 @@ impl Herald {
     #[cfg(feature = "cuda")]
     pub(crate) fn unconnected(&self, trouble: Trouble) -> Failure {
         match trouble.tell(self.rank(), |rank| self.who(rank)) {
-            Ok((rank, why)) => {
-                self.fail(Failure { rank, message: format!("connect rank {} to the others: {why}", self.rank()) })
+            Ok((rank, cause, why)) => {
+                let message = format!("connect rank {} to the others: {why}", self.rank());
+                self.fail(Failure { rank, cause, message })
             }
             Err(failure) => failure,
         }
@@ -194,6 +198,10 @@ impl Alarm for Herald {
         let waited = self.shared.changed.wait_timeout_while(self.shared.lock(), left, waits);
         waited.unwrap_or_else(PoisonError::into_inner).0.failure.clone()
     }
+
+    fn beat(&self) {
+        self.shared.lock().worked = Some(Instant::now());
+    }
 }
 
 impl Drop for Herald {
@@ -216,6 +224,8 @@ impl Shared {
                     return;
                 }
                 state.pulse.beat += 1;
+                // Longer than one sign of work and the next are apart.
+                state.pulse.is_at_work = state.worked.is_some_and(|worked| worked.elapsed() < self.timeout / 4);
                 state.pulse.encode()
             };
             let heard = store.set(&pulse_key(self.rank), &pulse).and_then(|()| store.wait_for(&[FAILURE], BEAT));
@@ -227,7 +237,7 @@ impl Shared {
             if !self.lock().leaving {
                 let (host, port) = (store.host(), store.port());
                 let message = format!("go on: the store at {host}:{port} does not answer (seen by rank {})", self.rank);
-                self.adopt(failure.unwrap_or(Failure { rank: 0, message }));
+                self.adopt(failure.unwrap_or(Failure { rank: 0, cause: Cause::Died, message }));
             }
             return;
         }
@@ -285,7 +295,8 @@ mod tests {
     #[test]
     fn the_first_failure_stands_on_all_ranks() {
         let heralds = heralds(Duration::from_secs(60));
-        let fail = |rank: usize| heralds[rank].fail(Failure { rank, message: format!("read row {rank}") });
+        let fail =
+            |rank: usize| heralds[rank].fail(Failure { rank, cause: Cause::Told, message: format!("read row {rank}") });
         let first = fail(1);
         assert_eq!((first.rank, fail(2)), (1, first.clone()));
         for herald in &heralds {
@@ -321,7 +332,7 @@ mod tests {
             Call { group: "world".into(), number, op, dtype, shape: vec![3] }
         };
         let late = |herald: &Herald| match herald.late("world", &[0, 1, 2], &call(2), Duration::from_secs(7)) {
-            Trouble::Mismatch(rank, why) => (rank, why),
+            Some(Trouble::Overdue(rank, why)) => (rank, why),
             other => panic!("{other:?}"),
         };
         for (herald, number) in heralds.iter().zip([2, 1, 2]) {

@@ -9,6 +9,8 @@ use crate::{Call, Op};
 pub(super) struct Pulse {
     /// Another one each time.
     pub(super) beat: u64,
+    /// Whether it is at work on something that keeps it from its next call.
+    pub(super) is_at_work: bool,
     /// By the groups' ids.
     pub(super) begun: BTreeMap<String, Begun>,
 }
@@ -35,53 +37,58 @@ impl Pulse {
     pub(super) fn encode(&self) -> Vec<u8> {
         let line = |(id, Begun { n_calls, call }): (&String, &Begun)| format!("\n{id}\t{n_calls}\t{call}");
         let lines: String = self.begun.iter().map(line).collect();
-        format!("{}{lines}", self.beat).into_bytes()
+        format!("{} {}{lines}", self.beat, self.is_at_work).into_bytes()
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let text = String::from_utf8_lossy(bytes);
         let mut lines = text.split('\n');
-        let beat = lines.next()?.parse().ok()?;
+        let (beat, is_at_work) = lines.next()?.split_once(' ')?;
+        let (beat, is_at_work) = (beat.parse().ok()?, is_at_work.parse().ok()?);
         let group = |line: &str| {
             let mut words = line.splitn(3, '\t');
             let (id, n_calls) = (words.next()?.to_owned(), words.next()?.parse().ok()?);
             Some((id, Begun { n_calls, call: words.next()?.to_owned() }))
         };
-        Some(Self { beat, begun: lines.map(group).collect::<Option<_>>()? })
+        Some(Self { beat, is_at_work, begun: lines.map(group).collect::<Option<_>>()? })
     }
 }
 
 /// Says why `call` of group `id` does not end: the first of its ranks to blame, as a place among `names`, and what is known
-/// of it. `pulses` are two of each rank's, a while apart; `own` is the rank that asks.
+/// of it. `pulses` are two of each rank's, a while apart; `own` is the rank that asks. Nobody is to blame while one of them is
+/// at work.
 pub(super) fn blame(
     call: &Call,
     id: &str,
     names: &[String],
     own: usize,
     pulses: &[[Option<Pulse>; 2]],
-) -> (usize, String) {
+) -> Option<(usize, String)> {
     let others = || (0..names.len()).filter(|rank| *rank != own);
     if let Some(dead) = others().find(|rank| pulses[*rank][0] == pulses[*rank][1]) {
-        return (dead, format!("{} shows no sign of life", names[dead]));
+        return Some((dead, format!("{} shows no sign of life", names[dead])));
+    }
+    if others().any(|rank| pulses[rank][1].as_ref().is_some_and(|pulse| pulse.is_at_work)) {
+        return None;
     }
     let begun = |rank: usize| pulses[rank][1].as_ref()?.begun.get(id).cloned();
     if matches!(call.op, Op::SendRecv { .. }) {
         let Op::SendRecv { to, from } = call.op else { unreachable!("it was looked at above") };
         let peer = from.or(to).unwrap_or(own);
         let last = begun(peer).map_or_else(|| "no call".to_owned(), |begun| begun.call);
-        return (peer, format!("{}, which began {last} last, has not done its part", names[peer]));
+        return Some((peer, format!("{}, which began {last} last, has not done its part", names[peer])));
     }
     let behind = others().find(|rank| begun(*rank).is_none_or(|begun| begun.n_calls < call.number));
     if let Some(behind) = behind {
         let last = begun(behind).map_or_else(|| "no call yet".to_owned(), |begun| begun.call);
-        return (behind, format!("{} has not begun it: it began {last} last", names[behind]));
+        return Some((behind, format!("{} has not begun it: it began {last} last", names[behind])));
     }
     let other = others()
         .find(|rank| begun(*rank).is_some_and(|begun| begun.n_calls == call.number && begun.call != call.to_string()));
-    match other.and_then(|rank| Some((rank, begun(rank)?.call))) {
+    Some(match other.and_then(|rank| Some((rank, begun(rank)?.call))) {
         Some((rank, theirs)) => (rank, format!("{} calls {call}, {} calls {theirs}", names[own], names[rank])),
         None => (own, "all ranks have begun it; the GPUs, or what connects them, hang".to_owned()),
-    }
+    })
 }
 
 #[cfg(test)]
@@ -108,19 +115,19 @@ mod tests {
             let pulse = pulse(7, &begun);
             assert_eq!(Pulse::decode(&pulse.clone().unwrap_or_default().encode()), pulse);
         }
-        assert_eq!(Pulse::decode(b"seven"), None);
-        assert_eq!(Pulse::decode(b"7\nworld"), None);
+        assert_eq!(Pulse::decode(b"7 maybe"), None);
+        assert_eq!(Pulse::decode(b"7 true\nworld"), None);
     }
 
     /// Why rank 0's third call of three ranks does not end.
     #[track_caller]
-    fn check(op: Op, others: [[Option<Pulse>; 2]; 2], want: (usize, &str)) {
+    fn check(op: Op, others: [[Option<Pulse>; 2]; 2], want: Option<(usize, &str)>) {
         let third = call(3, op);
         let [one, two] = others;
         let own = [pulse(1, from_ref(&third)), pulse(4, from_ref(&third))];
         let names = ["rank 0", "rank 1", "rank 2"].map(str::to_owned);
-        let (rank, why) = blame(&third, "world", &names, 0, &[own, one, two]);
-        assert_eq!((rank, why.as_str()), want);
+        let blamed = blame(&third, "world", &names, 0, &[own, one, two]);
+        assert_eq!(blamed.as_ref().map(|(rank, why)| (*rank, why.as_str())), want);
     }
 
     #[test]
@@ -128,17 +135,22 @@ mod tests {
         let sum = Op::AllReduce(Reduce::Sum);
         let at = |number| [pulse(1, &[call(number, sum)]), pulse(4, &[call(number, sum)])];
         let dead = [pulse(1, &[call(3, sum)]), pulse(1, &[call(3, sum)])];
-        check(sum, [at(3), dead], (2, "rank 2 shows no sign of life"));
-        check(sum, [at(3), [None, None]], (2, "rank 2 shows no sign of life"));
+        check(sum, [at(3), dead.clone()], Some((2, "rank 2 shows no sign of life")));
+        check(sum, [at(3), [None, None]], Some((2, "rank 2 shows no sign of life")));
         let behind = "rank 1 has not begun it: it began all_reduce 2 (sum, f32 [3]) last";
-        check(sum, [at(2), at(3)], (1, behind));
-        check(sum, [[pulse(1, &[]), pulse(4, &[])], at(3)], (1, "rank 1 has not begun it: it began no call yet last"));
+        check(sum, [at(2), at(3)], Some((1, behind)));
+        let busy = at(2).map(|pulse| Some(Pulse { is_at_work: true, ..pulse? }));
+        check(sum, [busy.clone(), at(3)], None);
+        check(sum, [busy, dead], Some((2, "rank 2 shows no sign of life")));
+        let nothing = "rank 1 has not begun it: it began no call yet last";
+        check(sum, [[pulse(1, &[]), pulse(4, &[])], at(3)], Some((1, nothing)));
         let gather = [pulse(1, &[call(3, Op::AllGather)]), pulse(4, &[call(3, Op::AllGather)])];
         let both = "rank 0 calls all_reduce 3 (sum, f32 [3]), rank 2 calls all_gather 3 (f32 [3])";
-        check(sum, [at(3), gather], (2, both));
-        check(sum, [at(3), at(5)], (0, "all ranks have begun it; the GPUs, or what connects them, hang"));
+        check(sum, [at(3), gather], Some((2, both)));
+        let hang = "all ranks have begun it; the GPUs, or what connects them, hang";
+        check(sum, [at(3), at(5)], Some((0, hang)));
         let receive = Op::SendRecv { to: None, from: Some(2) };
         let idle = "rank 2, which began all_reduce 2 (sum, f32 [3]) last, has not done its part";
-        check(receive, [at(3), at(2)], (2, idle));
+        check(receive, [at(3), at(2)], Some((2, idle)));
     }
 }

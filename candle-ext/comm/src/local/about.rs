@@ -3,7 +3,7 @@
 use std::fs;
 
 /// Changes with what is said between ranks, so that different programs do not misread each other.
-const PROTOCOL: &str = "candlewick-local-2";
+const PROTOCOL: &str = "candlewick-local-3";
 
 /// A rank's process and machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,6 +61,6 @@ mod tests {
         let about = About::this_process(3, "socket");
         assert_eq!(About::decode(&about.encode()), Some(about));
         assert_eq!(About::decode(b"another-program\n3\nhost\nboot\nsocket\n7"), None);
-        assert_eq!(About::decode(b"candlewick-local-2\n3\nhost"), None);
+        assert_eq!(About::decode(b"candlewick-local-3\n3\nhost"), None);
     }
 }

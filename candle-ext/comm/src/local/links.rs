@@ -80,7 +80,7 @@ impl Links for Wires {
             } else if let Some(failure) = self.shared.failure() {
                 return Err(Trouble::Failed(failure));
             }
-            let left = self.timeout.saturating_sub(last_moved.elapsed());
+            let left = self.timeout.saturating_sub(self.shared.last_heard(last_moved).elapsed());
             if left.is_zero() {
                 return Err(Trouble::Late(late(&send, &recv), self.timeout));
             }

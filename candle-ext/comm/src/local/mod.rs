@@ -67,19 +67,20 @@ impl Meeting {
         let left = self.deadline.saturating_duration_since(Instant::now());
         match self.store.wait_for(&[&key(rank)], left) {
             Ok(()) => Ok(self.store.get(&key(rank))?),
-            Err(store::Error::Timeout { .. }) => Err(self.refuse(self.absent(timeout)?)),
+            Err(store::Error::Timeout { .. }) => Err(self.absent(timeout)?),
             Err(error) => Err(error.into()),
         }
     }
 
-    fn absent(&self, timeout: Duration) -> Result<String> {
+    fn absent(&self, timeout: Duration) -> Result<Error> {
+        let (rank, size) = (self.rank, self.size);
         let mut absent = Vec::new();
         for rank in 0..self.size {
             if !self.store.check(&[&key(rank)])? {
-                absent.push(rank.to_string());
+                absent.push(rank);
             }
         }
-        Ok(format!("rank {} did not join within {timeout:?}", absent.join(", ")))
+        Ok(Error::Absent { rank, size, absent, timeout })
     }
 
     fn check(&self, rank: usize, bytes: &[u8]) -> Result<About> {
@@ -88,7 +89,8 @@ impl Meeting {
             return Err(self.refuse(format!("rank {rank} runs another version of this program")));
         };
         if there.size != self.size {
-            return Err(self.refuse(format!("rank {rank} was started for {} ranks", there.size)));
+            let other_size = there.size;
+            return Err(Error::OtherSize { rank: self.rank, size: self.size, other: rank, other_size });
         }
         if there.boot != here.boot {
             return Err(Error::OtherHost { rank: self.rank, here: here.host, other: rank, there: there.host });

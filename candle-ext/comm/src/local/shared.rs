@@ -13,7 +13,7 @@ use rustix::net::{SendFlags, send};
 use crate::deadline::deadline;
 use crate::fabric::Trouble;
 use crate::store::Client;
-use crate::{Call, Failure};
+use crate::{Call, Cause, Failure};
 
 /// How long the farewell or the death of a rank may come after its other sockets closed.
 const EXPLAIN_WITHIN: Duration = Duration::from_secs(5);
@@ -26,6 +26,7 @@ const FAILURE: &str = "failure";
 
 pub(super) const LEAVE: u8 = 1;
 pub(super) const FAIL: u8 = 2;
+pub(super) const BEAT: u8 = 3;
 
 /// The end of this process that its threads share.
 pub(super) struct Shared {
@@ -48,6 +49,8 @@ pub(super) struct State {
     met: Vec<bool>,
     pub(super) control: Vec<Option<Arc<UnixStream>>>,
     doing: BTreeMap<String, Call>,
+    /// When another rank last showed that it is at work.
+    beat: Option<Instant>,
     pub(super) stopping: bool,
 }
 
@@ -104,7 +107,23 @@ impl Shared {
         (first, is_new)
     }
 
-    /// Writes a frame to everyone, without waiting: it fits, for a process sends two in its life.
+    /// Shows everyone that this rank is at work.
+    pub(super) fn beat(&self) {
+        self.tell(BEAT, &[]);
+    }
+
+    /// Another rank is at work.
+    pub(super) fn heard_beat(&self) {
+        self.lock().beat = Some(Instant::now());
+    }
+
+    /// Returns when somebody was last heard of, where something moved at `moved`.
+    pub(super) fn last_heard(&self, moved: Instant) -> Instant {
+        self.lock().beat.map_or(moved, |beat| beat.max(moved))
+    }
+
+    /// Writes a frame to everyone, without waiting: it fits. A process sends two in its life, and a few beats a time-out,
+    /// which who lives has read by then.
     fn tell(&self, kind: u8, payload: &[u8]) {
         let frame = [&[kind][..], &(payload.len() as u32).to_le_bytes(), payload].concat();
         let streams: Vec<_> = self.lock().control.iter().flatten().cloned().collect();
@@ -210,7 +229,7 @@ impl Shared {
         let doing = if doing.is_empty() { "no call".to_owned() } else { doing.join(", ") };
         let message =
             format!("go on: {} ended without leaving (seen by rank {}, in {doing})", self.who(rank), self.rank);
-        self.fail(Failure { rank, message });
+        self.fail(Failure { rank, cause: Cause::Died, message });
     }
 
     // What it guards is whole between any two statements.

@@ -118,12 +118,12 @@ impl Switch {
     }
 
     fn unconnected(&self, trouble: Trouble) -> Failure {
-        let (rank, why) = match trouble.tell(self.rank, |rank| self.who(rank)) {
+        let (rank, cause, why) = match trouble.tell(self.rank, |rank| self.who(rank)) {
             Ok(told) => told,
             Err(failure) => return failure,
         };
         let message = format!("connect rank {} to the others: {why}", self.rank);
-        self.fail(Failure { rank, message })
+        self.fail(Failure { rank, cause, message })
     }
 }
 
@@ -146,6 +146,10 @@ impl Alarm for Switch {
 
     fn await_failure(&self, within: Duration) -> Option<Failure> {
         self.shared.await_failure(within)
+    }
+
+    fn beat(&self) {
+        self.shared.beat();
     }
 }
 

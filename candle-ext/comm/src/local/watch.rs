@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
 
-use super::shared::{FAIL, LEAVE, Shared};
-use crate::Failure;
+use super::shared::{BEAT, FAIL, LEAVE, Shared};
 use crate::deadline::deadline;
-use crate::error::MAX_MESSAGE_BYTES;
+use crate::error::MAX_FAILURE_BYTES;
+use crate::{Cause, Failure};
 
 /// How long a caller may take to say who it is; it has already written that when it is accepted.
 const INTRODUCE_WITHIN: Duration = Duration::from_secs(2);
@@ -73,7 +73,8 @@ impl Watcher {
 
     fn give_up(&self, why: &str) {
         let rank = self.shared.rank;
-        self.shared.fail(Failure { rank, message: format!("go on: {} failed to {why}", self.shared.who(rank)) });
+        let message = format!("go on: {} failed to {why}", self.shared.who(rank));
+        self.shared.fail(Failure { rank, cause: Cause::Told, message });
     }
 
     fn await_news(&self, control: &[Option<Arc<UnixStream>>]) -> io::Result<News> {
@@ -122,6 +123,7 @@ impl Watcher {
     fn hear(&self, rank: usize, stream: &UnixStream) {
         match read_frame(stream) {
             Ok((LEAVE, _)) => return self.shared.left(rank),
+            Ok((BEAT, _)) => return self.shared.heard_beat(),
             Ok((FAIL, payload)) => {
                 if let Some(failure) = Failure::decode(&payload) {
                     self.shared.adopt(failure);
@@ -172,7 +174,7 @@ impl Read for Within<'_> {
 fn read_frame(mut stream: &UnixStream) -> io::Result<(u8, Vec<u8>)> {
     let mut kind = [0];
     stream.read_exact(&mut kind)?;
-    let mut payload = vec![0; (read_u32(&mut stream)? as usize).min(4 + MAX_MESSAGE_BYTES)];
+    let mut payload = vec![0; (read_u32(&mut stream)? as usize).min(MAX_FAILURE_BYTES)];
     stream.read_exact(&mut payload)?;
     Ok((kind[0], payload))
 }

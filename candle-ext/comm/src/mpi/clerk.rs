@@ -18,8 +18,8 @@ use super::about::{ABOUT_BYTES, About};
 use super::frame::Frame;
 use super::letter::Letter;
 use super::shared::{Done, News, Order, Shared};
-use crate::Failure;
 use crate::panic::said;
+use crate::{Cause, Failure};
 
 /// How often nothing may happen before there are pauses.
 const EAGER_TURNS: u32 = 200;
@@ -95,7 +95,7 @@ impl Clerk {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.take_turns())) {
             let rank = self.shared.rank;
             let message = format!("go on: {} failed to talk to MPI: {}", self.shared.others[rank], said(&*panic));
-            self.shared.adopt(Failure { rank, message });
+            self.shared.adopt(Failure { rank, cause: Cause::Told, message });
         }
         let is_clean = self.shared.failure().is_none() && self.shared.all_have_left() && self.under_way.is_empty();
         if !is_clean {
@@ -171,6 +171,7 @@ impl Clerk {
         match Frame::decode(bytes) {
             Some(Frame::Leave) => self.shared.left(from),
             Some(Frame::Open(tag, id)) => self.shared.opened(tag, id),
+            Some(Frame::Beat) => self.shared.heard_beat(),
             Some(Frame::Ended(failure)) => drop(self.shared.adopt(failure)),
             Some(Frame::Accuse(failure)) => {
                 let first = self.shared.end(failure);
@@ -178,7 +179,7 @@ impl Clerk {
             }
             None => {
                 let message = format!("go on: {} sent a message that makes no sense", self.shared.others[from]);
-                self.shared.end(Failure { rank: from, message });
+                self.shared.end(Failure { rank: from, cause: Cause::Strayed, message });
             }
         }
     }

@@ -13,6 +13,8 @@ pub(super) enum Frame {
     Ended(Failure),
     /// Messages of the group with this id carry this tag.
     Open(i32, String),
+    /// The sender is at work.
+    Beat,
 }
 
 impl Frame {
@@ -22,6 +24,7 @@ impl Frame {
             Self::Accuse(failure) => [&[1][..], &failure.encode()].concat(),
             Self::Ended(failure) => [&[2][..], &failure.encode()].concat(),
             Self::Open(tag, id) => [&[3][..], &tag.to_le_bytes(), id.as_bytes()].concat(),
+            Self::Beat => vec![4],
         }
     }
 
@@ -35,6 +38,7 @@ impl Frame {
                 let (tag, id) = rest.split_first_chunk()?;
                 Some(Self::Open(i32::from_le_bytes(*tag), String::from_utf8_lossy(id).into_owned()))
             }
+            4 => Some(Self::Beat),
             _ => None,
         }
     }
@@ -43,12 +47,13 @@ impl Frame {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Cause;
 
     #[test]
     fn a_frame_is_read_as_it_was_written() {
-        let failure = Failure { rank: 7, message: "read row 17".to_owned() };
+        let failure = Failure { rank: 7, cause: Cause::Silent, message: "read row 17".to_owned() };
         let open = Frame::Open(32_000, "world/3.1".to_owned());
-        for frame in [Frame::Leave, Frame::Accuse(failure.clone()), Frame::Ended(failure), open] {
+        for frame in [Frame::Leave, Frame::Accuse(failure.clone()), Frame::Ended(failure), Frame::Beat, open] {
             assert_eq!(Frame::decode(&frame.encode()), Some(frame));
         }
         assert_eq!([&[][..], &[9], &[1, 0], &[3, 1]].map(Frame::decode), [const { None }; 4]);

@@ -118,7 +118,9 @@ impl Routes {
         let gone = waits_for.iter().find(|peer| self.shared.has_left(self.members[**peer]));
         match gone {
             Some(peer) if silent >= LAST_WORDS_WITHIN => Err(Trouble::Left(*peer)),
-            _ if silent >= self.shared.timeout => Err(Trouble::Late(waits_for, self.shared.timeout)),
+            _ if self.shared.last_heard(last_moved).elapsed() >= self.shared.timeout => {
+                Err(Trouble::Late(waits_for, self.shared.timeout))
+            }
             _ => Ok(()),
         }
     }
@@ -128,7 +130,7 @@ impl Routes {
         let limit = if any_has_left { LAST_WORDS_WITHIN.min(self.shared.timeout) } else { self.shared.timeout };
         // After the limit it is the time-out that is waited for.
         let left = limit.checked_sub(last_moved.elapsed()).filter(|left| !left.is_zero());
-        left.unwrap_or_else(|| self.shared.timeout.saturating_sub(last_moved.elapsed()))
+        left.unwrap_or_else(|| self.shared.timeout.saturating_sub(self.shared.last_heard(last_moved).elapsed()))
     }
 }
 

@@ -81,6 +81,10 @@ impl Alarm for Post {
     fn await_failure(&self, within: Duration) -> Option<Failure> {
         self.shared.await_failure(within)
     }
+
+    fn beat(&self) {
+        self.shared.beat();
+    }
 }
 
 impl Fabric for Post {

@@ -37,6 +37,8 @@ pub(super) struct State {
     tags: HashMap<String, i32>,
     /// How many groups this rank has led.
     n_led: usize,
+    /// When another rank last showed that it is at work.
+    beat: Option<Instant>,
     pub(super) orders: Vec<Order>,
     /// What this rank's groups hear with.
     ears: Vec<Sender<News>>,
@@ -120,6 +122,21 @@ impl Shared {
         let first = state.failure.get_or_insert(failure).clone();
         self.wake(state);
         (first, is_new)
+    }
+
+    /// Shows everyone that this rank is at work.
+    pub(super) fn beat(&self) {
+        self.tell_all(&Frame::Beat);
+    }
+
+    /// Another rank is at work.
+    pub(super) fn heard_beat(&self) {
+        self.lock().beat = Some(Instant::now());
+    }
+
+    /// Returns when somebody was last heard of, where something moved at `moved`.
+    pub(super) fn last_heard(&self, moved: Instant) -> Instant {
+        self.lock().beat.map_or(moved, |beat| beat.max(moved))
     }
 
     /// A rank has said that it leaves.

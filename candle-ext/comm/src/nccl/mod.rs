@@ -59,7 +59,7 @@ pub fn join(
     let worker = Worker::open(&herald, cuda, "world", "world".into(), &(0..size).collect::<Vec<_>>());
     let worker = worker.map_err(|trouble| herald.unconnected(trouble))?;
     let group = Group::new(worker, device, journal.clone(), Arc::clone(&staff))?;
-    Ok(World::of(Arc::new(group), herald, staff, journal))
+    Ok(World::of(Arc::new(group), herald, options.timeout, staff, journal))
 }
 
 fn this_process(rank: usize, size: usize, device: &CudaDevice) -> Result<About, String> {
@@ -95,7 +95,8 @@ impl Meeting {
         match self.store.wait_for(&[&key(rank)], left) {
             Ok(()) => {}
             Err(store::Error::Timeout { .. }) => {
-                return Err(self.refuse(format!("rank {rank} did not join within {:?}", self.options.timeout)));
+                let (absent, timeout) = (vec![rank], self.options.timeout);
+                return Err(Error::Absent { rank: self.rank, size: self.size, absent, timeout });
             }
             Err(error) => return Err(error.into()),
         }
@@ -105,7 +106,8 @@ impl Meeting {
 
     fn check(&self, others: &[About]) -> Result<()> {
         if let Some(other) = others.iter().find(|other| other.size != self.size) {
-            return Err(self.refuse(format!("{other} was started for {} ranks", other.size)));
+            let (other, other_size) = (other.rank, other.size);
+            return Err(Error::OtherSize { rank: self.rank, size: self.size, other, other_size });
         }
         let twice = others.iter().enumerate().find_map(|(at, one)| {
             let same = others[..at].iter().find(|other| other.device == one.device)?;

@@ -68,8 +68,9 @@ impl Worker {
         let (id, members, under_way) = (id.to_owned(), members.to_vec(), VecDeque::new());
         let (herald, device, communicator) = (Arc::clone(herald), device.clone(), Some(communicator));
         let worker = Self { id, group, members, me, herald, device, stream, communicator, under_way };
-        worker
-            .await_communicator(|| Trouble::Own("NCCL has not connected the ranks within the time-out".to_owned()))?;
+        worker.await_communicator(|| {
+            Some(Trouble::Own("NCCL has not connected the ranks within the time-out".to_owned()))
+        })?;
         Ok(worker)
     }
 
@@ -131,8 +132,10 @@ impl Worker {
         let began = Instant::now();
         while !done.try_is_complete().map_err(cuda)? {
             self.check()?;
-            if began.elapsed() > self.herald.timeout() {
-                return Err(self.late(call));
+            if began.elapsed() > self.herald.timeout()
+                && let Some(trouble) = self.late(call)
+            {
+                return Err(trouble);
             }
             thread::yield_now();
         }
@@ -148,11 +151,13 @@ impl Worker {
         }
     }
 
-    fn await_communicator(&self, late: impl FnOnce() -> Trouble) -> Result<(), Trouble> {
+    fn await_communicator(&self, late: impl Fn() -> Option<Trouble>) -> Result<(), Trouble> {
         let began = Instant::now();
         while !self.check()? {
-            if began.elapsed() > self.herald.timeout() {
-                return Err(late());
+            if began.elapsed() > self.herald.timeout()
+                && let Some(trouble) = late()
+            {
+                return Err(trouble);
             }
             thread::sleep(LOOK_EVERY / 20);
         }
@@ -180,10 +185,11 @@ impl Worker {
         let Some(first) = self.under_way.front() else { return };
         let is_late = first.since.is_some_and(|since| since.elapsed() > self.herald.timeout());
         let trouble = match self.check() {
-            Err(trouble) => trouble,
+            Err(trouble) => Some(trouble),
             Ok(_) if is_late => self.late(&first.call),
-            Ok(_) => return,
+            Ok(_) => None,
         };
+        let Some(trouble) = trouble else { return };
         let call = first.call.clone();
         self.fail(&call, trouble);
     }
@@ -192,11 +198,11 @@ impl Worker {
     fn fail(&mut self, call: &Call, trouble: Trouble) -> Failure {
         let failure = match trouble.tell(self.me, |rank| self.herald.who(self.members[rank])) {
             Err(failure) => failure,
-            Ok((rank, what)) => {
+            Ok((rank, cause, what)) => {
                 let (group, members, seen_by) = (&self.group, &self.members, self.herald.rank());
                 let message =
                     format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
-                self.herald.fail(Failure { rank: self.members[rank], message })
+                self.herald.fail(Failure { rank: self.members[rank], cause, message })
             }
         };
         self.stop();
@@ -216,7 +222,7 @@ impl Worker {
         }
     }
 
-    fn late(&self, call: &Call) -> Trouble {
+    fn late(&self, call: &Call) -> Option<Trouble> {
         self.herald.late(&self.id, &self.members, call, self.herald.timeout())
     }
 

@@ -223,7 +223,10 @@ fn try_open(host: &str, port: u16, deadline: Instant) -> Result<TcpStream> {
             Err(error) => Err(error),
         });
         match opened {
-            Ok(stream) => return greet(stream, deadline).map_err(failed)?.ok_or_else(|| not_a_store(host, port)),
+            Ok(stream) => {
+                let unanswered = |source| Error::Unanswered { host: host.to_owned(), port, source };
+                return greet(stream, deadline).map_err(unanswered)?.ok_or_else(|| not_a_store(host, port));
+            }
             Err(error) => last = error,
         }
     }

@@ -24,7 +24,7 @@ pub enum Error {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// Nobody answered in time.
+    /// Nobody listened in time.
     #[error("connect to the store at {host}:{port}: {source}")]
     Connect {
         /// The server's host.
@@ -34,8 +34,18 @@ pub enum Error {
         /// The reason of the last try.
         source: std::io::Error,
     },
-    /// Something answered that does not speak the protocol.
-    #[error("connect to the store at {host}:{port}: what listens there is not a store; is the port taken?")]
+    /// Something listens that did not answer in time, or hung up.
+    #[error("connect to the store at {host}:{port}: what listens there does not answer as a store does: {source}")]
+    Unanswered {
+        /// The server's host.
+        host: String,
+        /// The server's port.
+        port: u16,
+        /// The reason of the last try.
+        source: std::io::Error,
+    },
+    /// Something listens that does not speak the protocol.
+    #[error("connect to the store at {host}:{port}: what listens there is not a store")]
     NotAStore {
         /// The host connected to.
         host: String,

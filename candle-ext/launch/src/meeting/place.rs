@@ -57,7 +57,7 @@ pub(super) fn connect(
         let left = deadline.saturating_duration_since(Instant::now());
         match Client::connect(&address.host, address.port, left.min(TRY)) {
             Ok(client) => return client.reconnect_within(answer_within).map_err(|source| failed(address, source)),
-            Err(error @ Error::Connect { .. }) if Instant::now() < deadline => {
+            Err(error @ (Error::Connect { .. } | Error::Unanswered { .. })) if Instant::now() < deadline => {
                 if !is_said {
                     say(&format!("waiting for {address}: failed to {error}"));
                 }

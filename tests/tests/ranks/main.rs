@@ -2,110 +2,15 @@
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
+mod faults;
+mod run;
+
 use std::fs;
 use std::net::TcpListener;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
 
-use assert_cmd::cargo::cargo_bin;
-use candlewick_comm::store::Server;
-use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
-use suite::root;
+use rustix::process::Signal;
 
-/// One run in a folder of its own. All runs of a test see the same steps: 8 micro-batches each, over all ranks.
-struct Run {
-    folder: PathBuf,
-    n_ranks: usize,
-    arguments: Vec<String>,
-}
-
-impl Run {
-    fn new(folder: &Path, n_ranks: usize, arguments: &[&str]) -> Self {
-        let mut all = vec![
-            "device=cpu".to_owned(),
-            "train_iters=5".to_owned(),
-            "data.pack_samples=false".to_owned(),
-            format!("gradient_accumulation_steps={}", 8 / n_ranks),
-            format!("output_dir={}", folder.display()),
-            format!("data.cache_dir={}/cache", folder.display()),
-            "data.eval_sources=[recipes/quickstart/eval.jsonl]".to_owned(),
-            "eval_interval=5".to_owned(),
-        ];
-        all.extend(arguments.iter().map(|argument| (*argument).to_owned()));
-        Self { folder: folder.to_owned(), n_ranks, arguments: all }
-    }
-
-    /// Starts the ranks, which meet in a store of the launcher's, here the test's.
-    fn start(&self) -> Ranks {
-        let store = Server::bind("127.0.0.1:0").unwrap();
-        self.start_at(store.port(), Some(store))
-    }
-
-    fn start_at(&self, port: u16, store: Option<Server>) -> Ranks {
-        let start = |rank: usize| {
-            let mut trainer = Command::new(cargo_bin("trainer"));
-            trainer.current_dir(root()).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
-            trainer.env("RAYON_NUM_THREADS", "1").stdout(Stdio::null()).stderr(Stdio::piped());
-            if self.n_ranks > 1 {
-                let n = self.n_ranks.to_string();
-                trainer.envs([("RANK", rank.to_string()), ("LOCAL_RANK", rank.to_string()), ("WORLD_SIZE", n.clone())]);
-                trainer.envs([("LOCAL_WORLD_SIZE", n), ("MASTER_PORT", port.to_string())]);
-                trainer.env("MASTER_ADDR", "127.0.0.1");
-                trainer.env("TORCHELASTIC_USE_AGENT_STORE", if store.is_some() { "True" } else { "False" });
-            }
-            trainer.spawn().unwrap()
-        };
-        Ranks { children: (0..self.n_ranks).map(start).collect(), _store: store }
-    }
-
-    /// Runs to its end, which must be a good one.
-    fn finish(&self) -> &Self {
-        for (rank, (status, stderr)) in self.start().wait().into_iter().enumerate() {
-            assert!(status.success(), "rank {rank} of {}: {status}: {stderr}", self.n_ranks);
-        }
-        self
-    }
-
-    /// Losses and gradient norms by step, and held-out losses.
-    fn curve(&self) -> Vec<(u64, [f64; 2])> {
-        let lines = fs::read_to_string(self.folder.join("metrics.jsonl")).unwrap();
-        let records = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-        let numbers = records.filter_map(|record| {
-            let norm = record.get("grad_norm").and_then(Value::as_f64).unwrap_or(0.0);
-            let loss = record.get("loss").or_else(|| record.get("loss/eval"))?;
-            Some((record["iter"].as_u64()?, [loss.as_f64()?, norm]))
-        });
-        numbers.collect()
-    }
-}
-
-struct Ranks {
-    children: Vec<Child>,
-    _store: Option<Server>,
-}
-
-impl Ranks {
-    fn wait(self) -> Vec<(ExitStatus, String)> {
-        let outputs = self.children.into_iter().map(|child| child.wait_with_output().unwrap());
-        outputs.map(|output| (output.status, String::from_utf8_lossy(&output.stderr).into_owned())).collect()
-    }
-
-    fn signal(&self, rank: usize, signal: Signal) {
-        kill_process(Pid::from_child(&self.children[rank]), signal).unwrap();
-    }
-}
-
-/// Waits until something is so.
-#[track_caller]
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let began = Instant::now();
-    while !is_so() {
-        assert!(began.elapsed() < Duration::from_secs(60), "{what}: not within a minute");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
+use run::{Run, until};
 
 /// Sums over ranks round in another order than those of one rank do; over five steps that moves a loss by less than 1e-6.
 #[track_caller]
@@ -157,7 +62,7 @@ fn ranks_meet_at_rank_0() {
     let folder = tempfile::tempdir().unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let run = Run::new(folder.path(), 2, &[]);
-    for (status, stderr) in run.start_at(port, None).wait() {
+    for (status, stderr) in run.start_at(port).wait() {
         assert!(status.success(), "{status}: {stderr}");
     }
 }
@@ -290,24 +195,6 @@ fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
     }
     let saved: Vec<_> = fs::read_dir(&saves).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(saved.iter().any(|name| name.to_string_lossy().starts_with("epoch_")), "{saved:?}");
-}
-
-#[test]
-fn a_rank_that_dies_ends_the_others_at_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let run = Run::new(folder.path(), 3, &["train_iters=100000", "eval_interval=100000"]);
-    let ranks = run.start();
-    let metrics = run.folder.join("metrics.jsonl");
-    until("a first step", || fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1));
-    let began = Instant::now();
-    ranks.signal(1, Signal::KILL);
-    let ended = ranks.wait();
-    assert!(began.elapsed() < Duration::from_secs(20), "it took {:?}", began.elapsed());
-    for rank in [0, 2] {
-        let (status, stderr) = &ended[rank];
-        assert_eq!(status.code(), Some(7), "{stderr}");
-        assert!(stderr.contains("rank 1"), "{stderr}");
-    }
 }
 
 #[test]

@@ -1,0 +1,71 @@
+//! How many cores a process computes on that has others beside it. The launcher decides it; for those that torchrun, MPI or
+//! Slurm starts, it is decided here.
+
+use crate::ranks::place;
+
+/// What rayon and candle ask.
+const VARIABLE: &str = "RAYON_NUM_THREADS";
+
+/// Takes this process's part of the cores, if it is one of several that were started together on this machine: as many threads
+/// as it has cores of its own, or as is its share of all. RAYON_NUM_THREADS, if it is set, is left alone. Called before the
+/// process has a second thread.
+pub fn share_cores() {
+    // A place that makes no sense is an error later.
+    let n_processes = place().map_or(1, |place| place.local_world_size);
+    if n_processes < 2 || std::env::var_os(VARIABLE).is_some() {
+        return;
+    }
+    let available = std::thread::available_parallelism().map_or(1, usize::from);
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let allowed = status.lines().find_map(|line| count(line.strip_prefix("Cpus_allowed_list:")?));
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok().and_then(|list| count(&list));
+    let n_threads = share(n_processes, available, allowed.zip(online));
+    // SAFETY: there is no other thread yet that could read the environment. candle asks this variable at every product, so
+    // that no pool of ours could say it.
+    unsafe { std::env::set_var(VARIABLE, n_threads.to_string()) };
+}
+
+/// How many threads one of `n` processes computes on, of `available` cores. `cores` are those that the process is bound to and
+/// those that the machine has: who is bound to fewer was given its part, but perhaps together with others.
+fn share(n: usize, available: usize, cores: Option<(usize, usize)>) -> usize {
+    let share = match cores {
+        Some((allowed, online)) if allowed < online => available.min(online / n),
+        _ => available / n,
+    };
+    share.max(1)
+}
+
+/// Counts a list such as `0-3,8`.
+fn count(list: &str) -> Option<usize> {
+    let of_range = |range: &str| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        (last.parse::<usize>().ok()? + 1).checked_sub(first.parse().ok()?)
+    };
+    list.trim().split(',').map(of_range).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_of_one_machine_share_its_cores() {
+        // Not bound; in a container of 8 cores' time; bound to a core; to a socket with another; to their own.
+        for (n, available, cores, want) in [
+            (4, 64, Some((64, 64)), 16),
+            (4, 8, Some((64, 64)), 2),
+            (2, 1, Some((1, 64)), 1),
+            (4, 32, Some((32, 64)), 16),
+            (4, 16, Some((16, 64)), 16),
+            (8, 2, Some((2, 2)), 1),
+            (2, 8, None, 4),
+        ] {
+            assert_eq!(share(n, available, cores), want, "{n} {available} {cores:?}");
+        }
+    }
+
+    #[test]
+    fn lists_of_cores_are_counted() {
+        assert_eq!(["0-3,8\n", "\t5", "0-1,4-5", "", "3-1"].map(count), [Some(5), Some(1), Some(4), None, None]);
+    }
+}
