@@ -4,6 +4,8 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Tensor};
+use tracing::field;
+use tracing::span::EnteredSpan;
 
 use crate::Reduce;
 
@@ -50,6 +52,13 @@ impl Op {
             Self::Split => "split",
         }
     }
+}
+
+/// Opens a span of a profile, which ends when the guard is dropped: `name` is that of an operation, `pass` the side of it. It costs
+/// nothing unless somebody listens to the target `profile`. What was sent is recorded as `bytes`.
+pub(crate) fn span(group: &str, op: Op, pass: &str) -> EnteredSpan {
+    let name = || format!("{group} {}", op.name());
+    tracing::trace_span!(target: "profile", "span", name = name(), pass, bytes = field::Empty).entered()
 }
 
 /// One rank's call to one of its groups.

@@ -1,11 +1,13 @@
 //! The result of an operation that is still under way.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use candle_core::Tensor;
 
-use crate::Result;
+use crate::call::span;
+use crate::{Call, Op, Result};
 
 /// An operation that was started. Dropping it lets the operation go on: the other ranks wait for this one's part, and a
 /// failure of it is met by the group's next call.
@@ -15,7 +17,7 @@ pub struct Pending<T = Tensor>(State<T>);
 
 enum State<T> {
     Ready(T),
-    Started(Receiver<Result<T>>),
+    Started(Receiver<Result<T>>, Arc<str>, Op),
     Unfinished(Box<dyn FnOnce() -> Result<T> + Send>),
 }
 
@@ -24,7 +26,10 @@ impl<T> Pending<T> {
     pub fn wait(self) -> Result<T> {
         match self.0 {
             State::Ready(value) => Ok(value),
-            State::Started(receiver) => receiver.recv().expect("a group's thread answers every call"),
+            State::Started(receiver, group, op) => {
+                let _span = span(&group, op, "wait");
+                receiver.recv().expect("a group's thread answers every call")
+            }
             State::Unfinished(rest) => rest(),
         }
     }
@@ -34,10 +39,10 @@ impl<T> Pending<T> {
         Self(State::Ready(value))
     }
 
-    /// Makes one and the end to which its result is sent.
-    pub(crate) fn started() -> (SyncSender<Result<T>>, Self) {
+    /// Makes one of a call and the end to which its result is sent.
+    pub(crate) fn started(call: &Call) -> (SyncSender<Result<T>>, Self) {
         let (sender, receiver) = sync_channel(1);
-        (sender, Self(State::Started(receiver)))
+        (sender, Self(State::Started(receiver, Arc::clone(&call.group), call.op)))
     }
 
     /// Does `rest` with the result, on the thread that waits for it; not at all if nobody does.
@@ -53,7 +58,7 @@ impl<T> fmt::Debug for State<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Ready(_) => "Ready",
-            Self::Started(_) => "Started",
+            Self::Started(..) => "Started",
             Self::Unfinished(_) => "Unfinished",
         })
     }

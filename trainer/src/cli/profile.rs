@@ -1,6 +1,7 @@
 //! Where the time of a run goes: a table, and a trace of its first steps for Perfetto or chrome://tracing.
 //!
-//! Both are made of the spans that ops, blocks and phases open ([`candlewick_ops::span`]). On a GPU a span is as long as it
+//! Both are made of the spans that ops, blocks and phases open ([`candlewick_ops::span`]), and the exchanges between ranks: how long
+//! each takes on a thread of its own, and how long it is waited for. On a GPU a span is as long as it
 //! takes to hand the work over.
 
 use std::cell::RefCell;
@@ -16,7 +17,7 @@ use anyhow::{Context, Result};
 use candlewick_ops::PROFILE;
 use clap::ValueEnum;
 use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id};
+use tracing::span::{Attributes, Id, Record};
 use tracing::{Metadata, Subscriber};
 use tracing_chrome::{ChromeLayerBuilder, EventOrSpan, FlushGuard};
 use tracing_subscriber::Layer;
@@ -57,7 +58,13 @@ struct Row {
     n_calls: usize,
     tottime: Duration,
     cumtime: Duration,
+    /// What it has sent to other ranks.
+    n_bytes: u64,
 }
+
+/// The bytes that a span has sent.
+#[derive(Default)]
+struct Sent(u64);
 
 /// The name of a span, with its pass.
 struct Name(String);
@@ -118,12 +125,13 @@ fn is_profiled(metadata: &Metadata<'_>) -> bool {
 }
 
 impl Table {
-    fn add(&self, name: &str, cumtime: Duration, inside: Duration) {
+    fn add(&self, name: &str, cumtime: Duration, inside: Duration, n_bytes: u64) {
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
         let row = rows.entry(name.to_owned()).or_default();
         row.n_calls += 1;
         row.cumtime += cumtime;
         row.tottime += cumtime.saturating_sub(inside);
+        row.n_bytes += n_bytes;
     }
 
     fn show(&self, sort: Sort, whole: Duration) -> String {
@@ -133,11 +141,15 @@ impl Table {
             (std::cmp::Reverse(if sort == Sort::Tottime { row.tottime } else { row.cumtime }), *name)
         });
         let mut text = format!("{:>9} {:>10} {:>6} {:>10}  span\n", "calls", "tottime s", "%", "cumtime s");
-        for (name, Row { n_calls, tottime, cumtime }) in rows {
+        for (name, Row { n_calls, tottime, cumtime, n_bytes }) in rows {
             let (tottime, cumtime) = (tottime.as_secs_f64(), cumtime.as_secs_f64());
             let share = 100.0 * tottime / whole.as_secs_f64();
             // Writing to a string cannot fail.
-            let _ = writeln!(text, "{n_calls:>9} {tottime:>10.3} {share:>6.1} {cumtime:>10.3}  {name}");
+            let _ = write!(text, "{n_calls:>9} {tottime:>10.3} {share:>6.1} {cumtime:>10.3}  {name}");
+            if *n_bytes > 0 {
+                let _ = write!(text, ", {:.3} MB sent", *n_bytes as f64 / 1e6);
+            }
+            text.push('\n');
         }
         let _ = writeln!(text, "{:.3} s in all", whole.as_secs_f64());
         text
@@ -152,6 +164,14 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
         attributes.record(&mut name);
         if let Some(span) = context.span(id) {
             span.extensions_mut().insert(name);
+        }
+    }
+
+    fn on_record(&self, id: &Id, values: &Record<'_>, context: LayerContext<'_, S>) {
+        let mut sent = Sent::default();
+        values.record(&mut sent);
+        if let Some(span) = context.span(id) {
+            span.extensions_mut().insert(sent);
         }
     }
 
@@ -170,10 +190,19 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
         });
         let Some(((cumtime, inside), span)) = ended.zip(context.span(id)) else { return };
         if let Some(Name(name)) = span.extensions().get::<Name>() {
-            self.0.add(name, cumtime, inside);
+            let n_bytes = span.extensions().get::<Sent>().map_or(0, |sent| sent.0);
+            self.0.add(name, cumtime, inside, n_bytes);
             self.0.n_steps.fetch_add(usize::from(name == "step"), Ordering::Relaxed);
         }
     }
+}
+
+impl Visit for Sent {
+    fn record_u64(&mut self, _: &Field, value: u64) {
+        self.0 = value;
+    }
+
+    fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
 }
 
 impl Visit for Name {

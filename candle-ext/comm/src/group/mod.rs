@@ -16,7 +16,7 @@ use crate::fabric::{Fabric, Trouble};
 use crate::staff::Staff;
 use crate::{Call, Collective, Failure, Op, Pending, Reduce, Result, Solo, arguments};
 use exchange::Scratch;
-use worker::Worker;
+use worker::{Metered, Worker};
 
 /// See [`Collective`]. Dropped, it lets its thread finish what was started: the others need this rank's part of it.
 pub(crate) struct Group {
@@ -46,7 +46,7 @@ impl Group {
             id: "world".to_owned(),
             group: "world".into(),
             me: rank,
-            links,
+            links: Metered::new(links),
             fabric: Arc::clone(fabric),
             n_sent: vec![0; size],
             n_received: vec![0; size],
@@ -76,7 +76,7 @@ impl Group {
         *count += 1;
         let call = Call::new(&self.name, *count, op, x);
         self.journal.note(&call);
-        let (sender, pending) = Pending::started();
+        let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
             // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
             let _ = sender.send(worker.run(&call, |worker| body(worker, &call)));
@@ -183,7 +183,7 @@ fn part(of: &Worker, id: String, name: Arc<str>, list: &[usize], rank: usize) ->
     let n = members.len();
     let fabric = Arc::clone(&of.fabric);
     let (n_sent, n_received, scratch) = (vec![0; n], vec![0; n], Scratch::default());
-    Ok(Some(Worker { id, group: name, members, me, links, fabric, n_sent, n_received, scratch }))
+    Ok(Some(Worker { id, group: name, members, me, links: Metered::new(links), fabric, n_sent, n_received, scratch }))
 }
 
 /// Stands for the lists of a split (FNV-1a), the same in every build.

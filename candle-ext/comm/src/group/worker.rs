@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor};
 
 use super::exchange::{self, Peers, Scratch};
 use super::head::{Head, Opening, SMALL_BYTES, small, small_mut};
+use crate::call::span;
 use crate::element::{Element, Source, combine, tensor, with_type};
 use crate::fabric::{Fabric, Links, Trouble};
 use crate::panic::said;
@@ -21,12 +22,32 @@ pub(super) struct Worker {
     /// The world ranks of the group's ranks.
     pub(super) members: Vec<usize>,
     pub(super) me: usize,
-    pub(super) links: Box<dyn Links>,
+    pub(super) links: Metered,
     pub(super) fabric: Arc<dyn Fabric>,
     /// How many tensors went to each rank, and came from each: both ends count alike.
     pub(super) n_sent: Vec<u64>,
     pub(super) n_received: Vec<u64>,
     pub(super) scratch: Scratch,
+}
+
+/// Links that count what is sent.
+pub(super) struct Metered {
+    links: Box<dyn Links>,
+    /// Bytes.
+    n_sent: u64,
+}
+
+impl Metered {
+    pub(super) fn new(links: Box<dyn Links>) -> Self {
+        Self { links, n_sent: 0 }
+    }
+}
+
+impl Links for Metered {
+    fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+        self.n_sent += send.iter().map(|bytes| bytes.len() as u64).sum::<u64>();
+        self.links.exchange(send, recv)
+    }
 }
 
 impl Worker {
@@ -36,9 +57,12 @@ impl Worker {
             return Err(failure.into());
         }
         self.fabric.doing(&self.id, Some(call));
+        let span = span(&self.group, call.op, "exchange");
+        let n_before = self.links.n_sent;
         let done = catch_unwind(AssertUnwindSafe(|| body(self)))
             .unwrap_or_else(|panic| Err(Trouble::Own(format!("panicked: {}", said(&*panic)))));
         let done = done.map_err(|trouble| self.fail(call, trouble).into());
+        span.record("bytes", self.links.n_sent - n_before);
         self.fabric.doing(&self.id, None);
         done
     }
@@ -164,7 +188,7 @@ impl Worker {
     }
 
     fn peers(&mut self) -> (Peers<'_>, &mut Scratch) {
-        (Peers { links: &mut *self.links, me: self.me, n: self.members.len() }, &mut self.scratch)
+        (Peers { links: &mut self.links, me: self.me, n: self.members.len() }, &mut self.scratch)
     }
 
     /// Tells each rank its opening and hears theirs; this rank's own is among them.

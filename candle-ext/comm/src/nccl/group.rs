@@ -79,7 +79,7 @@ impl Group {
         *count += 1;
         let call = Call::new(&self.name, *count, op, x);
         self.journal.note(&call);
-        let (sender, pending) = Pending::started();
+        let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
             // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
             let _ = sender.send(worker.carry_out(&call, |worker| body(worker, &call)));
