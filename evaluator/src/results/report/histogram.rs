@@ -183,7 +183,7 @@ mod tests {
         let gaps = [0.1, 0.2, -0.1, -2.9, -3.0, f64::NEG_INFINITY];
         let histogram = Histogram::of(&scores(gaps.map(with).to_vec())).unwrap();
         let kinds: Vec<&str> = histogram.bars.iter().map(|bar| bar.kind).collect();
-        assert_eq!(kinds, ["wrong", "right", "right"], "{histogram:?}");
+        assert_eq!(kinds, ["wrong", "right", "right", "right"], "{histogram:?}");
         assert_eq!((histogram.most, histogram.n_without), (2, 1));
         assert!(histogram.ticks.iter().any(|(_, text)| text == "0.0"), "{:?}", histogram.ticks);
     }
