@@ -29,6 +29,15 @@ pub struct Lm {
     dtype: DType,
 }
 
+/// What speaks for a model: its engine, wherever that came from, and its way with tokens.
+#[derive(Clone, Copy)]
+pub struct Voice<'a> {
+    pub(crate) engine: &'a Engine,
+    pub(crate) tokenizer: &'a Tokenizer,
+    /// Where `generation_config.json` is, if there is one.
+    pub(crate) generation_config: Option<&'a Path>,
+}
+
 /// What a model said, and how long it took.
 #[derive(Clone, Debug)]
 pub struct Answer {
@@ -47,6 +56,15 @@ pub struct ScoredToken {
     pub text: String,
     /// Its log-probability in nats; `None` for the first token, which nothing precedes.
     pub logprob: Option<f32>,
+}
+
+impl<'a> Voice<'a> {
+    /// Speaks for a model in training. The first of `folders` that has a `generation_config.json` gives it, as in an export.
+    pub fn new(engine: &'a Engine, tokenizer: &'a Tokenizer, folders: impl IntoIterator<Item = &'a Path>) -> Self {
+        let mut folders = folders.into_iter();
+        let generation_config = folders.find(|folder| folder.join("generation_config.json").is_file());
+        Self { engine, tokenizer, generation_config }
+    }
 }
 
 impl Lm {
@@ -76,6 +94,11 @@ impl Lm {
     /// Returns the engine.
     pub fn engine(&self) -> &Engine {
         &self.engine
+    }
+
+    /// Returns what speaks for it.
+    pub fn voice(&self) -> Voice<'_> {
+        Voice::new(&self.engine, &self.tokenizer, [self.folder()])
     }
 
     /// Returns the model's folder.

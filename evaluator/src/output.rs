@@ -51,6 +51,11 @@ impl Output {
         })
     }
 
+    /// Writes the page about the results, and returns the file.
+    pub fn write_report(&self, page: &str) -> Result<PathBuf> {
+        self.write(&format!("{}_{}.html", self.stem, self.date), |file| file.write_all(page.as_bytes()))
+    }
+
     /// Writes a file under another name first: what has its own name is whole.
     fn write(&self, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> Result<PathBuf> {
         let path = self.folder.join(name);

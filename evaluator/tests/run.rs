@@ -1,94 +1,15 @@
 //! `evaluator run` and `evaluator answer` from the command line to the files.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+#[path = "support/room.rs"]
+mod room;
 mod support;
 
 use std::fs;
 use std::net::TcpListener;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
 
-use serde_json::{Value, json};
-
-/// A folder with a tiny model, its data and two tasks.
-struct Room {
-    folder: tempfile::TempDir,
-    model: PathBuf,
-}
-
-impl Room {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let model = support::export(folder.path(), 1);
-        let room = Self { folder, model };
-        let rows = (0..30).map(|i| {
-            let choices = ["wolf", "cloud", "a b c", "yes"];
-            json!({"q": format!("Say {} {i} times.", choices[i % 4]), "choices": choices, "gold": i % 4}).to_string()
-        });
-        room.write("data.jsonl", &(rows.collect::<Vec<_>>().join("\n") + "\n"));
-        let data = room.path("data.jsonl");
-        let head = |name: &str, kind: &str| {
-            format!(
-                "task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {}\ntest_split: test\n\
-                 output_type: {kind}\ndoc_to_text: \"Q: {{{{q}}}}\\nA:\"\n",
-                data.display()
-            )
-        };
-        room.write(
-            "choose.yaml",
-            &(head("choose", "multiple_choice")
-                + "doc_to_choice: choices\ndoc_to_target: gold\nmetric_list:\n  - metric: acc\n"),
-        );
-        room.write(
-            "speak.yaml",
-            &(head("speak", "generate_until")
-                + "doc_to_target: \"{{choices[gold]}}\"\ngeneration_kwargs:\n  until: [\"e\"]\n  max_gen_toks: 12\n\
-                   metric_list:\n  - metric: exact_match\n"),
-        );
-        room
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    fn write(&self, name: &str, text: &str) {
-        fs::write(self.path(name), text).unwrap();
-    }
-
-    fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_evaluator"));
-        command.args(arguments).arg("--model").arg(&self.model).args(["--device", "cpu"]);
-        command.current_dir(self.folder.path()).env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "2");
-        for name in ["RANK", "WORLD_SIZE", "RUST_BACKTRACE", "RUST_LOG"] {
-            command.env_remove(name);
-        }
-        command
-    }
-
-    fn run(&self, arguments: &[&str]) -> Output {
-        let tasks = ["run", "--tasks", "choose,speak", "--include_path", "choose.yaml", "--include-path", "speak.yaml"];
-        self.command(&[&tasks[..], arguments].concat()).output().unwrap()
-    }
-
-    /// The one file of the output folder whose name begins so.
-    fn written(&self, output: &str, beginning: &str) -> PathBuf {
-        let folder = fs::read_dir(self.path(output)).unwrap().next().unwrap().unwrap().path();
-        let names = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-        let is_wanted = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(beginning);
-        names.filter(is_wanted).max().unwrap()
-    }
-}
-
-#[track_caller]
-fn success(output: Output) -> Output {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    output
-}
-
-fn json_of(path: &Path) -> Value {
-    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
-}
+use room::{Room, json_of, success};
+use serde_json::Value;
 
 #[test]
 fn a_run_writes_what_lm_eval_writes() {
@@ -96,7 +17,7 @@ fn a_run_writes_what_lm_eval_writes() {
     let output = success(room.run(&["--limit", "20", "--output-path", "out", "--log-samples", "--num_fewshot", "0"]));
     let shown = String::from_utf8(output.stdout).unwrap();
     assert!(shown.contains("|choose") && shown.contains("|speak") && shown.contains("exact_match"), "{shown}");
-    let results = json_of(&room.written("out", "results_"));
+    let results = json_of(&room.written_with("out", "results_", ".json"));
     assert_eq!(results["n-samples"]["choose"]["effective"], 20);
     assert_eq!(results["n-samples"]["choose"]["truncated"], 0);
     assert_eq!(results["config"]["model_dtype"], "torch.float32");

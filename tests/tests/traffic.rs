@@ -31,7 +31,11 @@ fn recipe(folder: &Path) -> Value {
 
 const N_STEPS: usize = 3;
 const N_BLOCKS: usize = 4;
-const [D, F, V, T]: [usize; 4] = [64, 128, 1024, 256];
+/// The model's width, its MLP's, its vocabulary, and the tokens of a row.
+const D: usize = 64;
+const F: usize = 128;
+const V: usize = 1024;
+const T: usize = 256;
 /// The width of keys, and so of values.
 const KV: usize = D / 2;
 

@@ -236,6 +236,53 @@ fn an_evaluation_interval_and_evaluation_data_need_each_other() {
 }
 
 #[test]
+fn tasks_need_an_interval_and_the_whole_model_on_each_rank() {
+    let tasks = "eval={tasks: [arc_easy], limit: 10}";
+    refused(&[tasks], &["eval.interval is missing"]);
+    refused(&["eval={limit: 10}"], &["eval: there are no tasks"]);
+    refused(&["eval={tasks: [arc_easy], evry: 10}"], &["evry"]);
+    refused(&[tasks, "eval.interval=5", "eval.fewshot_as_multiturn=true"], &["prompts are no chats"]);
+    let plan = plan(&[tasks, "eval_interval=10", "eval_on_start=true"]);
+    assert!(plan.eval.is_none(), "there are no held-out data");
+    let tasks_plan = plan.tasks.unwrap();
+    assert_eq!((tasks_plan.when.interval, tasks_plan.when.on_start, tasks_plan.limit), (10, true, Some(10.0)));
+    assert_eq!((tasks_plan.fewshot_seed, tasks_plan.max_gen_toks, tasks_plan.bootstrap_iters), (1234, 256, 100_000));
+    let stage_3 = "deepspeed={zero_optimization: {stage: 3}}";
+    let parts = ["tensor_parallel_size", "pipeline_parallel_size", "sequence_parallel_size", "context_parallel_size"];
+    for (key, argument) in parts.map(|key| (key, format!("{key}=2"))).into_iter().chain([("stage: 3", stage_3.into())])
+    {
+        let message = of_ranks(2, &[tasks, "eval.interval=5", &argument]).unwrap_err();
+        assert!(message.contains("tasks are not answered yet with") && message.contains(key), "{message}");
+        assert!(message.contains("evaluator run"), "{message}");
+    }
+    of_ranks(2, &[tasks, "eval.interval=5", "deepspeed={zero_optimization: {stage: 2}}"]).unwrap();
+}
+
+#[test]
+fn what_says_which_save_is_the_best_is_measured() {
+    let [tasks, held_out] = ["eval={tasks: [arc_easy]}", "data.train_eval_split=[90%, 10%]"];
+    let best = |arguments: &[&str]| {
+        let best = plan(&[&["eval_interval=10"], arguments].concat()).best?;
+        Some((best.metric, best.greater_is_better))
+    };
+    assert_eq!(best(&[held_out]), None);
+    assert_eq!(best(&[tasks]), Some((None, None)));
+    for name in ["loss", "eval_loss", "loss/eval", "eval/loss"] {
+        let metric = format!("metric_for_best_model={name}");
+        assert_eq!(best(&[held_out, tasks, &metric]), Some((Some("loss/eval".to_owned()), Some(false))), "{name}");
+    }
+    for name in ["arc_easy/acc", "eval/arc_easy/acc"] {
+        let metric = format!("metric_for_best_model={name}");
+        let found = best(&[held_out, tasks, &metric, "greater_is_better=true"]);
+        assert_eq!(found, Some((Some("arc_easy/acc".to_owned()), Some(true))));
+        refused(&[held_out, "eval_interval=10", &metric], &["`arc_easy/acc` is not measured in this run"]);
+    }
+    refused(&[tasks, "eval_interval=10", "metric_for_best_model=acc"], &["`acc` is not measured", "TASK/METRIC"]);
+    refused(&[tasks, "eval_interval=10", "metric_for_best_model=loss"], &["there are no evaluation data"]);
+    refused(&["greater_is_better=true"], &["greater_is_better: there is no metric"]);
+}
+
+#[test]
 fn a_split_sums_to_one_and_excludes_evaluation_sources() {
     refused(
         &["data.train_eval_split=[0.9, 0.2]", "eval_interval=1"],

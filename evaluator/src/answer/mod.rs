@@ -24,7 +24,7 @@ use anyhow::{Context, Result, anyhow};
 use candlewick_comm::{Collective, exchange_bytes};
 use serde::{Deserialize, Serialize};
 
-use crate::lm::Lm;
+use crate::lm::{Lm, Voice};
 use crate::request::{Request, Response};
 use batch::Batching;
 use encode::Encoder;
@@ -77,7 +77,7 @@ impl Default for AnswerSettings {
 
 /// A model that answers, together with those of the other ranks.
 pub struct LmAnswers<'a> {
-    lm: &'a Lm,
+    voice: Voice<'a>,
     encoder: Encoder<'a>,
     defaults: Defaults,
     settings: AnswerSettings,
@@ -100,27 +100,34 @@ pub struct Progress {
 impl<'a> LmAnswers<'a> {
     /// Gets ready to answer, with as many others as there are `ranks`.
     pub fn new(lm: &'a Lm, settings: AnswerSettings, ranks: Arc<dyn Collective>) -> Result<Self> {
-        let config = lm.engine().model().config();
-        let heads = config.attention_heads();
-        let row_bytes = 2 * lm.engine().model().n_blocks() * heads.n_kv * heads.dim * size_of::<f32>();
+        let log = settings.log.clone();
+        let mut answers = Self::of(lm.voice(), settings, ranks)?;
+        if log.is_some() {
+            answers.identity = answers.identify(lm)?;
+            answers.settings.log = log;
+        }
+        Ok(answers)
+    }
+
+    /// Gets ready to answer for a model whose weights change, and so without a log of answers.
+    pub fn of(voice: Voice<'a>, settings: AnswerSettings, ranks: Arc<dyn Collective>) -> Result<Self> {
+        let Voice { engine, tokenizer, generation_config } = voice;
+        let heads = engine.model().config().attention_heads();
+        let row_bytes = 2 * engine.model().n_blocks() * heads.n_kv * heads.dim * size_of::<f32>();
         let batching = match settings.batch_size {
             Some(n) => Batching::sequences(n),
-            None => Batching::auto(lm.engine().device().is_cpu(), row_bytes),
+            None => Batching::auto(engine.device().is_cpu(), row_bytes),
         };
-        let mut answers = Self {
-            lm,
-            encoder: Encoder::new(lm.tokenizer(), settings.add_bos)?,
-            defaults: Defaults::read(lm.folder())?,
-            settings,
+        Ok(Self {
+            voice,
+            encoder: Encoder::new(tokenizer, settings.add_bos)?,
+            defaults: generation_config.map(Defaults::read).transpose()?.unwrap_or_default(),
+            settings: AnswerSettings { log: None, ..settings },
             batching,
             ranks,
             identity: String::new(),
             on_progress: Box::new(|_| {}),
-        };
-        if answers.settings.log.is_some() {
-            answers.identity = answers.identify()?;
-        }
-        Ok(answers)
+        })
     }
 
     /// Calls `on_progress` while requests are answered.
@@ -131,15 +138,15 @@ impl<'a> LmAnswers<'a> {
 
     /// Tokens of context.
     pub fn max_length(&self) -> usize {
-        self.settings.max_length.unwrap_or(self.lm.engine().model().config().max_positions())
+        self.settings.max_length.unwrap_or(self.voice.engine.model().config().max_positions())
     }
 
     /// Hashes the model on the first rank; the others believe it.
-    fn identify(&self) -> Result<String> {
+    fn identify(&self, lm: &Lm) -> Result<String> {
         let own = match self.ranks.rank() {
             0 => {
-                let settings = format!("{:?} {} {:?}", self.lm.dtype(), self.max_length(), self.settings.add_bos);
-                identity::identity(self.lm.folders(), &settings)?
+                let settings = format!("{:?} {} {:?}", lm.dtype(), self.max_length(), self.settings.add_bos);
+                identity::identity(lm.folders(), &settings)?
             }
             _ => String::new(),
         };
@@ -197,7 +204,7 @@ impl LmAnswers<'_> {
 
     /// Answers this rank's share of what is not known, and writes it to the log as it comes.
     fn compute(&mut self, plan: &Plan, known: &HashMap<usize, Response>) -> Result<Vec<Numbered>> {
-        let (engine, tokenizer) = (self.lm.engine(), self.lm.tokenizer());
+        let Voice { engine, tokenizer, .. } = self.voice;
         let Work { scored, owners, prompts, prompt_owners } = &plan.work;
         let (scoring, generation) = (Scoring::new(scored), Generation::new(prompts));
         let open = |question: &usize| !known.contains_key(question);

@@ -1,13 +1,14 @@
 //! `evaluator compare`: what changed between two runs, sample by sample.
 
+use std::fs;
 use std::path::PathBuf;
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
 use super::answer;
 use crate::exit::ExitCode;
-use crate::results::{Comparison, MetricDifference, compare};
+use crate::results::{Comparison, MetricDifference, compare, comparison_page};
 
 #[derive(Debug, Args)]
 pub(super) struct Compare {
@@ -24,6 +25,9 @@ pub(super) struct Compare {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Write a page for a browser, too
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
 }
 
 /// The least change of a metric that is not a failure.
@@ -41,6 +45,11 @@ pub(super) fn run(args: &Compare) -> Result<()> {
     {
         let problem = format!("failed to compare: no task of both runs has the metric of --fail-below {unknown}");
         return Err(anyhow!(problem).context(ExitCode::Usage));
+    }
+    if let Some(path) = &args.html {
+        let names = [&args.a, &args.b].map(|path| path.display().to_string());
+        let page = comparison_page(&comparison, [&names[0], &names[1]])?;
+        fs::write(path, page).with_context(|| format!("failed to write {}", path.display()))?;
     }
     answer(&match args.json {
         true => serde_json::to_string_pretty(&comparison)?,

@@ -14,15 +14,15 @@ use super::answering::{Answering, bar};
 use super::tasks::{Prompts, TaskSource};
 use super::{Model, answer};
 use crate::about::{About, about};
-use crate::answer::{Answered, Answers, LmAnswers};
+use crate::answer::{Answers, LmAnswers};
 use crate::chat::Chat;
 use crate::exit::ExitCode;
 use crate::lm::Lm;
 use crate::output::Output;
+use crate::questions::Questions;
 use crate::ranks::{Ranks, together};
-use crate::request::{Request, Response};
-use crate::results::{Results, TaskRun, assemble, groups_table, table};
-use crate::task::{ChatStyle, Instance, PromptOptions, Selection, Task};
+use crate::results::{Report, Results, TaskRun, groups_table, table};
+use crate::task::{ChatStyle, PromptOptions, Selection, Task};
 
 #[derive(Debug, Args)]
 pub(super) struct Run {
@@ -49,7 +49,8 @@ pub(super) struct Run {
     /// Allow tasks that run code which the model wrote
     #[arg(long, alias = "confirm_run_unsafe_code")]
     confirm_run_unsafe_code: bool,
-    /// A folder for results_*.json, samples and answers; the same command goes on where it was interrupted
+    /// A folder for results_*.json, a report for a browser, samples and answers; the same command goes on where it was
+    /// interrupted
     #[arg(long, short, alias = "output_path", value_name = "FOLDER")]
     output_path: Option<PathBuf>,
     /// Write a record of each document too
@@ -62,6 +63,9 @@ pub(super) struct Run {
     /// [default: 0,1234,1234,1234]
     #[arg(long, value_parser = seeds, conflicts_with = "fewshot_seed")]
     seed: Option<Seeds>,
+    /// MiB of samples in the report; 0 leaves them out
+    #[arg(long, alias = "report_samples", value_name = "MIB", default_value_t = 16, requires = "output_path")]
+    report_samples: usize,
     /// Resamples for the errors of metrics that have no formula
     #[arg(long, alias = "bootstrap_iters", value_name = "N", default_value_t = 100_000)]
     bootstrap_iters: usize,
@@ -95,19 +99,23 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
         let lm = args.model.load_on(hub, ranks)?;
         let chat = args.chat(&lm, &began)?;
         let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks)?;
-        let asked = tasks.iter().zip(&options).map(|(task, options)| Ok(task.instances(options)?));
-        let asked = asked.collect::<Result<Vec<Vec<Instance>>>>()?;
-        let requests: Vec<Request> = asked.iter().flatten().map(|instance| instance.request.clone()).collect();
+        let questions = Questions::new(tasks, selection.groups, options)?;
         let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, began.name()));
         let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
         let settings = args.answering.settings(args.seeds().0[2], log);
         let answers = LmAnswers::new(&lm, settings, ranks.group())?;
         let max_length = answers.max_length();
-        let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
+        let answered = answers.with_progress(bar(ranks)).answer(&questions.requests())?;
         let report = || {
-            let mut results = args.score(tasks, &options, &asked, &answered, &selection, output.as_ref())?;
+            let samples = output.as_ref().filter(|_| args.log_samples);
+            let write = |run: &TaskRun| match samples {
+                Some(output) => output.write_samples(&run.config.task, &run.scores.samples).map(drop),
+                None => Ok(()),
+            };
+            let runs = questions.score(&answered, args.bootstrap_iters, write)?;
+            let mut results = questions.results(&runs, &answered)?;
             results.run = args.about(&lm, chat.as_ref(), max_length, &began)?;
-            args.report(&results, output.as_ref())
+            args.report(&results, &runs, output.as_ref())
         };
         ranks.share(if ranks.is_first() { report() } else { Ok(()) })
     })
@@ -193,41 +201,6 @@ impl Run {
         self.seed.unwrap_or(Seeds([0, 1234, 1234, self.prompts.fewshot_seed]))
     }
 
-    /// Scores task by task, and writes each one's records when they are there.
-    fn score(
-        &self,
-        tasks: Vec<Task>,
-        options: &[PromptOptions],
-        asked: &[Vec<Instance>],
-        mut answered: &[Answered],
-        selection: &Selection,
-        output: Option<&Output>,
-    ) -> Result<Results> {
-        let (mut runs, mut truncated) = (Vec::new(), Vec::new());
-        for ((task, options), instances) in tasks.iter().zip(options).zip(asked) {
-            let (own, others) = answered.split_at(instances.len());
-            answered = others;
-            let responses: Vec<Response> = own.iter().map(|answered| answered.response.clone()).collect();
-            let scores = task.score(options, instances, &responses, self.bootstrap_iters)?;
-            if let Some(output) = output.filter(|_| self.log_samples) {
-                output.write_samples(&task.config().task, &scores.samples)?;
-            }
-            let name = &task.config().task;
-            truncated.push((name.clone(), n_truncated(instances, own)));
-            runs.push(TaskRun { config: task.config().clone(), num_fewshot: task.num_fewshot(options), scores });
-        }
-        let mut results = assemble(&runs, &selection.groups);
-        for (name, n) in truncated {
-            if n > 0 {
-                tracing::warn!("{name}: {n} documents were truncated: the model's context is shorter");
-            }
-            if let Some(Json::Object(counts)) = results.n_samples.get_mut(&name) {
-                counts.insert("truncated".into(), json!(n));
-            }
-        }
-        Ok(results)
-    }
-
     fn about(&self, lm: &Lm, chat: Option<&Chat>, max_length: usize, began: &Began) -> Result<Map<String, Json>> {
         let options = self.prompts.options(chat.map(|chat| chat as &dyn ChatStyle))?;
         let Seeds([python, numpy, torch, fewshot]) = self.seeds();
@@ -261,10 +234,13 @@ impl Run {
         ))
     }
 
-    fn report(&self, results: &Results, output: Option<&Output>) -> Result<()> {
+    fn report(&self, results: &Results, runs: &[TaskRun], output: Option<&Output>) -> Result<()> {
         if let Some(output) = output {
             let path = output.write_results(results)?;
             eprintln!("{}", path.display());
+            let sample_bytes = self.report_samples << 20;
+            let page = Report { results, runs, command: &command(), sample_bytes }.html()?;
+            eprintln!("{}", output.write_report(&page)?.display());
         }
         if self.json {
             return answer(&serde_json::to_string_pretty(results)?);
@@ -273,12 +249,15 @@ impl Run {
     }
 }
 
-/// How many documents had a request that was cut.
-fn n_truncated(instances: &[Instance], answered: &[Answered]) -> usize {
-    let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_cut > 0);
-    let mut docs: Vec<usize> = cut.map(|(instance, _)| instance.doc_id).collect();
-    docs.dedup();
-    docs.len()
+/// The command as it may be given to a shell again.
+fn command() -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_=+,./:@%".contains(c);
+    let quoted = |word: String| match !word.is_empty() && word.chars().all(is_plain) {
+        true => word,
+        false => format!("'{}'", word.replace('\'', "'\\''")),
+    };
+    let words = std::env::args_os().skip(1).map(|word| quoted(word.to_string_lossy().into_owned()));
+    std::iter::once("evaluator".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
 }
 
 /// Reads `{task: [documents]}`, given as JSON or as the path of a file.

@@ -8,6 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
+use super::Z;
+
 /// The records of one task of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampleFile {
@@ -68,9 +70,6 @@ struct Record {
     doc_hash: String,
     values: BTreeMap<String, f64>,
 }
-
-/// The quantile of the normal distribution that leaves 2.5 % above it.
-const Z: f64 = 1.959_963_984_540_054;
 
 /// Compares two runs: folders with `samples_*.jsonl`, or two such files.
 pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {

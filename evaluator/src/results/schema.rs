@@ -1,5 +1,7 @@
 //! The results as lm-eval writes them: `results_*.json`, key by key.
 
+use std::collections::BTreeMap;
+
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value as Json, json};
 
@@ -42,6 +44,21 @@ pub struct Results {
     /// What the run says about itself.
     #[serde(flatten)]
     pub run: Map<String, Json>,
+}
+
+impl Results {
+    /// Every finite score and error as `TASK/METRIC`, with the filter behind a comma unless it is `none`.
+    pub fn values(&self) -> BTreeMap<String, f64> {
+        let mut values = BTreeMap::new();
+        for (task, fields) in &self.results {
+            for (key, value) in fields.as_object().into_iter().flatten() {
+                let Some((metric, filter)) = key.split_once(',') else { continue };
+                let name = if filter == "none" { metric } else { key };
+                values.extend(value.as_f64().filter(|value| value.is_finite()).map(|v| (format!("{task}/{name}"), v)));
+            }
+        }
+        values
+    }
 }
 
 /// The scores of a task or a group as one JSON object.

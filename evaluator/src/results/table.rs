@@ -33,7 +33,7 @@ fn print(title: &str, scores: &Map<String, Json>, results: &Results) -> String {
 }
 
 /// Names with how deep they lie in groups: a group, then what is in it, by name; then what is in no group.
-fn ordered(scores: &Map<String, Json>, results: &Results) -> Vec<(String, usize)> {
+pub(super) fn ordered(scores: &Map<String, Json>, results: &Results) -> Vec<(String, usize)> {
     let children = |name: &str| -> Vec<String> {
         let list = results.group_subtasks.get(name).and_then(Json::as_array);
         let mut names: Vec<String> = list.into_iter().flatten().filter_map(Json::as_str).map(str::to_owned).collect();
@@ -60,34 +60,21 @@ fn rows_of(name: &str, depth: usize, fields: &Map<String, Json>, results: &Resul
     let mut shown = if depth > 0 { format!("{}- {alias}", " ".repeat(depth)) } else { alias.to_owned() };
     let mut version = results.versions.get(name).map_or_else(|| "N/A".into(), plain);
     let n_shot = results.n_shot.get(name).map_or_else(String::new, plain);
-    let arrows = results.higher_is_better.get(name);
-    let mut keys: Vec<&String> = fields.keys().filter(|key| key.contains(',')).collect();
-    keys.sort();
     let mut rows = Vec::new();
-    for key in keys {
-        let Some((metric, filter)) = key.split_once(',') else { continue };
-        if metric.ends_with("_stderr") {
-            continue;
-        }
-        let arrow = match arrows.and_then(|arrows| arrows.get(metric)) {
-            Some(Json::Bool(true)) => "↑",
-            Some(Json::Bool(false)) => "↓",
-            _ => "",
-        };
-        let (sign, stderr) = match fields.get(&format!("{metric}_stderr,{filter}")) {
+    for Value { metric, filter, value, stderr } in values(fields) {
+        let (sign, stderr) = match stderr {
             None => ("", String::new()),
             Some(Json::Number(stderr)) => ("±", format!("{:.4}", stderr.as_f64().unwrap_or(f64::NAN))),
             Some(_) => ("±", "   N/A".into()),
         };
-        let value = number(&fields[key]);
         rows.push(vec![
             std::mem::take(&mut shown),
             std::mem::take(&mut version),
             filter.to_owned(),
             n_shot.clone(),
             metric.to_owned(),
-            arrow.to_owned(),
-            value,
+            arrow(results, name, metric).to_owned(),
+            number(value),
             sign.to_owned(),
             stderr,
         ]);
@@ -95,8 +82,35 @@ fn rows_of(name: &str, depth: usize, fields: &Map<String, Json>, results: &Resul
     rows
 }
 
+/// One value among the fields of a task or group.
+pub(super) struct Value<'a> {
+    pub(super) metric: &'a str,
+    pub(super) filter: &'a str,
+    pub(super) value: &'a Json,
+    pub(super) stderr: Option<&'a Json>,
+}
+
+/// All values of a task or group, by the names of their metrics.
+pub(super) fn values(fields: &Map<String, Json>) -> Vec<Value<'_>> {
+    let mut keys: Vec<&String> = fields.keys().filter(|key| key.contains(',')).collect();
+    keys.sort();
+    let split = keys.into_iter().filter_map(|key| Some((key.split_once(',')?, &fields[key])));
+    let split = split.filter(|((metric, _), _)| !metric.ends_with("_stderr"));
+    let stderr = |metric: &str, filter: &str| fields.get(&format!("{metric}_stderr,{filter}"));
+    split.map(|((metric, filter), value)| Value { metric, filter, value, stderr: stderr(metric, filter) }).collect()
+}
+
+/// Which way a metric of a task or group gets better.
+pub(super) fn arrow(results: &Results, name: &str, metric: &str) -> &'static str {
+    match results.higher_is_better.get(name).and_then(|arrows| arrows.get(metric)) {
+        Some(Json::Bool(true)) => "↑",
+        Some(Json::Bool(false)) => "↓",
+        _ => "",
+    }
+}
+
 /// Four decimals, but none for an integer. JSON has no number that is not finite; those are null.
-fn number(value: &Json) -> String {
+pub(super) fn number(value: &Json) -> String {
     match value {
         Json::Number(number) if number.is_f64() => format!("{:.4}", number.as_f64().unwrap_or(f64::NAN)),
         Json::Null => "NaN".into(),
@@ -104,7 +118,7 @@ fn number(value: &Json) -> String {
     }
 }
 
-fn plain(value: &Json) -> String {
+pub(super) fn plain(value: &Json) -> String {
     match value {
         Json::String(text) => text.clone(),
         other => other.to_string(),

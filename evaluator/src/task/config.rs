@@ -6,7 +6,7 @@ use serde_json::{Map, Value as Json, json};
 use super::error::{Fault, Place, TaskError, did_you_mean};
 use super::filter::{FilterConfig, filter_list};
 use super::keys::{Keys, wrong};
-use super::metric::{MetricConfig, metric_list};
+use super::metric::{Metric, MetricConfig, metric_list};
 use super::yaml::{Entry, Node, Value};
 
 /// How a task asks and what it gets back.
@@ -265,6 +265,22 @@ impl TaskConfig {
     /// For each metric whether a higher value is better.
     pub fn higher_is_better(&self) -> Map<String, Json> {
         self.metrics.iter().map(|metric| (metric.name.clone(), json!(metric.higher_is_better))).collect()
+    }
+
+    /// The names of its scores, the filter behind a comma unless it is `none`, and whether a higher value is better.
+    pub fn score_names(&self) -> Vec<(String, bool)> {
+        let named = |metric: &MetricConfig, filter: &FilterConfig| match filter.name.as_str() {
+            "none" => metric.name.clone(),
+            filter => format!("{},{filter}", metric.name),
+        };
+        let of_metric =
+            |metric| self.filters.iter().map(move |filter| (named(metric, filter), metric.higher_is_better));
+        self.metrics.iter().flat_map(of_metric).collect()
+    }
+
+    /// Whether its own code may give its scores other names.
+    pub fn names_scores_itself(&self) -> bool {
+        self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::Native(_)))
     }
 
     /// What stands between the parts of a prompt.

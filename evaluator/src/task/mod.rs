@@ -35,7 +35,7 @@ pub use group::{Aggregate, Group};
 pub use metric::Score;
 pub use prompt::ChatStyle;
 pub use registry::{Listed, Registry, Selection};
-pub use sample::{Sample, task_hash};
+pub use sample::{Choices, Sample, task_hash};
 pub use score::{Counts, MetricScore, TaskScores};
 
 pub(crate) use metric::{pooled, unweighted};

@@ -40,7 +40,7 @@ pub struct Listed {
 }
 
 /// What was selected: tasks, each once, and the groups that they were selected by.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Selection {
     /// The tasks, in order.
     pub tasks: Vec<TaskConfig>,

@@ -36,6 +36,17 @@ pub struct Sample {
     pub target_hash: String,
     /// The value of each metric.
     pub metrics: Vec<(String, Score)>,
+    /// Which choices are right, where that is known. It is not in the record.
+    pub choices: Option<Choices>,
+}
+
+/// The choices of a document.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choices {
+    /// How many there are: so many of the requests are about them, from the first on.
+    pub n: usize,
+    /// The numbers of those that are right, from 0 on; of several any will do.
+    pub right: Vec<usize>,
 }
 
 impl Sample {
@@ -49,6 +60,7 @@ impl Sample {
         filtered: &[Answer],
         filter: &str,
         metrics: &[(String, Score)],
+        choices: Option<Choices>,
     ) -> Self {
         let arguments: Vec<Vec<Json>> =
             requests.iter().map(|asked| arguments(&asked.instance.request, kwargs)).collect();
@@ -67,6 +79,7 @@ impl Sample {
             filtered_resps: filtered.iter().map(Answer::listed).collect(),
             filter: filter.to_owned(),
             metrics: metrics.to_vec(),
+            choices,
         }
     }
 }

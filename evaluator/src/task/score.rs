@@ -12,7 +12,7 @@ use super::field::as_index;
 use super::metric::{Aggregation, Metric, MetricConfig, Score, stderr};
 use super::native::count_words;
 use super::python::{repr, text};
-use super::sample::Sample;
+use super::sample::{Choices, Sample};
 use crate::request::Response;
 
 /// What a task's answers are worth.
@@ -91,7 +91,8 @@ impl Task {
                 let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(blame)?;
                 let scored = self.process(*doc_id, &filtered).map_err(blame)?;
                 let target = self.target(*doc_id)?;
-                samples.push(Sample::new(*doc_id, doc, &target, requests, &kwargs, &filtered, &filter.name, &scored));
+                let (name, choices) = (&filter.name, self.right_choices(*doc_id)?);
+                samples.push(Sample::new(*doc_id, doc, &target, requests, &kwargs, &filtered, name, &scored, choices));
                 for (metric, score) in scored {
                     match values.iter_mut().find(|(m, f, _)| *m == metric && *f == filter.name) {
                         Some((_, _, scores)) => scores.push(score),
@@ -271,13 +272,18 @@ impl Task {
         let mut counts = Counts { skipped: n_asked - asked.len(), ..Counts::default() };
         for (doc_id, requests) in asked {
             counts.empty += usize::from(requests.iter().all(|asked| super::ask::is_empty(&asked.instance.request)));
-            let is_choice = self.config.output_type == OutputType::MultipleChoice && self.process_results.is_none();
-            if let Some(choices) = self.choices(*doc_id)?.filter(|_| is_choice) {
-                let gold = self.gold(*doc_id, &choices).map_err(|problem| self.blame(*doc_id, problem))?;
-                counts.no_target += usize::from(!gold.any(|_| true));
-            }
+            let choices = self.right_choices(*doc_id)?;
+            counts.no_target += usize::from(choices.is_some_and(|choices| choices.right.is_empty()));
         }
         Ok(counts)
+    }
+
+    /// Which choices are right, if the task's own code does not decide it.
+    fn right_choices(&self, doc_id: usize) -> Result<Option<Choices>, TaskError> {
+        let is_choice = self.config.output_type == OutputType::MultipleChoice && self.process_results.is_none();
+        let Some(choices) = self.choices(doc_id)?.filter(|_| is_choice) else { return Ok(None) };
+        let gold = self.gold(doc_id, &choices).map_err(|problem| self.blame(doc_id, problem))?;
+        Ok(Some(Choices { n: choices.len(), right: gold.indices() }))
     }
 }
 
@@ -320,6 +326,13 @@ impl Gold {
         match self {
             Self::One(gold) => gold.is_some_and(is),
             Self::Any(golds) => golds.iter().any(|at| is(*at)),
+        }
+    }
+
+    fn indices(&self) -> Vec<usize> {
+        match self {
+            Self::One(gold) => gold.iter().copied().collect(),
+            Self::Any(golds) => golds.clone(),
         }
     }
 

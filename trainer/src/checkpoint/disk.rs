@@ -24,6 +24,8 @@ pub struct PlannedSaves<'a> {
     pub bytes_per_save: u64,
     /// How many are still to come: `CheckpointPlan::n_saves`.
     pub n_saves: usize,
+    /// Whether the best one stays beside those that `keep` keeps.
+    pub spares_best: bool,
 }
 
 /// Returns the bytes of a `sharded` save of these tensors; a little too many, for names and state.
@@ -69,13 +71,14 @@ pub fn free_bytes(dir: &Path) -> io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// The bytes by which an entry's saves grow the disk at their worst: one more than `keep` while
+/// The bytes by which an entry's saves grow the disk at their worst: one more than `keep`, and the best, while
 /// the newest is being written, less those of earlier runs that make room.
 fn most_at_once(planned: &PlannedSaves) -> Result<u64, CheckpointError> {
     let CheckpointPlan { kind, output_dir, keep, .. } = planned.plan;
     let present = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?.len();
+    let n_kept = |keep: usize| keep.max(1) + usize::from(planned.spares_best);
     let n_grown =
-        keep.map_or(planned.n_saves, |keep| planned.n_saves.min((keep.max(1) + 1).saturating_sub(present).max(1)));
+        keep.map_or(planned.n_saves, |keep| planned.n_saves.min((n_kept(keep) + 1).saturating_sub(present).max(1)));
     Ok(planned.bytes_per_save.saturating_mul(n_grown as u64))
 }
 

@@ -4,12 +4,19 @@ use std::path::{Path, PathBuf};
 
 use super::error::CheckpointError;
 use super::plan::{Kind, Tag};
+use super::scores::Scores;
 use super::storage::{Drive, Storage};
 
-/// Deletes all but the `keep` newest of the saves up to and with `newest`, which always stays.
-/// Saves of later steps belong to another run and stay too. Returns what was deleted.
-pub fn prune(kind: Kind, output_dir: &Path, newest: Tag, keep: usize) -> Result<Vec<PathBuf>, CheckpointError> {
-    prune_with(&Drive, kind, output_dir, newest, keep)
+/// Deletes all but the `keep` newest of the saves up to and with `newest`, which always stays. So does the one that `scores`
+/// says is the best of those that there are. Saves of later steps belong to another run and stay too. Returns what was deleted.
+pub fn prune(
+    kind: Kind,
+    output_dir: &Path,
+    newest: Tag,
+    keep: usize,
+    scores: &Scores,
+) -> Result<Vec<PathBuf>, CheckpointError> {
+    prune_with(&Drive, kind, output_dir, newest, keep, scores)
 }
 
 pub(crate) fn prune_with(
@@ -18,11 +25,14 @@ pub(crate) fn prune_with(
     output_dir: &Path,
     newest: Tag,
     keep: usize,
+    scores: &Scores,
 ) -> Result<Vec<PathBuf>, CheckpointError> {
     let saves = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+    let steps: Vec<usize> = saves.iter().map(|(tag, _)| tag.step).filter(|step| *step <= newest.step).collect();
+    let best = scores.best_of(&steps);
     let older = saves.into_iter().filter(|(tag, _)| tag.step < newest.step);
     let mut removed = Vec::new();
-    for (_, dir) in older.skip(keep.saturating_sub(1)) {
+    for (_, dir) in older.skip(keep.saturating_sub(1)).filter(|(tag, _)| Some(tag.step) != best) {
         // Under a dotted name first: a half-deleted save must not look like a damaged one.
         let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
         storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;

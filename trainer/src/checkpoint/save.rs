@@ -67,7 +67,7 @@ pub(crate) fn save_with(
                 let n_bytes = finish(storage, &temporary, run, shares)
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
-                let prune = |keep| prune_with(storage, plan.kind, &plan.output_dir, tag, keep);
+                let prune = |keep| prune_with(storage, plan.kind, &plan.output_dir, tag, keep, &run.scores);
                 Ok((n_bytes, plan.keep.map_or(Ok(Vec::new()), prune)?))
             })
         });

@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::fingerprint::Fingerprint;
 use super::plan::Tag;
+use super::scores::Scores;
 
 /// The reason of an engine's failure.
 pub type StateError = Box<dyn std::error::Error + Send + Sync>;
@@ -82,8 +83,12 @@ pub struct RunState {
     pub target_tokens: u64,
     /// Seconds spent in this run and the ones that it resumes.
     pub elapsed_s: f64,
-    /// The best evaluation so far.
-    pub best_eval: Option<BestEval>,
+    /// What says which save is the best; older saves have none.
+    #[serde(default)]
+    pub scores: Scores,
+    /// The last step whose evaluations are done.
+    #[serde(default)]
+    pub evaluated: Option<usize>,
     /// The token ledger.
     pub ledger: Value,
     /// What of the plan must not change.
@@ -99,16 +104,6 @@ pub struct RunState {
     /// What a later start may change, but is told of: the optimizer, the schedule, the seed.
     #[serde(default)]
     pub settings: Fingerprint,
-}
-
-/// Records an evaluation.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct BestEval {
-    /// Optimizer steps done before it.
-    pub step: usize,
-    /// Mean loss over its target tokens. JSON has no NaN: it is written as null and read back from it.
-    #[serde(deserialize_with = "nan_from_null")]
-    pub loss: f64,
 }
 
 impl TensorMeta {
@@ -186,10 +181,6 @@ impl RunState {
     pub fn tag(&self) -> Tag {
         Tag { step: self.step, epoch: self.epoch }
     }
-}
-
-fn nan_from_null<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-    Ok(Option::<f64>::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 #[cfg(test)]

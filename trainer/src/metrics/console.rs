@@ -10,7 +10,7 @@ use super::format::{duration, exponent, gigabytes, quantity, tflops};
 use super::gpu::GpuMemory;
 use super::memory::Memory;
 use super::plan::Console;
-use super::record::{EvalRecord, StepRecord};
+use super::record::{EvalRecord, StepRecord, TasksRecord};
 
 /// All bars of the process. They show themselves only where stderr is a terminal.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
@@ -103,6 +103,20 @@ pub fn eval_line(record: &EvalRecord, total_steps: usize) -> String {
     .join(" | ")
 }
 
+/// Writes the line of what tasks came to, errors left out and of many metrics the first.
+pub fn tasks_line(record: &TasksRecord, total_steps: usize) -> String {
+    const MOST: usize = 8;
+    let mut fields = vec![format!("Eval iter: {}", position(record.iter, total_steps))];
+    let is_value = |name: &str| !name.split(',').next().unwrap_or_default().ends_with("_stderr");
+    let values: Vec<_> = record.scores.iter().filter(|(name, _)| is_value(name)).collect();
+    let shown = values.iter().take(MOST);
+    fields.extend(shown.map(|(name, value)| format!("{}: {value:.4}", name.strip_prefix("eval/").unwrap_or(name))));
+    fields.extend((values.len() > MOST).then(|| format!("and {} more", values.len() - MOST)));
+    fields.push(format!("eval time: {}", duration(record.eval_time)));
+    fields.push(format!("epoch: {}", record.epoch));
+    fields.join(" | ")
+}
+
 fn style() -> ProgressStyle {
     ProgressStyle::with_template("{bar:30} {pos}/{len} {percent}% | {msg} | {elapsed_precise}, {eta_precise} left")
         .expect("the template is well-formed")
@@ -159,5 +173,17 @@ mod tests {
     fn an_evaluations_line() {
         let record = EvalRecord { epoch: 1, iter: 4, loss: 2.5, n_targets: 12_345, eval_time: 75.0 };
         insta::assert_snapshot!(eval_line(&record, 10), @"Eval iter: 4/10 40% | loss/eval: 2.5000 | targets: 12.35K | eval time: 0:01:15 | epoch: 1");
+    }
+
+    #[test]
+    fn a_line_of_tasks() {
+        let names = ["a/acc", "a/acc_stderr", "b/match,strict", "b/match_stderr,strict"].map(str::to_owned);
+        let many = (0..9).map(|i| format!("c{i}/acc"));
+        let scores =
+            |names: &mut dyn Iterator<Item = String>| names.map(|name| (format!("eval/{name}"), 0.5)).collect();
+        let few = TasksRecord { epoch: 1, iter: 4, scores: scores(&mut names.into_iter()), eval_time: 75.0 };
+        insta::assert_snapshot!(tasks_line(&few, 10), @"Eval iter: 4/10 40% | a/acc: 0.5000 | b/match,strict: 0.5000 | eval time: 0:01:15 | epoch: 1");
+        let many = TasksRecord { scores: scores(&mut many.into_iter()), ..few };
+        assert!(tasks_line(&many, 10).contains(" | c7/acc: 0.5000 | and 1 more | "));
     }
 }

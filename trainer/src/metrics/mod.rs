@@ -12,13 +12,13 @@ mod record;
 mod reporter;
 mod run_json;
 
-pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line};
+pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line, tasks_line};
 pub use flops::{ModelShape, Pass, Recomputed, Visibility, flops, gpu_peak, model_flops_utilization, recomputed_flops};
 pub use format::{duration, quantity};
 pub use gpu::{GpuMemory, GpuMonitor, Physical};
 pub use jsonl::{MetricsFile, Start};
 pub use memory::Memory;
 pub use plan::{Console, LogPlan};
-pub use record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord};
+pub use record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord, TasksRecord};
 pub use reporter::Reporter;
 pub use run_json::{Exit, Host, RunJson, RunReport, Versions};

@@ -1,5 +1,6 @@
 //! One line of metrics.jsonl: ArcticTraining's names, and ours beside them.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -63,6 +64,20 @@ pub struct EvalRecord {
     pub loss: f64,
     /// Those target tokens.
     pub n_targets: u64,
+    /// Seconds that it took.
+    pub eval_time: f64,
+}
+
+/// Describes what tasks came to.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TasksRecord {
+    /// Epochs done.
+    pub epoch: usize,
+    /// Optimizer steps done.
+    pub iter: usize,
+    /// The value of each metric and its error, as `eval/TASK/METRIC`.
+    #[serde(flatten)]
+    pub scores: BTreeMap<String, f64>,
     /// Seconds that it took.
     pub eval_time: f64,
 }
@@ -136,6 +151,13 @@ mod tests {
     fn an_evaluations_json_has_these_names() {
         let record = EvalRecord { epoch: 1, iter: 4, loss: 2.5, n_targets: 12, eval_time: 0.5 };
         insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"loss/eval":2.5,"n_targets":12,"eval_time":0.5}"#);
+    }
+
+    #[test]
+    fn tasks_json_has_a_name_for_each_metric() {
+        let scores = [("eval/b/acc", 0.5), ("eval/a/acc", 0.25)].map(|(name, value)| (name.to_owned(), value));
+        let record = TasksRecord { epoch: 1, iter: 4, scores: scores.into(), eval_time: 0.5 };
+        insta::assert_snapshot!(serde_json::to_string(&record).unwrap(), @r#"{"epoch":1,"iter":4,"eval/a/acc":0.25,"eval/b/acc":0.5,"eval_time":0.5}"#);
     }
 
     #[test]

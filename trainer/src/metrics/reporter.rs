@@ -4,11 +4,11 @@ use std::io;
 
 use serde::Serialize;
 
-use super::console::{Terminal, eval_line, step_line};
+use super::console::{Terminal, eval_line, step_line, tasks_line};
 use super::format::duration;
 use super::jsonl::{MetricsFile, Start};
 use super::plan::LogPlan;
-use super::record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord};
+use super::record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord, TasksRecord};
 
 /// Reports the steps and evaluations of one run.
 #[derive(Debug)]
@@ -52,6 +52,12 @@ impl Reporter {
             self.append(record);
             self.terminal.line(&eval_line(record, self.total_steps));
         }
+    }
+
+    /// Reports what tasks came to.
+    pub fn tasks(&mut self, record: &TasksRecord) {
+        self.append(record);
+        self.terminal.line(&tasks_line(record, self.total_steps));
     }
 
     /// Reports a save.

@@ -6,6 +6,7 @@
 mod backend;
 mod batches;
 mod deepspeed;
+mod eval;
 mod known;
 mod memory;
 mod model;
@@ -32,6 +33,7 @@ use crate::metrics::LogPlan;
 use crate::recipe::{ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, MemoryModes, OnNonfinite, RecipeError};
 use crate::schedule::Schedule;
 
+pub use eval::{BestPlan, EvalPlan, HELD_OUT, TasksPlan};
 pub use known::{Engines, Known, KnownError, Machines, Reach, Seat};
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
@@ -72,6 +74,10 @@ pub struct Plan {
     pub schedule: Schedule,
     /// Evaluation, if there are data for it.
     pub eval: Option<EvalPlan>,
+    /// Tasks that are asked during training.
+    pub tasks: Option<TasksPlan>,
+    /// Which save is the best.
+    pub best: Option<BestPlan>,
     /// When the run ends early.
     pub exit: ExitPlan,
     /// What is saved.
@@ -242,15 +248,6 @@ pub struct OptimizerPlan {
     pub loss_scaling: LossScaling,
 }
 
-/// Evaluation during training.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct EvalPlan {
-    /// Steps between evaluations. The last step is always evaluated.
-    pub interval: usize,
-    /// Whether a fresh run is evaluated before its first step.
-    pub on_start: bool,
-}
-
 /// When a run ends before its horizon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ExitPlan {
@@ -305,7 +302,9 @@ impl Plan {
         let weights_on_host = deepspeed::weights_on_host(&mut resolver);
         let schedule = optimizer::resolve_schedule(&mut resolver);
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
-        let eval = output::resolve_eval(&mut resolver, &data);
+        let eval = eval::resolve_held_out(&mut resolver, &data);
+        let tasks = eval::resolve_tasks(&mut resolver, &ranks);
+        let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref());
         let exit = output::resolve_exit(&mut resolver);
         let checkpoints = output::resolve_checkpoints(&mut resolver);
         let log = output::resolve_log(&mut resolver);
@@ -332,6 +331,8 @@ impl Plan {
             weights_on_host,
             schedule,
             eval,
+            tasks,
+            best,
             exit,
             checkpoints,
             log,

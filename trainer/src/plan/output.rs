@@ -1,40 +1,14 @@
-//! Evaluation, early exits, checkpoints, reports and sample generations.
+//! Early exits, checkpoints, reports and sample generations.
 
 use std::path::{Path, PathBuf};
 
 use super::resolver::Resolver;
-use super::{EvalPlan, ExitPlan, GeneratePlan, LoggerPlan};
+use super::{ExitPlan, GeneratePlan, LoggerPlan};
 use crate::checkpoint::{CheckpointPlan, Kind};
-use crate::data::DataPlan;
 use crate::metrics::{Console, LogPlan};
 use crate::recipe::{Checkpoint, CheckpointType, LogLevel, Origin};
 
 const NOWHERE: &str = "/dev/null";
-
-/// `eval_interval` is above 0 if and only if there are data to evaluate on.
-pub(super) fn resolve_eval(resolver: &mut Resolver, data: &DataPlan) -> Option<EvalPlan> {
-    let interval = resolver.count("eval_interval", resolver.recipe().eval_interval, 0);
-    let has_data = !data.eval_sources.is_empty() || data.eval_fraction > 0.0;
-    match (interval, has_data) {
-        (0, true) => {
-            let keys = ["eval_interval", "data.eval_sources", "data.train_eval_split"];
-            let message = "eval_interval is missing: there are evaluation data, but nothing says how often to use them";
-            resolver.wrong_because(&keys, message, "give eval_interval, or remove the evaluation data");
-        }
-        (1.., false) => {
-            let message = format!("eval_interval: {interval}, but there are no evaluation data");
-            let advice = "give data.eval_sources or data.train_eval_split, or remove eval_interval";
-            resolver.wrong_because(&["eval_interval"], message, advice);
-        }
-        _ => {}
-    }
-    let on_start = resolver.pick("eval_on_start", resolver.recipe().eval_on_start, false);
-    if on_start && !has_data {
-        let advice = "give data.eval_sources or data.train_eval_split, or remove eval_on_start";
-        resolver.wrong_because(&["eval_on_start"], "eval_on_start: there are no evaluation data", advice);
-    }
-    (interval > 0).then_some(EvalPlan { interval, on_start })
-}
 
 pub(super) fn resolve_exit(resolver: &mut Resolver) -> ExitPlan {
     let recipe = resolver.recipe();

@@ -5,6 +5,7 @@
 mod data;
 mod decode;
 mod error;
+mod eval;
 mod load;
 mod model;
 mod node;
@@ -20,6 +21,7 @@ use serde::{Deserialize, Serialize};
 
 pub use data::{CacheFs, Data, DataSource, DataType, Order, Overlong, PadTo, Pairs, SourceMap, SourceType};
 pub use error::{Fault, RecipeError, Source};
+pub use eval::Eval;
 pub use load::{Loaded, Origin};
 pub use model::{
     ActivationCheckpoint, Attention, ConfigSource, Dtype, Free, Model, ModelType, Tokenizer, TokenizerType,
@@ -138,10 +140,18 @@ pub struct Recipe {
     pub train_log_iter_interval: Option<HumanInt>,
     /// One JSON object is appended here for each step, evaluation, save and resume. Default `metrics.jsonl` in `output_dir`.
     pub train_log_metrics_path: Option<String>,
-    /// Evaluates every so many steps, and at the end. Must be above 0 if and only if evaluation data are configured.
+    /// Evaluates every so many steps, and at the end. Must be above 0 if and only if evaluation data or `eval.tasks` are
+    /// configured.
     pub eval_interval: Option<HumanInt>,
     /// Also evaluates before the first step of a fresh run, to show where it began. Default false.
     pub eval_on_start: Option<bool>,
+    /// Tasks of the evaluator that the model is asked during training.
+    pub eval: Eval,
+    /// What says which save is the best, which `keep` then never deletes: `loss` (held-out), or `TASK/METRIC` of
+    /// `eval.tasks` such as `arc_easy/acc_norm`. Default: with tasks the first one's first metric, else nothing.
+    pub metric_for_best_model: Option<String>,
+    /// Whether more of that metric is better. Default: what its task says; false for `loss`.
+    pub greater_is_better: Option<bool>,
     /// Shows every so many evaluations; 0 turns them off. Default 1.
     pub eval_log_iter_interval: Option<HumanInt>,
     /// Trains on repetitions of the first step only. Default false.

@@ -28,7 +28,7 @@ pub struct Checkpoint {
     pub save_every_n_epochs: Option<HumanInt>,
     /// Saves after the last step. Default false.
     pub save_end_of_training: Option<bool>,
-    /// Keeps only this many of the newest saves. Default: all.
+    /// Keeps only this many of the newest saves, and the best (`metric_for_best_model`). Default: all.
     pub keep: Option<HumanInt>,
     /// Writes a `sharded` save while training goes on, from a copy of the weights and moments in memory. Default false.
     pub async_save: Option<bool>,

@@ -7,6 +7,7 @@ mod assets;
 mod background;
 mod build;
 mod connect;
+mod evaluate;
 mod finish;
 mod lock;
 mod ranks;
@@ -14,6 +15,7 @@ mod saves;
 mod session;
 mod state;
 mod step;
+mod tasks;
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -22,7 +24,9 @@ use candle_core::Device;
 use candlewick_comm::World;
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
+use evaluator::chat::Chat;
 use evaluator::exit::ExitCode;
+use evaluator::task::Selection;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::{Prepared, prepare};
@@ -38,6 +42,7 @@ pub use step::NonFinite;
 use build::Built;
 use ranks::Ranks;
 use session::Session;
+use tasks::Tasks;
 
 /// Why the loop ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,14 +108,19 @@ pub fn prepare_data(plan: &Plan, hub: &Hub, began: Began) -> Result<(Assets, Pre
 
 fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     let began = began(plan, ranks)?;
+    let selection = ranks.share(tasks::select(plan))?;
+    let scores = ranks.share(tasks::scores(plan, selection.as_ref()))?;
     let (assets, prepared) = prepare_in_turn(plan, hub, ranks, began)?;
+    let chat = ranks.share(tasks::chat(plan, &assets))?;
+    let tasks = open_in_turn(plan, selection, chat.as_ref(), hub, ranks)?;
     let Built { engine, notes, peak } = build::engine(plan, &assets, ranks)?;
     let kill_switch = &plan.exit.kill_switch_path;
     ensure!(!kill_switch.exists(), "failed to start: the kill switch {} is on; remove the file", kill_switch.display());
     // Until here a signal ends the process at once: there is nothing to save.
     let stop = StopRequests::install(Some(kill_switch.clone())).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
-    let run = session::Run { plan, ranks, assets, engine, notes: &notes, peak, prepared, began, stop: &stop };
+    let (notes, tasks, scores, stop) = (&notes, tasks.as_ref(), &scores, &stop);
+    let run = session::Run { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, began, stop };
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
     session.settle(0)?;
@@ -137,10 +147,30 @@ fn prepare_in_turn(plan: &Plan, hub: &Hub, ranks: &Ranks, began: Began) -> Resul
     }
 }
 
+/// Reads the documents of tasks on one rank of this machine before the others.
+fn open_in_turn<'a>(
+    plan: &'a Plan,
+    selection: Option<Selection>,
+    chat: Option<&'a Chat>,
+    hub: &Hub,
+    ranks: &Ranks,
+) -> Result<Option<Tasks<'a>>> {
+    let open = || match (&plan.tasks, selection.clone()) {
+        (Some(plan), Some(selection)) => Tasks::open(plan, selection, chat, hub).map(Some),
+        _ => Ok(None),
+    };
+    match ranks.share(if ranks.is_first_here() { open().map(Some) } else { Ok(None) })? {
+        Some(tasks) => Ok(tasks),
+        None => open(),
+    }
+}
+
 fn steps(session: &mut Session) -> Result<End> {
     let first_step = session.stream.cursor().step;
-    if first_step == 0 && session.run.plan.eval.as_ref().is_some_and(|eval| eval.on_start) {
-        session.evaluate()?;
+    match first_step {
+        0 => session.evaluate_first()?,
+        // A run that was stopped while it evaluated has that before it.
+        _ => session.evaluate()?,
     }
     loop {
         let done = session.stream.cursor().step;
@@ -165,11 +195,7 @@ fn steps(session: &mut Session) -> Result<End> {
 }
 
 fn after_step(session: &mut Session) -> Result<()> {
-    let done = session.stream.cursor().step;
-    let total = session.stream.total_steps();
-    if session.run.plan.eval.as_ref().is_some_and(|eval| done.is_multiple_of(eval.interval) || done == total) {
-        session.evaluate()?;
-    }
+    session.evaluate()?;
     session.save_due()
 }
 

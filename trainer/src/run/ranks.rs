@@ -53,6 +53,11 @@ impl<'w> Ranks<'w> {
         BackgroundCrew { group: Arc::clone(&self.savers), writes: self.writes, at_work: self.at_work() }
     }
 
+    /// Returns the group of all ranks, on the host.
+    pub(super) fn world_group(&self) -> Arc<dyn Collective> {
+        self.world.group()
+    }
+
     /// Tells whether this is the one rank that reports, and writes what is written once.
     pub(super) fn is_first(&self) -> bool {
         self.world.rank() == 0

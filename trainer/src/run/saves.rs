@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{
-    CheckpointPlan, Fingerprint, Kind, PlannedSaves, Resumed, RunState, Tag, TrainState, bytes_needed, newest_complete,
+    CheckpointPlan, Fingerprint, Kind, PlannedSaves, Resumed, RunState, TrainState, bytes_needed, newest_complete,
     preflight, prune, resume, save,
 };
 use crate::data::Stream;
@@ -90,10 +90,11 @@ impl<'a> Saves<'a> {
         let ends = epoch_ends(stream);
         let planned = |plan: &'a CheckpointPlan| {
             let n_saves = plan.n_saves(stream.cursor().step, stream.total_steps(), &ends);
+            let spares_best = self.run.plan.best.is_some();
             match plan.kind {
                 // One may be asked for at any time, by a signal.
-                Kind::Sharded => PlannedSaves { plan, bytes_per_save: sharded, n_saves: n_saves.max(1) },
-                Kind::HuggingFace => PlannedSaves { plan, bytes_per_save: exported, n_saves },
+                Kind::Sharded => PlannedSaves { plan, bytes_per_save: sharded, n_saves: n_saves.max(1), spares_best },
+                Kind::HuggingFace => PlannedSaves { plan, bytes_per_save: exported, n_saves, spares_best },
             }
         };
         let planned: Vec<_> = self.run.plan.checkpoints.iter().map(planned).collect();
@@ -133,7 +134,7 @@ impl<'a> Saves<'a> {
             Kind::Sharded => {
                 Outcome::Saved(save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?.dir)
             }
-            Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, state.tag())?),
+            Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, &state)?),
         };
         self.last.insert(place, step);
         Ok(outcome)
@@ -150,7 +151,8 @@ impl<'a> Saves<'a> {
             tokens: cursor.seen.read.tokens,
             target_tokens: cursor.seen.supervised,
             elapsed_s: progress.before.as_secs_f64(),
-            best_eval: progress.best_eval,
+            scores: progress.scores,
+            evaluated: progress.evaluated,
             n_skipped: progress.n_skipped,
             scaler: progress.scaler,
             ledger: json!(cursor.seen),
@@ -162,25 +164,25 @@ impl<'a> Saves<'a> {
 
     /// Writes the weights alone: a model folder, or an adapter folder if only an adapter is trained. The first rank writes;
     /// the others go through all weights with it, of which each may have a share.
-    fn export(&self, checkpoint: &CheckpointPlan, tag: Tag) -> Result<PathBuf> {
+    fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<PathBuf> {
         let mut masters = self.run.engine.store().masters();
         let written = match self.run.ranks.is_first() {
-            true => self.write_weights(checkpoint, tag, &mut masters),
+            true => self.write_weights(checkpoint, state, &mut masters),
             false => Ok(()),
         };
         // A write that failed must not leave the others waiting. A gather that failed has: they hear of it from the world.
         masters.try_for_each(|master| master.map(drop)).context("failed to gather the weights")?;
         self.run.ranks.share(written)?;
-        Ok(checkpoint.dir(tag))
+        Ok(checkpoint.dir(state.tag()))
     }
 
     fn write_weights<'m>(
         &self,
         checkpoint: &CheckpointPlan,
-        tag: Tag,
+        state: &RunState,
         masters: &mut impl Iterator<Item = candle_core::Result<(&'m ParamSpec, Tensor)>>,
     ) -> Result<()> {
-        let dir = checkpoint.dir(tag);
+        let dir = checkpoint.dir(state.tag());
         let at_work = self.run.ranks.at_work();
         let mut working = Some(at_work.begin());
         // Exports are in the order of the model.
@@ -207,7 +209,7 @@ impl<'a> Saves<'a> {
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
         if let Some(keep) = checkpoint.keep {
-            prune(checkpoint.kind, &checkpoint.output_dir, tag, keep)?;
+            prune(checkpoint.kind, &checkpoint.output_dir, state.tag(), keep, &state.scores)?;
         }
         Ok(())
     }

@@ -8,14 +8,13 @@ use candle_core::DeviceLocation;
 use candlewick_model::MlpRows;
 use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, span};
 use candlewick_parallel::{Engine, Residency};
-use evaluator::held_out::{HeldOut, HeldOutSums};
 use serde_json::json;
 
-use crate::checkpoint::{BestEval, CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Tag};
-use crate::data::{Batch, Cursor, EvalStream, Ledger, Prepared, Step, Stream};
+use crate::checkpoint::{CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Scores, Tag};
+use crate::data::{Cursor, Ledger, Prepared, Step, Stream};
 use crate::metrics::{
-    EvalRecord, GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport,
-    SaveRecord, Start, StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
+    GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport, SaveRecord, Start,
+    StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
 };
 use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
@@ -24,6 +23,7 @@ use crate::signals::{Stop, StopRequests};
 use super::background::Done;
 use super::saves::{self, Saves};
 use super::step::{self, Launched, Outcome, Update};
+use super::tasks::Tasks;
 use super::{Assets, Began, Ranks};
 
 /// What a run consists of before its first step.
@@ -38,6 +38,9 @@ pub(super) struct Run<'a> {
     /// Operations a second that the device can do, where that is known.
     pub(super) peak: Option<f64>,
     pub(super) prepared: &'a Prepared,
+    pub(super) tasks: Option<&'a Tasks<'a>>,
+    /// What says which save is the best, without a value.
+    pub(super) scores: &'a Scores,
     pub(super) began: Began,
     pub(super) stop: &'a StopRequests,
 }
@@ -47,7 +50,7 @@ pub(super) struct Session<'a> {
     pub(super) run_json: &'a mut RunJson,
     pub(super) stream: Stream,
     pub(super) reporter: Reporter,
-    progress: Progress,
+    pub(super) progress: Progress,
     saves: Saves<'a>,
     scaler: GradScaler,
     /// Steps that the device was given and nobody has looked at yet, oldest first.
@@ -59,11 +62,14 @@ pub(super) struct Session<'a> {
 }
 
 /// What a run remembers besides its weights and its place in the data.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Progress {
     /// The time of the processes before this one; in a save, the whole time.
     pub(super) before: Duration,
-    pub(super) best_eval: Option<BestEval>,
+    /// What says which save is the best.
+    pub(super) scores: Scores,
+    /// The last step whose evaluations are done.
+    pub(super) evaluated: Option<usize>,
     /// Steps that were skipped because something was not finite.
     pub(super) n_skipped: usize,
     /// What the next decision about a gradient depends on.
@@ -93,7 +99,10 @@ impl<'a> Session<'a> {
             let path = plan.log.metrics_path.clone().unwrap_or_default();
             CheckpointError::Io { action: "open the metrics file", path, source }
         })?;
-        let progress = state.map_or(Progress::default(), Progress::of);
+        let mut progress = state.map_or(Progress::default(), Progress::of);
+        if !progress.scores.is_about(run.scores) {
+            progress.scores = run.scores.clone();
+        }
         let gpu_id = match run.engine.device().location() {
             DeviceLocation::Cuda { gpu_id } => Some(gpu_id),
             _ => None,
@@ -252,41 +261,8 @@ impl<'a> Session<'a> {
         step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
     }
 
-    /// Evaluates on the held-out data, if there are any. A request to stop ends it without a result.
-    pub(super) fn evaluate(&mut self) -> Result<()> {
-        self.settle(0)?;
-        let Some(eval) = &self.run.prepared.eval else { return Ok(()) };
-        let _span = span("evaluate", "");
-        let started = Instant::now();
-        let Run { plan, engine, ranks, .. } = self.run;
-        let (rank, n_ranks) = ranks.seat;
-        let mut stream = EvalStream::new(eval.clone(), &plan.data);
-        // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
-        let rounds = stream.n_batches().div_ceil(n_ranks);
-        let mut sums = HeldOutSums::default();
-        for _ in 0..rounds {
-            if self.asked_to_stop()?.is_some() {
-                return Ok(());
-            }
-            let round: Vec<Batch> = stream.by_ref().take(n_ranks).collect();
-            let own = round.into_iter().nth(rank).unwrap_or_else(Batch::filler);
-            let n_targets = if ranks.counts() { own.n_targets } else { 0 };
-            sums.add(engine, &step::micro(&own, engine)?, n_targets)?;
-        }
-        let HeldOut { loss, n_targets } = sums.over_ranks(engine.group())?;
-        let cursor = self.stream.cursor();
-        let (epoch, iter, eval_time) = (cursor.epoch, cursor.step, started.elapsed().as_secs_f64());
-        let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
-        self.reporter.eval(&record);
-        if loss.is_finite() && self.progress.best_eval.is_none_or(|best| loss < best.loss) {
-            self.progress.best_eval = Some(BestEval { step: iter, loss });
-        }
-        self.remember(|report| report.metrics["eval"] = json!(record));
-        Ok(())
-    }
-
     /// A report that cannot be written must not end a run that could still save.
-    fn remember(&mut self, change: impl FnOnce(&mut RunReport)) {
+    pub(super) fn remember(&mut self, change: impl FnOnce(&mut RunReport)) {
         if let Err(error) = self.run_json.update(change) {
             tracing::warn!("failed to write run.json: {error}");
         }
@@ -358,7 +334,8 @@ impl<'a> Session<'a> {
             self.settle(0)?;
             self.settle_saves(true)?;
             let _span = span("save", "");
-            let progress = Progress { before: self.progress.before + self.started.elapsed(), ..self.progress };
+            let before = self.progress.before + self.started.elapsed();
+            let progress = Progress { before, ..self.progress.clone() };
             let started = Instant::now();
             if let saves::Outcome::Saved(saved) = self.saves.save(checkpoint, &self.stream, progress)? {
                 let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
@@ -405,7 +382,8 @@ pub(super) enum Stopped {
 impl Progress {
     fn of(state: &RunState) -> Self {
         let before = Duration::from_secs_f64(state.elapsed_s);
-        Self { before, best_eval: state.best_eval, n_skipped: state.n_skipped, scaler: state.scaler }
+        let RunState { evaluated, n_skipped, scaler, .. } = *state;
+        Self { before, scores: state.scores.clone(), evaluated, n_skipped, scaler }
     }
 }
 

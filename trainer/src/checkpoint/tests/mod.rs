@@ -80,7 +80,8 @@ fn run(step: usize) -> RunState {
         tokens: 100,
         target_tokens: 50,
         elapsed_s: 1.5,
-        best_eval: Some(BestEval { step: 1, loss: 0.1 }),
+        scores: Scores::default(),
+        evaluated: None,
         ledger: json!({"read": 3}),
         fingerprint: fingerprint(),
         began: 1,
@@ -137,13 +138,15 @@ fn a_save_reads_back_to_the_bit_and_is_safetensors() {
 }
 
 #[test]
-fn a_loss_that_is_not_a_number_does_not_spoil_a_save() {
+fn scores_come_back_to_the_bit() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    let best_eval = Some(BestEval { step: 1, loss: f64::NAN });
-    save(&plan, &RunState { best_eval, ..run(1) }, &Toy::at(1), &Alone).unwrap();
+    let mut scores = Scores::of("acc".to_owned(), true);
+    [(1, 0.1), (2, f64::NAN), (3, 1.0 / 3.0)].into_iter().for_each(|(step, value)| scores.add(step, value));
+    let state = RunState { scores: scores.clone(), evaluated: Some(3), ..run(3) };
+    save(&plan, &state, &Toy::at(1), &Alone).unwrap();
     let resumed = resume(&plan, &fingerprint(), &mut Toy::at(0), &Alone).unwrap().unwrap();
-    assert!(resumed.run.best_eval.unwrap().loss.is_nan());
+    assert_eq!((resumed.run.scores, resumed.run.evaluated), (scores, Some(3)));
 }
 
 #[test]

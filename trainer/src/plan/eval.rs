@@ -1,0 +1,213 @@
+//! Evaluation during training: the held-out loss, tasks, and which of their numbers says which save is the best.
+
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use super::RanksPlan;
+use super::resolver::Resolver;
+use crate::data::DataPlan;
+use crate::recipe::{Free, HumanInt, Origin};
+
+const INTERVAL: &str = "eval_interval";
+const TASKS: &str = "eval.tasks";
+const METRIC: &str = "metric_for_best_model";
+
+/// The held-out loss as metrics call it.
+pub const HELD_OUT: &str = "loss/eval";
+
+/// The held-out loss during training.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct EvalPlan {
+    /// Steps between evaluations. The last step is always evaluated.
+    pub interval: usize,
+    /// Whether a fresh run is evaluated before its first step.
+    pub on_start: bool,
+}
+
+/// Tasks during training.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TasksPlan {
+    /// When.
+    pub when: EvalPlan,
+    /// What selects them.
+    pub tasks: Vec<String>,
+    /// Where others than the built-in ones are.
+    pub include_path: Vec<PathBuf>,
+    /// Where their data are, as `TASK=PATH`.
+    pub data: Vec<String>,
+    /// Documents of each: a number, or below 1 a share.
+    pub limit: Option<f64>,
+    /// Examples before a question.
+    pub num_fewshot: Option<usize>,
+    /// Seeds their choice.
+    pub fewshot_seed: u64,
+    /// Whether prompts are written with the chat template.
+    pub chat: bool,
+    /// Whether examples are turns of the chat.
+    pub fewshot_as_multiturn: bool,
+    /// What the system says first.
+    pub system_instruction: Option<String>,
+    /// What changes the tasks' `generation_kwargs`.
+    pub gen_kwargs: Free,
+    /// Sequences of a forward.
+    pub batch_size: Option<usize>,
+    /// Tokens of context.
+    pub max_length: Option<usize>,
+    /// Tokens that are generated at most.
+    pub max_gen_toks: usize,
+    /// Resamples for errors.
+    pub bootstrap_iters: usize,
+    /// Whether tasks may run code that the model wrote.
+    pub confirm_run_unsafe_code: bool,
+}
+
+/// Which save is the best, and stays.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct BestPlan {
+    /// `loss/eval` or `TASK/METRIC`; `None` is the first task's first metric.
+    pub metric: Option<String>,
+    /// Whether more is better; `None` is what the metric's task says.
+    pub greater_is_better: Option<bool>,
+}
+
+impl EvalPlan {
+    /// Tells whether to evaluate after `step` of `total` steps, of which there is one at least.
+    pub fn is_due(&self, step: usize, total: usize) -> bool {
+        step > 0 && (step.is_multiple_of(self.interval) || step == total)
+    }
+}
+
+/// The interval is above 0 if and only if there is something to evaluate.
+pub(super) fn resolve_held_out(resolver: &mut Resolver, data: &DataPlan) -> Option<EvalPlan> {
+    let interval = resolver.count(INTERVAL, resolver.recipe().eval_interval, 0);
+    let has_data = !data.eval_sources.is_empty() || data.eval_fraction > 0.0;
+    let has_tasks = !resolver.recipe().eval.tasks.is_empty();
+    match (interval, has_data) {
+        (0, true) => {
+            let keys = [INTERVAL, "data.eval_sources", "data.train_eval_split"];
+            let message = "eval_interval is missing: there are evaluation data, but nothing says how often to use them";
+            resolver.wrong_because(&keys, message, "give eval_interval, or remove the evaluation data");
+        }
+        (1.., false) if !has_tasks => {
+            let message = format!("eval_interval: {interval}, but there are no evaluation data");
+            let advice = "give data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_interval";
+            resolver.wrong_because(&[INTERVAL], message, advice);
+        }
+        _ => {}
+    }
+    let on_start = resolver.pick("eval_on_start", resolver.recipe().eval_on_start, false);
+    if on_start && !has_data && !has_tasks {
+        let advice = "give data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
+        resolver.wrong_because(&["eval_on_start"], "eval_on_start: there are no evaluation data", advice);
+    }
+    (interval > 0 && has_data).then_some(EvalPlan { interval, on_start })
+}
+
+pub(super) fn resolve_tasks(resolver: &mut Resolver, ranks: &RanksPlan) -> Option<TasksPlan> {
+    let recipe = resolver.recipe();
+    let given = &recipe.eval;
+    if given.tasks.is_empty() {
+        if resolver.loaded.is_set("eval") {
+            resolver.wrong_because(&["eval"], "eval: there are no tasks", "give eval.tasks, or remove eval");
+        }
+        return None;
+    }
+    check_ranks(resolver, ranks);
+    resolver.pick(TASKS, Some(&given.tasks), &given.tasks);
+    let interval = resolver.count("eval.interval", given.interval.or(recipe.eval_interval), 0);
+    if interval == 0 {
+        let message = "eval.interval is missing: nothing says how often to ask the tasks";
+        resolver.wrong_because(&["eval.interval", TASKS], message, "give eval.interval or eval_interval");
+    }
+    let limit = given.limit.map(|limit| resolver.number("eval.limit", Some(limit), limit.0, 0.0, f64::MAX));
+    let chat = resolver.pick("eval.apply_chat_template", given.apply_chat_template, false);
+    let fewshot_as_multiturn = resolver.pick("eval.fewshot_as_multiturn", given.fewshot_as_multiturn, chat);
+    if fewshot_as_multiturn && !chat {
+        let message = "eval.fewshot_as_multiturn: prompts are no chats";
+        resolver.wrong_because(&["eval.fewshot_as_multiturn"], message, "set eval.apply_chat_template: true");
+    }
+    let mut at_least_one = |key: &str, given: Option<HumanInt>| given.map(|n| resolver.positive(key, Some(n), n.0));
+    let batch_size = at_least_one("eval.batch_size", given.batch_size);
+    let max_length = at_least_one("eval.max_length", given.max_length);
+    Some(TasksPlan {
+        when: EvalPlan { interval, on_start: recipe.eval_on_start == Some(true) },
+        tasks: given.tasks.clone(),
+        include_path: given.include_path.iter().map(PathBuf::from).collect(),
+        data: given.data.iter().map(|(task, path)| format!("{task}={path}")).collect(),
+        limit,
+        num_fewshot: given.num_fewshot.map(|n| resolver.count("eval.num_fewshot", Some(n), n.0)),
+        fewshot_seed: resolver.count("eval.fewshot_seed", given.fewshot_seed, 1234) as u64,
+        chat,
+        fewshot_as_multiturn,
+        system_instruction: given.system_instruction.clone(),
+        gen_kwargs: given.gen_kwargs.clone(),
+        batch_size,
+        max_length,
+        max_gen_toks: resolver.count("eval.max_gen_toks", given.max_gen_toks, 256),
+        bootstrap_iters: resolver.count("eval.bootstrap_iters", given.bootstrap_iters, 100_000),
+        confirm_run_unsafe_code: resolver.pick("eval.confirm_run_unsafe_code", given.confirm_run_unsafe_code, false),
+    })
+}
+
+/// Each rank answers a share of the documents by itself, so it must have the whole model at hand.
+fn check_ranks(resolver: &mut Resolver, ranks: &RanksPlan) {
+    let stage = if ranks.zero_stage == 3 { 3 } else { 0 };
+    for (key, degree) in [
+        ("tensor_parallel_size", ranks.tensor),
+        ("pipeline_parallel_size", ranks.stages),
+        ("sequence_parallel_size", ranks.sequence),
+        ("context_parallel_size", ranks.context),
+        ("deepspeed.zero_optimization.stage", stage),
+    ] {
+        if degree > 1 {
+            let message = format!("eval.tasks: tasks are not answered yet with {key}: {degree}");
+            let advice = format!("remove eval.tasks and run `evaluator run` on the checkpoints, or change {key}");
+            resolver.wrong_because(&[TASKS, "eval"], message, advice);
+        }
+    }
+}
+
+/// With tasks, one of their metrics decides, unless another is named; without, only a named one.
+pub(super) fn resolve_best(
+    resolver: &mut Resolver,
+    held_out: Option<&EvalPlan>,
+    tasks: Option<&TasksPlan>,
+) -> Option<BestPlan> {
+    let recipe = resolver.recipe();
+    let given = recipe.metric_for_best_model.as_deref();
+    let metric = given.map(|name| match name.strip_prefix("eval/").or(name.strip_prefix("eval_")).unwrap_or(name) {
+        "loss" | HELD_OUT => HELD_OUT.to_owned(),
+        other => other.to_owned(),
+    });
+    if let Some(metric) = &metric {
+        resolver.record(METRIC, metric.clone(), resolver.loaded.origin(&[METRIC]));
+    }
+    match metric.as_deref() {
+        Some(HELD_OUT) if held_out.is_none() => {
+            let advice = "give data.eval_sources or data.train_eval_split";
+            resolver.wrong_because(&[METRIC], "metric_for_best_model: there are no evaluation data", advice);
+        }
+        Some(HELD_OUT) | None => {}
+        Some(name) if tasks.is_none() || !name.contains('/') => {
+            let message = format!("metric_for_best_model: `{name}` is not measured in this run");
+            let advice = "write `loss`, or `TASK/METRIC` with the task in eval.tasks, such as `arc_easy/acc_norm`";
+            resolver.wrong_because(&[METRIC], message, advice);
+        }
+        Some(_) => {}
+    }
+    if metric.is_none() && tasks.is_none() {
+        if recipe.greater_is_better.is_some() {
+            let message = "greater_is_better: there is no metric that it is about";
+            resolver.wrong_because(&["greater_is_better"], message, "give metric_for_best_model");
+        }
+        return None;
+    }
+    let greater_is_better = recipe.greater_is_better.or((metric.as_deref() == Some(HELD_OUT)).then_some(false));
+    if let Some(greater) = greater_is_better {
+        let key = "greater_is_better";
+        let origin = if recipe.greater_is_better.is_some() { resolver.loaded.origin(&[key]) } else { Origin::Default };
+        resolver.record(key, greater, origin);
+    }
+    Some(BestPlan { metric, greater_is_better })
+}

@@ -1,0 +1,133 @@
+//! Evaluation while a run is in progress: the held-out loss, tasks, and what they say of the weights.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use candlewick_ops::span;
+use evaluator::exit::ExitCode;
+use evaluator::held_out::{HeldOut, HeldOutSums};
+use evaluator::lm::Voice;
+use serde_json::json;
+
+use crate::data::{Batch, Cursor, EvalStream};
+use crate::metrics::{EvalRecord, TasksRecord};
+use crate::plan::{EvalPlan, HELD_OUT};
+
+use super::session::{Run, Session};
+use super::step;
+use super::tasks::Values;
+
+/// What is evaluated.
+#[derive(Clone, Copy, Debug)]
+struct Due {
+    held_out: bool,
+    tasks: bool,
+}
+
+/// Whether an evaluation came to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ended {
+    Whole,
+    /// Somebody asked for a stop.
+    Stopped,
+}
+
+impl Session<'_> {
+    /// Evaluates before the first step of a fresh run, if the plan says so.
+    pub(super) fn evaluate_first(&mut self) -> Result<()> {
+        self.evaluate_as(|plan| plan.on_start)
+    }
+
+    /// Evaluates what is due after this step, unless that was done before the run was taken up.
+    pub(super) fn evaluate(&mut self) -> Result<()> {
+        let (step, total) = (self.stream.cursor().step, self.stream.total_steps());
+        if self.progress.evaluated == Some(step) {
+            return Ok(());
+        }
+        self.evaluate_as(|plan| plan.is_due(step, total))
+    }
+
+    fn evaluate_as(&mut self, is_due: impl Fn(&EvalPlan) -> bool) -> Result<()> {
+        let plan = self.run.plan;
+        let due = Due {
+            held_out: plan.eval.as_ref().is_some_and(&is_due),
+            tasks: plan.tasks.as_ref().is_some_and(|tasks| is_due(&tasks.when)),
+        };
+        if due.held_out && self.held_out()? == Ended::Stopped || due.tasks && self.ask_tasks()? == Ended::Stopped {
+            return Ok(());
+        }
+        if due.held_out || due.tasks {
+            self.progress.evaluated = Some(self.stream.cursor().step);
+        }
+        Ok(())
+    }
+
+    /// Evaluates on the held-out data. A request to stop ends it without a result.
+    fn held_out(&mut self) -> Result<Ended> {
+        self.settle(0)?;
+        let Some(eval) = &self.run.prepared.eval else { return Ok(Ended::Whole) };
+        let _span = span("evaluate", "");
+        let started = Instant::now();
+        let Run { plan, engine, ranks, .. } = self.run;
+        let (rank, n_ranks) = ranks.seat;
+        let mut stream = EvalStream::new(eval.clone(), &plan.data);
+        // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
+        let rounds = stream.n_batches().div_ceil(n_ranks);
+        let mut sums = HeldOutSums::default();
+        for _ in 0..rounds {
+            if self.asked_to_stop()?.is_some() {
+                return Ok(Ended::Stopped);
+            }
+            let round: Vec<Batch> = stream.by_ref().take(n_ranks).collect();
+            let own = round.into_iter().nth(rank).unwrap_or_else(Batch::filler);
+            let n_targets = if ranks.counts() { own.n_targets } else { 0 };
+            sums.add(engine, &step::micro(&own, engine)?, n_targets)?;
+        }
+        let HeldOut { loss, n_targets } = sums.over_ranks(engine.group())?;
+        let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
+        let eval_time = started.elapsed().as_secs_f64();
+        let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
+        self.reporter.eval(&record);
+        self.judge(&Values::from([(HELD_OUT.to_owned(), loss)]));
+        self.remember(|report| report.metrics["eval"] = json!(record));
+        Ok(Ended::Whole)
+    }
+
+    /// Asks the tasks. A request to stop that comes in between is heeded when they are done.
+    fn ask_tasks(&mut self) -> Result<Ended> {
+        self.settle(0)?;
+        let Some(tasks) = self.run.tasks else { return Ok(Ended::Whole) };
+        if self.asked_to_stop()?.is_some() {
+            return Ok(Ended::Stopped);
+        }
+        let _span = span("tasks", "");
+        let started = Instant::now();
+        let Run { assets, engine, ranks, scores, .. } = self.run;
+        let folders = [Some(assets.tokenizer.directory()), assets.model_folder.as_deref()];
+        let voice = Voice::new(engine, &assets.tokenizer, folders.into_iter().flatten());
+        let values = tasks.ask(voice, ranks).context("failed to ask the tasks of eval.tasks")?;
+        let is_of_a_task = !["", HELD_OUT].contains(&scores.metric.as_str());
+        if is_of_a_task && !values.contains_key(&scores.metric) {
+            let (metric, known) = (&scores.metric, values.keys().cloned().collect::<Vec<_>>().join(", "));
+            let problem = format!("failed to find the metric_for_best_model `{metric}` among {known}");
+            return Err(anyhow::anyhow!(problem).context(ExitCode::Usage));
+        }
+        self.judge(&values);
+        let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
+        let scores = values.into_iter().map(|(name, value)| (format!("eval/{name}"), value)).collect();
+        let record = TasksRecord { epoch, iter, scores, eval_time: started.elapsed().as_secs_f64() };
+        self.reporter.tasks(&record);
+        self.remember(|report| report.metrics["tasks"] = json!(record));
+        Ok(Ended::Whole)
+    }
+
+    /// Remembers the value that says which save is the best, if it is among these.
+    fn judge(&mut self, values: &Values) {
+        let Some(value) = values.get(&self.progress.scores.metric) else { return };
+        self.progress.scores.add(self.stream.cursor().step, *value);
+        if let Some((step, value)) = self.progress.scores.best() {
+            let metric = self.progress.scores.metric.clone();
+            self.remember(|report| report.metrics["best"] = json!({"iter": step, "metric": metric, "value": value}));
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! The tasks of a plan: found and checked before anything is built, asked of the weights as they are, scored once.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use candlewick_text::hub::Hub;
+use evaluator::answer::{AnswerSettings, Answers, LmAnswers};
+use evaluator::chat::Chat;
+use evaluator::exit::ExitCode;
+use evaluator::lm::Voice;
+use evaluator::questions::Questions;
+use evaluator::task::{ChatStyle, DataPaths, PromptOptions, Registry, Selection, Task, TaskConfig};
+
+use super::Ranks;
+use super::assets::Assets;
+use crate::checkpoint::Scores;
+use crate::plan::{BestPlan, HELD_OUT, Plan, TasksPlan};
+
+/// What tasks came to: `TASK/METRIC` and its value. Errors are among them as `TASK/METRIC_stderr`.
+pub(super) type Values = BTreeMap<String, f64>;
+
+/// The tasks of a run with their prompts.
+pub(super) struct Tasks<'a> {
+    plan: &'a TasksPlan,
+    questions: Questions<'a>,
+}
+
+/// The template that prompts are printed with, if they are chats.
+pub(super) fn chat(plan: &Plan, assets: &Assets) -> Result<Option<Chat>> {
+    if !plan.tasks.as_ref().is_some_and(|tasks| tasks.chat) {
+        return Ok(None);
+    }
+    let missing =
+        "failed to start: eval.apply_chat_template needs a tokenizer with a chat template, or tokenizer.chat_template";
+    let template = assets.template()?.ok_or_else(|| anyhow!(missing).context(ExitCode::Usage))?;
+    Ok(Some(Chat::new(template)))
+}
+
+/// Finds what the plan names. No data are read.
+pub(super) fn select(plan: &Plan) -> Result<Option<Selection>> {
+    let Some(tasks) = &plan.tasks else { return Ok(None) };
+    let selection = Registry::load(&tasks.include_path)?.select(&tasks.tasks.join(","))?;
+    let runs_code = selection.tasks.iter().find(|task| task.unsafe_code).filter(|_| !tasks.confirm_run_unsafe_code);
+    match runs_code {
+        None => Ok(Some(selection)),
+        Some(task) => {
+            let problem = "runs code that the model writes; allow it with eval.confirm_run_unsafe_code: true";
+            Err(anyhow!("failed to start: {} {problem}", task.task).context(ExitCode::Usage))
+        }
+    }
+}
+
+/// What says which save is the best, with no values yet.
+pub(super) fn scores(plan: &Plan, selection: Option<&Selection>) -> Result<Scores> {
+    let Some(BestPlan { metric, greater_is_better }) = &plan.best else { return Ok(Scores::default()) };
+    let (metric, of_task) = match (metric.as_deref(), selection) {
+        (Some(HELD_OUT), _) | (_, None) => (HELD_OUT.to_owned(), Some(false)),
+        (Some(name), Some(selection)) => (name.to_owned(), direction(name, selection)?),
+        (None, Some(selection)) => first_score(selection)?,
+    };
+    Ok(Scores::of(metric, greater_is_better.or(of_task).unwrap_or(true)))
+}
+
+/// The first score of the first task.
+fn first_score(selection: &Selection) -> Result<(String, Option<bool>)> {
+    let first = selection.tasks.first().context("failed to start: eval.tasks selects no task")?;
+    let (name, greater) =
+        first.score_names().into_iter().next().context("failed to start: the first task has no metric")?;
+    Ok((format!("{}/{name}", first.task), Some(greater)))
+}
+
+/// Whether more of `TASK/METRIC` is better, as far as its task says. It must be a task or a group that is selected.
+fn direction(name: &str, selection: &Selection) -> Result<Option<bool>> {
+    let usage = |problem: String| anyhow!("failed to start: metric_for_best_model: {problem}").context(ExitCode::Usage);
+    let (task, metric) = name.split_once('/').unwrap_or((name, ""));
+    let in_group = selection.groups.iter().find(|group| group.name == task).map(|group| &group.tasks);
+    let is_meant = |config: &&TaskConfig| match in_group {
+        Some(tasks) => tasks.contains(&config.task),
+        None => config.task == task,
+    };
+    let meant: Vec<&TaskConfig> = selection.tasks.iter().filter(is_meant).collect();
+    ensure!(!meant.is_empty(), usage(format!("eval.tasks has no task `{task}`")));
+    let mut names: Vec<(String, bool)> = meant.iter().flat_map(|config| config.score_names()).collect();
+    match names.iter().find(|(known, _)| known == metric) {
+        Some((_, greater)) => Ok(Some(*greater)),
+        None if meant.iter().any(|config| config.names_scores_itself()) => Ok(None),
+        None => {
+            names.dedup();
+            let names: Vec<String> = names.into_iter().map(|(name, _)| name).collect();
+            Err(usage(format!("{task} has no metric `{metric}`; it has {}", names.join(", "))))
+        }
+    }
+}
+
+impl<'a> Tasks<'a> {
+    /// Reads the documents and writes the prompts.
+    pub(super) fn open(plan: &'a TasksPlan, selection: Selection, chat: Option<&'a Chat>, hub: &Hub) -> Result<Self> {
+        let options = PromptOptions {
+            num_fewshot: plan.num_fewshot,
+            fewshot_seed: plan.fewshot_seed,
+            chat: chat.map(|chat| chat as &dyn ChatStyle),
+            system_instruction: plan.system_instruction.clone(),
+            fewshot_as_multiturn: plan.fewshot_as_multiturn,
+            limit: plan.limit,
+            gen_kwargs: plan.gen_kwargs.clone(),
+            confirm_run_unsafe_code: plan.confirm_run_unsafe_code,
+            ..PromptOptions::default()
+        };
+        let paths = DataPaths::parse(&plan.data)?;
+        let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
+        let tasks = selection.tasks.into_iter().map(open).collect::<Result<Vec<Task>>>()?;
+        let options = vec![options; tasks.len()];
+        Ok(Self { plan, questions: Questions::new(tasks, selection.groups, options)? })
+    }
+
+    /// Asks the model, each rank its share, and returns what the first rank makes of the answers. All ranks call it.
+    pub(super) fn ask(&self, voice: Voice, ranks: &Ranks) -> Result<Values> {
+        let settings = AnswerSettings {
+            max_length: self.plan.max_length,
+            max_gen_toks: self.plan.max_gen_toks,
+            batch_size: self.plan.batch_size,
+            ..AnswerSettings::default()
+        };
+        let answered = LmAnswers::of(voice, settings, ranks.world_group())?.answer(&self.questions.requests())?;
+        let score = || -> Result<Values> {
+            let runs = self.questions.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
+            Ok(self.questions.results(&runs, &answered)?.values())
+        };
+        let own = match ranks.is_first() {
+            true => ranks.at_work().during(score).and_then(|values| Ok(serde_json::to_vec(&values)?)),
+            false => Ok(Vec::new()),
+        };
+        let told = ranks.exchange(own)?;
+        serde_json::from_slice(&told[0]).context("failed to read the first rank's scores")
+    }
+}
