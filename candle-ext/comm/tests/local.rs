@@ -318,7 +318,8 @@ fn check_stop(scenario: &str) {
     assert!(ends.iter().all(|end| end.code == Some(1) && end.said == ends[0].said), "{ends:?}");
     let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 2 (pid ";
     assert!(ends[0].said.starts_with(what) && ends[0].said.contains("silent for 3s (seen by rank "), "{ends:?}");
-    // It is told when it goes on.
+    // It is told when it goes on, also where nobody keeps the store any more.
+    drop(server);
     kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::CONT).unwrap();
     let late = stopped.end();
     assert_eq!((late.code, &late.said), (Some(1), &ends[0].said));

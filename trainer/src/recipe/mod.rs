@@ -108,8 +108,8 @@ pub struct Recipe {
     /// The number of blocks of each run, in the order of the model. Default: so many that no stage takes much longer than
     /// another, the last one's head counted.
     pub pipeline_layers: Option<Vec<HumanInt>>,
-    /// Seconds for which the other ranks wait for one that is silent, as in transformers: the longest save, or the reading
-    /// of the data, must be over by then (default 1800).
+    /// Seconds for which the other ranks wait for one that is silent, as in transformers (default 1800). One that reads data,
+    /// saves or exports is not silent, however long that takes.
     pub ddp_timeout: Option<HumanInt>,
     /// What connects the ranks (transformers' name): `auto` (default: NCCL where GPUs compute, else `local` on one machine and
     /// MPI on several), `local` (processes of one machine), `mpi`, `nccl`, or `staged` (ranks that share a GPU, through the

@@ -141,9 +141,13 @@ impl Shared {
         };
     }
 
-    /// Says goodbye to all, and lets the watcher end.
+    /// Says goodbye to all, and lets the watcher end. Who leaves a world that has ended says why: another may not have heard of
+    /// it yet, and must not take this for the reason.
     pub(super) fn leave(&self) {
-        self.tell(LEAVE, &[]);
+        match self.failure() {
+            Some(failure) => self.tell(FAIL, &failure.encode()),
+            None => self.tell(LEAVE, &[]),
+        }
         self.lock().stopping = true;
     }
 

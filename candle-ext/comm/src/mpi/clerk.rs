@@ -202,7 +202,7 @@ impl Clerk {
             0 => {}
             _ if has_left => thread::sleep(longest),
             _ if self.under_way.is_empty() => self.shared.await_bell(DOZE),
-            ..=EAGER_TURNS => thread::yield_now(),
+            1..=EAGER_TURNS => thread::yield_now(),
             _ => self.shared.await_bell((first * (1 + (n_idle - EAGER_TURNS) / 8)).min(longest)),
         }
     }

@@ -48,6 +48,8 @@ impl Letter {
 impl Drop for Letter {
     fn drop(&mut self) {
         // The request itself panics when it is dropped.
-        self.request.take().map(std::mem::forget);
+        if let Some(request) = self.request.take() {
+            std::mem::forget(request);
+        }
     }
 }
