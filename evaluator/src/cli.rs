@@ -13,9 +13,10 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
-use candle_core::DType;
+use candle_core::{DType, Device};
 use candlewick_model::Config;
 use candlewick_ops::{AttentionChoice, AttentionImpl, DeviceChoice};
+use candlewick_parallel::Groups;
 use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
 use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -25,6 +26,7 @@ use crate::error_file;
 use crate::exit::{ExitCode, classify, completions, parse_arguments, report};
 use crate::generate::GenerateOptions;
 use crate::lm::Lm;
+use crate::parts::Parts;
 use crate::ranks::Ranks;
 
 /// Evaluates language models.
@@ -251,27 +253,28 @@ fn perplexity(args: &Perplexity, hub: &Hub) -> Result<()> {
 
 impl Model {
     fn load(&self, hub: &Hub) -> Result<Lm> {
-        self.load_from(&self.folder(hub)?, self.device)
+        let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+        self.load_from(&self.folder(hub)?, device, (Parts::WHOLE, &Parts::alone()?))
     }
 
-    /// Loads the model on each rank, after one of them has downloaded it.
-    fn load_on(&self, hub: &Hub, ranks: &Ranks) -> Result<Lm> {
+    /// Loads the model on each rank, or its part of it, after one of them has downloaded it.
+    fn load_on(&self, hub: &Hub, ranks: &Ranks, device: Device) -> Result<Lm> {
         let folder = ranks.in_turn(|| self.folder(hub))?;
-        ranks.share(self.load_from(&folder, ranks.device(self.device)))
+        ranks.share(Config::read(&folder).map_err(Into::into).and_then(|config| ranks.parts.check(&config)))?;
+        ranks.share(self.load_from(&folder, device, (ranks.parts, &ranks.groups)))
     }
 
     fn folder(&self, hub: &Hub) -> Result<PathBuf> {
         Ok(hub.model(&self.model, self.revision.as_deref(), ModelPart::Whole)?)
     }
 
-    fn load_from(&self, folder: &Path, device: DeviceChoice) -> Result<Lm> {
+    fn load_from(&self, folder: &Path, device: Device, parts: (Parts, &Groups)) -> Result<Lm> {
         let config = Config::read(folder)?;
         let dtype = self.dtype.of(&config)?;
-        let device = device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
         let attention = self.attention();
         let said = attention.explain(&device, dtype, config.attention_heads());
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
-        Ok(Lm::load(folder, self.adapter.as_deref(), dtype, device)?.with_attention(attention))
+        Ok(Lm::load_in_parts(folder, self.adapter.as_deref(), dtype, device, parts)?.with_attention(attention))
     }
 
     fn attention(&self) -> AttentionChoice {

@@ -12,6 +12,7 @@ pub mod generate;
 pub mod held_out;
 pub mod lm;
 pub mod output;
+pub mod parts;
 pub mod questions;
 pub mod ranks;
 pub mod request;

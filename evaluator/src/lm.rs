@@ -9,7 +9,9 @@ use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionChoice, Seqs};
-use candlewick_parallel::{Engine, Formats, Micro, Mode, ParamStore, Residency, Sharing};
+use candlewick_parallel::{
+    Engine, Formats, Groups, Layout, Micro, Mode, Norms, ParamStore, Pipeline, Residency, Schedule, Sharded,
+};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::template::{ChatTemplate, Ending};
 use candlewick_text::tokenizer::{Specials, Tokenizer};
@@ -17,6 +19,7 @@ use serde::Serialize;
 
 use crate::generate::{GenerateOptions, Timings, generate};
 use crate::held_out::{HeldOut, HeldOutSums};
+use crate::parts::Parts;
 use crate::weights::{Origin, fill};
 
 /// A model that answers.
@@ -70,19 +73,38 @@ impl<'a> Voice<'a> {
 impl Lm {
     /// Loads a Hugging Face folder, and an adapter folder on top of it, with weights in `dtype` on `device`.
     pub fn load(folder: &Path, adapter: Option<&Path>, dtype: DType, device: Device) -> Result<Self> {
+        Self::load_in_parts(folder, adapter, dtype, device, (Parts::WHOLE, &Parts::alone()?))
+    }
+
+    /// The same, this rank's part of it; the others of its `groups` load theirs.
+    pub fn load_in_parts(
+        folder: &Path,
+        adapter: Option<&Path>,
+        dtype: DType,
+        device: Device,
+        (parts, groups): (Parts, &Groups),
+    ) -> Result<Self> {
         let tokenizer = Tokenizer::from_directory(folder)?;
         let template = tokenizer.chat_template(None)?;
         let folders = std::iter::once(folder).chain(adapter).map(Path::to_owned).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
         let config = Config::read(folder)?;
+        parts.check(&config)?;
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
-        let store = ParamStore::new(&model, Formats::computing_in(dtype), Mode::Infer, &device, Sharing::alone())?;
+        // The head is computed for few tokens.
+        let layout = Layout::balanced(model.n_blocks(), parts.stages, 1, 0.0);
+        let sharing = groups.sharing(parts.in_shares.then_some(Sharded::Weights), layout.clone(), Norms::Whole);
+        let store = ParamStore::new(&model, Formats::computing_in(dtype), Mode::Infer, &device, sharing)?;
         let base = Checkpoint::open(folder)?;
         let base = Origin::Checkpoint(&base);
         let notes = fill(&store, &model, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));
         let residency = vec![Residency::Keep; model.n_blocks()];
-        let engine = Engine::new(model, store, residency, Arc::new(Solo), device);
+        let pipeline = Pipeline::new(Arc::clone(&groups.stages), layout, Schedule::default())?;
+        let mut engine = Engine::new(model, store, residency, Arc::new(Solo), device).with_pipeline(pipeline);
+        if parts.tensor > 1 {
+            engine = engine.with_tensor(groups.tensor_ranks(Norms::Whole));
+        }
         Ok(Self { engine, tokenizer, template, folders, dtype })
     }
 

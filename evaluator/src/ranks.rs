@@ -3,16 +3,23 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, anyhow};
+use candle_core::Device;
 use candlewick_comm::place::Place;
 use candlewick_comm::{Collective, Engine, Failure, Host, Options, World, exchange_bytes};
 use candlewick_ops::{DeviceChoice, why_no_gpu};
+use candlewick_parallel::Groups;
 
 use crate::exit::{ExitCode, classify};
+use crate::parts::{Crew, Parts};
 
 /// This rank and the others.
 pub struct Ranks<'w> {
     world: &'w World,
     local_rank: usize,
+    /// What each has of a model, and who has the rest.
+    pub parts: Parts,
+    /// See [`Parts::groups`].
+    pub groups: Groups,
 }
 
 /// This process's place among those that were started together, as torchrun, MPI or Slurm tell it.
@@ -23,22 +30,33 @@ pub fn place() -> Result<Place> {
     place.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))
 }
 
-/// Joins those that were started together, as the variables of the process tell it, does this rank's part and leaves. If it
-/// fails, the other ranks are told and fail, too.
-pub fn together<T>(part: impl FnOnce(&Ranks) -> Result<T>) -> Result<T> {
+/// Joins those that were started together, as the variables of the process tell it, does this rank's part on the device that
+/// `choice` means for it, and leaves. If it fails, the other ranks are told and fail, too. They have a model in `parts`.
+pub fn together<T>(parts: Parts, choice: DeviceChoice, part: impl FnOnce(&Ranks, Device) -> Result<T>) -> Result<T> {
     let place = place()?;
-    // What they tell each other is text and numbers, on the host.
-    let engine = Engine::Host(Host::of(&place));
+    parts.check_ranks(place.world_size)?;
+    let device = device(choice, place.local_rank).open();
+    let device = device.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+    // Ranks with a whole model each tell each other text and numbers, on the host.
+    let engine = match parts.is_whole() || device.is_cpu() {
+        true => Engine::Host(Host::of(&place)),
+        false => Engine::Nccl(device.clone()),
+    };
     let world = World::join(&place, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
-    let value = Ranks::new(&world, place.local_rank).run(part)?;
+    let value = Ranks::run(&world, place.local_rank, parts, |ranks| part(ranks, device))?;
     world.leave().context("failed to end together with the other ranks")?;
     Ok(value)
 }
 
 impl<'w> Ranks<'w> {
-    /// One rank of `world`, with this number on its machine.
-    pub fn new(world: &'w World, local_rank: usize) -> Self {
-        Self { world, local_rank }
+    /// One rank of `world`, with this number on its machine. All ranks call it.
+    pub fn new(world: &'w World, local_rank: usize, parts: Parts) -> Result<Self> {
+        Ok(Self { world, local_rank, parts, groups: parts.groups(&*world.group())? })
+    }
+
+    /// Returns those who answer together.
+    pub fn crew(&self) -> Crew {
+        Crew::of(self.group(), &self.groups, self.parts.in_shares)
     }
 
     /// Returns the group of all ranks.
@@ -49,14 +67,6 @@ impl<'w> Ranks<'w> {
     /// Tells whether this is the one rank that reports and writes.
     pub fn is_first(&self) -> bool {
         self.world.rank() == 0
-    }
-
-    /// The device of this rank: each takes a GPU of its own, unless one is named.
-    pub fn device(&self, choice: DeviceChoice) -> DeviceChoice {
-        match choice {
-            DeviceChoice::Auto if why_no_gpu().is_none() => DeviceChoice::Cuda(self.local_rank),
-            choice => choice,
-        }
     }
 
     /// Does something on one rank of the machine before the others do it: they find what it has downloaded. If one fails,
@@ -82,20 +92,29 @@ impl<'w> Ranks<'w> {
         }
     }
 
-    fn run<T>(&self, part: impl FnOnce(&Self) -> Result<T>) -> Result<T> {
-        part(self).map_err(|error| self.blame(error))
+    fn run<T>(world: &World, local_rank: usize, parts: Parts, part: impl FnOnce(&Ranks) -> Result<T>) -> Result<T> {
+        let done = Ranks::new(world, local_rank, parts).and_then(|ranks| part(&ranks));
+        done.map_err(|error| blame(world, error))
     }
+}
 
-    /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
-    fn blame(&self, error: Error) -> Error {
-        match Failure::behind(&*error) {
-            // Only what another rank's end has caused here is that rank's failure.
-            Some(failure) => anyhow!("failed to {failure}").context(ExitCode::Peer),
-            _ if classify(&error) == ExitCode::Peer => error,
-            _ => {
-                self.world.fail(format!("evaluate: {error:#}"));
-                error
-            }
+/// The device of one of a machine's ranks: each takes a GPU of its own, unless one is named.
+fn device(choice: DeviceChoice, local_rank: usize) -> DeviceChoice {
+    match choice {
+        DeviceChoice::Auto if why_no_gpu().is_none() => DeviceChoice::Cuda(local_rank),
+        choice => choice,
+    }
+}
+
+/// Tells the other ranks why this one ends; if it ends because another did, says so instead.
+fn blame(world: &World, error: Error) -> Error {
+    match Failure::behind(&*error) {
+        // Only what another rank's end has caused here is that rank's failure.
+        Some(failure) => anyhow!("failed to {failure}").context(ExitCode::Peer),
+        _ if classify(&error) == ExitCode::Peer => error,
+        _ => {
+            world.fail(format!("evaluate: {error:#}"));
+            error
         }
     }
 }
@@ -111,7 +130,7 @@ mod tests {
 
     /// What each of three ranks returns.
     fn of_three<T: Send>(rank: impl Fn(&Ranks) -> T + Sync) -> Vec<T> {
-        let run = |world: &World| Ok::<_, CommError>(rank(&Ranks::new(world, world.rank())));
+        let run = |world: &World| Ok::<_, CommError>(rank(&Ranks::new(world, world.rank(), Parts::WHOLE).unwrap()));
         threads::run(3, Options::default(), run).unwrap()
     }
 

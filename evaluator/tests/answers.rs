@@ -15,8 +15,13 @@ use evaluator::answer::encode::Encoder;
 use evaluator::answer::windows::{Scored, windows};
 use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers};
 use evaluator::lm::Lm;
+use evaluator::parts::Crew;
 use evaluator::request::{GenerationSettings, Request, Response};
 use support::CONTEXT;
+
+fn alone() -> Crew {
+    Crew::of_copies(Arc::new(Solo))
+}
 
 fn lm(folder: &Path) -> Lm {
     Lm::load(folder, None, DType::F32, Device::Cpu).unwrap()
@@ -80,7 +85,7 @@ fn settings() -> AnswerSettings {
 }
 
 fn answer(lm: &Lm, settings: AnswerSettings, requests: &[Request]) -> Vec<Answered> {
-    LmAnswers::new(lm, settings, Arc::new(Solo)).unwrap().answer(requests).unwrap()
+    LmAnswers::new(lm, settings, alone()).unwrap().answer(requests).unwrap()
 }
 
 fn responses(answered: &[Answered]) -> Vec<Response> {
@@ -194,7 +199,7 @@ fn answers_have_the_same_bits_on_any_number_of_ranks() {
     for n in [2, 3, 7] {
         let on_rank = |world: &World| {
             let lm = self::lm(&folder.path().join("model"));
-            LmAnswers::new(&lm, settings(), world.group())?.answer(&requests)
+            LmAnswers::new(&lm, settings(), Crew::of_copies(world.group()))?.answer(&requests)
         };
         for answers in threads::run(n, Options::default(), on_rank).unwrap() {
             assert_eq!(answers, want, "{n}");
@@ -242,7 +247,7 @@ fn an_interrupted_evaluation_goes_on_with_another_number_of_ranks() {
     let on_ranks = |n| {
         let on_rank = |world: &World| {
             let lm = self::lm(&folder.path().join("model"));
-            LmAnswers::new(&lm, with_log(&logs), world.group())?.answer(&requests)
+            LmAnswers::new(&lm, with_log(&logs), Crew::of_copies(world.group()))?.answer(&requests)
         };
         for answers in threads::run(n, Options::default(), on_rank).unwrap() {
             assert_eq!(answers, want, "{n}");
@@ -294,7 +299,7 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
 fn what_cannot_be_answered_is_said_before_anything_is_computed() {
     let (_folder, lm) = model(1);
     let refused = |request: Request| {
-        let error = LmAnswers::new(&lm, settings(), Arc::new(Solo)).unwrap().answer(&[request]).unwrap_err();
+        let error = LmAnswers::new(&lm, settings(), alone()).unwrap().answer(&[request]).unwrap_err();
         format!("{error:#}")
     };
     assert!(refused(scored("a", "")).contains("it has no tokens of its own"));

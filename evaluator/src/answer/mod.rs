@@ -18,13 +18,13 @@ pub mod windows;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
-use candlewick_comm::{Collective, exchange_bytes};
+use candlewick_comm::exchange_bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::lm::{Lm, Voice};
+use crate::parts::Crew;
 use crate::request::{Request, Response};
 use batch::Batching;
 use encode::Encoder;
@@ -82,7 +82,7 @@ pub struct LmAnswers<'a> {
     defaults: Defaults,
     settings: AnswerSettings,
     batching: Batching,
-    ranks: Arc<dyn Collective>,
+    crew: Crew,
     /// Known if there is a log.
     identity: String,
     on_progress: Box<dyn FnMut(Progress) + 'a>,
@@ -98,10 +98,10 @@ pub struct Progress {
 }
 
 impl<'a> LmAnswers<'a> {
-    /// Gets ready to answer, with as many others as there are `ranks`.
-    pub fn new(lm: &'a Lm, settings: AnswerSettings, ranks: Arc<dyn Collective>) -> Result<Self> {
+    /// Gets ready to answer together with a crew.
+    pub fn new(lm: &'a Lm, settings: AnswerSettings, crew: Crew) -> Result<Self> {
         let log = settings.log.clone();
-        let mut answers = Self::of(lm.voice(), settings, ranks)?;
+        let mut answers = Self::of(lm.voice(), settings, crew)?;
         if log.is_some() {
             answers.identity = answers.identify(lm)?;
             answers.settings.log = log;
@@ -110,7 +110,7 @@ impl<'a> LmAnswers<'a> {
     }
 
     /// Gets ready to answer for a model whose weights change, and so without a log of answers.
-    pub fn of(voice: Voice<'a>, settings: AnswerSettings, ranks: Arc<dyn Collective>) -> Result<Self> {
+    pub fn of(voice: Voice<'a>, settings: AnswerSettings, crew: Crew) -> Result<Self> {
         let Voice { engine, tokenizer, generation_config } = voice;
         let heads = engine.model().config().attention_heads();
         let row_bytes = 2 * engine.model().n_blocks() * heads.n_kv * heads.dim * size_of::<f32>();
@@ -124,7 +124,7 @@ impl<'a> LmAnswers<'a> {
             defaults: generation_config.map(Defaults::read).transpose()?.unwrap_or_default(),
             settings: AnswerSettings { log: None, ..settings },
             batching,
-            ranks,
+            crew,
             identity: String::new(),
             on_progress: Box::new(|_| {}),
         })
@@ -143,14 +143,14 @@ impl<'a> LmAnswers<'a> {
 
     /// Hashes the model on the first rank; the others believe it.
     fn identify(&self, lm: &Lm) -> Result<String> {
-        let own = match self.ranks.rank() {
+        let own = match self.crew.all.rank() {
             0 => {
                 let settings = format!("{:?} {} {:?}", lm.dtype(), self.max_length(), self.settings.add_bos);
                 identity::identity(lm.folders(), &settings)?
             }
             _ => String::new(),
         };
-        let of_first = exchange_bytes(&*self.ranks, own.as_bytes())?.into_iter().next().unwrap_or_default();
+        let of_first = exchange_bytes(&*self.crew.all, own.as_bytes())?.into_iter().next().unwrap_or_default();
         Ok(String::from_utf8(of_first)?)
     }
 }
@@ -161,8 +161,9 @@ impl Answers for LmAnswers<'_> {
             Plan::new(requests, &self.encoder, &self.settings, self.defaults, self.max_length(), &self.identity)?;
         let mut found = self.known(&plan)?;
         found.extend(plan.about_nothing());
-        let own = self.compute(&plan, &found)?;
-        for answers in exchange_bytes(&*self.ranks, &serde_json::to_vec(&own)?)? {
+        let computed = self.compute(&plan, &found)?;
+        let own = if self.crew.speaks { computed } else { Vec::new() };
+        for answers in exchange_bytes(&*self.crew.all, &serde_json::to_vec(&own)?)? {
             found.extend(read_answers(&answers)?);
         }
         plan.places
@@ -191,13 +192,13 @@ impl LmAnswers<'_> {
     fn known(&self, plan: &Plan) -> Result<HashMap<usize, Response>> {
         let Some(folder) = &self.settings.log else { return Ok(HashMap::new()) };
         let mut own = Vec::new();
-        if self.ranks.rank() == 0 {
+        if self.crew.all.rank() == 0 {
             let known = log::read(folder, &self.identity)?;
             let questions = plan.questions.iter().enumerate();
             let found = questions.filter_map(|(i, question)| Some(Numbered(i, known.get(&question.key)?.into())));
             own.extend(found);
         }
-        let all = exchange_bytes(&*self.ranks, &serde_json::to_vec(&own)?)?;
+        let all = exchange_bytes(&*self.crew.all, &serde_json::to_vec(&own)?)?;
         let of_first = all.first().ok_or_else(|| anyhow!("failed to hear from the first rank"))?;
         Ok(read_answers(of_first)?.into_iter().collect())
     }
@@ -208,10 +209,10 @@ impl LmAnswers<'_> {
         let Work { scored, owners, prompts, prompt_owners } = &plan.work;
         let (scoring, generation) = (Scoring::new(scored), Generation::new(prompts));
         let open = |question: &usize| !known.contains_key(question);
-        let own_scored = share_of(&*self.ranks, scoring.order(), &scoring.costs(), owners, open);
-        let own_prompts = share_of(&*self.ranks, generation.order(), &generation.costs(), prompt_owners, open);
-        let folder = self.settings.log.as_ref();
-        let log = folder.map(|folder| AnswerLog::open(folder, &self.identity, self.ranks.rank())).transpose()?;
+        let own_scored = share_of(&*self.crew.copies, scoring.order(), &scoring.costs(), owners, open);
+        let own_prompts = share_of(&*self.crew.copies, generation.order(), &generation.costs(), prompt_owners, open);
+        let folder = self.settings.log.as_ref().filter(|_| self.crew.speaks);
+        let log = folder.map(|folder| AnswerLog::open(folder, &self.identity, self.crew.copies.rank())).transpose()?;
         let n_all = own_prompts.len() + plan.n_questions(&own_scored);
         let mut desk = Desk { plan, log, done: Vec::new(), n_all, on_progress: &mut self.on_progress };
         let mut scores: HashMap<usize, Vec<(usize, Score)>> = HashMap::new();

@@ -10,7 +10,7 @@ use clap::Args;
 use serde::Deserialize;
 use serde_json::json;
 
-use super::answering::{Answering, bar};
+use super::answering::{Answering, InParts, bar};
 use super::{Model, answer};
 use crate::answer::{Answered, Answers, LmAnswers};
 use crate::exit::ExitCode;
@@ -28,6 +28,8 @@ pub(super) struct Answer {
     #[command(flatten)]
     model: Model,
     #[command(flatten)]
+    parts: InParts,
+    #[command(flatten)]
     answering: Answering,
     /// Where the answers go, in the order of the requests [default: stdout]
     #[arg(long, short, alias = "output_path", value_name = "FILE")]
@@ -41,11 +43,11 @@ pub(super) struct Answer {
 }
 
 pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
-    together(|ranks| {
+    together(args.parts.parts(), args.model.device, |ranks, device| {
         let requests = read(&args.requests)?;
-        let lm = args.model.load_on(hub, ranks)?;
+        let lm = args.model.load_on(hub, ranks, device)?;
         let settings = args.answering.settings(args.seed, args.use_cache.clone());
-        let answers = LmAnswers::new(&lm, settings, ranks.group())?;
+        let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
         ranks.share(if ranks.is_first() { write(args.output_path.as_deref(), &answered) } else { Ok(()) })
     })

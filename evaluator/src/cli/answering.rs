@@ -7,6 +7,7 @@ use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::answer::{AnswerSettings, Progress};
+use crate::parts::Parts;
 use crate::ranks::Ranks;
 
 #[derive(Clone, Debug, Args)]
@@ -23,6 +24,27 @@ pub(super) struct Answering {
     /// Whether BOS is put before texts [default: as the tokenizer has it]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
     add_bos_token: Option<bool>,
+}
+
+/// How ranks have a model together that is too large for one of them.
+#[derive(Clone, Debug, Args)]
+pub(super) struct InParts {
+    /// Ranks that share every matrix of a copy of the model
+    #[arg(long, alias = "tensor_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    tensor_parallel_size: usize,
+    /// Ranks that have some blocks each of a copy of the model
+    #[arg(long, alias = "pipeline_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    pipeline_parallel_size: usize,
+    /// 3 keeps one copy in shares on all ranks, which compute the same; 0 keeps as many copies as ranks allow
+    #[arg(long, alias = "zero_stage", value_name = "STAGE", default_value = "0", value_parser = ["0", "3"])]
+    zero_stage: String,
+}
+
+impl InParts {
+    pub(super) fn parts(&self) -> Parts {
+        let Self { tensor_parallel_size: tensor, pipeline_parallel_size: stages, .. } = *self;
+        Parts { tensor, stages, in_shares: self.zero_stage == "3" }
+    }
 }
 
 /// Sequences of a forward; `None` for as many as are good.

@@ -10,7 +10,7 @@ use candlewick_text::template::Clock;
 use clap::Args;
 use serde_json::{Map, Value as Json, json};
 
-use super::answering::{Answering, bar};
+use super::answering::{Answering, InParts, bar};
 use super::tasks::{Prompts, TaskSource};
 use super::{Model, answer};
 use crate::about::{About, about};
@@ -31,6 +31,8 @@ pub(super) struct Run {
     /// Tasks, groups, tags, patterns such as mmlu_* and YAML files, with commas between them
     #[arg(long, short, required = true, value_delimiter = ',')]
     tasks: Vec<String>,
+    #[command(flatten)]
+    parts: InParts,
     #[command(flatten)]
     answering: Answering,
     #[command(flatten)]
@@ -89,21 +91,21 @@ fn seeds(text: &str) -> Result<Seeds, String> {
 }
 
 pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
-    together(|ranks| {
+    together(args.parts.parts(), args.model.device, |ranks, device| {
         let began = Began::agree(ranks)?;
         let selection = args.select()?;
         let mut tasks = args.open(hub, ranks, &selection)?;
         if args.predict_only {
             tasks = tasks.into_iter().map(Task::predict_only).collect();
         }
-        let lm = args.model.load_on(hub, ranks)?;
+        let lm = args.model.load_on(hub, ranks, device)?;
         let chat = args.chat(&lm, &began)?;
         let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks)?;
         let questions = Questions::new(tasks, selection.groups, options)?;
         let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, began.name()));
         let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
         let settings = args.answering.settings(args.seeds().0[2], log);
-        let answers = LmAnswers::new(&lm, settings, ranks.group())?;
+        let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let max_length = answers.max_length();
         let answered = answers.with_progress(bar(ranks)).answer(&questions.requests())?;
         let report = || {

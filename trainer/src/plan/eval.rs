@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use serde::Serialize;
 
-use super::RanksPlan;
 use super::resolver::Resolver;
 use crate::data::DataPlan;
 use crate::recipe::{Free, HumanInt, Origin};
@@ -104,7 +103,7 @@ pub(super) fn resolve_held_out(resolver: &mut Resolver, data: &DataPlan) -> Opti
     (interval > 0 && has_data).then_some(EvalPlan { interval, on_start })
 }
 
-pub(super) fn resolve_tasks(resolver: &mut Resolver, ranks: &RanksPlan) -> Option<TasksPlan> {
+pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     let recipe = resolver.recipe();
     let given = &recipe.eval;
     if given.tasks.is_empty() {
@@ -113,7 +112,6 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver, ranks: &RanksPlan) -> Optio
         }
         return None;
     }
-    check_ranks(resolver, ranks);
     resolver.pick(TASKS, Some(&given.tasks), &given.tasks);
     let interval = resolver.count("eval.interval", given.interval.or(recipe.eval_interval), 0);
     if interval == 0 {
@@ -148,24 +146,6 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver, ranks: &RanksPlan) -> Optio
         bootstrap_iters: resolver.count("eval.bootstrap_iters", given.bootstrap_iters, 100_000),
         confirm_run_unsafe_code: resolver.pick("eval.confirm_run_unsafe_code", given.confirm_run_unsafe_code, false),
     })
-}
-
-/// Each rank answers a share of the documents by itself, so it must have the whole model at hand.
-fn check_ranks(resolver: &mut Resolver, ranks: &RanksPlan) {
-    let stage = if ranks.zero_stage == 3 { 3 } else { 0 };
-    for (key, degree) in [
-        ("tensor_parallel_size", ranks.tensor),
-        ("pipeline_parallel_size", ranks.stages),
-        ("sequence_parallel_size", ranks.sequence),
-        ("context_parallel_size", ranks.context),
-        ("deepspeed.zero_optimization.stage", stage),
-    ] {
-        if degree > 1 {
-            let message = format!("eval.tasks: tasks are not answered yet with {key}: {degree}");
-            let advice = format!("remove eval.tasks and run `evaluator run` on the checkpoints, or change {key}");
-            resolver.wrong_because(&[TASKS, "eval"], message, advice);
-        }
-    }
 }
 
 /// With tasks, one of their metrics decides, unless another is named; without, only a named one.

@@ -303,7 +303,7 @@ impl Plan {
         let schedule = optimizer::resolve_schedule(&mut resolver);
         optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
         let eval = eval::resolve_held_out(&mut resolver, &data);
-        let tasks = eval::resolve_tasks(&mut resolver, &ranks);
+        let tasks = eval::resolve_tasks(&mut resolver);
         let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref());
         let exit = output::resolve_exit(&mut resolver);
         let checkpoints = output::resolve_checkpoints(&mut resolver);

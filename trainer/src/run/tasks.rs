@@ -8,6 +8,7 @@ use evaluator::answer::{AnswerSettings, Answers, LmAnswers};
 use evaluator::chat::Chat;
 use evaluator::exit::ExitCode;
 use evaluator::lm::Voice;
+use evaluator::parts::Crew;
 use evaluator::questions::Questions;
 use evaluator::task::{ChatStyle, DataPaths, PromptOptions, Registry, Selection, Task, TaskConfig};
 
@@ -22,6 +23,8 @@ pub(super) type Values = BTreeMap<String, f64>;
 /// The tasks of a run with their prompts.
 pub(super) struct Tasks<'a> {
     plan: &'a TasksPlan,
+    /// Whether no rank has all weights (ZeRO stage 3).
+    in_shares: bool,
     questions: Questions<'a>,
 }
 
@@ -94,7 +97,9 @@ fn direction(name: &str, selection: &Selection) -> Result<Option<bool>> {
 
 impl<'a> Tasks<'a> {
     /// Reads the documents and writes the prompts.
-    pub(super) fn open(plan: &'a TasksPlan, selection: Selection, chat: Option<&'a Chat>, hub: &Hub) -> Result<Self> {
+    pub(super) fn open(plan: &'a Plan, selection: Selection, chat: Option<&'a Chat>, hub: &Hub) -> Result<Self> {
+        let in_shares = plan.ranks.zero_stage == 3;
+        let plan = plan.tasks.as_ref().context("failed to start: eval.tasks selects no task")?;
         let options = PromptOptions {
             num_fewshot: plan.num_fewshot,
             fewshot_seed: plan.fewshot_seed,
@@ -110,10 +115,14 @@ impl<'a> Tasks<'a> {
         let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
         let tasks = selection.tasks.into_iter().map(open).collect::<Result<Vec<Task>>>()?;
         let options = vec![options; tasks.len()];
-        Ok(Self { plan, questions: Questions::new(tasks, selection.groups, options)? })
+        Ok(Self { plan, in_shares, questions: Questions::new(tasks, selection.groups, options)? })
     }
 
-    /// Asks the model, each rank its share, and returns what the first rank makes of the answers. All ranks call it.
+    fn crew(&self, ranks: &Ranks) -> Crew {
+        Crew::of(ranks.world_group(), &ranks.groups, self.in_shares)
+    }
+
+    /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers. All ranks call it.
     pub(super) fn ask(&self, voice: Voice, ranks: &Ranks) -> Result<Values> {
         let settings = AnswerSettings {
             max_length: self.plan.max_length,
@@ -121,7 +130,7 @@ impl<'a> Tasks<'a> {
             batch_size: self.plan.batch_size,
             ..AnswerSettings::default()
         };
-        let answered = LmAnswers::of(voice, settings, ranks.world_group())?.answer(&self.questions.requests())?;
+        let answered = LmAnswers::of(voice, settings, self.crew(ranks))?.answer(&self.questions.requests())?;
         let score = || -> Result<Values> {
             let runs = self.questions.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
             Ok(self.questions.results(&runs, &answered)?.values())
