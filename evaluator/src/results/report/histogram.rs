@@ -103,7 +103,9 @@ fn measures(samples: &[&Sample]) -> Vec<Measure> {
     let mut all = vec![of_all(margin, true, &margin_of), of_all(per_part, false, &likelihood_per_part)];
     if let Some(first) = samples.first() {
         for (i, (metric, _)) in first.metrics.iter().enumerate() {
-            all.push(of_all(metric.clone(), false, &|sample| sample.metrics.get(i)?.1.number()));
+            // What a perplexity is the mean of.
+            let title = if metric == "perplexity" { "log-likelihood of the answer, in nats" } else { metric.as_str() };
+            all.push(of_all(title.to_owned(), false, &|sample| sample.metrics.get(i)?.1.number()));
         }
     }
     all
