@@ -15,7 +15,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_model::Config;
-use candlewick_ops::{AttentionChoice, AttentionImpl, DeviceChoice};
+use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
 use candlewick_parallel::Groups;
 use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
 use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
@@ -127,6 +127,8 @@ enum Attention {
     /// Plain tensor operations with all scores in memory
     #[value(alias = "eager")]
     Reference,
+    /// FlashAttention 2 on a GPU, in 16 bits, if the program was built with the feature flash-attn
+    Flash,
 }
 
 #[derive(Debug, Args)]
@@ -272,7 +274,7 @@ impl Model {
         let config = Config::read(folder)?;
         let dtype = self.dtype.of(&config)?;
         let attention = self.attention();
-        let said = attention.explain(&device, dtype, config.attention_heads());
+        let said = attention.explain(&device, dtype, config.attention_heads(), AttentionPasses::Forward);
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
         Ok(Lm::load_in_parts(folder, self.adapter.as_deref(), dtype, device, parts)?.with_attention(attention))
     }
@@ -283,6 +285,7 @@ impl Model {
             Attention::Cudnn => AttentionImpl::Cudnn,
             Attention::Fused => AttentionImpl::Fused,
             Attention::Reference => AttentionImpl::Reference,
+            Attention::Flash => AttentionImpl::Flash,
         };
         AttentionChoice { implementation, deterministic: false }
     }

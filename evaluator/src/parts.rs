@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use anyhow::{Error, Result, anyhow, ensure};
+use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Degrees, Mesh};
-use candlewick_comm::{Collective, Solo};
+use candlewick_comm::{Collective, Reduce, Solo};
 use candlewick_model::Config;
 use candlewick_ops::AttentionHeads;
 use candlewick_parallel::Groups;
@@ -30,6 +31,8 @@ pub struct Crew {
     pub all: Arc<dyn Collective>,
     /// Those that answer different requests: this one, and its like in every other copy of the model.
     pub copies: Arc<dyn Collective>,
+    /// Those that have this copy of the model together.
+    pub copy: Arc<dyn Collective>,
     /// Whether this one says what its copy has answered: one rank of each does.
     pub speaks: bool,
 }
@@ -102,7 +105,7 @@ fn usage(problem: String) -> Error {
 impl Crew {
     /// The ranks of `all`, with a whole model each.
     pub fn of_copies(all: Arc<dyn Collective>) -> Self {
-        Self { copies: Arc::clone(&all), all, speaks: true }
+        Self { copies: Arc::clone(&all), all, copy: Arc::new(Solo), speaks: true }
     }
 
     /// The ranks of `all` with their groups: weights may be in shares, of which each copy is put together when it is computed.
@@ -111,6 +114,15 @@ impl Crew {
             true => (&groups.replicas, &groups.model_shards),
             false => (&groups.data, &groups.model),
         };
-        Self { all, copies: Arc::clone(copies), speaks: copy.rank() == 0 }
+        Self { all, copies: Arc::clone(copies), copy: Arc::clone(copy), speaks: copy.rank() == 0 }
+    }
+
+    /// Whether any rank of this copy says so. They all call it.
+    pub fn any_of_copy(&self, own: bool) -> Result<bool> {
+        if self.copy.size() == 1 {
+            return Ok(own);
+        }
+        let all = self.copy.all_reduce(&Tensor::new(u32::from(own), &Device::Cpu)?, Reduce::Max)?;
+        Ok(all.to_scalar::<u32>()? > 0)
     }
 }

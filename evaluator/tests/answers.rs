@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use candlewick_parallel::KvCache;
 use candlewick_text::tokenizer::Specials;
 use evaluator::answer::encode::Encoder;
 use evaluator::answer::windows::{Scored, windows};
-use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers};
+use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers, Stopped};
 use evaluator::lm::Lm;
 use evaluator::parts::Crew;
 use evaluator::request::{GenerationSettings, Request, Response};
@@ -204,6 +205,36 @@ fn answers_have_the_same_bits_on_any_number_of_ranks() {
         for answers in threads::run(n, Options::default(), on_rank).unwrap() {
             assert_eq!(answers, want, "{n}");
         }
+    }
+}
+
+/// Ranks with a copy each, and ranks that have one together.
+#[test]
+fn a_stop_on_one_rank_ends_all_of_them() {
+    let (folder, _lm) = model(1);
+    let requests = requests();
+    let crews: [fn(&World) -> Crew; 2] = [
+        |world| Crew::of_copies(world.group()),
+        |world| {
+            let copy = world.group();
+            Crew { all: world.group(), copies: Arc::new(Solo), speaks: copy.rank() == 0, copy }
+        },
+    ];
+    for crew in crews {
+        let on_rank = |world: &World| {
+            let lm = self::lm(&folder.path().join("model"));
+            let n_asked = Cell::new(0);
+            let asked = || {
+                n_asked.set(n_asked.get() + 1);
+                world.rank() == 1 && n_asked.get() == 3
+            };
+            let settings = AnswerSettings { batch_size: Some(1), ..settings() };
+            let answered = LmAnswers::new(&lm, settings, crew(world))?.with_stop(asked).answer(&requests);
+            Ok::<_, anyhow::Error>((answered.unwrap_err().is::<Stopped>(), n_asked.get()))
+        };
+        let ends = threads::run(2, Options::default(), on_rank).unwrap();
+        assert!(ends.iter().all(|(is_stopped, _)| *is_stopped), "{ends:?}");
+        assert_eq!(ends[1].1, 3, "nothing is computed after a stop");
     }
 }
 

@@ -51,8 +51,12 @@ impl Room {
 
     /// What trains `recipe` of the golden curves with the tasks after every second of five steps.
     fn trainer(&self, arguments: &[&str]) -> Command {
+        self.asked_to("train", arguments)
+    }
+
+    fn asked_to(&self, what: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(cargo_bin("trainer"));
-        command.current_dir(root()).args(["-q", "train", "tests/golden/llama.yaml", "device=cpu", "train_iters=5"]);
+        command.current_dir(root()).args(["-q", what, "tests/golden/llama.yaml", "device=cpu", "train_iters=5"]);
         command.arg(format!("output_dir={}", self.path("run").display()));
         command.arg(format!("data.cache_dir={}", self.path("cache").display()));
         let tasks =
@@ -231,14 +235,45 @@ fn the_best_save_stays_and_a_resumed_run_asks_nothing_twice() {
     assert_eq!(report["metrics"]["best"], json!({"iter": best, "metric": "texts/bits_per_byte", "value": value}));
 }
 
+/// The tasks would take minutes: they are asked again by the run that goes on.
+#[test]
+fn a_termination_signal_ends_tasks_that_are_being_asked() {
+    let room = Room::new();
+    let rows: Vec<String> = (0..4000).map(|i| json!({"q": format!("Say {i}.")}).to_string()).collect();
+    fs::write(room.path("long.jsonl"), rows.join("\n")).unwrap();
+    let task = format!(
+        "task: long\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {}}}}}\ntest_split: test\n\
+         output_type: generate_until\ndoc_to_text: q\ndoc_to_target: q\nmetric_list: [{{metric: exact_match}}]\n\
+         generation_kwargs: {{until: []}}\n",
+        room.path("long.jsonl").display()
+    );
+    fs::write(room.path("long.yaml"), task).unwrap();
+    let saves = format!("checkpoint=[{{output_dir: {}, auto_resume: true}}]", room.path("saves").display());
+    let begun = [&saves, "eval.tasks=[long]", "eval.interval=1", "eval.max_gen_toks=100"];
+    let child = room.trainer(&begun).spawn().unwrap();
+    let metrics = room.path("run/metrics.jsonl");
+    while !fs::read_to_string(&metrics).is_ok_and(|lines| lines.contains("\"iter\":1")) {
+        std::thread::yield_now();
+    }
+    // SAFETY: a signal to a child that has not been waited for.
+    unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(75), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(room.scores(), [], "the tasks came to an end");
+    success(&room.train(&[&saves, "eval.tasks=[long]", "eval.interval=1", "eval.limit=3", "eval.max_gen_toks=2"]));
+    assert_eq!(room.scores().iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+}
+
 #[test]
 fn what_is_not_there_is_said_before_anything_is_trained() {
     let room = Room::new();
     let refused = |arguments: &[&str], words: &[&str]| {
-        let output = room.train(arguments);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{said}");
-        words.iter().for_each(|word| assert!(said.contains(word), "{word:?} is not in {said}"));
+        for what in ["train", "check"] {
+            let output = room.asked_to(what, arguments).output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!(output.status.code(), Some(2), "{what}: {said}");
+            words.iter().for_each(|word| assert!(said.contains(word), "{what}: {word:?} is not in {said}"));
+        }
         assert!(!room.path("run/metrics.jsonl").exists());
     };
     refused(&["eval.tasks=[chose]"], &["chose", "choose"]);

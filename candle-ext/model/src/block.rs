@@ -3,7 +3,7 @@
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Rows, Seqs, Weight};
+use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Rows, Seqs, Weight};
 
 use crate::{Config, Weights, unit::block_prefix, weights::Dropped};
 
@@ -17,6 +17,11 @@ pub trait Seams {
     /// What a branch reads, as its first matrices want it: [t, d] -> [t, d].
     fn enter(&self, x: &Tensor) -> Result<Tensor> {
         Ok(x.clone())
+    }
+
+    /// Which part of its input a branch's last matrix has here.
+    fn columns(&self) -> Columns {
+        Columns::ALL
     }
 
     /// What a branch's last matrix gives, as the residual stream wants it: [t, d] -> [t, d].
@@ -112,20 +117,22 @@ impl Block<'_> {
         };
         let n_out = q_thk.dim(1)? * q_thk.dim(2)?;
         let y_thk = cx.seams.attend(self.block_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
-        cx.seams.leave(&self.linear("self_attn.o_proj", &ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?, cx)?)
+        let y_td = ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?;
+        let dropped = cx.dropped().map(|dropped| dropped.in_columns(cx.seams.columns()));
+        cx.seams.leave(&self.w.linear(&format!("{}.self_attn.o_proj", self.prefix), &y_td, dropped.as_ref())?)
     }
 
     fn mlp(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let dropped = cx.dropped();
+        let (dropped, columns) = (cx.dropped(), cx.seams.columns());
         let x_td = &cx.seams.enter(x_td)?;
         let y_td = match cx.mlp_rows {
-            MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped.as_ref())?,
+            MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped.as_ref(), columns)?,
             MlpRows::InTiles => {
                 let (w, prefix) = (self.w.clone(), self.prefix.clone());
                 let tile_rows = tile_rows(x_td.dim(0)?, self.config.hidden_size());
                 ops::tiled(x_td, tile_rows, move |x_td, first_row| {
                     let dropped = dropped.as_ref().map(|dropped| dropped.at_row(first_row));
-                    mlp(&w, &prefix, x_td, dropped.as_ref())
+                    mlp(&w, &prefix, x_td, dropped.as_ref(), columns)
                 })?
             }
         };
@@ -161,10 +168,12 @@ impl Block<'_> {
     }
 }
 
-fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<&Dropped>) -> Result<Tensor> {
-    let linear = |name: &str, x: &Tensor| w.linear(&format!("{prefix}.mlp.{name}"), x, dropped);
-    let (gate_tf, up_tf) = (linear("gate_proj", x_td)?, linear("up_proj", x_td)?);
-    linear("down_proj", &ops::swiglu(&gate_tf, &up_tf)?)
+/// `columns` are those of the last matrix's input.
+fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<&Dropped>, columns: Columns) -> Result<Tensor> {
+    let name = |projection: &str| format!("{prefix}.mlp.{projection}");
+    let (gate_tf, up_tf) = (w.linear(&name("gate_proj"), x_td, dropped)?, w.linear(&name("up_proj"), x_td, dropped)?);
+    let dropped = dropped.map(|dropped| dropped.in_columns(columns));
+    w.linear(&name("down_proj"), &ops::swiglu(&gate_tf, &up_tf)?, dropped.as_ref())
 }
 
 /// As ArcticTraining cuts: ceil(t / d) tiles of one size, but for the last.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, Dropout, Precision, Rows, Weight};
+use candlewick_ops::{self as ops, Columns, Dropout, Precision, Rows, Weight};
 
 use crate::{
     Adapter, Unit,
@@ -23,22 +23,29 @@ pub(crate) struct Dropped {
     key: u64,
     /// Which of the micro-batch's rows they are.
     rows: Rows,
+    /// Which of their elements.
+    columns: Columns,
 }
 
 impl Dropped {
     pub(crate) fn new(key: u64, rows: &Rows) -> Self {
-        Self { key, rows: rows.clone() }
+        Self { key, rows: rows.clone(), columns: Columns::ALL }
     }
 
     /// What is dropped of the rows from `row` of these on.
     pub(crate) fn at_row(&self, row: usize) -> Self {
-        Self { key: self.key, rows: self.rows.after(row) }
+        Self { rows: self.rows.after(row), ..self.clone() }
+    }
+
+    /// What is dropped of a part of the elements of these rows.
+    pub(crate) fn in_columns(&self, columns: Columns) -> Self {
+        Self { columns, ..self.clone() }
     }
 
     /// The inputs `x` of a module without what is dropped: the same whether its rows come in one piece or in several.
     fn of(&self, module: &str, p: f64, x: &Tensor) -> Result<Tensor> {
         let key = ops::derive_key(self.key, fnv1a(FNV_START, module));
-        ops::dropout_rows(x, Dropout { p, key }, &self.rows)
+        ops::dropout_part(x, Dropout { p, key }, &self.rows, self.columns)
     }
 }
 

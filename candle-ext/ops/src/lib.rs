@@ -48,11 +48,11 @@ pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_librari
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
 pub use attention::{
-    AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Partial, Piece, PieceInputs, Seqs, attention,
-    attention_piece, attention_piece_backward,
+    AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Partial, Piece, PieceInputs, Seqs,
+    attention, attention_piece, attention_piece_backward,
 };
 pub use bytes::{of_bytes, with_bytes};
-pub use dropout::{Dropout, Rows, derive_key, dropout, dropout_rows};
+pub use dropout::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
 pub use embedding::{embedding, embedding_part};
 pub use gemm::{cpu_product, cpu_product_rate};
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};

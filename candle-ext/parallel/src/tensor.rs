@@ -9,7 +9,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Reduce};
 use candlewick_model::Seams;
-use candlewick_ops::{self as ops, AttentionSpec, Coming, Seqs, VocabPart, Weight, record, record_exchange};
+use candlewick_ops::{self as ops, AttentionSpec, Columns, Coming, Seqs, VocabPart, Weight, record, record_exchange};
 
 use crate::placement::Norms;
 
@@ -95,6 +95,10 @@ impl Seams for Shared<'_> {
 
     fn enter(&self, x: &Tensor) -> Result<Tensor> {
         self.tensor.enter(x)
+    }
+
+    fn columns(&self) -> Columns {
+        Columns { part: self.tensor.ranks.rank(), n_parts: self.tensor.ranks.size() }
     }
 
     fn leave(&self, y: &Tensor) -> Result<Tensor> {

@@ -65,13 +65,15 @@ impl<'p> Generation<'p> {
         self.tree.path(prompt).into_iter().filter(|node| self.is_shared[*node]).collect()
     }
 
-    /// Continues the prompts `wanted`, which are in order, and hands each text over when it is there.
+    /// Continues the prompts `wanted`, which are in order, and hands each text over when it is there. Before each forward it
+    /// asks whether to go on: an error ends it.
     pub fn run(
         &self,
         engine: &Engine,
         tokenizer: &Tokenizer,
         batching: &Batching,
         wanted: &[usize],
+        go_on: impl Fn() -> Result<()>,
         mut done: impl FnMut(usize, String) -> Result<()>,
     ) -> Result<()> {
         let (nothing, wanted): (Vec<usize>, Vec<usize>) = wanted.iter().partition(|i| self.prompts[**i].n_max == 0);
@@ -89,6 +91,7 @@ impl<'p> Generation<'p> {
             waiting: wanted.into_iter().collect(),
         };
         while !state.texts.is_empty() || !state.waiting.is_empty() {
+            go_on()?;
             state.let_in(batching)?;
             state.step().context("failed to generate")?;
             for text in state.take_ended() {

@@ -86,7 +86,13 @@ pub struct LmAnswers<'a> {
     /// Known if there is a log.
     identity: String,
     on_progress: Box<dyn FnMut(Progress) + 'a>,
+    asked_to_stop: Option<Box<dyn Fn() -> bool + 'a>>,
 }
+
+/// Somebody asked for a stop before all requests were answered.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("stopped before all requests were answered")]
+pub struct Stopped;
 
 /// How far this rank is with its share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +133,7 @@ impl<'a> LmAnswers<'a> {
             crew,
             identity: String::new(),
             on_progress: Box::new(|_| {}),
+            asked_to_stop: None,
         })
     }
 
@@ -134,6 +141,12 @@ impl<'a> LmAnswers<'a> {
     #[must_use]
     pub fn with_progress(self, on_progress: impl FnMut(Progress) + 'a) -> Self {
         Self { on_progress: Box::new(on_progress), ..self }
+    }
+
+    /// Asks before each forward; if it is so on any rank, all end with [`Stopped`]. Every rank is to ask, or none.
+    #[must_use]
+    pub fn with_stop(self, asked_to_stop: impl Fn() -> bool + 'a) -> Self {
+        Self { asked_to_stop: Some(Box::new(asked_to_stop)), ..self }
     }
 
     /// Tokens of context.
@@ -161,10 +174,14 @@ impl Answers for LmAnswers<'_> {
             Plan::new(requests, &self.encoder, &self.settings, self.defaults, self.max_length(), &self.identity)?;
         let mut found = self.known(&plan)?;
         found.extend(plan.about_nothing());
-        let computed = self.compute(&plan, &found)?;
-        let own = if self.crew.speaks { computed } else { Vec::new() };
+        let computed = match self.compute(&plan, &found) {
+            Err(error) if error.is::<Stopped>() => None,
+            computed => Some(computed?),
+        };
+        let own = if self.crew.speaks { computed } else { computed.map(|_| Vec::new()) };
         for answers in exchange_bytes(&*self.crew.all, &serde_json::to_vec(&own)?)? {
-            found.extend(read_answers(&answers)?);
+            let answers: Option<Vec<Numbered>> = serde_json::from_slice(&answers)?;
+            found.extend(answers.ok_or(Stopped)?.into_iter().map(Numbered::unpack));
         }
         plan.places
             .iter()
@@ -182,9 +199,10 @@ impl Answers for LmAnswers<'_> {
 #[derive(Serialize, Deserialize)]
 struct Numbered(usize, Plain);
 
-fn read_answers(bytes: &[u8]) -> Result<Vec<(usize, Response)>> {
-    let answers: Vec<Numbered> = serde_json::from_slice(bytes)?;
-    Ok(answers.into_iter().map(|Numbered(question, answer)| (question, answer.into())).collect())
+impl Numbered {
+    fn unpack(self) -> (usize, Response) {
+        (self.0, self.1.into())
+    }
 }
 
 impl LmAnswers<'_> {
@@ -200,7 +218,8 @@ impl LmAnswers<'_> {
         }
         let all = exchange_bytes(&*self.crew.all, &serde_json::to_vec(&own)?)?;
         let of_first = all.first().ok_or_else(|| anyhow!("failed to hear from the first rank"))?;
-        Ok(read_answers(of_first)?.into_iter().collect())
+        let known: Vec<Numbered> = serde_json::from_slice(of_first)?;
+        Ok(known.into_iter().map(Numbered::unpack).collect())
     }
 
     /// Answers this rank's share of what is not known, and writes it to the log as it comes.
@@ -214,9 +233,14 @@ impl LmAnswers<'_> {
         let folder = self.settings.log.as_ref().filter(|_| self.crew.speaks);
         let log = folder.map(|folder| AnswerLog::open(folder, &self.identity, self.crew.copies.rank())).transpose()?;
         let n_all = own_prompts.len() + plan.n_questions(&own_scored);
+        let (crew, asked_to_stop) = (&self.crew, &self.asked_to_stop);
+        let go_on = || match asked_to_stop {
+            Some(asked) if crew.any_of_copy(asked())? => Err(Stopped.into()),
+            _ => Ok(()),
+        };
         let mut desk = Desk { plan, log, done: Vec::new(), n_all, on_progress: &mut self.on_progress };
         let mut scores: HashMap<usize, Vec<(usize, Score)>> = HashMap::new();
-        scoring.run(engine, &self.batching, &own_scored, |finished| {
+        scoring.run(engine, &self.batching, &own_scored, go_on, |finished| {
             for (item, score) in finished {
                 let question = owners[item];
                 let of_question = scores.entry(question).or_default();
@@ -227,7 +251,7 @@ impl LmAnswers<'_> {
             }
             desk.write()
         })?;
-        generation.run(engine, tokenizer, &self.batching, &own_prompts, |prompt, text| {
+        generation.run(engine, tokenizer, &self.batching, &own_prompts, go_on, |prompt, text| {
             desk.take(prompt_owners[prompt], Response::Text(text))?;
             desk.write()
         })?;

@@ -61,12 +61,14 @@ impl<'s> Scoring<'s> {
         self.tree.order.iter().map(&mut cost_of).collect()
     }
 
-    /// Scores the sequences `wanted` and hands them over, those of a batch together.
+    /// Scores the sequences `wanted` and hands them over, those of a batch together. Before each forward it asks whether to go
+    /// on: an error ends it.
     pub fn run(
         &self,
         engine: &Engine,
         batching: &Batching,
         wanted: &[usize],
+        go_on: impl Fn() -> Result<()>,
         mut done: impl FnMut(Vec<(usize, Score)>) -> Result<()>,
     ) -> Result<()> {
         let mut questions = self.questions(wanted);
@@ -76,6 +78,7 @@ impl<'s> Scoring<'s> {
         let mut path = Path::new(engine.model().n_blocks());
         let batches = self.batches(&nodes, batching);
         for (i, batch) in batches.iter().enumerate() {
+            go_on()?;
             let next = batches.get(i + 1).map(|batch| nodes[batch.start]);
             let asked: Vec<Vec<Question>> =
                 nodes[batch.clone()].iter().map(|node| std::mem::take(&mut questions[*node])).collect();

@@ -25,9 +25,6 @@ pub(crate) struct Kind {
 /// What dropout drops depends on the place of a token in its micro-batch: only ranks that share micro-batches drop the same.
 pub(crate) const ADAPTER: Kind = Kind { adapter: Some(0.3), ..Kind::of("qwen3", true) };
 
-/// An adapter without.
-pub(crate) const CALM_ADAPTER: Kind = Kind { adapter: Some(0.0), ..ADAPTER };
-
 /// Windows end within the longer sequences.
 pub(crate) const WINDOW: Kind = Kind { window: Some(11), ..Kind::of("mistral", false) };
 

@@ -12,7 +12,7 @@ use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::{Plan, Reach};
 use crate::recipe::Loaded;
-use crate::run::{Assets, Began};
+use crate::run::{Assets, Began, check_tasks};
 
 pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&check.recipe.path, &check.recipe.overrides)?;
@@ -23,6 +23,7 @@ pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
         Format::Text => ui.answer(plan.to_string().trim_end())?,
         Format::Json => ui.answer(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?)?,
     };
+    check_tasks(&plan)?;
     if check.offline {
         open_everything(&plan)?;
     } else {

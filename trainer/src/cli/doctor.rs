@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use candle_core::DType;
 use candlewick_ops::{
-    AttentionChoice, AttentionHeads, DeviceChoice, GpuInfo, NvidiaLibrary, cpu_product, gpus, nvidia_libraries,
-    why_no_gpu,
+    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, NvidiaLibrary, cpu_product, gpus,
+    nvidia_libraries, why_no_gpu,
 };
 use candlewick_text::hub::HubSettings;
 use serde::Serialize;
@@ -149,7 +149,7 @@ fn connects(endpoint: &str) -> bool {
 /// What computes the attention of a usual model in bf16.
 fn attention() -> String {
     let heads = AttentionHeads { n_query: 32, n_kv: 8, dim: 128 };
-    let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads);
+    let explain = |device| AttentionChoice::default().explain(&device, DType::BF16, heads, AttentionPasses::Both);
     match DeviceChoice::Auto.open().and_then(explain) {
         Ok(said) => said.map_or("fused".into(), |said| said.trim_start_matches("attention: ").to_owned()),
         Err(error) => format!("{error}"),

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
-use candlewick_ops::{cpu_product_rate, gpus};
+use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
 use candlewick_parallel::{Engine, Formats, Groups, Mode, OnHost, ParamStore, Parking, Pipeline, Residency, Sequence};
 use evaluator::weights::{Origin, fill};
 
@@ -47,7 +47,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     let OptimizerPlan { masters, moments, .. } = plan.optimizer;
     let [compute, masters, moments] = [plan.model.dtype, masters, moments].map(dtype);
     let attention = plan.model.attention;
-    let said = attention.explain(&device, compute, model.config().attention_heads());
+    let said = attention.explain(&device, compute, model.config().attention_heads(), AttentionPasses::Both);
     let mut said = Vec::from_iter(said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?);
     if plan.optimizer_on_host > 0.0 && device.is_cpu() {
         let what = if plan.weights_on_host { "weights and optimizer are" } else { "the optimizer is" };

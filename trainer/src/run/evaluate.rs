@@ -93,19 +93,17 @@ impl Session<'_> {
         Ok(Ended::Whole)
     }
 
-    /// Asks the tasks. A request to stop that comes in between is heeded when they are done.
+    /// Asks the tasks. A request to stop ends it without a result.
     fn ask_tasks(&mut self) -> Result<Ended> {
         self.settle(0)?;
         let Some(tasks) = self.run.tasks else { return Ok(Ended::Whole) };
-        if self.asked_to_stop()?.is_some() {
-            return Ok(Ended::Stopped);
-        }
         let _span = span("tasks", "");
         let started = Instant::now();
-        let Run { assets, engine, ranks, scores, .. } = self.run;
+        let Run { assets, engine, ranks, scores, stop, .. } = self.run;
         let folders = [Some(assets.tokenizer.directory()), assets.model_folder.as_deref()];
         let voice = Voice::new(engine, &assets.tokenizer, folders.into_iter().flatten());
-        let values = tasks.ask(voice, ranks).context("failed to ask the tasks of eval.tasks")?;
+        let asked = tasks.ask(voice, ranks, stop).context("failed to ask the tasks of eval.tasks")?;
+        let Some(values) = asked else { return Ok(Ended::Stopped) };
         let is_of_a_task = !["", HELD_OUT].contains(&scores.metric.as_str());
         if is_of_a_task && !values.contains_key(&scores.metric) {
             let (metric, known) = (&scores.metric, values.keys().cloned().collect::<Vec<_>>().join(", "));

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candlewick_text::hub::Hub;
-use evaluator::answer::{AnswerSettings, Answers, LmAnswers};
+use evaluator::answer::{AnswerSettings, Answers, LmAnswers, Stopped};
 use evaluator::chat::Chat;
 use evaluator::exit::ExitCode;
 use evaluator::lm::Voice;
@@ -16,6 +16,7 @@ use super::Ranks;
 use super::assets::Assets;
 use crate::checkpoint::Scores;
 use crate::plan::{BestPlan, HELD_OUT, Plan, TasksPlan};
+use crate::signals::StopRequests;
 
 /// What tasks came to: `TASK/METRIC` and its value. Errors are among them as `TASK/METRIC_stderr`.
 pub(super) type Values = BTreeMap<String, f64>;
@@ -51,6 +52,11 @@ pub(super) fn select(plan: &Plan) -> Result<Option<Selection>> {
             Err(anyhow!("failed to start: {} {problem}", task.task).context(ExitCode::Usage))
         }
     }
+}
+
+/// Fails if the tasks of a plan, or the metric that says which save is the best, are unknown. No data are read.
+pub fn check_tasks(plan: &Plan) -> Result<()> {
+    scores(plan, select(plan)?.as_ref()).map(drop)
 }
 
 /// What says which save is the best, with no values yet.
@@ -122,15 +128,20 @@ impl<'a> Tasks<'a> {
         Crew::of(ranks.world_group(), &ranks.groups, self.in_shares)
     }
 
-    /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers. All ranks call it.
-    pub(super) fn ask(&self, voice: Voice, ranks: &Ranks) -> Result<Values> {
+    /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; nothing if somebody
+    /// asks for a stop in between. All ranks call it.
+    pub(super) fn ask(&self, voice: Voice, ranks: &Ranks, stop: &StopRequests) -> Result<Option<Values>> {
         let settings = AnswerSettings {
             max_length: self.plan.max_length,
             max_gen_toks: self.plan.max_gen_toks,
             batch_size: self.plan.batch_size,
             ..AnswerSettings::default()
         };
-        let answered = LmAnswers::of(voice, settings, self.crew(ranks))?.answer(&self.questions.requests())?;
+        let mut answers = LmAnswers::of(voice, settings, self.crew(ranks))?.with_stop(|| stop.poll().is_some());
+        let answered = match answers.answer(&self.questions.requests()) {
+            Err(error) if error.is::<Stopped>() => return Ok(None),
+            answered => answered?,
+        };
         let score = || -> Result<Values> {
             let runs = self.questions.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
             Ok(self.questions.results(&runs, &answered)?.values())
@@ -140,6 +151,6 @@ impl<'a> Tasks<'a> {
             false => Ok(Vec::new()),
         };
         let told = ranks.exchange(own)?;
-        serde_json::from_slice(&told[0]).context("failed to read the first rank's scores")
+        Ok(Some(serde_json::from_slice(&told[0]).context("failed to read the first rank's scores")?))
     }
 }

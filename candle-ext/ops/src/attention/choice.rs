@@ -20,6 +20,8 @@ pub enum AttentionImpl {
     Fused,
     /// Plain tensor operations with all scores of a sequence in memory, to compare with.
     Reference,
+    /// FlashAttention 2 by the candle-flash-attn crate: the forward on a GPU, in 16 bits.
+    Flash,
 }
 
 /// How attention is computed. What is computed never depends on it, but for rounding.
@@ -49,6 +51,8 @@ pub(super) enum Path {
     Fused,
     #[cfg(feature = "cudnn")]
     Cudnn(super::cudnn::Plan),
+    #[cfg(feature = "flash-attn")]
+    Flash,
 }
 
 impl fmt::Display for AttentionImpl {
@@ -58,6 +62,7 @@ impl fmt::Display for AttentionImpl {
             Self::Cudnn => "cudnn",
             Self::Fused => "fused",
             Self::Reference => "reference",
+            Self::Flash => "flash",
         })
     }
 }
@@ -69,30 +74,38 @@ impl Serialize for AttentionImpl {
 }
 
 impl AttentionChoice {
-    /// Says what will compute training on a device, in words; nothing where there is nothing to choose from.
+    /// Says what will compute these passes on a device, in words; nothing where there is nothing to choose from.
     ///
-    /// Fails where cuDNN is asked for by name and cannot be used. May load cuDNN and build a graph.
-    pub fn explain(self, device: &Device, dtype: DType, heads: AttentionHeads) -> Result<Option<String>> {
+    /// Fails where what is asked for by name cannot be used. May load cuDNN and build a graph.
+    pub fn explain(
+        self,
+        device: &Device,
+        dtype: DType,
+        heads: AttentionHeads,
+        passes: AttentionPasses,
+    ) -> Result<Option<String>> {
         let AttentionHeads { n_query, n_kv, dim } = heads;
         let q = Tensor::zeros((1, n_query, dim), dtype, device)?;
         let scale = (dim as f32).powf(-0.5);
         let spec = AttentionSpec { scale, causal: true, window: None, choice: self };
         let heads = Heads { n_kv, group: n_query / n_kv.max(1), dim };
-        let (path, why_not_cudnn) = choose(&q, &Seqs::packed(vec![0, 1])?, &spec, heads, Graphs::Both)?;
+        let (path, why_not_cudnn) = choose(&q, &Seqs::packed(vec![0, 1])?, &spec, heads, passes)?;
         Ok(match (path, why_not_cudnn) {
             (Path::Reference, _) => Some("attention: reference, with all scores of a sequence in memory".into()),
             (Path::Fused, Some(why)) if device.is_cuda() => Some(format!("attention: fused; not cuDNN: {why}")),
             (Path::Fused, _) => None,
             #[cfg(feature = "cudnn")]
             (Path::Cudnn(plan), _) => Some(format!("attention: {}", plan.describe())),
+            #[cfg(feature = "flash-attn")]
+            (Path::Flash, _) => Some("attention: FlashAttention 2".into()),
         })
     }
 }
 
-/// What a call needs of cuDNN.
+/// What attention is wanted for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Graphs {
-    /// The forward.
+pub enum AttentionPasses {
+    /// The forward alone.
     Forward,
     /// The backward, too.
     Both,
@@ -104,16 +117,20 @@ pub(super) fn choose(
     seqs: &Seqs,
     spec: &AttentionSpec,
     heads: Heads,
-    graphs: Graphs,
+    passes: AttentionPasses,
 ) -> Result<(Path, Option<String>)> {
     match spec.choice.implementation {
         AttentionImpl::Reference => Ok((Path::Reference, None)),
         AttentionImpl::Fused => Ok((Path::Fused, None)),
-        AttentionImpl::Cudnn => match cudnn(q, seqs, spec, heads, graphs) {
+        AttentionImpl::Cudnn => match cudnn(q, seqs, spec, heads, passes) {
             Ok(path) => Ok((path, None)),
             Err(why) => bail!("attention: cuDNN was asked for and cannot be used: {why}; `fused` is our own kernel"),
         },
-        AttentionImpl::Auto => match left_to_cudnn(seqs, spec).and_then(|()| cudnn(q, seqs, spec, heads, graphs)) {
+        AttentionImpl::Flash => match flash(q.device(), passes) {
+            Ok(path) => Ok((path, None)),
+            Err(why) => bail!("attention: flash was asked for and cannot be used: {why}; `fused` is our own kernel"),
+        },
+        AttentionImpl::Auto => match left_to_cudnn(seqs, spec).and_then(|()| cudnn(q, seqs, spec, heads, passes)) {
             Ok(path) => Ok((path, None)),
             // What cuDNN says beyond its first line is a list of engines.
             Err(why) => Ok((Path::Fused, why.lines().next().map(str::to_owned))),
@@ -138,15 +155,27 @@ fn cudnn(
     seqs: &Seqs,
     spec: &AttentionSpec,
     heads: Heads,
-    graphs: Graphs,
+    passes: AttentionPasses,
 ) -> std::result::Result<Path, String> {
-    super::cudnn::plan(q, seqs, spec, heads, graphs).map(Path::Cudnn)
+    super::cudnn::plan(q, seqs, spec, heads, passes).map(Path::Cudnn)
 }
 
 #[cfg(not(feature = "cudnn"))]
-fn cudnn(q: &Tensor, _: &Seqs, _: &AttentionSpec, _: Heads, _: Graphs) -> std::result::Result<Path, String> {
+fn cudnn(q: &Tensor, _: &Seqs, _: &AttentionSpec, _: Heads, _: AttentionPasses) -> std::result::Result<Path, String> {
     Err(match q.device() {
         Device::Cpu => "it computes on GPUs only, and this is the CPU".into(),
         _ => "this program was built without the cudnn feature; scripts/build-gpu builds one with it".into(),
     })
+}
+
+fn flash(device: &Device, passes: AttentionPasses) -> std::result::Result<Path, &'static str> {
+    match (device, passes) {
+        (Device::Cuda(_), AttentionPasses::Forward) => {}
+        (Device::Cuda(_), AttentionPasses::Both) => return Err("it has no backward"),
+        _ => return Err("it computes on GPUs only"),
+    }
+    #[cfg(feature = "flash-attn")]
+    return Ok(Path::Flash);
+    #[cfg(not(feature = "flash-attn"))]
+    Err("this program was built without the flash-attn feature")
 }

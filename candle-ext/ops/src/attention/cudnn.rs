@@ -11,7 +11,7 @@ use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys::CUdevice_attribute};
 use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
 
-use super::choice::Graphs;
+use super::choice::AttentionPasses;
 use super::cuda::Inputs;
 use super::layout::Heads;
 use super::ragged::{Bucket, Tables};
@@ -148,7 +148,13 @@ struct DeviceTables {
 }
 
 /// Finds or builds the graphs of a call, or says why cuDNN does not take it.
-pub(super) fn plan(q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads, graphs: Graphs) -> Explained<Plan> {
+pub(super) fn plan(
+    q: &Tensor,
+    seqs: &Seqs,
+    spec: &AttentionSpec,
+    heads: Heads,
+    passes: AttentionPasses,
+) -> Explained<Plan> {
     let Device::Cuda(device) = q.device() else { return Err("it computes on GPUs only, and this is the CPU".into()) };
     let is_bf16 = match q.dtype() {
         DType::BF16 => true,
@@ -186,7 +192,7 @@ pub(super) fn plan(q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads, 
         ..forward
     };
     let forward = cudnn.graph(device, forward)?;
-    let backward = if graphs == Graphs::Both { Some(cudnn.graph(device, backward)?) } else { None };
+    let backward = if passes == AttentionPasses::Both { Some(cudnn.graph(device, backward)?) } else { None };
     Ok(Plan { bucket, forward, backward, is_deterministic })
 }
 

@@ -9,6 +9,8 @@ mod choice;
 mod cuda;
 #[cfg(feature = "cudnn")]
 mod cudnn;
+#[cfg(feature = "flash-attn")]
+mod flash;
 mod forward;
 mod layout;
 mod merge;
@@ -26,8 +28,8 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::{is_tracked, record};
-pub use choice::{AttentionChoice, AttentionHeads, AttentionImpl};
-use choice::{Graphs, Path, choose};
+pub use choice::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses};
+use choice::{Path, choose};
 use layout::{Heads, by_row};
 pub use piece::{Partial, Piece, PieceInputs, attention_piece, attention_piece_backward};
 pub use seqs::Seqs;
@@ -52,10 +54,14 @@ pub struct AttentionSpec {
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
     let _span = span("attention", "forward");
     let heads = check(q, k, v, seqs, spec)?;
-    let graphs = if [q, k, v].iter().any(|x| is_tracked(x)) { Graphs::Both } else { Graphs::Forward };
-    let (path, _) = choose(q, seqs, spec, heads, graphs)?;
-    if let Path::Reference = path {
-        return reference::attention([q, k, v], seqs, spec, heads);
+    let is_trained = [q, k, v].iter().any(|x| is_tracked(x));
+    let passes = if is_trained { AttentionPasses::Both } else { AttentionPasses::Forward };
+    let (path, _) = choose(q, seqs, spec, heads, passes)?;
+    match path {
+        Path::Reference => return reference::attention([q, k, v], seqs, spec, heads),
+        #[cfg(feature = "flash-attn")]
+        Path::Flash => return flash::attention([q, k, v], seqs, spec),
+        _ => {}
     }
     let [q_saved, k_saved, v_saved] = [q, k, v].map(Tensor::contiguous);
     let saved = Saved { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };

@@ -2,21 +2,26 @@
 
 use rayon::prelude::*;
 
-use super::Dropout;
+use super::{Dropout, Run};
 use crate::floats::{Floats, FloatsMut};
 
 /// Elements that one task handles.
 const BLOCK: usize = 1 << 12;
 
-/// y = x mask / (1 - p)
-pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout) {
+/// y = x mask / (1 - p), of the elements of a run.
+pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout, run: &Run) {
     let (scale, threshold) = (spec.scale(), spec.threshold());
     y.chunks(BLOCK).into_par_iter().enumerate().for_each(|(i, mut y)| {
         let start = i * BLOCK;
         let mut wide = Vec::new();
         let x = x.slice(start..start + y.len()).widened(&mut wide);
-        let keeps = |element: usize| random(spec.key, element as u64) >> 32 >= threshold;
-        let out: Vec<f32> = x.iter().enumerate().map(|(j, x)| if keeps(start + j) { x * scale } else { 0.0 }).collect();
+        let mut out = Vec::with_capacity(x.len());
+        while out.len() < x.len() {
+            let (place, n_left) = run.place_of(start + out.len());
+            let key = key_after(spec.key, place as u64);
+            let rest = x[out.len()..].iter().take(n_left).enumerate();
+            out.extend(rest.map(|(j, x)| if random(key, j as u64) >> 32 >= threshold { x * scale } else { 0.0 }));
+        }
         y.write(0, &out);
     });
 }

@@ -16,13 +16,15 @@ pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[Run]) -> Result<Out> {
     let on = gpu(OP, x)?;
     let y = Out::new(on, x.dtype(), x.elem_count())?;
     let name = format!("apply_{}", suffix(OP, x.dtype())?);
-    for (here, place) in runs {
-        let (n, offset) = (here.len(), (here.start * x.dtype().size_in_bytes()) as u64);
+    for run in runs {
+        let (n, offset) = (run.here.len(), (run.here.start * x.dtype().size_in_bytes()) as u64);
         let args = [
             Arg::Address(address(OP, x)? + offset),
             Arg::Address(y.address + offset),
             Arg::I64(n as i64),
-            Arg::U64(spec.after(*place).key),
+            Arg::I64(run.width as i64),
+            Arg::I64(run.stride as i64),
+            Arg::U64(spec.after(run.place).key),
             Arg::U64(spec.threshold()),
             Arg::F32(spec.scale()),
         ];

@@ -1,4 +1,4 @@
-// dropout: flat buffers of n elements, W of them at a time.
+// dropout: n elements in lines of `width`, W of them at a time; `stride` lies between the lines' beginnings in the whole.
 #include "common.cuh"
 
 // SplitMix64's output at a position of the stream that begins at `key`, as in cpu.rs.
@@ -9,14 +9,16 @@ __device__ __forceinline__ uint64_t random(uint64_t key, uint64_t position) {
     return z ^ (z >> 31);
 }
 
-// y = x mask scale; the mask is one where 32 random bits reach the threshold.
+// y = x mask scale; the mask is one where 32 random bits reach the threshold. A line holds whole packs.
 template <int W, typename T>
-__device__ void apply(const T* x, T* y, long long n, uint64_t key, uint64_t threshold, float scale) {
+__device__ void apply(const T* x, T* y, long long n, long long width, long long stride, uint64_t key, uint64_t threshold,
+                      float scale) {
     for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
         auto pack = load<W>(x + i);
+        const long long place = i < width ? i : i / width * stride + i % width;
 #pragma unroll
         for (int j = 0; j < W; ++j) {
-            const bool keeps = random(key, i + j) >> 32 >= threshold;
+            const bool keeps = random(key, place + j) >> 32 >= threshold;
             pack.at[j] = narrow<T>(keeps ? widen(pack.at[j]) * scale : 0.0f);
         }
         store(y + i, pack);
@@ -24,9 +26,10 @@ __device__ void apply(const T* x, T* y, long long n, uint64_t key, uint64_t thre
 }
 
 #define KERNELS(T, suffix)                                                                           \
-    extern "C" __global__ void apply_##suffix(const T* x, T* y, long long n, unsigned long long key, \
-                                              unsigned long long threshold, float scale) {           \
-        if (is_wide<T>(n, x, y)) apply<WIDE<T>>(x, y, n, key, threshold, scale);                     \
-        else apply<1>(x, y, n, key, threshold, scale);                                               \
+    extern "C" __global__ void apply_##suffix(const T* x, T* y, long long n, long long width, long long stride, \
+                                              unsigned long long key, unsigned long long threshold,  \
+                                              float scale) {                                         \
+        if (is_wide<T>(width, x, y)) apply<WIDE<T>>(x, y, n, width, stride, key, threshold, scale);  \
+        else apply<1>(x, y, n, width, stride, key, threshold, scale);                                \
     }
 FOR_EACH_FLOAT(KERNELS)

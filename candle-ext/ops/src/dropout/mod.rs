@@ -14,8 +14,8 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::{keep, make_cheap, record};
-pub use rows::Rows;
 use rows::Run;
+pub use rows::{Columns, Rows};
 
 /// Which elements are dropped.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,18 +46,18 @@ impl Dropout {
 /// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is kept for
 /// backward; the mask is drawn again.
 pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
-    dropped(x, spec, vec![(0..x.elem_count(), 0)])
+    dropped(x, spec, vec![Run::flat(0..x.elem_count(), 0)])
 }
 
-/// The same for rows of a whole, along dim 0: they lose what they lose there.
-pub fn dropout_rows(x: &Tensor, spec: Dropout, rows: &Rows) -> Result<Tensor> {
+/// The same for a part of a whole: some of its rows, along dim 0, and of each some elements. They lose what they lose there.
+pub fn dropout_part(x: &Tensor, spec: Dropout, rows: &Rows, columns: Columns) -> Result<Tensor> {
     let n_rows = x.dim(0)?;
     let width = x.elem_count() / n_rows.max(1);
     let runs = rows.runs(n_rows)?.into_iter();
-    dropped(x, spec, runs.map(|(here, place)| (here.start * width..here.end * width, place * width)).collect())
+    dropped(x, spec, runs.map(|(here, place)| Run::of_rows(here, place, width, columns)).collect())
 }
 
-/// `runs` are the elements of x, and where each run of them begins in the whole.
+/// `runs` are the elements of x.
 fn dropped(x: &Tensor, spec: Dropout, runs: Vec<Run>) -> Result<Tensor> {
     let _span = span("dropout", "forward");
     check_dtype("dropout", "the input", x.dtype())?;
@@ -86,8 +86,8 @@ fn masked(x: &Tensor, spec: Dropout, runs: &[Run]) -> Result<Tensor> {
         cpu => {
             let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
             let x = host("dropout", x)?;
-            for (here, place) in runs {
-                cpu::apply(x.floats()?.slice(here.clone()), y.view().slice(here.clone()), spec.after(*place));
+            for run in runs {
+                cpu::apply(x.floats()?.slice(run.here.clone()), y.view().slice(run.here.clone()), spec, run);
             }
             Ok(storage::tensor(y, shape))
         },

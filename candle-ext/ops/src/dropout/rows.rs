@@ -1,4 +1,4 @@
-//! Which rows of a whole the rows at hand are.
+//! Which part of a whole is at hand.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,8 +9,56 @@ use candle_core::{Result, bail};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rows(Arc<[Range<usize>]>);
 
-/// A range here, and where it begins in the whole.
-pub(super) type Run = (Range<usize>, usize);
+/// Elements of each row of a whole: one of equal parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Columns {
+    /// Which part.
+    pub part: usize,
+    /// Of how many.
+    pub n_parts: usize,
+}
+
+/// Elements that lie in a row here, and in lines in the whole.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    /// Which elements.
+    pub(super) here: Range<usize>,
+    /// Where the first one is in the whole.
+    pub(super) place: usize,
+    /// The elements of a line.
+    pub(super) width: usize,
+    /// From the beginning of a line to that of the next, in the whole.
+    pub(super) stride: usize,
+}
+
+impl Columns {
+    /// All elements of each row.
+    pub const ALL: Self = Self { part: 0, n_parts: 1 };
+}
+
+impl Run {
+    /// Elements without a gap in the whole.
+    pub(super) fn flat(here: Range<usize>, place: usize) -> Self {
+        let width = here.len();
+        Self { here, place, width, stride: width }
+    }
+
+    /// Rows of `width` elements here, of which the first is row `place` of the whole.
+    pub(super) fn of_rows(here: Range<usize>, place: usize, width: usize, columns: Columns) -> Self {
+        let stride = width * columns.n_parts;
+        let (elements, place) = (here.start * width..here.end * width, place * stride + columns.part * width);
+        match columns.n_parts {
+            1 => Self::flat(elements, place),
+            _ => Self { here: elements, place, width, stride },
+        }
+    }
+
+    /// Where the run's i-th element is in the whole, and how many of its line lie from there on.
+    pub(super) fn place_of(&self, i: usize) -> (usize, usize) {
+        let (line, at) = (i / self.width, i % self.width);
+        (self.place + line * self.stride + at, self.width - at)
+    }
+}
 
 impl Rows {
     /// The rows of a whole that is here, however many they are.
@@ -40,7 +88,7 @@ impl Rows {
     }
 
     /// Where the first n rows lie here and in the whole.
-    pub(super) fn runs(&self, n: usize) -> Result<Vec<Run>> {
+    pub(super) fn runs(&self, n: usize) -> Result<Vec<(Range<usize>, usize)>> {
         let (mut runs, mut here) = (Vec::new(), 0);
         for range in self.0.iter() {
             let len = range.len().min(n - here);
@@ -72,6 +120,14 @@ mod tests {
         assert_eq!(after(5), [13..14]);
         assert!(after(6).is_empty() && after(7).is_empty());
         assert_eq!(Rows::all().after(7).ranges(), [7..usize::MAX]);
+    }
+
+    #[test]
+    fn an_element_of_a_part_has_a_place_in_the_whole() {
+        let run = Run::of_rows(2..4, 7, 3, Columns { part: 1, n_parts: 4 });
+        assert_eq!(run, Run { here: 6..12, place: 7 * 12 + 3, width: 3, stride: 12 });
+        assert_eq!([0, 2, 3, 5].map(|i| run.place_of(i)), [(87, 3), (89, 1), (99, 3), (101, 1)]);
+        assert_eq!(Run::of_rows(2..4, 7, 3, Columns::ALL), Run::flat(6..12, 21));
     }
 
     #[test]

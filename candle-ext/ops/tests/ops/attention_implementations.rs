@@ -1,7 +1,7 @@
 //! The implementations of attention against each other.
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionSpec, Seqs, attention};
+use candlewick_ops::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Seqs, attention};
 
 use crate::attention::{CAUSAL, Setup, setups};
 use crate::cases::{F32, assert_close_above, assert_error, norm, randn, tape};
@@ -48,33 +48,67 @@ fn the_reference_keeps_the_format_and_takes_empty_sequences() {
 }
 
 #[test]
-fn on_the_cpu_auto_is_fused_and_cudnn_an_error_that_says_what_to_do() {
+fn on_the_cpu_auto_is_fused_and_what_gpus_have_an_error_that_says_what_to_do() {
     let setup = Setup::packed(&[70, 3], (4, 2, 8), CAUSAL);
     let of = |implementation| results(&setup, implementation, &Device::Cpu, DType::F32);
     compare(&setup, &of(AttentionImpl::Auto), &of(AttentionImpl::Fused), 0.0);
 
     let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
     let explain = |implementation| {
-        AttentionChoice { implementation, deterministic: false }.explain(&Device::Cpu, DType::BF16, heads)
+        let choice = AttentionChoice { implementation, deterministic: false };
+        choice.explain(&Device::Cpu, DType::BF16, heads, AttentionPasses::Forward)
     };
     assert_eq!(explain(AttentionImpl::Auto).unwrap(), None);
     assert_eq!(explain(AttentionImpl::Fused).unwrap(), None);
     assert!(explain(AttentionImpl::Reference).unwrap().unwrap().contains("reference"));
     assert_error(explain(AttentionImpl::Cudnn), "it computes on GPUs only, and this is the CPU; `fused` is");
+    assert_error(explain(AttentionImpl::Flash), "flash was asked for and cannot be used: it computes on GPUs only");
+}
+
+/// Of what the 16-bit kernels of others take.
+#[cfg(feature = "cuda")]
+fn cases() -> Vec<Setup> {
+    use crate::attention::{BIDIRECTIONAL, window};
+    let of = |dim: usize, spec: AttentionSpec| {
+        let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
+        Setup::packed(&[150, 1, 0, 37, 300], (6, 2, dim), spec)
+    };
+    let mut cases: Vec<Setup> = [64, 96, 128].map(|dim| of(dim, CAUSAL)).into();
+    let near = AttentionSpec { window: Some(20), ..BIDIRECTIONAL };
+    cases.extend([BIDIRECTIONAL, window(1), window(130), near].map(|spec| of(64, spec)));
+    cases.push(Setup::packed(&[1], (1, 1, 64), CAUSAL));
+    cases.push(Setup::packed(&[1100, 900], (2, 2, 128), CAUSAL));
+    cases.push(Setup::packed(&[3; 70], (2, 1, 64), CAUSAL));
+    for spec in [CAUSAL, window(9), BIDIRECTIONAL] {
+        cases.push(Setup { keys: vec![140, 3, 12, 200], ..Setup::packed(&[1, 3, 0, 90], (4, 2, 64), spec) });
+    }
+    cases
+}
+
+/// The reference in f32 of inputs that are rounded to a format.
+#[cfg(feature = "cuda")]
+fn rounded(setup: &Setup, dtype: DType) -> Vec<Tensor> {
+    let round = |x: &Tensor| x.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
+    let inputs: Vec<Tensor> = setup.inputs().iter().map(round).collect();
+    let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: false };
+    let spec = AttentionSpec { choice, ..setup.spec };
+    let tape = tape(&inputs, || attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec));
+    let y = tape.output().clone();
+    let grads = tape.backward(&round(&randn(y.shape(), 99))).unwrap();
+    std::iter::once(y).chain(inputs.iter().map(|x| grads.get(x).unwrap().clone())).collect()
 }
 
 /// On a GPU, where cuDNN is there and takes a usual case.
 #[cfg(feature = "cuda")]
 mod cudnn {
     use super::*;
-    use crate::attention::{BIDIRECTIONAL, window};
     use crate::cases::bits;
 
     fn device() -> Option<Device> {
         let device = Device::new_cuda(0).expect("tests with the feature cuda need a GPU");
         let choice = AttentionChoice { implementation: AttentionImpl::Cudnn, deterministic: false };
         let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
-        match choice.explain(&device, DType::BF16, heads) {
+        match choice.explain(&device, DType::BF16, heads, AttentionPasses::Both) {
             Ok(said) => {
                 println!("{}", said.unwrap_or_default());
                 Some(device)
@@ -84,23 +118,6 @@ mod cudnn {
                 None
             }
         }
-    }
-
-    fn cases() -> Vec<Setup> {
-        let of = |dim: usize, spec: AttentionSpec| {
-            let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
-            Setup::packed(&[150, 1, 0, 37, 300], (6, 2, dim), spec)
-        };
-        let mut cases: Vec<Setup> = [64, 96, 128].map(|dim| of(dim, CAUSAL)).into();
-        let near = AttentionSpec { window: Some(20), ..BIDIRECTIONAL };
-        cases.extend([BIDIRECTIONAL, window(1), window(130), near].map(|spec| of(64, spec)));
-        cases.push(Setup::packed(&[1], (1, 1, 64), CAUSAL));
-        cases.push(Setup::packed(&[1100, 900], (2, 2, 128), CAUSAL));
-        cases.push(Setup::packed(&[3; 70], (2, 1, 64), CAUSAL));
-        for spec in [CAUSAL, window(9), BIDIRECTIONAL] {
-            cases.push(Setup { keys: vec![140, 3, 12, 200], ..Setup::packed(&[1, 3, 0, 90], (4, 2, 64), spec) });
-        }
-        cases
     }
 
     /// cuDNN also rounds the probabilities and their gradients before it multiplies them.
@@ -113,18 +130,6 @@ mod cudnn {
                 compare(&setup, &got, &rounded(&setup, dtype), bound);
             }
         }
-    }
-
-    /// The reference in f32 of inputs that are rounded to a format.
-    fn rounded(setup: &Setup, dtype: DType) -> Vec<Tensor> {
-        let round = |x: &Tensor| x.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
-        let inputs: Vec<Tensor> = setup.inputs().iter().map(round).collect();
-        let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: false };
-        let spec = AttentionSpec { choice, ..setup.spec };
-        let tape = tape(&inputs, || attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec));
-        let y = tape.output().clone();
-        let grads = tape.backward(&round(&randn(y.shape(), 99))).unwrap();
-        std::iter::once(y).chain(inputs.iter().map(|x| grads.get(x).unwrap().clone())).collect()
     }
 
     #[test]
@@ -142,12 +147,33 @@ mod cudnn {
         let Some(device) = device() else { return };
         let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
         let explain = |implementation, dtype| {
-            AttentionChoice { implementation, deterministic: false }.explain(&device, dtype, heads)
+            let choice = AttentionChoice { implementation, deterministic: false };
+            choice.explain(&device, dtype, heads, AttentionPasses::Both)
         };
         assert_error(explain(AttentionImpl::Cudnn, DType::F32), "bf16 and f16, not F32");
         assert!(explain(AttentionImpl::Auto, DType::F32).unwrap().unwrap().contains("fused; not cuDNN"));
         let setup = Setup::packed(&[70, 3], (4, 2, 64), CAUSAL);
         let of = |implementation| results(&setup, implementation, &device, DType::F32);
         compare(&setup, &of(AttentionImpl::Auto), &of(AttentionImpl::Fused), 0.0);
+    }
+}
+
+/// On a GPU, with FlashAttention 2.
+#[cfg(feature = "flash-attn")]
+mod flash {
+    use super::*;
+
+    #[test]
+    fn it_equals_the_reference() {
+        let device = Device::new_cuda(0).expect("tests with the feature flash-attn need a GPU");
+        for setup in cases() {
+            for (dtype, bound) in [(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {
+                let [q, k, v] = setup.inputs().map(|x| x.to_dtype(dtype).unwrap().to_device(&device).unwrap());
+                let choice = AttentionChoice { implementation: AttentionImpl::Flash, deterministic: false };
+                let y = attention(&q, &k, &v, &setup.seqs(), &AttentionSpec { choice, ..setup.spec }).unwrap();
+                let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+                compare(&setup, &[y], &rounded(&setup, dtype), bound);
+            }
+        }
     }
 }

@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Dropout, Rows, derive_key, dropout, dropout_rows};
+use candlewick_ops::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
 
 use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, randn, tape, values};
 
@@ -100,13 +100,35 @@ fn rows_lose_what_they_lose_in_the_whole() {
         place.run(|| {
             let (whole, dy) = (place.put(&whole), place.put(&randn((60, 37), 2)));
             let x = pick(&whole);
-            let tape = tape(std::slice::from_ref(&x), || dropout_rows(&x, SPEC, &rows));
+            let tape = tape(std::slice::from_ref(&x), || dropout_part(&x, SPEC, &rows, Columns::ALL));
             assert_eq!(bits(tape.output()), bits(&pick(&dropout(&whole, SPEC).unwrap())), "{place:?}");
             let dx = tape.backward(&pick(&dy)).unwrap().remove(&x).unwrap();
             assert_eq!(bits(&dx), bits(&pick(&dropout(&dy, SPEC).unwrap())), "{place:?}");
-            let rest = dropout_rows(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.after(10)).unwrap();
+            let rest = dropout_rows(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.after(10), Columns::ALL).unwrap();
             assert_eq!(bits(&rest), bits(&pick(&dropout(&whole, SPEC).unwrap()).narrow(0, 10, 17).unwrap()));
         });
     }
-    assert_error(dropout_rows(&whole, SPEC, &rows), "60 rows, of which 27 have a place");
+    assert_error(dropout_part(&whole, SPEC, &rows, Columns::ALL), "60 rows, of which 27 have a place");
+}
+
+#[test]
+fn columns_lose_what_they_lose_in_the_whole() {
+    let rows = Rows::new(vec![3..11, 12..30]);
+    for (width, dtype) in [(7, DType::F32), (16, DType::BF16), (4096, DType::F32)] {
+        let whole = randn((30, 3 * width), 1).to_dtype(dtype).unwrap();
+        for place in Place::all() {
+            place.run(|| {
+                let whole = place.put(&whole);
+                let dropped = dropout(&whole, SPEC).unwrap();
+                for part in 0..3 {
+                    let pick = |x: &Tensor| {
+                        let parts = [(3, 8), (12, 18)].map(|(first, n)| x.narrow(0, first, n).unwrap());
+                        Tensor::cat(&parts, 0).unwrap().narrow(1, part * width, width).unwrap().contiguous().unwrap()
+                    };
+                    let y = dropout_part(&pick(&whole), SPEC, &rows, Columns { part, n_parts: 3 }).unwrap();
+                    assert_eq!(bits(&y), bits(&pick(&dropped)), "{place:?}, part {part} of {width} elements");
+                }
+            });
+        }
+    }
 }

@@ -1,0 +1,28 @@
+//! The forward of attention by the candle-flash-attn crate, which is FlashAttention 2.
+
+use candle_core::{Device, Result, Tensor};
+
+use super::{AttentionSpec, Seqs};
+use crate::transfer::upload;
+
+/// Shapes as in [`super::attention`], bf16 or f16.
+pub(super) fn attention([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
+    if seqs.n_tokens() == 0 {
+        return q.zeros_like();
+    }
+    let (cu_q, longest_q) = sequences(seqs.cu_q(), q.device())?;
+    let (cu_k, longest_k) = sequences(seqs.cu_k(), q.device())?;
+    let before = spec.window.map(|window| window - 1);
+    let after = spec.causal.then_some(0);
+    let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
+    candle_flash_attn::flash_attn_varlen_windowed(
+        &q, &k, &v, &cu_q, &cu_k, longest_q, longest_k, spec.scale, before, after,
+    )
+}
+
+/// Where sequences begin and end, on the device, and the longest one's tokens.
+fn sequences(cumulative: &[usize], device: &Device) -> Result<(Tensor, usize)> {
+    let longest = cumulative.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
+    let starts: Vec<u32> = cumulative.iter().map(|&start| start as u32).collect();
+    Ok((upload(&starts, starts.len(), device)?, longest))
+}
