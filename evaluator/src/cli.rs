@@ -22,6 +22,7 @@ use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde_json::json;
 
+use crate::cores::choose_product;
 use crate::error_file;
 use crate::exit::{ExitCode, classify, completions, parse_arguments, report};
 use crate::generate::GenerateOptions;
@@ -205,6 +206,7 @@ pub fn main() -> ExitCode {
 }
 
 fn run(command: &Command) -> Result<()> {
+    choose_product()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {
         Command::Generate(args) => {

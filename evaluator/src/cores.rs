@@ -1,6 +1,9 @@
-//! How many cores a process computes on that has others beside it. The launcher decides it; for those that torchrun, MPI or
-//! Slurm starts, it is decided here.
+//! What a process computes with: how many cores if it has others beside it (the launcher decides it; for those that torchrun,
+//! MPI or Slurm starts, it is decided here), and which kernel.
 
+use anyhow::{Context, Result};
+
+use crate::exit::ExitCode;
 use crate::ranks::place;
 
 /// What rayon and candle ask.
@@ -23,6 +26,15 @@ pub fn share_cores() {
     // SAFETY: there is no other thread yet that could read the environment. candle asks this variable at every product, so
     // that no pool of ours could say it.
     unsafe { std::env::set_var(VARIABLE, n_threads.to_string()) };
+}
+
+/// Lets the kernel that CANDLEWICK_CPU_PRODUCT names compute f32 products: where results must be those of another processor.
+/// Called before anything is computed.
+pub fn choose_product() -> Result<()> {
+    const PRODUCT: &str = "CANDLEWICK_CPU_PRODUCT";
+    let Some(name) = std::env::var_os(PRODUCT) else { return Ok(()) };
+    let chosen = candlewick_ops::choose_cpu_product(&name.to_string_lossy());
+    chosen.map_err(anyhow::Error::from).context(format!("failed to heed {PRODUCT}")).context(ExitCode::Usage)
 }
 
 /// How many threads one of `n` processes computes on, of `available` cores. `cores` are those that the process is bound to and

@@ -1,25 +1,26 @@
 """Runs tasks on real data with lm-evaluation-harness and with `evaluator run`, one after the other, and compares every answer.
 
     pip install lm-eval==0.4.13 accelerate torch==2.11.0 transformers==5.17.0
-    python harness_tasks.py DATA MODEL EVALUATOR FOLDER [--tasks arc_easy,piqa] [--limit 200]
+    python harness_tasks.py DATA MODEL EVALUATOR FOLDER [--tasks arc_easy,piqa] [--limit 200] [--num-fewshot 2]
+        [--chat] [--multiturn] [--system TEXT] [--keep FILE | --against FILE]
 
 DATA is as for harness_answers.py, with arc_easy_train.jsonl, openbookqa_train.jsonl and gsm8k/train.jsonl besides; FOLDER is for what
 is written. Prints a Markdown row for each task: documents, the largest difference of a log-probability, texts that differ, metrics
 that differ at four decimals (above 1 by 1e-4 of their size), and the seconds of both sides. The harness's are of the evaluation alone, with a model that is loaded;
 ours are of the whole process. Fails where a log-probability is off by more than 1e-3 or a metric differs.
+
+`--keep` writes the harness's side into a file, small enough to be kept: `harness_tasks/*.json` were made so. `--against` reads it
+from there, and needs no harness.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import shutil
 import subprocess
 import time
 from pathlib import Path
-
-import lm_eval
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 
 # The harness's task file, and the files of the splits.
 TASKS = {
@@ -41,21 +42,38 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--max-gen-toks", type=int, default=256)
+    parser.add_argument("--num-fewshot", type=int)
+    parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--multiturn", action="store_true")
+    parser.add_argument("--system")
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--against", type=Path)
     asked = parser.parse_args()
     shutil.rmtree(asked.folder, ignore_errors=True)
-    lm = HFLM(pretrained=str(asked.model), dtype="float32", device="cpu", batch_size=asked.batch_size)
+    kept = json.loads(asked.against.read_text()) if asked.against else {}
+    lm = None if asked.against else harness_model(asked)
     print("| task | documents | largest difference | other texts | other metrics | harness s | ours s | ratio |")
     print("|---|---|---|---|---|---|---|---|")
     is_good = True
     for task in asked.tasks.split(","):
-        theirs, their_seconds = harness(asked, lm, task)
+        theirs, their_seconds = (kept[task], kept[task]["seconds"]) if asked.against else harness(asked, lm, task)
+        kept[task] = {**theirs, "seconds": round(their_seconds, 1)}
         ours, our_seconds = evaluator(asked, task)
         worst, texts, metrics = compare(theirs, ours)
         is_good &= worst <= 1e-3 and not metrics
-        cells = [task, str(len({sample["doc_id"] for sample in ours["samples"]})), f"{worst:.1e}", str(texts), ", ".join(metrics) or "none",
+        cells = [task, str(len(ours["answers"])), f"{worst:.1e}", str(texts), ", ".join(metrics) or "none",
                  f"{their_seconds:.1f}", f"{our_seconds:.1f}", f"{their_seconds / our_seconds:.2f}"]
         print("| " + " | ".join(cells) + " |", flush=True)
+    if asked.keep:
+        lines = [f"  {json.dumps(task)}: {json.dumps(side)}" for task, side in kept.items()]
+        asked.keep.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     raise SystemExit(0 if is_good else 1)
+
+
+def harness_model(asked):
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(asked.model), dtype="float32", device="cpu", batch_size=asked.batch_size)
 
 
 def lay_out(asked, task: str) -> Path:
@@ -68,6 +86,9 @@ def lay_out(asked, task: str) -> Path:
 
 
 def harness(asked, lm, task: str) -> tuple[dict, float]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
     data = lay_out(asked, task)
     tasks = asked.folder / "tasks" / task
     tasks.mkdir(parents=True, exist_ok=True)
@@ -79,9 +100,29 @@ def harness(asked, lm, task: str) -> tuple[dict, float]:
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     began = time.perf_counter()
     found = lm_eval.simple_evaluate(model=lm, tasks=[task], limit=asked.limit, task_manager=manager, bootstrap_iters=0,
-                                    gen_kwargs=f"max_gen_toks={asked.max_gen_toks}" if task == "gsm8k" else None)
+                                    gen_kwargs=f"max_gen_toks={asked.max_gen_toks}" if task == "gsm8k" else None,
+                                    num_fewshot=asked.num_fewshot, apply_chat_template=asked.chat,
+                                    fewshot_as_multiturn=asked.multiturn, system_instruction=asked.system)
     seconds = time.perf_counter() - began
-    return {"metrics": found["results"][task], "samples": found["samples"][task]}, seconds
+    return {"metrics": numbers(found["results"][task]), "answers": answers(found["samples"][task])}, seconds
+
+
+def numbers(metrics: dict) -> dict:
+    return {name: value for name, value in metrics.items() if isinstance(value, float) and not math.isnan(value)}
+
+
+def answers(samples: list) -> dict:
+    """The answers to each document, texts as the hashes of what they are. A sample comes once for each filter."""
+    return {str(sample["doc_id"]): [short(answer) for answer in flat(sample["resps"])] for sample in samples}
+
+
+def short(answer):
+    """A number with the five decimals that count here."""
+    if isinstance(answer, bool) or answer in ("True", "False"):
+        return str(answer) == "True"
+    if isinstance(answer, str) and not is_number(answer):
+        return hashlib.sha256(answer.encode()).hexdigest()[:12]
+    return round(float(answer), 5)
 
 
 def evaluator(asked, task: str) -> tuple[dict, float]:
@@ -91,34 +132,32 @@ def evaluator(asked, task: str) -> tuple[dict, float]:
                "--log-samples", "--output-path", out, "--report-samples", 0]
     if task == "gsm8k":
         command += ["--gen-kwargs", f"max_gen_toks={asked.max_gen_toks}"]
+    if asked.num_fewshot is not None:
+        command += ["--num-fewshot", asked.num_fewshot]
+    command += ["--apply-chat-template"] if asked.chat else []
+    command += ["--fewshot-as-multiturn", str(asked.multiturn).lower()] if asked.chat else []
+    command += ["--system-instruction", asked.system] if asked.system else []
     began = time.perf_counter()
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     seconds = time.perf_counter() - began
     (results,) = out.glob("*/results_*.json")
     (samples,) = out.glob("*/samples_*.jsonl")
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
-    return {"metrics": json.loads(results.read_text())["results"][task], "samples": rows}, seconds
+    return {"metrics": json.loads(results.read_text())["results"][task], "answers": answers(rows)}, seconds
 
 
 def compare(theirs: dict, ours: dict) -> tuple[float, int, list]:
     """The largest difference of a log-probability, how many texts differ, and the metrics that do at four decimals."""
-    by_doc = {sample["doc_id"]: sample for sample in ours["samples"]}
-    worst, texts, seen = 0.0, 0, set()
-    for sample in theirs["samples"]:
-        # A sample comes once for each filter.
-        if sample["doc_id"] in seen:
-            continue
-        seen.add(sample["doc_id"])
-        pairs = zip(flat(sample["resps"]), flat(by_doc[sample["doc_id"]]["resps"]), strict=True)
-        for a, b in pairs:
-            if isinstance(a, str) and not is_number(a):
+    worst, texts = 0.0, 0
+    for doc, answered in theirs["answers"].items():
+        for a, b in zip(answered, ours["answers"][doc], strict=True):
+            if isinstance(a, (bool, str)):
                 texts += a != b
-            elif not isinstance(a, bool) and a not in ("True", "False"):
+            else:
                 # Of long texts the sum of many is as exact as its size lets it be.
-                worst = max(worst, abs(float(a) - float(b)) / max(1.0, abs(float(a)) / 100))
-    names = [name for name, value in theirs["metrics"].items() if isinstance(value, float) and not math.isnan(value)]
+                worst = max(worst, abs(a - b) / max(1.0, abs(a) / 100))
     # A perplexity of thousands has no four decimals: it multiplies the rounding of what it is the exponential of.
-    differ = [name for name in names
+    differ = [name for name in theirs["metrics"]
               if abs(value_of(ours, name) - theirs["metrics"][name]) > max(5e-5, 1e-4 * abs(theirs["metrics"][name]))]
     return worst, texts, differ
 

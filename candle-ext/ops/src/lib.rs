@@ -54,7 +54,7 @@ pub use attention::{
 pub use bytes::{of_bytes, with_bytes};
 pub use dropout::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
 pub use embedding::{embedding, embedding_part};
-pub use gemm::{cpu_product, cpu_product_rate};
+pub use gemm::{choose_cpu_product, cpu_product, cpu_product_rate, cpu_products};
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{Precision, linear};

@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use candle_core::DType;
 use candlewick_ops::{
-    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, NvidiaLibrary, cpu_product, gpus,
-    nvidia_libraries, why_no_gpu,
+    AttentionChoice, AttentionHeads, AttentionPasses, DeviceChoice, GpuInfo, NvidiaLibrary, cpu_product, cpu_products,
+    gpus, nvidia_libraries, why_no_gpu,
 };
 use candlewick_text::hub::HubSettings;
 use serde::Serialize;
@@ -26,6 +26,8 @@ struct Findings {
     cpu_features: Vec<&'static str>,
     /// The kernel of f32 products on the CPU.
     cpu_product: &'static str,
+    /// Those that there are, the fastest first: CANDLEWICK_CPU_PRODUCT chooses.
+    cpu_products: Vec<&'static str>,
     gpus: Vec<GpuInfo>,
     /// Why there is none.
     no_gpu: Option<String>,
@@ -72,6 +74,7 @@ impl Findings {
             host: Host::this(),
             cpu_features: cpu_features(),
             cpu_product: cpu_product(),
+            cpu_products: cpu_products(),
             gpus: gpus(),
             no_gpu: why_no_gpu(),
             libraries: nvidia_libraries(),

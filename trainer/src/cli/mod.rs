@@ -262,6 +262,7 @@ pub fn main() -> ExitCode {
 }
 
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
+    evaluator::cores::choose_product()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
         Command::Train(train) => train::run(train, cli.verbosity, &ui),

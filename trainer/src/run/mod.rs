@@ -22,6 +22,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, ensure};
 use candle_core::Device;
 use candlewick_comm::World;
+use candlewick_ops::span;
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
 use evaluator::chat::Chat;
@@ -189,7 +190,9 @@ fn steps(session: &mut Session) -> Result<End> {
             return Ok(End::Exit("exit_iteration"));
         }
         let began = Instant::now();
+        let data = span("data", "");
         let Some(step) = session.stream.next_step() else { return Ok(End::Horizon) };
+        drop(data);
         session.train_step(step, began)?;
         after_step(session)?;
     }

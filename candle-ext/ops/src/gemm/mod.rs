@@ -11,6 +11,9 @@ mod row;
 #[cfg(target_arch = "x86_64")]
 mod transpose;
 
+use std::sync::OnceLock;
+
+use candle_core::{Result, bail};
 pub use rate::cpu_product_rate;
 
 /// A matrix that is read; element (i, j) is `data[i * row_stride + j * col_stride]`.
@@ -84,17 +87,32 @@ pub(crate) enum Threads {
     All,
 }
 
-/// Returns the name of what computes f32 products on this processor: `amx`, `avx512`, or `gemm` (the crate). Each rounds in
-/// its own way.
+/// Returns the name of what computes f32 products in this process: `amx`, `avx512`, or `gemm` (the crate). Each rounds in its
+/// own way.
 pub fn cpu_product() -> &'static str {
-    match Engine::best() {
-        #[cfg(target_arch = "x86_64")]
-        Engine::Amx(_) => "amx",
-        #[cfg(target_arch = "x86_64")]
-        Engine::Avx512(_) => "avx512",
-        Engine::Crate => "gemm",
-    }
+    Engine::of_process().name()
 }
+
+/// Names what could compute them on this processor, the fastest first.
+pub fn cpu_products() -> Vec<&'static str> {
+    Engine::all().into_iter().map(Engine::name).collect()
+}
+
+/// Lets another than the fastest compute, by name: where results must be those of another processor.
+///
+/// Fails if this processor has no such one, or if products have been computed by another.
+pub fn choose_cpu_product(name: &str) -> Result<()> {
+    let Some(engine) = Engine::all().into_iter().find(|engine| engine.name() == name) else {
+        bail!("f32 products: `{name}` is none of {} that this processor has", cpu_products().join(", "))
+    };
+    let chosen = CHOSEN.get_or_init(|| engine).name();
+    if chosen != name {
+        bail!("f32 products: `{name}` comes too late, `{chosen}` has begun")
+    }
+    Ok(())
+}
+
+static CHOSEN: OnceLock<Engine> = OnceLock::new();
 
 /// out = [out +] scale * a b
 pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
@@ -117,7 +135,7 @@ pub(crate) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32
     if row::takes(&out, a, b) {
         return row::gemm(out, old, a, b, scale);
     }
-    Engine::best().run(out, old, a, b, scale, threads);
+    Engine::of_process().run(out, old, a, b, scale, threads);
 }
 
 /// What computes a product. One computes all of a process: bits must not depend on the number of rows.
@@ -131,16 +149,29 @@ enum Engine {
 }
 
 impl Engine {
-    fn best() -> Self {
+    /// All that this processor has, the fastest first.
+    fn all() -> Vec<Self> {
+        let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
-        if let Some(kernel) = amx::Amx::detect() {
-            return Self::Amx(kernel);
-        }
+        all.extend(amx::Amx::detect().map(Self::Amx));
         #[cfg(target_arch = "x86_64")]
-        if let Some(kernel) = avx512::Avx512::detect() {
-            return Self::Avx512(kernel);
+        all.extend(avx512::Avx512::detect().map(Self::Avx512));
+        all.push(Self::Crate);
+        all
+    }
+
+    fn of_process() -> Self {
+        *CHOSEN.get_or_init(|| Self::all()[0])
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(_) => "amx",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => "avx512",
+            Self::Crate => "gemm",
         }
-        Self::Crate
     }
 
     fn run(self, out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
@@ -213,16 +244,6 @@ fn check_bounds(len: usize, rows: usize, cols: usize, row_stride: usize) {
 mod tests {
     use super::*;
 
-    /// All that this processor has.
-    fn engines() -> Vec<Engine> {
-        let mut engines = vec![Engine::Crate];
-        #[cfg(target_arch = "x86_64")]
-        engines.extend(avx512::Avx512::detect().map(Engine::Avx512));
-        #[cfg(target_arch = "x86_64")]
-        engines.extend(amx::Amx::detect().map(Engine::Amx));
-        engines
-    }
-
     fn numbers(len: usize, seed: usize) -> Vec<f32> {
         (0..len).map(|i| ((i * 37 + seed * 11) % 19) as f32 - 9.0).collect()
     }
@@ -256,7 +277,7 @@ mod tests {
 
     #[test]
     fn every_layout_equals_three_loops() {
-        for engine in engines() {
+        for engine in Engine::all() {
             for shape in [
                 (1, 1, 1),
                 (3, 5, 7),
@@ -277,7 +298,7 @@ mod tests {
     /// More than is packed at once, of rows, columns and terms.
     #[test]
     fn large_products_are_whole() {
-        for engine in engines() {
+        for engine in Engine::all() {
             check(engine, (7000, 3, 600), (true, false, 0));
             check(engine, (3, 7000, 600), (false, true, 0));
             check(engine, (40, 50, 90_000), (false, false, 0));
@@ -322,7 +343,7 @@ mod tests {
         };
         let (m, n, k) = (40, 50, 700);
         let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
-        for engine in engines() {
+        for engine in Engine::all() {
             let mut out = vec![f32::NAN; m * n];
             engine.run(
                 MatMut::new(&mut out, m, n),
@@ -347,7 +368,7 @@ mod tests {
 
     #[test]
     fn what_is_not_finite_stays_so() {
-        for engine in engines() {
+        for engine in Engine::all() {
             for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let (mut a, b) = (vec![1.0; 40 * 40], vec![1.0; 40 * 40]);
                 a[5 * 40 + 7] = wrong;
