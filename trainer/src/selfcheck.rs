@@ -21,6 +21,7 @@ use crate::run::residency;
 /// Relative to the norm of a parameter's update: f32 sums of some hundred terms in another order.
 const TOLERANCE: f64 = 1e-4;
 const STEPS: usize = 2;
+/// Hardly any number of ranks gets even parts of it.
 const VOCAB: usize = 101;
 const HEAD_DIM: usize = 8;
 /// So large an eps makes a step follow the gradient, not its sign: rounding of a small one stays small.
@@ -97,7 +98,7 @@ fn shrunken(config: &Config, plan: &Plan) -> Result<Config> {
         ("head_dim", json!(HEAD_DIM)),
         ("intermediate_size", json!(24 * plan.ranks.tensor)),
         ("num_hidden_layers", json!(n_layers)),
-        ("vocab_size", json!(VOCAB)),
+        ("vocab_size", json!(vocabulary(plan.ranks.tensor))),
         ("max_position_embeddings", json!(64)),
         ("initializer_range", json!(0.1)),
         ("rope_scaling", Value::Null),
@@ -109,6 +110,11 @@ fn shrunken(config: &Config, plan: &Plan) -> Result<Config> {
     }
     keys.remove("layer_types");
     Ok(Config::from_json(json)?)
+}
+
+/// So many tokens that each of `n_ranks` gets some.
+fn vocabulary(n_ranks: usize) -> usize {
+    VOCAB.max(n_ranks * n_ranks)
 }
 
 fn run(model: &Model, way: Way, n_data: usize) -> Result<Outcome> {

@@ -4,13 +4,15 @@
 
 mod faults;
 mod run;
+mod starters;
 
 use std::fs;
 use std::net::TcpListener;
 
+use candlewick_comm::store::Server;
 use rustix::process::Signal;
 
-use run::{Run, until};
+use run::{Ranks, Run, until};
 
 /// Sums over ranks round in another order than those of one rank do; over five steps that moves a loss by less than 1e-6.
 #[track_caller]
@@ -195,6 +197,31 @@ fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
     }
     let saved: Vec<_> = fs::read_dir(&saves).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(saved.iter().any(|name| name.to_string_lossy().starts_with("epoch_")), "{saved:?}");
+}
+
+/// Cores, and where there is room, are a machine's own; all else must be the same.
+#[test]
+fn ranks_of_unequal_machines_train_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::new(&folder.path().join("run"), 2, &["model.activation_checkpoint=offload"]);
+    let room = folder.path().join("room");
+    fs::create_dir(&room).unwrap();
+    let start = |more: &[&str]| {
+        let store = Server::bind("127.0.0.1:0").unwrap();
+        let mut second = run.rank(1, store.port(), true);
+        second.env("TMPDIR", &room).arg("data.num_proc=1").args(more);
+        Ranks::of([run.rank(0, store.port(), true), second]).wait()
+    };
+    for (status, stderr) in start(&[]) {
+        assert!(status.success(), "{status}: {stderr}");
+    }
+    let ended = start(&["seed=8"]);
+    for ((status, stderr), said) in ended.iter().zip([
+        "rank 1 has another plan than rank 0: seed is 8 there, and here 7",
+        "rank 0 has another plan than rank 1: seed is 7 there, and here 8",
+    ]) {
+        assert!(status.code() == Some(2) && stderr.contains(said), "{status}: {stderr}");
+    }
 }
 
 #[test]
