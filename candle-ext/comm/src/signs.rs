@@ -43,25 +43,29 @@ impl Signs {
     }
 
     /// Returns whom `own` has waited for in vain, if it has waited for the whole time-out. It waits for `others`, who may
-    /// wait in turn: those of them all are named who showed nothing. Nobody is, who all wait in the end for ranks at work.
+    /// wait in turn, also for what another thread of `own` waits to do: those of them all are named who showed nothing. Nobody
+    /// is where all wait in the end for ranks at work.
     pub(crate) fn blamed(&self, own: usize, others: &[usize], wait: &Wait) -> Option<Vec<usize>> {
         if !wait.is_over() {
             return None;
         }
-        let is_fresh = |seen: &Instant| seen.elapsed() < wait.timeout;
+        // Who has done its work has the whole time for what comes next. Who waits goes on showing it.
+        let is_busy = |seen: &Instant| seen.elapsed() < wait.timeout;
+        let still_waits = |seen: &Instant| seen.elapsed() < wait.timeout / 2;
         let (mut met, mut silent, mut is_any_at_work) = (others.to_vec(), Vec::new(), false);
         let mut next = 0;
         while let Some(&rank) = met.get(next) {
             next += 1;
             let sign = self.0.get(&rank);
-            let waits_for = || sign.into_iter().flat_map(|sign| &sign.waits_for).filter(|(_, seen)| is_fresh(seen));
-            if sign.is_some_and(|sign| sign.at_work.as_ref().is_some_and(is_fresh)) {
+            let waits_for = || sign.into_iter().flat_map(|sign| &sign.waits_for).filter(|(_, seen)| still_waits(seen));
+            if sign.is_some_and(|sign| sign.at_work.as_ref().is_some_and(is_busy)) {
                 is_any_at_work = true;
-            } else if waits_for().next().is_none() {
+            } else if rank != own && waits_for().next().is_none() {
                 silent.push(rank);
             } else {
-                let new: Vec<usize> = waits_for().map(|(other, _)| *other).collect();
-                met.extend(new.into_iter().filter(|other| *other != own && !met.contains(other)).collect::<Vec<_>>());
+                let new: Vec<usize> =
+                    waits_for().map(|(other, _)| *other).filter(|other| !met.contains(other)).collect();
+                met.extend(new);
             }
         }
         match (silent.is_empty(), is_any_at_work) {
@@ -141,6 +145,9 @@ mod tests {
         assert_eq!(blamed(&[1], &[], &[(1, &[2]), (2, &[3])]), Some(vec![3]));
         assert_eq!(blamed(&[1], &[3], &[(1, &[2]), (2, &[3])]), None);
         assert_eq!(blamed(&[1], &[3], &[(1, &[2, 3])]), Some(vec![2]));
+        // For another thread of this rank, which waits for somebody else, or is at work.
+        assert_eq!(blamed(&[1], &[], &[(0, &[1, 2]), (1, &[0])]), Some(vec![2]));
+        assert_eq!(blamed(&[1], &[0], &[(0, &[1]), (1, &[0])]), None);
         // In a circle.
         assert_eq!(blamed(&[1], &[], &[(1, &[2]), (2, &[0, 1])]), Some(vec![1]));
         assert_eq!(blamed(&[1], &[3], &[(1, &[2]), (2, &[0])]), Some(vec![1]));

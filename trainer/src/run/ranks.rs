@@ -127,18 +127,17 @@ impl<'w> Ranks<'w> {
     }
 
     fn check_same(&self, plan: &Plan) -> Result<()> {
-        let own = in_common(plan)?;
-        for (rank, other) in self.exchange(Ok(own.to_string().into_bytes()))?.iter().enumerate() {
-            if let Some((key, [ours, theirs])) = difference("", &own, &serde_json::from_slice(other)?) {
-                let error = anyhow!(
-                    "failed to start: rank {rank} has another plan than rank {}: {key} is {theirs} there, and here {ours}; \
-                     give all ranks the same recipe and arguments",
-                    self.rank()
-                );
-                return Err(error.context(ExitCode::Usage));
-            }
-        }
-        Ok(())
+        let own = in_common(plan)?.to_string().into_bytes();
+        let all = self.exchange(Ok(own.clone()))?;
+        let Some(rank) = all.iter().position(|other| *other != own) else { return Ok(()) };
+        let found = difference("", &serde_json::from_slice(&own)?, &serde_json::from_slice(&all[rank])?);
+        let (key, [ours, theirs]) = found.context("failed to tell two plans apart")?;
+        let error = anyhow!(
+            "failed to start: rank {rank} has another plan than rank {}: {key} is {theirs} there, and here {ours}; give all \
+             ranks the same recipe and arguments",
+            self.rank()
+        );
+        Err(error.context(ExitCode::Usage))
     }
 
     /// Gives every rank what each rank says; if one of them failed, all fail with its reason. All ranks call it.

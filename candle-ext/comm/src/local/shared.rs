@@ -110,6 +110,7 @@ impl Shared {
 
     /// Shows everyone that this rank is at work.
     pub(super) fn beat(&self) {
+        self.lock().signs.at_work(self.rank);
         self.tell(BEAT, &[]);
     }
 
@@ -121,6 +122,7 @@ impl Shared {
     /// Shows everyone for whom this rank waits.
     pub(super) fn wait_for(&self, ranks: &[usize]) {
         let payload: Vec<u8> = ranks.iter().flat_map(|rank| (*rank as u32).to_le_bytes()).collect();
+        self.lock().signs.waits(self.rank, ranks);
         self.tell(WAITS, &payload);
     }
 

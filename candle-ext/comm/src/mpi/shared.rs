@@ -126,6 +126,7 @@ impl Shared {
 
     /// Shows everyone that this rank is at work.
     pub(super) fn beat(&self) {
+        self.lock().signs.at_work(self.rank);
         self.tell_all(&Frame::Beat);
     }
 
@@ -136,6 +137,7 @@ impl Shared {
 
     /// Shows everyone for whom this rank waits.
     pub(super) fn wait_for(&self, ranks: &[usize]) {
+        self.lock().signs.waits(self.rank, ranks);
         self.tell_all(&Frame::Waits(ranks.iter().map(|rank| *rank as u32).collect()));
     }
 
