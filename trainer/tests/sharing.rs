@@ -14,7 +14,7 @@ fn ask(command: &str, arguments: &[&str]) -> (i32, String) {
     (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
 }
 
-const HEADS_OF_14: &str = "model.hf_config_kwargs={num_attention_heads: 14, num_key_value_heads: 14, head_dim: 4, \
+const HEADS_OF_14: &str = "model.hf_config_kwargs={num_attention_heads: 14, num_key_value_heads: 14, hidden_size: 56, \
      intermediate_size: 56, vocab_size: 280}";
 
 #[test]

@@ -28,7 +28,7 @@ const SUM: &str = "dp_replicate-dp_shard-cp-sp all_reduce";
 const SHARES: [&str; 2] = ["dp_shard-cp-sp reduce_scatter", "dp_shard-cp-sp all_gather"];
 const HEADS: &str = "sp all_to_all";
 const IN_PARTS: [&str; 2] = ["tp all_gather", "tp reduce_scatter"];
-const STAGES: &str = "pp send_recv";
+const STAGES: &str = "pipeline activations send_recv";
 const TIE: &str = "ties all_reduce";
 
 fn dp(n_ranks: usize) -> Way {
