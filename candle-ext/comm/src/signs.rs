@@ -156,7 +156,8 @@ mod tests {
     #[test]
     fn what_was_seen_long_ago_counts_no_more() {
         let mut signs = Signs::default();
-        (signs.at_work(1), signs.waits(2, &[1]));
+        signs.at_work(1);
+        signs.waits(2, &[1]);
         let wait = Wait::begin(Duration::ZERO);
         assert_eq!(signs.blamed(0, &[1, 2], &wait), Some(vec![1, 2]));
     }

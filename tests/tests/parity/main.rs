@@ -18,7 +18,7 @@ use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{Norms, Schedule, Sharded};
 
 use case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS};
-use rank::{FEW, Outcome, Way, compare, run, run_with};
+use rank::{FEW, Outcome, STEPS, Way, compare, one_rank, run, run_with};
 use sabotage::Lie;
 
 const ONE: Degrees = Way::ONE_RANK.degrees;
@@ -61,7 +61,7 @@ fn check_all(way: Way, models: &[Kind], batchings: &[Batching], known: &[&str]) 
     for &model in models {
         for &batching in batchings {
             let ours = run(way, model, batching);
-            if let Err(difference) = compare(&ours, &run(Way::ONE_RANK, model, batching)) {
+            if let Err(difference) = compare(&ours, &one_rank(model, batching, STEPS)) {
                 panic!("{way:?}, {model:?}, {batching:?}: {difference}");
             }
             if asked.is_empty() {
@@ -72,7 +72,7 @@ fn check_all(way: Way, models: &[Kind], batchings: &[Batching], known: &[&str]) 
     let names: Vec<String> = asked.iter().map(Lie::to_string).collect();
     assert!(known.iter().all(|known| names.iter().any(|name| name == known)), "{way:?}: asked were {names:?}");
     let (model, batching) = (models[0], batchings[0]);
-    let one_rank = run_with(Way::ONE_RANK, model, batching, FEW, None).unwrap();
+    let one_rank = one_rank(model, batching, FEW);
     for lie in asked {
         let lied = run_with(way, model, batching, FEW, Some(&lie));
         assert!(lied.is_err() || compare(&lied.unwrap(), &one_rank).is_err(), "{way:?}: nobody sees that {lie} lies");
@@ -140,7 +140,7 @@ fn parity_of_more_parts_than_key_heads() {
 #[test]
 fn parity_of_parts_with_dropout() {
     for batching in BATCHINGS {
-        let one_rank = run(Way::ONE_RANK, ADAPTER, batching);
+        let one_rank = one_rank(ADAPTER, batching, STEPS);
         compare(&run(ulysses(1, 4, None), ADAPTER, batching), &one_rank).unwrap();
     }
 }
@@ -173,7 +173,7 @@ fn parity_of_matrices_in_four_parts() {
 fn parity_of_adapters_in_parts() {
     for norms in [Norms::Whole, Norms::InParts] {
         for batching in BATCHINGS {
-            let one_rank = run(Way::ONE_RANK, ADAPTER, batching);
+            let one_rank = one_rank(ADAPTER, batching, STEPS);
             compare(&run(tensor(Degrees { tp: 2, ..ONE }, norms), ADAPTER, batching), &one_rank).unwrap();
         }
     }

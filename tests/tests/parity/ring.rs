@@ -8,7 +8,7 @@ use candlewick_model::MlpRows;
 use candlewick_parallel::{Micro, Norms, Schedule, Sharded};
 
 use crate::case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS, WINDOW, micros};
-use crate::rank::{Way, compare, engine, run, seat};
+use crate::rank::{STEPS, Way, compare, engine, one_rank, run, seat};
 use crate::{HEADS, IN_PARTS, ONE, SHARES, STAGES, SUM, TIE, check_all};
 
 /// Biases, norms of queries and keys, a window; an output layer that is the embedding, and one that is not.
@@ -114,7 +114,7 @@ fn parity_of_a_ring_with_dropout_and_tiles() {
     for way in [ring(2), ring(3), with_ulysses(2, 2), with_ulysses(2, 4)] {
         for mlp_rows in [MlpRows::Together, MlpRows::InTiles] {
             for batching in AND_LONG {
-                let one_rank = run(Way::ONE_RANK, ADAPTER, batching);
+                let one_rank = one_rank(ADAPTER, batching, STEPS);
                 compare(&run(Way { mlp_rows, ..way }, ADAPTER, batching), &one_rank).unwrap();
             }
         }
@@ -124,7 +124,7 @@ fn parity_of_a_ring_with_dropout_and_tiles() {
 #[test]
 fn parity_of_a_ring_with_tiled_mlps() {
     for kind in IN_RINGS {
-        let one_rank = run(Way::ONE_RANK, kind, Batching::Long);
+        let one_rank = one_rank(kind, Batching::Long, STEPS);
         let tiled = Way { mlp_rows: MlpRows::InTiles, ..ring(2) };
         compare(&run(tiled, kind, Batching::Long), &one_rank).unwrap();
     }

@@ -5,7 +5,7 @@ use candlewick_model::MlpRows;
 use candlewick_parallel::{Norms, OnHost, Schedule, Sharded};
 
 use crate::case::{ADAPTER, BATCHINGS, Batching, MODELS};
-use crate::rank::{Way, compare, run};
+use crate::rank::{STEPS, Way, compare, one_rank, run};
 use crate::{ONE, hybrid, pipeline, tensor, ulysses, zero};
 
 /// Both are as on one rank, which has neither.
@@ -17,7 +17,7 @@ fn check(way: Way) {
             if kind.has_dropout() && way.degrees.dp_replicate * way.degrees.dp_shard > 1 {
                 continue;
             }
-            if let Err(difference) = compare(&run(way, kind, batching), &run(Way::ONE_RANK, kind, batching)) {
+            if let Err(difference) = compare(&run(way, kind, batching), &one_rank(kind, batching, STEPS)) {
                 panic!("{way:?}, {kind:?}, {batching:?}: {difference}");
             }
         }
