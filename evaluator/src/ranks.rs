@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::Device;
 use candlewick_comm::place::Place;
-use candlewick_comm::{Collective, Engine, Failure, Host, Options, World, exchange_bytes};
+use candlewick_comm::{Collective, Engine, Failure, Host, Options, World, exchange_bytes, is_first_of_machine};
 use candlewick_ops::{DeviceChoice, why_no_gpu};
 use candlewick_parallel::Groups;
 
@@ -15,7 +15,7 @@ use crate::parts::{Crew, Parts};
 /// This rank and the others.
 pub struct Ranks<'w> {
     world: &'w World,
-    local_rank: usize,
+    is_first_here: bool,
     /// What each has of a model, and who has the rest.
     pub parts: Parts,
     /// See [`Parts::groups`].
@@ -43,15 +43,16 @@ pub fn together<T>(parts: Parts, choice: DeviceChoice, part: impl FnOnce(&Ranks,
         false => Engine::Nccl(device.clone()),
     };
     let world = World::join(&place, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
-    let value = Ranks::run(&world, place.local_rank, parts, |ranks| part(ranks, device))?;
+    let value = Ranks::run(&world, parts, |ranks| part(ranks, device))?;
     world.leave().context("failed to end together with the other ranks")?;
     Ok(value)
 }
 
 impl<'w> Ranks<'w> {
-    /// One rank of `world`, with this number on its machine. All ranks call it.
-    pub fn new(world: &'w World, local_rank: usize, parts: Parts) -> Result<Self> {
-        Ok(Self { world, local_rank, parts, groups: parts.groups(&*world.group())? })
+    /// One rank of `world`. All ranks call it.
+    pub fn new(world: &'w World, parts: Parts) -> Result<Self> {
+        let is_first_here = is_first_of_machine(&*world.group())?;
+        Ok(Self { world, is_first_here, parts, groups: parts.groups(&*world.group())? })
     }
 
     /// Returns those who answer together.
@@ -72,7 +73,7 @@ impl<'w> Ranks<'w> {
     /// Does something on one rank of the machine before the others do it: they find what it has downloaded. If one fails,
     /// all do. All ranks call it.
     pub fn in_turn<T>(&self, what: impl Fn() -> Result<T>) -> Result<T> {
-        let first = if self.local_rank == 0 { what().map(Some) } else { Ok(None) };
+        let first = if self.is_first_here { what().map(Some) } else { Ok(None) };
         match self.share(first)? {
             Some(value) => self.share(Ok(value)),
             None => self.share(what()),
@@ -92,8 +93,8 @@ impl<'w> Ranks<'w> {
         }
     }
 
-    fn run<T>(world: &World, local_rank: usize, parts: Parts, part: impl FnOnce(&Ranks) -> Result<T>) -> Result<T> {
-        let done = Ranks::new(world, local_rank, parts).and_then(|ranks| part(&ranks));
+    fn run<T>(world: &World, parts: Parts, part: impl FnOnce(&Ranks) -> Result<T>) -> Result<T> {
+        let done = Ranks::new(world, parts).and_then(|ranks| part(&ranks));
         done.map_err(|error| blame(world, error))
     }
 }
@@ -130,7 +131,7 @@ mod tests {
 
     /// What each of three ranks returns.
     fn of_three<T: Send>(rank: impl Fn(&Ranks) -> T + Sync) -> Vec<T> {
-        let run = |world: &World| Ok::<_, CommError>(rank(&Ranks::new(world, world.rank(), Parts::WHOLE).unwrap()));
+        let run = |world: &World| Ok::<_, CommError>(rank(&Ranks::new(world, Parts::WHOLE).unwrap()));
         threads::run(3, Options::default(), run).unwrap()
     }
 
@@ -139,8 +140,8 @@ mod tests {
         let order = Mutex::new(Vec::new());
         let numbers = of_three(|ranks| {
             ranks.in_turn(|| {
-                order.lock().unwrap().push(ranks.local_rank);
-                Ok(ranks.local_rank)
+                order.lock().unwrap().push(ranks.world.rank());
+                Ok(ranks.world.rank())
             })
         });
         assert_eq!(numbers.into_iter().map(Result::unwrap).collect::<Vec<_>>(), [0, 1, 2]);
@@ -151,7 +152,7 @@ mod tests {
     fn if_one_fails_all_fail_with_its_reason() {
         for bad in 0..3 {
             let errors = of_three(|ranks| {
-                let what = || if ranks.local_rank == bad { Err(anyhow!("the disk is full")) } else { Ok(()) };
+                let what = || if ranks.world.rank() == bad { Err(anyhow!("the disk is full")) } else { Ok(()) };
                 format!("{:#}", ranks.in_turn(what).unwrap_err())
             });
             for (rank, error) in errors.iter().enumerate() {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{Options, World, sum, threads};
+use candlewick_comm::{Collective, Options, World, sum, threads};
 use candlewick_model::{Adapter, Config, MlpRows, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, Seqs};
 use candlewick_parallel::{Engine, Formats, Groups, LossScale, Micro, Mode, ParamStore, Pipeline, Sequence};
@@ -21,6 +21,7 @@ use crate::run::residency;
 /// Relative to the norm of a parameter's update: f32 sums of some hundred terms in another order.
 const TOLERANCE: f64 = 1e-4;
 const STEPS: usize = 2;
+/// Hardly any number of ranks gets even parts of it.
 const VOCAB: usize = 101;
 const HEAD_DIM: usize = 8;
 /// So large an eps makes a step follow the gradient, not its sign: rounding of a small one stays small.
@@ -73,11 +74,16 @@ impl Report {
 
 /// Trains the shrunken model of `plan` on the plan's mesh, whose ranks are threads, and on one rank.
 pub fn selfcheck(plan: &Plan) -> Result<Report> {
+    selfcheck_over(plan, |group: Arc<dyn Collective>| group)
+}
+
+/// The same, with `over` between this and the group of all ranks.
+fn selfcheck_over(plan: &Plan, over: impl Over) -> Result<Report> {
     let config = plan.model.config.as_ref().context("failed to shrink the model: its config is not known")?;
     let model = Model::new(shrunken(config, plan)?, plan.model.adapter.clone())?;
     let alone = PipelinePlan::alone();
-    let one = run(&model, Way { ranks: RanksPlan::alone(), pipeline: &alone, plan }, plan.ranks.n_data())?;
-    let ours = run(&model, Way { ranks: plan.ranks, pipeline: &plan.pipeline, plan }, plan.ranks.n_data())?;
+    let one = run(&model, Way { ranks: RanksPlan::alone(), pipeline: &alone, plan }, &over)?;
+    let ours = run(&model, Way { ranks: plan.ranks, pipeline: &plan.pipeline, plan }, &over)?;
     let mut differences = vec![of_numbers("loss", &ours.losses, &one.losses)];
     differences.push(of_numbers("gradient norm", &ours.norms, &one.norms));
     differences.extend(of_updates(&ours.updates, &one.updates)?);
@@ -97,7 +103,7 @@ fn shrunken(config: &Config, plan: &Plan) -> Result<Config> {
         ("head_dim", json!(HEAD_DIM)),
         ("intermediate_size", json!(24 * plan.ranks.tensor)),
         ("num_hidden_layers", json!(n_layers)),
-        ("vocab_size", json!(VOCAB)),
+        ("vocab_size", json!(vocabulary(plan.ranks.tensor))),
         ("max_position_embeddings", json!(64)),
         ("initializer_range", json!(0.1)),
         ("rope_scaling", Value::Null),
@@ -111,17 +117,27 @@ fn shrunken(config: &Config, plan: &Plan) -> Result<Config> {
     Ok(Config::from_json(json)?)
 }
 
-fn run(model: &Model, way: Way, n_data: usize) -> Result<Outcome> {
+/// So many tokens that each of `n_ranks` gets some.
+fn vocabulary(n_ranks: usize) -> usize {
+    VOCAB.max(n_ranks * n_ranks)
+}
+
+/// What a rank makes its groups of, of the group of all ranks.
+trait Over: Fn(Arc<dyn Collective>) -> Arc<dyn Collective> + Sync {}
+
+impl<F: Fn(Arc<dyn Collective>) -> Arc<dyn Collective> + Sync> Over for F {}
+
+fn run(model: &Model, way: Way, over: &impl Over) -> Result<Outcome> {
     let options = Options::default();
-    let rank = |world: &World| of_rank(world, model, way, n_data);
+    let rank = |world: &World| of_rank(&*over(world.group()), model, way);
     let ranks = threads::run(way.ranks.n_ranks(), options, rank).map_err(|error| anyhow!("failed to {error}"))?;
     ranks.into_iter().next().context("failed to check: there are no ranks")
 }
 
-fn of_rank(world: &World, model: &Model, way: Way, n_data: usize) -> Result<Outcome> {
+fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome> {
     let Way { ranks, pipeline, plan } = way;
-    let mesh = Mesh::new(ranks.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
-    let groups = Groups::new(&mesh, &*world.group())?;
+    let mesh = Mesh::new(ranks.degrees(), everyone.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
+    let groups = Groups::new(&mesh, everyone)?;
     let layout = pipeline.layout(model.config());
     let sharing = groups.sharing(ranks.sharded(), layout.clone(), ranks.norms());
     let formats = Formats::computing_in(DType::F32);
@@ -151,12 +167,13 @@ fn of_rank(world: &World, model: &Model, way: Way, n_data: usize) -> Result<Outc
         engine = engine.with_tensor(groups.tensor_ranks(ranks.norms()));
     }
     let before = masters(&engine)?;
-    let seat = mesh.place(world.rank(), Axis::DpReplicate) * ranks.dp_shard + mesh.place(world.rank(), Axis::DpShard);
+    let place = |axis| mesh.place(everyone.rank(), axis);
+    let seat = place(Axis::DpReplicate) * ranks.dp_shard + place(Axis::DpShard);
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
         // As many micro-batches as fill a pipeline, for each rank with its own; one rank computes all of them.
-        let n_micros = n_data * plan.pipeline.stages.max(2);
+        let n_micros = plan.ranks.n_data() * plan.pipeline.stages.max(2);
         let own = (0..n_micros).filter(|micro| micro % ranks.n_data() == seat);
         let micros = own.map(|micro| micro_batch(step, micro)).collect::<Result<Vec<_>>>()?;
         let n_targets: usize = (0..n_micros).map(|micro| lengths(step, micro).iter().sum::<usize>()).sum();
@@ -265,5 +282,103 @@ impl fmt::Display for Report {
         }
         let verdict = if self.passes() { "the same" } else { "not the same" };
         write!(f, "{verdict}: relative to one rank's, at most {TOLERANCE:.0e} is rounding")
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::path::Path;
+
+    use candlewick_comm::{Pending, Reduce, Result, Solo};
+
+    use super::*;
+    use crate::metrics::Console;
+    use crate::plan::{Known, Reach, Seat};
+    use crate::recipe::Loaded;
+
+    /// A group that sums without asking anybody, as all that are made of it do.
+    struct Deaf(Arc<dyn Collective>);
+
+    impl Collective for Deaf {
+        fn rank(&self) -> usize {
+            self.0.rank()
+        }
+
+        fn size(&self) -> usize {
+            self.0.size()
+        }
+
+        fn check_device(&self, device: &Device) -> Result<()> {
+            self.0.check_device(device)
+        }
+
+        fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
+            Solo.start_all_reduce(x, op)
+        }
+
+        fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
+            self.0.start_all_gather(x)
+        }
+
+        fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
+            self.0.start_reduce_scatter(x)
+        }
+
+        fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
+            self.0.start_all_to_all(x, send, recv)
+        }
+
+        fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
+            self.0.start_broadcast(x, root)
+        }
+
+        fn start_send_recv(
+            &self,
+            x: Option<&Tensor>,
+            to: Option<usize>,
+            from: Option<usize>,
+        ) -> Result<Pending<Option<Tensor>>> {
+            self.0.start_send_recv(x, to, from)
+        }
+
+        fn barrier(&self) -> Result<()> {
+            self.0.barrier()
+        }
+
+        fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
+            Ok(Arc::new(Self(self.0.split(name, lists)?)))
+        }
+    }
+
+    fn plan(arguments: &[&str]) -> Plan {
+        let text = "model: {dtype: f32, config: {model_type: llama, vocab_size: 64, hidden_size: 16, intermediate_size: 32, \
+                    num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, rms_norm_eps: 1e-5, \
+                    max_position_embeddings: 128}}\ntokenizer: {name_or_path: tok}\ndata: {sources: [a.jsonl]}\n";
+        let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        let loaded = Loaded::parse(Path::new("r.yaml"), text.to_owned(), &arguments).unwrap();
+        let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet, Seat::first_of(2)).unwrap();
+        Plan::resolve(&loaded, &known).unwrap()
+    }
+
+    #[test]
+    fn a_group_that_lies_does_not_pass() {
+        for arguments in [&[][..], &["tensor_parallel_size=2", "sequence_parallel_norms=false"]] {
+            let plan = plan(arguments);
+            let honest = selfcheck(&plan).unwrap();
+            assert!(honest.passes(), "{honest}");
+            let lied = selfcheck_over(&plan, |group: Arc<dyn Collective>| Arc::new(Deaf(group)) as Arc<dyn Collective>)
+                .unwrap();
+            assert!(!lied.passes() && lied.to_string().contains("DIFFERENT"), "{lied}");
+            assert!(lied.differences.iter().filter(|it| it.relative > TOLERANCE).count() > 3, "{lied}");
+        }
+    }
+
+    #[test]
+    fn each_of_many_ranks_has_some_tokens() {
+        for n_ranks in 1..=64 {
+            let n_tokens = vocabulary(n_ranks);
+            assert!((n_ranks - 1) * n_tokens.div_ceil(n_ranks) < n_tokens, "{n_ranks}");
+        }
     }
 }

@@ -62,6 +62,6 @@ fn train_in_process(case: &Case) -> usize {
     prepare_data(&case.plan, &hub, Began::now()).unwrap();
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
-    train(&case.plan, &hub, &World::solo(), 0, &Device::Cpu).unwrap();
+    train(&case.plan, &hub, &World::solo(), &Device::Cpu).unwrap();
     ALLOCATOR.peak_usage() - before
 }

@@ -55,7 +55,7 @@ fn train_in_process(n_ranks: usize, case: &Case) -> usize {
             // As in processes of their own: the first rank alone writes.
             (plan.log.output_dir, plan.log.metrics_path) = (None, None);
         }
-        train(&plan, &hub(), world, world.rank(), &candle_core::Device::Cpu).map(|_| ()).map_err(|e| format!("{e:#}"))
+        train(&plan, &hub(), world, &candle_core::Device::Cpu).map(|_| ()).map_err(|e| format!("{e:#}"))
     };
     threads::run(n_ranks, Options::default(), rank).unwrap();
     ALLOCATOR.peak_usage() - before

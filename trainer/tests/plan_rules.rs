@@ -613,7 +613,7 @@ fn ranks_that_do_not_divide_are_refused_with_what_would() {
     refused(6, &["sequence_parallel_size=4"], ["6 ranks do not fall into groups of 4", "use 1 or 2 or 3 or 6"]);
     let heads = "4 attention heads with 2 key heads cannot be shared by 3 ranks";
     refused(6, &["sequence_parallel_size=3"], [heads, "use 1 or 2"]);
-    refused(1, &["sequence_parallel_size=2"], ["1 ranks do not fall into groups of 2", "use 1"]);
+    refused(1, &["sequence_parallel_size=2"], ["1 rank does not fall into groups of 2", "say how many with --ranks N"]);
     refused(2, &["sequence_parallel_size=0"], ["expected at least 1, found 0", "sequence_parallel_size"]);
     refused(2, &["context_parallel_size=0"], ["expected at least 1, found 0", "context_parallel_size"]);
     refused(6, &["context_parallel_size=4"], ["6 ranks do not fall into rings of 4", "use 1 or 2 or 3 or 6"]);
@@ -647,6 +647,15 @@ fn what_cannot_be_shared_is_refused_with_what_could() {
     refused(8, &["tensor_parallel_size=3"], &["8 ranks do not fall into groups of 3", "use 1 or 2 or 4 or 8"]);
     let heads = "4 attention heads, 2 key heads and an MLP of";
     refused(8, &["tensor_parallel_size=4"], &[heads, "cannot be shared by 4 ranks", "use 1 or 2"]);
+    let vocabulary = |n: usize| {
+        format!(
+            "model.hf_config_kwargs={{vocab_size: {n}, num_attention_heads: 16, \
+        num_key_value_heads: 16, head_dim: 4, intermediate_size: 32}}"
+        )
+    };
+    let few = "a vocabulary of 101 does not go around for 16 ranks with 7 tokens each";
+    refused(16, &["tensor_parallel_size=16", &vocabulary(101)], &[few, "use 1 or 2 or 4 or 8"]);
+    assert!(of_ranks(16, &["tensor_parallel_size=16", &vocabulary(106)]).is_ok());
     refused(8, &["pipeline_parallel_size=3"], &["8 ranks do not fall into 3 stages", "use 1 or 2 or 4 or 8"]);
     refused(8, &["pipeline_parallel_size=8"], &["2 blocks do not go around for 8 stages with 1 run each", "at most 2"]);
     let two = ["pipeline_parallel_size=2", "pipeline_layers=[1]"];
@@ -661,6 +670,44 @@ fn backend(engines: Engines, machines: Machines, arguments: &[&str]) -> Result<D
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
     let known = Known { seat: Seat { machines, ..Seat::first_of(2) }, engines, ..known() };
     Plan::resolve(&loaded, &known).map(|plan| plan.ranks.backend).map_err(|error| error.to_string())
+}
+
+/// The notes of a plan of the first of some ranks.
+fn notes_of_ranks(n_ranks: usize, arguments: &[&str]) -> Vec<String> {
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    Plan::resolve(&loaded, &Known { seat: Seat::first_of(n_ranks), ..known() }).unwrap().notes
+}
+
+#[test]
+fn what_has_no_effect_on_these_ranks_is_noted_and_so_is_a_pipeline_that_nothing_fills() {
+    let pipeline = ["pipeline_parallel_size=2", "pipeline_schedule=afab", "gradient_accumulation_steps=1"];
+    for (n_ranks, arguments, want) in [
+        (2, &["pipeline_schedule=afab"][..], "pipeline_schedule has no effect: there is one stage"),
+        (2, &["sequence_parallel_norms=false"], "sequence_parallel_norms has no effect: no ranks share matrices"),
+        (
+            2,
+            &pipeline,
+            "gradient_accumulation_steps: 1 do not fill 2 stages, which wait 50 % of the time; more fill them",
+        ),
+    ] {
+        assert_eq!(notes_of_ranks(n_ranks, arguments), [want]);
+    }
+    assert!(notes_of_ranks(2, &["pipeline_parallel_size=2", "gradient_accumulation_steps=2"]).is_empty());
+    assert!(notes_of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel_norms=false"]).is_empty());
+}
+
+/// Where nobody knows yet what is there: neither this build nor this machine decides anything.
+#[test]
+fn ranks_that_are_only_asked_about_are_not_held_to_this_machine() {
+    use Machines::Unknown;
+    for arguments in [&["ddp_backend=nccl"][..], &["ddp_backend=mpi"], &["ddp_backend=nccl", "device=cuda"]] {
+        assert!(backend(PLAIN, Unknown, arguments).is_ok(), "{arguments:?}");
+    }
+    let said = backend(PLAIN, Unknown, &["ddp_backend=nccl", "device=cpu"]).unwrap_err();
+    assert!(said.contains("NCCL connects GPUs"), "{said}");
+    let notes = notes_of_ranks(2, &["memory=auto", "device=cuda"]);
+    assert_eq!(notes, ["memory: auto chooses where the ranks run, by what is free there"]);
 }
 
 const PLAIN: Engines = Engines { mpi: false, nccl: false };

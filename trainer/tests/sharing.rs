@@ -14,6 +14,9 @@ fn ask(command: &str, arguments: &[&str]) -> (i32, String) {
     (output.status.code().unwrap(), String::from_utf8_lossy(&text).into_owned())
 }
 
+const HEADS_OF_14: &str = "model.hf_config_kwargs={num_attention_heads: 14, num_key_value_heads: 14, hidden_size: 56, \
+     intermediate_size: 56, vocab_size: 280}";
+
 #[test]
 fn a_plan_shows_mesh_stages_and_timetable() {
     let pipeline = ["--ranks", "4", "--schedule", "pipeline_parallel_size=2", "tensor_parallel_size=2"];
@@ -27,12 +30,30 @@ fn a_plan_shows_mesh_stages_and_timetable() {
     assert!(text.contains("3 ranks do not fall into groups of 2"), "{text}");
 }
 
+/// On a login node: nothing that this machine lacks is asked of it.
+#[test]
+fn ranks_may_be_asked_about_where_they_do_not_run() {
+    for arguments in
+        [&["ddp_backend=nccl", "device=cuda", "memory=auto"][..], &["ddp_backend=mpi"], &["tensor_parallel_size=2"]]
+    {
+        for command in ["check", "plan", "selfcheck", "estimate"] {
+            let (code, text) = ask(command, &[&["--ranks", "2"], arguments].concat());
+            assert!(code == 0 || (command, code) == ("estimate", 4), "{command} {arguments:?}: {code}: {text}");
+        }
+    }
+    let (code, text) = ask("check", &["tensor_parallel_size=2"]);
+    assert!(code == 2 && text.contains("1 rank does not fall into groups of 2"), "{text}");
+    assert!(text.contains("--ranks N"), "{text}");
+}
+
 #[test]
 fn every_way_of_sharing_passes_its_check() {
     for arguments in [
         &["--ranks", "2"][..],
         &["--ranks", "4", "deepspeed.zero_optimization.stage=3", "context_parallel_size=2"],
         &["--ranks", "4", "tensor_parallel_size=2", "pipeline_parallel_size=2", "pipeline_chunks=1"],
+        // More ranks than 101 tokens go around for.
+        &["--ranks", "14", "tensor_parallel_size=14", HEADS_OF_14],
     ] {
         let (code, text) = ask("selfcheck", arguments);
         assert_eq!(code, 0, "{text}");

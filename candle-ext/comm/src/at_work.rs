@@ -7,9 +7,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::fabric::Alarm;
-
-/// How many signs of life there are in a time-out: one that comes late, or two, cost nothing.
-const BEATS: u32 = 8;
+use crate::signs::PER_TIMEOUT;
 
 /// Keeps the others waiting while this rank does something that takes long: reads data, writes a file. Without it they give
 /// up after the time-out; with it, when this process dies or stops.
@@ -31,7 +29,7 @@ pub struct Working {
 
 impl AtWork {
     pub(crate) fn new(alarm: Arc<dyn Alarm>, timeout: Duration, size: usize) -> Self {
-        Self { alarm, every: timeout / BEATS, is_alone: size == 1 }
+        Self { alarm, every: timeout / PER_TIMEOUT, is_alone: size == 1 }
     }
 
     /// Does `what`, and lets the others know all the while that this rank is at it. They wait as long as it takes: nothing in

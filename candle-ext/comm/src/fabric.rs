@@ -23,7 +23,7 @@ pub(crate) trait Alarm: Send + Sync {
     /// Waits until the world has ended, for as long as `within`, and returns why.
     fn await_failure(&self, within: Duration) -> Option<Failure>;
 
-    /// Shows all ranks that this one is at work: whoever waits begins to wait anew.
+    /// Shows all ranks that this one is at work: who waits for it, or for somebody who does, goes on waiting.
     fn beat(&self);
 }
 
@@ -48,6 +48,8 @@ pub(crate) trait Links: Send {
 pub(crate) enum Trouble {
     /// These were silent for so long.
     Late(Vec<usize>, Duration),
+    /// So were these, ranks of the world: those of the group wait for them, or are they.
+    Silent(Vec<usize>, Duration),
     /// This one keeps a call from its end for too long, as the words say.
     Overdue(usize, String),
     /// This one has left, cleanly, while something was expected of it.
@@ -71,24 +73,29 @@ impl Trouble {
             Self::Left(rank) => Self::Left(of(rank)),
             Self::Mismatch(rank, what) => Self::Mismatch(of(rank), what),
             Self::Unreachable(rank, error) => Self::Unreachable(of(rank), error),
-            other @ (Self::Failed(_) | Self::Own(_)) => other,
+            other @ (Self::Silent(..) | Self::Failed(_) | Self::Own(_)) => other,
         }
     }
 
     /// Returns the rank that caused it, of what sort it is, and what happened in words; or the failure with which the world
-    /// has ended. `me` is this rank, `who` names one.
-    pub(crate) fn tell(self, me: usize, who: impl Fn(usize) -> String) -> Result<(usize, Cause, String), Failure> {
+    /// has ended. `fabric` names ranks of the world, this one and the group's `members`.
+    pub(crate) fn tell(self, fabric: &dyn Alarm, members: &[usize]) -> Result<(usize, Cause, String), Failure> {
+        let (of, who) = (|rank: usize| members[rank], |rank: usize| fabric.who(members[rank]));
+        let silent = |ranks: Vec<usize>, after| {
+            let names: Vec<String> = ranks.iter().map(|rank| fabric.who(*rank)).collect();
+            (ranks[0], Cause::Silent, format!("{} silent for {after:?}", names.join(", ")))
+        };
         Ok(match self {
             Self::Failed(failure) => return Err(failure),
-            Self::Late(ranks, after) => {
-                let names: Vec<String> = ranks.iter().map(|rank| who(*rank)).collect();
-                (ranks[0], Cause::Silent, format!("{} silent for {after:?}", names.join(", ")))
+            Self::Late(ranks, after) => silent(ranks.into_iter().map(of).collect(), after),
+            Self::Silent(ranks, after) => silent(ranks, after),
+            Self::Overdue(rank, what) => (of(rank), Cause::Silent, what),
+            Self::Left(rank) => (of(rank), Cause::Strayed, format!("{} has left", who(rank))),
+            Self::Mismatch(rank, what) => (of(rank), Cause::Strayed, what),
+            Self::Unreachable(rank, error) => {
+                (of(rank), Cause::Died, format!("{} cannot be reached: {error}", who(rank)))
             }
-            Self::Overdue(rank, what) => (rank, Cause::Silent, what),
-            Self::Left(rank) => (rank, Cause::Strayed, format!("{} has left", who(rank))),
-            Self::Mismatch(rank, what) => (rank, Cause::Strayed, what),
-            Self::Unreachable(rank, error) => (rank, Cause::Died, format!("{} cannot be reached: {error}", who(rank))),
-            Self::Own(what) => (me, Cause::Told, format!("{}: {what}", who(me))),
+            Self::Own(what) => (fabric.rank(), Cause::Told, format!("{}: {what}", fabric.who(fabric.rank()))),
         })
     }
 }

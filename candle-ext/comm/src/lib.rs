@@ -18,6 +18,7 @@ mod herald;
 mod join;
 #[cfg(target_os = "linux")]
 pub mod local;
+mod machine;
 pub mod mesh;
 #[cfg(feature = "mpi")]
 pub mod mpi;
@@ -26,6 +27,7 @@ pub mod nccl;
 mod panic;
 mod pending;
 pub mod place;
+mod signs;
 mod solo;
 mod staff;
 mod staged;
@@ -45,6 +47,7 @@ pub use at_work::{AtWork, Working};
 pub use call::{Call, Op};
 pub use error::{Cause, Error, Failure, Result};
 pub use join::{Engine, Host};
+pub use machine::is_first_of_machine;
 pub use pending::Pending;
 pub use solo::Solo;
 pub use staged::Staged;

@@ -38,6 +38,10 @@ impl Axis {
     /// The axes of the experts, slowest first.
     pub const EXPERT: [Self; 4] = [Self::Pp, Self::Edp, Self::Ep, Self::Etp];
 
+    /// The axes whose degrees are given; the other follows.
+    const GIVEN: [Self; 8] =
+        [Self::Pp, Self::DpReplicate, Self::DpShard, Self::Cp, Self::Sp, Self::Tp, Self::Ep, Self::Etp];
+
     /// Returns the name that recipes and messages have for it.
     pub fn name(self) -> &'static str {
         match self {
@@ -145,8 +149,7 @@ pub struct Mesh {
 impl Mesh {
     /// Lays `n_ranks` ranks out, all of them.
     pub fn new(degrees: Degrees, n_ranks: usize) -> Result<Self, MeshError> {
-        let mut given = Axis::DENSE.into_iter().chain([Axis::Ep, Axis::Etp]);
-        if let Some(axis) = given.find(|axis| degrees.of(*axis) == 0) {
+        if let Some(axis) = Axis::GIVEN.into_iter().find(|axis| degrees.of(*axis) == 0) {
             return Err(MeshError::Zero(axis.name()));
         }
         let (wanted, n_stage) = (degrees.n_ranks(), degrees.n_stage());
@@ -206,15 +209,15 @@ impl Mesh {
 }
 
 impl fmt::Display for Degrees {
-    /// The degrees above one: `dp_shard 4 x tp 2`.
+    /// The degrees above one: `dp_shard 4 x tp 2`; those of the experts, who are on the same ranks, apart.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let above: Vec<String> = Axis::DENSE
-            .into_iter()
-            .filter(|axis| self.of(*axis) != 1)
-            .map(|axis| format!("{} {}", axis.name(), self.of(axis)))
-            .collect();
-        f.write_str(if above.is_empty() { "one rank" } else { "" })?;
-        f.write_str(&above.join(" x "))
+        let above = |axes: &[Axis]| {
+            let above = axes.iter().filter(|axis| self.of(**axis) != 1);
+            above.map(|axis| format!("{} {}", axis.name(), self.of(*axis))).collect::<Vec<_>>().join(" x ")
+        };
+        let (dense, experts) = (above(&Axis::DENSE), above(&[Axis::Ep, Axis::Etp]));
+        f.write_str(if dense.is_empty() { "one rank" } else { &dense })?;
+        if experts.is_empty() { Ok(()) } else { write!(f, ", experts {experts}") }
     }
 }
 
@@ -224,7 +227,7 @@ const SHOWN: usize = 64;
 /// A table: a line for each rank with its place on each axis that has more than one.
 impl fmt::Display for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let axes: Vec<Axis> = Axis::DENSE.into_iter().filter(|axis| self.degrees.of(*axis) != 1).collect();
+        let axes: Vec<Axis> = Axis::GIVEN.into_iter().filter(|axis| self.degrees.of(*axis) != 1).collect();
         write!(f, "rank")?;
         axes.iter().try_for_each(|axis| write!(f, "  {}", axis.name()))?;
         for rank in 0..self.degrees.n_ranks().min(SHOWN) {
@@ -328,6 +331,11 @@ mod tests {
     fn a_mesh_is_shown_as_a_table_of_places() {
         let mesh = Mesh::new(Degrees { pp: 2, tp: 2, ..Degrees::default() }, 4).unwrap();
         assert_eq!(mesh.to_string(), "rank  pp  tp\n   0   0   0\n   1   0   1\n   2   1   0\n   3   1   1");
+        let experts = Mesh::new(Degrees { dp_shard: 2, tp: 2, ep: 2, etp: 2, ..Degrees::default() }, 4).unwrap();
+        let (degrees, table) = (experts.degrees().to_string(), experts.to_string());
+        assert_eq!(degrees, "dp_shard 2 x tp 2, experts ep 2 x etp 2");
+        assert!(table.starts_with("rank  dp_shard  tp  ep  etp\n   0         0   0   0    0\n"), "{table}");
+        assert!(table.ends_with("\n   3         1   1   1    1"), "{table}");
         let many = Mesh::new(Degrees { dp_shard: 100, ..Degrees::default() }, 100).unwrap().to_string();
         assert!(many.ends_with("  63        63\nand 36 more"), "{many}");
     }

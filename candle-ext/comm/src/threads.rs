@@ -8,10 +8,11 @@ use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::fabric::{Alarm, Fabric, Links, Trouble};
 use crate::panic::said;
+use crate::signs::{Signs, Wait};
 use crate::{Call, Failure, Options, Result, World};
 
 /// Runs `rank` on `size` threads, each with its own end of one world, and returns what they return, in rank order. If
@@ -62,8 +63,7 @@ pub(crate) struct Hall {
     timeout: Duration,
     failure: Mutex<Option<Failure>>,
     failed: Condvar,
-    /// When a rank last showed that it is at work.
-    beat: Mutex<Option<Instant>>,
+    signs: Mutex<Signs>,
     rooms: Mutex<HashMap<String, Arc<Room>>>,
 }
 
@@ -139,7 +139,7 @@ impl Alarm for Door {
     }
 
     fn beat(&self) {
-        *lock(&self.hall.beat) = Some(Instant::now());
+        lock(&self.hall.signs).at_work(self.rank);
     }
 }
 
@@ -147,7 +147,8 @@ impl Fabric for Door {
     fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
         let me = members.iter().position(|rank| *rank == self.rank).expect("who opens a group is in it");
         let room = self.hall.room(id, members.len());
-        Ok(Box::new(Seat { id: id.to_owned(), me, room, hall: Arc::clone(&self.hall) }))
+        let members = members.to_vec();
+        Ok(Box::new(Seat { id: id.to_owned(), me, members, room, hall: Arc::clone(&self.hall) }))
     }
 
     fn doing(&self, _id: &str, _call: Option<&Call>) {}
@@ -157,6 +158,8 @@ impl Fabric for Door {
 struct Seat {
     id: String,
     me: usize,
+    /// The world ranks of the group's ranks.
+    members: Vec<usize>,
     room: Arc<Room>,
     hall: Arc<Hall>,
 }
@@ -193,7 +196,7 @@ impl Seat {
         }
         self.room.changed.notify_all();
         let mut taken = Vec::with_capacity(missing.len());
-        let mut last_moved = Instant::now();
+        let mut wait = Wait::begin(self.hall.timeout);
         loop {
             let n_taken = taken.len();
             missing.retain(|from| match mail.boxes[self.me][*from].pop_front() {
@@ -205,7 +208,7 @@ impl Seat {
             });
             if taken.len() > n_taken {
                 self.room.changed.notify_all();
-                last_moved = Instant::now();
+                wait.moved();
             }
             let untaken = || receivers.iter().copied().filter(|to| !mail.boxes[*to][self.me].is_empty());
             let waits_for: Vec<usize> = if missing.is_empty() { untaken().collect() } else { missing.clone() };
@@ -218,13 +221,27 @@ impl Seat {
             if let Some(gone) = waits_for.iter().find(|rank| mail.gone[**rank]) {
                 return Err(Trouble::Left(*gone));
             }
-            last_moved = lock(&self.hall.beat).map_or(last_moved, |beat| beat.max(last_moved));
-            let left = self.hall.timeout.saturating_sub(last_moved.elapsed());
-            if left.is_zero() {
-                return Err(Trouble::Late(waits_for, self.hall.timeout));
+            if let Some(silent) = self.blamed(&waits_for, &mut wait) {
+                return Err(Trouble::Silent(silent, self.hall.timeout));
             }
-            mail = self.room.changed.wait_timeout(mail, left).unwrap_or_else(PoisonError::into_inner).0;
+            mail = self.room.changed.wait_timeout(mail, wait.patience()).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+}
+
+impl Seat {
+    /// Shows from time to time for whom this rank waits; returns whom it has waited for in vain, if it has.
+    fn blamed(&self, waits_for: &[usize], wait: &mut Wait) -> Option<Vec<usize>> {
+        let is_to_be_shown = wait.is_to_be_shown();
+        if !is_to_be_shown && !wait.is_over() {
+            return None;
+        }
+        let waits_for: Vec<usize> = waits_for.iter().map(|rank| self.members[*rank]).collect();
+        let mut signs = lock(&self.hall.signs);
+        if is_to_be_shown {
+            signs.waits(self.members[self.me], &waits_for);
+        }
+        signs.blamed(self.members[self.me], &waits_for, wait)
     }
 }
 

@@ -87,19 +87,13 @@ fn act(scenario: &str, world: &World) -> Result<String> {
             kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
         }
         "kill-within" => drop(group.all_reduce(&many()?, Reduce::Sum)?),
-        "stop" if last => {
-            kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
-            // The signal may come a moment later.
-            world.await_failure(PATIENT);
+        "stop" if last => stop(world)?,
+        "stop-at-work" if last => world.at_work().during(|| stop(world))?,
+        "stop-beside-work" if last => {
+            world.at_work().during(|| world.await_failure(PATIENT));
             group.barrier()?;
         }
-        "stop-at-work" if last => {
-            world.at_work().during(|| {
-                kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
-                world.await_failure(PATIENT)
-            });
-            group.barrier()?;
-        }
+        "stop-beside-work" if world.rank() == 1 => stop(world)?,
         "at-work" if last => {
             assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
             group.all_reduce(&x, Reduce::Sum)?;
@@ -115,6 +109,22 @@ fn act(scenario: &str, world: &World) -> Result<String> {
                 _ => part.barrier()?,
             }
         }
+        // The last rank keeps the first waiting by way of the two between.
+        "stop-chain" | "work-chain" => {
+            let part = group.split("pair", &[vec![0, 1], vec![2, 3]])?;
+            if last && scenario == "stop-chain" {
+                stop(world)?;
+            } else if last {
+                assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
+            }
+            if world.rank() == 1 {
+                group.send_recv(None, None, Some(2))?;
+            }
+            part.barrier()?;
+            if world.rank() == 2 {
+                group.send_recv(Some(&x), Some(1), None)?;
+            }
+        }
         // So much that this process would have ended before it is done.
         "pending" if last => drop(group.start_all_reduce(&many()?, Reduce::Sum)?),
         "pending" => {
@@ -123,6 +133,14 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         _ => drop(group.all_reduce(&x, Reduce::Sum)?),
     }
     Ok("done".to_owned())
+}
+
+/// Stops this process until another continues it.
+fn stop(world: &World) -> Result<()> {
+    kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
+    // The signal may come a moment later.
+    world.await_failure(PATIENT);
+    world.group().barrier()
 }
 
 /// A rank's process.
@@ -292,37 +310,56 @@ fn a_rank_that_leaves_early_is_not_waited_for() {
 
 #[test]
 fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
-    let ends = run("at-work", 3, Duration::from_secs(3));
-    assert!(ends.iter().all(|end| end.code == Some(0) && end.said == "done"), "{ends:?}");
+    for (scenario, size) in [("at-work", 3), ("work-chain", 4)] {
+        let ends = run(scenario, size, Duration::from_secs(3));
+        assert!(ends.iter().all(|end| end.code == Some(0) && end.said == "done"), "{scenario}: {ends:?}");
+    }
 }
 
 #[test]
 fn a_stopped_rank_is_named_after_the_time_out() {
-    check_stop("stop");
+    let said = check_stop("stop", 3, 2);
+    assert!(said.starts_with("finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: "), "{said}");
 }
 
 #[test]
 fn a_rank_that_stops_while_it_is_at_work_is_named_after_the_time_out() {
-    check_stop("stop-at-work");
+    check_stop("stop-at-work", 3, 2);
 }
 
+/// The others do not wait for the one at work, as long as it may take, while they also wait for the one that has stopped.
+#[test]
+fn a_rank_that_stops_while_another_is_at_work_is_named_after_the_time_out() {
+    check_stop("stop-beside-work", 3, 1);
+}
+
+/// Rank 0 needs only rank 1, which waits for rank 2, which waits for the stopped one.
+#[test]
+fn a_stopped_rank_is_named_by_those_who_do_not_wait_for_it() {
+    check_stop("stop-chain", 4, 3);
+}
+
+/// Returns what all ranks say, when `stopped` has stopped.
 #[track_caller]
-fn check_stop(scenario: &str) {
+fn check_stop(scenario: &str, size: usize, stopped: usize) -> String {
     let server = Server::bind("127.0.0.1:0").unwrap();
     // Joining takes longer than a moment on a busy machine, so the moment is not too short.
     let timeout = Duration::from_secs(3);
-    let mut ranks: Vec<_> = (0..3).map(|rank| Rank::start(scenario, rank, 3, server.port(), timeout)).collect();
-    let stopped = ranks.pop().unwrap();
-    let pid = stopped.pid();
+    let mut ranks: Vec<_> = (0..size).map(|rank| Rank::start(scenario, rank, size, server.port(), timeout)).collect();
+    let late = ranks.remove(stopped);
+    let pid = late.pid();
+    let began = Instant::now();
     let ends: Vec<_> = ranks.into_iter().map(Rank::end).collect();
-    assert!(ends.iter().all(|end| end.code == Some(1) && end.said == ends[0].said), "{ends:?}");
-    let what = "finish all_reduce 1 (sum, f32 [3]) in group world of ranks [0, 1, 2]: rank 2 (pid ";
-    assert!(ends[0].said.starts_with(what) && ends[0].said.contains("silent for 3s (seen by rank "), "{ends:?}");
+    assert!(began.elapsed() < PATIENT / 2, "{scenario}: they waited for {:?}", began.elapsed());
+    assert!(ends.iter().all(|end| end.code == Some(1) && end.said == ends[0].said), "{scenario}: {ends:?}");
+    let (named, said) = (format!(": rank {stopped} (pid "), &ends[0].said);
+    assert!(said.contains(&named) && said.contains(") silent for 3s (seen by rank "), "{scenario}: {said}");
     // It is told when it goes on, also where nobody keeps the store any more.
     drop(server);
     kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::CONT).unwrap();
-    let late = stopped.end();
-    assert_eq!((late.code, &late.said), (Some(1), &ends[0].said));
+    let late = late.end();
+    assert_eq!((late.code, &late.said), (Some(1), said), "{scenario}");
+    late.said
 }
 
 /// Joins in this process; for what is refused before any rank is connected.
@@ -442,7 +479,7 @@ fn no_time_is_too_long() {
 #[test]
 fn ranks_on_two_hosts_are_told_what_to_use() {
     let (_server, store) = store();
-    store.set("local/0/about", b"candlewick-local-3\n2\nnode-7\nanother-boot\nnet user\n0\nsocket\n1").unwrap();
+    store.set("local/0/about", b"candlewick-local-4\n2\nnode-7\nanother-boot\nnet user\n0\nsocket\n1").unwrap();
     let error = join(&store, 1, 2, HASTY).err().unwrap();
     assert!(matches!(error, Error::OtherHost { other: 0, .. }), "{error}");
     let said = error.to_string();

@@ -92,6 +92,27 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         "panic" if last => panic!("index out of bounds"),
         "leave" if last => {}
         "stay-away" if last => drop(world.await_failure(PATIENT)),
+        // The second stays away, and the first waits for both.
+        "stay-away-beside-work" if last => {
+            world.at_work().during(|| world.await_failure(PATIENT));
+            group.barrier()?;
+        }
+        "stay-away-beside-work" if world.rank() == 1 => {
+            world.await_failure(PATIENT);
+            group.barrier()?;
+        }
+        // The last rank keeps the first waiting by way of the one between.
+        "work-chain" => match world.rank() {
+            0 => drop(group.send_recv(None, None, Some(1))?),
+            1 => {
+                let x = group.send_recv(None, None, Some(2))?;
+                group.send_recv(x.as_ref(), Some(0), None)?;
+            }
+            _ => {
+                assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
+                group.send_recv(Some(&x), Some(1), None)?;
+            }
+        },
         "at-work" if last => {
             assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
             group.all_reduce(&x, Reduce::Sum)?;
@@ -241,8 +262,17 @@ fn a_rank_that_stays_away_is_named_with_what_it_misses() {
 
 #[test]
 fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
-    let Some(ends) = run("at-work", 3, Duration::from_secs(3), &[]) else { return };
-    assert!(ends.output.status.success(), "{:?}: {:?}", ends.said, ends.output);
+    for scenario in ["at-work", "work-chain"] {
+        let Some(ends) = run(scenario, 3, Duration::from_secs(3), &[]) else { return };
+        assert!(ends.output.status.success(), "{scenario}: {:?}: {:?}", ends.said, ends.output);
+    }
+}
+
+#[test]
+fn a_rank_that_stays_away_while_another_is_at_work_is_named() {
+    let Some(ends) = run("stay-away-beside-work", 3, Duration::from_secs(3), &[]) else { return };
+    let said = ends.said[0].as_ref().unwrap();
+    assert!(said.contains(": rank 1 (pid ") && said.contains(") silent for 3s (seen by rank 0)"), "{said}");
 }
 
 /// Nobody but mpirun sees that a process has died; it ends the others and says which was the first.

@@ -194,6 +194,35 @@ fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
 }
 
 #[test]
+fn a_rank_that_stays_away_while_another_is_at_work_is_named() {
+    let (rank, message) = failure(3, HASTY, |world| match world.rank() {
+        1 => stay_away(world),
+        2 => world.at_work().during(|| stay_away(world)),
+        _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
+    });
+    assert!(rank == 1 && message.contains(": rank 1 silent for 1s (seen by rank 0)"), "{message}");
+}
+
+#[test]
+fn a_rank_at_work_is_waited_for_by_way_of_others() {
+    let done = run(3, HASTY, |world| {
+        let group = world.group();
+        match world.rank() {
+            0 => group.send_recv(None, None, Some(1)).map(drop),
+            1 => {
+                let x = group.send_recv(None, None, Some(2))?;
+                group.send_recv(x.as_ref(), Some(0), None).map(drop)
+            }
+            _ => {
+                assert_eq!(world.at_work().during(|| world.await_failure(3 * HASTY.timeout)), None);
+                group.send_recv(Some(&ones(&[3])), Some(1), None).map(drop)
+            }
+        }
+    });
+    done.unwrap();
+}
+
+#[test]
 fn a_send_that_nobody_takes_times_out() {
     let (rank, message) = failure(2, HASTY, |world| match world.rank() {
         0 => world.group().send_recv(Some(&ones(&[3])), Some(1), None).map(drop),

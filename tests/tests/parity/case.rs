@@ -62,6 +62,10 @@ impl Kind {
         Self { family, tied, biased: false, adapter: None, window: None }
     }
 
+    pub(crate) fn has_dropout(self) -> bool {
+        self.adapter.is_some()
+    }
+
     pub(crate) fn model(self) -> Model {
         let class = match self.family {
             "llama" => "LlamaForCausalLM",

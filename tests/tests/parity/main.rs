@@ -10,15 +10,26 @@ mod case;
 mod rank;
 mod ring;
 mod sabotage;
+mod tiles;
+
+use std::collections::BTreeSet;
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_parallel::{Norms, Schedule, Sharded};
 
 use case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS};
-use rank::{Outcome, Way, compare, run};
+use rank::{FEW, Outcome, STEPS, Way, compare, one_rank, run, run_with};
 use sabotage::Lie;
 
 const ONE: Degrees = Way::ONE_RANK.degrees;
+
+/// What groups are asked for, by the axes that they run along.
+const SUM: &str = "dp_replicate-dp_shard-cp-sp all_reduce";
+const SHARES: [&str; 2] = ["dp_shard-cp-sp reduce_scatter", "dp_shard-cp-sp all_gather"];
+const HEADS: &str = "sp all_to_all";
+const IN_PARTS: [&str; 2] = ["tp all_gather", "tp reduce_scatter"];
+const STAGES: &str = "pipeline activations send_recv";
+const TIE: &str = "ties all_reduce";
 
 fn dp(n_ranks: usize) -> Way {
     Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, ..Way::ONE_RANK }
@@ -32,70 +43,77 @@ fn hybrid(dp_replicate: usize, dp_shard: usize, sharded: Sharded) -> Way {
     Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, sharded: Some(sharded), ..Way::ONE_RANK }
 }
 
-/// All models in all batchings; and with each of these collectives lying, a difference.
+/// All models in all batchings; and with any of the operations that this asks groups for lying, a difference. `known` are some
+/// of them, as `group operation`.
 #[track_caller]
-fn check(way: Way, collectives: &[Lie]) {
+fn check(way: Way, known: &[&str]) {
     // A pipeline of one micro-batch would be none.
     let n_micros = if way.degrees.pp > 1 { 5 } else { 2 };
     // A tied model with biases is lied to.
     let models = [MODELS[1], MODELS[0], MODELS[2], MODELS[3]];
     let batchings = [Batching::Accumulated(n_micros), Batching::Packed, Batching::Padded];
-    check_all(way, &models, &batchings, collectives);
+    check_all(way, &models, &batchings, known);
 }
 
 #[track_caller]
-fn check_all(way: Way, models: &[Kind], batchings: &[Batching], collectives: &[Lie]) {
+fn check_all(way: Way, models: &[Kind], batchings: &[Batching], known: &[&str]) {
+    let mut asked = BTreeSet::new();
     for &model in models {
         for &batching in batchings {
-            let one_rank = run(Way::ONE_RANK, model, batching, None);
-            if let Err(difference) = compare(&run(way, model, batching, None), &one_rank) {
+            let ours = run(way, model, batching);
+            if let Err(difference) = compare(&ours, &one_rank(model, batching, STEPS)) {
                 panic!("{way:?}, {model:?}, {batching:?}: {difference}");
+            }
+            if asked.is_empty() {
+                asked = ours.asked;
             }
         }
     }
+    let names: Vec<String> = asked.iter().map(Lie::to_string).collect();
+    assert!(known.iter().all(|known| names.iter().any(|name| name == known)), "{way:?}: asked were {names:?}");
     let (model, batching) = (models[0], batchings[0]);
-    let one_rank = run(Way::ONE_RANK, model, batching, None);
-    for lie in collectives {
-        let lied = run(way, model, batching, Some(*lie));
-        assert!(compare(&lied, &one_rank).is_err(), "{way:?}: nobody sees that {lie:?}");
+    let one_rank = one_rank(model, batching, FEW);
+    for lie in asked {
+        let lied = run_with(way, model, batching, FEW, Some(&lie));
+        assert!(lied.is_err() || compare(&lied.unwrap(), &one_rank).is_err(), "{way:?}: nobody sees that {lie} lies");
     }
 }
 
 #[test]
 fn parity_of_replicas() {
-    check(dp(2), &[Lie::AllReduce]);
+    check(dp(2), &[SUM]);
 }
 
 #[test]
 fn parity_of_three_replicas() {
-    check(dp(3), &[Lie::AllReduce]);
+    check(dp(3), &[SUM]);
 }
 
 #[test]
 fn parity_of_a_sharded_optimizer() {
-    check(zero(2, Sharded::Optimizer), &[Lie::AllReduce, Lie::ReduceScatter, Lie::AllGather]);
+    check(zero(2, Sharded::Optimizer), &SHARES);
 }
 
 #[test]
 fn parity_of_sharded_gradients() {
-    check(zero(3, Sharded::Gradients), &[Lie::AllReduce, Lie::ReduceScatter, Lie::AllGather]);
+    check(zero(3, Sharded::Gradients), &SHARES);
 }
 
 #[test]
 fn parity_of_sharded_weights() {
-    check(zero(2, Sharded::Weights), &[Lie::AllReduce, Lie::ReduceScatter, Lie::AllGather]);
+    check(zero(2, Sharded::Weights), &SHARES);
 }
 
 #[test]
 fn parity_of_weights_sharded_over_eight() {
-    check(zero(8, Sharded::Weights), &[]);
+    check(zero(8, Sharded::Weights), &SHARES);
 }
 
 #[test]
 fn parity_of_replicated_shards() {
-    check(hybrid(2, 2, Sharded::Optimizer), &[Lie::AllReduce, Lie::ReduceScatter, Lie::AllGather]);
-    check(hybrid(2, 2, Sharded::Gradients), &[]);
-    check(hybrid(2, 3, Sharded::Weights), &[Lie::AllReduce, Lie::ReduceScatter, Lie::AllGather]);
+    check(hybrid(2, 2, Sharded::Optimizer), &[SHARES[0], SHARES[1], "dp_replicate all_reduce"]);
+    check(hybrid(2, 2, Sharded::Gradients), &SHARES);
+    check(hybrid(2, 3, Sharded::Weights), &SHARES);
 }
 
 fn ulysses(dp_shard: usize, sp: usize, sharded: Option<Sharded>) -> Way {
@@ -104,52 +122,50 @@ fn ulysses(dp_shard: usize, sp: usize, sharded: Option<Sharded>) -> Way {
 
 #[test]
 fn parity_of_sequences_in_two_parts() {
-    check(ulysses(1, 2, Some(Sharded::Optimizer)), &[Lie::AllToAll, Lie::ReduceScatter, Lie::AllGather]);
+    check(ulysses(1, 2, Some(Sharded::Optimizer)), &[HEADS, SHARES[0], SHARES[1]]);
 }
 
 #[test]
 fn parity_of_as_many_parts_as_key_heads() {
-    check(ulysses(1, 4, None), &[Lie::AllToAll]);
+    check(ulysses(1, 4, None), &[HEADS, SUM]);
 }
 
 /// Two ranks share each key head.
 #[test]
 fn parity_of_more_parts_than_key_heads() {
-    check(ulysses(1, 8, None), &[Lie::AllToAll]);
+    check(ulysses(1, 8, None), &[HEADS, SUM]);
 }
 
 /// The parts drop what one rank drops.
 #[test]
 fn parity_of_parts_with_dropout() {
     for batching in BATCHINGS {
-        let one_rank = run(Way::ONE_RANK, ADAPTER, batching, None);
-        compare(&run(ulysses(1, 4, None), ADAPTER, batching, None), &one_rank).unwrap();
+        let one_rank = one_rank(ADAPTER, batching, STEPS);
+        compare(&run(ulysses(1, 4, None), ADAPTER, batching), &one_rank).unwrap();
     }
 }
 
 #[test]
 fn parity_of_parts_and_shards() {
-    check(ulysses(2, 2, Some(Sharded::Gradients)), &[Lie::AllToAll, Lie::ReduceScatter, Lie::AllGather]);
-    check(ulysses(2, 4, Some(Sharded::Weights)), &[Lie::AllToAll, Lie::ReduceScatter, Lie::AllGather]);
+    check(ulysses(2, 2, Some(Sharded::Gradients)), &[HEADS, SHARES[0], SHARES[1]]);
+    check(ulysses(2, 4, Some(Sharded::Weights)), &[HEADS, SHARES[0], SHARES[1]]);
 }
 
 fn tensor(degrees: Degrees, norms: Norms) -> Way {
     Way { degrees, norms, ..Way::ONE_RANK }
 }
 
-const GATHERED: [Lie; 2] = [Lie::AllGather, Lie::ReduceScatter];
-
 #[test]
 fn parity_of_matrices_in_two_parts() {
-    check(tensor(Degrees { tp: 2, ..ONE }, Norms::Whole), &[Lie::AllReduce, Lie::AllGather]);
-    check(tensor(Degrees { tp: 2, ..ONE }, Norms::InParts), &[Lie::AllReduce, Lie::AllGather, Lie::ReduceScatter]);
+    check(tensor(Degrees { tp: 2, ..ONE }, Norms::Whole), &["tp all_reduce"]);
+    check(tensor(Degrees { tp: 2, ..ONE }, Norms::InParts), &IN_PARTS);
 }
 
 /// A vocabulary that does not fall into even parts.
 #[test]
 fn parity_of_matrices_in_four_parts() {
-    check(tensor(Degrees { tp: 4, ..ONE }, Norms::Whole), &[]);
-    check(tensor(Degrees { tp: 4, ..ONE }, Norms::InParts), &GATHERED);
+    check(tensor(Degrees { tp: 4, ..ONE }, Norms::Whole), &["tp all_reduce"]);
+    check(tensor(Degrees { tp: 4, ..ONE }, Norms::InParts), &IN_PARTS);
 }
 
 /// Every factor of an adapter is in parts, or has a gradient in parts. The parts drop what one rank drops.
@@ -157,8 +173,8 @@ fn parity_of_matrices_in_four_parts() {
 fn parity_of_adapters_in_parts() {
     for norms in [Norms::Whole, Norms::InParts] {
         for batching in BATCHINGS {
-            let one_rank = run(Way::ONE_RANK, ADAPTER, batching, None);
-            compare(&run(tensor(Degrees { tp: 2, ..ONE }, norms), ADAPTER, batching, None), &one_rank).unwrap();
+            let one_rank = one_rank(ADAPTER, batching, STEPS);
+            compare(&run(tensor(Degrees { tp: 2, ..ONE }, norms), ADAPTER, batching), &one_rank).unwrap();
         }
     }
 }
@@ -166,16 +182,16 @@ fn parity_of_adapters_in_parts() {
 #[test]
 fn parity_of_matrices_in_parts_and_shards() {
     let way = |degrees, sharded| Way { sharded: Some(sharded), ..tensor(degrees, Norms::InParts) };
-    check(way(Degrees { tp: 2, dp_shard: 2, ..ONE }, Sharded::Optimizer), &GATHERED);
-    check(way(Degrees { tp: 2, dp_shard: 3, ..ONE }, Sharded::Gradients), &[]);
-    check(way(Degrees { tp: 2, dp_shard: 2, dp_replicate: 2, ..ONE }, Sharded::Weights), &GATHERED);
+    check(way(Degrees { tp: 2, dp_shard: 2, ..ONE }, Sharded::Optimizer), &IN_PARTS);
+    check(way(Degrees { tp: 2, dp_shard: 3, ..ONE }, Sharded::Gradients), &IN_PARTS);
+    check(way(Degrees { tp: 2, dp_shard: 2, dp_replicate: 2, ..ONE }, Sharded::Weights), &SHARES);
 }
 
 #[test]
 fn parity_of_matrices_and_sequences_in_parts() {
-    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, Norms::Whole), &[Lie::AllToAll]);
+    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, Norms::Whole), &[HEADS, "tp all_reduce"]);
     let way = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, Norms::InParts);
-    check(Way { sharded: Some(Sharded::Weights), ..way }, &[Lie::AllToAll, Lie::AllGather]);
+    check(Way { sharded: Some(Sharded::Weights), ..way }, &[HEADS, IN_PARTS[0], SHARES[0]]);
 }
 
 fn pipeline(degrees: Degrees, schedule: Schedule, runs: &'static [usize]) -> Way {
@@ -184,37 +200,31 @@ fn pipeline(degrees: Degrees, schedule: Schedule, runs: &'static [usize]) -> Way
 
 #[test]
 fn parity_of_all_forward_all_backward() {
-    check(
-        pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[2, 2]),
-        &[Lie::SendRecv, Lie::AllReduce],
-    );
-    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::AllForwardAllBackward, &[2, 1, 1]), &[]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[2, 2]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::AllForwardAllBackward, &[2, 1, 1]), &[STAGES, TIE]);
 }
 
 #[test]
 fn parity_of_one_forward_one_backward() {
-    check(
-        pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 3]),
-        &[Lie::SendRecv, Lie::AllReduce],
-    );
-    check(pipeline(Degrees { pp: 4, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1]), &[Lie::SendRecv]);
-    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2, 0]), &[]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 3]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 4, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2, 0]), &[STAGES, TIE]);
 }
 
 #[test]
 fn parity_of_interleaved_runs() {
-    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1]), &[Lie::SendRecv]);
-    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[1, 0, 2, 1]), &[]);
-    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1, 0, 0]), &[]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[1, 0, 2, 1]), &[STAGES, TIE]);
+    check(pipeline(Degrees { pp: 3, ..ONE }, Schedule::OneForwardOneBackward, &[1, 1, 1, 1, 0, 0]), &[STAGES, TIE]);
 }
 
 #[test]
 fn parity_of_a_pipeline_of_replicas_and_shards() {
     let way = |degrees, sharded| Way { sharded, ..pipeline(degrees, Schedule::OneForwardOneBackward, &[2, 2]) };
-    check(way(Degrees { pp: 2, dp_replicate: 2, ..ONE }, None), &[Lie::SendRecv, Lie::AllReduce]);
-    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(Sharded::Optimizer)), &[Lie::AllGather, Lie::ReduceScatter]);
-    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(Sharded::Gradients)), &[]);
-    check(way(Degrees { pp: 2, dp_shard: 3, ..ONE }, Some(Sharded::Weights)), &[Lie::AllGather, Lie::ReduceScatter]);
+    check(way(Degrees { pp: 2, dp_replicate: 2, ..ONE }, None), &[STAGES, TIE, SUM]);
+    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(Sharded::Optimizer)), &[STAGES, TIE, SHARES[0]]);
+    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(Sharded::Gradients)), &[STAGES, TIE, SHARES[0]]);
+    check(way(Degrees { pp: 2, dp_shard: 3, ..ONE }, Some(Sharded::Weights)), &[STAGES, TIE, SHARES[0]]);
 }
 
 #[test]
@@ -223,20 +233,25 @@ fn parity_of_a_pipeline_of_parts() {
         let schedule = Schedule::OneForwardOneBackward;
         Way { norms, sharded, ..pipeline(degrees, schedule, runs) }
     };
-    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts, None, &[2, 2]), &[Lie::SendRecv, Lie::AllGather]);
-    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::Whole, None, &[1, 1, 1, 1]), &[Lie::SendRecv, Lie::AllReduce]);
-    check(way(Degrees { pp: 2, sp: 2, ..ONE }, Norms::Whole, Some(Sharded::Weights), &[2, 2]), &[Lie::AllToAll]);
+    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts, None, &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
+    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::Whole, None, &[1, 1, 1, 1]), &[STAGES, TIE, "tp all_reduce"]);
+    check(way(Degrees { pp: 2, sp: 2, ..ONE }, Norms::Whole, Some(Sharded::Weights), &[2, 2]), &[STAGES, TIE, HEADS]);
     let eight = Degrees { pp: 2, tp: 2, dp_shard: 2, ..ONE };
-    check(way(eight, Norms::InParts, Some(Sharded::Weights), &[2, 2]), &[Lie::SendRecv]);
-    check(way(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, Norms::InParts, None, &[3, 1]), &[]);
+    check(way(eight, Norms::InParts, Some(Sharded::Weights), &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
+    check(
+        way(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, Norms::InParts, None, &[3, 1]),
+        &[STAGES, TIE, HEADS, IN_PARTS[0]],
+    );
 }
 
 /// Without dropout nothing is left to chance: bits do not depend on which rank comes first.
 #[test]
 fn parity_of_two_runs_is_to_the_bit() {
     let all = Way { runs: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts) };
-    for way in [dp(3), zero(4, Sharded::Weights), all] {
-        let run = || run(way, MODELS[0], BATCHINGS[2], None);
+    let afab = pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[2, 2]);
+    let ring = Way { degrees: Degrees { cp: 3, ..ONE }, ..Way::ONE_RANK };
+    for way in [dp(3), zero(4, Sharded::Weights), all, ulysses(1, 4, None), ring, afab] {
+        let run = || run(way, MODELS[0], BATCHINGS[2]);
         let bits = |outcome: Outcome| (outcome.losses, outcome.grads, outcome.weights);
         assert!(bits(run()) == bits(run()), "{way:?}");
     }

@@ -1,8 +1,8 @@
 //! A run on some ranks, and how it differs from another.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
@@ -11,14 +11,16 @@ use candlewick_comm::{Call, Options, World, sum, threads};
 use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, LossScale, Mode, Norms, ParamState, ParamStore, Pipeline, Residency, Schedule,
-    Sequence, Sharded,
+    Engine, Formats, Groups, Layout, LossScale, Mode, Norms, OnHost, ParamState, ParamStore, Pipeline, Residency,
+    Schedule, Sequence, Sharded,
 };
 
 use crate::case::{Batching, Kind, micros};
 use crate::sabotage::{Lie, Lying};
 
-const STEPS: usize = 5;
+/// Enough for what one step does to show in another.
+pub(crate) const FEW: usize = 2;
+pub(crate) const STEPS: usize = 5;
 const TOLERANCE: f64 = 1e-5;
 /// A large eps: with a small one the sign of a gradient that is nearly zero (of a bias of keys, on which hardly anything
 /// depends) decides a whole step.
@@ -34,6 +36,9 @@ pub(crate) struct Way {
     /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
     pub(crate) runs: Option<&'static [usize]>,
     pub(crate) mlp_rows: MlpRows,
+    /// Bytes of logits that the loss holds at once, if not so many that all fit.
+    pub(crate) logits_bytes: Option<usize>,
+    pub(crate) on_host: OnHost,
 }
 
 impl Way {
@@ -44,6 +49,8 @@ impl Way {
         schedule: Schedule::OneForwardOneBackward,
         runs: None,
         mlp_rows: MlpRows::Together,
+        logits_bytes: None,
+        on_host: OnHost { optimizer: 0.0, weights: false },
     };
 
     /// Ranks that have the same micro-batches, and count their targets each.
@@ -69,6 +76,8 @@ pub(crate) struct Outcome {
     pub(crate) grads: BTreeMap<String, Vec<f32>>,
     /// The masters after the last, by parameter.
     pub(crate) weights: BTreeMap<String, Vec<f32>>,
+    /// What training has asked of which groups.
+    pub(crate) asked: BTreeSet<Lie>,
 }
 
 /// A part of a parameter.
@@ -96,14 +105,38 @@ struct OfRank {
     held_out: f64,
     grads: Vec<Piece>,
     weights: Vec<Piece>,
+    asked: BTreeSet<Lie>,
     calls: Vec<Call>,
 }
 
 /// Trains some steps on as many ranks as `way` wants.
-pub(crate) fn run(way: Way, kind: Kind, batching: Batching, lie: Option<Lie>) -> Outcome {
+pub(crate) fn run(way: Way, kind: Kind, batching: Batching) -> Outcome {
+    run_with(way, kind, batching, STEPS, None).unwrap()
+}
+
+/// What one rank makes of so many steps. It is computed once in a process.
+pub(crate) fn one_rank(kind: Kind, batching: Batching, n_steps: usize) -> Arc<Outcome> {
+    static KNOWN: Mutex<BTreeMap<String, Arc<Outcome>>> = Mutex::new(BTreeMap::new());
+    let key = format!("{kind:?} {batching:?} {n_steps}");
+    let known = KNOWN.lock().unwrap().get(&key).cloned();
+    known.unwrap_or_else(|| {
+        let outcome = Arc::new(run_with(Way::ONE_RANK, kind, batching, n_steps, None).unwrap());
+        KNOWN.lock().unwrap().insert(key, Arc::clone(&outcome));
+        outcome
+    })
+}
+
+/// [`run`] for so many steps, with what a group says instead of the truth. A lie may make a run fail.
+pub(crate) fn run_with(
+    way: Way,
+    kind: Kind,
+    batching: Batching,
+    n_steps: usize,
+    lie: Option<&Lie>,
+) -> candlewick_comm::Result<Outcome> {
     let options = Options { timeout: Duration::from_secs(120), record: true };
-    let rank = |world: &World| of_rank(world, way, kind, batching, lie);
-    let ranks = threads::run(way.degrees.n_ranks(), options, rank).unwrap();
+    let rank = |world: &World| of_rank(world, way, kind, batching, (n_steps, lie));
+    let ranks = threads::run(way.degrees.n_ranks(), options, rank)?;
     if lie.is_none() {
         for other in &ranks {
             assert!(other.losses == ranks[0].losses && other.norms == ranks[0].norms, "{way:?}: ranks disagree");
@@ -119,12 +152,13 @@ pub(crate) fn run(way: Way, kind: Kind, batching: Batching, lie: Option<Lie>) ->
     let join = |pieces: fn(&OfRank) -> &Vec<Piece>| joined(ranks.iter().flat_map(pieces));
     let mut losses = ranks[0].losses.clone();
     losses.push(ranks[0].held_out);
-    Outcome {
+    Ok(Outcome {
         losses,
         norms: ranks[0].norms.clone(),
         grads: join(|rank| &rank.grads),
         weights: join(|rank| &rank.weights),
-    }
+        asked: ranks.iter().flat_map(|rank| rank.asked.clone()).collect(),
+    })
 }
 
 /// What was called of which group. Shapes are not compared: ranks of another group may have more tokens.
@@ -142,23 +176,15 @@ pub(crate) fn seat(world: &World, way: Way) -> (usize, usize) {
 }
 
 /// A rank's engine, with random weights.
-pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<Lie>) -> candle_core::Result<Engine> {
+pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> candle_core::Result<Engine> {
     let mesh = Mesh::new(way.degrees, world.size()).unwrap();
-    let mut groups = Groups::new(&mesh, &*world.group())?;
-    // Counts and losses stay honest: the lie has to show in gradients or weights.
-    let Groups { shards, replicas, sequence, context, tensor, stages, ties, model: whole, model_shards, .. } =
-        &mut groups;
-    for group in [shards, replicas, sequence, context, tensor, stages, ties, whole, model_shards] {
-        *group = Arc::new(Lying { group: Arc::clone(group), lie });
-    }
+    let everyone = Lying { group: world.group(), name: "world".to_owned(), lie: lie.cloned() };
+    let groups = Groups::new(&mesh, &everyone)?;
     let model = kind.model();
     let formats = Formats::computing_in(DType::F32);
     let layout = way.layout(model.n_blocks());
-    let mut sharing = groups.sharing(way.sharded, layout.clone(), way.norms);
-    if way.sharded.is_none() {
-        sharing.replicas = Arc::new(Lying { group: sharing.replicas, lie });
-    }
-    let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, sharing)?;
+    let sharing = groups.sharing(way.sharded, layout.clone(), way.norms);
+    let store = ParamStore::with_host(&model, formats, Mode::Train, way.on_host, &Device::Cpu, sharing)?;
     store.fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);
@@ -179,6 +205,9 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<Lie>) -> c
     let mut engine = Engine::new(model, store, residency, Arc::clone(&groups.losses), Device::Cpu)
         .with_mlp_rows(way.mlp_rows)
         .with_pipeline(Pipeline::new(Arc::clone(&groups.stages), layout, way.schedule)?);
+    if let Some(logits_bytes) = way.logits_bytes {
+        engine = engine.with_logits_bytes(logits_bytes);
+    }
     if way.degrees.cp * way.degrees.sp > 1 {
         engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
     }
@@ -188,13 +217,20 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<Lie>) -> c
     Ok(engine)
 }
 
-fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<Lie>) -> candle_core::Result<OfRank> {
+fn of_rank(
+    world: &World,
+    way: Way,
+    kind: Kind,
+    batching: Batching,
+    (n_steps, lie): (usize, Option<&Lie>),
+) -> candle_core::Result<OfRank> {
     let (rank, n_ranks) = seat(world, way);
     let stage = Mesh::new(way.degrees, world.size()).unwrap().place(world.rank(), Axis::Pp);
     let engine = engine(world, way, kind, lie)?;
     let scaler = GradScaler::new(GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN }, 0, &Device::Cpu)?;
     let (mut losses, mut norms, mut grads) = (Vec::new(), Vec::new(), Vec::new());
-    for step in 0..STEPS {
+    let n_before = world.calls().len();
+    for step in 0..n_steps {
         let (micros, n_targets) = micros(batching, step, rank, n_ranks);
         let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
         engine.store().zero_grads()?;
@@ -209,6 +245,7 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
         scaler.judge(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         engine.store().step(&HYPER, &scaler)?;
     }
+    let asked = Lie::all(&world.calls()[n_before..]);
     let (held_out, n_targets) = micros(batching, STEPS, rank, n_ranks);
     let local = held_out.iter().map(|micro| engine.loss(micro)).sum::<candle_core::Result<f64>>()?;
     let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
@@ -229,7 +266,7 @@ fn of_rank(world: &World, way: Way, kind: Kind, batching: Batching, lie: Option<
             engine.model().units().iter().flat_map(|unit| &unit.params).filter(|spec| spec.trainable).count()
         );
     }
-    Ok(OfRank { stage, losses, norms, held_out, grads, weights, calls: world.calls() })
+    Ok(OfRank { stage, losses, norms, held_out, grads, weights, asked, calls: world.calls() })
 }
 
 fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<Piece>> {

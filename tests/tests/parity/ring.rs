@@ -5,18 +5,19 @@ use std::time::Duration;
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::MlpRows;
-use candlewick_parallel::{Micro, Sharded};
+use candlewick_parallel::{Micro, Norms, Schedule, Sharded};
 
 use crate::case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS, WINDOW, micros};
-use crate::rank::{Way, compare, engine, run, seat};
-use crate::sabotage::Lie;
-use crate::{ONE, check_all};
+use crate::rank::{STEPS, Way, compare, engine, one_rank, run, seat};
+use crate::{HEADS, IN_PARTS, ONE, SHARES, STAGES, SUM, TIE, check_all};
 
 /// Biases, norms of queries and keys, a window; an output layer that is the embedding, and one that is not.
 const IN_RINGS: [Kind; 4] = [MODELS[0], WINDOW, MODELS[2], MODELS[3]];
 
 /// In long sequences a rank also sees chunks that are far from its own.
 const AND_LONG: [Batching; 4] = [Batching::Long, BATCHINGS[0], BATCHINGS[1], BATCHINGS[2]];
+
+const AROUND: &str = "cp send_recv";
 
 fn ring(cp: usize) -> Way {
     Way { degrees: Degrees { cp, ..ONE }, ..Way::ONE_RANK }
@@ -32,49 +33,79 @@ fn with_shards(cp: usize, dp_shard: usize, sharded: Sharded) -> Way {
 
 #[test]
 fn parity_of_a_ring_of_two() {
-    check_all(ring(2), &IN_RINGS, &AND_LONG, &[Lie::SendRecv, Lie::AllReduce]);
+    check_all(ring(2), &IN_RINGS, &AND_LONG, &[AROUND, SUM]);
 }
 
 #[test]
 fn parity_of_a_ring_of_three() {
-    check_all(ring(3), &IN_RINGS, &AND_LONG, &[Lie::SendRecv, Lie::AllReduce]);
+    check_all(ring(3), &IN_RINGS, &AND_LONG, &[AROUND, SUM]);
 }
 
 #[test]
 fn parity_of_a_ring_of_four() {
-    check_all(ring(4), &IN_RINGS, &AND_LONG, &[Lie::SendRecv, Lie::AllReduce]);
+    check_all(ring(4), &IN_RINGS, &AND_LONG, &[AROUND, SUM]);
 }
 
 #[test]
 fn parity_of_a_ring_of_ranks_that_exchange_heads() {
-    check_all(with_ulysses(2, 2), &IN_RINGS, &AND_LONG, &[Lie::SendRecv, Lie::AllToAll, Lie::AllReduce]);
+    check_all(with_ulysses(2, 2), &IN_RINGS, &AND_LONG, &[AROUND, HEADS, SUM]);
 }
 
 /// Ranks with tokens of one chunk and with tokens of both; two ranks with the same key head.
 #[test]
 fn parity_of_a_ring_of_two_times_eight() {
-    check_all(with_ulysses(2, 8), &[MODELS[2], WINDOW], &[Batching::Long], &[Lie::SendRecv, Lie::AllToAll]);
+    check_all(with_ulysses(2, 8), &[MODELS[2], WINDOW], &[Batching::Long], &[AROUND, HEADS]);
 }
 
 #[test]
 fn parity_of_a_ring_with_a_sharded_optimizer() {
-    let lies = [Lie::SendRecv, Lie::ReduceScatter, Lie::AllGather];
-    check_all(with_shards(2, 1, Sharded::Optimizer), &IN_RINGS, &AND_LONG, &lies);
+    check_all(with_shards(2, 1, Sharded::Optimizer), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
 }
 
 #[test]
 fn parity_of_a_ring_with_sharded_gradients() {
-    let lies = [Lie::SendRecv, Lie::ReduceScatter, Lie::AllGather];
-    check_all(with_shards(2, 2, Sharded::Gradients), &IN_RINGS, &AND_LONG, &lies);
+    check_all(with_shards(2, 2, Sharded::Gradients), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
 }
 
 #[test]
 fn parity_of_a_ring_with_sharded_weights() {
-    let lies = [Lie::SendRecv, Lie::ReduceScatter, Lie::AllGather];
-    check_all(with_shards(2, 2, Sharded::Weights), &IN_RINGS, &AND_LONG, &lies);
+    check_all(with_shards(2, 2, Sharded::Weights), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
     let degrees = Degrees { cp: 2, sp: 2, dp_shard: 2, ..ONE };
     let way = Way { degrees, sharded: Some(Sharded::Weights), ..Way::ONE_RANK };
-    check_all(way, &[MODELS[0]], &[Batching::Long], &lies);
+    check_all(way, &[MODELS[0]], &[Batching::Long], &[AROUND, SHARES[0], SHARES[1]]);
+}
+
+/// Where sequences in parts meet all else that work is shared by.
+#[test]
+fn parity_of_a_ring_and_parts_of_matrices() {
+    for (norms, known) in [(Norms::InParts, IN_PARTS[0]), (Norms::Whole, "tp all_reduce")] {
+        let way = Way { norms, ..ring(2) };
+        let way = Way { degrees: Degrees { tp: 2, ..way.degrees }, ..way };
+        check_all(way, &[MODELS[1], WINDOW], &[Batching::Long, BATCHINGS[1]], &[AROUND, known]);
+    }
+}
+
+#[test]
+fn parity_of_a_ring_in_each_stage_of_a_pipeline() {
+    for (schedule, sharded) in
+        [(Schedule::OneForwardOneBackward, Some(Sharded::Optimizer)), (Schedule::AllForwardAllBackward, None)]
+    {
+        let degrees = Degrees { pp: 2, cp: 2, ..ONE };
+        let way = Way { degrees, schedule, sharded, runs: Some(&[3, 1]), ..Way::ONE_RANK };
+        let batchings = [Batching::Accumulated(3), Batching::Long];
+        check_all(way, &[MODELS[1], MODELS[3]], &batchings, &[AROUND, STAGES, TIE]);
+    }
+}
+
+#[test]
+fn parity_of_replicas_of_sequences_in_parts() {
+    for (cp, sp, known) in [(2, 1, AROUND), (1, 2, HEADS)] {
+        let way = Way { degrees: Degrees { cp, sp, dp_replicate: 2, ..ONE }, ..Way::ONE_RANK };
+        check_all(way, &[MODELS[1], WINDOW], &[BATCHINGS[2], Batching::Long], &[known, SUM]);
+        let degrees = Degrees { cp, sp, dp_replicate: 2, dp_shard: 2, ..ONE };
+        let way = Way { degrees, sharded: Some(Sharded::Weights), ..Way::ONE_RANK };
+        check_all(way, &[MODELS[1]], &[BATCHINGS[2]], &[known, SHARES[0], "dp_replicate all_reduce"]);
+    }
 }
 
 /// A rank's tokens are two ranges, and tiles end in the middle of one: each drops what one rank drops.
@@ -83,8 +114,8 @@ fn parity_of_a_ring_with_dropout_and_tiles() {
     for way in [ring(2), ring(3), with_ulysses(2, 2), with_ulysses(2, 4)] {
         for mlp_rows in [MlpRows::Together, MlpRows::InTiles] {
             for batching in AND_LONG {
-                let one_rank = run(Way::ONE_RANK, ADAPTER, batching, None);
-                compare(&run(Way { mlp_rows, ..way }, ADAPTER, batching, None), &one_rank).unwrap();
+                let one_rank = one_rank(ADAPTER, batching, STEPS);
+                compare(&run(Way { mlp_rows, ..way }, ADAPTER, batching), &one_rank).unwrap();
             }
         }
     }
@@ -93,9 +124,9 @@ fn parity_of_a_ring_with_dropout_and_tiles() {
 #[test]
 fn parity_of_a_ring_with_tiled_mlps() {
     for kind in IN_RINGS {
-        let one_rank = run(Way::ONE_RANK, kind, Batching::Long, None);
+        let one_rank = one_rank(kind, Batching::Long, STEPS);
         let tiled = Way { mlp_rows: MlpRows::InTiles, ..ring(2) };
-        compare(&run(tiled, kind, Batching::Long, None), &one_rank).unwrap();
+        compare(&run(tiled, kind, Batching::Long), &one_rank).unwrap();
     }
 }
 

@@ -1,27 +1,49 @@
-//! A group of which one operation lies: it gives a result that only this rank's part went into.
+//! Groups of which one lies when it is asked for one operation: it gives a result that only this rank's part went into.
 
+use std::collections::BTreeSet;
+use std::fmt;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use candlewick_comm::{Collective, Pending, Reduce, Result, Solo};
+use candlewick_comm::{Call, Collective, Pending, Reduce, Result, Solo};
 
-/// What lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lie {
-    AllReduce,
-    ReduceScatter,
-    AllGather,
-    AllToAll,
-    /// Zeros arrive.
-    SendRecv,
+/// Over which losses and counts are summed. It stays honest: a lie has to show in gradients or weights.
+const LOSSES: &str = "pp-dp_replicate-dp_shard-cp-sp";
+
+/// What lies: an operation of a group, both by their names.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Lie {
+    pub(crate) group: String,
+    pub(crate) op: &'static str,
 }
 
+impl Lie {
+    /// All that could have been told instead of the truth in these calls.
+    pub(crate) fn all(calls: &[Call]) -> BTreeSet<Self> {
+        const OPS: [&str; 5] = ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send_recv"];
+        let asked = calls.iter().map(|call| Self { group: call.group.to_string(), op: call.op.name() });
+        asked.filter(|lie| OPS.contains(&lie.op) && lie.group != LOSSES).collect()
+    }
+}
+
+impl fmt::Display for Lie {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.group, self.op)
+    }
+}
+
+/// A group, and what lies in it and in the groups that are made of it.
 pub(crate) struct Lying {
     pub(crate) group: Arc<dyn Collective>,
+    pub(crate) name: String,
     pub(crate) lie: Option<Lie>,
 }
 
 impl Lying {
+    fn lies(&self, op: &str) -> bool {
+        self.lie.as_ref().is_some_and(|lie| lie.op == op && lie.group == self.name)
+    }
+
     /// What an operation gives that asked nobody.
     fn made_up(x: &Tensor) -> Result<Pending> {
         Solo.start_all_reduce(x, Reduce::Sum)
@@ -42,49 +64,42 @@ impl Collective for Lying {
     }
 
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending> {
-        match self.lie {
-            Some(Lie::AllReduce) => Self::made_up(x),
-            _ => self.group.start_all_reduce(x, op),
-        }
+        if self.lies("all_reduce") { Self::made_up(x) } else { self.group.start_all_reduce(x, op) }
     }
 
     fn start_all_gather(&self, x: &Tensor) -> Result<Pending> {
-        match self.lie {
-            Some(Lie::AllGather) => Self::made_up(&Tensor::cat(&vec![x; self.size()], 0)?),
-            _ => self.group.start_all_gather(x),
+        match self.lies("all_gather") {
+            true => Self::made_up(&Tensor::cat(&vec![x; self.size()], 0)?),
+            false => self.group.start_all_gather(x),
         }
     }
 
     fn start_reduce_scatter(&self, x: &Tensor) -> Result<Pending> {
-        match self.lie {
-            Some(Lie::ReduceScatter) => {
-                let share = x.dim(0)? / self.size();
-                Self::made_up(&x.narrow(0, self.rank() * share, share)?)
-            }
-            _ => self.group.start_reduce_scatter(x),
+        if !self.lies("reduce_scatter") {
+            return self.group.start_reduce_scatter(x);
         }
+        let share = x.dim(0)? / self.size();
+        Self::made_up(&x.narrow(0, self.rank() * share, share)?)
     }
 
     fn start_all_to_all(&self, x: &Tensor, send: &[usize], recv: &[usize]) -> Result<Pending> {
-        match self.lie {
-            Some(Lie::AllToAll) => Self::made_up(x),
-            _ => self.group.start_all_to_all(x, send, recv),
-        }
+        if self.lies("all_to_all") { Self::made_up(x) } else { self.group.start_all_to_all(x, send, recv) }
     }
 
     fn start_broadcast(&self, x: &Tensor, root: usize) -> Result<Pending> {
         self.group.start_broadcast(x, root)
     }
 
+    /// Zeros arrive.
     fn start_send_recv(
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
         from: Option<usize>,
     ) -> Result<Pending<Option<Tensor>>> {
-        match (self.lie, x) {
-            (Some(Lie::SendRecv), Some(x)) => self.group.start_send_recv(Some(&x.zeros_like()?), to, from),
-            _ => self.group.start_send_recv(x, to, from),
+        match x.filter(|_| self.lies("send_recv")) {
+            Some(x) => self.group.start_send_recv(Some(&x.zeros_like()?), to, from),
+            None => self.group.start_send_recv(x, to, from),
         }
     }
 
@@ -93,6 +108,7 @@ impl Collective for Lying {
     }
 
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
-        Ok(Arc::new(Self { group: self.group.split(name, lists)?, lie: self.lie }))
+        let group = self.group.split(name, lists)?;
+        Ok(Arc::new(Self { group, name: name.to_owned(), lie: self.lie.clone() }))
     }
 }

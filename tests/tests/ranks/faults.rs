@@ -67,16 +67,33 @@ fn check_goes_on(run: &Run) {
     assert_eq!(saved(run), resumes.last().unwrap() + 1);
 }
 
+/// Ranks that need each other within a micro-batch: stages, parts of matrices, and both.
+const STAGES: [&str; 2] = ["pipeline_parallel_size=2", "gradient_accumulation_steps=3"];
+const PARTS: [&str; 1] = ["tensor_parallel_size=2"];
+const BOTH: [&str; 3] = [STAGES[0], STAGES[1], PARTS[0]];
+
 #[test]
 fn a_killed_rank_ends_the_others_at_once() {
+    check_kill(3, &[]);
+}
+
+#[test]
+fn a_killed_rank_that_has_a_part_of_the_model_ends_the_others_at_once() {
+    check_kill(2, &STAGES);
+    check_kill(2, &PARTS);
+    check_kill(4, &BOTH);
+}
+
+#[track_caller]
+fn check_kill(n_ranks: usize, more: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let run = endless(folder.path(), 3, &[]);
+    let run = endless(folder.path(), n_ranks, more);
     let ranks = run.start();
     until("the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::KILL);
     let ended = ranks.wait_within(SOON);
     let said = ["rank 1 (pid ", ") ended without leaving", "what rank 1 wrote last", "goes on from the newest save"];
-    for rank in [0, 2] {
+    for rank in (0..n_ranks).filter(|rank| *rank != 1) {
         check_end(&ended[rank], 7, &said);
     }
     check_goes_on(&run);
@@ -84,8 +101,21 @@ fn a_killed_rank_ends_the_others_at_once() {
 
 #[test]
 fn a_rank_that_stops_is_given_up_after_the_time_out() {
+    check_stop(3, &[]);
+}
+
+/// Of four, one waits for the stopped one and the others for that one: all name the stopped one.
+#[test]
+fn a_rank_that_stops_with_a_part_of_the_model_is_given_up_after_the_time_out() {
+    check_stop(2, &STAGES);
+    check_stop(2, &PARTS);
+    check_stop(4, &BOTH);
+}
+
+#[track_caller]
+fn check_stop(n_ranks: usize, more: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let run = endless(folder.path(), 3, &["ddp_timeout=3"]);
+    let run = endless(folder.path(), n_ranks, &[&["ddp_timeout=3"], more].concat());
     let mut ranks = run.start();
     until("the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::STOP);

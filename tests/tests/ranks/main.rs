@@ -4,13 +4,15 @@
 
 mod faults;
 mod run;
+mod starters;
 
 use std::fs;
 use std::net::TcpListener;
 
+use candlewick_comm::store::Server;
 use rustix::process::Signal;
 
-use run::{Run, until};
+use run::{Ranks, Run, until};
 
 /// Sums over ranks round in another order than those of one rank do; over five steps that moves a loss by less than 1e-6.
 #[track_caller]
@@ -104,38 +106,73 @@ fn a_save_of_some_ranks_is_taken_up_by_any_number_of_them() {
     same_curve(&parts.curve(), &whole);
 }
 
-/// Parts of matrices and stages of a pipeline, by other ranks and in the background.
-#[test]
-fn a_save_of_parts_and_stages_is_taken_up_by_others() {
+/// Each of `parts` takes up what the one before it has saved in the background; all together make the run of one rank. `common`
+/// is said to all.
+#[track_caller]
+fn check_saves(common: &[&str], parts: &[(usize, &[&str])]) {
     let folder = tempfile::tempdir().unwrap();
-    let whole = Run::new(&folder.path().join("whole"), 1, &[]).finish().curve();
+    let whole = Run::new(&folder.path().join("whole"), 1, common).finish().curve();
     let dir = folder.path().join("saves");
     let saves = format!(
         "checkpoint=[{{output_dir: {}, auto_resume: true, save_every_n_steps: 1, async_save: true}}]",
         dir.display()
     );
-    let all = "gradient_accumulation_steps=8";
-    let parts: [(usize, &[&str]); 5] = [
-        (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", all, "exit_iteration=1"]),
-        (2, &["deepspeed.zero_optimization.stage=3", "exit_iteration=2"]),
-        (
-            4,
-            &[
-                "tensor_parallel_size=2",
-                "deepspeed.zero_optimization.stage=1",
-                "gradient_accumulation_steps=4",
-                "exit_iteration=3",
-            ],
-        ),
-        (2, &["pipeline_parallel_size=2", all, "exit_iteration=4"]),
-        (1, &["exit_iteration=9"]),
-    ];
-    for (n_ranks, arguments) in parts {
-        Run::new(&folder.path().join("parts"), n_ranks, &[&[saves.as_str()], arguments].concat()).finish();
+    let said = [common, &[saves.as_str()]].concat();
+    let run =
+        |n_ranks, arguments: &[&str]| Run::new(&folder.path().join("parts"), n_ranks, &[&said[..], arguments].concat());
+    for (step, (n_ranks, arguments)) in (1..).zip(parts) {
+        let exit = format!("exit_iteration={step}");
+        run(*n_ranks, &[*arguments, &[exit.as_str()]].concat()).finish();
     }
-    same_curve(&Run::new(&folder.path().join("parts"), 1, &[]).curve(), &whole);
+    same_curve(&run(1, &[]).finish().curve(), &whole);
     let newest = dir.join("epoch_0_global_step_5").join("manifest.json");
     assert!(newest.exists() || fs::read_dir(&dir).unwrap().count() >= 5);
+}
+
+/// A step has eight micro-batches, however many ranks have the same.
+const ALL: &str = "gradient_accumulation_steps=8";
+const STAGE_1: &str = "deepspeed.zero_optimization.stage=1";
+const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
+
+#[test]
+fn a_save_of_parts_and_stages_is_taken_up_by_others() {
+    check_saves(
+        &[],
+        &[
+            (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", ALL]),
+            (2, &[STAGE_3]),
+            (4, &["tensor_parallel_size=2", STAGE_1, "gradient_accumulation_steps=4"]),
+            (2, &["pipeline_parallel_size=2", ALL]),
+        ],
+    );
+}
+
+#[test]
+fn a_save_of_sequences_in_parts_is_taken_up_by_others() {
+    let both = ["context_parallel_size=2", "sequence_parallel_size=2", ALL];
+    check_saves(
+        &[],
+        &[
+            (4, &both),
+            (2, &[STAGE_3]),
+            (4, &[both[0], both[1], both[2], STAGE_3]),
+            (2, &["sequence_parallel_size=2", ALL]),
+        ],
+    );
+}
+
+#[test]
+fn a_save_of_an_adapter_in_parts_is_taken_up_by_others() {
+    let adapter = "model.peft_config={peft_type: LORA, r: 4, lora_alpha: 8, target_modules: all-linear}";
+    check_saves(
+        &[adapter],
+        &[
+            (4, &["tensor_parallel_size=2", "pipeline_parallel_size=2", ALL]),
+            (2, &["tensor_parallel_size=2", ALL]),
+            (2, &["pipeline_parallel_size=2", ALL]),
+            (4, &["tensor_parallel_size=2", STAGE_1, "gradient_accumulation_steps=4"]),
+        ],
+    );
 }
 
 #[test]
@@ -195,6 +232,31 @@ fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
     }
     let saved: Vec<_> = fs::read_dir(&saves).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(saved.iter().any(|name| name.to_string_lossy().starts_with("epoch_")), "{saved:?}");
+}
+
+/// Cores, and where there is room, are a machine's own; all else must be the same.
+#[test]
+fn ranks_of_unequal_machines_train_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = Run::new(&folder.path().join("run"), 2, &["model.activation_checkpoint=offload"]);
+    let room = folder.path().join("room");
+    fs::create_dir(&room).unwrap();
+    let start = |more: &[&str]| {
+        let store = Server::bind("127.0.0.1:0").unwrap();
+        let mut second = run.rank(1, store.port(), true);
+        second.env("TMPDIR", &room).arg("data.num_proc=1").args(more);
+        Ranks::of([run.rank(0, store.port(), true), second]).wait()
+    };
+    for (status, stderr) in start(&[]) {
+        assert!(status.success(), "{status}: {stderr}");
+    }
+    let ended = start(&["seed=8"]);
+    for ((status, stderr), said) in ended.iter().zip([
+        "rank 1 has another plan than rank 0: seed is 8 there, and here 7",
+        "rank 0 has another plan than rank 1: seed is 7 there, and here 8",
+    ]) {
+        assert!(status.code() == Some(2) && stderr.contains(said), "{status}: {stderr}");
+    }
 }
 
 #[test]

@@ -50,10 +50,14 @@ impl Run {
     /// The same, started by the launcher.
     pub(crate) fn launch(&self, flags: &[&str]) -> Command {
         let mut launch = Command::new(cargo_bin("launch"));
-        let n_ranks = self.n_ranks.to_string();
-        launch.args(["--standalone", "--nproc-per-node", &n_ranks]).args(flags).arg("--").arg(cargo_bin("trainer"));
-        launch.args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
-        as_in_a_test(launch)
+        launch.args(["--standalone", "--nproc-per-node", &self.n_ranks.to_string()]).args(flags).arg("--");
+        self.started_by(launch)
+    }
+
+    /// The same, started as many times by another program: `starter` is all that stands before the trainer.
+    pub(crate) fn started_by(&self, mut starter: Command) -> Command {
+        starter.arg(cargo_bin("trainer")).args(["-q", "train", "tests/golden/llama.yaml"]).args(&self.arguments);
+        as_in_a_test(starter)
     }
 
     /// One rank of those that meet at `port`, in a store that is there already or rank 0's.

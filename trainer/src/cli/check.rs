@@ -17,7 +17,7 @@ use crate::run::{Assets, Began, check_tasks};
 pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&check.recipe.path, &check.recipe.overrides)?;
     let reach = if check.offline { Reach::Offline } else { Reach::ThisMachine };
-    let known = known(&loaded, reach, verbosity, super::seat(&super::place()?))?;
+    let known = known(&loaded, reach, verbosity, check.supposed.seat()?)?;
     let plan = Plan::resolve(&loaded, &known)?;
     match check.output_format {
         Format::Text => ui.answer(plan.to_string().trim_end())?,

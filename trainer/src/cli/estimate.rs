@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, anyhow};
 
-use super::{EstimateArgs, Recipe, Ui, Verbosity, train};
+use super::{EstimateArgs, Ui, Verbosity, train};
 use crate::estimate::{Capacity, Fixed, Report, Setup, choose, usable};
 use crate::exit::ExitCode;
 use crate::plan::Seat;
@@ -10,11 +10,8 @@ use crate::recipe::{Loaded, MemoryModes};
 
 pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
-    // What `memory: auto` takes depends on the device that is asked about, not on what is free here.
-    let manual = ["memory=manual".to_owned()];
-    let overrides = asked.recipe.overrides.iter().chain(&manual).cloned().collect();
-    let plan =
-        train::plan(&Recipe { path: asked.recipe.path.clone(), overrides }, verbosity, Seat::first_of(asked.ranks))?;
+    // What `memory: auto` takes depends on the device that is asked about: such a seat leaves it open.
+    let plan = train::plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
     let capacity = match &asked.device {
         Some(text) => {
             let parsed = Capacity::parse(text, plan.device);

@@ -99,12 +99,14 @@ const CHECK_EXAMPLES: &str = "\
 Examples:
   trainer check recipe.yaml
   trainer check recipe.yaml --offline
+  trainer check recipe.yaml --ranks 16
   trainer check recipe.yaml --output-format json optimizer.lr=1e-4";
 
 const DATA_EXAMPLES: &str = "\
 Examples:
   trainer data recipe.yaml
   trainer data recipe.yaml --steps 2
+  trainer data recipe.yaml --steps 2 --ranks 16
   trainer data recipe.yaml --steps 2 --output-format json data.max_length=512";
 
 const ESTIMATE_EXAMPLES: &str = "\
@@ -154,6 +156,8 @@ struct Check {
     /// Also require that the whole model is on this machine, so that a run without a network can start
     #[arg(long)]
     offline: bool,
+    #[command(flatten)]
+    supposed: Supposed,
     /// How the plan is printed
     #[arg(long, value_enum, default_value_t = Format::Text)]
     output_format: Format,
@@ -166,9 +170,25 @@ struct Data {
     /// Print the first N steps too: texts with what is learned in [[ ]], or with json their token ids
     #[arg(long, value_name = "N", default_value_t = 0)]
     steps: usize,
+    #[command(flatten)]
+    supposed: Supposed,
     /// How the data are printed
     #[arg(long, value_enum, default_value_t = Format::Text)]
     output_format: Format,
+}
+
+/// Processes that are not there yet.
+#[derive(Debug, Args)]
+struct Supposed {
+    /// Processes that will train together, wherever that is [default: those that this one was started with]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    ranks: Option<usize>,
+}
+
+impl Supposed {
+    fn seat(&self) -> anyhow::Result<Seat> {
+        self.ranks.map_or_else(|| Ok(seat(&place()?)), |n_ranks| Ok(Seat::first_of(n_ranks)))
+    }
 }
 
 #[derive(Debug, Args)]
@@ -268,7 +288,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Train(train) => train::run(train, cli.verbosity, &ui),
         Command::Check(check) => check::run(check, cli.verbosity, &ui),
         Command::Data(data) => {
-            let mut plan = train::plan(&data.recipe, cli.verbosity, seat(&place()?))?;
+            let mut plan = train::plan(&data.recipe, cli.verbosity, data.supposed.seat()?)?;
             // It is this command that fills the cache.
             plan.data.fail_on_missing_cache = false;
             logging::start(cli.verbosity, &plan.logger, None)?;

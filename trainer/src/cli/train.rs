@@ -24,7 +24,7 @@ pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
         ui.remark(&format!("note: {note}"));
     }
     let (world, device) = connect(&plan, &place)?;
-    let code = crate::run::train(&plan, &hub(ui)?, &world, place.local_rank, &device)?;
+    let code = crate::run::train(&plan, &hub(ui)?, &world, &device)?;
     if let Some(profile) = profile {
         ui.remark(&profile.finish()?);
     }

@@ -2,7 +2,7 @@
 
 use candlewick_ops::DeviceChoice;
 
-use super::known::{Machines, Seat};
+use super::known::{Engines, Machines};
 use super::resolver::Resolver;
 use crate::recipe::DdpBackend;
 
@@ -13,7 +13,7 @@ const ADD_MPI: &str = "build it with `--features mpi` (docs/distributed.md says 
 pub(super) fn resolve(resolver: &mut Resolver) -> DdpBackend {
     let given = resolver.recipe().ddp_backend;
     let backend = resolver.pick(KEY, given, DdpBackend::Auto);
-    if resolver.known.seat != Seat::ALONE {
+    if resolver.known.seat.n_ranks > 1 {
         if let Some((message, advice)) = obstacle(resolver, backend) {
             resolver.wrong_because(&[KEY, "device"], message, advice);
         }
@@ -26,8 +26,10 @@ pub(super) fn resolve(resolver: &mut Resolver) -> DdpBackend {
 /// Why several ranks cannot be connected so, and what to do instead.
 fn obstacle(resolver: &Resolver, backend: DdpBackend) -> Option<(String, String)> {
     use DdpBackend::{Auto, Local, Mpi, Nccl, Staged};
-    let (engines, device) = (resolver.known.engines, device(resolver)?);
-    let is_several = resolver.known.seat.machines == Machines::Several;
+    let (machines, device) = (resolver.known.seat.machines, device(resolver)?);
+    let is_several = machines == Machines::Several;
+    // Another build may be there, where they will run.
+    let engines = if machines == Machines::Unknown { Engines::ALL } else { resolver.known.engines };
     let on_cpu = device == DeviceChoice::Cpu || (device == DeviceChoice::Auto && !engines.nccl);
     let on_gpu = matches!(device, DeviceChoice::Cuda(_));
     let say = |message: &str, advice: &str| Some((format!("{KEY}: {message}"), advice.to_owned()));

@@ -5,7 +5,6 @@ use serde_json::Value;
 use candlewick_ops::LossScaling;
 
 use super::ComputeDtype;
-use super::known::Seat;
 use super::resolver::Resolver;
 use crate::recipe::{Dtype, parse_number};
 
@@ -95,7 +94,7 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
         "zero_optimization.stage" if number(value).is_none_or(|stage| ![0.0, 1.0, 2.0, 3.0].contains(&stage)) => {
             resolver.wrong(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
         }
-        "zero_optimization.stage" if resolver.known.seat == Seat::ALONE && !asks_for_weights_on_host(resolver) => {
+        "zero_optimization.stage" if resolver.known.seat.n_ranks == 1 && !asks_for_weights_on_host(resolver) => {
             resolver.note(format!("{path} has no effect on one process: there is nobody to share with"));
         }
         "zero_optimization.stage" => {}

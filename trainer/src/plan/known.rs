@@ -49,9 +49,9 @@ impl Seat {
     /// A process by itself.
     pub const ALONE: Self = Self { rank: 0, n_ranks: 1, n_here: 1, machines: Machines::One };
 
-    /// The first of so many processes of this machine.
+    /// The first of so many processes that nobody has started, and whose machines are not known.
     pub fn first_of(n_ranks: usize) -> Self {
-        Self { n_ranks, n_here: n_ranks, ..Self::ALONE }
+        Self { n_ranks, n_here: n_ranks, machines: Machines::Unknown, ..Self::ALONE }
     }
 }
 
@@ -64,6 +64,8 @@ pub enum Machines {
     Several,
     /// On several nodes of a launcher: these may be one machine.
     Nodes,
+    /// Nowhere yet: they are asked about. What this machine and this build have says nothing about them.
+    Unknown,
 }
 
 /// What this build has to connect ranks with.
@@ -76,6 +78,8 @@ pub struct Engines {
 }
 
 impl Engines {
+    /// Those of a build that has everything.
+    pub const ALL: Self = Self { mpi: true, nccl: true };
     /// Those of this build.
     pub const BUILT: Self = Self { mpi: Host::HAS_MPI, nccl: Engine::HAS_NCCL };
 }
@@ -109,6 +113,7 @@ impl Known {
     /// Looks at the machine, and as far as `reach` says at the Hub.
     pub fn gather(loaded: &Loaded, reach: Reach, console: Console, seat: Seat) -> Result<Self, KnownError> {
         let settings = HubSettings::from_env();
+        let wants_capacity = loaded.recipe.memory == Some(MemoryModes::Auto) && seat.machines != Machines::Unknown;
         Ok(Self {
             config: find_config(loaded, reach, settings)?,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
@@ -117,7 +122,7 @@ impl Known {
             temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
             console,
-            capacity: (loaded.recipe.memory == Some(MemoryModes::Auto)).then(|| capacity(loaded).of_one(seat.n_here)),
+            capacity: wants_capacity.then(|| capacity(loaded).of_one(seat.n_here)),
         })
     }
 }

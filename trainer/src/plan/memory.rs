@@ -1,8 +1,8 @@
 //! `memory: auto`: the cheapest modes with which the run fits what is free.
 
-use super::Plan;
 use super::table::Setting;
-use crate::estimate::{Candidate, Capacity, Choice, Fixed, Modes, Setup, bytes, choose, usable, written};
+use super::{Known, Machines, Plan};
+use crate::estimate::{Candidate, Choice, Fixed, Modes, Setup, bytes, choose, usable, written};
 use crate::recipe::{Loaded, Origin, RecipeError};
 
 impl Fixed {
@@ -15,13 +15,18 @@ impl Fixed {
 /// Chooses the modes that `loaded` leaves open, so that the run fits what is free with some headroom, or says why none do.
 ///
 /// A function of its arguments: what is free was looked at before.
-pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, capacity: Option<&Capacity>) -> Result<Plan, RecipeError> {
+pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, known: &Known) -> Result<Plan, RecipeError> {
     let wrong = |message: String, advice: &str| loaded.error(vec![loaded.fault(&["memory"], message).note(advice)]);
     if plan.model.config.is_none() {
         plan.notes.push("memory: auto chooses once the model's config.json is on this machine".into());
         return Ok(plan);
     }
-    let Some((place, free)) = capacity.and_then(|capacity| Some((capacity.place, capacity.bytes?))) else {
+    if known.seat.machines == Machines::Unknown {
+        plan.notes.push("memory: auto chooses where the ranks run, by what is free there".into());
+        return Ok(plan);
+    }
+    let Some((place, free)) = known.capacity.as_ref().and_then(|capacity| Some((capacity.place, capacity.bytes?)))
+    else {
         return Err(wrong("memory: auto needs to know what is free, and this machine does not tell".into(), MANUAL));
     };
     let setup = Setup::of(&plan, place).map_err(|error| wrong(format!("memory: failed to {error}"), MANUAL))?;

@@ -297,6 +297,7 @@ impl Plan {
         let pipeline = pipeline::resolve(&mut resolver, model.config.as_ref());
         let ranks = ranks::resolve(&mut resolver, &model, pipeline.stages);
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
+        pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
         let weights_on_host = deepspeed::weights_on_host(&mut resolver);
@@ -344,7 +345,7 @@ impl Plan {
         };
         match memory {
             MemoryModes::Manual => Ok(plan),
-            MemoryModes::Auto => memory::resolve(plan, loaded, known.capacity.as_ref()),
+            MemoryModes::Auto => memory::resolve(plan, loaded, known),
         }
     }
 }

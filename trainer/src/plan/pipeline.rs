@@ -10,6 +10,7 @@ use crate::recipe::PipelineSchedule;
 const SIZE: &str = "pipeline_parallel_size";
 const CHUNKS: &str = "pipeline_chunks";
 const LAYERS: &str = "pipeline_layers";
+const SCHEDULE: &str = "pipeline_schedule";
 
 /// The stages of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -60,17 +61,17 @@ pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> Pipel
     let stages = resolver.positive(SIZE, recipe.pipeline_parallel_size, 1).max(1);
     let chunks = resolver.positive(CHUNKS, recipe.pipeline_chunks, 1).max(1);
     let one = PipelineSchedule::OneForwardOneBackward;
-    let schedule = resolver.pick("pipeline_schedule", recipe.pipeline_schedule, one);
+    let schedule = resolver.pick(SCHEDULE, recipe.pipeline_schedule, one);
     let layers = recipe.pipeline_layers.as_ref().map(|layers| layers.iter().map(|n| n.0).collect::<Vec<usize>>());
     let layers = resolver.pick(LAYERS, layers.map(Some), None);
     if !n_ranks.is_multiple_of(stages) {
-        let message = format!("{SIZE}: {n_ranks} ranks do not fall into {stages} stages");
-        let possible = (1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n));
-        resolver.wrong_because(&[SIZE], message, super::ranks::one_of(possible));
+        super::ranks::do_not_fall(resolver, SIZE, (n_ranks, "rank"), &format!("{stages} stages"));
         return PipelinePlan::alone();
     }
     if stages == 1 {
-        let keys = [(CHUNKS, recipe.pipeline_chunks.is_some_and(|n| n.0 > 1)), (LAYERS, layers.is_some())];
+        let is_chunked = recipe.pipeline_chunks.is_some_and(|n| n.0 > 1);
+        let is_ordered = recipe.pipeline_schedule.is_some();
+        let keys = [(CHUNKS, is_chunked), (LAYERS, layers.is_some()), (SCHEDULE, is_ordered)];
         for (key, _) in keys.into_iter().filter(|(_, given)| *given) {
             resolver.note(format!("{key} has no effect: there is one stage"));
         }
@@ -81,6 +82,19 @@ pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> Pipel
         Some(n_layers) => fits(resolver, plan, n_layers),
         None => plan,
     }
+}
+
+/// Says what it costs if the micro-batches of a step are fewer than the stages, which then wait for each other.
+pub(super) fn note_bubble(resolver: &mut Resolver, plan: &PipelinePlan, n_micros: usize) {
+    if n_micros >= plan.stages {
+        return;
+    }
+    let waits = plan.stages - 1;
+    let bubble = 100.0 * waits as f64 / (plan.chunks * n_micros + waits) as f64;
+    resolver.note(format!(
+        "gradient_accumulation_steps: {n_micros} do not fill {} stages, which wait {bubble:.0} % of the time; more fill them",
+        plan.stages
+    ));
 }
 
 /// Refuses runs that are not the model's blocks.

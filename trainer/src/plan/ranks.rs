@@ -12,6 +12,7 @@ use super::{ModelPlan, backend, deepspeed};
 use crate::recipe::DdpBackend;
 
 const SEQUENCE: &str = "sequence_parallel_size";
+const NORMS: &str = "sequence_parallel_norms";
 
 /// The ranks of a run and what each of them has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -105,7 +106,11 @@ impl RanksPlan {
 pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize) -> RanksPlan {
     let n_in_stage = resolver.known.seat.n_ranks / stages;
     let tensor = tensor(resolver, n_in_stage, model.config.as_ref());
-    let norms_in_parts = resolver.pick("sequence_parallel_norms", resolver.recipe().sequence_parallel_norms, true);
+    let given = resolver.recipe().sequence_parallel_norms;
+    let norms_in_parts = resolver.pick(NORMS, given, true);
+    if given.is_some() && tensor == 1 {
+        resolver.note(format!("{NORMS} has no effect: no ranks share matrices"));
+    }
     // Of those that share matrices one is looked at.
     let n_ranks = n_in_stage / tensor;
     let sequence = sequence(resolver, n_ranks, model.config.as_ref(), tensor);
@@ -161,22 +166,28 @@ fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> u
     let size = resolver.positive(KEY, given, 1).max(1);
     let divides = |n: &usize| n_ranks.is_multiple_of(*n);
     if !divides(&size) {
-        let message = format!("{KEY}: {n_ranks} ranks do not fall into groups of {size}");
-        resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(divides)));
+        do_not_fall(resolver, KEY, (n_ranks, "rank"), &format!("groups of {size}"));
         return 1;
     }
     let Some(config) = config else { return size };
     let AttentionHeads { n_query, n_kv, .. } = config.attention_heads();
-    let width = config.intermediate_size();
-    let fits = |n: &usize| [n_query, n_kv, width].iter().all(|whole| whole.is_multiple_of(*n));
-    if !fits(&size) {
-        let message = format!(
+    let (width, vocabulary) = (config.intermediate_size(), config.vocab_size());
+    let is_even = |n: &usize| [n_query, n_kv, width].iter().all(|whole| whole.is_multiple_of(*n));
+    // Tokens are shared out unevenly, but no rank may go without.
+    let all_have_tokens = |n: &usize| (n - 1) * vocabulary.div_ceil(*n) < vocabulary;
+    let message = if !is_even(&size) {
+        format!(
             "{KEY}: {n_query} attention heads, {n_kv} key heads and an MLP of {width} cannot be shared by {size} ranks"
-        );
-        resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(divides).filter(fits)));
-        return 1;
-    }
-    size
+        )
+    } else if !all_have_tokens(&size) {
+        let share = vocabulary.div_ceil(size);
+        format!("{KEY}: a vocabulary of {vocabulary} does not go around for {size} ranks with {share} tokens each")
+    } else {
+        return size;
+    };
+    let fits = |n: &usize| divides(n) && is_even(n) && all_have_tokens(n);
+    resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(fits)));
+    1
 }
 
 /// The parts that sequences fall into. Each rank must get as many of the attention heads that `tensor` ranks share, and know
@@ -185,8 +196,7 @@ fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, te
     let given = resolver.recipe().sequence_parallel_size;
     let size = resolver.positive(SEQUENCE, given, 1).max(1);
     if !n_ranks.is_multiple_of(size) {
-        let message = format!("{SEQUENCE}: {n_ranks} ranks do not fall into groups of {size}");
-        resolver.wrong_because(&[SEQUENCE], message, one_of((1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n))));
+        do_not_fall(resolver, SEQUENCE, (n_ranks, "rank"), &format!("groups of {size}"));
         return 1;
     }
     let Some(AttentionHeads { n_query, n_kv, .. }) = config.map(Config::attention_heads) else { return size };
@@ -207,9 +217,8 @@ fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention:
     let given = resolver.recipe().context_parallel_size;
     let size = resolver.positive(KEY, given, 1).max(1);
     if !n_groups.is_multiple_of(size) {
-        let units = if sequence == 1 { "ranks".to_owned() } else { format!("groups of {sequence} ranks") };
-        let message = format!("{KEY}: {n_groups} {units} do not fall into rings of {size}");
-        resolver.wrong_because(&[KEY], message, one_of((1..=n_groups).filter(|n| n_groups.is_multiple_of(*n))));
+        let unit = if sequence == 1 { "rank".to_owned() } else { format!("group of {sequence} ranks") };
+        do_not_fall(resolver, KEY, (n_groups, &unit), &format!("rings of {size}"));
         return 1;
     }
     if size > 1 && matches!(attention, AttentionImpl::Cudnn | AttentionImpl::Reference) {
@@ -217,6 +226,20 @@ fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention:
         resolver.wrong_because(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
     }
     size
+}
+
+/// Blames a key because so many of `unit`, a word with or without an attribute, do not fall into what it asks for.
+pub(super) fn do_not_fall(resolver: &mut Resolver, key: &str, (n, unit): (usize, &str), into: &str) {
+    let (word, attribute) = unit.split_at(unit.find(' ').unwrap_or(unit.len()));
+    let message = match n {
+        1 => format!("{key}: 1 {unit} does not fall into {into}"),
+        _ => format!("{key}: {n} {word}s{attribute} do not fall into {into}"),
+    };
+    let advice = match resolver.known.seat.n_ranks {
+        1 => "start as many as the recipe is for; to ask about them before, say how many with --ranks N".to_owned(),
+        _ => one_of((1..=n).filter(|possible| n.is_multiple_of(*possible))),
+    };
+    resolver.wrong_because(&[key], message, advice);
 }
 
 pub(super) fn one_of(numbers: impl Iterator<Item = usize>) -> String {

@@ -73,11 +73,10 @@ impl Began {
     }
 }
 
-/// Trains on `device` as `plan` says, as one rank of `world` and number `local_rank` of this machine, and returns how the run
-/// ended. If it fails, the other ranks are told and fail too.
-pub fn train(plan: &Plan, hub: &Hub, world: &World, local_rank: usize, device: &Device) -> Result<ExitCode> {
+/// Trains on `device` as `plan` says, as one rank of `world`, and returns how the run ended. If it fails, the other ranks are told and fail too.
+pub fn train(plan: &Plan, hub: &Hub, world: &World, device: &Device) -> Result<ExitCode> {
     // The groups are kept until the others know of a failure: leaving one waits for what was started in it.
-    let ranks = Ranks::new(world, local_rank, device, &plan.ranks)?;
+    let ranks = Ranks::new(world, device, &plan.ranks)?;
     train_as(plan, hub, &ranks).map_err(|error| ranks.blame(error))
 }
 

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{AtWork, Cause, Collective, Failure, Reduce, World, exchange_bytes};
+use candlewick_comm::{AtWork, Cause, Collective, Failure, Reduce, World, exchange_bytes, is_first_of_machine};
 use candlewick_parallel::Groups;
+use serde_json::Value;
 
 use super::background::BackgroundCrew;
 use crate::checkpoint::{Crew, StateError, Word};
@@ -19,7 +20,7 @@ use crate::signals::{Signal, Stop};
 /// This rank and its groups.
 pub(super) struct Ranks<'w> {
     world: &'w World,
-    local_rank: usize,
+    is_first_here: bool,
     /// What this one computes on.
     pub(super) device: Device,
     pub(super) groups: Groups,
@@ -32,9 +33,8 @@ pub(super) struct Ranks<'w> {
 }
 
 impl<'w> Ranks<'w> {
-    /// Makes the groups that `plan` wants of the ranks of `world`, which all call it. `local_rank` is this one's number on
-    /// its machine, `device` what it computes on.
-    pub(super) fn new(world: &'w World, local_rank: usize, device: &Device, plan: &RanksPlan) -> Result<Self> {
+    /// Makes the groups that `plan` wants of the ranks of `world`, which all call it. `device` is what this one computes on.
+    pub(super) fn new(world: &'w World, device: &Device, plan: &RanksPlan) -> Result<Self> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = Groups::new(&mesh, &*world.group())?;
@@ -45,7 +45,8 @@ impl<'w> Ranks<'w> {
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let savers = world.group().split("saves", &[(0..world.size()).collect()])?;
-        Ok(Self { world, local_rank, device, groups, seat: (seat, plan.n_data()), writes, savers })
+        let is_first_here = is_first_of_machine(&*world.group())?;
+        Ok(Self { world, is_first_here, device, groups, seat: (seat, plan.n_data()), writes, savers })
     }
 
     /// Returns the crew of saves in the background.
@@ -71,7 +72,7 @@ impl<'w> Ranks<'w> {
 
     /// Tells whether this is the one rank of its machine that reads data before the others.
     pub(super) fn is_first_here(&self) -> bool {
-        self.local_rank == 0
+        self.is_first_here
     }
 
     /// Whether any rank was asked to stop, and how: a signal counts more than the kill switch. All ranks call it.
@@ -126,24 +127,17 @@ impl<'w> Ranks<'w> {
     }
 
     fn check_same(&self, plan: &Plan) -> Result<()> {
-        let mut shown = serde_json::to_value(plan)?;
-        // What a rank prints and logs is its own.
-        for own in ["log", "logger", "settings", "notes"] {
-            shown.as_object_mut().map(|keys| keys.remove(own));
-        }
-        let text = shown.to_string().into_bytes();
-        let all = self.exchange(Ok(text.clone()))?;
-        match all.iter().position(|other| *other != text) {
-            None => Ok(()),
-            Some(rank) => {
-                let error = anyhow!(
-                    "failed to start: rank {rank} has another plan than rank {}; give all ranks the same recipe and \
-                     arguments",
-                    self.rank()
-                );
-                Err(error.context(ExitCode::Usage))
-            }
-        }
+        let own = in_common(plan)?.to_string().into_bytes();
+        let all = self.exchange(Ok(own.clone()))?;
+        let Some(rank) = all.iter().position(|other| *other != own) else { return Ok(()) };
+        let found = difference("", &serde_json::from_slice(&own)?, &serde_json::from_slice(&all[rank])?);
+        let (key, [ours, theirs]) = found.context("failed to tell two plans apart")?;
+        let error = anyhow!(
+            "failed to start: rank {rank} has another plan than rank {}: {key} is {theirs} there, and here {ours}; give all \
+             ranks the same recipe and arguments",
+            self.rank()
+        );
+        Err(error.context(ExitCode::Usage))
     }
 
     /// Gives every rank what each rank says; if one of them failed, all fail with its reason. All ranks call it.
@@ -193,6 +187,32 @@ impl Crew for Ranks<'_> {
     }
 }
 
+/// What of a plan must be the same on all ranks: what a rank prints and logs is its own, and so is what it reads data with and
+/// where its machine has room.
+fn in_common(plan: &Plan) -> Result<Value> {
+    let mut shown = serde_json::to_value(plan)?;
+    let own = ["log", "logger", "settings", "notes", "data.num_proc", "model.parking_folder", "model.parks_in_memory"];
+    for key in own {
+        let (of, key) = key.split_once('.').unwrap_or(("", key));
+        let keys = if of.is_empty() { Some(&mut shown) } else { shown.get_mut(of) };
+        let removed = keys.and_then(Value::as_object_mut).and_then(|keys| keys.remove(key));
+        debug_assert!(removed.is_some(), "a plan has no {of}.{key}");
+    }
+    Ok(shown)
+}
+
+/// The first key, within `key`, whose values differ.
+fn difference(key: &str, a: &Value, b: &Value) -> Option<(String, [String; 2])> {
+    match (a, b) {
+        _ if a == b => None,
+        (Value::Object(a), Value::Object(b)) if a.keys().eq(b.keys()) => {
+            let within = |name: &str| if key.is_empty() { name.to_owned() } else { format!("{key}.{name}") };
+            a.iter().zip(b.values()).find_map(|((name, a), b)| difference(&within(name), a, b))
+        }
+        _ => Some((key.to_owned(), [a.to_string(), b.to_string()])),
+    }
+}
+
 /// The error of a rank that ends because the world has, and what can be done about it.
 pub(super) fn ended_by(failure: &Failure) -> Error {
     let rank = failure.rank;
@@ -231,7 +251,7 @@ mod tests {
     /// What each of three ranks returns.
     fn of_three<T: Send>(rank: impl Fn(&Ranks) -> Result<T> + Sync) -> Vec<T> {
         let plan = RanksPlan { dp_replicate: 3, ..RanksPlan::alone() };
-        let run = |world: &World| rank(&Ranks::new(world, world.rank(), &Device::Cpu, &plan)?);
+        let run = |world: &World| rank(&Ranks::new(world, &Device::Cpu, &plan)?);
         threads::run(3, Options::default(), run).unwrap()
     }
 
@@ -245,6 +265,18 @@ mod tests {
         ] {
             assert_eq!(of_three(|ranks| ranks.leanest(own[ranks.rank()])), [want; 3]);
         }
+    }
+
+    #[test]
+    fn what_differs_is_named_by_its_key() {
+        let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        let [a, b] =
+            [r#"{"seed": 1, "model": {"dtype": "f32"}}"#, r#"{"seed": 1, "model": {"dtype": "bf16"}}"#].map(json);
+        let said = ["\"f32\"", "\"bf16\""].map(str::to_owned);
+        assert_eq!(difference("", &a, &b), Some(("model.dtype".to_owned(), said)));
+        assert_eq!(difference("", &a, &a), None);
+        let (key, _) = difference("", &json(r#"{"eval": null}"#), &json(r#"{"eval": {"every": 5}}"#)).unwrap();
+        assert_eq!(key, "eval");
     }
 
     #[test]

@@ -41,7 +41,7 @@ impl Group {
     /// Connects all ranks.
     pub(crate) fn world(fabric: &Arc<dyn Fabric>, size: usize, journal: &Journal, staff: &Arc<Staff>) -> Result<Self> {
         let (rank, members) = (fabric.rank(), (0..size).collect::<Vec<_>>());
-        let links = fabric.open("world", &members).map_err(|trouble| unconnected(&**fabric, trouble))?;
+        let links = fabric.open("world", &members).map_err(|trouble| unconnected(&**fabric, &members, trouble))?;
         let worker = Worker {
             id: "world".to_owned(),
             group: "world".into(),
@@ -192,8 +192,8 @@ pub(crate) fn digest(lists: &[Vec<usize>]) -> u64 {
     numbers.fold(0xCBF2_9CE4_8422_2325, |hash, number| (hash ^ number as u64).wrapping_mul(0x0100_0000_01B3))
 }
 
-fn unconnected(fabric: &dyn Fabric, trouble: Trouble) -> Failure {
-    match trouble.tell(fabric.rank(), |rank| fabric.who(rank)) {
+fn unconnected(fabric: &dyn Fabric, members: &[usize], trouble: Trouble) -> Failure {
+    match trouble.tell(fabric, members) {
         Ok((rank, cause, why)) => {
             let message = format!("connect rank {} to the others: {why}", fabric.rank());
             fabric.fail(Failure { rank, cause, message })

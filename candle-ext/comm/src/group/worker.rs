@@ -277,13 +277,13 @@ impl Worker {
 
     /// Ends the world with what went wrong in `call`; returns why it ended.
     fn fail(&self, call: &Call, trouble: Trouble) -> Failure {
-        let (rank, cause, what) = match trouble.tell(self.me, |rank| self.who(rank)) {
+        let (rank, cause, what) = match trouble.tell(&*self.fabric, &self.members) {
             Ok(told) => told,
             Err(failure) => return failure,
         };
         let (group, members, seen_by) = (&self.group, &self.members, self.fabric.rank());
         let message = format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
-        self.fabric.fail(Failure { rank: self.members[rank], cause, message })
+        self.fabric.fail(Failure { rank, cause, message })
     }
 }
 

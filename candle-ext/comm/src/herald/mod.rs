@@ -150,7 +150,8 @@ impl Herald {
     /// Ends the world because this rank cannot be connected.
     #[cfg(feature = "cuda")]
     pub(crate) fn unconnected(&self, trouble: Trouble) -> Failure {
-        match trouble.tell(self.rank(), |rank| self.who(rank)) {
+        let everyone: Vec<usize> = (0..self.shared.others.len()).collect();
+        match trouble.tell(self, &everyone) {
             Ok((rank, cause, why)) => {
                 let message = format!("connect rank {} to the others: {why}", self.rank());
                 self.fail(Failure { rank, cause, message })

@@ -2,8 +2,10 @@
 
 use std::fs;
 
+use crate::machine::boot;
+
 /// Changes with what is said between ranks, so that different programs do not misread each other.
-const PROTOCOL: &str = "candlewick-local-3";
+const PROTOCOL: &str = "candlewick-local-4";
 
 /// A rank's process and machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,8 +29,7 @@ impl About {
     /// Describes this process, which listens on `socket`.
     pub(super) fn this_process(size: usize, socket: &str) -> Self {
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|boot| boot.trim().to_owned());
-        let boot = boot.unwrap_or_else(|_| host.clone());
+        let boot = boot().unwrap_or_else(|| host.clone());
         let namespace = |kind: &str| fs::read_link(format!("/proc/self/ns/{kind}")).unwrap_or_default();
         let namespaces = ["net", "user"].map(|kind| namespace(kind).to_string_lossy().into_owned()).join(" ");
         let (uid, pid) = (rustix::process::geteuid().as_raw(), std::process::id());
@@ -61,6 +62,6 @@ mod tests {
         let about = About::this_process(3, "socket");
         assert_eq!(About::decode(&about.encode()), Some(about));
         assert_eq!(About::decode(b"another-program\n3\nhost\nboot\nsocket\n7"), None);
-        assert_eq!(About::decode(b"candlewick-local-3\n3\nhost"), None);
+        assert_eq!(About::decode(b"candlewick-local-4\n3\nhost"), None);
     }
 }

@@ -3,13 +3,14 @@
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::shared::Shared;
 use crate::fabric::{Links, Trouble};
+use crate::signs::Wait;
 
 /// How much is written to one rank before the others get their turn.
 const TURN_BYTES: usize = 1 << 18;
@@ -62,7 +63,7 @@ impl Links for Wires {
         // What is left of each.
         let mut send = send.to_vec();
         let mut recv: Vec<&mut [u8]> = recv.iter_mut().map(|place| &mut **place).collect();
-        let mut last_moved = Instant::now();
+        let mut wait = Wait::begin(self.timeout);
         let mut ready: Vec<usize> = (0..self.streams.len()).collect();
         loop {
             let mut moved = false;
@@ -76,15 +77,20 @@ impl Links for Wires {
                 return Ok(());
             }
             if moved {
-                last_moved = Instant::now();
+                wait.moved();
             } else if let Some(failure) = self.shared.failure() {
                 return Err(Trouble::Failed(failure));
             }
-            let left = self.timeout.saturating_sub(self.shared.last_heard(last_moved).elapsed());
-            if left.is_zero() {
-                return Err(Trouble::Late(late(&send, &recv), self.timeout));
+            let waits_for = || late(&send, &recv).into_iter().map(|peer| self.members[peer]).collect::<Vec<_>>();
+            if wait.is_to_be_shown() {
+                self.shared.wait_for(&waits_for());
             }
-            ready = self.await_any(&send, &recv, left)?;
+            if wait.is_over()
+                && let Some(silent) = self.shared.blamed(&waits_for(), &wait)
+            {
+                return Err(Trouble::Silent(silent, self.timeout));
+            }
+            ready = self.await_any(&send, &recv, wait.patience())?;
         }
     }
 }

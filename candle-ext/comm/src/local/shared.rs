@@ -12,6 +12,7 @@ use rustix::net::{SendFlags, send};
 
 use crate::deadline::deadline;
 use crate::fabric::Trouble;
+use crate::signs::{Signs, Wait};
 use crate::store::Client;
 use crate::{Call, Cause, Failure};
 
@@ -27,6 +28,7 @@ const FAILURE: &str = "failure";
 pub(super) const LEAVE: u8 = 1;
 pub(super) const FAIL: u8 = 2;
 pub(super) const BEAT: u8 = 3;
+pub(super) const WAITS: u8 = 4;
 
 /// The end of this process that its threads share.
 pub(super) struct Shared {
@@ -49,8 +51,7 @@ pub(super) struct State {
     met: Vec<bool>,
     pub(super) control: Vec<Option<Arc<UnixStream>>>,
     doing: BTreeMap<String, Call>,
-    /// When another rank last showed that it is at work.
-    beat: Option<Instant>,
+    signs: Signs,
     pub(super) stopping: bool,
 }
 
@@ -109,20 +110,35 @@ impl Shared {
 
     /// Shows everyone that this rank is at work.
     pub(super) fn beat(&self) {
+        self.lock().signs.at_work(self.rank);
         self.tell(BEAT, &[]);
     }
 
     /// Another rank is at work.
-    pub(super) fn heard_beat(&self) {
-        self.lock().beat = Some(Instant::now());
+    pub(super) fn heard_beat(&self, rank: usize) {
+        self.lock().signs.at_work(rank);
     }
 
-    /// Returns when somebody was last heard of, where something moved at `moved`.
-    pub(super) fn last_heard(&self, moved: Instant) -> Instant {
-        self.lock().beat.map_or(moved, |beat| beat.max(moved))
+    /// Shows everyone for whom this rank waits.
+    pub(super) fn wait_for(&self, ranks: &[usize]) {
+        let payload: Vec<u8> = ranks.iter().flat_map(|rank| (*rank as u32).to_le_bytes()).collect();
+        self.lock().signs.waits(self.rank, ranks);
+        self.tell(WAITS, &payload);
     }
 
-    /// Writes a frame to everyone, without waiting: it fits. A process sends two in its life, and a few beats a time-out,
+    /// Another rank waits for these, as [`Shared::wait_for`] has written them.
+    pub(super) fn heard_wait(&self, rank: usize, payload: &[u8]) {
+        let ranks = payload.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes) as usize);
+        let ranks: Vec<usize> = ranks.filter(|rank| *rank < self.pids.len()).collect();
+        self.lock().signs.waits(rank, &ranks);
+    }
+
+    /// Returns whom this rank has waited for in vain, if it has.
+    pub(super) fn blamed(&self, ranks: &[usize], wait: &Wait) -> Option<Vec<usize>> {
+        self.lock().signs.blamed(self.rank, ranks, wait)
+    }
+
+    /// Writes a frame to everyone, without waiting: it fits. A process sends two in its life, and a few signs a time-out,
     /// which who lives has read by then.
     fn tell(&self, kind: u8, payload: &[u8]) {
         let frame = [&[kind][..], &(payload.len() as u32).to_le_bytes(), payload].concat();

@@ -118,7 +118,8 @@ impl Switch {
     }
 
     fn unconnected(&self, trouble: Trouble) -> Failure {
-        let (rank, cause, why) = match trouble.tell(self.rank, |rank| self.who(rank)) {
+        let everyone: Vec<usize> = (0..self.others.len()).collect();
+        let (rank, cause, why) = match trouble.tell(self, &everyone) {
             Ok(told) => told,
             Err(failure) => return failure,
         };

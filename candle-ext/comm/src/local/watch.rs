@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
 
-use super::shared::{BEAT, FAIL, LEAVE, Shared};
+use super::shared::{BEAT, FAIL, LEAVE, Shared, WAITS};
 use crate::deadline::deadline;
 use crate::error::MAX_FAILURE_BYTES;
 use crate::{Cause, Failure};
@@ -123,7 +123,8 @@ impl Watcher {
     fn hear(&self, rank: usize, stream: &UnixStream) {
         match read_frame(stream) {
             Ok((LEAVE, _)) => return self.shared.left(rank),
-            Ok((BEAT, _)) => return self.shared.heard_beat(),
+            Ok((BEAT, _)) => return self.shared.heard_beat(rank),
+            Ok((WAITS, payload)) => return self.shared.heard_wait(rank, &payload),
             Ok((FAIL, payload)) => {
                 if let Some(failure) = Failure::decode(&payload) {
                     self.shared.adopt(failure);

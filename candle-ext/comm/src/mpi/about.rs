@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// Changes with what is said between ranks, so that different programs do not misread each other.
-const PROTOCOL: &str = "candlewick-mpi-2";
+const PROTOCOL: &str = "candlewick-mpi-3";
 
 /// How much room it has in a message.
 pub(super) const ABOUT_BYTES: usize = 128;

@@ -171,7 +171,8 @@ impl Clerk {
         match Frame::decode(bytes) {
             Some(Frame::Leave) => self.shared.left(from),
             Some(Frame::Open(tag, id)) => self.shared.opened(tag, id),
-            Some(Frame::Beat) => self.shared.heard_beat(),
+            Some(Frame::Beat) => self.shared.heard_beat(from),
+            Some(Frame::Waits(ranks)) => self.shared.heard_wait(from, &ranks),
             Some(Frame::Ended(failure)) => drop(self.shared.adopt(failure)),
             Some(Frame::Accuse(failure)) => {
                 let first = self.shared.end(failure);

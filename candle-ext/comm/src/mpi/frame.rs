@@ -15,6 +15,8 @@ pub(super) enum Frame {
     Open(i32, String),
     /// The sender is at work.
     Beat,
+    /// The sender waits for these ranks.
+    Waits(Vec<u32>),
 }
 
 impl Frame {
@@ -25,6 +27,7 @@ impl Frame {
             Self::Ended(failure) => [&[2][..], &failure.encode()].concat(),
             Self::Open(tag, id) => [&[3][..], &tag.to_le_bytes(), id.as_bytes()].concat(),
             Self::Beat => vec![4],
+            Self::Waits(ranks) => [5].into_iter().chain(ranks.iter().flat_map(|rank| rank.to_le_bytes())).collect(),
         }
     }
 
@@ -39,6 +42,7 @@ impl Frame {
                 Some(Self::Open(i32::from_le_bytes(*tag), String::from_utf8_lossy(id).into_owned()))
             }
             4 => Some(Self::Beat),
+            5 => Some(Self::Waits(rest.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect())),
             _ => None,
         }
     }
@@ -53,7 +57,14 @@ mod tests {
     fn a_frame_is_read_as_it_was_written() {
         let failure = Failure { rank: 7, cause: Cause::Silent, message: "read row 17".to_owned() };
         let open = Frame::Open(32_000, "world/3.1".to_owned());
-        for frame in [Frame::Leave, Frame::Accuse(failure.clone()), Frame::Ended(failure), Frame::Beat, open] {
+        for frame in [
+            Frame::Leave,
+            Frame::Accuse(failure.clone()),
+            Frame::Ended(failure),
+            Frame::Beat,
+            Frame::Waits(vec![3, 70_000]),
+            open,
+        ] {
             assert_eq!(Frame::decode(&frame.encode()), Some(frame));
         }
         assert_eq!([&[][..], &[9], &[1, 0], &[3, 1]].map(Frame::decode), [const { None }; 4]);

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::shared::{Done, News, Order, Piece, Shared};
 use crate::fabric::{Links, Trouble};
+use crate::signs::Wait;
 
 /// The size of a piece. Each that arrives is a sign of life, so it is not too large.
 const PIECE_BYTES: usize = 1 << 18;
@@ -106,31 +107,31 @@ impl Routes {
         }
     }
 
-    /// Says why nothing has moved since `last_moved`, if there is a reason not to wait any longer.
-    fn check(&self, [going, coming]: &[Vec<Progress>; 2], last_moved: Instant) -> Result<(), Trouble> {
+    /// Says why nothing moves, if there is a reason not to wait any longer.
+    fn check(&self, [going, coming]: &[Vec<Progress>; 2], wait: &mut Wait) -> Result<(), Trouble> {
         if let Some(failure) = self.shared.failure() {
             return Err(Trouble::Failed(failure));
         }
         // Those from whom something is missing; those who do not take what they are sent, if nothing is.
         let unfinished = |ways: &[Progress]| (0..ways.len()).filter(|peer| !ways[*peer].is_done()).collect::<Vec<_>>();
         let waits_for = Some(unfinished(coming)).filter(|peers| !peers.is_empty()).unwrap_or_else(|| unfinished(going));
-        let silent = last_moved.elapsed();
         let gone = waits_for.iter().find(|peer| self.shared.has_left(self.members[**peer]));
-        match gone {
-            Some(peer) if silent >= LAST_WORDS_WITHIN => Err(Trouble::Left(*peer)),
-            _ if self.shared.last_heard(last_moved).elapsed() >= self.shared.timeout => {
-                Err(Trouble::Late(waits_for, self.shared.timeout))
-            }
-            _ => Ok(()),
+        if let Some(peer) = gone.filter(|_| wait.elapsed() >= LAST_WORDS_WITHIN) {
+            return Err(Trouble::Left(*peer));
         }
+        let waits_for: Vec<usize> = waits_for.into_iter().map(|peer| self.members[peer]).collect();
+        if wait.is_to_be_shown() {
+            self.shared.wait_for(&waits_for);
+        }
+        let silent = self.shared.blamed(&waits_for, wait);
+        silent.map_or(Ok(()), |silent| Err(Trouble::Silent(silent, self.shared.timeout)))
     }
 
-    fn patience(&self, last_moved: Instant) -> Duration {
+    fn patience(&self, wait: &Wait) -> Duration {
         let any_has_left = self.members.iter().any(|rank| self.shared.has_left(*rank));
-        let limit = if any_has_left { LAST_WORDS_WITHIN.min(self.shared.timeout) } else { self.shared.timeout };
-        // After the limit it is the time-out that is waited for.
-        let left = limit.checked_sub(last_moved.elapsed()).filter(|left| !left.is_zero());
-        left.unwrap_or_else(|| self.shared.timeout.saturating_sub(self.shared.last_heard(last_moved).elapsed()))
+        let last_words = any_has_left.then(|| LAST_WORDS_WITHIN.saturating_sub(wait.elapsed()));
+        let last_words = last_words.filter(|left| !left.is_zero());
+        last_words.map_or(wait.patience(), |left| left.min(wait.patience()))
     }
 }
 
@@ -140,19 +141,19 @@ impl Links for Routes {
             send.iter().map(|bytes| Progress::of(bytes.len())).collect::<Vec<_>>(),
             recv.iter().map(|bytes| Progress::of(bytes.len())).collect(),
         ];
-        let mut last_moved = Instant::now();
+        let mut wait = Wait::begin(self.shared.timeout);
         while !ways.iter().flatten().all(Progress::is_done) {
             self.start(send, &mut ways);
-            match self.news.recv_timeout(self.patience(last_moved)) {
+            match self.news.recv_timeout(self.patience(&wait)) {
                 Ok(News::Arrived(Piece { peer, start, is_sent }, bytes)) => {
                     if !is_sent {
                         recv[peer][start..start + bytes.len()].copy_from_slice(&bytes);
                     }
                     ways[usize::from(!is_sent)][peer].arrived(bytes.len());
                     self.keep(bytes);
-                    last_moved = Instant::now();
+                    wait.moved();
                 }
-                Ok(News::Look) | Err(RecvTimeoutError::Timeout) => self.check(&ways, last_moved)?,
+                Ok(News::Look) | Err(RecvTimeoutError::Timeout) => self.check(&ways, &mut wait)?,
                 Err(RecvTimeoutError::Disconnected) => unreachable!("this rank keeps an end of its own"),
             }
         }

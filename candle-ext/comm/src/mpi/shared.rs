@@ -10,6 +10,7 @@ use super::frame::Frame;
 use crate::Failure;
 use crate::deadline::deadline;
 use crate::fabric::Trouble;
+use crate::signs::{Signs, Wait};
 
 /// How long rank 0 may take to say whose failure was the first.
 const ARBITRATE_WITHIN: Duration = Duration::from_secs(2);
@@ -37,8 +38,7 @@ pub(super) struct State {
     tags: HashMap<String, i32>,
     /// How many groups this rank has led.
     n_led: usize,
-    /// When another rank last showed that it is at work.
-    beat: Option<Instant>,
+    signs: Signs,
     pub(super) orders: Vec<Order>,
     /// What this rank's groups hear with.
     ears: Vec<Sender<News>>,
@@ -126,17 +126,30 @@ impl Shared {
 
     /// Shows everyone that this rank is at work.
     pub(super) fn beat(&self) {
+        self.lock().signs.at_work(self.rank);
         self.tell_all(&Frame::Beat);
     }
 
     /// Another rank is at work.
-    pub(super) fn heard_beat(&self) {
-        self.lock().beat = Some(Instant::now());
+    pub(super) fn heard_beat(&self, rank: usize) {
+        self.lock().signs.at_work(rank);
     }
 
-    /// Returns when somebody was last heard of, where something moved at `moved`.
-    pub(super) fn last_heard(&self, moved: Instant) -> Instant {
-        self.lock().beat.map_or(moved, |beat| beat.max(moved))
+    /// Shows everyone for whom this rank waits.
+    pub(super) fn wait_for(&self, ranks: &[usize]) {
+        self.lock().signs.waits(self.rank, ranks);
+        self.tell_all(&Frame::Waits(ranks.iter().map(|rank| *rank as u32).collect()));
+    }
+
+    /// Another rank waits for these.
+    pub(super) fn heard_wait(&self, rank: usize, ranks: &[u32]) {
+        let ranks = ranks.iter().map(|rank| *rank as usize).filter(|rank| *rank < self.others.len());
+        self.lock().signs.waits(rank, &ranks.collect::<Vec<_>>());
+    }
+
+    /// Returns whom this rank has waited for in vain, if it has.
+    pub(super) fn blamed(&self, ranks: &[usize], wait: &Wait) -> Option<Vec<usize>> {
+        self.lock().signs.blamed(self.rank, ranks, wait)
     }
 
     /// A rank has said that it leaves.

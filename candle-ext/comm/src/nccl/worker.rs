@@ -196,13 +196,13 @@ impl Worker {
 
     /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
     fn fail(&mut self, call: &Call, trouble: Trouble) -> Failure {
-        let failure = match trouble.tell(self.me, |rank| self.herald.who(self.members[rank])) {
+        let failure = match trouble.tell(&*self.herald, &self.members) {
             Err(failure) => failure,
             Ok((rank, cause, what)) => {
                 let (group, members, seen_by) = (&self.group, &self.members, self.herald.rank());
                 let message =
                     format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
-                self.herald.fail(Failure { rank: self.members[rank], cause, message })
+                self.herald.fail(Failure { rank, cause, message })
             }
         };
         self.stop();

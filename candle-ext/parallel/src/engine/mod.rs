@@ -77,6 +77,8 @@ pub struct Engine {
     device: Device,
     attention: AttentionChoice,
     mlp_rows: MlpRows,
+    /// Bytes of logits that the loss may hold at once.
+    logits_bytes: usize,
     sequence: Option<Sequence>,
     tensor: Option<TensorRanks>,
     pipeline: Pipeline,
@@ -95,8 +97,23 @@ impl Engine {
         assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
         let pipeline = Pipeline::alone(model.n_blocks());
         let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
+        // On a GPU each chunk of the loss passes over the whole gradient of the head: few chunks are fast ones.
+        let logits_bytes = if device.is_cuda() { 1 << 30 } else { 64 << 20 };
         let (sequence, tensor) = (None, None);
-        Self { model, store, residency, parking, group, device, attention, mlp_rows, sequence, tensor, pipeline }
+        Self {
+            model,
+            store,
+            residency,
+            parking,
+            group,
+            device,
+            attention,
+            mlp_rows,
+            logits_bytes,
+            sequence,
+            tensor,
+            pipeline,
+        }
     }
 
     /// The same engine with its attention computed as `attention` says.
@@ -112,6 +129,11 @@ impl Engine {
     /// The same engine with its MLPs passing over the tokens as `mlp_rows` says.
     pub fn with_mlp_rows(self, mlp_rows: MlpRows) -> Self {
         Self { mlp_rows, ..self }
+    }
+
+    /// The same engine with a loss that holds at most so many bytes of logits at once, though always those of a token.
+    pub fn with_logits_bytes(self, logits_bytes: usize) -> Self {
+        Self { logits_bytes, ..self }
     }
 
     /// The same engine with the tokens of each micro-batch shared among these ranks: all of them give the same ones.
@@ -233,12 +255,6 @@ impl Engine {
 
     /// How many rows of logits, of so many tokens each, may exist at once.
     fn rows_of_logits(&self, n_vocab: usize) -> usize {
-        (self.logits_bytes() / (n_vocab * DType::F32.size_in_bytes())).max(1)
-    }
-
-    /// Bytes of logits that the loss may hold at once. On a GPU each chunk passes over the whole gradient of the head: few
-    /// chunks are fast ones.
-    fn logits_bytes(&self) -> usize {
-        if self.device.is_cuda() { 1 << 30 } else { 64 << 20 }
+        (self.logits_bytes / (n_vocab * DType::F32.size_in_bytes())).max(1)
     }
 }

@@ -1,0 +1,51 @@
+//! The trainer started by other people's programs, with nothing of ours between: torch's own launcher, and MPI's. Skipped, with
+//! a line saying so, where there is none: `CANDLEWICK_PYTHON` names a Python with torch, `MPIRUN` an mpirun.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use super::run::{Ranks, Run};
+use super::same_curve;
+
+/// Two ranks that `starter` starts make the run that one makes.
+#[track_caller]
+fn check(starter: Command) {
+    let folder = tempfile::tempdir().unwrap();
+    let two = Run::new(&folder.path().join("two"), 2, &["deepspeed.zero_optimization.stage=1"]);
+    for (status, stderr) in Ranks::of([two.started_by(starter)]).wait() {
+        assert!(status.success(), "{status}: {stderr}");
+    }
+    let one = Run::new(&folder.path().join("one"), 1, &[]);
+    same_curve(&two.curve(), &one.finish().curve());
+}
+
+#[test]
+fn torchrun_starts_ranks() {
+    let python = std::env::var_os("CANDLEWICK_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from);
+    if !works(Command::new(&python).args(["-c", "import torch.distributed.run"])) {
+        println!("skipped: {} is no Python with torch; CANDLEWICK_PYTHON names another", python.display());
+        return;
+    }
+    let mut torchrun = Command::new(python);
+    torchrun.args(["-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", "2"]);
+    check(torchrun);
+}
+
+/// On one machine `ddp_backend: auto` needs nothing of MPI but its numbers.
+#[test]
+fn mpirun_starts_ranks() {
+    let mpirun = std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from("mpirun"), PathBuf::from);
+    if !works(Command::new(&mpirun).arg("--version")) {
+        println!("skipped: there is no {} here; MPIRUN names another", mpirun.display());
+        return;
+    }
+    let mut starter = Command::new(mpirun);
+    // Open MPI refuses to run as root, and more ranks than cores, unless it is told otherwise.
+    starter.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    starter.env("OMPI_MCA_rmaps_base_oversubscribe", "1").args(["-n", "2"]);
+    check(starter);
+}
+
+fn works(command: &mut Command) -> bool {
+    command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+}
