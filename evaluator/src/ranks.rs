@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::Device;
 use candlewick_comm::place::Place;
-use candlewick_comm::{Collective, Engine, Failure, Host, Options, World, exchange_bytes};
+use candlewick_comm::{AtWork, Collective, Engine, Failure, Host, Options, World, exchange_bytes};
 use candlewick_ops::{DeviceChoice, why_no_gpu};
 use candlewick_parallel::Groups;
 
@@ -56,7 +56,12 @@ impl<'w> Ranks<'w> {
 
     /// Returns those who answer together.
     pub fn crew(&self) -> Crew {
-        Crew::of(self.group(), &self.groups, self.parts.in_shares)
+        Crew::of(self.group(), &self.groups, self.parts.in_shares).with_at_work(self.at_work())
+    }
+
+    /// What keeps the others waiting while this rank does something that takes long and waits for none of them.
+    pub fn at_work(&self) -> AtWork {
+        self.world.at_work()
     }
 
     /// Returns the group of all ranks.
@@ -72,11 +77,16 @@ impl<'w> Ranks<'w> {
     /// Does something on one rank of the machine before the others do it: they find what it has downloaded. If one fails,
     /// all do. All ranks call it.
     pub fn in_turn<T>(&self, what: impl Fn() -> Result<T>) -> Result<T> {
-        let first = if self.local_rank == 0 { what().map(Some) } else { Ok(None) };
+        let first = if self.local_rank == 0 { self.at_work().during(&what).map(Some) } else { Ok(None) };
         match self.share(first)? {
             Some(value) => self.share(Ok(value)),
-            None => self.share(what()),
+            None => self.share(self.at_work().during(what)),
         }
+    }
+
+    /// Lets the first rank do something, and the others wait until it is done; if it fails, all fail. All ranks call it.
+    pub fn first_does(&self, what: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.share(if self.is_first() { self.at_work().during(what) } else { Ok(()) })
     }
 
     /// Passes on what this rank has come to, once no rank has failed; else all fail. All ranks call it.

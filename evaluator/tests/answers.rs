@@ -7,6 +7,7 @@ use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Solo, World, threads};
@@ -14,7 +15,7 @@ use candlewick_parallel::KvCache;
 use candlewick_text::tokenizer::Specials;
 use evaluator::answer::encode::Encoder;
 use evaluator::answer::windows::{Scored, windows};
-use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers, Stopped};
+use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers, Progress, Stopped};
 use evaluator::lm::Lm;
 use evaluator::parts::Crew;
 use evaluator::request::{GenerationSettings, Request, Response};
@@ -208,6 +209,46 @@ fn answers_have_the_same_bits_on_any_number_of_ranks() {
     }
 }
 
+/// What three ranks answer of which the second lets the others wait for so long before each of its answers.
+fn with_a_slow_rank(
+    pause: Duration,
+    batch_size: Option<usize>,
+    crew: impl Fn(&World) -> Crew + Sync,
+) -> Result<Vec<usize>, candlewick_comm::Error> {
+    let (folder, _lm) = model(1);
+    let (requests, options) = (requests(), Options { timeout: TIMEOUT, ..Options::default() });
+    let on_rank = |world: &World| {
+        let lm = self::lm(&folder.path().join("model"));
+        let slow = |_: Progress| {
+            if world.rank() == 1 {
+                let _ = world.await_failure(pause);
+            }
+        };
+        let crew = crew(world).with_at_work(world.at_work());
+        let settings = AnswerSettings { batch_size, ..settings() };
+        let mut answers = LmAnswers::new(&lm, settings, crew)?.with_progress(slow);
+        Ok::<_, anyhow::Error>(answers.answer(&requests)?.len())
+    };
+    threads::run(3, options, on_rank)
+}
+
+const TIMEOUT: Duration = Duration::from_secs(1);
+
+#[test]
+fn a_rank_with_a_copy_of_its_own_is_waited_for_as_long_as_it_takes() {
+    let answered = with_a_slow_rank(2 * TIMEOUT, Some(100), |world| Crew::of_copies(world.group())).unwrap();
+    assert_eq!(answered, [requests().len(); 3]);
+}
+
+/// Each of them waits for the others while it computes, so a step that does not end must not look like work.
+#[test]
+fn ranks_that_have_a_copy_together_are_waited_for_step_by_step() {
+    let together = |world: &World| Crew { copy: world.group(), ..Crew::of_copies(world.group()) };
+    let answered = with_a_slow_rank(TIMEOUT / 3, Some(2), together).unwrap();
+    assert_eq!(answered, [requests().len(); 3]);
+    assert!(with_a_slow_rank(3 * TIMEOUT, Some(2), together).is_err());
+}
+
 /// Ranks with a copy each, and ranks that have one together.
 #[test]
 fn a_stop_on_one_rank_ends_all_of_them() {
@@ -217,7 +258,7 @@ fn a_stop_on_one_rank_ends_all_of_them() {
         |world| Crew::of_copies(world.group()),
         |world| {
             let copy = world.group();
-            Crew { all: world.group(), copies: Arc::new(Solo), speaks: copy.rank() == 0, copy }
+            Crew { all: world.group(), copies: Arc::new(Solo), speaks: copy.rank() == 0, copy, at_work: None }
         },
     ];
     for crew in crews {

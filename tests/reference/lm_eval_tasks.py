@@ -172,6 +172,10 @@ def run(name, case):
         tracker.save_results_samples(task_name=task, samples=records)
     saved = json.loads(next(out.glob("canned/results_*.json")).read_text())
     kept = ["results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples", "task_hashes"]
+    # Configurations of the harness's own tasks hold its code; those of ours do not.
+    kept += [] if case.get("files") else ["configs"]
+    for config in saved["configs"].values():
+        config["metadata"]["config_source"] = "FILE"
     lines = {task: [json.loads(line) for line in next(out.glob(f"canned/samples_{task}_*.jsonl")).read_text().strip("\n").split("\n")] for task in samples}
     shutil.rmtree(folder), shutil.rmtree(out)
     return {"case": case, "table": table, **{key: saved[key] for key in kept if key in saved}, "samples": lines}

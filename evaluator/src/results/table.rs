@@ -14,6 +14,27 @@ pub fn groups_table(results: &Results) -> String {
     if results.groups.is_empty() { String::new() } else { print("Groups", &results.groups, results) }
 }
 
+/// Says for each task how many documents cannot be scored as they are; in one line if there are none.
+pub fn counts(results: &Results) -> String {
+    const WHAT: [(&str, &str); 4] = [
+        ("truncated", "truncated"),
+        ("skipped", "skipped"),
+        ("empty", "empty"),
+        ("no_target", "without a right choice"),
+    ];
+    let of_task = |(task, counts): (&String, &Json)| {
+        let n = |key: &str| counts.get(key).and_then(Json::as_u64).filter(|n| *n > 0);
+        let said: Vec<String> = WHAT.iter().filter_map(|(key, what)| Some(format!("{} {what}", n(key)?))).collect();
+        let all = counts.get("original").and_then(Json::as_u64).unwrap_or(0);
+        (!said.is_empty()).then(|| format!("{task}: of {all} documents {}", said.join(", ")))
+    };
+    let said: Vec<String> = results.n_samples.iter().filter_map(of_task).collect();
+    match said.is_empty() {
+        true => "No document was truncated, skipped or empty.".into(),
+        false => said.join("\n"),
+    }
+}
+
 fn print(title: &str, scores: &Map<String, Json>, results: &Results) -> String {
     let headers = [title, "Version", "Filter", "n-shot", "Metric", "", "Value", "", "Stderr"];
     let mut rows: Vec<Vec<String>> = Vec::new();
