@@ -11,9 +11,11 @@ use std::time::Duration;
 
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Solo, World, threads};
+use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_parallel::KvCache;
-use candlewick_text::tokenizer::Specials;
+use candlewick_text::tokenizer::{Specials, Tokenizer};
 use evaluator::answer::encode::Encoder;
+use evaluator::answer::stop::{Stop, ThinkEnd};
 use evaluator::answer::windows::{Scored, windows};
 use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers, Progress, Stopped};
 use evaluator::lm::Lm;
@@ -354,7 +356,7 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
     fs::write(log, marked).unwrap();
     let marked = Response::Loglikelihood { logprob: -12345.5, is_greedy: false };
     assert_eq!(answer(&lm, with_log(&logs), &requests)[0].response, marked);
-    // Other weights, another context, another number format, another tokenizer.
+    // Other weights, another context, another number format, another attention, another tokenizer.
     let (_other, of_another) = model(2);
     assert_ne!(answer(&of_another, with_log(&logs), &requests)[0].response, marked);
     let shorter = AnswerSettings { max_length: Some(32), ..with_log(&logs) };
@@ -362,9 +364,36 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
     let model = folder.path().join("model");
     let halved = Lm::load(&model, None, DType::BF16, Device::Cpu).unwrap();
     assert_ne!(answer(&halved, with_log(&logs), &requests)[0].response, marked);
+    let attention = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: false };
+    let other = self::lm(&model).with_attention(attention);
+    assert_ne!(answer(&other, with_log(&logs), &requests)[0].response, marked);
     let config = model.join("tokenizer_config.json");
     fs::write(&config, fs::read_to_string(&config).unwrap() + "\n").unwrap();
     assert_eq!(answer(&self::lm(&model), with_log(&logs), &requests), first);
+}
+
+#[test]
+fn stops_count_behind_the_thinking() {
+    let tokenizer = Tokenizer::from_directory(support::root().join("recipes/quickstart/tokenizer")).unwrap();
+    let thought = tokenizer.encode("I stop here. END  The answer. stop it", Specials::Omit).unwrap();
+    let check = |end: Option<ThinkEnd>, want: &str, n_stops: usize| {
+        let stop = Stop::new(&["stop".to_owned()], end, &tokenizer);
+        let ended = (1..=thought.len()).find(|n| stop.ends(&thought[..*n], &tokenizer).unwrap()).unwrap();
+        assert_eq!(stop.text(&thought[..ended], &tokenizer).unwrap(), want);
+        let seen = tokenizer.decode(&thought[..ended], Specials::Omit).unwrap();
+        assert_eq!(seen.matches("stop").count(), n_stops, "{seen}");
+    };
+    check(None, "I ", 1);
+    check(Some(ThinkEnd::read("END")), "The answer. ", 2);
+    // The last token of "END" as a number.
+    let is_behind = |n: &usize| tokenizer.decode(&thought[..*n], Specials::Omit).unwrap().contains("END");
+    let last = (1..=thought.len()).find(is_behind).unwrap() - 1;
+    assert!(!thought[last + 1..].contains(&thought[last]));
+    check(Some(ThinkEnd::read(&thought[last].to_string())), "The answer. ", 2);
+    // Who never ends thinking has said nothing behind it: all of it is the answer, as for lm-eval.
+    let stop = Stop::new(&["stop".to_owned()], Some(ThinkEnd::read("NEVER")), &tokenizer);
+    assert!(!stop.ends(&thought, &tokenizer).unwrap());
+    assert_eq!(stop.text(&thought, &tokenizer).unwrap(), "I ");
 }
 
 #[test]

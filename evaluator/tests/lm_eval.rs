@@ -194,5 +194,5 @@ macro_rules! cases {
 cases! {
     choices zero_shot inputs generate letters listed groups chat chat_turns described
     arc boolq gsm8k hellaswag lambada openbookqa piqa sciq truthfulqa wikitext winogrande
-    mmlu mmlu_pro math gpqa gpqa_cot bbh ifeval
+    mmlu mmlu_pro math gpqa gpqa_cot bbh ifeval leaderboard
 }

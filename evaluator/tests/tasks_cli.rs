@@ -267,9 +267,62 @@ fn a_bound_is_about_which_way_is_better() {
     };
     let (good, bad) = (run("good", &[-1.0, -2.0, -3.0]), run("bad", &[-2.0, -2.0, -4.0]));
     let text = said(&["compare", &good, &bad]);
-    assert!(text.contains("perplexity,none: 7.3891 -> 14.3919  +7.0028") && text.contains("lower is better"), "{text}");
+    assert!(text.contains("perplexity,none: 7.3891 -> 14.3919  +7.0029") && text.contains("lower is better"), "{text}");
     assert!(text.contains("odd,none: not compared: its values, such as [\"a\",1]"), "{text}");
-    refused(&["compare", &good, &bad, "--fail-below", "perplexity=-0.5"], 1, &["perplexity,none changed by +7.0028"]);
+    refused(&["compare", &good, &bad, "--fail-below", "perplexity=-0.5"], 1, &["perplexity,none changed by +7.0029"]);
     said(&["compare", &bad, &good, "--fail-below", "perplexity=-0.5"]);
     said(&["compare", &good, &bad, "--fail-below", "perplexity=-8"]);
+}
+
+/// A twin stands for one file, and reads what is written into it.
+#[test]
+fn another_python_file_is_refused_unless_it_is_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    let math = folder.path().join("leaderboard/math");
+    fs::create_dir_all(&math).unwrap();
+    fs::write(
+        math.join("utils.py"),
+        "def list_fewshot_samples() -> list[dict]:\n    return [\n        {'problem': 'One?', 'solution': 'It is '\n         '$1$.', \
+         'few_shot': '1'},\n    ]\n\n\ndef more():\n    return [2]\n",
+    )
+    .unwrap();
+    let data = file(
+        &folder,
+        "test.jsonl",
+        &[("Level 5", "Two?"), ("Level 1", "Easy?"), ("Level 5", "Three?")]
+            .map(|(level, problem)| json!({"problem": problem, "solution": "\\boxed{2}", "level": level}).to_string())
+            .join("\n"),
+    );
+    let task = math.join("hard.yaml");
+    fs::write(
+        &task,
+        format!(
+            "task: hard\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n\
+             process_docs: !function utils.process_docs\ndoc_to_text: !function utils.doc_to_text\n\
+             doc_to_target: \"{{{{answer if few_shot is undefined else solution}}}}\"\n\
+             process_results: !function utils.process_results\nnum_fewshot: 1\n\
+             fewshot_config: {{sampler: first_n, samples: !function utils.list_fewshot_samples}}\n\
+             metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true, hf_evaluate: true}}]\n"
+        ),
+    )
+    .unwrap();
+    let task = task.to_str().unwrap();
+    refused(&["show", task], 2, &["hard.yaml:", "utils.py is not that of lm-eval 0.4.13", "--native-twins"]);
+    let text = said(&["show", task, "--doc", "1", "--native-twins"]);
+    let want = "hard: document 1 of 2, 1 examples\n\n--- request 1 of 1: generate_until ---\n\
+                Problem:\nOne?\n\nSolution: It is $1$.\n\nProblem:\nThree?\n\nSolution:\n\n--- target ---\n\"2\"";
+    assert!(text.starts_with(want), "{text}");
+}
+
+#[test]
+fn a_metric_of_one_right_choice_refuses_several_before_anything_is_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = file(&folder, "test.jsonl", &json!({"q": "a", "choices": ["x", "y"], "gold": [0, 1]}).to_string());
+    let task = format!(
+        "task: many\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n\
+         output_type: multiple_choice\ndoc_to_text: q\ndoc_to_choice: choices\ndoc_to_target: gold\n\
+         metric_list: [{{metric: brier_score}}]\n"
+    );
+    let task = file(&folder, "many.yaml", &task);
+    refused(&["show", &task], 3, &["test.jsonl:1", "brier_score needs one right choice"]);
 }

@@ -71,6 +71,7 @@ CASES = {
     "gpqa": {"tasks": ["gpqa_main_zeroshot"], "files": {"gpqa_main_zeroshot": "gpqa/zeroshot/gpqa_main_zeroshot"}, "data": "gpqa"},
     "gpqa_cot": {"tasks": ["gpqa_main_cot_zeroshot"], "files": {"gpqa_main_cot_zeroshot": "gpqa/cot_zeroshot/gpqa_main_cot_zeroshot"}, "data": "gpqa", "answers": ["The answer is (A).", "wrong one", ": B", "right 3", "(C)"]},
     "bbh": {"tasks": [], "files": {}, "answers": BBH},
+    "leaderboard": {"tasks": ["leaderboard_gpqa_main", "leaderboard_musr_murder_mysteries", "leaderboard_mmlu_pro", "leaderboard_ifeval"], "files": {"leaderboard_gpqa_main": "leaderboard/gpqa/gpqa_main_zeroshot", "leaderboard_musr_murder_mysteries": "leaderboard/musr/musr_murder_mysteries", "leaderboard_mmlu_pro": "leaderboard/mmlu_pro/mmlu_pro", "leaderboard_ifeval": "leaderboard/ifeval/ifeval"}, "folders": {"leaderboard_gpqa_main": "leaderboard_gpqa", "leaderboard_musr_murder_mysteries": "leaderboard_musr", "leaderboard_mmlu_pro": "mmlu_pro", "leaderboard_ifeval": "ifeval"}, "answers": IFEVAL, "num_fewshot": 2},
     "ifeval": {"tasks": ["ifeval"], "files": {"ifeval": "ifeval/ifeval"}, "data": "ifeval", "answers": IFEVAL},
 }
 for setting in ("zeroshot", "cot_zeroshot"):
