@@ -187,26 +187,31 @@ fn answers_are_those_to_each_request_by_itself() {
 
 #[test]
 fn answers_have_the_same_bits_in_every_batch() {
-    let (_folder, lm) = model(1);
+    let (folder, _lm) = model(1);
     let requests = requests();
-    let want = answer(&lm, settings(), &requests);
-    for n in [1, 2, 5, 100] {
-        assert_eq!(answer(&lm, AnswerSettings { batch_size: Some(n), ..settings() }, &requests), want, "{n}");
+    for dtype in [DType::F32, DType::BF16] {
+        let lm = Lm::load(&folder.path().join("model"), None, dtype, Device::Cpu).unwrap();
+        let want = answer(&lm, settings(), &requests);
+        for n in [1, 2, 5, 100] {
+            let settings = AnswerSettings { batch_size: Some(n), ..settings() };
+            assert_eq!(answer(&lm, settings, &requests), want, "{n} {dtype:?}");
+        }
     }
 }
 
 #[test]
 fn answers_have_the_same_bits_on_any_number_of_ranks() {
-    let (folder, lm) = model(1);
+    let (folder, _lm) = model(1);
     let requests = requests();
-    let want = answer(&lm, settings(), &requests);
-    for n in [2, 3, 7] {
-        let on_rank = |world: &World| {
-            let lm = self::lm(&folder.path().join("model"));
-            LmAnswers::new(&lm, settings(), Crew::of_copies(world.group()))?.answer(&requests)
-        };
-        for answers in threads::run(n, Options::default(), on_rank).unwrap() {
-            assert_eq!(answers, want, "{n}");
+    for (dtype, n_ranks) in [(DType::F32, vec![2, 3, 7]), (DType::BF16, vec![4])] {
+        let load = || Lm::load(&folder.path().join("model"), None, dtype, Device::Cpu).unwrap();
+        let want = answer(&load(), settings(), &requests);
+        for n in n_ranks {
+            let on_rank =
+                |world: &World| LmAnswers::new(&load(), settings(), Crew::of_copies(world.group()))?.answer(&requests);
+            for answers in threads::run(n, Options::default(), on_rank).unwrap() {
+                assert_eq!(answers, want, "{n} {dtype:?}");
+            }
         }
     }
 }
