@@ -133,6 +133,7 @@ fn blame(world: &World, error: Error) -> Error {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::Mutex;
+    use std::time::Duration;
 
     use candlewick_comm::{Error as CommError, threads};
 
@@ -155,6 +156,19 @@ mod tests {
         });
         assert_eq!(numbers.into_iter().map(Result::unwrap).collect::<Vec<_>>(), [0, 1, 2]);
         assert_eq!(order.lock().unwrap()[0], 0);
+    }
+
+    #[test]
+    fn whoever_downloads_or_reports_is_waited_for_beyond_the_time_out() {
+        let options = Options { timeout: Duration::from_millis(500), ..Options::default() };
+        let rank = |world: &World| {
+            let ranks = Ranks::new(world, world.rank(), Parts::WHOLE)?;
+            let slow = || Ok(world.await_failure(Duration::from_millis(1500)).is_none());
+            let is_there = ranks.in_turn(slow)?;
+            ranks.first_does(|| slow().map(drop))?;
+            Ok::<_, Error>(is_there)
+        };
+        assert_eq!(threads::run(3, options, rank).unwrap(), [true; 3]);
     }
 
     #[test]

@@ -182,6 +182,11 @@ impl Run {
     fn warn(&self, questions: &Questions) {
         let said = self.foreign.without_effect().into_iter().map(str::to_owned);
         said.chain(questions.warnings()).for_each(|warning| tracing::warn!("{warning}"));
+        if self.prompts.enable_thinking == Some(true) && self.answering.think_end_token.is_none() {
+            tracing::warn!(
+                "--enable-thinking without --think-end-token: the thinking is taken for a part of the answer"
+            );
+        }
         if self.seeds().is_completed {
             tracing::warn!("--seed: of three seeds that of the examples is 1234");
         }
@@ -215,7 +220,8 @@ impl Run {
             "chat_template_args": self.prompts.chat_template_args,
         });
         let all = all.as_object().cloned().unwrap_or_default();
-        all.into_iter().filter(|(key, value)| key == "peft" || !value.is_null()).collect()
+        let is_given = |value: &Json| !value.is_null() && value.as_array().is_none_or(|words| !words.is_empty());
+        all.into_iter().filter(|(key, value)| key == "peft" || is_given(value)).collect()
     }
 
     fn select(&self) -> Result<Selection> {

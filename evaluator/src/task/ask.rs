@@ -3,7 +3,7 @@
 use candlewick_text::hub::Hub;
 use serde_json::{Map, Value as Json};
 
-use super::config::{OutputType, Samples, TaskConfig};
+use super::config::{OutputType, TaskConfig};
 use super::data::{self, DataPaths, Split};
 use super::error::TaskError;
 use super::fewshot::{Asking, Draws, Sampler};
@@ -15,6 +15,7 @@ use super::native::{self, Doc};
 use super::prompt::{ChatStyle, Style, Turn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
+use super::shots::{Shots, shots};
 use crate::request::Request;
 
 /// What a run wants of its tasks' prompts.
@@ -71,16 +72,6 @@ pub struct Task {
     /// Whether a target is a list of which any will do.
     pub(crate) has_several_targets: bool,
     pub(crate) process_results: Option<native::ProcessResults>,
-}
-
-/// The documents that examples are chosen from.
-#[derive(Default)]
-struct Shots {
-    docs: Vec<Doc>,
-    /// The rows that they are from, if those are of the split that is evaluated.
-    rows: Vec<usize>,
-    /// Whether a document may be among its own examples.
-    leave_out: bool,
 }
 
 /// How an example is written.
@@ -345,53 +336,6 @@ impl Task {
         let written = self.config.gen_prefix_as_written();
         let goes_on = !written.is_empty() && !ends_blank(written);
         if options.chat.is_some() && !goes_on { "" } else { &self.config.target_delimiter }
-    }
-}
-
-/// The documents that examples are chosen from, if there are to be any.
-fn shots(hub: &Hub, config: &TaskConfig, paths: &DataPaths, options: &PromptOptions) -> Result<Shots, TaskError> {
-    let wanted = match (config.num_fewshot, options.num_fewshot) {
-        (Some(0), _) => 0,
-        (own, wanted) => wanted.or(own).unwrap_or(0),
-    };
-    let fewshot = &config.fewshot;
-    if wanted == 0 {
-        return Ok(Shots::default());
-    }
-    let (split, process) = match (&fewshot.split, &fewshot.samples) {
-        (Some(split), _) => (split.as_str(), &fewshot.process_docs),
-        (None, Some(Samples::Listed(docs))) => {
-            return Ok(picked(Shots { docs: docs.clone(), ..Shots::default() }, config, options));
-        }
-        (None, Some(Samples::Function(function))) => {
-            return Ok(picked(Shots { docs: native::samples(function)?, ..Shots::default() }, config, options));
-        }
-        (None, None) => {
-            let split = config.training_split.as_deref().or(config.validation_split.as_deref());
-            (split.map_or_else(|| config.eval_split(), Ok)?, &config.process_docs)
-        }
-    };
-    let process = process.as_ref().map(native::process_docs).transpose()?;
-    let opened = data::open(hub, config, split, paths, process)?;
-    // lm-eval looks at what is written only, and may show a document as its own example.
-    let leave_out = match options.compat {
-        true => fewshot.split == config.test_split,
-        false => split == config.eval_split()? || paths.is_one_file(&config.task),
-    };
-    let rows = if options.compat || !leave_out { Vec::new() } else { opened.rows().to_vec() };
-    Ok(picked(Shots { docs: opened.into_docs(), rows, leave_out }, config, options))
-}
-
-/// The documents that `fewshot_indices` names.
-fn picked(shots: Shots, config: &TaskConfig, options: &PromptOptions) -> Shots {
-    match &config.fewshot.indices {
-        // lm-eval 0.4.13 reads the key and forgets it.
-        Some(indices) if !options.compat => Shots {
-            docs: indices.iter().filter_map(|at| shots.docs.get(*at).cloned()).collect(),
-            rows: indices.iter().filter_map(|at| shots.rows.get(*at).copied()).collect(),
-            ..shots
-        },
-        _ => shots,
     }
 }
 

@@ -24,6 +24,7 @@ mod python;
 mod registry;
 mod sample;
 mod score;
+mod shots;
 mod yaml;
 
 pub use ask::{Instance, PromptOptions, Task};

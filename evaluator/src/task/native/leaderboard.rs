@@ -234,7 +234,11 @@ mod tests {
             "so \\boxed{\\frac{1}{2}}.",
             [1, 1],
         );
-        check("Final Answer: The final answer is $x = 1{,}200$ dollars. I hope", "\\boxed{1,200}", [1, 1]);
+        check(
+            "Final Answer: The final answer is $x = 1{,}200$ dollars. I hope it is correct.",
+            "\\boxed{1,200}",
+            [1, 1],
+        );
         check("It is \\boxed{7}.", "\\boxed{7}", [1, 0]);
         check("Final Answer: The final answer is $8$. I hope it is correct.", "\\boxed{7}", [0, 0]);
         check("7", "no box at all", [0, 0]);
