@@ -30,7 +30,7 @@ fn tags(source: &str) -> Vec<Range<usize>> {
     let (mut tags, mut at) = (Vec::new(), 0);
     while let Some(found) = source[at..].find('{') {
         let start = at + found;
-        let end = match source[start..].as_bytes().get(1) {
+        let end = match source.as_bytes().get(start + 1) {
             Some(b'{') => "}}",
             Some(b'%') => "%}",
             Some(b'#') => "#}",
