@@ -5,6 +5,7 @@ use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
 use crate::chat::Chat;
+use crate::environment::{environment, git_hash, upper_git_hash};
 use crate::lm::Lm;
 use crate::output::sanitized;
 
@@ -14,8 +15,8 @@ pub struct About<'a> {
     pub model_name: &'a str,
     /// The branch, tag or commit, if one was named.
     pub revision: Option<&'a str>,
-    /// The adapter, if there is one.
-    pub adapter: Option<String>,
+    /// What else names it, by lm-eval's names.
+    pub model_args: Map<String, Json>,
     /// Tokens of context.
     pub max_length: usize,
     /// The chat template that prompts were printed with.
@@ -32,13 +33,16 @@ pub struct About<'a> {
     pub seconds: f64,
 }
 
+/// The version of lm-evaluation-harness whose results these are like.
+const LM_EVAL: &str = "0.4.13";
+
 /// The keys of a results file that are about the run.
 pub fn about(lm: &Lm, about: &About) -> Map<String, Json> {
     let model = lm.engine().model();
     let n_parameters: usize = model.base_params().chain(model.adapter_params()).map(|param| param.numel()).sum();
     let mut config = Map::new();
     config.insert("model".into(), json!("candlewick"));
-    config.insert("model_args".into(), json!({"pretrained": about.model_name, "peft": about.adapter}));
+    config.insert("model_args".into(), json!(about.model_args));
     config.insert("model_num_parameters".into(), json!(n_parameters));
     config.insert("model_dtype".into(), json!(format!("torch.{}", long_name(lm.dtype().as_str()))));
     config.insert("model_revision".into(), json!(about.revision.unwrap_or("main")));
@@ -52,7 +56,10 @@ pub fn about(lm: &Lm, about: &About) -> Map<String, Json> {
     let template = about.chat.map(|chat| chat.template().source());
     let run = json!({
         "config": config,
-        "git_hash": null,
+        "git_hash": git_hash(),
+        "upper_git_hash": upper_git_hash(),
+        "pretty_env_info": environment(),
+        "lm_eval_version": LM_EVAL,
         "date": about.date,
         "candlewick_version": env!("CARGO_PKG_VERSION"),
         "tokenizer_pad_token": token(tokenizer.pad()),

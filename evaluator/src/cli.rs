@@ -3,8 +3,12 @@
 mod answer;
 mod answering;
 mod compare;
+mod foreign;
+mod key_values;
 mod ls;
+mod model_args;
 mod run;
+mod seeds;
 mod show;
 mod tasks;
 
@@ -15,6 +19,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device};
 use candlewick_model::Config;
+use candlewick_model::checkpoint::Checkpoint;
 use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
 use candlewick_parallel::Groups;
 use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
@@ -24,7 +29,7 @@ use serde_json::json;
 
 use crate::cores::choose_product;
 use crate::error_file;
-use crate::exit::{ExitCode, classify, completions, parse_arguments, report};
+use crate::exit::{ExitCode, classify, completions, parse_arguments_from, report};
 use crate::generate::GenerateOptions;
 use crate::lm::Lm;
 use crate::parts::Parts;
@@ -84,7 +89,7 @@ enum Command {
 #[derive(Debug, Args)]
 struct Model {
     /// A Hugging Face folder or a Hub id
-    #[arg(long)]
+    #[arg(long, short = 'M')]
     model: String,
     /// The branch, tag or commit of a Hub id
     #[arg(long)]
@@ -95,8 +100,8 @@ struct Model {
     /// What computes: auto (the first GPU, if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value_t = DeviceChoice::Auto)]
     device: DeviceChoice,
-    /// The number format to compute in
-    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    /// The number format to compute in; auto is that of the model
+    #[arg(long, value_enum, default_value_t = Dtype::Auto)]
     dtype: Dtype,
     /// What computes attention
     #[arg(long, value_enum, default_value_t = Attention::Auto)]
@@ -111,7 +116,7 @@ enum Dtype {
     Bf16,
     #[value(alias = "float16")]
     F16,
-    /// The one that the model's config names
+    /// The one that the model's config names, or else that of its weights
     Auto,
 }
 
@@ -188,11 +193,22 @@ struct Score {
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
-    let cli: Cli = match parse_arguments() {
+    let arguments = match model_args::spread(std::env::args_os()) {
+        Ok(arguments) => arguments,
+        Err(problem) => {
+            eprintln!("error: failed to start: {problem}");
+            return ExitCode::Usage;
+        }
+    };
+    let cli: Cli = match parse_arguments_from(arguments) {
         Ok(cli) => cli,
         Err(code) => return code,
     };
-    tracing_subscriber::fmt().with_writer(io::stderr).without_time().with_max_level(tracing::Level::WARN).init();
+    let level = match &cli.command {
+        Command::Run(args) => args.level(),
+        _ => tracing::Level::WARN,
+    };
+    tracing_subscriber::fmt().with_writer(io::stderr).without_time().with_max_level(level).init();
     error_file::watch_panics();
     match run(&cli.command) {
         Ok(()) => ExitCode::Ok,
@@ -265,7 +281,9 @@ impl Model {
     fn load_on(&self, hub: &Hub, ranks: &Ranks, device: Device) -> Result<Lm> {
         let folder = ranks.in_turn(|| self.folder(hub))?;
         ranks.share(Config::read(&folder).map_err(Into::into).and_then(|config| ranks.parts.check(&config)))?;
-        ranks.share(self.load_from(&folder, device, (ranks.parts, &ranks.groups)))
+        let load = || self.load_from(&folder, device, (ranks.parts, &ranks.groups));
+        // Ranks that have a model together make groups of their own while they load it, and wait for each other.
+        ranks.share(if ranks.parts.is_whole() { ranks.at_work().during(load) } else { load() })
     }
 
     fn folder(&self, hub: &Hub) -> Result<PathBuf> {
@@ -274,7 +292,7 @@ impl Model {
 
     fn load_from(&self, folder: &Path, device: Device, parts: (Parts, &Groups)) -> Result<Lm> {
         let config = Config::read(folder)?;
-        let dtype = self.dtype.of(&config)?;
+        let dtype = self.dtype.of(&config, folder)?;
         let attention = self.attention();
         let said = attention.explain(&device, dtype, config.attention_heads(), AttentionPasses::Forward);
         said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
@@ -294,11 +312,12 @@ impl Model {
 }
 
 impl Dtype {
-    fn of(self, config: &Config) -> Result<DType> {
+    fn of(self, config: &Config, folder: &Path) -> Result<DType> {
         let named = config.to_json();
         let named = ["dtype", "torch_dtype"].iter().find_map(|key| named.get(*key)?.as_str().map(str::to_owned));
         match (self, named.as_deref()) {
-            (Self::F32, _) | (Self::Auto, None | Some("float32")) => Ok(DType::F32),
+            (Self::Auto, None) => Ok(Checkpoint::open(folder)?.float_dtype().unwrap_or(DType::F32)),
+            (Self::F32, _) | (Self::Auto, Some("float32")) => Ok(DType::F32),
             (Self::Bf16, _) | (Self::Auto, Some("bfloat16")) => Ok(DType::BF16),
             (Self::F16, _) | (Self::Auto, Some("float16")) => Ok(DType::F16),
             (Self::Auto, Some(other)) => {

@@ -2,6 +2,7 @@
 
 use std::backtrace::BacktraceStatus;
 use std::error::Error as StdError;
+use std::ffi::OsString;
 use std::fmt::{self, Write as _};
 use std::io;
 use std::process::Termination;
@@ -105,7 +106,12 @@ fn io_code(error: &io::Error) -> Option<ExitCode> {
 
 /// Reads the process's arguments, or prints what clap has to say and returns the code to exit with.
 pub fn parse_arguments<C: clap::Parser>() -> Result<C, ExitCode> {
-    C::try_parse().map_err(|error| {
+    parse_arguments_from(std::env::args_os())
+}
+
+/// The same for other arguments, the first of which is the program.
+pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result<C, ExitCode> {
+    C::try_parse_from(arguments).map_err(|error| {
         // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
         let _ = error.print();
         if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }

@@ -6,6 +6,7 @@ pub mod answer;
 pub mod chat;
 pub mod cli;
 pub mod cores;
+mod environment;
 pub mod error_file;
 pub mod exit;
 pub mod generate;

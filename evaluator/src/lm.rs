@@ -30,6 +30,7 @@ pub struct Lm {
     /// The model's own, and the adapter's.
     folders: Vec<PathBuf>,
     dtype: DType,
+    attention: AttentionChoice,
 }
 
 /// What speaks for a model: its engine, wherever that came from, and its way with tokens.
@@ -105,12 +106,12 @@ impl Lm {
         if parts.tensor > 1 {
             engine = engine.with_tensor(groups.tensor_ranks(Norms::Whole));
         }
-        Ok(Self { engine, tokenizer, template, folders, dtype })
+        Ok(Self { engine, tokenizer, template, folders, dtype, attention: AttentionChoice::default() })
     }
 
     /// The same model with its attention computed as `attention` says.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
-        Self { engine: self.engine.with_attention(attention), ..self }
+        Self { engine: self.engine.with_attention(attention), attention, ..self }
     }
 
     /// Returns the engine.
@@ -136,6 +137,11 @@ impl Lm {
     /// Returns the number format that it computes in.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Returns what computes its attention.
+    pub fn attention(&self) -> AttentionChoice {
+        self.attention
     }
 
     /// Returns the chat template, if the model has one.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::{Error, Result, anyhow, ensure};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Degrees, Mesh};
-use candlewick_comm::{Collective, Reduce, Solo};
+use candlewick_comm::{AtWork, Collective, Reduce, Solo};
 use candlewick_model::Config;
 use candlewick_ops::AttentionHeads;
 use candlewick_parallel::Groups;
@@ -35,6 +35,8 @@ pub struct Crew {
     pub copy: Arc<dyn Collective>,
     /// Whether this one says what its copy has answered: one rank of each does.
     pub speaks: bool,
+    /// What keeps the others waiting while this rank is busy, if anything does.
+    pub at_work: Option<AtWork>,
 }
 
 impl Parts {
@@ -105,7 +107,7 @@ fn usage(problem: String) -> Error {
 impl Crew {
     /// The ranks of `all`, with a whole model each.
     pub fn of_copies(all: Arc<dyn Collective>) -> Self {
-        Self { copies: Arc::clone(&all), all, copy: Arc::new(Solo), speaks: true }
+        Self { copies: Arc::clone(&all), all, copy: Arc::new(Solo), speaks: true, at_work: None }
     }
 
     /// The ranks of `all` with their groups: weights may be in shares, of which each copy is put together when it is computed.
@@ -114,7 +116,32 @@ impl Crew {
             true => (&groups.replicas, &groups.model_shards),
             false => (&groups.data, &groups.model),
         };
-        Self { all, copies: Arc::clone(copies), copy: Arc::clone(copy), speaks: copy.rank() == 0 }
+        Self { all, copies: Arc::clone(copies), copy: Arc::clone(copy), speaks: copy.rank() == 0, at_work: None }
+    }
+
+    /// The same, which keep each other waiting by `at_work`.
+    #[must_use]
+    pub fn with_at_work(self, at_work: AtWork) -> Self {
+        Self { at_work: Some(at_work), ..self }
+    }
+
+    /// Does what waits for no other rank, while the others wait for this one as long as it takes.
+    pub(crate) fn alone<T>(&self, what: impl FnOnce() -> T) -> T {
+        let _working = self.at_work.as_ref().map(AtWork::begin);
+        what()
+    }
+
+    /// Does this copy's work, while the other copies wait. Ranks that have the copy together wait for each other in it, which
+    /// must end if one of them hangs; so they show that they are at work by [`Crew::step`] only.
+    pub(crate) fn together<T>(&self, what: impl FnOnce() -> T) -> T {
+        if self.copy.size() == 1 { self.alone(what) } else { what() }
+    }
+
+    /// Shows the other copies that this one has done another step of [`Crew::together`].
+    pub(crate) fn step(&self) {
+        if let Some(at_work) = &self.at_work {
+            at_work.beat();
+        }
     }
 
     /// Whether any rank of this copy says so. They all call it.

@@ -1,12 +1,15 @@
 //! Tasks from their questions to their results, whoever answers: `evaluator run` and a run of the trainer ask alike.
 
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+
 use anyhow::{Result, ensure};
 use serde_json::{Value as Json, json};
 
-use crate::answer::Answered;
+use crate::answer::{Answered, Answers, Unscorable};
 use crate::request::{Request, Response};
 use crate::results::{Results, TaskRun, assemble};
-use crate::task::{Group, Instance, PromptOptions, Task};
+use crate::task::{Group, Instance, OutputType, PromptOptions, Task};
 
 /// What tasks ask of a model.
 pub struct Questions<'a> {
@@ -26,24 +29,79 @@ impl<'a> Questions<'a> {
         Ok(Self { tasks, groups, options, asked })
     }
 
+    /// What of the tasks' `generation_kwargs` has no effect, each said once.
+    pub fn warnings(&self) -> Vec<String> {
+        let of_task = |(task, options): (&Task, &PromptOptions)| {
+            let name = task.config().task.clone();
+            let said = crate::task::without_effect(&task.generation_kwargs(options));
+            said.into_iter().map(move |said| format!("{name}: generation_kwargs: {said}"))
+        };
+        let generates = |(task, _): &(&Task, &PromptOptions)| task.config().output_type == OutputType::GenerateUntil;
+        self.tasks.iter().zip(&self.options).filter(generates).flat_map(of_task).collect()
+    }
+
+    /// For each task the prompt of its first document and the target, as text.
+    pub fn first(&self) -> impl Iterator<Item = String> {
+        self.tasks.iter().zip(&self.asked).filter_map(|(task, asked)| {
+            let Instance { doc_id, request, .. } = asked.first()?;
+            let name = &task.config().task;
+            let target = task.target(*doc_id).ok()?;
+            Some(format!("{name}: document {doc_id}; prompt:\n{}\n{name}: target: {target}", request.context()))
+        })
+    }
+
     /// All requests, task by task.
     pub fn requests(&self) -> Vec<Request> {
         self.asked.iter().flatten().map(|instance| instance.request.clone()).collect()
     }
 
-    /// Scores the answers to [`Questions::requests`] task by task, and hands each task over when it is scored. Errors are
+    /// Asks all of it, and returns an answer to each of [`Questions::requests`]. A document with something that has no tokens to
+    /// score is left out: there are no answers to its requests. Where lm-eval is reproduced, which ends there, it is an error.
+    pub fn ask(&self, answers: &mut dyn Answers) -> Result<Vec<Option<Answered>>> {
+        let requests = self.requests();
+        let unscorable = match answers.answer(&requests) {
+            Ok(answered) => return Ok(answered.into_iter().map(Some).collect()),
+            Err(error) => error.downcast::<Unscorable>()?,
+        };
+        let is_left_out = self.left_out(&unscorable)?;
+        let open = requests.into_iter().zip(&is_left_out).filter(|(_, is_left_out)| !**is_left_out);
+        let mut answered = answers.answer(&open.map(|(request, _)| request).collect::<Vec<_>>())?.into_iter();
+        Ok(is_left_out.into_iter().map(|is_left_out| if is_left_out { None } else { answered.next() }).collect())
+    }
+
+    /// For each request whether its document is left out.
+    fn left_out(&self, unscorable: &Unscorable) -> Result<Vec<bool>> {
+        let (mut all, mut n_before) = (Vec::new(), 0);
+        for ((task, options), instances) in self.tasks.iter().zip(&self.options).zip(&self.asked) {
+            let own = unscorable.requests.iter().filter_map(|request| instances.get(request.checked_sub(n_before)?));
+            let docs: BTreeSet<usize> = own.map(|instance| instance.doc_id).collect();
+            if let Some(first) = docs.first().filter(|_| options.compat) {
+                return Err(task.blame(*first, unscorable.why.to_string()).into());
+            }
+            all.extend(instances.iter().map(|instance| docs.contains(&instance.doc_id)));
+            n_before += instances.len();
+        }
+        Ok(all)
+    }
+
+    /// Scores the answers of [`Questions::ask`] task by task, and hands each task over when it is scored. Errors are
     /// estimated from `n_resamples`.
     pub fn score(
         &self,
-        answered: &[Answered],
+        answered: &[Option<Answered>],
         n_resamples: usize,
         mut scored: impl FnMut(&TaskRun) -> Result<()>,
     ) -> Result<Vec<TaskRun>> {
         let mut runs = Vec::new();
         for (task, options, instances, own) in self.each(answered)? {
             let responses: Vec<Response> = own.iter().map(|answered| answered.response.clone()).collect();
-            let scores = task.score(options, instances, &responses, n_resamples)?;
-            let run = TaskRun { config: task.config().clone(), num_fewshot: task.num_fewshot(options), scores };
+            let scores = task.score(options, &instances, &responses, n_resamples)?;
+            let run = TaskRun {
+                config: task.config().clone(),
+                num_fewshot: task.num_fewshot(options),
+                generation_kwargs: task.generation_kwargs(options),
+                scores,
+            };
             scored(&run)?;
             runs.push(run);
         }
@@ -51,10 +109,10 @@ impl<'a> Questions<'a> {
     }
 
     /// Puts the scores together, and counts the documents that did not fit into the model's context.
-    pub fn results(&self, runs: &[TaskRun], answered: &[Answered]) -> Result<Results> {
+    pub fn results(&self, runs: &[TaskRun], answered: &[Option<Answered>]) -> Result<Results> {
         let mut results = assemble(runs, &self.groups);
         for (task, _, instances, own) in self.each(answered)? {
-            let (name, n) = (&task.config().task, n_truncated(instances, own));
+            let (name, n) = (&task.config().task, n_truncated(&instances, &own));
             if n > 0 {
                 tracing::warn!("{name}: {n} documents were truncated: the model's context is shorter");
             }
@@ -65,25 +123,31 @@ impl<'a> Questions<'a> {
         Ok(results)
     }
 
-    /// Each task with its options, its requests and the answers to them.
+    /// Each task with its options, those of its requests that have an answer, and the answers.
     #[allow(clippy::type_complexity, reason = "the parts are named where they are taken apart")]
     fn each<'s>(
         &'s self,
-        mut answered: &'s [Answered],
-    ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, &'s [Instance], &'s [Answered])>> {
+        mut answered: &'s [Option<Answered>],
+    ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s Answered>)>> {
         let n_asked: usize = self.asked.iter().map(Vec::len).sum();
         ensure!(answered.len() == n_asked, "failed to score: {} answers to {n_asked} requests", answered.len());
         let each = self.tasks.iter().zip(&self.options).zip(&self.asked).map(|((task, options), instances)| {
             let (own, others) = answered.split_at(instances.len());
             answered = others;
-            (task, options, instances.as_slice(), own)
+            let answers: Vec<&Answered> = own.iter().flatten().collect();
+            let with_answer = || instances.iter().zip(own).filter(|(_, own)| own.is_some());
+            let instances = match answers.len() == instances.len() {
+                true => Cow::Borrowed(instances.as_slice()),
+                false => with_answer().map(|(instance, _)| instance.clone()).collect(),
+            };
+            (task, options, instances, answers)
         });
         Ok(each.collect())
     }
 }
 
 /// How many documents had a request that was cut.
-fn n_truncated(instances: &[Instance], answered: &[Answered]) -> usize {
+fn n_truncated(instances: &[Instance], answered: &[&Answered]) -> usize {
     let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_cut > 0);
     let mut docs: Vec<usize> = cut.map(|(instance, _)| instance.doc_id).collect();
     docs.dedup();

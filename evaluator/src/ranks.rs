@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::Device;
 use candlewick_comm::place::Place;
-use candlewick_comm::{Collective, Engine, Failure, Host, Options, World, exchange_bytes, is_first_of_machine};
+use candlewick_comm::{AtWork, Collective, Engine, Failure, Host, Options, World, exchange_bytes, is_first_of_machine};
 use candlewick_ops::{DeviceChoice, why_no_gpu};
 use candlewick_parallel::Groups;
 
@@ -57,7 +57,12 @@ impl<'w> Ranks<'w> {
 
     /// Returns those who answer together.
     pub fn crew(&self) -> Crew {
-        Crew::of(self.group(), &self.groups, self.parts.in_shares)
+        Crew::of(self.group(), &self.groups, self.parts.in_shares).with_at_work(self.at_work())
+    }
+
+    /// What keeps the others waiting while this rank does something that takes long and waits for none of them.
+    pub fn at_work(&self) -> AtWork {
+        self.world.at_work()
     }
 
     /// Returns the group of all ranks.
@@ -73,11 +78,16 @@ impl<'w> Ranks<'w> {
     /// Does something on one rank of the machine before the others do it: they find what it has downloaded. If one fails,
     /// all do. All ranks call it.
     pub fn in_turn<T>(&self, what: impl Fn() -> Result<T>) -> Result<T> {
-        let first = if self.is_first_here { what().map(Some) } else { Ok(None) };
+        let first = if self.is_first_here { self.at_work().during(&what).map(Some) } else { Ok(None) };
         match self.share(first)? {
             Some(value) => self.share(Ok(value)),
-            None => self.share(what()),
+            None => self.share(self.at_work().during(what)),
         }
+    }
+
+    /// Lets the first rank do something, and the others wait until it is done; if it fails, all fail. All ranks call it.
+    pub fn first_does(&self, what: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.share(if self.is_first() { self.at_work().during(what) } else { Ok(()) })
     }
 
     /// Passes on what this rank has come to, once no rank has failed; else all fail. All ranks call it.
@@ -124,6 +134,7 @@ fn blame(world: &World, error: Error) -> Error {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::sync::Mutex;
+    use std::time::Duration;
 
     use candlewick_comm::{Error as CommError, threads};
 
@@ -146,6 +157,19 @@ mod tests {
         });
         assert_eq!(numbers.into_iter().map(Result::unwrap).collect::<Vec<_>>(), [0, 1, 2]);
         assert_eq!(order.lock().unwrap()[0], 0);
+    }
+
+    #[test]
+    fn whoever_downloads_or_reports_is_waited_for_beyond_the_time_out() {
+        let options = Options { timeout: Duration::from_millis(500), ..Options::default() };
+        let rank = |world: &World| {
+            let ranks = Ranks::new(world, world.rank(), Parts::WHOLE)?;
+            let slow = || Ok(world.await_failure(Duration::from_millis(1500)).is_none());
+            let is_there = ranks.in_turn(slow)?;
+            ranks.first_does(|| slow().map(drop))?;
+            Ok::<_, Error>(is_there)
+        };
+        assert_eq!(threads::run(3, options, rank).unwrap(), [true; 3]);
     }
 
     #[test]

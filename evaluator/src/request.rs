@@ -25,6 +25,16 @@ pub enum Request {
     },
 }
 
+impl Request {
+    /// What the model is given first: a context, or all of a text.
+    pub fn context(&self) -> &str {
+        match self {
+            Self::Loglikelihood { context, .. } | Self::GenerateUntil { context, .. } => context,
+            Self::LoglikelihoodRolling { text } => text,
+        }
+    }
+}
+
 /// How a text is generated.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerationSettings {

@@ -7,14 +7,17 @@ use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Solo, World, threads};
+use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_parallel::KvCache;
-use candlewick_text::tokenizer::Specials;
+use candlewick_text::tokenizer::{Specials, Tokenizer};
 use evaluator::answer::encode::Encoder;
+use evaluator::answer::stop::{Stop, ThinkEnd};
 use evaluator::answer::windows::{Scored, windows};
-use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers, Stopped};
+use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers, Progress, Stopped};
 use evaluator::lm::Lm;
 use evaluator::parts::Crew;
 use evaluator::request::{GenerationSettings, Request, Response};
@@ -184,28 +187,73 @@ fn answers_are_those_to_each_request_by_itself() {
 
 #[test]
 fn answers_have_the_same_bits_in_every_batch() {
-    let (_folder, lm) = model(1);
+    let (folder, _lm) = model(1);
     let requests = requests();
-    let want = answer(&lm, settings(), &requests);
-    for n in [1, 2, 5, 100] {
-        assert_eq!(answer(&lm, AnswerSettings { batch_size: Some(n), ..settings() }, &requests), want, "{n}");
+    for dtype in [DType::F32, DType::BF16] {
+        let lm = Lm::load(&folder.path().join("model"), None, dtype, Device::Cpu).unwrap();
+        let want = answer(&lm, settings(), &requests);
+        for n in [1, 2, 5, 100] {
+            let settings = AnswerSettings { batch_size: Some(n), ..settings() };
+            assert_eq!(answer(&lm, settings, &requests), want, "{n} {dtype:?}");
+        }
     }
 }
 
 #[test]
 fn answers_have_the_same_bits_on_any_number_of_ranks() {
-    let (folder, lm) = model(1);
+    let (folder, _lm) = model(1);
     let requests = requests();
-    let want = answer(&lm, settings(), &requests);
-    for n in [2, 3, 7] {
-        let on_rank = |world: &World| {
-            let lm = self::lm(&folder.path().join("model"));
-            LmAnswers::new(&lm, settings(), Crew::of_copies(world.group()))?.answer(&requests)
-        };
-        for answers in threads::run(n, Options::default(), on_rank).unwrap() {
-            assert_eq!(answers, want, "{n}");
+    for (dtype, n_ranks) in [(DType::F32, vec![2, 3, 7]), (DType::BF16, vec![4])] {
+        let load = || Lm::load(&folder.path().join("model"), None, dtype, Device::Cpu).unwrap();
+        let want = answer(&load(), settings(), &requests);
+        for n in n_ranks {
+            let on_rank =
+                |world: &World| LmAnswers::new(&load(), settings(), Crew::of_copies(world.group()))?.answer(&requests);
+            for answers in threads::run(n, Options::default(), on_rank).unwrap() {
+                assert_eq!(answers, want, "{n} {dtype:?}");
+            }
         }
     }
+}
+
+/// What three ranks answer of which the second lets the others wait for so long before each of its answers.
+fn with_a_slow_rank(
+    pause: Duration,
+    batch_size: Option<usize>,
+    crew: impl Fn(&World) -> Crew + Sync,
+) -> Result<Vec<usize>, candlewick_comm::Error> {
+    let (folder, _lm) = model(1);
+    let (requests, options) = (requests(), Options { timeout: TIMEOUT, ..Options::default() });
+    let on_rank = |world: &World| {
+        let lm = self::lm(&folder.path().join("model"));
+        let slow = |_: Progress| {
+            if world.rank() == 1 {
+                let _ = world.await_failure(pause);
+            }
+        };
+        let crew = crew(world).with_at_work(world.at_work());
+        let settings = AnswerSettings { batch_size, ..settings() };
+        let mut answers = LmAnswers::new(&lm, settings, crew)?.with_progress(slow);
+        Ok::<_, anyhow::Error>(answers.answer(&requests)?.len())
+    };
+    threads::run(3, options, on_rank)
+}
+
+const TIMEOUT: Duration = Duration::from_secs(1);
+
+#[test]
+fn a_rank_with_a_copy_of_its_own_is_waited_for_as_long_as_it_takes() {
+    let answered = with_a_slow_rank(2 * TIMEOUT, Some(100), |world| Crew::of_copies(world.group())).unwrap();
+    assert_eq!(answered, [requests().len(); 3]);
+}
+
+/// Each of them waits for the others while it computes, so a step that does not end must not look like work.
+#[test]
+fn ranks_that_have_a_copy_together_are_waited_for_step_by_step() {
+    let together = |world: &World| Crew { copy: world.group(), ..Crew::of_copies(world.group()) };
+    let answered = with_a_slow_rank(TIMEOUT / 3, Some(2), together).unwrap();
+    assert_eq!(answered, [requests().len(); 3]);
+    assert!(with_a_slow_rank(3 * TIMEOUT, Some(2), together).is_err());
 }
 
 /// Ranks with a copy each, and ranks that have one together.
@@ -217,7 +265,7 @@ fn a_stop_on_one_rank_ends_all_of_them() {
         |world| Crew::of_copies(world.group()),
         |world| {
             let copy = world.group();
-            Crew { all: world.group(), copies: Arc::new(Solo), speaks: copy.rank() == 0, copy }
+            Crew { all: world.group(), copies: Arc::new(Solo), speaks: copy.rank() == 0, copy, at_work: None }
         },
     ];
     for crew in crews {
@@ -313,7 +361,7 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
     fs::write(log, marked).unwrap();
     let marked = Response::Loglikelihood { logprob: -12345.5, is_greedy: false };
     assert_eq!(answer(&lm, with_log(&logs), &requests)[0].response, marked);
-    // Other weights, another context, another number format, another tokenizer.
+    // Other weights, another context, another number format, another attention, another tokenizer.
     let (_other, of_another) = model(2);
     assert_ne!(answer(&of_another, with_log(&logs), &requests)[0].response, marked);
     let shorter = AnswerSettings { max_length: Some(32), ..with_log(&logs) };
@@ -321,9 +369,36 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
     let model = folder.path().join("model");
     let halved = Lm::load(&model, None, DType::BF16, Device::Cpu).unwrap();
     assert_ne!(answer(&halved, with_log(&logs), &requests)[0].response, marked);
+    let attention = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: false };
+    let other = self::lm(&model).with_attention(attention);
+    assert_ne!(answer(&other, with_log(&logs), &requests)[0].response, marked);
     let config = model.join("tokenizer_config.json");
     fs::write(&config, fs::read_to_string(&config).unwrap() + "\n").unwrap();
     assert_eq!(answer(&self::lm(&model), with_log(&logs), &requests), first);
+}
+
+#[test]
+fn stops_count_behind_the_thinking() {
+    let tokenizer = Tokenizer::from_directory(support::root().join("recipes/quickstart/tokenizer")).unwrap();
+    let thought = tokenizer.encode("I stop here. END  The answer. stop it", Specials::Omit).unwrap();
+    let check = |end: Option<ThinkEnd>, want: &str, n_stops: usize| {
+        let stop = Stop::new(&["stop".to_owned()], end, &tokenizer);
+        let ended = (1..=thought.len()).find(|n| stop.ends(&thought[..*n], &tokenizer).unwrap()).unwrap();
+        assert_eq!(stop.text(&thought[..ended], &tokenizer).unwrap(), want);
+        let seen = tokenizer.decode(&thought[..ended], Specials::Omit).unwrap();
+        assert_eq!(seen.matches("stop").count(), n_stops, "{seen}");
+    };
+    check(None, "I ", 1);
+    check(Some(ThinkEnd::read("END")), "The answer. ", 2);
+    // The last token of "END" as a number.
+    let is_behind = |n: &usize| tokenizer.decode(&thought[..*n], Specials::Omit).unwrap().contains("END");
+    let last = (1..=thought.len()).find(is_behind).unwrap() - 1;
+    assert!(!thought[last + 1..].contains(&thought[last]));
+    check(Some(ThinkEnd::read(&thought[last].to_string())), "The answer. ", 2);
+    // Who never ends thinking has said nothing behind it: all of it is the answer, as for lm-eval.
+    let stop = Stop::new(&["stop".to_owned()], Some(ThinkEnd::read("NEVER")), &tokenizer);
+    assert!(!stop.ends(&thought, &tokenizer).unwrap());
+    assert_eq!(stop.text(&thought, &tokenizer).unwrap(), "I ");
 }
 
 #[test]

@@ -113,7 +113,8 @@ fn check(name: &str) {
         let samples: Vec<Json> = scores.samples.iter().map(|sample| serde_json::to_value(sample).unwrap()).collect();
         let at = format!("{name}: samples.{}", task.config().task);
         same(&at, &Json::Array(samples), &expected["samples"][&task.config().task]);
-        runs.push(TaskRun { num_fewshot: task.num_fewshot(&options), config: task.config().clone(), scores });
+        let (num_fewshot, generation_kwargs) = (task.num_fewshot(&options), task.generation_kwargs(&options));
+        runs.push(TaskRun { num_fewshot, generation_kwargs, config: task.config().clone(), scores });
     }
     let results = assemble(&runs, &selection.groups);
     let found = serde_json::to_value(&results).unwrap();
@@ -121,6 +122,14 @@ fn check(name: &str) {
         ["results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples", "task_hashes"];
     for key in keys.into_iter().filter(|key| expected.get(key).is_some()) {
         same(&format!("{name}: {key}"), &found[key], &expected[key]);
+    }
+    for (task, config) in expected.get("configs").and_then(Json::as_object).into_iter().flatten() {
+        let mut found = found["configs"][task].clone();
+        let source = found["metadata"]["config_source"].take();
+        assert!(source.as_str().is_some_and(|path| path.ends_with(".yaml")), "{name}: {task}: {source}");
+        found["metadata"]["config_source"] = json!("FILE");
+        let found = found.to_string().replace(&fixtures().display().to_string(), "FIXTURES");
+        same(&format!("{name}: configs.{task}"), &serde_json::from_str(&found).unwrap(), config);
     }
     let mut tables = table(&results);
     if !results.groups.is_empty() {
@@ -185,5 +194,5 @@ macro_rules! cases {
 cases! {
     choices zero_shot inputs generate letters listed groups chat chat_turns described
     arc boolq gsm8k hellaswag lambada openbookqa piqa sciq truthfulqa wikitext winogrande
-    mmlu mmlu_pro math gpqa gpqa_cot bbh ifeval
+    mmlu mmlu_pro math gpqa gpqa_cot bbh ifeval leaderboard
 }

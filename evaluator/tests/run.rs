@@ -24,6 +24,19 @@ fn a_run_writes_what_lm_eval_writes() {
     assert_eq!(results["config"]["model_dtype"], "torch.float32");
     assert_eq!(results["config"]["fewshot_seed"], 1234);
     assert_eq!(results["max_length"], support::CONTEXT);
+    // Those of lm-eval's, but for the version of transformers, which is not here.
+    for key in [
+        "results group_subtasks configs versions n-shot higher_is_better n-samples config git_hash date pretty_env_info",
+        "lm_eval_version upper_git_hash tokenizer_pad_token tokenizer_eos_token tokenizer_bos_token eot_token_id max_length",
+        "model_source model_name model_name_sanitized system_instruction system_instruction_sha fewshot_as_multiturn",
+        "chat_template chat_template_sha task_hashes total_evaluation_time_seconds",
+    ]
+    .iter()
+    .flat_map(|keys| keys.split(' '))
+    {
+        assert!(results.get(key).is_some(), "{key}");
+    }
+    assert!(shown.ends_with("No document was truncated, skipped or empty.\n"), "{shown}");
     assert!(results["results"]["choose"]["acc,none"].is_number(), "{results}");
     let samples = fs::read_to_string(room.written("out", "samples_speak_")).unwrap();
     assert_eq!(samples.lines().count(), 20);
@@ -62,6 +75,33 @@ fn two_processes_make_the_results_of_one() {
     assert_eq!(together["task_hashes"], alone["task_hashes"]);
     assert!(ranks[1].stdout.is_empty());
     assert_eq!(fs::read_dir(room.written("out", "answers")).unwrap().count(), 2);
+}
+
+/// Scores, records and their order, for tasks of all kinds with examples.
+#[test]
+fn any_number_of_ranks_makes_what_one_makes() {
+    let room = Room::new();
+    for mode in [&[][..], &["--compat", "lm-eval"]] {
+        let made = |n_ranks: usize| {
+            let out = format!("out-{}-{n_ranks}", mode.len());
+            let arguments = ["--tasks", "texts", "--num-fewshot", "2", "--log-samples", "--output-path", &out];
+            let ranks = together(&room, n_ranks, &[&arguments[..], mode].concat());
+            let results: Value =
+                serde_json::from_slice(&ranks.into_iter().map(success).next().unwrap().stdout).unwrap();
+            let samples = ["choose", "speak", "texts"]
+                .map(|task| fs::read_to_string(room.written(&out, &format!("samples_{task}_"))).unwrap());
+            let scores = ["results", "n-samples", "n-shot", "task_hashes"].map(|key| results[key].clone());
+            (scores, samples)
+        };
+        let (scores, samples) = made(1);
+        assert!(samples.iter().all(|samples| samples.lines().count() == 30));
+        assert!(scores[0]["texts"]["byte_perplexity,none"].is_number() && scores[2]["choose"] == 2, "{scores:?}");
+        for n_ranks in 2..=4 {
+            let found = made(n_ranks);
+            assert_eq!(found.0, scores, "{n_ranks} {mode:?}");
+            assert!(found.1 == samples, "the records of {n_ranks} ranks are others: {mode:?}");
+        }
+    }
 }
 
 /// Sums over parts of a matrix round otherwise: no score of these tasks is so close that it matters.
@@ -141,4 +181,135 @@ fn requests_are_answered_line_by_line() {
     assert_eq!(output.status.code(), Some(3));
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(said.contains("line 1 of wrong.jsonl") && said.contains("unknown field `contxt`"), "{said}");
+}
+
+#[test]
+fn options_may_be_written_as_for_lm_eval() {
+    let room = Room::new();
+    let mut command =
+        room.evaluator(&["run", "--model", "hf", "--model_args", "pretrained=model,dtype=float32", "device=cpu"]);
+    command.args([
+        "--tasks",
+        "choose",
+        "speak",
+        "--include_path",
+        ".",
+        "--seed",
+        "0,None,8,52",
+        "--limit",
+        "3",
+        "--json",
+    ]);
+    command.args([
+        "--gen_kwargs",
+        r#"until=["a, b","\n"],max_gen_toks=5"#,
+        "max_new_tokens=7",
+        "--trust_remote_code",
+        "-w",
+    ]);
+    command.args(["--max_batch_size", "2", "--verbosity", "INFO"]);
+    let output = success(command.output().unwrap());
+    let said = String::from_utf8(output.stderr).unwrap();
+    for words in [
+        "speak: generation_kwargs: max_new_tokens=7 has no effect",
+        "--trust-remote-code has no effect",
+        "choose: target: 0",
+    ] {
+        assert!(said.contains(words), "{words:?} is not in {said}");
+    }
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let config = &results["config"];
+    assert_eq!(config["model_args"]["pretrained"], "model");
+    let seeds = ["random_seed", "numpy_seed", "torch_seed", "fewshot_seed"].map(|key| config[key].clone());
+    assert_eq!(seeds, [Value::from(0), Value::Null, Value::from(8), Value::from(52)]);
+    let kwargs = &results["configs"]["speak"]["generation_kwargs"];
+    assert_eq!((&kwargs["until"], &kwargs["max_gen_toks"]), (&serde_json::json!(["a, b", "\n"]), &Value::from(5)));
+    assert_eq!(results["configs"]["speak"]["num_fewshot"], 0);
+}
+
+#[test]
+fn options_that_have_no_effect_are_refused() {
+    let room = Room::new();
+    let refused = |arguments: &[&str], words: &str| {
+        let output = room.run(arguments);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(words), "{words:?} is not in {said}");
+    };
+    refused(&["--check_integrity"], "`evaluator show TASK`");
+    refused(&["--wandb_args", "project=x"], "--output-path holds");
+    refused(&["--metadata", "a=1"], "--metadata is not understood here");
+    refused(&["--model-args", "max_lenght=3"], "did you mean `max_length`?");
+    refused(&["--gen-kwargs", "greedy"], "is not key=value");
+    refused(&["--predict-only"], "--output-path");
+    refused(&["--chat-template-args", "a=1"], "--apply-chat-template");
+    refused(&["--seed", "1,2"], "four with commas");
+    refused(
+        &["--apply-chat-template", "--enable-thinking"],
+        "--enable-thinking is for tasks that generate, and choose",
+    );
+}
+
+#[test]
+fn predictions_are_written_down() {
+    let room = Room::new();
+    let output = success(room.run(&["--predict-only", "--output-path", "out", "--limit", "4", "--json"]));
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(results["results"]["speak"]["bypass,none"], 999.0, "{results}");
+    assert_eq!(fs::read_to_string(room.written("out", "samples_speak_")).unwrap().lines().count(), 4);
+}
+
+/// In a chat nothing stands before a choice, so an empty one has no tokens.
+#[test]
+fn a_document_with_a_choice_of_no_tokens_is_left_out_and_counted() {
+    let room = Room::new();
+    let row = |i: usize| {
+        let choices = if i == 2 { ["yes", ""] } else { ["yes", "no"] };
+        serde_json::json!({"q": format!("Say {i}"), "choices": choices, "gold": 0, "goal": 1}).to_string()
+    };
+    room.write("data.jsonl", &(0..5).map(row).collect::<Vec<_>>().join("\n"));
+    room.write(
+        "model/chat_template.jinja",
+        "{% for turn in messages %}{{ turn.content }}{% endfor %} {{ mood|default('so') }}:",
+    );
+    let run = |more: &[&str]| {
+        let tasks = ["run", "--tasks", "choose", "--include-path", "choose.yaml", "--apply-chat-template"];
+        room.command(&[&tasks[..], more].concat()).output().unwrap()
+    };
+    let shown = String::from_utf8(success(run(&[])).stdout).unwrap();
+    assert!(shown.ends_with("choose: of 5 documents 1 skipped\n"), "{shown}");
+    let results: Value = serde_json::from_slice(&success(run(&["--json"])).stdout).unwrap();
+    assert_eq!(results["n-samples"]["choose"]["effective"], 4);
+    let output = run(&["--compat", "lm-eval"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("ask choose about") && said.contains("data.jsonl:3"), "{said}");
+    assert!(said.contains("it has no tokens of its own") && output.status.code() == Some(3), "{said}");
+}
+
+#[test]
+fn a_template_is_given_its_variables() {
+    let room = Room::new();
+    room.write(
+        "model/chat_template.jinja",
+        "{% for turn in messages %}{{ turn.content }}{% endfor %} {{ mood|default('so') }}:",
+    );
+    let shown = |more: &[&str]| {
+        let show =
+            ["show", "choose", "--include-path", "choose.yaml", "--model", "model", "--apply-chat-template", "--json"];
+        let output = success(room.evaluator(&[&show[..], more].concat()).output().unwrap());
+        let shown: Value = serde_json::from_slice(&output.stdout).unwrap();
+        shown[0]["requests"][0].clone()
+    };
+    let context = |more: &[&str]| shown(more)["context"].as_str().unwrap().to_owned();
+    assert!(context(&[]).ends_with(" so:"));
+    assert!(context(&["--chat-template-args", r#"{"mood": "glad"}"#]).ends_with(" glad:"));
+    assert!(context(&["--chat_template_args", "mood=sad"]).ends_with(" sad:"));
+    // The tokens are those that are scored: what stands before is the context's, cut to the model's 64.
+    let request = shown(&["--num-fewshot", "3"]);
+    let n = |key: &str| request[key].as_array().unwrap().len();
+    assert_eq!(n("context_tokens") + n("continuation_tokens"), support::CONTEXT + 1, "{request}");
+    assert!(request["truncated"].as_u64().unwrap() > 0, "{request}");
+    let joined: Vec<&str> =
+        request["continuation_tokens"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    assert_eq!(joined.concat().trim(), request["continuation"].as_str().unwrap().trim());
 }

@@ -91,6 +91,36 @@ fn examples_depend_on_nothing_but_seed_task_and_document() {
     assert_ne!(show(&[]), show(&["--fewshot-seed", "1"]));
 }
 
+/// Without a split for examples they come from the one that is evaluated.
+#[test]
+fn a_document_is_not_its_own_example() {
+    let folder = tempfile::tempdir().unwrap();
+    let rows: Vec<String> = (0..4).map(|i| json!({"q": format!("question {i}"), "a": "x"}).to_string()).collect();
+    let data = file(&folder, "test.jsonl", &rows.join("\n"));
+    let task = |splits: &str| {
+        let head =
+            format!("task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}, train: {data}}}}}\n");
+        file(&folder, "own.yaml", &format!("{head}{splits}doc_to_text: q\ndoc_to_target: a\nnum_fewshot: 3\n"))
+    };
+    let shown = |task: &str, doc: usize, more: &[&str]| {
+        let shown = said(&[&["show", task, "--doc", &doc.to_string(), "--json"], more].concat());
+        let shown: Json = serde_json::from_str(&shown).unwrap();
+        shown[0]["requests"][0]["context"].as_str().unwrap().to_owned()
+    };
+    let n_own = |task: &str, more: &[&str]| -> usize {
+        (0..4).map(|doc| shown(task, doc, more).matches(&format!("question {doc}")).count() - 1).sum()
+    };
+    let fallback = task("test_split: test\n");
+    assert_eq!(n_own(&fallback, &[]), 0);
+    // lm-eval does not see that it is the same split.
+    assert!(n_own(&fallback, &["--compat", "lm-eval"]) > 0);
+    let named = task("test_split: test\nfewshot_split: test\n");
+    assert_eq!(n_own(&named, &[]) + n_own(&named, &["--compat", "lm-eval"]), 0);
+    // One file stands for every split.
+    let other = task("test_split: test\ntraining_split: train\n");
+    assert_eq!(n_own(&other, &["--data", &format!("own={data}")]), 0);
+}
+
 #[test]
 fn what_is_misspelt_is_answered_with_what_may_be_meant() {
     refused(&["show", "arc_eazy"], 2, &["the task \"arc_eazy\"", "did you mean `arc_easy`?"]);
@@ -181,4 +211,118 @@ fn two_runs_are_compared_sample_by_sample() {
     said(&["compare", a, b, "--fail-below", "arc_easy:acc=-0.5"]);
     refused(&["compare", a, b, "--fail-below", "f1=-0.01"], 2, &["no task of both runs has the metric"]);
     refused(&["compare", a, folder.path().to_str().unwrap(), "--fail-below", "acc"], 2, &["acc=-0.01"]);
+}
+
+/// Every metric of a run beside itself is what lm-eval's results say of it.
+#[test]
+fn metrics_are_put_together_as_the_results_have_them() {
+    for (case, task) in [
+        ("choices", "fx_choices"),
+        ("wikitext", "wikitext"),
+        ("lambada", "lambada_openai"),
+        ("letters", "fx_texts"),
+        ("ifeval", "ifeval"),
+    ] {
+        let expected = fs::read_to_string(fixtures().join(format!("expected/{case}.json"))).unwrap();
+        let expected: Json = serde_json::from_str(&expected).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let lines: Vec<String> = expected["samples"][task].as_array().unwrap().iter().map(Json::to_string).collect();
+        file(&folder, &format!("samples_{task}_2026.jsonl"), &lines.join("\n"));
+        let run = folder.path().to_str().unwrap();
+        let found: Json = serde_json::from_str(&said(&["compare", run, run, "--json"])).unwrap();
+        assert_eq!(found["left_out"], json!([]), "{case}");
+        let is_value = |key: &&String| key.contains(',') && !key.contains("_stderr,");
+        let results = expected["results"][task].as_object().unwrap();
+        let mut n_found = 0;
+        for key in results.keys().filter(is_value) {
+            let named =
+                |d: &&Json| format!("{},{}", d["metric"].as_str().unwrap(), d["filter"].as_str().unwrap()) == **key;
+            let d =
+                found["differences"].as_array().unwrap().iter().find(named).unwrap_or_else(|| panic!("{task} {key}"));
+            let (a, want) = (d["a"].as_f64().unwrap(), results[key].as_f64().unwrap());
+            assert!((a - want).abs() <= 1e-12 * want.abs(), "{task} {key}: {a} {want}");
+            assert_eq!((&d["difference"], &d["interval"]), (&json!(0.0), &json!([0.0, 0.0])), "{task} {key}");
+            let metric = d["metric"].as_str().unwrap();
+            assert_eq!(d["higher_is_better"], expected["higher_is_better"][task][metric], "{task} {key}");
+            n_found += 1;
+        }
+        assert_eq!(found["differences"].as_array().unwrap().len(), n_found, "{case}");
+    }
+}
+
+#[test]
+fn a_bound_is_about_which_way_is_better() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |name: &str, logprobs: &[f64]| {
+        let path = folder.path().join(name);
+        fs::create_dir_all(&path).unwrap();
+        let record = |(i, logprob): (usize, &f64)| {
+            json!({"doc_id": i, "doc_hash": format!("h{i}"), "metrics": ["perplexity", "odd"], "perplexity": logprob,
+                   "odd": ["a", 1]})
+            .to_string()
+        };
+        let lines: Vec<String> = logprobs.iter().enumerate().map(record).collect();
+        fs::write(path.join("samples_lambada_openai_2026.jsonl"), lines.join("\n")).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (good, bad) = (run("good", &[-1.0, -2.0, -3.0]), run("bad", &[-2.0, -2.0, -4.0]));
+    let text = said(&["compare", &good, &bad]);
+    assert!(text.contains("perplexity,none: 7.3891 -> 14.3919  +7.0029") && text.contains("lower is better"), "{text}");
+    assert!(text.contains("odd,none: not compared: its values, such as [\"a\",1]"), "{text}");
+    refused(&["compare", &good, &bad, "--fail-below", "perplexity=-0.5"], 1, &["perplexity,none changed by +7.0029"]);
+    said(&["compare", &bad, &good, "--fail-below", "perplexity=-0.5"]);
+    said(&["compare", &good, &bad, "--fail-below", "perplexity=-8"]);
+}
+
+/// A twin stands for one file, and reads what is written into it.
+#[test]
+fn another_python_file_is_refused_unless_it_is_allowed() {
+    let folder = tempfile::tempdir().unwrap();
+    let math = folder.path().join("leaderboard/math");
+    fs::create_dir_all(&math).unwrap();
+    fs::write(
+        math.join("utils.py"),
+        "def list_fewshot_samples() -> list[dict]:\n    return [\n        {'problem': 'One?', 'solution': 'It is '\n         '$1$.', \
+         'few_shot': '1'},\n    ]\n\n\ndef more():\n    return [2]\n",
+    )
+    .unwrap();
+    let data = file(
+        &folder,
+        "test.jsonl",
+        &[("Level 5", "Two?"), ("Level 1", "Easy?"), ("Level 5", "Three?")]
+            .map(|(level, problem)| json!({"problem": problem, "solution": "\\boxed{2}", "level": level}).to_string())
+            .join("\n"),
+    );
+    let task = math.join("hard.yaml");
+    fs::write(
+        &task,
+        format!(
+            "task: hard\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n\
+             process_docs: !function utils.process_docs\ndoc_to_text: !function utils.doc_to_text\n\
+             doc_to_target: \"{{{{answer if few_shot is undefined else solution}}}}\"\n\
+             process_results: !function utils.process_results\nnum_fewshot: 1\n\
+             fewshot_config: {{sampler: first_n, samples: !function utils.list_fewshot_samples}}\n\
+             metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true, hf_evaluate: true}}]\n"
+        ),
+    )
+    .unwrap();
+    let task = task.to_str().unwrap();
+    refused(&["show", task], 2, &["hard.yaml:", "utils.py is not that of lm-eval 0.4.13", "--native-twins"]);
+    let text = said(&["show", task, "--doc", "1", "--native-twins"]);
+    let want = "hard: document 1 of 2, 1 examples\n\n--- request 1 of 1: generate_until ---\n\
+                Problem:\nOne?\n\nSolution: It is $1$.\n\nProblem:\nThree?\n\nSolution:\n\n--- target ---\n\"2\"";
+    assert!(text.starts_with(want), "{text}");
+}
+
+#[test]
+fn a_metric_of_one_right_choice_refuses_several_before_anything_is_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = file(&folder, "test.jsonl", &json!({"q": "a", "choices": ["x", "y"], "gold": [0, 1]}).to_string());
+    let task = format!(
+        "task: many\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n\
+         output_type: multiple_choice\ndoc_to_text: q\ndoc_to_choice: choices\ndoc_to_target: gold\n\
+         metric_list: [{{metric: brier_score}}]\n"
+    );
+    let task = file(&folder, "many.yaml", &task);
+    refused(&["show", &task], 3, &["test.jsonl:1", "brier_score needs one right choice"]);
 }

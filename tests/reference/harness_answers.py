@@ -2,7 +2,7 @@
 
     pip install lm-eval==0.4.13 accelerate torch==2.11.0 transformers==5.17.0
     python harness_answers.py requests DATA requests.jsonl [--n N]
-    evaluator answer requests.jsonl --model MODEL --device cpu -o ours.jsonl
+    evaluator answer requests.jsonl --model MODEL --device cpu --dtype f32 -o ours.jsonl
     python harness_answers.py compare MODEL requests.jsonl ours.jsonl
 
 DATA is a folder with arc_easy_test.jsonl, openbookqa_test.jsonl, piqa_validation.jsonl, lambada_test.jsonl,

@@ -71,6 +71,7 @@ CASES = {
     "gpqa": {"tasks": ["gpqa_main_zeroshot"], "files": {"gpqa_main_zeroshot": "gpqa/zeroshot/gpqa_main_zeroshot"}, "data": "gpqa"},
     "gpqa_cot": {"tasks": ["gpqa_main_cot_zeroshot"], "files": {"gpqa_main_cot_zeroshot": "gpqa/cot_zeroshot/gpqa_main_cot_zeroshot"}, "data": "gpqa", "answers": ["The answer is (A).", "wrong one", ": B", "right 3", "(C)"]},
     "bbh": {"tasks": [], "files": {}, "answers": BBH},
+    "leaderboard": {"tasks": ["leaderboard_gpqa_main", "leaderboard_musr_murder_mysteries", "leaderboard_mmlu_pro", "leaderboard_ifeval"], "files": {"leaderboard_gpqa_main": "leaderboard/gpqa/gpqa_main_zeroshot", "leaderboard_musr_murder_mysteries": "leaderboard/musr/musr_murder_mysteries", "leaderboard_mmlu_pro": "leaderboard/mmlu_pro/mmlu_pro", "leaderboard_ifeval": "leaderboard/ifeval/ifeval"}, "folders": {"leaderboard_gpqa_main": "leaderboard_gpqa", "leaderboard_musr_murder_mysteries": "leaderboard_musr", "leaderboard_mmlu_pro": "mmlu_pro", "leaderboard_ifeval": "ifeval"}, "answers": IFEVAL, "num_fewshot": 2},
     "ifeval": {"tasks": ["ifeval"], "files": {"ifeval": "ifeval/ifeval"}, "data": "ifeval", "answers": IFEVAL},
 }
 for setting in ("zeroshot", "cot_zeroshot"):
@@ -172,6 +173,10 @@ def run(name, case):
         tracker.save_results_samples(task_name=task, samples=records)
     saved = json.loads(next(out.glob("canned/results_*.json")).read_text())
     kept = ["results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples", "task_hashes"]
+    # Configurations of the harness's own tasks hold its code; those of ours do not.
+    kept += [] if case.get("files") else ["configs"]
+    for config in saved["configs"].values():
+        config["metadata"]["config_source"] = "FILE"
     lines = {task: [json.loads(line) for line in next(out.glob(f"canned/samples_{task}_*.jsonl")).read_text().strip("\n").split("\n")] for task in samples}
     shutil.rmtree(folder), shutil.rmtree(out)
     return {"case": case, "table": table, **{key: saved[key] for key in kept if key in saved}, "samples": lines}

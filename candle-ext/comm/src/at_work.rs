@@ -39,7 +39,15 @@ impl AtWork {
         what()
     }
 
-    /// The same, for work that is no function: it lasts until the result is dropped.
+    /// Shows once that this rank is at work, after a step that it has done: it may have waited for other ranks in it, for whom
+    /// the time-out holds.
+    pub fn beat(&self) {
+        if !self.is_alone {
+            self.alarm.beat();
+        }
+    }
+
+    /// The same as [`AtWork::during`], for work that is no function: it lasts until the result is dropped.
     pub fn begin(&self) -> Working {
         if self.is_alone {
             return Working { done: None, thread: None };

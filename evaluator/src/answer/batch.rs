@@ -32,6 +32,13 @@ impl Batching {
         Self { n_tokens, n_keys: 16 * n_tokens, n_runs: usize::MAX, n_texts, pool_rows }
     }
 
+    /// The same, with no more than so many sequences.
+    #[must_use]
+    pub fn at_most(self, n: Option<usize>) -> Self {
+        let n = n.unwrap_or(usize::MAX);
+        Self { n_runs: self.n_runs.min(n), n_texts: self.n_texts.min(n), ..self }
+    }
+
     /// So many sequences, however long they are.
     pub fn sequences(n: usize) -> Self {
         let all = usize::MAX;

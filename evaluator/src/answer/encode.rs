@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use candlewick_text::tokenizer::{SpecialToken, Specials, Tokenizer};
 use serde_json::{Map, Value};
 
@@ -21,6 +21,16 @@ pub struct Pair {
     pub context: Vec<u32>,
     /// The tokens that are scored, at least one.
     pub continuation: Vec<u32>,
+}
+
+/// There is nothing to score.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("failed to score {continuation:?} after {context:?}: it has no tokens of its own")]
+pub struct NoTokens {
+    /// What was to be scored.
+    pub continuation: String,
+    /// What stands before.
+    pub context: String,
 }
 
 /// What is put around a text.
@@ -91,11 +101,10 @@ impl<'t> Encoder<'t> {
                 false => Pair { context: before, continuation },
             }
         };
-        ensure!(
-            !pair.continuation.is_empty(),
-            "failed to score {continuation:?} after {context:?}: it has no tokens of its own"
-        );
-        Ok(pair)
+        match pair.continuation.is_empty() {
+            true => Err(NoTokens { continuation: continuation.to_owned(), context: context.to_owned() }.into()),
+            false => Ok(pair),
+        }
     }
 
     /// The prefix token is the context, unless the text begins with it.

@@ -27,13 +27,18 @@ use crate::lm::{Lm, Voice};
 use crate::parts::Crew;
 use crate::request::{Request, Response};
 use batch::Batching;
-use encode::Encoder;
+use encode::{Encoder, NoTokens};
 use generation::Generation;
 use log::{AnswerLog, Plain};
 use plan::{Plan, Work};
 use sample::Defaults;
 use score::{Score, Scoring};
 use share::share_of;
+use stop::ThinkEnd;
+
+/// Which way of answering it is. A change that gives the same request another answer takes another number, so that a log of
+/// before is not read.
+const FORMAT: u32 = 2;
 
 /// Somebody who answers requests.
 pub trait Answers {
@@ -63,6 +68,10 @@ pub struct AnswerSettings {
     pub add_bos: Option<bool>,
     /// Sequences of a forward; `None` finds a good number.
     pub batch_size: Option<usize>,
+    /// The most of them, where a good number is found.
+    pub max_batch_size: Option<usize>,
+    /// What ends the thinking before an answer, if a model thinks.
+    pub think_end: Option<ThinkEnd>,
     /// Seeds what is sampled. An answer depends on it, on the request and on how often the request came before.
     pub seed: u64,
     /// Where answers are written to as they come, and read from before anything is computed.
@@ -71,7 +80,16 @@ pub struct AnswerSettings {
 
 impl Default for AnswerSettings {
     fn default() -> Self {
-        Self { max_length: None, max_gen_toks: 256, add_bos: None, batch_size: None, seed: 1234, log: None }
+        Self {
+            max_length: None,
+            max_gen_toks: 256,
+            add_bos: None,
+            batch_size: None,
+            max_batch_size: None,
+            think_end: None,
+            seed: 1234,
+            log: None,
+        }
     }
 }
 
@@ -93,6 +111,16 @@ pub struct LmAnswers<'a> {
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("stopped before all requests were answered")]
 pub struct Stopped;
+
+/// Some requests cannot be scored, and so none is answered.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{why}")]
+pub struct Unscorable {
+    /// Their numbers.
+    pub requests: Vec<usize>,
+    /// Why not, of the first of them.
+    pub why: NoTokens,
+}
 
 /// How far this rank is with its share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,7 +150,7 @@ impl<'a> LmAnswers<'a> {
         let row_bytes = 2 * engine.model().n_blocks() * heads.n_kv * heads.dim * size_of::<f32>();
         let batching = match settings.batch_size {
             Some(n) => Batching::sequences(n),
-            None => Batching::auto(engine.device().is_cpu(), row_bytes),
+            None => Batching::auto(engine.device().is_cpu(), row_bytes).at_most(settings.max_batch_size),
         };
         Ok(Self {
             voice,
@@ -158,8 +186,10 @@ impl<'a> LmAnswers<'a> {
     fn identify(&self, lm: &Lm) -> Result<String> {
         let own = match self.crew.all.rank() {
             0 => {
-                let settings = format!("{:?} {} {:?}", lm.dtype(), self.max_length(), self.settings.add_bos);
-                identity::identity(lm.folders(), &settings)?
+                let AnswerSettings { add_bos, think_end, .. } = &self.settings;
+                let (dtype, attention, max_length) = (lm.dtype(), lm.attention().implementation, self.max_length());
+                let settings = format!("{FORMAT} {dtype:?} {attention:?} {max_length} {add_bos:?} {think_end:?}");
+                self.crew.alone(|| identity::identity(lm.folders(), &settings))?
             }
             _ => String::new(),
         };
@@ -170,11 +200,14 @@ impl<'a> LmAnswers<'a> {
 
 impl Answers for LmAnswers<'_> {
     fn answer(&mut self, requests: &[Request]) -> Result<Vec<Answered>> {
-        let plan =
-            Plan::new(requests, &self.encoder, &self.settings, self.defaults, self.max_length(), &self.identity)?;
+        let max_length = self.max_length();
+        let plan = self
+            .crew
+            .alone(|| Plan::new(requests, &self.encoder, &self.settings, self.defaults, max_length, &self.identity))?;
         let mut found = self.known(&plan)?;
         found.extend(plan.about_nothing());
-        let computed = match self.compute(&plan, &found) {
+        let crew = self.crew.clone();
+        let computed = match crew.together(|| self.compute(&plan, &found)) {
             Err(error) if error.is::<Stopped>() => None,
             computed => Some(computed?),
         };
@@ -211,7 +244,7 @@ impl LmAnswers<'_> {
         let Some(folder) = &self.settings.log else { return Ok(HashMap::new()) };
         let mut own = Vec::new();
         if self.crew.all.rank() == 0 {
-            let known = log::read(folder, &self.identity)?;
+            let known = self.crew.alone(|| log::read(folder, &self.identity))?;
             let questions = plan.questions.iter().enumerate();
             let found = questions.filter_map(|(i, question)| Some(Numbered(i, known.get(&question.key)?.into())));
             own.extend(found);
@@ -234,9 +267,12 @@ impl LmAnswers<'_> {
         let log = folder.map(|folder| AnswerLog::open(folder, &self.identity, self.crew.copies.rank())).transpose()?;
         let n_all = own_prompts.len() + plan.n_questions(&own_scored);
         let (crew, asked_to_stop) = (&self.crew, &self.asked_to_stop);
-        let go_on = || match asked_to_stop {
-            Some(asked) if crew.any_of_copy(asked())? => Err(Stopped.into()),
-            _ => Ok(()),
+        let go_on = || {
+            crew.step();
+            match asked_to_stop {
+                Some(asked) if crew.any_of_copy(asked())? => Err(Stopped.into()),
+                _ => Ok(()),
+            }
         };
         let mut desk = Desk { plan, log, done: Vec::new(), n_all, on_progress: &mut self.on_progress };
         let mut scores: HashMap<usize, Vec<(usize, Score)>> = HashMap::new();

@@ -2,17 +2,17 @@
 
 use std::collections::HashMap;
 
-use anyhow::{Result, ensure};
+use anyhow::{Error, Result, ensure};
 use rayon::prelude::*;
 
-use super::AnswerSettings;
-use super::encode::Encoder;
+use super::encode::{Encoder, NoTokens};
 use super::generation::Prompt;
 use super::log::key;
 use super::sample::{Chooser, Defaults};
 use super::score::Score;
 use super::stop::Stop;
 use super::windows::{Scored, windows};
+use super::{AnswerSettings, Unscorable};
 use crate::exit::ExitCode;
 use crate::request::{GenerationSettings, Request, Response};
 
@@ -76,7 +76,13 @@ impl Plan {
         }
         let reader = Reader { encoder, settings, defaults, max_length };
         let read = |(request, key): &(&Request, blake3::Hash)| reader.read(request, *key.as_bytes());
-        let tokens: Vec<Tokens> = different.par_iter().map(read).collect::<Result<_>>()?;
+        let tokens: Vec<Result<Tokens>> = different.par_iter().map(read).collect();
+        if let Some(why) = tokens.iter().find_map(|tokens| tokens.as_ref().err()?.downcast_ref::<NoTokens>()).cloned() {
+            let is_unscorable = |question: usize| tokens[question].as_ref().is_err_and(|error| error.is::<NoTokens>());
+            let requests = (0..places.len()).filter(|request| is_unscorable(places[*request])).collect();
+            return Err(Error::from(Unscorable { requests, why }).context(ExitCode::Data));
+        }
+        let tokens = tokens.into_iter().collect::<Result<Vec<Tokens>>>()?;
         let (mut questions, mut work) = (Vec::new(), Work::default());
         for ((request, key), tokens) in different.into_iter().zip(tokens) {
             let (size, n_scored) = work.add(questions.len(), tokens);
@@ -187,7 +193,7 @@ impl Reader<'_> {
         let mut ids = self.encoder.prompt(context)?;
         let n_cut = ids.len().saturating_sub(self.max_length - n_max);
         ids.drain(..n_cut);
-        let stop = Stop::new(&settings.until, self.encoder.tokenizer());
+        let stop = Stop::new(&settings.until, self.settings.think_end.clone(), self.encoder.tokenizer());
         let chooser = Chooser::new(settings, self.defaults, seed)?;
         Ok(Tokens::Prompt(Box::new(Prompt { ids, n_max, stop, chooser }), n_cut))
     }

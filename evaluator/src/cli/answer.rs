@@ -49,7 +49,7 @@ pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
         let settings = args.answering.settings(args.seed, args.use_cache.clone());
         let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
-        ranks.share(if ranks.is_first() { write(args.output_path.as_deref(), &answered) } else { Ok(()) })
+        ranks.first_does(|| write(args.output_path.as_deref(), &answered))
     })
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use crate::answer::stop::ThinkEnd;
 use crate::answer::{AnswerSettings, Progress};
 use crate::parts::Parts;
 use crate::ranks::Ranks;
@@ -24,6 +25,13 @@ pub(super) struct Answering {
     /// Whether BOS is put before texts [default: as the tokenizer has it]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
     add_bos_token: Option<bool>,
+    /// The most sequences of a forward where --batch-size is auto
+    #[arg(long, alias = "max_batch_size", value_name = "N", value_parser = at_least_one)]
+    max_batch_size: Option<usize>,
+    /// What ends a model's thinking, as text or token id: only what is generated behind it is the answer, and only there do
+    /// stops count
+    #[arg(long, alias = "think_end_token", value_name = "TOKEN")]
+    pub(super) think_end_token: Option<String>,
 }
 
 /// How ranks have a model together that is too large for one of them.
@@ -66,8 +74,20 @@ fn at_least_one(text: &str) -> Result<usize, String> {
 impl Answering {
     /// What the options say, with what is sampled seeded by `seed` and answers kept in `log`.
     pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> AnswerSettings {
-        let Self { batch_size, max_length, max_gen_toks, add_bos_token } = *self;
-        AnswerSettings { max_length, max_gen_toks, add_bos: add_bos_token, batch_size: batch_size.0, seed, log }
+        let Self { batch_size, max_length, max_gen_toks, add_bos_token, max_batch_size, .. } = *self;
+        if batch_size.0.is_some() && max_batch_size.is_some() {
+            tracing::warn!("--max-batch-size has no effect: --batch-size says how many");
+        }
+        AnswerSettings {
+            max_length,
+            max_gen_toks,
+            add_bos: add_bos_token,
+            batch_size: batch_size.0,
+            max_batch_size,
+            think_end: self.think_end_token.as_deref().map(ThinkEnd::read),
+            seed,
+            log,
+        }
     }
 
     /// The batch size as it was given.

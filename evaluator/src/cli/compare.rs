@@ -8,7 +8,7 @@ use clap::Args;
 
 use super::answer;
 use crate::exit::ExitCode;
-use crate::results::{Comparison, MetricDifference, compare, comparison_page};
+use crate::results::{Comparison, IntervalBy, LeftOut, MetricDifference, compare, comparison_page};
 
 #[derive(Debug, Args)]
 pub(super) struct Compare {
@@ -16,7 +16,8 @@ pub(super) struct Compare {
     a: PathBuf,
     /// The second
     b: PathBuf,
-    /// Fail with exit code 1 if a metric changed by less than this, such as acc=-0.01; with TASK: for one task only
+    /// Fail with exit code 1 if a metric gained less than this, such as acc=-0.01; with TASK: for one task only. Where a lower
+    /// value is better, it gains by falling
     #[arg(long, alias = "fail_below", value_name = "[TASK:]METRIC=CHANGE")]
     fail_below: Vec<Bound>,
     /// List at most so many of the samples that flipped, for each metric
@@ -30,7 +31,7 @@ pub(super) struct Compare {
     html: Option<PathBuf>,
 }
 
-/// The least change of a metric that is not a failure.
+/// The least gain of a metric that is not a failure.
 #[derive(Clone, Debug, PartialEq)]
 struct Bound {
     task: Option<String>,
@@ -70,9 +71,11 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
     let mut lines = Vec::new();
     for d in &comparison.differences {
         let [low, high] = d.interval;
+        let lower = if d.higher_is_better { "" } else { ", lower is better" };
+        let by = if d.interval_by == IntervalBy::Bootstrap { ", interval by bootstrap" } else { "" };
         let unpaired = if d.n_unpaired == 0 { String::new() } else { format!(", {} not paired", d.n_unpaired) };
         lines.push(format!(
-            "{} {},{}: {:.4} -> {:.4}  {:+.4} [{low:+.4}, {high:+.4}]  {} samples{unpaired}",
+            "{} {},{}: {:.4} -> {:.4}  {:+.4} [{low:+.4}, {high:+.4}]  {} samples{unpaired}{lower}{by}",
             d.task, d.metric, d.filter, d.a, d.b, d.difference, d.n
         ));
         let ids = |gained: bool| -> Vec<String> {
@@ -88,6 +91,9 @@ fn text(comparison: &Comparison, most_flips: usize) -> String {
             }
         }
     }
+    for LeftOut { task, metric, filter, why } in &comparison.left_out {
+        lines.push(format!("{task} {metric},{filter}: not compared: {why}"));
+    }
     if !comparison.unpaired.is_empty() {
         lines.push(format!("only in one of the two: {}", comparison.unpaired.join(", ")));
     }
@@ -100,7 +106,7 @@ impl Bound {
     }
 
     fn is_crossed(&self, difference: &MetricDifference) -> bool {
-        self.is_about(difference) && difference.difference < self.change
+        self.is_about(difference) && difference.gain() < self.change
     }
 }
 

@@ -11,26 +11,32 @@ use clap::Args;
 use serde_json::{Map, Value as Json, json};
 
 use super::answering::{Answering, InParts, bar};
+use super::foreign::Foreign;
+use super::seeds::{Seeds, seeds};
 use super::tasks::{Prompts, TaskSource};
 use super::{Model, answer};
 use crate::about::{About, about};
-use crate::answer::{Answers, LmAnswers};
+use crate::answer::LmAnswers;
 use crate::chat::Chat;
 use crate::exit::ExitCode;
 use crate::lm::Lm;
 use crate::output::Output;
 use crate::questions::Questions;
 use crate::ranks::{Ranks, together};
-use crate::results::{Report, Results, TaskRun, groups_table, table};
-use crate::task::{ChatStyle, PromptOptions, Selection, Task};
+use crate::results::{Report, Results, TaskRun, counts, groups_table, table};
+use crate::task::{ChatStyle, OutputType, PromptOptions, Selection, Task};
 
 #[derive(Debug, Args)]
 pub(super) struct Run {
     #[command(flatten)]
     model: Model,
-    /// Tasks, groups, tags, patterns such as mmlu_* and YAML files, with commas between them
-    #[arg(long, short, required = true, value_delimiter = ',')]
+    /// Tasks, groups, tags, patterns such as mmlu_* and YAML files, with commas or blanks between them
+    #[arg(long, short, required = true, value_delimiter = ',', num_args = 1..)]
     tasks: Vec<String>,
+    /// The model in lm-eval's words: pretrained=NAME,dtype=bfloat16,peft=FOLDER,max_length=2048, ... or a JSON object. They
+    /// are read as the options of the same meaning
+    #[arg(long, short = 'a', alias = "model_args", value_name = "KEY=VALUE", num_args = 1..)]
+    model_args: Vec<String>,
     #[command(flatten)]
     parts: InParts,
     #[command(flatten)]
@@ -45,8 +51,8 @@ pub(super) struct Run {
     /// The documents that are asked about, as JSON or in a file of it: {"arc_easy": [0, 5]}
     #[arg(long, short = 'E', value_name = "JSON", conflicts_with = "limit")]
     samples: Option<String>,
-    /// Answer only, score nothing
-    #[arg(long, short = 'x', alias = "predict_only")]
+    /// Answer only, score nothing; the answers are in the records of --log-samples, which it implies
+    #[arg(long, short = 'x', alias = "predict_only", requires = "output_path")]
     predict_only: bool,
     /// Allow tasks that run code which the model wrote
     #[arg(long, alias = "confirm_run_unsafe_code")]
@@ -61,8 +67,8 @@ pub(super) struct Run {
     /// Another folder for the answers
     #[arg(long, short = 'c', alias = "use_cache", value_name = "FOLDER")]
     use_cache: Option<PathBuf>,
-    /// Seeds of Python, NumPy, torch and the examples: one for all, or four with commas. The third seeds what is sampled
-    /// [default: 0,1234,1234,1234]
+    /// Seeds of Python, NumPy, torch and the examples: one for all, or four with commas, of which None is drawn anew. The
+    /// third seeds what is sampled [default: 0,1234,1234,1234]
     #[arg(long, value_parser = seeds, conflicts_with = "fewshot_seed")]
     seed: Option<Seeds>,
     /// MiB of samples in the report; 0 leaves them out
@@ -74,42 +80,54 @@ pub(super) struct Run {
     /// Print the results as JSON, not as a table
     #[arg(long)]
     json: bool,
+    /// Print the results as JSON, with the tasks' configurations, before the table
+    #[arg(long, alias = "show_config", conflicts_with = "json")]
+    show_config: bool,
+    /// Print the prompt of the first document of each task to stderr
+    #[arg(long, short = 'w', alias = "write_out")]
+    write_out: bool,
+    /// What is said on stderr: critical, error, warning, info or debug
+    #[arg(long, short, value_name = "LEVEL", default_value = "warning", value_parser = level)]
+    verbosity: tracing::Level,
+    #[command(flatten)]
+    foreign: Foreign,
 }
 
-/// Of Python, NumPy, torch and the examples.
-#[derive(Clone, Copy, Debug)]
-struct Seeds([u64; 4]);
-
-fn seeds(text: &str) -> Result<Seeds, String> {
-    let wrong = || format!("expected a number or four with commas, found `{text}`");
-    let numbers = text.split(',').map(|seed| seed.trim().parse::<u64>().map_err(|_| wrong()));
-    match numbers.collect::<Result<Vec<_>, _>>()?.as_slice() {
-        [one] => Ok(Seeds([*one; 4])),
-        [a, b, c, d] => Ok(Seeds([*a, *b, *c, *d])),
-        _ => Err(wrong()),
+fn level(text: &str) -> Result<tracing::Level, String> {
+    match text.to_lowercase().as_str() {
+        "critical" | "error" => Ok(tracing::Level::ERROR),
+        "warning" | "warn" => Ok(tracing::Level::WARN),
+        "info" => Ok(tracing::Level::INFO),
+        "debug" => Ok(tracing::Level::DEBUG),
+        _ => Err("expected critical, error, warning, info or debug".into()),
     }
 }
 
 pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
+    args.foreign.check()?;
     together(args.parts.parts(), args.model.device, |ranks, device| {
         let began = Began::agree(ranks)?;
         let selection = args.select()?;
         let mut tasks = args.open(hub, ranks, &selection)?;
+        args.check_thinking(&tasks)?;
         if args.predict_only {
             tasks = tasks.into_iter().map(Task::predict_only).collect();
         }
         let lm = args.model.load_on(hub, ranks, device)?;
         let chat = args.chat(&lm, &began)?;
-        let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks)?;
-        let questions = Questions::new(tasks, selection.groups, options)?;
+        let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks, &began)?;
+        let questions = ranks.at_work().during(|| Questions::new(tasks, selection.groups, options))?;
+        if ranks.is_first() {
+            args.warn(&questions);
+        }
         let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, began.name()));
         let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
-        let settings = args.answering.settings(args.seeds().0[2], log);
+        let settings = args.answering.settings(args.seeds().of_run(began.drawn()).0, log);
         let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let max_length = answers.max_length();
-        let answered = answers.with_progress(bar(ranks)).answer(&questions.requests())?;
+        let answered = questions.ask(&mut answers.with_progress(bar(ranks)))?;
         let report = || {
-            let samples = output.as_ref().filter(|_| args.log_samples);
+            let samples = output.as_ref().filter(|_| args.log_samples || args.predict_only);
             let write = |run: &TaskRun| match samples {
                 Some(output) => output.write_samples(&run.config.task, &run.scores.samples).map(drop),
                 None => Ok(()),
@@ -119,7 +137,7 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
             results.run = args.about(&lm, chat.as_ref(), max_length, &began)?;
             args.report(&results, &runs, output.as_ref())
         };
-        ranks.share(if ranks.is_first() { report() } else { Ok(()) })
+        ranks.first_does(report)
     })
 }
 
@@ -138,6 +156,11 @@ impl Began {
         Ok(Self { since_1970: f64::from_le_bytes(first), clock: Instant::now() })
     }
 
+    /// A seed that no other run has, but every rank of this one.
+    fn drawn(&self) -> u64 {
+        self.since_1970.to_bits()
+    }
+
     fn as_clock(&self) -> Clock {
         Clock::Fixed(self.since_1970 as i64)
     }
@@ -150,6 +173,57 @@ impl Began {
 }
 
 impl Run {
+    /// The least important that is said on stderr.
+    pub(super) fn level(&self) -> tracing::Level {
+        self.verbosity
+    }
+
+    /// Says what has no effect, and what is asked if that is wanted.
+    fn warn(&self, questions: &Questions) {
+        let said = self.foreign.without_effect().into_iter().map(str::to_owned);
+        said.chain(questions.warnings()).for_each(|warning| tracing::warn!("{warning}"));
+        if self.prompts.enable_thinking == Some(true) && self.answering.think_end_token.is_none() {
+            tracing::warn!(
+                "--enable-thinking without --think-end-token: the thinking is taken for a part of the answer"
+            );
+        }
+        if self.seeds().is_completed {
+            tracing::warn!("--seed: of three seeds that of the examples is 1234");
+        }
+        if self.write_out {
+            questions.first().for_each(|text| eprintln!("{text}"));
+        }
+    }
+
+    /// Thinking has no place before a continuation that is scored.
+    fn check_thinking(&self, tasks: &[Task]) -> Result<()> {
+        let is_scored = |task: &&Task| task.config().output_type != OutputType::GenerateUntil;
+        let scored = tasks.iter().find(is_scored).filter(|_| self.prompts.enable_thinking == Some(true));
+        ensure!(
+            scored.is_none(),
+            anyhow!(
+                "failed to start: --enable-thinking is for tasks that generate, and {} scores what is given",
+                scored.map_or("", |task| &task.config().task)
+            )
+            .context(ExitCode::Usage)
+        );
+        Ok(())
+    }
+
+    /// The model as lm-eval's own arguments would name it.
+    fn model_args(&self) -> Map<String, Json> {
+        let all = json!({
+            "pretrained": self.model.model,
+            "peft": self.model.adapter,
+            "think_end_token": self.answering.think_end_token,
+            "enable_thinking": self.prompts.enable_thinking,
+            "chat_template_args": self.prompts.chat_template_args,
+        });
+        let all = all.as_object().cloned().unwrap_or_default();
+        let is_given = |value: &Json| !value.is_null() && value.as_array().is_none_or(|words| !words.is_empty());
+        all.into_iter().filter(|(key, value)| key == "peft" || is_given(value)).collect()
+    }
+
     fn select(&self) -> Result<Selection> {
         let selection = self.source.registry()?.select(&self.tasks.join(","))?;
         let runs_code = selection.tasks.iter().find(|task| task.unsafe_code);
@@ -181,13 +255,19 @@ impl Run {
         let template = template.ok_or_else(|| {
             anyhow!("failed to print prompts as chats: the model has no chat template").context(ExitCode::Usage)
         })?;
-        Ok(Some(Chat::new(template.with_clock(began.as_clock()))))
+        Ok(Some(Chat::new(self.prompts.dressed(template)?.with_clock(began.as_clock()))))
     }
 
     /// What each task's prompts are made by.
-    fn options<'a>(&'a self, chat: Option<&'a dyn ChatStyle>, tasks: &[Task]) -> Result<Vec<PromptOptions<'a>>> {
+    fn options<'a>(
+        &'a self,
+        chat: Option<&'a dyn ChatStyle>,
+        tasks: &[Task],
+        began: &Began,
+    ) -> Result<Vec<PromptOptions<'a>>> {
         let mut samples = self.samples.as_deref().map(read_samples).transpose()?.unwrap_or_default();
-        let all = PromptOptions { fewshot_seed: self.seeds().0[3], limit: self.limit, ..self.prompts.options(chat)? };
+        let fewshot_seed = self.seeds().of_run(began.drawn()).1;
+        let all = PromptOptions { fewshot_seed, limit: self.limit, ..self.prompts.options(chat)? };
         let of_task = |task: &Task| PromptOptions { samples: samples.remove(&task.config().task), ..all.clone() };
         let options = tasks.iter().map(of_task).collect();
         match samples.keys().next() {
@@ -200,12 +280,12 @@ impl Run {
     }
 
     fn seeds(&self) -> Seeds {
-        self.seed.unwrap_or(Seeds([0, 1234, 1234, self.prompts.fewshot_seed]))
+        self.seed.unwrap_or(Seeds::usual(self.prompts.fewshot_seed))
     }
 
     fn about(&self, lm: &Lm, chat: Option<&Chat>, max_length: usize, began: &Began) -> Result<Map<String, Json>> {
         let options = self.prompts.options(chat.map(|chat| chat as &dyn ChatStyle))?;
-        let Seeds([python, numpy, torch, fewshot]) = self.seeds();
+        let [python, numpy, torch, fewshot] = self.seeds().all;
         let reported = json!({
             "batch_size": self.answering.batch_size(),
             "batch_sizes": [],
@@ -213,7 +293,7 @@ impl Run {
             "use_cache": self.use_cache,
             "limit": self.limit,
             "bootstrap_iters": self.bootstrap_iters,
-            "gen_kwargs": options.gen_kwargs,
+            "gen_kwargs": Some(options.gen_kwargs).filter(|kwargs| !kwargs.is_empty()),
             "random_seed": python,
             "numpy_seed": numpy,
             "torch_seed": torch,
@@ -224,7 +304,7 @@ impl Run {
             &About {
                 model_name: &self.model.model,
                 revision: self.model.revision.as_deref(),
-                adapter: self.model.adapter.as_ref().map(|path| path.display().to_string()),
+                model_args: self.model_args(),
                 max_length,
                 chat,
                 system_instruction: options.system_instruction.as_deref(),
@@ -247,7 +327,14 @@ impl Run {
         if self.json {
             return answer(&serde_json::to_string_pretty(results)?);
         }
-        answer(format!("{}\n{}", table(results), groups_table(results)).trim_end())
+        if self.show_config {
+            answer(&serde_json::to_string_pretty(results)?)?;
+        }
+        answer(&format!(
+            "{}\n\n{}",
+            format!("{}\n{}", table(results), groups_table(results)).trim_end(),
+            counts(results)
+        ))
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::fmt::Write as _;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
+use candlewick_model::Config;
 use candlewick_text::hub::{Hub, ModelPart};
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use clap::Args;
@@ -10,6 +11,7 @@ use serde_json::{Value as Json, json};
 
 use super::answer;
 use super::tasks::{Prompts, TaskSource};
+use crate::answer::encode::{Encoder, NoTokens, Pair};
 use crate::exit::ExitCode;
 use crate::request::Request;
 use crate::task::{ChatStyle, Instance, PromptOptions, Task, TaskConfig};
@@ -28,10 +30,16 @@ pub(super) struct Show {
     /// A model's folder or Hub id: its tokenizer shows where tokens begin, and its chat template is there to be applied
     #[arg(long, visible_alias = "tokenizer", value_name = "MODEL")]
     model: Option<String>,
+    /// Whether BOS is put before texts [default: as the tokenizer has it]
+    #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
+    add_bos_token: Option<bool>,
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
+
+/// Tokens that are generated at most, where a task does not say it.
+const MAX_GEN_TOKS: usize = 256;
 
 pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
     let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelPart::WithoutWeights)).transpose()?;
@@ -40,7 +48,9 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
         .as_ref()
         .map(|tokenizer| tokenizer.chat_template(args.prompts.template_name()))
         .transpose()?
-        .flatten();
+        .flatten()
+        .map(|template| args.prompts.dressed(template))
+        .transpose()?;
     let template = template.as_ref().map(|template| template as &dyn ChatStyle);
     let options = PromptOptions { samples: Some(vec![args.doc]), ..args.prompts.options(template)? };
     let selection = args.source.registry()?.select(&args.tasks)?;
@@ -70,8 +80,9 @@ fn show(
         return Err(anyhow!(problem).context(ExitCode::Usage));
     }
     let instances = task.instances(if options.compat { &before } else { options })?;
+    let tokens = tokenizer.map(|tokenizer| Tokens::new(tokenizer, args.add_bos_token)).transpose()?;
     let asked = instances.iter().filter(|instance| instance.doc_id == args.doc && instance.repeat == 0);
-    let requests = asked.map(|instance| request(instance, tokenizer)).collect::<Result<Vec<_>>>()?;
+    let requests = asked.map(|instance| request(instance, tokens.as_ref())).collect::<Result<Vec<_>>>()?;
     Ok(json!({
         "task": task.config().task,
         "doc_id": args.doc,
@@ -85,7 +96,63 @@ fn show(
     }))
 }
 
-fn request(instance: &Instance, tokenizer: Option<&Tokenizer>) -> Result<Json> {
+/// What makes tokens of requests, as for answers.
+struct Tokens<'t> {
+    encoder: Encoder<'t>,
+    /// Tokens of context, if the model's config is there.
+    max_length: Option<usize>,
+}
+
+impl<'t> Tokens<'t> {
+    fn new(tokenizer: &'t Tokenizer, add_bos: Option<bool>) -> Result<Self> {
+        let folder = tokenizer.directory();
+        let has_config = folder.join("config.json").is_file();
+        let max_length = if has_config { Some(Config::read(folder)?.max_positions()) } else { None };
+        Ok(Self { encoder: Encoder::new(tokenizer, add_bos)?, max_length })
+    }
+
+    /// The tokens that a model is shown of a request, those that are scored, and how many are cut off.
+    fn of(&self, request: &Request) -> Result<(Vec<u32>, Vec<u32>, usize)> {
+        let max_length = self.max_length.unwrap_or(usize::MAX / 2);
+        Ok(match request {
+            Request::Loglikelihood { context, continuation } => {
+                let Pair { mut context, continuation } = self.encoder.pair(context, continuation)?;
+                // The last token of the continuation is scored and not seen.
+                let n_cut = (context.len() + continuation.len()).saturating_sub(max_length + 1).min(context.len());
+                context.drain(..n_cut);
+                (context, continuation, n_cut)
+            }
+            Request::LoglikelihoodRolling { text } => {
+                let ids = self.encoder.text(text)?;
+                (if ids.is_empty() { Vec::new() } else { vec![self.encoder.prefix()?] }, ids, 0)
+            }
+            Request::GenerateUntil { context, settings } => {
+                let mut ids = self.encoder.prompt(context)?;
+                let room = max_length.saturating_sub(settings.max_gen_toks.unwrap_or(MAX_GEN_TOKS));
+                let n_cut = ids.len().saturating_sub(room);
+                ids.drain(..n_cut);
+                (ids, Vec::new(), n_cut)
+            }
+        })
+    }
+
+    /// The text of each token.
+    fn texts(&self, ids: &[u32]) -> Vec<String> {
+        let tokenizer = self.encoder.tokenizer();
+        let token = |id: &u32| {
+            let plain = tokenizer.decode(&[*id], Specials::Add).unwrap_or_default();
+            // What is only a part of a character has no text of its own.
+            if plain.is_empty() || plain.contains('\u{fffd}') {
+                tokenizer.id_to_token(*id).unwrap_or_default()
+            } else {
+                plain
+            }
+        };
+        ids.iter().map(token).collect()
+    }
+}
+
+fn request(instance: &Instance, tokens: Option<&Tokens>) -> Result<Json> {
     let (kind, context, continuation) = match &instance.request {
         Request::Loglikelihood { context, continuation } => {
             ("loglikelihood", context.as_str(), Some(continuation.as_str()))
@@ -97,32 +164,20 @@ fn request(instance: &Instance, tokenizer: Option<&Tokenizer>) -> Result<Json> {
     if let Some(continuation) = continuation {
         fields["continuation"] = json!(continuation);
     }
-    if let Some(tokenizer) = tokenizer {
-        let tokens = |text: &str| tokens(tokenizer, text).context("failed to show tokens");
-        // Blanks at the border are scored with the continuation.
-        let scored = continuation.map(|_| context.trim_end());
-        fields["context_tokens"] = json!(tokens(scored.unwrap_or(context))?);
-        if let Some(continuation) = continuation {
-            let n_context = tokens(context.trim_end())?.len();
-            fields["continuation_tokens"] = json!(tokens(&format!("{context}{continuation}"))?.split_off(n_context));
+    let Some(tokens) = tokens else { return Ok(fields) };
+    match tokens.of(&instance.request) {
+        Ok((seen, scored, n_cut)) => {
+            fields["context_tokens"] = json!(tokens.texts(&seen));
+            if kind != "generate_until" {
+                fields["continuation_tokens"] = json!(tokens.texts(&scored));
+            }
+            fields["truncated"] = json!(n_cut);
         }
+        // It is shown why the document would be left out.
+        Err(error) if error.is::<NoTokens>() => fields["problem"] = json!("it has no tokens of its own to score"),
+        Err(error) => return Err(error.context("failed to show tokens")),
     }
     Ok(fields)
-}
-
-/// The text of each token.
-fn tokens(tokenizer: &Tokenizer, text: &str) -> Result<Vec<String>> {
-    let ids = tokenizer.encode(text, Specials::Add)?;
-    let token = |id: &u32| {
-        let plain = tokenizer.decode(&[*id], Specials::Add).unwrap_or_default();
-        // What is only a part of a character has no text of its own.
-        if plain.is_empty() || plain.contains('\u{fffd}') {
-            tokenizer.id_to_token(*id).unwrap_or_default()
-        } else {
-            plain
-        }
-    };
-    Ok(ids.iter().map(token).collect())
 }
 
 fn text(task: &Json, with_tokens: bool) -> String {
@@ -142,14 +197,18 @@ fn text(task: &Json, with_tokens: bool) -> String {
             let _ = write!(out, "⟦{continuation}⟧");
         }
         out.push('\n');
-        if with_tokens {
+        if let Some(problem) = request["problem"].as_str() {
+            let _ = writeln!(out, "\n{problem}");
+        } else if with_tokens {
             let joined = |key: &str| {
                 let tokens = request[key].as_array().map(Vec::as_slice).unwrap_or_default();
                 let text: Vec<&str> = tokens.iter().filter_map(Json::as_str).collect();
                 (tokens.len(), text.join("|"))
             };
             let (n, context) = joined("context_tokens");
-            let _ = writeln!(out, "\n{n} tokens: {context}");
+            let cut = request["truncated"].as_u64().filter(|n| *n > 0);
+            let cut = cut.map_or_else(String::new, |n| format!(" (and {n} before, cut off)"));
+            let _ = writeln!(out, "\n{n} tokens{cut}: {context}");
             if request.get("continuation_tokens").is_some() {
                 let (n, continuation) = joined("continuation_tokens");
                 let _ = writeln!(out, "{n} tokens are scored: {continuation}");

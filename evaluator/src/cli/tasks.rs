@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
+use candlewick_text::template::ChatTemplate;
 use clap::{Args, ValueEnum};
-use serde_json::{Map, Value as Json};
+use serde_json::Value as Json;
 
+use super::key_values::key_values;
 use crate::exit::ExitCode;
-use crate::task::{ChatStyle, DataPaths, PromptOptions, Registry};
+use crate::task::{ChatStyle, DataPaths, PromptOptions, Registry, allow_other_python};
 
 /// Where tasks are looked for.
 #[derive(Debug, Args)]
@@ -15,6 +17,9 @@ pub(super) struct TaskSource {
     /// A file or folder of task files, beside the built-in ones and before them; may be given more than once
     #[arg(long, alias = "include_path", value_name = "PATH")]
     pub(super) include_path: Vec<PathBuf>,
+    /// Let native twins stand for Python files beside tasks that are not those of lm-eval 0.4.13
+    #[arg(long, alias = "native_twins")]
+    native_twins: bool,
 }
 
 /// How prompts are written.
@@ -40,12 +45,20 @@ pub(super) struct Prompts {
     /// Make each example a turn of the chat, or put all into the user's one turn [default: true with a chat template]
     #[arg(long, alias = "fewshot_as_multiturn", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     pub(super) fewshot_as_multiturn: Option<bool>,
+    /// Variables of the chat template: a JSON object, such as {"enable_thinking": false}, or key=value
+    #[arg(long, alias = "chat_template_args", value_name = "JSON", num_args = 1.., requires = "apply_chat_template")]
+    pub(super) chat_template_args: Vec<String>,
+    /// The chat template's variable enable_thinking
+    #[arg(long, alias = "enable_thinking", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true",
+          requires = "apply_chat_template")]
+    pub(super) enable_thinking: Option<bool>,
     /// What the system says first
     #[arg(long, alias = "system_instruction", value_name = "TEXT")]
     pub(super) system_instruction: Option<String>,
-    /// Changes to the tasks' generation_kwargs: key=value,key=value or a JSON object
-    #[arg(long, alias = "gen_kwargs", value_name = "KEY=VALUE")]
-    pub(super) gen_kwargs: Option<String>,
+    /// Changes to the tasks' generation_kwargs: key=value with commas or blanks between them, such as until=["a","b"], or a
+    /// JSON object
+    #[arg(long, alias = "gen_kwargs", value_name = "KEY=VALUE", num_args = 1..)]
+    pub(super) gen_kwargs: Vec<String>,
 }
 
 /// What is reproduced.
@@ -57,6 +70,9 @@ pub(super) enum Compat {
 
 impl TaskSource {
     pub(super) fn registry(&self) -> Result<Registry> {
+        if self.native_twins {
+            allow_other_python();
+        }
         let registry = Registry::load(&self.include_path)?;
         for error in registry.broken().iter().take(3) {
             tracing::warn!("left aside: {error}");
@@ -69,6 +85,14 @@ impl Prompts {
     /// The chat template that is asked for by name.
     pub(super) fn template_name(&self) -> Option<&str> {
         self.apply_chat_template.as_deref().filter(|name| !name.is_empty())
+    }
+
+    /// A chat template with the variables that it is to have.
+    pub(super) fn dressed(&self, template: ChatTemplate) -> Result<ChatTemplate> {
+        let given = key_values("--chat-template-args", &self.chat_template_args);
+        let mut given = given.map_err(|problem| anyhow!("failed to start: {problem}").context(ExitCode::Usage))?;
+        given.extend(self.enable_thinking.map(|thinks| ("enable_thinking".to_owned(), Json::Bool(thinks))));
+        Ok(given.into_iter().fold(template, |template, (name, value)| template.with_variable(name, value)))
     }
 
     pub(super) fn data_paths(&self) -> Result<DataPaths> {
@@ -92,58 +116,8 @@ impl Prompts {
             chat: chat.filter(|_| is_chat),
             system_instruction: self.system_instruction.clone(),
             fewshot_as_multiturn: self.fewshot_as_multiturn.unwrap_or(is_chat),
-            gen_kwargs: match &self.gen_kwargs {
-                Some(text) => gen_kwargs(text).map_err(|problem| usage(&problem))?,
-                None => Map::new(),
-            },
+            gen_kwargs: key_values("--gen-kwargs", &self.gen_kwargs).map_err(|problem| usage(&problem))?,
             ..PromptOptions::default()
         })
-    }
-}
-
-/// `key=value,key=value`, or JSON.
-fn gen_kwargs(text: &str) -> Result<Map<String, Json>, String> {
-    if text.trim_start().starts_with('{') {
-        return serde_json::from_str(text).map_err(|error| format!("--gen-kwargs is not a JSON object: {error}"));
-    }
-    let pair = |word: &str| match word.split_once('=') {
-        Some((key, value)) => Ok((key.trim().to_owned(), value_of(value.trim()))),
-        None => Err(format!("--gen-kwargs: {word:?} is not key=value")),
-    };
-    text.split(',').filter(|word| !word.trim().is_empty()).map(pair).collect()
-}
-
-/// A value as lm-eval reads it: in quotes a text, otherwise a truth value, null, a number, or a text.
-fn value_of(text: &str) -> Json {
-    let quoted = |quote: char| text.strip_prefix(quote).and_then(|rest| rest.strip_suffix(quote));
-    if let Some(inside) = quoted('\'').or_else(|| quoted('"')) {
-        return Json::from(inside);
-    }
-    match text.to_lowercase().as_str() {
-        "true" => Json::Bool(true),
-        "false" => Json::Bool(false),
-        "none" => Json::Null,
-        _ => text
-            .parse::<i64>()
-            .map(Json::from)
-            .or_else(|_| text.parse::<f64>().map(Json::from))
-            .unwrap_or_else(|_| text.into()),
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn generation_keys_are_typed() {
-        let found = gen_kwargs("temperature=0.5,do_sample=True,until='7',max_gen_toks=8,x=None").unwrap();
-        let want = json!({"temperature": 0.5, "do_sample": true, "until": "7", "max_gen_toks": 8, "x": null});
-        assert_eq!(Json::Object(found), want);
-        assert_eq!(Json::Object(gen_kwargs("{\"until\": [\"a,b\"]}").unwrap()), json!({"until": ["a,b"]}));
-        assert!(gen_kwargs("greedy").unwrap_err().contains("not key=value"));
     }
 }

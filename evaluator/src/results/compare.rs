@@ -8,7 +8,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
-use super::Z;
+use super::paired::{IntervalBy, paired};
+use crate::task::{Aggregation, Score, usual_aggregation};
 
 /// The records of one task of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,10 +23,25 @@ pub struct SampleFile {
 /// All that differs between two runs.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Comparison {
-    /// For each task, metric and filter the difference of the means.
+    /// For each task, metric and filter the difference of the two runs.
     pub differences: Vec<MetricDifference>,
+    /// Metrics that cannot be compared.
+    pub left_out: Vec<LeftOut>,
     /// Tasks that only one run has.
     pub unpaired: Vec<String>,
+}
+
+/// A metric that is not compared.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LeftOut {
+    /// The task.
+    pub task: String,
+    /// The metric.
+    pub metric: String,
+    /// The filter.
+    pub filter: String,
+    /// What it lacks.
+    pub why: String,
 }
 
 /// A metric of two runs.
@@ -41,14 +57,18 @@ pub struct MetricDifference {
     pub n: usize,
     /// How many samples only one run has, or asked otherwise.
     pub n_unpaired: usize,
-    /// The mean of the first run over the samples of both.
+    /// The metric of the first run over the samples of both.
     pub a: f64,
-    /// The mean of the second.
+    /// That of the second.
     pub b: f64,
     /// b - a.
     pub difference: f64,
-    /// Where the difference lies with 95 % confidence, by the normal distribution of paired differences.
+    /// Where the difference lies with 95 % confidence.
     pub interval: [f64; 2],
+    /// How that was found.
+    pub interval_by: IntervalBy,
+    /// Whether a higher value is better.
+    pub higher_is_better: bool,
     /// The samples that were right in one run and wrong in the other.
     pub flips: Vec<Flip>,
 }
@@ -68,7 +88,14 @@ pub struct Flip {
 struct Record {
     doc_id: usize,
     doc_hash: String,
-    values: BTreeMap<String, f64>,
+    values: BTreeMap<String, Score>,
+}
+
+impl MetricDifference {
+    /// By how much the second run is better; below 0 it is worse.
+    pub fn gain(&self) -> f64 {
+        if self.higher_is_better { self.difference } else { -self.difference }
+    }
 }
 
 /// Compares two runs: folders with `samples_*.jsonl`, or two such files.
@@ -76,16 +103,19 @@ pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     let (a, b) = (sample_files(a)?, sample_files(b)?);
     let is_pair = a.len() == 1 && b.len() == 1;
     let twin = |file: &SampleFile| b.iter().find(|other| is_pair || other.task == file.task);
-    let mut comparison = Comparison { differences: Vec::new(), unpaired: Vec::new() };
+    let mut comparison = Comparison { differences: Vec::new(), left_out: Vec::new(), unpaired: Vec::new() };
     for file in &a {
         match twin(file) {
-            Some(other) => comparison.differences.extend(compare_task(file, other)?),
+            Some(other) => compare_task(file, other, &mut comparison)?,
             None => comparison.unpaired.push(file.task.clone()),
         }
     }
     let alone = b.iter().filter(|file| !is_pair && !a.iter().any(|other| other.task == file.task));
     comparison.unpaired.extend(alone.map(|file| file.task.clone()));
-    ensure!(!comparison.differences.is_empty(), "failed to compare: the two runs have no task in common");
+    ensure!(
+        !comparison.differences.is_empty() || !comparison.left_out.is_empty(),
+        "failed to compare: the two runs have no task in common"
+    );
     Ok(comparison)
 }
 
@@ -124,56 +154,150 @@ fn task_of(path: &Path) -> Option<(String, String)> {
     Some((task.to_owned(), time.to_owned()))
 }
 
-fn compare_task(a: &SampleFile, b: &SampleFile) -> Result<Vec<MetricDifference>> {
+fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> Result<()> {
     let (first, second) = (records(&a.path)?, records(&b.path)?);
-    let mut differences = Vec::new();
+    let metrics_of_task = MetricsOfTask::beside(a);
     for (filter, ours) in &first {
-        let Some(theirs) = second.get(filter) else { continue };
+        let Some(theirs) = second.get(filter) else {
+            comparison.left_out.extend(named(ours).into_iter().map(|metric| LeftOut {
+                task: a.task.clone(),
+                metric,
+                filter: filter.clone(),
+                why: "only the first run has the filter".into(),
+            }));
+            continue;
+        };
         let by_id: BTreeMap<usize, &Record> = theirs.iter().map(|record| (record.doc_id, record)).collect();
         let same =
             |record: &&Record| by_id.get(&record.doc_id).copied().filter(|other| other.doc_hash == record.doc_hash);
         let pairs: Vec<(&Record, &Record)> = ours.iter().filter_map(|record| Some((record, same(&record)?))).collect();
         let n_unpaired = ours.len() + theirs.len() - 2 * pairs.len();
-        let mut metrics: Vec<&String> = ours.iter().flat_map(|record| record.values.keys()).collect();
+        let mut metrics = named(ours);
+        metrics.extend(named(theirs));
         metrics.sort();
         metrics.dedup();
         for metric in metrics {
-            let value = |(a, b): &(&Record, &Record)| Some((a.doc_id, *a.values.get(metric)?, *b.values.get(metric)?));
-            let values: Vec<(usize, f64, f64)> = pairs.iter().filter_map(value).collect();
-            if !values.is_empty() {
-                differences.push(difference(&a.task, metric, filter, &values, n_unpaired));
+            match difference(&metrics_of_task, &metric, &pairs) {
+                Ok(difference) => comparison.differences.push(MetricDifference {
+                    task: a.task.clone(),
+                    metric,
+                    filter: filter.clone(),
+                    n_unpaired: n_unpaired + 2 * (pairs.len() - difference.n),
+                    ..difference
+                }),
+                Err(why) => {
+                    let (task, filter) = (a.task.clone(), filter.clone());
+                    comparison.left_out.push(LeftOut { task, metric, filter, why });
+                }
             }
         }
     }
-    Ok(differences)
+    Ok(())
 }
 
-fn difference(
-    task: &str,
-    metric: &str,
-    filter: &str,
-    values: &[(usize, f64, f64)],
-    n_unpaired: usize,
-) -> MetricDifference {
-    let n = values.len() as f64;
-    let mean = |pick: fn(&(usize, f64, f64)) -> f64| values.iter().map(pick).sum::<f64>() / n;
-    let (a, b) = (mean(|v| v.1), mean(|v| v.2));
-    let difference = mean(|v| v.2 - v.1);
-    let squares: f64 = values.iter().map(|(_, a, b)| (b - a - difference).powi(2)).sum();
-    let stderr = if values.len() < 2 { f64::NAN } else { (squares / (n - 1.0) / n).sqrt() };
-    let is_truth = |value: f64| value == 0.0 || value == 1.0;
-    let flipped = values.iter().filter(|(_, a, b)| a != b && is_truth(*a) && is_truth(*b));
-    MetricDifference {
-        task: task.to_owned(),
-        metric: metric.to_owned(),
-        filter: filter.to_owned(),
+/// The metrics that the records name.
+fn named(records: &[Record]) -> Vec<String> {
+    let mut names: Vec<String> = records.iter().flat_map(|record| record.values.keys().cloned()).collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// The difference of one metric over the samples that have it in both runs; its names are not filled in.
+fn difference(of_task: &MetricsOfTask, metric: &str, pairs: &[(&Record, &Record)]) -> Result<MetricDifference, String> {
+    let value =
+        |(a, b): &(&Record, &Record)| Some((a.doc_id, a.values.get(metric)?.clone(), b.values.get(metric)?.clone()));
+    let values: Vec<(usize, Score, Score)> =
+        pairs.iter().filter_map(value).filter(|(_, a, b)| *a != Score::None && *b != Score::None).collect();
+    if values.is_empty() {
+        return Err(
+            if pairs.is_empty() { "no document is in both runs" } else { "no document has it in both runs" }.into()
+        );
+    }
+    let (a, b): (Vec<Score>, Vec<Score>) = values.iter().map(|(_, a, b)| (a.clone(), b.clone())).unzip();
+    let (aggregation, higher_is_better) = of_task.metric(metric, &a)?;
+    let found = paired(aggregation, &a, &b)?;
+    let truth = |score: &Score| score.number().filter(|value| *value == 0.0 || *value == 1.0);
+    let flip = |(doc_id, a, b): &(usize, Score, Score)| {
+        let (a, b) = (truth(a)?, truth(b)?);
+        (a != b).then_some(Flip { doc_id: *doc_id, a, b })
+    };
+    Ok(MetricDifference {
+        task: String::new(),
+        metric: String::new(),
+        filter: String::new(),
         n: values.len(),
-        n_unpaired,
-        a,
-        b,
-        difference,
-        interval: [difference - Z * stderr, difference + Z * stderr],
-        flips: flipped.map(|(doc_id, a, b)| Flip { doc_id: *doc_id, a: *a, b: *b }).collect(),
+        n_unpaired: 0,
+        a: found.a,
+        b: found.b,
+        difference: found.difference,
+        interval: found.interval,
+        interval_by: found.interval_by,
+        higher_is_better,
+        flips: values.iter().filter_map(flip).collect(),
+    })
+}
+
+/// What the results beside the records say about a task's metrics.
+#[derive(Default)]
+struct MetricsOfTask {
+    /// The entries of `metric_list`.
+    listed: Vec<Json>,
+    higher_is_better: Map<String, Json>,
+}
+
+impl MetricsOfTask {
+    /// Reads `results_TIME.json` for `samples_TASK_TIME.jsonl`, if it is there.
+    fn beside(file: &SampleFile) -> Self {
+        let Some((task, time)) = task_of(&file.path) else { return Self::default() };
+        let results = fs::read(file.path.with_file_name(format!("results_{time}.json"))).ok();
+        let results: Option<Json> = results.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let of = |key: &str| results.as_ref()?.get(key)?.get(&task).cloned();
+        let listed = of("configs").and_then(|config| config.get("metric_list")?.as_array().cloned());
+        let higher_is_better = of("higher_is_better").and_then(|directions| directions.as_object().cloned());
+        Self { listed: listed.unwrap_or_default(), higher_is_better: higher_is_better.unwrap_or_default() }
+    }
+
+    /// What a metric is put together by, and whether a higher value is better: as the task says, else as is usual for its
+    /// name, else as its values look.
+    fn metric(&self, name: &str, values: &[Score]) -> Result<(Aggregation, bool), String> {
+        let listed = self.listed.iter().find(|entry| entry.get("metric").and_then(Json::as_str) == Some(name));
+        let said = listed.and_then(|entry| Aggregation::named(entry.get("aggregation")?.as_str()?));
+        let usual = usual_aggregation(name);
+        let fits = |aggregation: &Aggregation| aggregation.statistic(values).is_ok();
+        let by_name = usual.map(|(aggregation, _)| aggregation).filter(fits);
+        let aggregation = said.or(by_name).or_else(|| by_shape(values)).ok_or_else(|| match values.first() {
+            Some(value) => format!("its values, such as {}, are put together by code of the task", shown(value)),
+            None => "it has no values".to_owned(),
+        })?;
+        if aggregation == Aggregation::Bypass {
+            return Err("it scores nothing".into());
+        }
+        let direction = |value: Option<&Json>| value.and_then(Json::as_bool);
+        let said = direction(self.higher_is_better.get(name))
+            .or_else(|| direction(listed.and_then(|entry| entry.get("higher_is_better"))));
+        Ok((aggregation, said.or(usual.map(|(_, higher)| higher)).unwrap_or(true)))
+    }
+}
+
+/// Numbers have a mean, lists of truth values one over all parts.
+fn by_shape(values: &[Score]) -> Option<Aggregation> {
+    let is_truths = |value: &Score| match value {
+        Score::List(items) => items.iter().all(|item| matches!(item, Score::Flag(_))),
+        _ => false,
+    };
+    if values.iter().all(|value| value.number().is_some()) {
+        return Some(Aggregation::Mean);
+    }
+    values.iter().all(is_truths).then_some(Aggregation::FlatMean)
+}
+
+/// The beginning of a value.
+fn shown(value: &Score) -> String {
+    let text = serde_json::to_string(value).unwrap_or_default();
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text,
     }
 }
 
@@ -195,10 +319,7 @@ fn record(fields: &Map<String, Json>) -> Result<Record> {
     let doc_id = fields.get("doc_id").and_then(Json::as_u64).context("the record has no number `doc_id`")?;
     let doc_hash = fields.get("doc_hash").and_then(Json::as_str).context("the record has no text `doc_hash`")?;
     let names = fields.get("metrics").and_then(Json::as_array).context("the record has no list `metrics`")?;
-    let value = |name: &str| match fields.get(name)? {
-        Json::Bool(value) => Some(f64::from(u8::from(*value))),
-        other => other.as_f64(),
-    };
-    let values = names.iter().filter_map(Json::as_str).filter_map(|name| Some((name.to_owned(), value(name)?)));
+    let value = |name: &str| (name.to_owned(), fields.get(name).map_or(Score::None, Score::from));
+    let values = names.iter().filter_map(Json::as_str).map(value);
     Ok(Record { doc_id: doc_id as usize, doc_hash: doc_hash.to_owned(), values: values.collect() })
 }

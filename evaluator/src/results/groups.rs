@@ -23,7 +23,7 @@ pub fn assemble(runs: &[TaskRun], groups: &[Group]) -> Results {
         results.results.insert(group.name.clone(), fields);
     }
     results.group_subtasks = groups.iter().map(|group| (group.name.clone(), json!(group.children))).collect();
-    results.configs = sorted(runs.iter().map(|run| (run.config.task.clone(), Json::Object(run.config.dump()))));
+    results.configs = sorted(runs.iter().map(|run| (run.config.task.clone(), run.config())));
     results.versions = versions(runs, groups);
     results.n_shot = n_shot(runs, groups);
     results.higher_is_better = higher_is_better(runs, groups);

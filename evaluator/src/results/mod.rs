@@ -3,15 +3,17 @@
 
 mod compare;
 mod groups;
+mod paired;
 mod report;
 mod schema;
 mod table;
 
-pub use compare::{Comparison, Flip, MetricDifference, SampleFile, compare};
+pub use compare::{Comparison, Flip, LeftOut, MetricDifference, SampleFile, compare};
 pub use groups::assemble;
+pub use paired::IntervalBy;
 pub use report::{Report, comparison_page};
 pub use schema::{Results, TaskRun, TaskScore};
-pub use table::{groups_table, table};
+pub use table::{counts, groups_table, table};
 
 /// The quantile of the normal distribution that leaves 2.5 % above it.
 const Z: f64 = 1.959_963_984_540_054;

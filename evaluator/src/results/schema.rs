@@ -13,6 +13,8 @@ pub struct TaskRun {
     pub config: TaskConfig,
     /// How many examples stood before its questions.
     pub num_fewshot: usize,
+    /// Its `generation_kwargs` as they were asked for.
+    pub generation_kwargs: Map<String, Json>,
     /// What its answers are worth.
     pub scores: TaskScores,
 }
@@ -44,6 +46,13 @@ pub struct Results {
     /// What the run says about itself.
     #[serde(flatten)]
     pub run: Map<String, Json>,
+}
+
+impl TaskRun {
+    /// The configuration as the run had it.
+    pub fn config(&self) -> Json {
+        Json::Object(self.config.dump(self.num_fewshot, &self.generation_kwargs))
+    }
 }
 
 impl Results {

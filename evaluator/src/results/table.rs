@@ -14,6 +14,27 @@ pub fn groups_table(results: &Results) -> String {
     if results.groups.is_empty() { String::new() } else { print("Groups", &results.groups, results) }
 }
 
+/// Says for each task how many documents cannot be scored as they are; in one line if there are none.
+pub fn counts(results: &Results) -> String {
+    const WHAT: [(&str, &str); 4] = [
+        ("truncated", "truncated"),
+        ("skipped", "skipped"),
+        ("empty", "empty"),
+        ("no_target", "without a right choice"),
+    ];
+    let of_task = |(task, counts): (&String, &Json)| {
+        let n = |key: &str| counts.get(key).and_then(Json::as_u64).filter(|n| *n > 0);
+        let said: Vec<String> = WHAT.iter().filter_map(|(key, what)| Some(format!("{} {what}", n(key)?))).collect();
+        let all = counts.get("original").and_then(Json::as_u64).unwrap_or(0);
+        (!said.is_empty()).then(|| format!("{task}: of {all} documents {}", said.join(", ")))
+    };
+    let said: Vec<String> = results.n_samples.iter().filter_map(of_task).collect();
+    match said.is_empty() {
+        true => "No document was truncated, skipped or empty.".into(),
+        false => said.join("\n"),
+    }
+}
+
 fn print(title: &str, scores: &Map<String, Json>, results: &Results) -> String {
     let headers = [title, "Version", "Filter", "n-shot", "Metric", "", "Value", "", "Stderr"];
     let mut rows: Vec<Vec<String>> = Vec::new();
@@ -26,8 +47,8 @@ fn print(title: &str, scores: &Map<String, Json>, results: &Results) -> String {
     let line = |cells: Vec<String>| format!("|{}|\n", cells.join("|"));
     let mut out = line(columns.iter().map(Column::header).collect());
     out += &line(columns.iter().map(Column::rule).collect());
-    for row in &rows {
-        out += &line(columns.iter().zip(row).map(|(column, cell)| column.cell(cell)).collect());
+    for (i, row) in rows.iter().enumerate() {
+        out += &line(columns.iter().zip(row).map(|(column, cell)| column.cell(i, cell)).collect());
     }
     out
 }
@@ -130,6 +151,8 @@ struct Column {
     title: String,
     width: usize,
     kind: Kind,
+    /// The row from which cells stand as they are: there have been more texts than numbers before it, or it is one.
+    texts_from: usize,
     n_decimals: usize,
 }
 
@@ -137,25 +160,22 @@ struct Column {
 enum Kind {
     /// Numbers only, all with as many decimals as the longest needs.
     Numbers,
-    /// Its first cell is a text, so all are, as they stand.
-    Texts,
     /// Numbers among texts; those that are whole have no decimals.
     Mixed,
 }
 
 impl Column {
     fn new(title: &str, rows: &[Vec<String>], at: usize) -> Self {
-        let cells = || rows.iter().map(|row| row[at].as_str()).filter(|cell| !cell.trim().is_empty());
-        let is_number = |cell: &str| value_of(cell).is_some();
-        let starts_with_text = rows.first().is_some_and(|row| !row[at].trim().is_empty() && !is_number(&row[at]));
-        let kind = match cells().next() {
-            _ if starts_with_text => Kind::Texts,
-            Some(_) if cells().all(is_number) => Kind::Numbers,
-            _ => Kind::Mixed,
-        };
+        let all: Vec<&str> = rows.iter().map(|row| row[at].as_str()).collect();
+        let texts_from = texts_from(&all);
+        let cells = || all[..texts_from].iter().copied().filter(|cell| !cell.trim().is_empty());
+        let is_numbers =
+            texts_from == all.len() && cells().next().is_some() && cells().all(|cell| value_of(cell).is_some());
+        let kind = if is_numbers { Kind::Numbers } else { Kind::Mixed };
         let n_decimals = cells().map(n_decimals).max().unwrap_or(0);
-        let column = Self { title: title.to_owned(), width: 0, kind, n_decimals };
-        let widest = rows.iter().map(|row| column.text(&row[at]).chars().count()).max().unwrap_or(0);
+        let column = Self { title: title.to_owned(), width: 0, kind, texts_from, n_decimals };
+        let widest =
+            all.iter().enumerate().map(|(row, cell)| column.text(row, cell).chars().count()).max().unwrap_or(0);
         Self { width: widest.max(title.chars().count()).max(3), ..column }
     }
 
@@ -166,24 +186,36 @@ impl Column {
     fn rule(&self) -> String {
         match self.kind {
             Kind::Numbers => "-".repeat(self.width - 1) + ":",
-            _ => "-".repeat(self.width),
+            Kind::Mixed => "-".repeat(self.width),
         }
     }
 
-    fn cell(&self, cell: &str) -> String {
-        let (text, width) = (self.text(cell), self.width);
-        let is_right = self.kind != Kind::Texts && value_of(cell).is_some();
+    fn cell(&self, row: usize, cell: &str) -> String {
+        let (text, width) = (self.text(row, cell), self.width);
+        let is_right = row < self.texts_from && value_of(cell).is_some();
         if is_right { format!("{text:>width$}") } else { format!("{text:<width$}") }
     }
 
-    fn text(&self, cell: &str) -> String {
-        match (value_of(cell), self.kind) {
-            (Some(value), Kind::Numbers) => format!("{value:.*}", self.n_decimals),
+    fn text(&self, row: usize, cell: &str) -> String {
+        match (value_of(cell).filter(|_| row < self.texts_from), self.kind) {
             (Some(value), Kind::Mixed) if value.fract() == 0.0 => format!("{value}"),
-            (Some(value), Kind::Mixed) => format!("{value:.*}", self.n_decimals),
-            _ => cell.to_owned(),
+            (Some(value), _) => format!("{value:.*}", self.n_decimals),
+            (None, _) => cell.to_owned(),
         }
     }
+}
+
+/// The row in which texts have outnumbered what is none.
+fn texts_from(cells: &[&str]) -> usize {
+    let (mut n_texts, mut n_others) = (0, 0);
+    for (row, cell) in cells.iter().enumerate() {
+        let is_text = !cell.trim().is_empty() && value_of(cell).is_none();
+        (n_texts, n_others) = (n_texts + usize::from(is_text), n_others + usize::from(!is_text));
+        if n_texts > n_others {
+            return row;
+        }
+    }
+    cells.len()
 }
 
 fn value_of(cell: &str) -> Option<f64> {
@@ -236,7 +268,7 @@ mod tests {
     fn column(cells: &[&str], want: &[&str]) {
         let rows: Vec<Vec<String>> = cells.iter().map(|cell| vec![(*cell).to_owned()]).collect();
         let column = Column::new("b", &rows, 0);
-        let found: Vec<String> = rows.iter().map(|row| column.cell(&row[0])).collect();
+        let found: Vec<String> = rows.iter().enumerate().map(|(i, row)| column.cell(i, &row[0])).collect();
         assert_eq!(found, want);
     }
 
@@ -250,6 +282,10 @@ mod tests {
         column(&["N/A", "7", "0.2500"], &["N/A   ", "7     ", "0.2500"]);
         column(&["", "N/A", "0.2500", "1.0000"], &["    ", "N/A ", "0.25", "   1"]);
         column(&["0.1000", "1.0000", "N/A", "0.0010"], &["0.100", "    1", "N/A  ", "0.001"]);
+        column(&["0.2449", "N/A", "N/A", "0.0000", "1.0000"], &["0.2449", "N/A   ", "N/A   ", "0.0000", "1.0000"]);
+        column(&["0.5", "0.25", "N/A", "N/A", "0.0000"], &["0.50", "0.25", "N/A ", "N/A ", "   0"]);
+        column(&["0.5000", "a text", "b", "0.1239", "3.0000"], &["   0.5", "a text", "b     ", "0.1239", "3.0000"]);
+        column(&["1.0000", "a longer", "b", "2.0000"], &["       1", "a longer", "b       ", "2.0000  "]);
     }
 
     #[test]

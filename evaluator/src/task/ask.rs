@@ -3,18 +3,19 @@
 use candlewick_text::hub::Hub;
 use serde_json::{Map, Value as Json};
 
-use super::config::{OutputType, Samples, TaskConfig};
+use super::config::{OutputType, TaskConfig};
 use super::data::{self, DataPaths, Split};
 use super::error::TaskError;
-use super::fewshot::{Draws, Sampler};
+use super::fewshot::{Asking, Draws, Sampler};
 use super::field::{Reader, as_index};
 use super::generation;
 use super::mersenne::Random;
-use super::metric;
+use super::metric::{self, Metric};
 use super::native::{self, Doc};
 use super::prompt::{ChatStyle, Style, Turn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
+use super::shots::{Shots, shots};
 use crate::request::Request;
 
 /// What a run wants of its tasks' prompts.
@@ -59,8 +60,7 @@ pub struct Instance {
 pub struct Task {
     pub(crate) config: TaskConfig,
     pub(crate) eval: Split,
-    shots: Vec<Doc>,
-    shots_leave_out: bool,
+    shots: Shots,
     pub(crate) doc_to_text: Reader,
     pub(crate) doc_to_target: Reader,
     pub(crate) doc_to_choice: Option<Reader>,
@@ -103,7 +103,6 @@ impl Task {
         };
         let mut task = Self {
             shots: shots(hub, &config, paths, options)?,
-            shots_leave_out: fewshot.split == config.test_split,
             doc_to_text: reader(&config.doc_to_text)?.ok_or_else(missing)?,
             doc_to_target: reader(&config.doc_to_target)?.ok_or_else(missing)?,
             doc_to_choice: reader(&config.doc_to_choice)?,
@@ -215,7 +214,14 @@ impl Task {
         let target = self.doc_to_target.target(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
         self.has_several_inputs = has_choices && as_index(&text).is_some();
         self.has_several_targets = target.as_array().is_some_and(|list| !list.is_empty());
-        Ok(())
+        let of_one = |name: &str| ["brier_score", "f1", "mcc"].contains(&name);
+        match self.config.metrics.iter().find(|metric| of_one(&metric.name) && matches!(metric.kind, Metric::ByName)) {
+            Some(metric) if self.has_several_targets => {
+                let problem = format!("the metric {} needs one right choice, and the target is {target}", metric.name);
+                Err(self.blame(0, problem))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn requests(&self, options: &PromptOptions, draws: &mut Draws, doc_id: usize) -> Result<Vec<Request>, TaskError> {
@@ -255,8 +261,9 @@ impl Task {
         if n == 0 {
             return Ok(before);
         }
-        let sampler = Sampler { docs: &self.shots, is_first_n: config.is_first_n, leaves_out: self.shots_leave_out };
-        for shot in sampler.sample(draws, n, doc_id, doc)? {
+        let Shots { docs, rows, leave_out } = &self.shots;
+        let sampler = Sampler { docs, is_first_n: config.is_first_n, leaves_out: *leave_out, rows };
+        for shot in sampler.sample(draws, n, Asking { doc_id, row: self.eval.row(doc_id), doc })? {
             before.extend(self.example(shot)?);
         }
         Ok(before)
@@ -330,42 +337,6 @@ impl Task {
         let goes_on = !written.is_empty() && !ends_blank(written);
         if options.chat.is_some() && !goes_on { "" } else { &self.config.target_delimiter }
     }
-}
-
-/// The documents that examples are chosen from.
-fn shots(hub: &Hub, config: &TaskConfig, paths: &DataPaths, options: &PromptOptions) -> Result<Vec<Doc>, TaskError> {
-    let wanted = match (config.num_fewshot, options.num_fewshot) {
-        (Some(0), _) => 0,
-        (own, wanted) => wanted.or(own).unwrap_or(0),
-    };
-    let fewshot = &config.fewshot;
-    if wanted == 0 {
-        return Ok(Vec::new());
-    }
-    let docs = match (&fewshot.split, &fewshot.samples) {
-        (Some(split), _) => {
-            let process = fewshot.process_docs.as_ref().map(native::process_docs).transpose()?;
-            data::open(hub, config, split, paths, process)?.docs().to_vec()
-        }
-        (None, Some(Samples::Listed(docs))) => docs.clone(),
-        (None, Some(Samples::Function(function))) => {
-            let message =
-                format!("samples: !function {} is Python, which is not run here; list the documents", function.name);
-            return Err(super::error::Fault::at(function.place.clone(), message).into());
-        }
-        (None, None) => {
-            let split = config.training_split.as_deref().or(config.validation_split.as_deref());
-            let process = config.process_docs.as_ref().map(native::process_docs).transpose()?;
-            let split = split.map_or_else(|| config.eval_split(), Ok)?;
-            data::open(hub, config, split, paths, process)?.docs().to_vec()
-        }
-    };
-    Ok(match &fewshot.indices {
-        // lm-eval 0.4.13 reads the key and forgets it.
-        Some(_) if options.compat => docs,
-        Some(indices) => indices.iter().filter_map(|at| docs.get(*at).cloned()).collect(),
-        None => docs,
-    })
 }
 
 pub(crate) fn is_empty(request: &Request) -> bool {

@@ -296,9 +296,11 @@ impl TaskConfig {
         }
     }
 
-    /// The configuration as the results list it: what was written, with the defaults that lm-eval lists too.
-    pub fn dump(&self) -> Map<String, Json> {
+    /// The configuration as the results list it: what was written, with the defaults that lm-eval lists too, and with what the
+    /// run says instead.
+    pub fn dump(&self, num_fewshot: usize, generation_kwargs: &Map<String, Json>) -> Map<String, Json> {
         let mut dump = self.written.clone();
+        dump.insert("fewshot_config".into(), Json::Object(self.dump_fewshot()));
         let mut default = |key: &str, value: Json| {
             dump.entry(key).or_insert(value);
         };
@@ -309,10 +311,33 @@ impl TaskConfig {
         default("output_type", json!(self.output_type.name()));
         default("repeats", json!(1));
         default("should_decontaminate", json!(false));
+        default("metadata", json!({}));
+        dump.insert("num_fewshot".into(), json!(num_fewshot));
         if self.output_type == OutputType::GenerateUntil {
-            dump.insert("generation_kwargs".into(), Json::Object(self.generation_kwargs.clone()));
+            dump.insert("generation_kwargs".into(), json!(generation_kwargs));
+        }
+        if let Some(Json::Object(metadata)) = dump.get_mut("metadata") {
+            metadata.insert("config_source".into(), json!(self.place.file.display().to_string()));
         }
         dump
+    }
+
+    /// What the examples are made by; what is not written there is the task's.
+    fn dump_fewshot(&self) -> Map<String, Json> {
+        let own = self.written.get("fewshot_config");
+        let value = |key: &str| own?.get(key).filter(|value| !value.is_null()).cloned();
+        let of_task = |key: &str| match key {
+            "sampler" => Some(json!("default")),
+            "split" => self.written.get("fewshot_split").cloned(),
+            "fewshot_delimiter" => Some(json!(self.fewshot_delimiter)),
+            "target_delimiter" => Some(json!(self.target_delimiter)),
+            "fewshot_indices" | "samples" => None,
+            key => self.written.get(key).cloned(),
+        };
+        FEWSHOT_KEYS
+            .iter()
+            .map(|key| ((*key).to_owned(), value(key).or_else(|| of_task(key)).unwrap_or(Json::Null)))
+            .collect()
     }
 
     fn check_fields(&self, keys: &Keys) -> Result<(), Fault> {

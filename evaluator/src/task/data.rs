@@ -34,6 +34,11 @@ impl DataPaths {
         words.iter().map(pair).collect::<Result<_, _>>().map(Self)
     }
 
+    /// Whether one file stands for all splits of a task.
+    pub(crate) fn is_one_file(&self, task: &str) -> bool {
+        self.of(task).is_some_and(|path| Path::new(path).is_file())
+    }
+
     /// The last path that is meant for a task.
     fn of(&self, task: &str) -> Option<&str> {
         let is_meant = |pattern: &str| {
@@ -47,6 +52,21 @@ impl Split {
     /// The documents.
     pub(crate) fn docs(&self) -> &[Doc] {
         &self.docs
+    }
+
+    /// The documents alone.
+    pub(crate) fn into_docs(self) -> Vec<Doc> {
+        self.docs
+    }
+
+    /// The row of each document.
+    pub(crate) fn rows(&self) -> &[usize] {
+        &self.rows
+    }
+
+    /// The row of a document.
+    pub(crate) fn row(&self, doc_id: usize) -> Option<usize> {
+        self.rows.get(doc_id).copied()
     }
 
     /// Says where a document stands, for messages.
@@ -206,6 +226,12 @@ fn process_all(docs: Vec<Doc>, process: Option<ProcessDocs>) -> Result<Vec<(usiz
             let mut random = Random::new(seed);
             docs.map(|(row, doc)| in_row(row, change(doc, &mut random))).collect()
         }
+        Some(ProcessDocs::Some(change)) => docs
+            .filter_map(|(row, doc)| match change(doc) {
+                Ok(doc) => Some(Ok((row, doc?))),
+                Err(problem) => Some(Err((row, problem))),
+            })
+            .collect(),
         Some(ProcessDocs::Where(column, value)) => {
             Ok(docs.filter(|(_, doc)| doc.get(column).and_then(Json::as_str) == Some(value)).collect())
         }

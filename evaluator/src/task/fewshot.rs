@@ -17,6 +17,19 @@ pub(crate) struct Sampler<'a> {
     pub(crate) is_first_n: bool,
     /// Whether a document may be among its own examples, so that it has to be left out.
     pub(crate) leaves_out: bool,
+    /// The rows of the split that is evaluated, where the examples are from there; else empty.
+    pub(crate) rows: &'a [usize],
+}
+
+/// The document that examples are chosen for.
+#[derive(Clone, Copy)]
+pub(crate) struct Asking<'a> {
+    /// Its number.
+    pub(crate) doc_id: usize,
+    /// Its row in the split.
+    pub(crate) row: Option<usize>,
+    /// Itself.
+    pub(crate) doc: &'a Doc,
 }
 
 /// Where random choices come from.
@@ -32,50 +45,71 @@ pub(crate) enum Draws<'a> {
     },
 }
 
-impl Sampler<'_> {
-    /// Chooses `n` examples for document `doc_id`.
-    pub(crate) fn sample(&self, draws: &mut Draws, n: usize, doc_id: usize, doc: &Doc) -> Result<Vec<&Doc>, String> {
-        let others = || self.docs.iter().filter(|other| !self.leaves_out || *other != doc).collect::<Vec<&Doc>>();
-        if self.is_first_n {
-            let mut pool = others();
-            return enough(n, pool.len()).map(|()| {
-                pool.truncate(n);
-                pool
-            });
+impl<'s> Sampler<'s> {
+    /// Chooses `n` examples for a document.
+    pub(crate) fn sample(&self, draws: &mut Draws, n: usize, asking: Asking) -> Result<Vec<&'s Doc>, String> {
+        let chosen = match draws {
+            _ if self.is_first_n => self.others(asking).take(n).collect(),
+            Draws::Stream(random) => self.drawn_from_stream(random, n, asking)?,
+            Draws::Keyed { seed, task } => self.drawn(n, asking, &mut keyed(*seed, task, asking.doc_id)),
+        };
+        enough(n, chosen.len())?;
+        Ok(chosen.into_iter().map(|at| &self.docs[at]).collect())
+    }
+
+    fn is_own(&self, at: usize, asking: Asking) -> bool {
+        let is_row = || asking.row.is_some() && self.rows.get(at).copied() == asking.row;
+        self.leaves_out && (is_row() || self.docs[at] == *asking.doc)
+    }
+
+    fn others(&self, asking: Asking) -> impl Iterator<Item = usize> {
+        (0..self.docs.len()).filter(move |at| !self.is_own(*at, asking))
+    }
+
+    /// Draws until there are enough that are different and not the document itself. Where there are hardly enough, they are
+    /// drawn from a list of the others.
+    fn drawn(&self, n: usize, asking: Asking, random: &mut Random) -> Vec<usize> {
+        let mut drawn: Vec<usize> = Vec::with_capacity(n);
+        if self.docs.len() > 2 * n {
+            for _ in 0..8 * (n + 8) {
+                let at = random.below(self.docs.len());
+                if !drawn.contains(&at) && !self.is_own(at, asking) {
+                    drawn.push(at);
+                }
+                if drawn.len() == n {
+                    return drawn;
+                }
+            }
         }
-        match draws {
-            Draws::Stream(random) => self.drawn_from_stream(random, n, doc, others),
-            Draws::Keyed { seed, task } => pick(&others(), n, &mut keyed(*seed, task, doc_id)),
-        }
+        let others: Vec<usize> = self.others(asking).collect();
+        let places = random.sample(others.len(), n.min(others.len())).unwrap_or_default();
+        places.into_iter().map(|at| others[at]).collect()
     }
 
     /// lm-eval draws one more than it needs, and draws anew from the others if the document came more than once.
-    fn drawn_from_stream<'a>(
-        &'a self,
-        random: &mut Random,
-        n: usize,
-        doc: &Doc,
-        others: impl Fn() -> Vec<&'a Doc>,
-    ) -> Result<Vec<&'a Doc>, String> {
-        let all: Vec<&Doc> = self.docs.iter().collect();
+    fn drawn_from_stream(&self, random: &mut Random, n: usize, asking: Asking) -> Result<Vec<usize>, String> {
+        let pick =
+            |random: &mut Random, n: usize, n_docs: usize| random.sample(n_docs, n).ok_or_else(|| too_few(n, n_docs));
         if !self.leaves_out {
-            return pick(&all, n, random);
+            return pick(random, n, self.docs.len());
         }
-        let mut drawn = pick(&all, n + 1, random)?;
-        drawn.retain(|other| *other != doc);
+        let mut drawn = pick(random, n + 1, self.docs.len())?;
+        drawn.retain(|at| !self.is_own(*at, asking));
         drawn.truncate(n);
-        if drawn.len() < n { pick(&others(), n, random) } else { Ok(drawn) }
+        if drawn.len() == n {
+            return Ok(drawn);
+        }
+        let others: Vec<usize> = self.others(asking).collect();
+        Ok(pick(random, n, others.len())?.into_iter().map(|at| others[at]).collect())
     }
 }
 
-fn pick<'a>(docs: &[&'a Doc], n: usize, random: &mut Random) -> Result<Vec<&'a Doc>, String> {
-    enough(n, docs.len())?;
-    let drawn = random.sample(docs.len(), n).unwrap_or_default();
-    Ok(drawn.into_iter().map(|at| docs[at]).collect())
+fn enough(n: usize, n_docs: usize) -> Result<(), String> {
+    if n <= n_docs { Ok(()) } else { Err(too_few(n, n_docs)) }
 }
 
-fn enough(n: usize, n_docs: usize) -> Result<(), String> {
-    if n <= n_docs { Ok(()) } else { Err(format!("{n} examples are wanted, but there are only {n_docs}")) }
+fn too_few(n: usize, n_docs: usize) -> String {
+    format!("{n} examples are wanted, but there are only {n_docs}")
 }
 
 /// A stream of its own for a seed, a task and a document.
@@ -101,37 +135,80 @@ mod tests {
         docs.iter().map(|doc| doc["q"].as_str().unwrap().to_owned()).collect()
     }
 
+    fn sampler(docs: &[Doc], is_first_n: bool) -> Sampler<'_> {
+        Sampler { docs, is_first_n, leaves_out: true, rows: &[] }
+    }
+
+    fn asking(docs: &[Doc], doc_id: usize) -> Asking<'_> {
+        Asking { doc_id, row: None, doc: &docs[doc_id] }
+    }
+
     #[test]
     fn keyed_choices_depend_on_nothing_else() {
-        let docs = docs(&["a", "b", "c", "d", "e", "f"]);
-        let sampler = Sampler { docs: &docs, is_first_n: false, leaves_out: true };
+        let docs = docs(&["a", "b", "c", "d", "e", "f", "g", "h"]);
+        let sampler = sampler(&docs, false);
         let mut draws = Draws::Keyed { seed: 1234, task: "t" };
-        let forward: Vec<_> = (0..6).map(|i| names(&sampler.sample(&mut draws, 3, i, &docs[i]).unwrap())).collect();
-        for i in (0..6).rev() {
-            let mut draws = Draws::Keyed { seed: 1234, task: "t" };
-            let chosen = names(&sampler.sample(&mut draws, 3, i, &docs[i]).unwrap());
-            assert_eq!(chosen, forward[i]);
-            assert!(!chosen.contains(&docs[i]["q"].as_str().unwrap().to_owned()));
+        // Of eight documents three are drawn, of seven others six are picked.
+        for n in [3, 6] {
+            let forward: Vec<_> =
+                (0..8).map(|i| names(&sampler.sample(&mut draws, n, asking(&docs, i)).unwrap())).collect();
+            for i in (0..8).rev() {
+                let mut draws = Draws::Keyed { seed: 1234, task: "t" };
+                let mut chosen = names(&sampler.sample(&mut draws, n, asking(&docs, i)).unwrap());
+                assert_eq!(chosen, forward[i]);
+                assert!(!chosen.contains(&docs[i]["q"].as_str().unwrap().to_owned()));
+                chosen.sort();
+                chosen.dedup();
+                assert_eq!(chosen.len(), n);
+            }
+            assert!((1..8).any(|i| forward[i] != forward[0]));
         }
-        assert!((1..6).any(|i| forward[i] != forward[0]));
+    }
+
+    #[test]
+    fn all_documents_are_drawn_as_often() {
+        let names: Vec<String> = (0..40).map(|i| i.to_string()).collect();
+        let docs = docs(&names.iter().map(String::as_str).collect::<Vec<_>>());
+        let mut n_drawn = [0; 40];
+        for seed in 0..400 {
+            let mut draws = Draws::Keyed { seed, task: "t" };
+            for doc in sampler(&docs, false).sample(&mut draws, 4, asking(&docs, 0)).unwrap() {
+                n_drawn[doc["q"].as_str().unwrap().parse::<usize>().unwrap()] += 1;
+            }
+        }
+        // 1,600 draws of 39 documents: 41 each, with a deviation of 6.
+        assert!(n_drawn[0] == 0 && n_drawn[1..].iter().all(|n| (18..65).contains(n)), "{n_drawn:?}");
+    }
+
+    #[test]
+    fn a_row_is_left_out_also_if_it_is_written_otherwise() {
+        let docs = docs(&["a", "b", "c"]);
+        let other = self::docs(&["written otherwise"]);
+        let sampler = Sampler { rows: &[10, 11, 12], ..sampler(&docs, false) };
+        for seed in 0..20 {
+            let asking = Asking { doc_id: 0, row: Some(11), doc: &other[0] };
+            let mut draws = Draws::Keyed { seed, task: "t" };
+            assert!(!names(&sampler.sample(&mut draws, 2, asking).unwrap()).contains(&"b".to_owned()));
+        }
     }
 
     #[test]
     fn a_document_that_comes_twice_is_left_out_twice() {
         let docs = docs(&["a", "a", "b"]);
-        let sampler = Sampler { docs: &docs, is_first_n: false, leaves_out: true };
-        let mut draws = Draws::Stream(Box::new(Random::new(0)));
-        for _ in 0..5 {
-            assert_eq!(names(&sampler.sample(&mut draws, 1, 0, &docs[0]).unwrap()), ["b"]);
+        for mut draws in [Draws::Stream(Box::new(Random::new(0))), Draws::Keyed { seed: 0, task: "t" }] {
+            for _ in 0..5 {
+                assert_eq!(names(&sampler(&docs, false).sample(&mut draws, 1, asking(&docs, 0)).unwrap()), ["b"]);
+            }
+            let error = sampler(&docs, false).sample(&mut draws, 3, asking(&docs, 0)).unwrap_err();
+            assert!(error.contains("3 examples are wanted, but there are only") || error.contains("only 3"), "{error}");
         }
-        assert!(sampler.sample(&mut draws, 3, 0, &docs[0]).unwrap_err().contains("only 3"));
     }
 
     #[test]
     fn the_first_are_taken_in_order() {
         let docs = docs(&["a", "b", "c"]);
-        let sampler = Sampler { docs: &docs, is_first_n: true, leaves_out: true };
         let mut draws = Draws::Keyed { seed: 0, task: "t" };
-        assert_eq!(names(&sampler.sample(&mut draws, 2, 0, &docs[0]).unwrap()), ["b", "c"]);
+        assert_eq!(names(&sampler(&docs, true).sample(&mut draws, 2, asking(&docs, 0)).unwrap()), ["b", "c"]);
+        assert!(sampler(&docs, true).sample(&mut draws, 3, asking(&docs, 0)).unwrap_err().contains("only 2"));
     }
 }

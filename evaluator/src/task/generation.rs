@@ -18,6 +18,9 @@ const KNOWN: [&str; 9] = [
     "max_completion_tokens",
 ];
 
+/// The names of the most tokens that are generated; the first that is given counts.
+const OF_LENGTH: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
+
 /// Complains about what a task cannot ask of generation.
 pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), Fault> {
     settings(kwargs)
@@ -32,10 +35,10 @@ pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String
     }
     let temperature = optional(kwargs, "temperature", number, "a number")?.unwrap_or(0.0);
     let do_sample = optional(kwargs, "do_sample", Json::as_bool, "true or false")?.unwrap_or(temperature > 0.0);
-    let count = |value: &Json| value.as_u64().map(|n| n as usize);
-    let aliases = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
+    let whole = |value: &Json| value.as_f64().filter(|value| *value >= 0.0 && value.fract() == 0.0).map(|n| n as u64);
+    let count = |value: &Json| value.as_u64().or_else(|| whole(value)).map(|n| n as usize);
     let mut max_gen_toks = None;
-    for alias in aliases {
+    for alias in OF_LENGTH {
         max_gen_toks = max_gen_toks.or(optional(kwargs, alias, count, "a number of tokens")?);
     }
     Ok(GenerationSettings {
@@ -46,6 +49,34 @@ pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String
         top_p: optional(kwargs, "top_p", number, "a number")?.unwrap_or(1.0),
         top_k: optional(kwargs, "top_k", count, "a number of tokens")?,
     })
+}
+
+/// What of these keys has no effect, in words. lm-eval warns of the same.
+pub(crate) fn without_effect(kwargs: &Map<String, Json>) -> Vec<String> {
+    let given = |key: &&str| kwargs.get(*key).is_some_and(|value| !value.is_null());
+    let mut of_length = OF_LENGTH.iter().filter(|key| given(key));
+    let counts = of_length.next();
+    let mut found: Vec<String> = of_length
+        .map(|key| {
+            format!(
+                "{key}={} has no effect: {}={} counts",
+                kwargs[*key],
+                counts.unwrap_or(key),
+                kwargs[*counts.unwrap_or(key)]
+            )
+        })
+        .collect();
+    let temperature = kwargs.get("temperature").and_then(number).unwrap_or(0.0);
+    match kwargs.get("do_sample").and_then(Json::as_bool) {
+        Some(true) if temperature == 0.0 => {
+            found.push("do_sample=true has no effect: it needs a temperature above 0".into());
+        }
+        Some(false) if temperature != 0.0 => {
+            found.push(format!("temperature={temperature} has no effect: it needs do_sample=true"));
+        }
+        _ => {}
+    }
+    found
 }
 
 fn optional<T>(
@@ -95,6 +126,17 @@ mod tests {
     fn tokens_have_several_names() {
         assert_eq!(read(json!({"max_tokens": 3, "max_gen_toks": 7})).unwrap().max_gen_toks, Some(7));
         assert_eq!(read(json!({"until": "x"})).unwrap().until, ["x"]);
+    }
+
+    #[test]
+    fn what_has_no_effect_is_said() {
+        let said = |kwargs: Json| without_effect(kwargs.as_object().unwrap());
+        let lengths = json!({"max_gen_toks": 7, "max_new_tokens": 3, "max_tokens": null});
+        assert_eq!(said(lengths), ["max_new_tokens=3 has no effect: max_gen_toks=7 counts"]);
+        assert!(said(json!({"do_sample": false, "temperature": 0.5}))[0].contains("needs do_sample=true"));
+        assert!(said(json!({"do_sample": true}))[0].contains("needs a temperature"));
+        assert!(said(json!({"temperature": 0.5, "max_new_tokens": 3})).is_empty());
+        assert_eq!(read(json!({"max_gen_toks": 8.0})).unwrap().max_gen_toks, Some(8));
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! The templates of task files: Jinja set up as lm-eval sets it up, with Python's methods and Python's way of printing.
 
+mod concat;
+
 use minijinja::value::{Serde, ValueKind, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat;
@@ -28,7 +30,9 @@ impl Template {
         environment.set_formatter(print);
         environment.set_unknown_method_callback(method);
         environment.add_filter("regex_replace", regex_replace);
-        environment.add_template_owned(NAME, source.to_owned()).map_err(|error| describe(&error))?;
+        environment.add_filter("string", string);
+        let source = concat::with_python_texts(source);
+        environment.add_template_owned(NAME, source).map_err(|error| describe(&error))?;
         Ok(Self { environment })
     }
 
@@ -55,14 +59,19 @@ fn describe(error: &Error) -> String {
 
 /// Prints a value as Python's `str` does.
 fn print(out: &mut Output, _: &mut State, value: &Value) -> Result<(), Error> {
+    let written = match value.as_str() {
+        Some(text) => out.write_str(text),
+        None => out.write_str(&string(value.clone())?),
+    };
+    written.map_err(|error| invalid(error.to_string()))
+}
+
+/// `str(value)`.
+fn string(value: Value) -> Result<String, Error> {
     if value.is_undefined() {
         return Err(Error::from(ErrorKind::UndefinedError));
     }
-    let written = match value.as_str() {
-        Some(text) => out.write_str(text),
-        None => out.write_str(&repr::str(&json(value))),
-    };
-    written.map_err(|error| invalid(error.to_string()))
+    Ok(repr::str(&json(&value)))
 }
 
 fn json(value: &Value) -> Json {
@@ -208,6 +217,11 @@ mod tests {
             "['a', \"it's\"]|True|1.0|None",
         );
         check("{{[a, b]}}\n", json!({"a": "x", "b": 2}), "['x', 2]\n");
+        let doc = json!({"yes": true, "none": null, "list": ["a", false], "half": 0.5, "text": "it"});
+        check("{{yes|string}} {{list|string|length}} {{none|string|lower}}", doc.clone(), "True 12 none");
+        check("{{yes ~ none ~ list}}|{{half ~ 1}}|{{text ~ '!'}}", doc.clone(), "TrueNone['a', False]|0.51|it!");
+        check("{% if text ~ yes == 'itTrue' %}same{% endif %}", doc, "same");
+        assert!(render("{{ nothing ~ 1 }}", json!({})).is_err());
     }
 
     #[test]

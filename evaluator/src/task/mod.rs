@@ -24,18 +24,24 @@ mod python;
 mod registry;
 mod sample;
 mod score;
+mod shots;
 mod yaml;
 
 pub use ask::{Instance, PromptOptions, Task};
 pub use config::{OutputType, TaskConfig};
 pub use data::DataPaths;
+pub(crate) use error::did_you_mean;
 pub use error::{Fault, Place, TaskError};
 pub use generation::settings as generation_settings;
+pub(crate) use generation::without_effect;
 pub use group::{Aggregate, Group};
 pub use metric::Score;
+pub use native::allow_other_python;
 pub use prompt::ChatStyle;
 pub use registry::{Listed, Registry, Selection};
 pub use sample::{Choices, Sample, task_hash};
 pub use score::{Counts, MetricScore, TaskScores};
 
-pub(crate) use metric::{pooled, unweighted};
+pub(crate) use mersenne::Random;
+pub(crate) use metric::{Aggregation, pooled, unweighted, usual_aggregation};
+pub(crate) use python::literal::literal_eval;

@@ -208,7 +208,11 @@ impl Task {
                     Score::Count(i64::from(gold.any(|at| asked.get(at).is_some_and(|(_, greedy)| *greedy))))
                 }
                 "f1" | "mcc" => Score::pair(gold.listed(), Score::Count(guess as i64)),
-                "brier_score" => Score::pair(gold.listed(), probabilities(&logprobs)),
+                // Without a right choice there is nothing that the probabilities could be off from.
+                "brier_score" => match gold {
+                    Gold::One(Some(_)) => Score::pair(gold.listed(), probabilities(&logprobs)),
+                    _ => return None,
+                },
                 _ => return None,
             })
         }))

@@ -44,6 +44,11 @@ impl Room {
                 + "doc_to_target: \"{{choices[gold]}}\"\ngeneration_kwargs:\n  until: [\"e\"]\n  max_gen_toks: 12\n\
                    metric_list:\n  - metric: exact_match\n"),
         );
+        room.write(
+            "texts.yaml",
+            &(head("texts", "loglikelihood_rolling").replace("doc_to_text: \"Q: {{q}}\\nA:\"", "doc_to_text: \"\"")
+                + "doc_to_target: q\nmetric_list:\n  - metric: byte_perplexity\n"),
+        );
         room
     }
 

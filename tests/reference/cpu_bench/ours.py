@@ -29,7 +29,8 @@ class Ours:
 
     def eval(self, case: Case) -> tuple[float, float]:
         rows = self.inputs.rows(case, case.steps)
-        ran = run([self.evaluator, "perplexity", "--model", self.inputs.model(case), "--data", rows, "--timings"])
+        ran = run([self.evaluator, "perplexity", "--model", self.inputs.model(case), "--data", rows, "--dtype", case.dtype,
+                   "--timings"])
         timings = json.loads(ran.complained.splitlines()[-1])
         assert timings["tokens"] == case.steps * (case.length - 1), timings
         return timings["tokens_per_second"], ran.rss

@@ -157,7 +157,7 @@ fn open_in_turn<'a>(
     ranks: &Ranks,
 ) -> Result<Option<Tasks<'a>>> {
     let open = || match (&plan.tasks, selection.clone()) {
-        (Some(_), Some(selection)) => Tasks::open(plan, selection, chat, hub).map(Some),
+        (Some(_), Some(selection)) => ranks.at_work().during(|| Tasks::open(plan, selection, chat, hub)).map(Some),
         _ => Ok(None),
     };
     match ranks.share(if ranks.is_first_here() { open().map(Some) } else { Ok(None) })? {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candlewick_text::hub::Hub;
-use evaluator::answer::{AnswerSettings, Answers, LmAnswers, Stopped};
+use evaluator::answer::{AnswerSettings, LmAnswers, Stopped};
 use evaluator::chat::Chat;
 use evaluator::exit::ExitCode;
 use evaluator::lm::Voice;
@@ -125,7 +125,7 @@ impl<'a> Tasks<'a> {
     }
 
     fn crew(&self, ranks: &Ranks) -> Crew {
-        Crew::of(ranks.world_group(), &ranks.groups, self.in_shares)
+        Crew::of(ranks.world_group(), &ranks.groups, self.in_shares).with_at_work(ranks.at_work())
     }
 
     /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; nothing if somebody
@@ -138,7 +138,7 @@ impl<'a> Tasks<'a> {
             ..AnswerSettings::default()
         };
         let mut answers = LmAnswers::of(voice, settings, self.crew(ranks))?.with_stop(|| stop.poll().is_some());
-        let answered = match answers.answer(&self.questions.requests()) {
+        let answered = match self.questions.ask(&mut answers) {
             Err(error) if error.is::<Stopped>() => return Ok(None),
             answered => answered?,
         };

@@ -103,6 +103,13 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// Returns the number format of the first tensor, by name, that is in one of those that are read.
+    pub fn float_dtype(&self) -> Option<DType> {
+        let known = [DType::F32, DType::BF16, DType::F16];
+        let of = |entry: &Entry| known.into_iter().find(|dtype| element::disk_dtype(*dtype) == Some(entry.dtype));
+        self.tensors.values().find_map(|(_, entry)| of(entry))
+    }
+
     /// Returns the number of bytes of all tensors.
     pub fn n_bytes(&self) -> usize {
         self.tensors.values().map(|(_, entry)| entry.bytes.len()).sum()

@@ -14,6 +14,7 @@ use super::{STYLE, render};
 struct Row<'c> {
     task: &'c str,
     metric: &'c str,
+    arrow: &'c str,
     filter: &'c str,
     n: usize,
     n_unpaired: usize,
@@ -37,8 +38,8 @@ pub fn comparison_page(comparison: &Comparison, names: [&str; 2]) -> Result<Stri
     };
     let rows: Vec<Row> = comparison.differences.iter().map(|difference| row(difference, scale(difference))).collect();
     let [a, b] = names;
-    let (end, unpaired) = (shared.to, Serde(&comparison.unpaired));
-    render("comparison.html", context! { style => STYLE, a, b, end, unpaired, rows => Serde(rows) })
+    let (end, unpaired, left_out) = (shared.to, Serde(&comparison.unpaired), Serde(&comparison.left_out));
+    render("comparison.html", context! { style => STYLE, a, b, end, unpaired, left_out, rows => Serde(rows) })
 }
 
 fn row(d: &MetricDifference, scale: Scale) -> Row<'_> {
@@ -51,6 +52,7 @@ fn row(d: &MetricDifference, scale: Scale) -> Row<'_> {
     Row {
         task: &d.task,
         metric: &d.metric,
+        arrow: if d.higher_is_better { "↑" } else { "↓" },
         filter: &d.filter,
         n: d.n,
         n_unpaired: d.n_unpaired,

@@ -79,7 +79,7 @@ impl Report<'_> {
         let sizes: Vec<usize> = docs.iter().map(|docs| docs.iter().map(String::len).sum()).collect();
         let shares = samples::shares(&sizes, self.sample_bytes);
         let section = |((run, docs), share): ((&TaskRun, &Vec<String>), usize)| {
-            let config = serde_json::to_string_pretty(&run.config.dump())?;
+            let config = serde_json::to_string_pretty(&run.config())?;
             let n_shown = samples::n_within(docs, share);
             Ok(Section {
                 name: run.config.task.clone(),

@@ -69,13 +69,17 @@ impl Aggregation {
             return super::aggregation_named(&function);
         }
         let Value::Text(name) = &entry.node.value else { return Err(wrong(entry, "the name of an aggregation")) };
-        let known = NAMES.iter().find(|(known, _)| known == name).map(|(_, aggregation)| *aggregation);
-        known.ok_or_else(|| {
+        Self::named(name).ok_or_else(|| {
             let names = NAMES.map(|(name, _)| name);
             let near = did_you_mean(name, names);
             let fault = Fault::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
             fault.note(format!("known are {}", names.join(", ")))
         })
+    }
+
+    /// The aggregation of this name in task files.
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        NAMES.iter().find(|(known, _)| *known == name).map(|(_, aggregation)| *aggregation)
     }
 
     /// Aggregates.

@@ -135,10 +135,13 @@ const KEYS: [&str; 4] = ["metric", "aggregation", "higher_is_better", "hf_evalua
 fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, Fault> {
     let keys = Keys::open(node, "a metric")?;
     let entry = keys.get("metric").ok_or_else(|| keys.fault("an entry of metric_list needs the key `metric`"))?;
-    if keys.flag("hf_evaluate", false)? {
-        return Err(keys.fault("hf_evaluate: metrics of the package evaluate are Python code and not run"));
-    }
     let function = as_function(entry);
+    // lm-eval's own exact_match is that of the package.
+    if keys.flag("hf_evaluate", false)? && entry.node.text_or_empty() != "exact_match" {
+        return Err(
+            keys.fault("hf_evaluate: of the package evaluate only exact_match is here; its metrics are Python code")
+        );
+    }
     let name = match &function {
         Some(function) => function.name.rsplit('.').next().unwrap_or_default().to_owned(),
         None => keys.required_text("metric")?,
@@ -199,6 +202,11 @@ fn scored(keys: &Keys, entry: &Entry, name: &str, output: OutputType) -> Result<
     }
     keys.only(&KEYS)?;
     Ok(Metric::Texts)
+}
+
+/// What a metric that lm-eval registers aggregates by, and whether a higher value is better.
+pub(crate) fn usual_aggregation(name: &str) -> Option<(Aggregation, bool)> {
+    KNOWN.iter().find(|known| known.name == name).map(|known| (known.aggregation, known.higher_is_better))
 }
 
 /// The functions that a metric may aggregate by, by the names of lm-eval.

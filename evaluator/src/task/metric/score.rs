@@ -1,6 +1,7 @@
 //! A document's value of a metric.
 
 use serde::{Serialize, Serializer};
+use serde_json::Value as Json;
 
 /// A value, or the parts that only the aggregation puts together.
 #[derive(Clone, Debug, PartialEq)]
@@ -53,6 +54,22 @@ impl Score {
         match self {
             Self::Text(text) => Some(text),
             _ => None,
+        }
+    }
+}
+
+impl From<&Json> for Score {
+    /// A value as a record lists it.
+    fn from(value: &Json) -> Self {
+        match value {
+            Json::Null => Self::None,
+            Json::Bool(value) => Self::Flag(*value),
+            Json::Number(number) => {
+                number.as_i64().map_or_else(|| number.as_f64().map_or(Self::None, Self::Number), Self::Count)
+            }
+            Json::String(text) => Self::Text(text.clone()),
+            Json::Array(items) => Self::List(items.iter().map(Self::from).collect()),
+            Json::Object(_) => Self::None,
         }
     }
 }

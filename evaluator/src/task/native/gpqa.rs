@@ -1,10 +1,13 @@
 //! GPQA: the choices in random order. lm-eval shuffles with Python's own generator, which `--seed` sets to 0 by default, and
 //! `n_shot` with one of its own.
 
+use std::sync::LazyLock;
+
 use serde_json::{Value as Json, json};
 
 use super::{Doc, ProcessDocs, Twin};
 use crate::task::mersenne::Random;
+use crate::task::python::pattern::Pattern;
 use crate::task::python::text::strip;
 
 pub(super) const TWINS: &[(&str, Twin)] = &[
@@ -23,6 +26,23 @@ fn plain(doc: Doc, random: &mut Random) -> Result<Doc, String> {
 
 fn with_list(doc: Doc, random: &mut Random) -> Result<Doc, String> {
     shuffled(doc, random, true)
+}
+
+/// The same with what stands in brackets taken away.
+pub(super) fn without_brackets(mut doc: Doc, random: &mut Random) -> Result<Doc, String> {
+    static BRACKETS: LazyLock<Pattern> = LazyLock::new(|| Pattern::new(r"\[.*?\]").expect("the pattern is a constant"));
+    let written: Vec<Option<Json>> = ANSWERS.iter().map(|column| doc.get(*column).cloned()).collect();
+    for column in ANSWERS {
+        if let Some(answer) = doc.get(column).and_then(Json::as_str) {
+            let answer = BRACKETS.remove(&strip(answer).replace(" [title]", ". "))?;
+            doc.insert(column.into(), json!(answer));
+        }
+    }
+    let mut doc = shuffled(doc, random, false)?;
+    for (column, answer) in ANSWERS.iter().zip(written) {
+        doc.extend(answer.map(|answer| ((*column).to_owned(), answer)));
+    }
+    Ok(doc)
 }
 
 fn shuffled(mut doc: Doc, random: &mut Random, with_list: bool) -> Result<Doc, String> {

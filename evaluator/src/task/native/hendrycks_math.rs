@@ -42,7 +42,7 @@ fn boxed_answer(solution: &str) -> Result<String, String> {
 }
 
 /// The last `\boxed{...}` or `\fbox{...}`, up to the brace that closes it.
-fn last_boxed(text: &str) -> Option<String> {
+pub(super) fn last_boxed(text: &str) -> Option<String> {
     if text.contains("\\boxed ") {
         let tail = text.rsplit("\\boxed ").next().unwrap_or_default();
         return Some(format!("\\boxed {}", tail.split('$').next().unwrap_or_default()));
@@ -63,7 +63,7 @@ fn last_boxed(text: &str) -> Option<String> {
 }
 
 /// Whether two answers are spelt the same once evened out; as they stand if one of them cannot be.
-fn is_equivalent(one: &str, other: &str) -> bool {
+pub(super) fn is_equivalent(one: &str, other: &str) -> bool {
     match (even_out(one), even_out(other)) {
         (Some(one), Some(other)) => one == other,
         _ => one == other,

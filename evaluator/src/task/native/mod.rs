@@ -7,6 +7,7 @@ mod hellaswag;
 mod hendrycks_math;
 mod humaneval;
 mod ifeval;
+mod leaderboard;
 mod mmlu_pro;
 mod python_file;
 mod sandbox;
@@ -27,6 +28,7 @@ use super::mersenne::Random;
 use super::metric::{Aggregation, Score};
 
 pub(crate) use humaneval::GenerationMetric;
+pub use python_file::allow_other_python;
 pub(crate) use python_file::hex;
 pub(crate) use wikitext::count_words;
 
@@ -40,6 +42,8 @@ pub(crate) enum ProcessDocs {
     Each(fn(Doc) -> Result<Doc, String>),
     /// Each is changed with random choices.
     Random(u64, fn(Doc, &mut Random) -> Result<Doc, String>),
+    /// Some are left out, the others changed.
+    Some(fn(Doc) -> Result<Option<Doc>, String>),
     /// Those stay whose column has the value.
     Where(&'static str, &'static str),
 }
@@ -60,12 +64,14 @@ pub(super) enum Twin {
     FilterClass(fn(&Keys) -> Result<Arc<dyn Filter>, Fault>),
     /// The `filter_fn` of a custom filter.
     FilterFunction(fn() -> Arc<dyn Filter>),
+    /// Examples that are written into a Python file.
+    Samples(fn(&Function) -> Result<Vec<Doc>, String>),
     Metric(fn(&Keys) -> Result<GenerationMetric, Fault>),
     Aggregation(Aggregation),
 }
 
 /// All twins, by module.
-const MODULES: [&[(&str, Twin)]; 10] = [
+const MODULES: [&[(&str, Twin)]; 11] = [
     hellaswag::TWINS,
     winogrande::TWINS,
     wikitext::TWINS,
@@ -76,6 +82,7 @@ const MODULES: [&[(&str, Twin)]; 10] = [
     mmlu_pro::TWINS,
     hendrycks_math::TWINS,
     bbh::TWINS,
+    leaderboard::TWINS,
 ];
 
 pub(crate) fn process_docs(function: &Function) -> Result<ProcessDocs, Fault> {
@@ -97,6 +104,15 @@ pub(crate) fn field(function: &Function) -> Result<FieldFunction, Fault> {
         Twin::Field(twin) => Some(twin),
         _ => None,
     })
+}
+
+/// The examples that a function lists.
+pub(crate) fn samples(function: &Function) -> Result<Vec<Doc>, Fault> {
+    let samples = find(function, "samples", |twin| match twin {
+        Twin::Samples(twin) => Some(twin),
+        _ => None,
+    });
+    samples?(function).map_err(|problem| Fault::at(function.place.clone(), format!("samples: {problem}")))
 }
 
 pub(crate) fn filter_class(function: &Function, keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
@@ -135,7 +151,8 @@ fn find<T>(function: &Function, role: &str, take: impl Fn(Twin) -> Option<T>) ->
     let is_twin =
         |name: &str| function.name.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('/'));
     let twins = || MODULES.iter().copied().flatten();
-    let Some((name, twin)) = twins().find(|(name, _)| is_twin(name)) else {
+    // The longest path is the one that is meant: there are several `mmlu_pro/utils`.
+    let Some((name, twin)) = twins().filter(|(name, _)| is_twin(name)).max_by_key(|(name, _)| name.len()) else {
         let of_role = || twins().filter(|(_, twin)| take(*twin).is_some()).map(|(name, _)| *name);
         let near = did_you_mean(&function.name, of_role());
         let mut modules: Vec<&str> = of_role().filter_map(|name| Some(name.rsplit_once('.')?.0)).collect();
@@ -146,7 +163,7 @@ fn find<T>(function: &Function, role: &str, take: impl Fn(Twin) -> Option<T>) ->
     };
     let wrong = || Fault::at(function.place.clone(), format!("!function {name} is not {role}"));
     let found = take(*twin).ok_or_else(wrong)?;
-    python_file::warn_if_changed(function, name);
+    python_file::check(function, name)?;
     Ok(found)
 }
 

@@ -1,13 +1,15 @@
 //! Whether the Python file beside a task is the one that a twin was written after.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use sha2::{Digest, Sha256};
 
 use crate::task::config::Function;
+use crate::task::error::Fault;
 
 /// The files of lm-eval 0.4.13, by the SHA-256 of their bytes.
-const KNOWN: [(&str, &str); 12] = [
+const KNOWN: [(&str, &str); 16] = [
     ("hellaswag/utils", "07d23b60b28f2a4f658dcf8440623a63fe6644854ce9b846a114dde980dc1214"),
     ("winogrande/preprocess_winogrande", "e55327629264a98f1d383fda24645b6779afb53fa0bce2150042b9416b1ae006"),
     ("wikitext/preprocess_wikitext", "a44020374b172159bf5be80a64d2c4194c9d5c77284f696ac666361338c8da7d"),
@@ -17,20 +19,38 @@ const KNOWN: [(&str, &str); 12] = [
     ("gpqa/n_shot/utils", "8c70526cdc0f32811cd4cd35db6983561583980b4b7552c3484dc6846b41e241"),
     ("gpqa/zeroshot/utils", "7c755f2c3f8f4ac20de96fb68941c43424d2ded0552d5ab81e672e15c410655c"),
     ("gpqa/cot_zeroshot/utils", "b603828710f1fb3e1b8fe42726b188544ef8dbd12d25f4ca676e42ca4d1a251b"),
+    ("leaderboard/gpqa/utils", "21901ae19d06c75c1490026f98be390e8b522b1d0d7cdce4f77740b344072883"),
+    ("leaderboard/mmlu_pro/utils", "49a014c4dc39902071760182858e6b4d42aaaa917a440e71a165bdff75085487"),
+    ("leaderboard/musr/utils", "9da42ec170310d8eaac3964994eb02d150e52e0f4514553e395c2a3174c25dd4"),
+    ("leaderboard/math/utils", "07950dcc102f8d3892c6acea62f5b3499a579aee4c5f8e9af6b94c84c43d16b9"),
     ("mmlu_pro/utils", "d47eae06ecf1e9535b033394de62185327a1dca977cb29049003699adeb92801"),
     ("hendrycks_math/utils", "8332e42f23c62043b23d74ee6d3934f997b209cd60a1ad45b7882d6b00929d5c"),
     ("bbh/zeroshot/utils", "ecc017c5c3c0a03757d94072fb74feac74406b63d2f6efa6ec68f73f8db8a9fd"),
 ];
 
-/// Says so if the file that holds `function` is there and is another than that of lm-eval 0.4.13.
-pub(super) fn warn_if_changed(function: &Function, twin: &str) {
-    let Some((path, _)) = function.name.rsplit_once('.') else { return };
+static IS_ALLOWED: AtomicBool = AtomicBool::new(false);
+
+/// Lets twins stand for Python files that are others than lm-eval's, from now on in this process.
+pub fn allow_other_python() {
+    IS_ALLOWED.store(true, Ordering::Relaxed);
+}
+
+/// Refuses a twin if the file that holds `function` is there and is another than that of lm-eval 0.4.13: it may do something
+/// else. Where that is allowed it is a warning.
+pub(super) fn check(function: &Function, twin: &str) -> Result<(), Fault> {
+    let Some((path, _)) = function.name.rsplit_once('.') else { return Ok(()) };
     let module = twin.rsplit_once('.').map_or(twin, |(module, _)| module);
-    let Some((_, known)) = KNOWN.iter().find(|(name, _)| *name == module) else { return };
-    let Ok(bytes) = std::fs::read(Path::new(path).with_extension("py")) else { return };
-    if hex(&Sha256::digest(&bytes)) != *known {
-        tracing::warn!("{path}.py is not that of lm-eval 0.4.13; the native twin {twin} may do something else");
+    let Some((_, known)) = KNOWN.iter().find(|(name, _)| *name == module) else { return Ok(()) };
+    let Ok(bytes) = std::fs::read(Path::new(path).with_extension("py")) else { return Ok(()) };
+    if hex(&Sha256::digest(&bytes)) == *known {
+        return Ok(());
     }
+    let problem = format!("{path}.py is not that of lm-eval 0.4.13; the native twin {twin} may do something else");
+    if IS_ALLOWED.load(Ordering::Relaxed) {
+        tracing::warn!("{problem}");
+        return Ok(());
+    }
+    Err(Fault::at(function.place.clone(), problem).note("take the file away, or allow it with --native-twins"))
 }
 
 /// Bytes as lower-case hexadecimal digits.

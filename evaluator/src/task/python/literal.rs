@@ -16,6 +16,13 @@ pub(crate) fn literal_eval(text: &str) -> Result<Json, String> {
     }
 }
 
+/// Reads the literal that a text begins with, whatever stands behind it.
+pub(crate) fn literal_beginning(text: &str) -> Result<Json, String> {
+    let mut reader = Reader { text, at: 0 };
+    reader.skip_blanks();
+    reader.value()
+}
+
 struct Reader<'a> {
     text: &'a str,
     at: usize,

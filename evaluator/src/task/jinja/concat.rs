@@ -1,0 +1,202 @@
+//! `~` in templates: it joins what Python's `str` prints of both sides, and minijinja's joins what Rust prints. So each side
+//! gets the filter `string`, which is Python's, before a template is compiled.
+
+use std::ops::Range;
+
+/// Gives both sides of every `~` in a template's tags the filter `string`. A side that is more than a value with what is called
+/// on it (a product, a negative number) stays as it is.
+pub(super) fn with_python_texts(source: &str) -> String {
+    let mut inserted: Vec<usize> = Vec::new();
+    for tag in tags(source) {
+        let tokens = tokens(source, tag);
+        for at in (0..tokens.len()).filter(|at| &source[tokens[*at].clone()] == "~") {
+            inserted.extend(end_of_left(source, &tokens[..at]));
+            inserted.extend(end_of_right(source, &tokens[at + 1..]));
+        }
+    }
+    inserted.sort_unstable();
+    inserted.dedup();
+    let (mut out, mut from) = (String::new(), 0);
+    for at in inserted {
+        out += &source[from..at];
+        out += "|string";
+        from = at;
+    }
+    out + &source[from..]
+}
+
+/// The insides of `{{ }}` and `{% %}`.
+fn tags(source: &str) -> Vec<Range<usize>> {
+    let (mut tags, mut at) = (Vec::new(), 0);
+    while let Some(found) = source[at..].find('{') {
+        let start = at + found;
+        let end = match source.as_bytes().get(start + 1) {
+            Some(b'{') => "}}",
+            Some(b'%') => "%}",
+            Some(b'#') => "#}",
+            _ => {
+                at = start + 1;
+                continue;
+            }
+        };
+        let inside = start + 2;
+        let Some(length) = length_up_to(&source[inside..], end) else { break };
+        if end != "#}" {
+            tags.push(inside..inside + length);
+        }
+        at = inside + length + 2;
+    }
+    tags
+}
+
+/// How far it is to `end`, which is not within a text.
+fn length_up_to(text: &str, end: &str) -> Option<usize> {
+    let mut at = 0;
+    while !text[at..].starts_with(end) || end == "}}" && text[at..].starts_with("}}}") {
+        at += match text[at..].chars().next()? {
+            quote @ ('"' | '\'') if end != "#}" => quoted(&text[at..], quote),
+            c => c.len_utf8(),
+        };
+    }
+    Some(at)
+}
+
+/// The length of a text in quotes.
+fn quoted(text: &str, quote: char) -> usize {
+    let mut is_escaped = false;
+    for (at, c) in text.char_indices().skip(1) {
+        match c {
+            c if c == quote && !is_escaped => return at + 1,
+            c => is_escaped = c == '\\' && !is_escaped,
+        }
+    }
+    text.len()
+}
+
+/// Words and numbers, texts, and single marks.
+fn tokens(source: &str, tag: Range<usize>) -> Vec<Range<usize>> {
+    let (mut tokens, mut at) = (Vec::new(), tag.start);
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    while let Some(c) = source[at..tag.end].chars().next() {
+        let rest = &source[at..tag.end];
+        let length = match c {
+            '"' | '\'' => quoted(rest, c),
+            c if is_word(c) => rest.find(|c| !is_word(c)).unwrap_or(rest.len()),
+            c => c.len_utf8(),
+        };
+        if !c.is_whitespace() {
+            tokens.push(at..at + length);
+        }
+        at += length;
+    }
+    tokens
+}
+
+const OPERATORS: [&str; 4] = ["*", "/", "%", "-"];
+
+/// Where the value ends that stands before a `~`.
+fn end_of_left(source: &str, before: &[Range<usize>]) -> Option<usize> {
+    let text = |token: &Range<usize>| &source[token.clone()];
+    let last = before.last()?;
+    let mut first = before.len();
+    // Back over what is called on a value, to the value.
+    loop {
+        first = beginning(source, &before[..first])?;
+        match first.checked_sub(1).map(|at| text(&before[at])) {
+            Some("." | "|") => first -= 1,
+            Some(word) if is_value_end(word) && "([".contains(text(&before[first])) => {}
+            Some(operator) if OPERATORS.contains(&operator) => return None,
+            _ => return Some(last.end),
+        }
+    }
+}
+
+/// Where a word, or a pair of brackets, that ends these tokens begins.
+fn beginning(source: &str, tokens: &[Range<usize>]) -> Option<usize> {
+    let mut depth = 0_usize;
+    for (at, token) in tokens.iter().enumerate().rev() {
+        match &source[token.clone()] {
+            ")" | "]" | "}" => depth += 1,
+            "(" | "[" | "{" => depth = depth.checked_sub(1)?,
+            word if depth == 0 && !is_value_end(word) => return None,
+            _ => {}
+        }
+        if depth == 0 {
+            return Some(at);
+        }
+    }
+    None
+}
+
+/// Whether a value may end with this token.
+fn is_value_end(token: &str) -> bool {
+    const NOT: [&str; 8] = ["if", "else", "in", "and", "or", "not", "is", "set"];
+    let c = token.chars().next().unwrap_or(' ');
+    c.is_alphanumeric() && !NOT.contains(&token) || "_\"')]}".contains(c)
+}
+
+/// Where the value ends that stands behind a `~`.
+fn end_of_right(source: &str, behind: &[Range<usize>]) -> Option<usize> {
+    let text = |at: usize| behind.get(at).map(|token| &source[token.clone()]);
+    let mut at = closing(source, behind, 0)?;
+    loop {
+        at = match text(at + 1) {
+            Some("." | "|") => closing(source, behind, at + 2)?,
+            Some("(" | "[") => closing(source, behind, at + 1)?,
+            Some(operator) if OPERATORS[..3].contains(&operator) => return None,
+            _ => return Some(behind[at].end),
+        };
+    }
+}
+
+/// The last token of a word, or of a pair of brackets, that begins at `at`.
+fn closing(source: &str, tokens: &[Range<usize>], at: usize) -> Option<usize> {
+    let mut depth = 0_usize;
+    for (at, token) in tokens.iter().enumerate().skip(at) {
+        match &source[token.clone()] {
+            "(" | "[" | "{" => depth += 1,
+            ")" | "]" | "}" => depth = depth.checked_sub(1)?,
+            word if depth == 0 && !is_value_end(word) => return None,
+            _ => {}
+        }
+        if depth == 0 {
+            return Some(at);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(source: &str, want: &str) {
+        assert_eq!(with_python_texts(source), want);
+    }
+
+    #[test]
+    fn both_sides_are_texts() {
+        check("{{ a ~ b }}", "{{ a|string ~ b|string }}");
+        check("a ~ b {# a ~ b #} {{ 'a ~ b' }}", "a ~ b {# a ~ b #} {{ 'a ~ b' }}");
+        check(
+            "{{ a.b[0] ~ f(x, '~')|upper ~ [1, c] }}!",
+            "{{ a.b[0]|string ~ f(x, '~')|upper|string ~ [1, c]|string }}!",
+        );
+        check(
+            "{% if a ~ b == c %}{{ (a ~ b) }}{% endif %}",
+            "{% if a|string ~ b|string == c %}{{ (a|string ~ b|string) }}{% endif %}",
+        );
+        check("{{ a + b ~ c }}", "{{ a + b|string ~ c|string }}");
+        check("{{ 'x' ~ {'k': [1]}['k'] }}", "{{ 'x'|string ~ {'k': [1]}['k']|string }}");
+    }
+
+    #[test]
+    fn what_is_more_than_a_value_stays_as_it_is() {
+        check("{{ a * b ~ c }}", "{{ a * b ~ c|string }}");
+        check("{{ a ~ -1 }}", "{{ a|string ~ -1 }}");
+        check("{{ a ~ b * c }}", "{{ a|string ~ b * c }}");
+        check("{{ a ~", "{{ a ~");
+        check("{{ ~ }}{% set x = ~ %}", "{{ ~ }}{% set x = ~ %}");
+    }
+}
