@@ -1,10 +1,12 @@
 //! Which device computes: asked for by name, opened once.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::str::FromStr;
 
 use candle_core::{Device, Result, bail};
+
+#[cfg(feature = "cuda")]
+use crate::nvidia;
 
 /// A device by name: `auto`, `cpu`, `cuda` or `cuda:1`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -75,7 +77,7 @@ pub fn why_no_gpu() -> Option<String> {
     }
     match CudaContext::device_count() {
         Ok(0) => Some("the NVIDIA driver sees no GPU; look at CUDA_VISIBLE_DEVICES".into()),
-        Ok(_) => None,
+        Ok(_) => nvidia::missing(),
         Err(error) => Some(format!("the NVIDIA driver does not start: {error}")),
     }
 }
@@ -119,15 +121,6 @@ pub struct GpuInfo {
     pub memory_bytes: u64,
 }
 
-/// A library of NVIDIA's that is loaded when it is needed.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct NvidiaLibrary {
-    /// What it is called.
-    pub name: &'static str,
-    /// The file it was loaded from; `None` if there is none.
-    pub path: Option<PathBuf>,
-}
-
 /// Lists the GPUs that can be used.
 pub fn gpus() -> Vec<GpuInfo> {
     #[cfg(feature = "cuda")]
@@ -149,34 +142,23 @@ fn gpu_info(ordinal: usize) -> Option<GpuInfo> {
     Some(GpuInfo { ordinal, name: context.name().ok()?, capability: 10 * major + minor, memory_bytes })
 }
 
-/// Looks for the libraries that a GPU run loads. A program that was built without CUDA needs none.
-pub fn nvidia_libraries() -> Vec<NvidiaLibrary> {
+/// The name of a GPU as NVIDIA's tools write it, such as `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`: CUDA numbers the
+/// visible ones in an order of its own. `None` where there is no such GPU.
+pub fn gpu_uuid(ordinal: usize) -> Option<String> {
     #[cfg(feature = "cuda")]
-    {
-        let find = |(name, file)| NvidiaLibrary { name, path: library_path(file) };
-        [("cuBLASLt", "libcublasLt.so"), ("cuDNN", "libcudnn.so"), ("NCCL", "libnccl.so"), ("NVML", "libnvidia-ml.so")]
-            .map(find)
-            .into()
+    if why_no_gpu().is_none() {
+        use candle_core::cuda_backend::cudarc::driver::result;
+        let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
+        return Some(uuid_text(result::device::get_uuid(device).ok()?.bytes.map(|byte| byte as u8)));
     }
-    #[cfg(not(feature = "cuda"))]
-    Vec::new()
+    let _ = ordinal;
+    None
 }
 
-/// Loads a library of NVIDIA's under any of its versions.
-#[cfg(feature = "cuda")]
-pub(crate) fn load(file: &str) -> Option<libloading::Library> {
-    let endings = ["", ".13", ".12", ".9", ".2", ".1"];
-    // SAFETY: NVIDIA's libraries may be loaded by any program.
-    endings.iter().find_map(|ending| unsafe { libloading::Library::new(format!("{file}{ending}")) }.ok())
-}
-
-/// Loads a library and says which file that was.
-#[cfg(feature = "cuda")]
-fn library_path(file: &str) -> Option<PathBuf> {
-    let _library = load(file)?;
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    let path = maps.lines().filter_map(|line| line.split_once('/')).map(|(_, rest)| format!("/{rest}"));
-    path.filter(|path| path.contains(file)).map(PathBuf::from).next()
+#[cfg(any(feature = "cuda", test))]
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
 #[cfg(test)]
@@ -192,6 +174,13 @@ mod tests {
         for wrong in ["gpu", "cuda:", "cuda:x", "CPU", ""] {
             assert!(wrong.parse::<DeviceChoice>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_gpu_is_named_as_its_tools_name_it() {
+        let bytes = std::array::from_fn(|i| 16 * i as u8 + 15 - i as u8);
+        assert_eq!(uuid_text(bytes), "GPU-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0");
+        assert_eq!(gpu_uuid(usize::MAX), None);
     }
 
     #[test]
