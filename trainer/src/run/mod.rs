@@ -38,6 +38,7 @@ pub use assets::Assets;
 pub(crate) use build::residency;
 pub use connect::connect;
 pub use step::NonFinite;
+pub use tasks::check_tasks;
 
 use build::Built;
 use ranks::Ranks;

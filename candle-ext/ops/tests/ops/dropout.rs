@@ -104,7 +104,7 @@ fn rows_lose_what_they_lose_in_the_whole() {
             assert_eq!(bits(tape.output()), bits(&pick(&dropout(&whole, SPEC).unwrap())), "{place:?}");
             let dx = tape.backward(&pick(&dy)).unwrap().remove(&x).unwrap();
             assert_eq!(bits(&dx), bits(&pick(&dropout(&dy, SPEC).unwrap())), "{place:?}");
-            let rest = dropout_rows(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.after(10), Columns::ALL).unwrap();
+            let rest = dropout_part(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.after(10), Columns::ALL).unwrap();
             assert_eq!(bits(&rest), bits(&pick(&dropout(&whole, SPEC).unwrap()).narrow(0, 10, 17).unwrap()));
         });
     }
