@@ -25,8 +25,15 @@ impl DeviceChoice {
     pub fn open(self) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
-            Self::Auto if why_no_gpu().is_some() => Ok(Device::Cpu),
-            Self::Auto => gpu(0),
+            Self::Auto => match why_no_gpu() {
+                Some(why) => {
+                    if is_gpu_there() {
+                        tracing::warn!("the CPU computes: {why}");
+                    }
+                    Ok(Device::Cpu)
+                }
+                None => gpu(0),
+            },
             Self::Cuda(ordinal) => match why_no_gpu() {
                 Some(why) => bail!("open {self}: {why}"),
                 None => gpu(ordinal),
@@ -68,6 +75,23 @@ pub fn why_no_gpu() -> Option<String> {
 /// Says why no GPU can be used, if that is so.
 #[cfg(feature = "cuda")]
 pub fn why_no_gpu() -> Option<String> {
+    why_none_is_there().or_else(nvidia::missing)
+}
+
+/// Whether there is a GPU, though it may be that it cannot be used.
+#[cfg(not(feature = "cuda"))]
+fn is_gpu_there() -> bool {
+    false
+}
+
+/// Whether there is a GPU, though it may be that it cannot be used.
+#[cfg(feature = "cuda")]
+fn is_gpu_there() -> bool {
+    why_none_is_there().is_none()
+}
+
+#[cfg(feature = "cuda")]
+fn why_none_is_there() -> Option<String> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
     // Asked first: the driver's functions panic where its library is missing.
     // SAFETY: the driver's library may be loaded by any program.
@@ -77,7 +101,7 @@ pub fn why_no_gpu() -> Option<String> {
     }
     match CudaContext::device_count() {
         Ok(0) => Some("the NVIDIA driver sees no GPU; look at CUDA_VISIBLE_DEVICES".into()),
-        Ok(_) => nvidia::missing(),
+        Ok(_) => None,
         Err(error) => Some(format!("the NVIDIA driver does not start: {error}")),
     }
 }

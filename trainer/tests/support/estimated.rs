@@ -40,7 +40,7 @@ fn tasks(folder: &Path) {
     let data = |name: &str, n: usize| {
         let rows: Vec<String> =
             (0..400).map(|i| json!({"q": numbers(i * n, n).join(" "), "a": "1"}).to_string()).collect();
-        let path = folder.join(name);
+        let path = folder.join(format!("{name}.jsonl"));
         std::fs::write(&path, rows.join("\n")).unwrap();
         path
     };
@@ -87,7 +87,7 @@ impl Case {
         let argument = |argument: &&str| match *argument {
             "save" => save(""),
             "save in the background" => save(", async_save: true"),
-            "tasks that write" => tasks("tasks: [writes], max_length: 256, max_gen_toks: 4"),
+            "tasks that write" => tasks("tasks: [writes], limit: 72, max_length: 256, max_gen_toks: 24"),
             "tasks that score" => tasks("tasks: [scores], max_length: 1024"),
             other => other.replace('$', &text_file),
         };
