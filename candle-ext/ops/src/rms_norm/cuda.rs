@@ -52,8 +52,8 @@ impl Threads {
             _ if width == 1 => Self::Long { threads: row_threads(d) },
             // Up to a warp: the threads of a block have many rows at once.
             ..=32 => Self::Packs { packs: 1, lanes: n_packs.next_power_of_two(), threads: FLAT_THREADS },
-            ..=64 => Self::Packs { packs: 2, lanes: WARP, threads: FLAT_THREADS },
-            ..=128 => Self::Packs { packs: 4, lanes: WARP, threads: FLAT_THREADS },
+            33..=64 => Self::Packs { packs: 2, lanes: WARP, threads: FLAT_THREADS },
+            65..=128 => Self::Packs { packs: 4, lanes: WARP, threads: FLAT_THREADS },
             _ => {
                 let packs = [1, 2].into_iter().find(|packs| n_packs <= packs * FLAT_THREADS).unwrap_or(4);
                 let lanes = n_packs.div_ceil(packs).next_multiple_of(WARP);
