@@ -163,7 +163,7 @@ mod tests {
     fn whoever_downloads_or_reports_is_waited_for_beyond_the_time_out() {
         let options = Options { timeout: Duration::from_millis(500), ..Options::default() };
         let rank = |world: &World| {
-            let ranks = Ranks::new(world, world.rank(), Parts::WHOLE)?;
+            let ranks = Ranks::new(world, Parts::WHOLE)?;
             let slow = || Ok(world.await_failure(Duration::from_millis(1500)).is_none());
             let is_there = ranks.in_turn(slow)?;
             ranks.first_does(|| slow().map(drop))?;

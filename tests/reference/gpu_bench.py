@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Times training steps of random models, ours and torch's, on one GPU: gpu_bench.py TRAINER OUT.json [--seconds N]
+"""Times training steps of random models, ours and torch's, on one GPU: gpu_bench.py TRAINER OUT.json
 
 Both: one row of 4096 tokens at a time, four of them a step; bf16 weights and activations, f32 sums of gradients, f32 masters
 and AdamW moments, the norm clipped. Where the states of a model leave no room for its activations, both compute each
 block's forward twice. MFU counts 6 N + causal attention operations a token over 989.5e12, the dense bf16 peak of an H100 or
 H200; doing a forward twice earns nothing. torch's side is transformers (else torch_decoder.py) with sdpa attention, cuDNN's
 first; `compiled` means each block and the loss by torch.compile. OUT is written after each run, and none is started that
-the seconds do not allow.
+--seconds do not allow; --sides says whose turn it is, and what OUT has of the others stays.
 """
 import argparse
 import json
@@ -22,14 +22,14 @@ from pathlib import Path
 PEAK = 989.5e12
 GIB = 2**30
 SHAPES = {
-    "SmolLM2-1.7B": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048,
-                         intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32, num_key_value_heads=32,
-                         vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=130000.0,
-                         tie_word_embeddings=True),
     "Llama-3.2-1B": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048,
                          intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
                          head_dim=64, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
                          rope_theta=500000.0, tie_word_embeddings=True),
+    "SmolLM2-1.7B": dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=2048,
+                         intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32, num_key_value_heads=32,
+                         vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=130000.0,
+                         tie_word_embeddings=True),
     "Qwen3-4B": dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=2560, intermediate_size=9728,
                      num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
                      vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
@@ -110,6 +110,13 @@ def peer(job: dict, compiled: bool, seconds: float) -> dict:
     return json.loads(said.splitlines()[-1])
 
 
+SIDES = {
+    "ours": lambda job, left: ours(job, min(left, 100)),
+    "torch": lambda job, left: peer(job, False, min(left, 90)),
+    "torch_compiled": lambda job, left: peer(job, True, min(left, 150)),
+}
+
+
 def memory_of(trainer: str) -> int:
     found = subprocess.run([trainer, "doctor", "--json"], capture_output=True, text=True, timeout=30)
     gpus = json.loads(found.stdout)["gpus"] if found.returncode == 0 else []
@@ -131,30 +138,29 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=350)
+    parser.add_argument("--sides", default="ours,torch,torch_compiled", help="what to run, in this order")
     parser.add_argument("--quick", action="store_true", help="tiny models, to try the script")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     sizes = dict(length=64, rows=2, steps=4, warm=1) if args.quick else dict(length=4096, rows=4, steps=8, warm=3)
     memory = memory_of(args.trainer)
+    old = {row["name"]: row for row in json.loads(args.out.read_text())} if args.out.is_file() else {}
     table = []
     for name, config in SHAPES.items():
         config = {**config, **(TINY if args.quick else {})}
         job = {**sizes, "config": config, "device": args.device, "trainer": args.trainer}
         job["recompute"] = recomputes(config, job, memory)
-        table.append({"name": name, **sizes, "recompute": job["recompute"]})
-        table[-1]["job"] = job
-    # All of ours before any of torch's, and what compiles last: a call that is cut off has lost the least.
-    sides = {"ours": lambda job, left: ours(job, min(left, 100)),
-             "torch": lambda job, left: peer(job, False, min(left, 90)),
-             "torch_compiled": lambda job, left: peer(job, True, min(left, 150))}
+        done = {side: old[name][side] for side in SIDES if side in old.get(name, {})}
+        table.append({"name": name, **sizes, "recompute": job["recompute"], "job": job, **done})
     failed = False
-    for side, run in sides.items():
+    # All of one side before any of the next: a call that is cut off has lost the least.
+    for side in args.sides.split(","):
         for row in table:
             left = end - time.monotonic()
             try:
                 if left < 10:
                     raise TimeoutError("no time was left")
-                row[side] = run(row["job"], left)
+                row[side] = SIDES[side](row["job"], left)
                 per_token = flops_per_token(row["job"]["config"], sizes["length"])
                 row[side]["mfu"] = row[side]["tokens_per_second"] * per_token / PEAK
             except Exception as error:  # A bench that fails is a line of the table.

@@ -71,6 +71,21 @@ def swiglu(what, t, f):
                               lambda gate, up: F.silu(gate) * up)
 
 
+def add(what, t, d):
+    def make():
+        a, b = randn(t, d), randn(t, d)
+        return lambda: a + b
+    return {"eager": make}
+
+
+def set_rows(what, t, d):
+    def make():
+        to, x = randn(2 * t, d), randn(t, d)
+        rows = 2 * torch.arange(t)
+        return lambda: to.index_copy_(0, rows.to(args.device, non_blocking=True), x)
+    return {"index_copy_": make}
+
+
 def dropout(what, t, d):
     return eager_and_compiled(what, lambda: (randn(t, d, grad=True),), lambda x: F.dropout(x, 0.1))
 
@@ -154,6 +169,19 @@ def adamw(what, n):
     return {"fused, then copied": make}
 
 
+def grad_scaler(what, n_sums):
+    """What a step asks of the gradients: their norm, whether all is finite, and the factor that clips them."""
+    def make():
+        squares, losses = torch.ones(n_sums, device=args.device, dtype=torch.float64), rand_f32(16)
+
+        def run():
+            norm = squares.sum().sqrt()
+            is_good = norm.isfinite() & losses.isfinite().all()
+            return torch.where(is_good, (1.0 / (norm + 1e-6)).clamp(max=1.0), 0.0)
+        return run
+    return {"eager": make}
+
+
 def in_place(make):
     return lambda what, n: {"eager": lambda: make(n)}
 
@@ -181,10 +209,11 @@ def sum_of_squares(what, n):
 
 
 OPS = {
-    "rms_norm": rms_norm, "rope": rope, "swiglu": swiglu, "dropout": dropout, "embedding": embedding,
-    "attention": attention, "attention fused": attention, "linear": linear, "linear dx": linear_dx, "linear dw": linear_dw,
-    "linear_cross_entropy": linear_cross_entropy, "adamw": adamw, "copy_into f32 to bf16": in_place(copy_to(BF16)),
-    "copy_into f32": in_place(copy_to(F32)), "zero_": in_place(zero), "sum_of_squares": sum_of_squares,
+    "rms_norm": rms_norm, "rope": rope, "swiglu": swiglu, "add": add, "dropout": dropout, "embedding": embedding,
+    "set_rows": set_rows, "attention": attention, "attention fused": attention, "linear": linear, "linear dx": linear_dx,
+    "linear dw": linear_dw, "linear_cross_entropy": linear_cross_entropy, "adamw": adamw, "grad_scaler": grad_scaler,
+    "copy_into f32 to bf16": in_place(copy_to(BF16)), "copy_into f32": in_place(copy_to(F32)), "zero_": in_place(zero),
+    "sum_of_squares": sum_of_squares,
 }
 
 

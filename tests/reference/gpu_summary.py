@@ -4,8 +4,9 @@ import json
 import sys
 from pathlib import Path
 
-from gpu_bench import line as step_line
+from gpu_bench import SIDES, line as step_line
 from gpu_ops_bench_rows import line as op_line
+from gpu_runs import line as run_line
 
 
 def read(path):
@@ -20,9 +21,8 @@ def main():
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
     for part in parts or []:
         print(f"{part['result']:4} {part['name']} ({part['seconds']} s)")
-    for dtype, found in (runs or {}).items():
-        print(f"{dtype}: losses differ from the CPU's by {found['worst_relative_difference']:.1e} at most, bound "
-              f"{found['bound']:.0e}")
+    for name, found in (runs or {}).items():
+        print(run_line(name, found))
     if ops:
         ceilings = ops["ceilings"]
         print(f"\nceilings: copies {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, multiplies "
@@ -33,7 +33,7 @@ def main():
             print(f"failed: {failed['case']}: {failed['error']}")
     print()
     for row in steps or []:
-        for side in ("ours", "torch", "torch_compiled"):
+        for side in SIDES:
             if side in row:
                 print(step_line(row, side))
 

@@ -24,6 +24,9 @@ fn a_process_takes_what_the_estimate_says() {
         &["data.max_length=2048", "model.activation_checkpoint=offload"],
         &["data.max_length=4096", "model.config.num_hidden_layers=1"],
         &["model.config.vocab_size=32000", "model.config.num_hidden_layers=2", "save"],
+        &["model.config.vocab_size=32000", "data.max_length=128", "save in the background"],
+        &["model.config.num_key_value_heads=8", "data.max_length=64", "tasks that write"],
+        &["model.config.num_key_value_heads=8", "model.dtype=bf16", "data.max_length=64", "tasks that score"],
     ] {
         let case = Case::new(&[wide, arguments].concat());
         case.compare(case.estimate().peak_bytes(), max_rss(&case), 0.1);

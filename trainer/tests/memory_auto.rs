@@ -8,7 +8,7 @@ use std::path::Path;
 use candlewick_model::Config;
 use serde_json::json;
 use support::Run;
-use trainer::estimate::{Capacity, Fixed, Place, Setup, choose, estimate, usable};
+use trainer::estimate::{Capacity, Fixed, Place, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
 use trainer::plan::{Activations, Engines, Known, Plan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
@@ -20,12 +20,26 @@ fn resolve(free: Option<u64>, arguments: &[&str]) -> Result<Plan, RecipeError> {
 }
 
 fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) -> Result<Plan, RecipeError> {
+    resolve_on(free, None, parks_in_memory, arguments)
+}
+
+fn of_test(free: Option<u64>) -> Capacity {
+    Capacity::of(Place::Cpu, free, "a test".into())
+}
+
+/// With so much memory, and so much disk for what is parked.
+fn resolve_on(
+    free: Option<u64>,
+    parking: Option<u64>,
+    parks_in_memory: bool,
+    arguments: &[&str],
+) -> Result<Plan, RecipeError> {
     let config = json!({
         "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 768,
         "num_hidden_layers": 8, "num_attention_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
     });
     let config = Some(Config::from_json(config).unwrap());
-    let capacity = Some(Capacity { place: Place::Cpu, bytes: free, name: "a test".into() });
+    let capacity = Some(Capacity { parking, ..of_test(free) });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: parks_in_memory };
     let known = Known {
         config,
@@ -34,6 +48,7 @@ fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) ->
         engines: Engines::BUILT,
         temp_dir,
         has_train_py: false,
+        tasks_generate: false,
         console: Console::Full,
         capacity,
     };
@@ -128,6 +143,31 @@ fn nothing_is_parked_where_that_saves_nothing() {
 }
 
 #[test]
+fn nothing_is_parked_where_there_is_no_room_for_it() {
+    let free = free_for(peak("{offload: 0.25}"));
+    let plan = resolve_on(Some(free), None, false, &[]).unwrap();
+    let parked = estimate(&Setup::of(&plan, Place::Cpu).unwrap()).parked;
+    assert_eq!(plan.model.activations, Activations::Offload(0.25));
+    assert_eq!(resolve_on(Some(free), Some(parked), false, &[]).unwrap().model.activations, Activations::Offload(0.25));
+    let error = resolve_on(Some(free), Some(parked - 1), false, &[]).unwrap_err().to_string();
+    assert!(error.contains("free disk for parked inputs (TMPDIR names the folder)"), "{error}");
+}
+
+#[test]
+fn the_ram_of_a_gpus_host_is_looked_at_too() {
+    let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
+    let setup = Setup::of(&plan, Place::Gpu).unwrap();
+    let needed = estimate(&setup).host.unwrap();
+    let with = |host: u64| Capacity { host: Some(host), ..Capacity::of(Place::Gpu, Some(1 << 50), "a test".into()) };
+    let fixed = Fixed { activations: true };
+    assert!(choose(&setup, fixed, &with(needed)).found.is_some());
+    let choice = choose(&setup, fixed, &with(needed - 1));
+    assert_eq!(choice.found, None);
+    let short = choice.tried[0].short[0];
+    assert_eq!((short.of, short.needed_bytes, short.free_bytes), (Resource::Host, needed, needed - 1));
+}
+
+#[test]
 fn a_mode_that_rounds_otherwise_is_not_chosen() {
     for free in [1 << 50, free_for(peak("full"))] {
         assert!(!resolve(Some(free), &[]).unwrap().model.tiled_mlp);
@@ -140,7 +180,8 @@ fn a_choice_is_a_function_of_the_plan_and_the_bytes() {
     let plan = resolve(Some(1 << 50), &[]).unwrap();
     let setup = Setup::of(&plan, Place::Cpu).unwrap();
     for bytes in [1 << 20, peak("full"), peak("none"), 1 << 50] {
-        assert_eq!(choose(&setup, Fixed::default(), bytes), choose(&setup, Fixed::default(), bytes));
+        let capacity = of_test(Some(bytes));
+        assert_eq!(choose(&setup, Fixed::default(), &capacity), choose(&setup, Fixed::default(), &capacity));
     }
 }
 

@@ -28,6 +28,7 @@ fn known() -> Known {
         engines: Engines { mpi: false, nccl: false },
         temp_dir,
         has_train_py: false,
+        tasks_generate: false,
         console: Console::Full,
         capacity: None,
     }

@@ -1,10 +1,12 @@
 //! Which device computes: asked for by name, opened once.
 
 use std::fmt;
-use std::path::PathBuf;
 use std::str::FromStr;
 
 use candle_core::{Device, Result, bail};
+
+#[cfg(feature = "cuda")]
+use crate::nvidia;
 
 /// A device by name: `auto`, `cpu`, `cuda` or `cuda:1`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,8 +25,15 @@ impl DeviceChoice {
     pub fn open(self) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
-            Self::Auto if why_no_gpu().is_some() => Ok(Device::Cpu),
-            Self::Auto => gpu(0),
+            Self::Auto => match why_no_gpu() {
+                Some(why) => {
+                    if is_gpu_there() {
+                        tracing::warn!("the CPU computes: {why}");
+                    }
+                    Ok(Device::Cpu)
+                }
+                None => gpu(0),
+            },
             Self::Cuda(ordinal) => match why_no_gpu() {
                 Some(why) => bail!("open {self}: {why}"),
                 None => gpu(ordinal),
@@ -66,6 +75,23 @@ pub fn why_no_gpu() -> Option<String> {
 /// Says why no GPU can be used, if that is so.
 #[cfg(feature = "cuda")]
 pub fn why_no_gpu() -> Option<String> {
+    why_none_is_there().or_else(nvidia::missing)
+}
+
+/// Whether there is a GPU, though it may be that it cannot be used.
+#[cfg(not(feature = "cuda"))]
+fn is_gpu_there() -> bool {
+    false
+}
+
+/// Whether there is a GPU, though it may be that it cannot be used.
+#[cfg(feature = "cuda")]
+fn is_gpu_there() -> bool {
+    why_none_is_there().is_none()
+}
+
+#[cfg(feature = "cuda")]
+fn why_none_is_there() -> Option<String> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
     // Asked first: the driver's functions panic where its library is missing.
     // SAFETY: the driver's library may be loaded by any program.
@@ -119,15 +145,6 @@ pub struct GpuInfo {
     pub memory_bytes: u64,
 }
 
-/// A library of NVIDIA's that is loaded when it is needed.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct NvidiaLibrary {
-    /// What it is called.
-    pub name: &'static str,
-    /// The file it was loaded from; `None` if there is none.
-    pub path: Option<PathBuf>,
-}
-
 /// Lists the GPUs that can be used.
 pub fn gpus() -> Vec<GpuInfo> {
     #[cfg(feature = "cuda")]
@@ -149,34 +166,23 @@ fn gpu_info(ordinal: usize) -> Option<GpuInfo> {
     Some(GpuInfo { ordinal, name: context.name().ok()?, capability: 10 * major + minor, memory_bytes })
 }
 
-/// Looks for the libraries that a GPU run loads. A program that was built without CUDA needs none.
-pub fn nvidia_libraries() -> Vec<NvidiaLibrary> {
+/// The name of a GPU as NVIDIA's tools write it, such as `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`: CUDA numbers the
+/// visible ones in an order of its own. `None` where there is no such GPU.
+pub fn gpu_uuid(ordinal: usize) -> Option<String> {
     #[cfg(feature = "cuda")]
-    {
-        let find = |(name, file)| NvidiaLibrary { name, path: library_path(file) };
-        [("cuBLASLt", "libcublasLt.so"), ("cuDNN", "libcudnn.so"), ("NCCL", "libnccl.so"), ("NVML", "libnvidia-ml.so")]
-            .map(find)
-            .into()
+    if why_no_gpu().is_none() {
+        use candle_core::cuda_backend::cudarc::driver::result;
+        let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
+        return Some(uuid_text(result::device::get_uuid(device).ok()?.bytes.map(|byte| byte as u8)));
     }
-    #[cfg(not(feature = "cuda"))]
-    Vec::new()
+    let _ = ordinal;
+    None
 }
 
-/// Loads a library of NVIDIA's under any of its versions.
-#[cfg(feature = "cuda")]
-pub(crate) fn load(file: &str) -> Option<libloading::Library> {
-    let endings = ["", ".13", ".12", ".9", ".2", ".1"];
-    // SAFETY: NVIDIA's libraries may be loaded by any program.
-    endings.iter().find_map(|ending| unsafe { libloading::Library::new(format!("{file}{ending}")) }.ok())
-}
-
-/// Loads a library and says which file that was.
-#[cfg(feature = "cuda")]
-fn library_path(file: &str) -> Option<PathBuf> {
-    let _library = load(file)?;
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    let path = maps.lines().filter_map(|line| line.split_once('/')).map(|(_, rest)| format!("/{rest}"));
-    path.filter(|path| path.contains(file)).map(PathBuf::from).next()
+#[cfg(any(feature = "cuda", test))]
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
 #[cfg(test)]
@@ -192,6 +198,13 @@ mod tests {
         for wrong in ["gpu", "cuda:", "cuda:x", "CPU", ""] {
             assert!(wrong.parse::<DeviceChoice>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_gpu_is_named_as_its_tools_name_it() {
+        let bytes = std::array::from_fn(|i| 16 * i as u8 + 15 - i as u8);
+        assert_eq!(uuid_text(bytes), "GPU-0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0");
+        assert_eq!(gpu_uuid(usize::MAX), None);
     }
 
     #[test]

@@ -23,6 +23,7 @@ pub mod grad_scaler;
 pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
+mod nvidia;
 mod product;
 pub mod reshape;
 pub mod rms_norm;
@@ -44,7 +45,7 @@ pub use cuda::emulator::emulate;
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub use cuda::poison::poison;
 
-pub use accelerator::{DeviceChoice, GpuInfo, NvidiaLibrary, gpus, nvidia_libraries, why_no_gpu};
+pub use accelerator::{DeviceChoice, GpuInfo, gpu_uuid, gpus, why_no_gpu};
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
 pub use attention::{
@@ -62,6 +63,7 @@ pub use linear_cross_entropy::{
     CrossEntropy, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart, linear_cross_entropy,
     linear_cross_entropy_part, token_scores,
 };
+pub use nvidia::{NvidiaLibrary, nvidia_libraries};
 pub use reshape::reshape;
 pub use rms_norm::rms_norm;
 pub use rope::rope;

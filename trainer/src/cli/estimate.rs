@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, anyhow};
 
 use super::{EstimateArgs, Ui, Verbosity, train};
-use crate::estimate::{Capacity, Fixed, Report, Setup, choose, usable};
+use crate::estimate::{Capacity, Fixed, Report, Setup, choose};
 use crate::exit::ExitCode;
 use crate::plan::Seat;
 use crate::recipe::{Loaded, MemoryModes};
@@ -21,8 +21,9 @@ pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result
     };
     let capacity = capacity.of_one(asked.ranks);
     let mut setup = Setup::of(&plan, capacity.place)?;
-    if let (Some(MemoryModes::Auto), Some(bytes)) = (loaded.recipe.memory, capacity.bytes)
-        && let Some(found) = choose(&setup, Fixed::of(&loaded), usable(bytes)).found
+    if loaded.recipe.memory == Some(MemoryModes::Auto)
+        && capacity.bytes.is_some()
+        && let Some(found) = choose(&setup, Fixed::of(&loaded), &capacity.usable()).found
     {
         setup.modes = found.modes;
     }

@@ -22,8 +22,14 @@ pub enum Class {
     Block,
     /// The logits of some tokens and what is made of them.
     Logits,
-    /// A parameter on its way in, a piece on its way out, or a unit's weights or gradients on their way between ranks.
+    /// A parameter on its way in, or a piece on its way out.
     Transfer,
+    /// A unit's weights or gradients on their way between ranks.
+    Exchange,
+    /// Keys and values of tokens that tasks have shown the model.
+    Cache,
+    /// What is saved while training goes on.
+    Copy,
     /// The program, the tokenizer, the index of the data; on a GPU its context and libraries.
     Program,
     /// Freed memory that the allocator has not given back, or cannot use again.
@@ -32,7 +38,7 @@ pub enum Class {
 
 impl Class {
     /// All of them, in the order of a table.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 13] = [
         Self::Weights,
         Self::Masters,
         Self::Gradients,
@@ -41,6 +47,9 @@ impl Class {
         Self::Block,
         Self::Logits,
         Self::Transfer,
+        Self::Exchange,
+        Self::Cache,
+        Self::Copy,
         Self::Program,
         Self::Allocator,
     ];
@@ -56,6 +65,9 @@ impl Class {
             Self::Block => "the block at work",
             Self::Logits => "logits",
             Self::Transfer => "in transfer",
+            Self::Exchange => "between ranks",
+            Self::Cache => "keys and values",
+            Self::Copy => "copy to save",
             Self::Program => "program",
             Self::Allocator => "allocator's slack",
         }

@@ -53,6 +53,11 @@ impl<'a> Block<'a> {
         self.o * self.d * self.s
     }
 
+    /// Keys and values of so many tokens, in a format of so many bytes.
+    pub(super) fn keys_and_values(&self, n_tokens: u64, n_bytes: u64) -> u64 {
+        n_tokens * 2 * self.kv * n_bytes
+    }
+
     /// What a branch reads or gives, of all tokens, where that is not what is outside already.
     fn exchanged(&self) -> u64 {
         if self.setup.ranks.tensor > 1 { self.t * self.d * self.s } else { 0 }

@@ -2,7 +2,8 @@
 
 use candlewick_ops::{DeviceChoice, why_no_gpu};
 
-use super::{Place, free_ram::free_ram};
+use super::{Place, free_ram::free_ram, usable};
+use crate::checkpoint::free_bytes;
 use crate::metrics::GpuMonitor;
 use crate::recipe::parse_number;
 
@@ -30,9 +31,18 @@ pub struct Capacity {
     pub bytes: Option<u64>,
     /// What it is, for people.
     pub name: String,
+    /// The RAM of a GPU's host that a run may use, if it is this machine's.
+    pub host: Option<u64>,
+    /// The bytes that may be parked in temporary files, if that is a folder of this machine.
+    pub parking: Option<u64>,
 }
 
 impl Capacity {
+    /// A device of which nothing else is known.
+    pub fn of(place: Place, bytes: Option<u64>, name: String) -> Self {
+        Self { place, bytes, name, host: None, parking: None }
+    }
+
     /// What is free at this moment where a run on `device` would compute.
     pub fn now(device: DeviceChoice) -> Self {
         let gpu = match device {
@@ -45,25 +55,33 @@ impl Capacity {
                 let memory = GpuMonitor::open(ordinal).map(|monitor| monitor.memory());
                 let free = memory.map(|memory| memory.gpu_total_bytes.saturating_sub(memory.gpu_used_bytes));
                 let bytes = free.filter(|free| *free > 0);
-                Self { place: Place::Gpu, bytes, name: format!("cuda:{ordinal}, free now") }
+                Self { host: free_ram(), ..Self::of(Place::Gpu, bytes, format!("cuda:{ordinal}, free now")) }
             }
-            None => Self { place: Place::Cpu, bytes: free_ram(), name: "this machine's RAM, free now".into() },
+            None => {
+                let parking = free_bytes(&std::env::temp_dir()).ok();
+                Self { parking, ..Self::of(Place::Cpu, free_ram(), "this machine's RAM, free now".into()) }
+            }
         }
     }
 
-    /// What one of so many processes of a machine has of it: they share its RAM, and have a GPU each.
+    /// What one of so many processes of a machine has of it: they share its RAM and its disks, and have a GPU each.
     #[must_use]
     pub fn of_one(self, n_here: usize) -> Self {
-        match self.place {
-            Place::Cpu => Self { bytes: self.bytes.map(|bytes| bytes / n_here.max(1) as u64), ..self },
-            Place::Gpu => self,
-        }
+        let share = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
+        let bytes = if self.place == Place::Cpu { share(self.bytes) } else { self.bytes };
+        Self { bytes, host: share(self.host), parking: share(self.parking), ..self }
+    }
+
+    /// What a run may be planned for: the data, and other programs, want some memory, too.
+    #[must_use]
+    pub fn usable(&self) -> Self {
+        Self { bytes: self.bytes.map(usable), host: self.host.map(usable), ..self.clone() }
     }
 
     /// Reads the name of a device, or a number of bytes for the kind of device that `device` is.
     pub fn parse(text: &str, device: DeviceChoice) -> Result<Self, String> {
         if let Some((name, bytes)) = GPUS.iter().find(|(name, _)| *name == text) {
-            return Ok(Self { place: Place::Gpu, bytes: Some(*bytes), name: (*name).to_owned() });
+            return Ok(Self::of(Place::Gpu, Some(*bytes), (*name).to_owned()));
         }
         if let Ok(device) = text.parse() {
             return Ok(Self::now(device));
@@ -71,7 +89,7 @@ impl Capacity {
         match n_bytes(text) {
             Some(bytes) => {
                 let place = if matches!(device, DeviceChoice::Cuda(_)) { Place::Gpu } else { Place::Cpu };
-                Ok(Self { place, bytes: Some(bytes), name: "--device".into() })
+                Ok(Self::of(place, Some(bytes), "--device".into()))
             }
             None => {
                 let names: Vec<&str> = GPUS.iter().map(|(name, _)| *name).collect();

@@ -5,7 +5,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Setup, estimate, longest};
+use super::{Capacity, Setup, Shortage, estimate, longest};
 use crate::plan::{Activations, Plan};
 
 /// What trades time for memory.
@@ -25,12 +25,14 @@ pub struct Fixed {
 }
 
 /// Modes and what a run needs with them.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Candidate {
     /// The modes.
     pub modes: Modes,
     /// The most bytes at once.
     pub peak_bytes: u64,
+    /// What there is too little of for them.
+    pub short: Vec<Shortage>,
 }
 
 /// What a search found.
@@ -63,19 +65,21 @@ pub fn usable(free: u64) -> u64 {
     free - free / 10
 }
 
-/// Finds the cheapest modes with which `setup` needs no more than `bytes`. Those that are `fixed` stay as they are.
-pub fn choose(setup: &Setup, fixed: Fixed, bytes: u64) -> Choice {
+/// Finds the cheapest modes with which `setup` needs no more than there is. Those that are `fixed` stay as they are.
+pub fn choose(setup: &Setup, fixed: Fixed, capacity: &Capacity) -> Choice {
     let mut tried = Vec::new();
     for modes in by_cost(setup, fixed) {
         let setup = Setup { modes, ..setup.clone() };
-        let candidate = Candidate { modes, peak_bytes: estimate(&setup).peak_bytes() };
-        tried.push(candidate);
-        if candidate.peak_bytes <= bytes {
-            return Choice { found: Some(candidate), tried, longest: longest(&setup, bytes) };
+        let estimate = estimate(&setup);
+        let (peak_bytes, short) = (estimate.peak_bytes(), estimate.shortages(capacity));
+        let candidate = Candidate { modes, peak_bytes, short };
+        tried.push(candidate.clone());
+        if candidate.short.is_empty() {
+            return Choice { found: Some(candidate), tried, longest: longest(&setup, capacity) };
         }
     }
     let least = tried.iter().min_by_key(|candidate| candidate.peak_bytes).map(|candidate| candidate.modes);
-    let longest = least.and_then(|modes| longest(&Setup { modes, ..setup.clone() }, bytes));
+    let longest = least.and_then(|modes| longest(&Setup { modes, ..setup.clone() }, capacity));
     Choice { found: None, tried, longest }
 }
 

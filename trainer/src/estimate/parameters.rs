@@ -34,20 +34,31 @@ fn share(setup: &Setup, from_stage: usize, n: u64) -> u64 {
 /// What a step has of units besides, while they are at work or on their way between ranks: whole weights (two units, and what
 /// the head borrows), whole gradients (of one unit at work and one on its way), and a sum that has come.
 pub(super) fn travelling(setup: &Setup) -> u64 {
-    let of = |unit: &Unit| unit.params.iter().map(|param| setup.kept(param)).sum::<u64>();
     let largest_trained = setup.units().map(|unit| trained_of(setup, unit)).max().unwrap_or(0);
     let RanksPlan { zero_stage, dp_replicate, .. } = setup.ranks;
     let n_shards = setup.ranks.n_shards();
-    let weights = match zero_stage {
-        3 => 2 * setup.units().map(of).max().unwrap_or(0) * setup.compute.n_bytes(),
-        _ => 0,
-    };
+    let weights = whole_weights(setup);
     if n_shards * dp_replicate == 1 {
         return weights;
     }
     let gradients = if zero_stage >= 2 { 2 * largest_trained * setup.masters.n_bytes() } else { 0 };
     let share = largest_trained.div_ceil(if zero_stage > 0 { n_shards as u64 } else { 1 });
     weights + gradients + 2 * share * setup.masters.n_bytes()
+}
+
+/// The whole weights of the unit at work and of the next one, where each rank keeps a share.
+pub(super) fn whole_weights(setup: &Setup) -> u64 {
+    let of = |unit: &Unit| unit.params.iter().map(|param| setup.kept(param)).sum::<u64>();
+    match setup.ranks.zero_stage {
+        3 => 2 * setup.units().map(of).max().unwrap_or(0) * setup.compute.n_bytes(),
+        _ => 0,
+    }
+}
+
+/// What is copied to be saved while training goes on: a rank's share of masters and moments, in f32.
+pub(super) fn copied(setup: &Setup) -> u64 {
+    let (_, trained) = counts_here(setup);
+    if setup.copies_to_save { share(setup, 1, trained) * 3 * 4 } else { 0 }
 }
 
 /// What the update has besides where weights stay whole and their owners changed them: a unit's, gathered.

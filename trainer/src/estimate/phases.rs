@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::account::{Account, Class};
 use super::block::Block;
-use super::{Place, Setup, head, parameters, program};
+use super::{Place, Setup, head, parameters, program, tasks};
 use crate::run::residency;
 
 /// A part of a run.
@@ -20,6 +20,8 @@ pub enum Phase {
     Optimizer,
     /// Held-out data.
     Evaluation,
+    /// Tasks.
+    Tasks,
     /// Checkpoints.
     Save,
 }
@@ -32,6 +34,7 @@ impl Phase {
             Self::Step => "step",
             Self::Optimizer => "optimizer",
             Self::Evaluation => "evaluation",
+            Self::Tasks => "tasks",
             Self::Save => "save",
         }
     }
@@ -75,28 +78,38 @@ impl Estimate {
 pub fn estimate(setup: &Setup) -> Estimate {
     let of_stage = |stage| estimate_stage(&Setup { stage, ..setup.clone() });
     let stages = (1..setup.layout.n_stages()).map(of_stage);
-    stages.fold(of_stage(0), |most, other| if other.peak_bytes() > most.peak_bytes() { other } else { most })
+    stages.fold(of_stage(0), |most, other| {
+        let (host, parked) = (most.host.max(other.host), most.parked.max(other.parked));
+        let most = if other.peak_bytes() > most.peak_bytes() { other } else { most };
+        Estimate { host, parked, ..most }
+    })
 }
 
 /// Estimates the memory of a rank of the stage that is looked at.
 pub fn estimate_stage(setup: &Setup) -> Estimate {
     let program = Account::default().with(Class::Program, program::on_device(setup));
-    let resident = program.clone().plus(&parameters::resident(setup));
-    let passing = step(setup).with(Class::Transfer, parameters::travelling(setup));
+    let copied = parameters::copied(setup);
+    let copied_here = if setup.place == Place::Cpu { copied } else { 0 };
+    let resident = program.clone().plus(&parameters::resident(setup)).with(Class::Copy, copied_here);
+    let whole_weights = Account::default().with(Class::Exchange, parameters::whole_weights(setup));
+    let passing = step(setup).with(Class::Exchange, parameters::travelling(setup));
     let slack = program::slack(setup.place, passing.total());
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),
         (Phase::Step, resident.clone().plus(&passing).with(Class::Allocator, slack)),
-        (Phase::Optimizer, resident.clone().with(Class::Transfer, parameters::gathered(setup))),
+        (Phase::Optimizer, resident.clone().with(Class::Exchange, parameters::gathered(setup))),
     ];
     if setup.evaluates {
-        phases.push((Phase::Evaluation, resident.clone().plus(&evaluation(setup))));
+        phases.push((Phase::Evaluation, resident.clone().plus(&evaluation(setup)).plus(&whole_weights)));
+    }
+    if let Some(asking) = setup.asking {
+        phases.push((Phase::Tasks, resident.clone().plus(&tasks::asked(setup, asking)).plus(&whole_weights)));
     }
     if !setup.saves.is_empty() {
         phases.push((Phase::Save, resident.plus(&save(setup))));
     }
     let parked = parked(setup);
-    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + parked;
+    let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + parked + copied;
     Estimate {
         stage: setup.stage,
         phases: phases.into_iter().map(|(phase, account)| PhaseEstimate { phase, account }).collect(),
@@ -201,7 +214,7 @@ fn save(setup: &Setup) -> Account {
 }
 
 /// Sines and cosines in f32.
-fn rope(setup: &Setup) -> u64 {
+pub(super) fn rope(setup: &Setup) -> u64 {
     setup.tokens() * setup.model.config().head_dim() as u64 * 4
 }
 

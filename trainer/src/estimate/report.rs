@@ -6,7 +6,10 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::modes::by_cost;
-use super::{Capacity, Class, Estimate, Fixed, Modes, Phase, Place, Setup, choose, estimate, longest, parameters};
+use super::{
+    Capacity, Class, Estimate, Fixed, Modes, Phase, Place, Resource, Setup, Shortage, choose, estimate, longest,
+    parameters,
+};
 use crate::metrics::quantity;
 use crate::plan::{Activations, ComputeDtype};
 
@@ -37,8 +40,10 @@ pub struct Report {
     pub peak_bytes: u64,
     /// The worst phase.
     pub peak_phase: Phase,
-    /// Whether that fits; null if the device's bytes are not known.
+    /// Whether that fits; null if the device's bytes are not known, and nothing else is short.
     pub fits: Option<bool>,
+    /// What there is too little of, as far as that is known.
+    pub short: Vec<Shortage>,
     /// Bytes by class for each phase, and what is parked and in the host's RAM.
     #[serde(flatten)]
     pub estimate: Estimate,
@@ -57,6 +62,8 @@ pub struct Advice {
     pub peak_bytes: u64,
     /// Whether that fits.
     pub fits: bool,
+    /// What there is too little of for it.
+    pub short: Vec<Shortage>,
     /// Whether the trained weights stay the same to the bit.
     pub same_result: bool,
 }
@@ -66,8 +73,9 @@ impl Report {
     pub fn new(recipe: String, setup: &Setup, capacity: &Capacity) -> Self {
         let estimate = estimate(setup);
         let (frozen, trained) = parameters::counts(setup);
-        let fits = capacity.bytes.map(|bytes| estimate.peak_bytes() <= bytes);
-        let advice = if fits == Some(false) { advice(setup, capacity.bytes.unwrap_or(0)) } else { Vec::new() };
+        let short = estimate.shortages(capacity);
+        let fits = if short.is_empty() { capacity.bytes.map(|_| true) } else { Some(false) };
+        let advice = if fits == Some(false) { advice(setup, capacity) } else { Vec::new() };
         Self {
             format: 1,
             recipe,
@@ -82,7 +90,8 @@ impl Report {
             peak_bytes: estimate.peak_bytes(),
             peak_phase: estimate.peak().phase,
             fits,
-            longest_row: capacity.bytes.and_then(|bytes| longest(setup, bytes)),
+            short,
+            longest_row: capacity.bytes.and_then(|_| longest(setup, capacity)),
             estimate,
             advice,
         }
@@ -91,40 +100,42 @@ impl Report {
 
 /// The cheapest modes that fit and those that need least; then the same with what also changes results by rounding: tiled
 /// MLPs, moments in bf16, a GPU's optimizer on its host.
-fn advice(setup: &Setup, bytes: u64) -> Vec<Advice> {
-    let mut advice = ladder(setup, bytes, &[]);
+fn advice(setup: &Setup, capacity: &Capacity) -> Vec<Advice> {
+    let mut advice = ladder(setup, capacity, &[]);
     let (mut setup, mut switches) = (setup.clone(), Vec::new());
     if !setup.modes.tiled_mlp {
         setup.modes.tiled_mlp = true;
         switches.push(("tiled_mlp_compute", json!(true)));
-        advice.extend(ladder(&setup, bytes, &switches));
+        advice.extend(ladder(&setup, capacity, &switches));
     }
     if setup.compute == ComputeDtype::Bf16 && setup.moments == ComputeDtype::F32 {
         setup.moments = ComputeDtype::Bf16;
         switches.push(("deepspeed.bf16.bf16_optimizer_states", json!(true)));
-        advice.extend(ladder(&setup, bytes, &switches));
+        advice.extend(ladder(&setup, capacity, &switches));
     }
     if setup.place == Place::Gpu && setup.optimizer_on_host < 1.0 {
         setup.optimizer_on_host = 1.0;
         switches.push(("deepspeed.zero_optimization.offload_optimizer", json!({"device": "cpu"})));
-        advice.extend(ladder(&setup, bytes, &switches));
+        advice.extend(ladder(&setup, capacity, &switches));
     }
     advice
 }
 
 /// The cheapest modes that fit, then `full` and `offload`. `switches` are on in `setup` already.
-fn ladder(setup: &Setup, bytes: u64, switches: &[(&str, Value)]) -> Vec<Advice> {
-    let found = choose(setup, Fixed::default(), bytes).found.map(|candidate| candidate.modes);
+fn ladder(setup: &Setup, capacity: &Capacity, switches: &[(&str, Value)]) -> Vec<Advice> {
+    let found = choose(setup, Fixed::default(), capacity).found.map(|candidate| candidate.modes);
     let most = by_cost(setup, Fixed::default()).into_iter().filter(|modes| {
         let keeps_least = [Activations::Recompute, Activations::Offload(1.0)].contains(&modes.activations);
         keeps_least && found.is_none_or(|found| found != *modes)
     });
     let to_advice = |modes: Modes| {
-        let peak_bytes = estimate(&Setup { modes, ..setup.clone() }).peak_bytes();
+        let estimate = estimate(&Setup { modes, ..setup.clone() });
+        let short = estimate.shortages(capacity);
         let mut set: Map<String, Value> =
             modes.keys().into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
         set.extend(switches.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
-        Advice { set, peak_bytes, fits: peak_bytes <= bytes, same_result: switches.is_empty() }
+        let (peak_bytes, fits) = (estimate.peak_bytes(), short.is_empty());
+        Advice { set, peak_bytes, fits, short, same_result: switches.is_empty() }
     };
     found.into_iter().chain(most).map(to_advice).collect()
 }
@@ -151,6 +162,11 @@ pub fn written<'a>(set: impl IntoIterator<Item = (&'a str, &'a Value)>) -> Strin
 fn flow(map: &Map<String, Value>) -> String {
     let plain = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     map.iter().map(|(key, value)| format!("{key}: {}", plain(value))).collect::<Vec<_>>().join(", ")
+}
+
+/// What is short beside the memory of the device, of which more is said.
+fn besides(short: &[Shortage]) -> impl Iterator<Item = &Shortage> {
+    short.iter().filter(|shortage| shortage.of != Resource::Device)
 }
 
 fn pairs(set: &Map<String, Value>) -> impl Iterator<Item = (&str, &Value)> {
@@ -199,16 +215,20 @@ impl Report {
         let Some(capacity) = self.device_bytes else {
             return writeln!(f, "the memory of {} is not known", self.device);
         };
-        let verdict = if self.fits == Some(true) { "fits" } else { "does not fit" };
+        let verdict = if self.peak_bytes <= capacity { "fits" } else { "does not fit" };
         writeln!(f, "{verdict}: {} of {} ({})", bytes(self.peak_bytes), bytes(capacity), self.device)?;
+        for shortage in besides(&self.short) {
+            writeln!(f, "does not fit: {shortage}")?;
+        }
         match self.longest_row {
             Some(tokens) => writeln!(f, "longest row that fits as the recipe stands: {tokens} tokens")?,
             None => writeln!(f, "no row fits as the recipe stands")?,
         }
         for advice in &self.advice {
             let fits = if advice.fits { "fits" } else { "does not fit" };
+            let short: String = besides(&advice.short).map(|shortage| format!(" ({shortage})")).collect();
             let note = if advice.same_result { "" } else { "; changes results by rounding" };
-            writeln!(f, "  {}: {}, {fits}{note}", written(pairs(&advice.set)), bytes(advice.peak_bytes))?;
+            writeln!(f, "  {}: {}, {fits}{short}{note}", written(pairs(&advice.set)), bytes(advice.peak_bytes))?;
         }
         Ok(())
     }

@@ -5,6 +5,7 @@ use candlewick_ops::AttentionImpl;
 use candlewick_parallel::{Layout, Schedule, most_kept};
 
 use super::modes::Modes;
+use super::tasks::Asking;
 use crate::checkpoint::Kind;
 use crate::plan::{ComputeDtype, Init, Plan, RanksPlan};
 
@@ -58,8 +59,12 @@ pub struct Setup {
     pub init: Init,
     /// Whether there is evaluation.
     pub evaluates: bool,
+    /// How tasks are asked, if there are some.
+    pub asking: Option<Asking>,
     /// What is saved.
     pub saves: Vec<Kind>,
+    /// Whether a save is written from a copy while training goes on.
+    pub copies_to_save: bool,
 }
 
 /// Why nothing can be said about a plan. Completes "failed to ...".
@@ -97,7 +102,9 @@ impl Setup {
             attention: plan.model.attention.implementation,
             init: plan.model.init,
             evaluates: plan.eval.is_some(),
+            asking: plan.tasks.as_ref().map(Asking::of),
             saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.kind).collect(),
+            copies_to_save: plan.checkpoints.iter().any(|checkpoint| checkpoint.async_save),
         })
     }
 

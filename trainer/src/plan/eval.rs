@@ -31,6 +31,8 @@ pub struct TasksPlan {
     pub when: EvalPlan,
     /// What selects them.
     pub tasks: Vec<String>,
+    /// Whether one of them lets the model write.
+    pub generates: bool,
     /// Where others than the built-in ones are.
     pub include_path: Vec<PathBuf>,
     /// Where their data are, as `TASK=PATH`.
@@ -131,6 +133,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
     Some(TasksPlan {
         when: EvalPlan { interval, on_start: recipe.eval_on_start == Some(true) },
         tasks: given.tasks.clone(),
+        generates: resolver.known.tasks_generate,
         include_path: given.include_path.iter().map(PathBuf::from).collect(),
         data: given.data.iter().map(|(task, path)| format!("{task}={path}")).collect(),
         limit,

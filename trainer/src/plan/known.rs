@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candlewick_comm::{Engine, Host};
 use candlewick_model::{Config, ModelError};
 use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
+use evaluator::task::{OutputType, Registry, TaskConfig};
 
 use super::TempDir;
 use crate::estimate::Capacity;
@@ -26,6 +27,8 @@ pub struct Known {
     pub temp_dir: TempDir,
     /// Whether ArcticTraining would find Python code beside the recipe.
     pub has_train_py: bool,
+    /// Whether a task of the recipe lets the model write.
+    pub tasks_generate: bool,
     /// How much goes to the terminal.
     pub console: Console,
     /// What is free where the run would compute, if the recipe wants that to decide something.
@@ -121,10 +124,20 @@ impl Known {
             engines: Engines::BUILT,
             temp_dir: TempDir::look(std::env::temp_dir()),
             has_train_py: loaded.source().path.with_file_name("train.py").is_file(),
+            tasks_generate: tasks_generate(loaded),
             console,
             capacity: wants_capacity.then(|| capacity(loaded).of_one(seat.n_here)),
         })
     }
+}
+
+/// Reads the files of tasks, no data. What is wrong with them is said where the tasks are opened.
+fn tasks_generate(loaded: &Loaded) -> bool {
+    let eval = &loaded.recipe.eval;
+    let include_path: Vec<PathBuf> = eval.include_path.iter().map(PathBuf::from).collect();
+    let select = || Registry::load(&include_path)?.select(&eval.tasks.join(","));
+    let writes = |task: &TaskConfig| task.output_type == OutputType::GenerateUntil;
+    !eval.tasks.is_empty() && select().is_ok_and(|selection| selection.tasks.iter().any(writes))
 }
 
 /// A device whose name makes no sense is blamed by the plan.

@@ -2,7 +2,7 @@
 
 use super::table::Setting;
 use super::{Known, Machines, Plan};
-use crate::estimate::{Candidate, Choice, Fixed, Modes, Setup, bytes, choose, usable, written};
+use crate::estimate::{Candidate, Choice, Fixed, Modes, Resource, Setup, bytes, choose, usable, written};
 use crate::recipe::{Loaded, Origin, RecipeError};
 
 impl Fixed {
@@ -25,13 +25,13 @@ pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, known: &Known) -> Result<
         plan.notes.push("memory: auto chooses where the ranks run, by what is free there".into());
         return Ok(plan);
     }
-    let Some((place, free)) = known.capacity.as_ref().and_then(|capacity| Some((capacity.place, capacity.bytes?)))
-    else {
+    let Some((capacity, free)) = known.capacity.as_ref().and_then(|capacity| Some((capacity, capacity.bytes?))) else {
         return Err(wrong("memory: auto needs to know what is free, and this machine does not tell".into(), MANUAL));
     };
-    let setup = Setup::of(&plan, place).map_err(|error| wrong(format!("memory: failed to {error}"), MANUAL))?;
+    let setup =
+        Setup::of(&plan, capacity.place).map_err(|error| wrong(format!("memory: failed to {error}"), MANUAL))?;
     let fixed = Fixed::of(loaded);
-    let choice = choose(&setup, fixed, usable(free));
+    let choice = choose(&setup, fixed, &capacity.usable());
     let Some(found) = choice.found else {
         let longest = match choice.longest {
             Some(tokens) => format!("the longest row that would fit has {tokens} tokens: lower data.max_length"),
@@ -46,9 +46,15 @@ pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, known: &Known) -> Result<
 const MANUAL: &str = "set memory: manual, and the modes yourself";
 
 fn tried(choice: &Choice, free: u64) -> String {
-    let tried: Vec<String> =
-        choice.tried.iter().map(|it| format!("{} needs {}", said(it.modes), bytes(it.peak_bytes))).collect();
+    let tried: Vec<String> = choice.tried.iter().map(needs).collect();
     format!("memory: nothing fits {} of the {} that are free: {}", bytes(usable(free)), bytes(free), tried.join("; "))
+}
+
+/// What a candidate needs, and what else than memory of the device there is too little of.
+fn needs(candidate: &Candidate) -> String {
+    let besides = candidate.short.iter().filter(|shortage| shortage.of != Resource::Device);
+    let besides: String = besides.map(|shortage| format!(" and {shortage}")).collect();
+    format!("{} needs {}{besides}", said(candidate.modes), bytes(candidate.peak_bytes))
 }
 
 fn said(modes: Modes) -> String {

@@ -33,6 +33,34 @@ fn recipe(folder: &Path) -> Value {
     })
 }
 
+/// Tasks on generated documents. `writes`: each prompt fills the context and has a beginning of its own. `scores`: all
+/// questions follow the same long text, and are short.
+fn tasks(folder: &Path) {
+    let numbers = |from: usize, n: usize| (from..from + n).map(|i| (i * 7919 % 10_000).to_string()).collect::<Vec<_>>();
+    let data = |name: &str, n: usize| {
+        let rows: Vec<String> =
+            (0..400).map(|i| json!({"q": numbers(i * n, n).join(" "), "a": "1"}).to_string()).collect();
+        let path = folder.join(format!("{name}.jsonl"));
+        std::fs::write(&path, rows.join("\n")).unwrap();
+        path
+    };
+    let task = |name: &str, n: usize, rest: Value| {
+        let mut task = json!({
+            "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": data(name, n)}},
+            "test_split": "test", "doc_to_text": "q", "doc_to_target": "a",
+        });
+        task.as_object_mut().unwrap().extend(rest.as_object().unwrap().clone());
+        std::fs::write(folder.join(format!("{name}.yaml")), task.to_string()).unwrap();
+    };
+    task(
+        "writes",
+        150,
+        json!({"output_type": "generate_until", "generation_kwargs": {"until": []},
+        "metric_list": [{"metric": "exact_match"}]}),
+    );
+    task("scores", 5, json!({"output_type": "loglikelihood", "description": numbers(1, 190).join(" ")}));
+}
+
 /// A recipe in a folder of its own, with arguments, and its plan.
 pub struct Case {
     pub folder: tempfile::TempDir,
@@ -49,13 +77,21 @@ impl Case {
     pub fn on_ranks(n_ranks: usize, arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let text = recipe(folder.path()).to_string();
+        tasks(folder.path());
         let path = folder.path().join("recipe.yaml");
         std::fs::write(&path, &text).unwrap();
-        let save =
-            format!("checkpoint=[{{output_dir: {}, save_every_n_steps: 1}}]", folder.path().join("saves").display());
+        let at = folder.path().display();
         let text_file = folder.path().join("text.txt").display().to_string();
-        let arguments = arguments.iter().map(|a| if *a == "save" { save.clone() } else { a.replace('$', &text_file) });
-        let arguments: Vec<String> = arguments.collect();
+        let save = |more: &str| format!("checkpoint=[{{output_dir: {at}/saves, save_every_n_steps: 1{more}}}]");
+        let tasks = |rest: &str| format!("eval={{include_path: [{at}], interval: 2, bootstrap_iters: 0, {rest}}}");
+        let argument = |argument: &&str| match *argument {
+            "save" => save(""),
+            "save in the background" => save(", async_save: true"),
+            "tasks that write" => tasks("tasks: [writes], limit: 72, max_length: 256, max_gen_toks: 24"),
+            "tasks that score" => tasks("tasks: [scores], max_length: 1024"),
+            other => other.replace('$', &text_file),
+        };
+        let arguments: Vec<String> = arguments.iter().map(argument).collect();
         let loaded = Loaded::parse(&path, text, &arguments).unwrap();
         let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet, Seat::first_of(n_ranks)).unwrap();
         let plan = Plan::resolve(&loaded, &known).unwrap();

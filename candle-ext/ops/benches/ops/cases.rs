@@ -7,8 +7,8 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, Dropout, GradPolicy, GradScaler,
-    GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight, adamw, attention, copy_into, dropout, embedding,
-    linear, linear_cross_entropy, rms_norm, rope, sum_of_squares, swiglu, zero_,
+    GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight, adamw, add, attention, copy_into, dropout, embedding,
+    linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares, swiglu, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -91,7 +91,7 @@ pub(crate) fn tiny() -> Vec<Case> {
 }
 
 fn of_model(model: &Model, t: usize, len: usize) -> Vec<Case> {
-    let &Model { d, f, v, hq, k, .. } = model;
+    let &Model { d, f, v, hq, hkv, k } = model;
     let mut cases = Vec::new();
     cases.extend(rms_norms(t, d));
     if k == 128 {
@@ -99,7 +99,9 @@ fn of_model(model: &Model, t: usize, len: usize) -> Vec<Case> {
     }
     cases.extend(ropes(t, hq, k));
     cases.extend(swiglus(t, f));
+    cases.push(adds(t, d));
     cases.extend(dropouts(t, d));
+    cases.push(rows_set(t, hkv * k));
     cases.extend(embeddings(t, v, d));
     cases.extend(attentions(model, t, len));
     cases.extend(linears(t, d, hq * k));
@@ -135,6 +137,23 @@ fn swiglus(t: usize, f: usize) -> [Case; 2] {
     let costs = [3.0, 5.0].map(|n| bytes(n * BF16 * (t * f) as f64));
     both("swiglu", vec![("t", t), ("f", f)], costs, move |device| {
         Ok(Graph::new([randn((t, f), device)?, randn((t, f), device)?], |x| swiglu(&x[0], &x[1])))
+    })
+}
+
+/// Both inputs and y.
+fn adds(t: usize, d: usize) -> Case {
+    once("add", vec![("t", t), ("d", d)], 3.0 * BF16 * (t * d) as f64, move |device| {
+        let (a, b) = (randn((t, d), device)?, randn((t, d), device)?);
+        Ok(Box::new(move || keep(add(&a, &b)?)))
+    })
+}
+
+/// Keys of new tokens on their way into a pool of twice as many: rows, read and written.
+fn rows_set(t: usize, d: usize) -> Case {
+    once("set_rows", vec![("t", t), ("d", d)], 2.0 * BF16 * (t * d) as f64, move |device| {
+        let (to, from) = (randn((2 * t, d), device)?, randn((t, d), device)?);
+        let rows: Vec<u32> = (0..t as u32).map(|i| 2 * i).collect();
+        Ok(Box::new(move || keep(set_rows(&to, &rows, &from)?)))
     })
 }
 
@@ -236,6 +255,13 @@ fn of_flat_buffers(n: usize) -> Vec<Case> {
                 let state = AdamWState { master: &p, grad: &g, exp_avg: &m, exp_avg_sq: &v, compute: Some(&copy) };
                 keep(adamw(&hyper, &scaler, state)?)
             }))
+        }),
+        // A sum of squares for each of a model's tensors, and the losses of a few micro-batches: what counts is that it is soon
+        // done.
+        once("grad_scaler", vec![("n_sums", 400)], 8.0 * 400.0, |device| {
+            let scaler = GradScaler::new(GradPolicy::PLAIN, 9, device)?;
+            let (squares, losses) = (Tensor::ones(400, DType::F64, device)?, Tensor::ones(16, DType::F32, device)?);
+            Ok(Box::new(move || keep(scaler.judge(&squares, &losses, [0.9, 0.95])?)))
         }),
         once("copy_into f32 to bf16", shape(), bytes(F32 + BF16), move |device| {
             let (from, to) = (f32s(device)?, Tensor::zeros(n, DType::BF16, device)?);

@@ -1,6 +1,8 @@
 //! The sum of two activations: a residual connection, or the gradients of something that was used twice.
 
 mod cpu;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+mod cuda;
 
 use candle_core::{Result, Tensor, bail};
 
@@ -22,7 +24,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
             cpu::add(left.floats()?, right.floats()?, y.view());
             storage::tensor(y, a.shape())
         },
-        cuda => (&left + &right)?,
+        cuda => cuda::add(&left, &right)?,
     });
     Ok(record("add", [a.into(), b.into()], y, |dy| Ok([Some(dy.clone()), Some(dy.clone())])))
 }

@@ -16,8 +16,8 @@ use super::cuda::Inputs;
 use super::layout::Heads;
 use super::ragged::{Bucket, Tables};
 use super::{AttentionSpec, Seqs};
-use crate::accelerator;
 use crate::cuda::{Address, Out, address, gpu};
+use crate::nvidia;
 use crate::transfer::upload;
 
 const OP: &str = "attention by cuDNN";
@@ -356,7 +356,7 @@ fn bind(device: &CudaDevice) -> Explained<()> {
 
 /// Loads cuDNN, which then stays.
 fn open() -> Explained<usize> {
-    let library = accelerator::load("libcudnn.so").ok_or("there is no cuDNN here (libcudnn.so.9 cannot be loaded)")?;
+    let library = nvidia::load("libcudnn.so").ok_or("there is no cuDNN here (libcudnn.so.9 cannot be loaded)")?;
     let library = libloading::os::unix::Library::from(library).into_raw();
     let mut version = 0;
     // SAFETY: the library is loaded and never closed; `VERSION` calls this once.

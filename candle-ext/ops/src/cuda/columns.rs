@@ -1,41 +1,75 @@
 //! Sums over the rows of a matrix: the gradients of norms and biases.
+//!
+//! Rows fall into parts, whose sums are added one after another: their number depends on the shape alone, so that the result
+//! is the same every time. The op has kernels `add_parts_f32` and `_bf16`.
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::{Address, Arg, FLAT_THREADS, Gpu, Kernels, Out, address, suffix};
 
-/// Columns of a block, one for each lane of a warp.
-const COLUMNS: usize = 32;
+/// Blocks of a grid: four for each multiprocessor of an H100.
+pub(crate) const BLOCKS: usize = 528;
 
-/// Parts of the rows whose sums are added one after another: fixed, so that the result is the same every time.
-const PARTS: usize = 16;
+/// Lanes of a warp.
+const LANES: usize = 32;
 
-/// Adds to `total` [n] what `sum_columns` of common.cuh makes of t rows. `name` is the op's kernel that calls it: it takes
-/// `inputs`, the sums of parts, t and n. The op also has `add_parts_f32`
-/// and `_bf16`.
+/// Rows of a part, at least.
+const LEAST_ROWS: usize = 32;
+
+/// Bytes of the widest access.
+const WIDEST: u64 = 16;
+
+/// Returns the elements of the widest access to rows of d elements that begin at these addresses: 1 if not all of them are
+/// multiples of it.
+pub(crate) fn width(dtype: DType, d: usize, rows: &[Address]) -> usize {
+    let width = WIDEST as usize / dtype.size_in_bytes();
+    if d.is_multiple_of(width) && rows.iter().all(|row| row.is_multiple_of(WIDEST)) { width } else { 1 }
+}
+
+/// Adds to `total` [n] the sums over the rows of `x`, t rows of n columns, by the op's kernels `partial_sums_` and
+/// `partial_sums_wide_`, which call `sum_columns` of common.cuh.
 ///
 /// # Safety
 ///
-/// The inputs must be what that kernel reads for t rows of n columns.
+/// `x` must have so many rows and columns.
 pub(crate) unsafe fn add_sums(
     kernels: &Kernels,
     on: Gpu,
-    name: &str,
-    inputs: &[Address],
+    x: &Tensor,
     [t, n]: [usize; 2],
     total: &Tensor,
 ) -> Result<()> {
-    let (op, total_at) = (kernels.op, address(kernels.op, total)?);
+    let (op, x_at) = (kernels.op, address(kernels.op, x)?);
+    let width = width(x.dtype(), n, &[x_at]);
+    let n_blocks = n.div_ceil(LANES * width);
+    let n_parts = (BLOCKS / n_blocks.max(1)).clamp(1, t.div_ceil(LEAST_ROWS).max(1));
+    let parts = Out::new(on, DType::F32, n_parts * n)?;
+    let args = [Arg::Address(x_at), Arg::Address(parts.address), Arg::I32(t as i32), Arg::I32(n as i32)];
+    let name = format!("partial_sums_{}{}", if width > 1 { "wide_" } else { "" }, suffix(op, x.dtype())?);
+    // SAFETY: the caller answers for x; there is a row of n for each part.
+    unsafe { kernels.launch(on, &name, [n_blocks, n_parts, 1], FLAT_THREADS, &args)? };
+    // SAFETY: as above.
+    unsafe { add_parts(kernels, on, parts.address, [n_parts, n], total) }
+}
+
+/// Adds to `total` [n] the sums of `n_parts` rows of f32.
+///
+/// # Safety
+///
+/// `parts` must have so many rows of n.
+pub(crate) unsafe fn add_parts(
+    kernels: &Kernels,
+    on: Gpu,
+    parts: Address,
+    [n_parts, n]: [usize; 2],
+    total: &Tensor,
+) -> Result<()> {
+    let op = kernels.op;
     if total.elem_count() != n {
         bail!("{op}: the gradient has {} elements, want {n}", total.elem_count())
     }
-    let parts = Out::new(on, DType::F32, PARTS * n)?;
-    let mut args: Vec<Arg> = inputs.iter().map(|input| Arg::Address(*input)).collect();
-    args.extend([Arg::Address(parts.address), Arg::I32(t as i32), Arg::I32(n as i32)]);
-    // SAFETY: the caller answers for the inputs; there is a row of n for each part.
-    unsafe { kernels.launch(on, name, [n.div_ceil(COLUMNS), PARTS, 1], FLAT_THREADS, &args)? };
-    let args = [Arg::Address(parts.address), Arg::Address(total_at), Arg::I32(PARTS as i32), Arg::I32(n as i32)];
+    let args = [Arg::Address(parts), Arg::Address(address(op, total)?), Arg::I32(n_parts as i32), Arg::I32(n as i32)];
     let name = format!("add_parts_{}", suffix(op, total.dtype())?);
-    // SAFETY: as above; total has n elements of the format in the name.
-    unsafe { kernels.launch_flat(on, &name, n, 1, &args) }
+    // SAFETY: the caller answers for the parts; total has n elements of the format in the name.
+    unsafe { kernels.launch(on, &name, [n.div_ceil(LANES), 1, 1], FLAT_THREADS, &args) }
 }

@@ -40,6 +40,14 @@ template <typename T, int W> __device__ __forceinline__ void store(T* p, const P
     *reinterpret_cast<Pack<T, W>*>(p) = pack;
 }
 
+// Makes the compiler widen a pack anew from here on: what it has widened takes twice the registers.
+template <typename T, int W> __device__ __forceinline__ void forget_widened(Pack<T, W>& pack) {
+    if constexpr (sizeof(T) == 2 && W % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < W / 2; ++i) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[i]));
+    }
+}
+
 // Elements in 16 bytes, the widest access there is.
 template <typename T> constexpr int WIDE = 16 / sizeof(T);
 
@@ -80,34 +88,58 @@ __device__ __forceinline__ float block_sum(float x) {
     return warp_sum(lane < n_warps ? of_warp[lane] : 0.0f);
 }
 
-// partial[part] = the sum of value(row, column) over that part's rows, for n columns of t rows. A block of 256 threads has
-// 32 columns; its 8 warps share out the rows of its part, blockIdx.y, in a fixed order.
-template <typename F> __device__ __forceinline__ void sum_columns(F value, float* partial, int t, int n) {
-    __shared__ float of_warp[8][33];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int column = blockIdx.x * 32 + lane;
-    const int n_rows = (t + gridDim.y - 1) / gridDim.y;
-    const int end = min(t, static_cast<int>(blockIdx.y + 1) * n_rows);
-    float sum = 0.0f;
-    if (column < n) {
-        for (long long row = blockIdx.y * n_rows + warp; row < end; row += 8) sum += value(row, column);
-    }
-    of_warp[warp][lane] = sum;
-    __syncthreads();
-    if (warp == 0 && column < n) {
-        float total = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) total += of_warp[i][lane];
-        partial[static_cast<long long>(blockIdx.y) * n + column] = total;
+// to = from, a row of d elements, by a block
+template <typename T> __device__ __forceinline__ void copy_row(const T* from, T* to, int d) {
+    if (is_wide<T>(d, from, to)) {
+        for (int i = threadIdx.x * WIDE<T>; i < d; i += blockDim.x * WIDE<T>) store(to + i, load<WIDE<T>>(from + i));
+    } else {
+        for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = from[i];
     }
 }
 
-// total += the sum over parts, a thread for each of n columns
+// partial[part] = the sum of x over that part's rows, for n columns of t rows. A block of 256 threads has 32 W columns; its
+// 8 warps share out the rows of its part, blockIdx.y, in a fixed order.
+template <int W, typename T> __device__ __forceinline__ void sum_columns(const T* x, float* partial, int t, int n) {
+    __shared__ float of_warp[8][32 * W];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int first = blockIdx.x * 32 * W, column = first + lane * W;
+    const int n_rows = (t + gridDim.y - 1) / gridDim.y;
+    const int end = min(t, static_cast<int>(blockIdx.y + 1) * n_rows);
+    float sums[W] = {};
+    if (column < n) {
+        for (long long row = blockIdx.y * n_rows + warp; row < end; row += 8) {
+            const auto pack = load<W>(x + row * n + column);
+#pragma unroll
+            for (int j = 0; j < W; ++j) sums[j] += widen(pack.at[j]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < W; ++j) of_warp[warp][j * 32 + lane] = sums[j];
+    __syncthreads();
+    for (int i = threadIdx.x; i < 32 * W && first + i < n; i += blockDim.x) {
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < 8; ++w) total += of_warp[w][i % W * 32 + i / W];
+        partial[static_cast<long long>(blockIdx.y) * n + first + i] = total;
+    }
+}
+
+// total += the sum over parts for n columns. A block of 256 threads has 32 columns; its 8 warps share out the parts in a
+// fixed order.
 template <typename G>
 __device__ __forceinline__ void add_parts_to(G* total, const float* partial, int n_parts, int n) {
-    const int column = blockIdx.x * blockDim.x + threadIdx.x;
-    if (column >= n) return;
+    __shared__ float of_warp[8][32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = blockIdx.x * 32 + lane;
     float sum = 0.0f;
-    for (int part = 0; part < n_parts; ++part) sum += partial[static_cast<long long>(part) * n + column];
-    total[column] = narrow<G>(widen(total[column]) + sum);
+    if (column < n) {
+#pragma unroll 8
+        for (int part = warp; part < n_parts; part += 8) sum += partial[static_cast<long long>(part) * n + column];
+    }
+    of_warp[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= n) return;
+    float all = 0.0f;
+#pragma unroll
+    for (int w = 0; w < 8; ++w) all += of_warp[w][lane];
+    total[column] = narrow<G>(widen(total[column]) + all);
 }

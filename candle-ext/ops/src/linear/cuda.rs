@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cuda::gemm::{Gemm, Matrix};
-use crate::cuda::{Out, address, columns, gpu, kernels, same_dtype, suffix};
+use crate::cuda::{Out, address, columns, gpu, kernels, same_dtype};
 use crate::product::Dims;
 
 kernels!("linear");
@@ -65,7 +65,6 @@ pub(super) fn add_grad_w(dy: &Tensor, x: &Tensor, dw: &Tensor, dims: Dims) -> Re
 
 /// db += the sum of dy over rows
 pub(super) fn add_grad_bias(dy: &Tensor, db: &Tensor, dims: Dims) -> Result<()> {
-    let name = format!("partial_sums_{}", suffix(OP, dy.dtype())?);
-    // SAFETY: dy has t rows of n elements, db one.
-    unsafe { columns::add_sums(&KERNELS, gpu(OP, dy)?, &name, &[address(OP, dy)?], [dims.t, dims.n], db) }
+    // SAFETY: dy has t rows of n elements.
+    unsafe { columns::add_sums(&KERNELS, gpu(OP, dy)?, dy, [dims.t, dims.n], db) }
 }

@@ -9,6 +9,9 @@ FOR_EACH_GRAD(ADD_PARTS)
 
 #define KERNELS(T, suffix)                                                                                   \
     extern "C" __global__ void partial_sums_##suffix(const T* dy, float* partial, int t, int n) {            \
-        sum_columns([=](long long row, int column) { return widen(dy[row * n + column]); }, partial, t, n);  \
+        sum_columns<1>(dy, partial, t, n);                                                                   \
+    }                                                                                                        \
+    extern "C" __global__ void partial_sums_wide_##suffix(const T* dy, float* partial, int t, int n) {       \
+        sum_columns<WIDE<T>>(dy, partial, t, n);                                                             \
     }
 FOR_EACH_FLOAT(KERNELS)

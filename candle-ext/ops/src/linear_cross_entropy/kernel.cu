@@ -1,4 +1,4 @@
-// linear_cross_entropy: a block for each token that counts. n tokens, v vocabulary, d model.
+// linear_cross_entropy: a block for each token that counts. n tokens, v vocabulary, d model, W logits at a time.
 #include "common.cuh"
 
 #include <math.h>
@@ -18,19 +18,50 @@ struct MaxAndSum {
     float max, sum;
 };
 
+// Whether each row of v logits can be read in packs of WIDE, and its gradient written in packs of as many.
+template <typename T> __device__ __forceinline__ bool is_wide_row(int v, const float* logits, const T* d_logits) {
+    return is_wide<float>(v, logits) && reinterpret_cast<uintptr_t>(d_logits) % sizeof(Pack<T, WIDE<float>>) == 0;
+}
+
+// The largest logit of the thread's share of a row, and the sum of exp(logit - largest).
+template <int W> __device__ __forceinline__ MaxAndSum max_and_sum_of_thread(const float* logits, int v) {
+    float largest = -INFINITY, sum = 0.0f;
+    for (int i = threadIdx.x * W; i < v; i += blockDim.x * W) {
+        const auto pack = load<W>(logits + i);
+        const float before = largest;
+#pragma unroll
+        for (int j = 0; j < W; ++j) largest = fmaxf(largest, pack.at[j]);
+        sum = before == -INFINITY && sum == 0.0f ? 0.0f : sum * expf(before - largest);
+        // A NaN has no largest and goes into the sum.
+#pragma unroll
+        for (int j = 0; j < W; ++j) sum += pack.at[j] == -INFINITY ? 0.0f : expf(pack.at[j] - largest);
+    }
+    return {largest, sum};
+}
+
 // The largest logit and the sum of exp(logit - largest), in one pass over the row.
 __device__ __forceinline__ MaxAndSum max_and_sum(const float* logits, int v) {
-    float largest = -INFINITY, sum = 0.0f;
-    for (int i = threadIdx.x; i < v; i += blockDim.x) {
-        const float logit = logits[i];
-        const float before = largest;
-        largest = fmaxf(largest, logit);
-        // A NaN has no largest and goes into the sum.
-        sum = (before == -INFINITY ? 0.0f : sum * expf(before - largest)) + expf(logit - largest);
-    }
+    const auto [largest, sum] = is_wide<float>(v, logits) ? max_and_sum_of_thread<WIDE<float>>(logits, v)
+                                                          : max_and_sum_of_thread<1>(logits, v);
     const float all = block_max(largest);
-    const float scale = largest == -INFINITY ? 0.0f : expf(largest - all);
+    const float scale = largest == -INFINITY && sum == 0.0f ? 0.0f : expf(largest - all);
     return {all, block_sum(sum * scale)};
+}
+
+// d_logits = scale exp(logit - largest), less the weight at the target; it may lie where the logits do
+template <int W, typename T>
+__device__ __forceinline__ void write_gradients(const float* logits, T* d_logits, int v, int target, float weight,
+                                                float largest, float scale) {
+    for (int i = threadIdx.x * W; i < v; i += blockDim.x * W) {
+        const auto pack = load<W>(logits + i);
+        Pack<T, W> gradients;
+#pragma unroll
+        for (int j = 0; j < W; ++j) {
+            const float p = expf(pack.at[j] - largest) * scale;
+            gradients.at[j] = narrow<T>(i + j == target ? p - weight : p);
+        }
+        store(d_logits + i, gradients);
+    }
 }
 
 // loss = log sum exp(logits) - logits[class]
@@ -71,10 +102,10 @@ __device__ void gradients(const float* logits, const unsigned* classes, const fl
     const auto [largest, sum] = max_and_sum(logits, v);
     if (threadIdx.x == 0) loss[blockIdx.x] = largest - logits[target] + logf(sum);
     __syncthreads();
-    const float scale = weight / sum;
-    for (int i = threadIdx.x; i < v; i += blockDim.x) {
-        const float p = expf(logits[i] - largest) * scale;
-        d_logits[i] = narrow<T>(i == target ? p - weight : p);
+    if (is_wide_row(v, logits, d_logits)) {
+        write_gradients<WIDE<float>>(logits, d_logits, v, target, weight, largest, weight / sum);
+    } else {
+        write_gradients<1>(logits, d_logits, v, target, weight, largest, weight / sum);
     }
 }
 
@@ -100,24 +131,18 @@ __device__ void part_gradients(const float* logits, const unsigned* classes, con
     const int target = classes[blockIdx.x];
     const float weight = weights[blockIdx.x], max = largest[blockIdx.x];
     const float scale = weight / sums[blockIdx.x];
-    for (int i = threadIdx.x; i < v; i += blockDim.x) {
-        const float p = expf(logits[i] - max) * scale;
-        d_logits[i] = narrow<T>(i == target ? p - weight : p);
-    }
+    if (is_wide_row(v, logits, d_logits)) write_gradients<WIDE<float>>(logits, d_logits, v, target, weight, max, scale);
+    else write_gradients<1>(logits, d_logits, v, target, weight, max, scale);
 }
 
 // to[i] = from[rows[i]], a block for each row of d elements
 template <typename T> __device__ void gather(const T* from, const unsigned* rows, T* to, int d) {
-    from += static_cast<long long>(rows[blockIdx.x]) * d;
-    to += static_cast<long long>(blockIdx.x) * d;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = from[i];
+    copy_row(from + static_cast<long long>(rows[blockIdx.x]) * d, to + static_cast<long long>(blockIdx.x) * d, d);
 }
 
 // to[rows[i]] = from[i]
 template <typename T> __device__ void scatter(const T* from, const unsigned* rows, T* to, int d) {
-    from += static_cast<long long>(blockIdx.x) * d;
-    to += static_cast<long long>(rows[blockIdx.x]) * d;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = from[i];
+    copy_row(from + static_cast<long long>(blockIdx.x) * d, to + static_cast<long long>(rows[blockIdx.x]) * d, d);
 }
 
 // total = scale * the sum of losses, in f64 and by one block, so that the order is fixed

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::cuda::{Arg, Out, address, columns, gpu, kernels, same_dtype, suffix};
+use crate::cuda::{Arg, FLAT_THREADS, Out, address, columns, gpu, kernels, same_dtype, suffix};
 
 kernels!("rms_norm");
 
@@ -34,30 +34,106 @@ pub(super) fn forward(x: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out
     Ok((y, rstd.into_tensor(t)))
 }
 
-/// Returns dx.
-pub(super) fn grad_x(x: &Tensor, w: &Tensor, dy: &Tensor, rstd: &Tensor) -> Result<Tensor> {
-    let on = gpu(OP, x)?;
-    let (t, d) = (rstd.elem_count(), w.elem_count());
-    let dx = Out::new(on, x.dtype(), x.elem_count())?;
-    let args = [
-        Arg::Address(address(OP, x)?),
-        Arg::Address(address(OP, w)?),
-        Arg::Address(address(OP, dy)?),
-        Arg::Address(address(OP, rstd)?),
-        Arg::Address(dx.address),
-        Arg::I32(d as i32),
-    ];
-    let name = format!("grad_x_{}", suffix(OP, x.dtype())?);
-    // SAFETY: x, dy and dx have t rows of d elements, w one, rstd t elements.
-    unsafe { KERNELS.launch(on, &name, [t, 1, 1], row_threads(d), &args)? };
-    Ok(dx.into_tensor(x.shape()))
+/// How the threads of a backward share out rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Threads {
+    /// `lanes` of a block's `threads` have a row, and hold `packs` packs of it each.
+    Packs { packs: usize, lanes: usize, threads: usize },
+    /// A block has a row, as often as it takes.
+    Long { threads: usize },
 }
 
-/// dw += the sum of dy n over rows.
-pub(super) fn add_grad_w(x: &Tensor, dy: &Tensor, rstd: &Tensor, dw: &Tensor) -> Result<()> {
-    let inputs = [address(OP, x)?, address(OP, dy)?, address(OP, rstd)?];
-    let sizes = [rstd.elem_count(), dw.elem_count()];
-    let name = format!("partial_grad_w_{}", suffix(OP, x.dtype())?);
-    // SAFETY: x and dy have t rows of d elements, rstd t elements, dw d.
-    unsafe { columns::add_sums(&KERNELS, gpu(OP, x)?, &name, &inputs, sizes, dw) }
+impl Threads {
+    /// For rows of d elements that are read `width` at a time.
+    fn of(d: usize, width: usize) -> Self {
+        const MOST: usize = 512;
+        let n_packs = d / width;
+        match n_packs {
+            _ if width == 1 => Self::Long { threads: row_threads(d) },
+            // Up to a warp: the threads of a block have many rows at once.
+            ..=32 => Self::Packs { packs: 1, lanes: n_packs.next_power_of_two(), threads: FLAT_THREADS },
+            33..=64 => Self::Packs { packs: 2, lanes: WARP, threads: FLAT_THREADS },
+            65..=128 => Self::Packs { packs: 4, lanes: WARP, threads: FLAT_THREADS },
+            _ => {
+                let packs = [1, 2].into_iter().find(|packs| n_packs <= packs * FLAT_THREADS).unwrap_or(4);
+                let lanes = n_packs.div_ceil(packs).next_multiple_of(WARP);
+                if lanes <= MOST {
+                    Self::Packs { packs, lanes, threads: lanes }
+                } else {
+                    Self::Long { threads: row_threads(d) }
+                }
+            }
+        }
+    }
+
+    /// Rows that a block has at once.
+    fn rows(self) -> usize {
+        match self {
+            Self::Packs { lanes, threads, .. } => threads / lanes,
+            Self::Long { .. } => 1,
+        }
+    }
+}
+
+/// Adds the sum of dy n over rows to `dw` and returns dx, where they are wanted. Rows are read once.
+pub(super) fn backward(
+    x: &Tensor,
+    w: &Tensor,
+    dy: &Tensor,
+    rstd: &Tensor,
+    dw: Option<&Tensor>,
+    wants_dx: bool,
+) -> Result<Option<Tensor>> {
+    // Times that a block has rows, at least: each of them leaves a row of sums.
+    const LEAST_TURNS: usize = 4;
+    let on = gpu(OP, x)?;
+    let (t, d) = (rstd.elem_count(), w.elem_count());
+    let dx = wants_dx.then(|| Out::new(on, x.dtype(), x.elem_count())).transpose()?;
+    let [x_at, w_at, dy_at] = [address(OP, x)?, address(OP, w)?, address(OP, dy)?];
+    let dx_at = dx.as_ref().map_or(0, |dx| dx.address);
+    let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, w_at, dy_at, dx_at]));
+    let n_parts = t.div_ceil(threads.rows() * LEAST_TURNS).min(columns::BLOCKS);
+    let parts = dw.map(|_| Out::new(on, DType::F32, n_parts * d)).transpose()?;
+    let parts_at = parts.as_ref().map_or(0, |parts| parts.address);
+    let mut args: Vec<Arg> =
+        [x_at, w_at, dy_at, address(OP, rstd)?, dx_at, parts_at].into_iter().map(Arg::Address).collect();
+    args.extend([Arg::I32(t as i32), Arg::I32(d as i32)]);
+    let (name, n_threads) = match threads {
+        Threads::Packs { packs, lanes, threads } => {
+            args.push(Arg::I32(lanes as i32));
+            (format!("backward_{packs}_{}", suffix(OP, x.dtype())?), threads)
+        }
+        Threads::Long { threads } => (format!("backward_long_{}", suffix(OP, x.dtype())?), threads),
+    };
+    // SAFETY: x, dy and dx have t rows of d elements, w one, rstd t elements, and there is a row of sums for each block.
+    unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], n_threads, &args)? };
+    if let Some(dw) = dw {
+        // SAFETY: the kernel has written so many rows of d.
+        unsafe { columns::add_parts(&KERNELS, on, parts_at, [n_parts, d], dw)? };
+    }
+    Ok(dx.map(|dx| dx.into_tensor(x.shape())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_have_all_of_a_row_between_them() {
+        for width in [4, 8] {
+            for d in (width..20_000).step_by(width) {
+                match Threads::of(d, width) {
+                    Threads::Packs { packs, lanes, threads } => {
+                        assert!(packs * lanes * width >= d, "{d} {width}");
+                        assert!(threads % WARP == 0 && threads % lanes == 0 && threads <= 512, "{d} {width}");
+                        assert!(lanes.is_power_of_two() && threads == FLAT_THREADS || lanes == threads, "{d} {width}");
+                    }
+                    Threads::Long { threads } => assert!(threads <= 1024 && d > 512 * 4 * width, "{d} {width}"),
+                }
+            }
+        }
+        assert_eq!(Threads::of(128, 8), Threads::Packs { packs: 1, lanes: 16, threads: 256 });
+        assert_eq!(Threads::of(2048, 8), Threads::Packs { packs: 1, lanes: 256, threads: 256 });
+        assert_eq!(Threads::of(2560, 8), Threads::Packs { packs: 2, lanes: 160, threads: 160 });
+    }
 }

@@ -1,4 +1,4 @@
-// rms_norm: one block a row. t rows, d elements, W of them at a time.
+// rms_norm: t rows, d elements, W of them at a time. Forward, a block has a row.
 #include "common.cuh"
 
 // y = x / sqrt(mean(x^2) + eps) * w; the normalised x is rounded before it meets w.
@@ -27,41 +27,121 @@ __device__ void forward(const T* x, const T* w, T* y, float* rstd, int d, float 
     }
 }
 
-// dx = r (g - n mean(g n)) for g = dy w, n = x r
-template <int W, typename T>
-__device__ void grad_x(const T* x, const T* w, const T* dy, const float* rstd, T* dx, int d) {
-    const long long row = blockIdx.x;
-    x += row * d;
-    dy += row * d;
-    dx += row * d;
-    const float r = rstd[row];
-    float sum = 0.0f;
-    for (int i = threadIdx.x * W; i < d; i += blockDim.x * W) {
-        const auto x_pack = load<W>(x + i), w_pack = load<W>(w + i), dy_pack = load<W>(dy + i);
+// The sum over `lanes` neighbours of a warp, a power of two; each gets it. All threads must call.
+__device__ __forceinline__ float lanes_sum(float x, int lanes) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+// partial = the sums of what the groups of `lanes` threads have of the columns of P packs of W, in the order of the groups.
+template <int P, int W>
+__device__ __forceinline__ void sum_groups(const float (&sums)[P][W], float* partial, int d, int lanes) {
+    __shared__ float of_thread[W][256];
+    const int n_groups = blockDim.x / lanes;
 #pragma unroll
-        for (int j = 0; j < W; ++j) sum += widen(dy_pack.at[j]) * widen(w_pack.at[j]) * widen(x_pack.at[j]) * r;
-    }
-    const float mean = block_sum(sum) / d;
-    for (int i = threadIdx.x * W; i < d; i += blockDim.x * W) {
-        auto pack = load<W>(x + i);
-        const auto w_pack = load<W>(w + i), dy_pack = load<W>(dy + i);
+    for (int p = 0; p < P; ++p) {
+        __syncthreads();
 #pragma unroll
-        for (int j = 0; j < W; ++j) {
-            const float g = widen(dy_pack.at[j]) * widen(w_pack.at[j]), n = widen(pack.at[j]) * r;
-            pack.at[j] = narrow<T>(r * (g - n * mean));
+        for (int j = 0; j < W; ++j) of_thread[j][threadIdx.x] = sums[p][j];
+        __syncthreads();
+        for (int i = threadIdx.x; i < lanes * W && p * lanes * W + i < d; i += blockDim.x) {
+            float total = 0.0f;
+            for (int group = 0; group < n_groups; ++group) total += of_thread[i % W][group * lanes + i / W];
+            partial[p * lanes * W + i] = total;
         }
-        store(dx + i, pack);
     }
 }
 
-// The sums of dy n over parts of the rows.
+// dx = r (g - n mean(g n)) for g = dy w, n = x r; and the sums of dy round(n) over this block's rows, which are every
+// gridDim-th. `lanes` threads have a row, each P packs of W of its elements: a power of two of them, up to a warp, of a block
+// of 256, or all of a block. Each row is read once. There may be no dx, or no partial sums, to write.
+template <int P, int W, typename T>
+__device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, const float* rstd, T* dx, float* partial,
+                                         int t, int d, int lanes) {
+    const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, n_groups = blockDim.x / lanes;
+    Pack<T, W> w_packs[P];
+    float sums[P][W] = {};
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+        const int column = (p * lanes + lane) * W;
+        if (column < d) w_packs[p] = load<W>(w + column);
+    }
+    for (long long first = static_cast<long long>(blockIdx.x) * n_groups; first < t;
+         first += static_cast<long long>(gridDim.x) * n_groups) {
+        const long long row = first + group;
+        const bool is_row = row < t;
+        const float r = is_row ? rstd[row] : 0.0f;
+        Pack<T, W> x_packs[P], dy_packs[P];
+#pragma unroll
+        for (int p = 0; p < P; ++p) {
+            const int column = (p * lanes + lane) * W;
+            if (is_row && column < d) {
+                x_packs[p] = load<W>(x + row * d + column);
+                dy_packs[p] = load<W>(dy + row * d + column);
+            }
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int p = 0; p < P; ++p) {
+            if (!is_row || (p * lanes + lane) * W >= d) continue;
+            forget_widened(w_packs[p]);
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+                const float dy = widen(dy_packs[p].at[j]), n = widen(x_packs[p].at[j]) * r;
+                sum += dy * widen(w_packs[p].at[j]) * n;
+                sums[p][j] += dy * widen(narrow<T>(n));
+            }
+        }
+        const float mean = (lanes > 32 ? block_sum(sum) : lanes_sum(sum, lanes)) / d;
+        if (dx == nullptr) continue;
+#pragma unroll
+        for (int p = 0; p < P; ++p) {
+            const int column = (p * lanes + lane) * W;
+            if (!is_row || column >= d) continue;
+            forget_widened(w_packs[p]);
+            forget_widened(x_packs[p]);
+            forget_widened(dy_packs[p]);
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+                const float g = widen(dy_packs[p].at[j]) * widen(w_packs[p].at[j]), n = widen(x_packs[p].at[j]) * r;
+                x_packs[p].at[j] = narrow<T>(r * (g - n * mean));
+            }
+            store(dx + row * d + column, x_packs[p]);
+        }
+    }
+    if (partial == nullptr) return;
+    partial += static_cast<long long>(blockIdx.x) * d;
+    if (n_groups > 1) {
+        sum_groups(sums, partial, d, lanes);
+        return;
+    }
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+        const int column = (p * lanes + lane) * W;
+        for (int j = 0; j < W && column < d; ++j) partial[column + j] = sums[p][j];
+    }
+}
+
+// The same for rows that are too long for a block's registers, or cannot be read in packs: the sums are kept in memory.
 template <typename T>
-__device__ void partial_grad_w(const T* x, const T* dy, const float* rstd, float* partial, int t, int d) {
-    const auto product = [=](long long row, int column) {
-        const long long i = row * d + column;
-        return widen(dy[i]) * widen(narrow<T>(widen(x[i]) * rstd[row]));
-    };
-    sum_columns(product, partial, t, d);
+__device__ __forceinline__ void backward_long(const T* x, const T* w, const T* dy, const float* rstd, T* dx,
+                                              float* partial, int t, int d) {
+    if (partial != nullptr) partial += static_cast<long long>(blockIdx.x) * d;
+    for (long long row = blockIdx.x; row < t; row += gridDim.x) {
+        const T *x_row = x + row * d, *dy_row = dy + row * d;
+        const float r = rstd[row];
+        float sum = 0.0f;
+        for (int i = threadIdx.x; i < d; i += blockDim.x) {
+            const float dy = widen(dy_row[i]), n = widen(x_row[i]) * r;
+            sum += dy * widen(w[i]) * n;
+            if (partial != nullptr) partial[i] = (row == blockIdx.x ? 0.0f : partial[i]) + dy * widen(narrow<T>(n));
+        }
+        const float mean = block_sum(sum) / d;
+        for (int i = threadIdx.x; i < d && dx != nullptr; i += blockDim.x) {
+            const float g = widen(dy_row[i]) * widen(w[i]), n = widen(x_row[i]) * r;
+            dx[row * d + i] = narrow<T>(r * (g - n * mean));
+        }
+    }
 }
 
 #define ADD_PARTS(G, suffix)                                                                                    \
@@ -75,13 +155,22 @@ FOR_EACH_GRAD(ADD_PARTS)
         if (is_wide<T>(d, x, w, y)) forward<WIDE<T>>(x, w, y, rstd, d, eps);                                       \
         else forward<1>(x, w, y, rstd, d, eps);                                                                    \
     }                                                                                                              \
-    extern "C" __global__ void grad_x_##suffix(const T* x, const T* w, const T* dy, const float* rstd, T* dx,      \
-                                               int d) {                                                            \
-        if (is_wide<T>(d, x, w, dy, dx)) grad_x<WIDE<T>>(x, w, dy, rstd, dx, d);                                   \
-        else grad_x<1>(x, w, dy, rstd, dx, d);                                                                     \
-    }                                                                                                              \
-    extern "C" __global__ void partial_grad_w_##suffix(const T* x, const T* dy, const float* rstd, float* partial, \
-                                                       int t, int d) {                                             \
-        partial_grad_w<T>(x, dy, rstd, partial, t, d);                                                             \
+    extern "C" __global__ void backward_long_##suffix(const T* x, const T* w, const T* dy, const float* rstd,      \
+                                                      T* dx, float* partial, int t, int d) {                       \
+        backward_long<T>(x, w, dy, rstd, dx, partial, t, d);                                                       \
     }
 FOR_EACH_FLOAT(KERNELS)
+
+#define BACKWARD(P, T, suffix)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(512) backward_##P##_##suffix(const T* x, const T* w, const T* dy,  \
+                                                                              const float* rstd, T* dx,             \
+                                                                              float* partial, int t, int d,         \
+                                                                              int lanes) {                          \
+        backward<P, WIDE<T>>(x, w, dy, rstd, dx, partial, t, d, lanes);                                             \
+    }
+#define BACKWARD_1(T, suffix) BACKWARD(1, T, suffix)
+#define BACKWARD_2(T, suffix) BACKWARD(2, T, suffix)
+#define BACKWARD_4(T, suffix) BACKWARD(4, T, suffix)
+FOR_EACH_FLOAT(BACKWARD_1)
+FOR_EACH_FLOAT(BACKWARD_2)
+FOR_EACH_FLOAT(BACKWARD_4)

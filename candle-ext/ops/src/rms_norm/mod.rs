@@ -13,6 +13,8 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::{is_tracked, make_cheap, record};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::weight::GradSink;
 use crate::weight::Weight;
 
 /// y = x / sqrt(mean(x^2) + eps) * w over the last dim, in x's dtype. Accumulates in f32.
@@ -68,10 +70,11 @@ impl Saved<'_> {
             cpu => self.backward_cpu(dy, wants_dx),
             cuda => {
                 let Some(rstd) = self.rstd else { bail!("rms_norm: the forward was on another device") };
-                if let Some(sink) = self.weight.sink() {
-                    cuda::add_grad_w(self.input, dy, rstd, &sink.grad()?)?;
+                let dw = self.weight.sink().map(GradSink::grad).transpose()?;
+                if dw.is_none() && !wants_dx {
+                    return Ok(None);
                 }
-                wants_dx.then(|| cuda::grad_x(self.input, &self.weight.value()?, dy, rstd)).transpose()
+                cuda::backward(self.input, &self.weight.value()?, dy, rstd, dw.as_ref(), wants_dx)
             },
         })
     }

@@ -3,9 +3,7 @@
 
 // to[rows[i]] = from[i]
 template <typename T> __device__ void set_rows(const T* from, const unsigned* rows, T* to, int d) {
-    from += static_cast<long long>(blockIdx.x) * d;
-    to += static_cast<long long>(rows[blockIdx.x]) * d;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = from[i];
+    copy_row(from + static_cast<long long>(blockIdx.x) * d, to + static_cast<long long>(rows[blockIdx.x]) * d, d);
 }
 
 #define KERNELS(T, suffix)                                                                                        \

@@ -168,7 +168,8 @@ mod flash {
         let device = Device::new_cuda(0).expect("tests with the feature flash-attn need a GPU");
         for setup in cases() {
             for (dtype, bound) in [(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {
-                let [q, k, v] = setup.inputs().map(|x| x.to_dtype(dtype).unwrap().to_device(&device).unwrap());
+                let inputs = setup.inputs();
+                let [q, k, v] = [0, 1, 2].map(|i| inputs[i].to_dtype(dtype).unwrap().to_device(&device).unwrap());
                 let choice = AttentionChoice { implementation: AttentionImpl::Flash, deterministic: false };
                 let y = attention(&q, &k, &v, &setup.seqs(), &AttentionSpec { choice, ..setup.spec }).unwrap();
                 let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();

@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, attention, embedding,
-    linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu,
+    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, add, attention,
+    embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu,
 };
 
 use crate::cases::{bits, grad_of, randn, tape, trainable, values};
@@ -52,6 +52,12 @@ pub(crate) fn ops() -> Vec<Op> {
             inputs: vec![randn((150, 40), 1), randn((150, 40), 2)],
             weights: vec![],
             run: |x, _| swiglu(&x[0], &x[1]),
+        },
+        Op {
+            name: "add",
+            inputs: vec![randn((150, 40), 1), randn((150, 40), 2)],
+            weights: vec![],
+            run: |x, _| add(&x[0], &x[1]),
         },
         Op {
             name: "attention",

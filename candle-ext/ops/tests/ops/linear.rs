@@ -42,6 +42,7 @@ fn a_weight_of_several_panels_equals_the_reference() {
 #[test]
 fn a_tall_input_goes_through_in_blocks() {
     check(&[5000], 3, 2);
+    check(&[700], 3, 24);
 }
 
 #[test]

@@ -95,12 +95,14 @@ fn it_equals_the_reference() {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             check((23, 301, 32), 4, reduction, dtype);
             check((23, 301, 32), 1000, reduction, dtype);
+            check((23, 304, 32), 7, reduction, dtype);
             check((1, 5, 3), 1, reduction, dtype);
             check((2, 1, 1), 3, reduction, dtype);
         }
     }
     check((9, 300, 2560), 4, Reduction::Mean, DType::F32);
     check((5, 3001, 16), 2, Reduction::Mean, DType::BF16);
+    check((5, 5000, 16), 2, Reduction::Mean, DType::BF16);
 }
 
 #[test]
@@ -193,7 +195,8 @@ fn large_logits_do_not_overflow() {
 fn scores_are_the_losses_and_say_what_is_likeliest() {
     for place in Place::all() {
         for dtype in [DType::F32, DType::BF16] {
-            for (t, v, d, chunk) in [(11, 301, 32, 4), (3, 1201, 16, 100), (1, 1, 1, 1), (0, 7, 3, 2)] {
+            for (t, v, d, chunk) in [(11, 301, 32, 4), (11, 304, 32, 4), (3, 1201, 16, 100), (1, 1, 1, 1), (0, 7, 3, 2)]
+            {
                 check_scores(&place, (t, v, d), chunk, dtype);
             }
         }

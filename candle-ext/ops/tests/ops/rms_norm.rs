@@ -1,7 +1,7 @@
 use candle_core::{D, DType, Tensor};
 use candlewick_ops::{Weight, rms_norm};
 
-use crate::cases::{Case, assert_error, bits, randn};
+use crate::cases::{Case, Place, assert_error, bits, grad_of, randn, tape, trainable};
 
 const EPS: f64 = 1e-5;
 
@@ -26,6 +26,35 @@ fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
 fn it_equals_the_reference() {
     for shape in [&[7, 576][..], &[300, 33], &[5, 3, 64], &[1, 1], &[2000, 2], &[4], &[9, 2560], &[70, 128]] {
         case(shape, |case| case.check_all_formats());
+    }
+}
+
+/// Rows of a few lanes, of a warp and of a block, with one pack a thread, two and four; and rows that are too long for that.
+#[test]
+fn rows_of_every_length_equal_the_reference() {
+    for shape in
+        [&[3000, 8][..], &[41, 3, 24], &[60, 256], &[50, 504], &[13, 1024], &[9, 4096], &[6, 9216], &[5, 16_392]]
+    {
+        case(shape, |case| case.check_all_formats());
+    }
+}
+
+#[test]
+fn a_gradient_that_nobody_wants_does_not_change_the_other() {
+    for place in Place::all() {
+        for d in [33, 128, 576] {
+            let (x, w, dy) = (place.put(&randn((70, d), 1)), place.put(&randn(d, 2)), place.put(&randn((70, d), 3)));
+            place.run(|| {
+                let backward = |tracked: &[Tensor], w: &Weight| {
+                    tape(tracked, || rms_norm(&x, w, EPS)).backward(&dy).unwrap().get(&x).cloned()
+                };
+                let (both, frozen, alone) = (trainable(&w), Weight::frozen(w.clone()), trainable(&w));
+                let dx = backward(std::slice::from_ref(&x), &both).unwrap();
+                assert_eq!(bits(&backward(std::slice::from_ref(&x), &frozen).unwrap()), bits(&dx), "{d} {place:?}");
+                backward(&[], &alone);
+                assert_eq!(bits(&grad_of(&alone)), bits(&grad_of(&both)), "{d} {place:?}");
+            });
+        }
     }
 }
 

@@ -24,6 +24,7 @@ fn rows_land_where_they_belong_and_the_others_stay() {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             check(&place, &[2, 5], 7, &[3, 0, 6], dtype);
             check(&place, &[300], 4, &[1], dtype);
+            check(&place, &[3, 408], 4, &[2, 0], dtype);
             check(&place, &[1, 1], 3, &[2, 1, 0], dtype);
             check(&place, &[4], 3, &[], dtype);
         }

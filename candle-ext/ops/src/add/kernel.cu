@@ -1,0 +1,20 @@
+// add: flat buffers of n elements, W of them at a time.
+#include "common.cuh"
+
+// y = a + b
+template <int W, typename T> __device__ void add(const T* a, const T* b, T* y, long long n) {
+    for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
+        auto pack = load<W>(a + i);
+        const auto b_pack = load<W>(b + i);
+#pragma unroll
+        for (int j = 0; j < W; ++j) pack.at[j] = narrow<T>(widen(pack.at[j]) + widen(b_pack.at[j]));
+        store(y + i, pack);
+    }
+}
+
+#define KERNELS(T, suffix)                                                                             \
+    extern "C" __global__ void add_##suffix(const T* a, const T* b, T* y, long long n) {               \
+        if (is_wide<T>(n, a, b, y)) add<WIDE<T>>(a, b, y, n);                                          \
+        else add<1>(a, b, y, n);                                                                       \
+    }
+FOR_EACH_FLOAT(KERNELS)

@@ -1,0 +1,110 @@
+//! NVIDIA's libraries: which files they are, whether they can be loaded, and what to do about one that cannot.
+//!
+//! candle's cudarc loads them when it first calls them, and panics where it finds none: so they are looked for before.
+
+use std::path::PathBuf;
+
+/// A library of NVIDIA's that is loaded when it is needed.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct NvidiaLibrary {
+    /// What it is called.
+    pub name: &'static str,
+    /// The file it was loaded from; `None` if there is none.
+    pub path: Option<PathBuf>,
+    /// Whether no GPU can be used without it.
+    pub is_needed: bool,
+}
+
+/// A library by its file, without the version at the end of its name.
+#[cfg(any(feature = "cuda", test))]
+#[derive(Clone, Copy)]
+struct File {
+    name: &'static str,
+    file: &'static str,
+    /// Packages of PyPI that bring it, for CUDA 13 and 12, if a device cannot be opened without it.
+    needed: Option<[&'static str; 2]>,
+}
+
+/// What a run on a GPU loads. candle opens a device with cuBLAS and cuRAND, and cuBLAS loads cuBLASLt.
+#[cfg(any(feature = "cuda", test))]
+const FILES: [File; 6] = [
+    File { name: "cuBLASLt", file: "libcublasLt.so", needed: Some(["nvidia-cublas", "nvidia-cublas-cu12"]) },
+    File { name: "cuBLAS", file: "libcublas.so", needed: Some(["nvidia-cublas", "nvidia-cublas-cu12"]) },
+    File { name: "cuRAND", file: "libcurand.so", needed: Some(["nvidia-curand", "nvidia-curand-cu12"]) },
+    File { name: "cuDNN", file: "libcudnn.so", needed: None },
+    File { name: "NCCL", file: "libnccl.so", needed: None },
+    File { name: "NVML", file: "libnvidia-ml.so", needed: None },
+];
+
+/// Says which library is missing that every run on a GPU needs, if one is. `can_load` gets files without their versions.
+#[cfg(any(feature = "cuda", test))]
+fn missing_among(can_load: impl Fn(&str) -> bool) -> Option<String> {
+    let missing = FILES.iter().filter(|library| library.needed.is_some() && !can_load(library.file));
+    let missing: Vec<&File> = missing.collect();
+    let [cuda_13, cuda_12] = missing.first()?.needed?;
+    let names: Vec<String> = missing.iter().map(|File { name, file, .. }| format!("{name} ({file})")).collect();
+    Some(format!(
+        "there is a GPU, but {} cannot be loaded: install CUDA's libraries, or put their folder on LD_LIBRARY_PATH; pip's \
+         {cuda_13} (or {cuda_12}) and torch bring them, in site-packages/nvidia/*/lib",
+        names.join(" and ")
+    ))
+}
+
+/// Says which library is missing that every run on a GPU needs, if one is. They stay loaded.
+#[cfg(feature = "cuda")]
+pub(crate) fn missing() -> Option<String> {
+    static MISSING: std::sync::LazyLock<Option<String>> =
+        std::sync::LazyLock::new(|| missing_among(|file| load(file).map(std::mem::forget).is_some()));
+    MISSING.clone()
+}
+
+/// Looks for the libraries that a GPU run loads. A program that was built without CUDA needs none.
+pub fn nvidia_libraries() -> Vec<NvidiaLibrary> {
+    #[cfg(feature = "cuda")]
+    {
+        let find = |File { name, file, needed }| NvidiaLibrary { name, path: path(file), is_needed: needed.is_some() };
+        FILES.map(find).into()
+    }
+    #[cfg(not(feature = "cuda"))]
+    Vec::new()
+}
+
+/// Loads a library of NVIDIA's under any of its versions: the majors that cudarc looks for, too.
+#[cfg(feature = "cuda")]
+pub(crate) fn load(file: &str) -> Option<libloading::Library> {
+    let endings = ["", ".13", ".12", ".11", ".10", ".9", ".2", ".1"];
+    // SAFETY: NVIDIA's libraries may be loaded by any program.
+    endings.iter().find_map(|ending| unsafe { libloading::Library::new(format!("{file}{ending}")) }.ok())
+}
+
+/// Loads a library and says which file that was.
+#[cfg(feature = "cuda")]
+fn path(file: &str) -> Option<PathBuf> {
+    let _library = load(file)?;
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let path = maps.lines().filter_map(|line| line.split_once('/')).map(|(_, rest)| format!("/{rest}"));
+    path.filter(|path| path.contains(file)).map(PathBuf::from).next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check(found: &[&str], want: Option<&[&str]>) {
+        let message = missing_among(|file| found.contains(&file));
+        match (&message, want) {
+            (None, None) => {}
+            (Some(message), Some(parts)) => parts.iter().for_each(|part| assert!(message.contains(part), "{message}")),
+            _ => panic!("{found:?}: {message:?}"),
+        }
+    }
+
+    #[test]
+    fn what_candle_opens_a_device_with_must_be_there() {
+        check(&["libcublas.so", "libcublasLt.so", "libcurand.so"], None);
+        check(&["libcublas.so", "libcublasLt.so"], Some(&["but cuRAND (libcurand.so) cannot", "nvidia-curand-cu12"]));
+        check(&["libcurand.so", "libcublasLt.so"], Some(&["but cuBLAS (libcublas.so)", "LD_LIBRARY_PATH"]));
+        check(&["libcudnn.so"], Some(&["cuBLASLt (libcublasLt.so) and cuBLAS (libcublas.so) and cuRAND"]));
+    }
+}

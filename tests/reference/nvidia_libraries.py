@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""Prints the folders in which this Python's packages keep NVIDIA's libraries, for LD_LIBRARY_PATH: nvidia_libraries.py
+
+pip keeps them beside torch (nvidia/*/lib) or within it (torch/lib), whether for all users, for one or in a virtual
+environment; conda keeps them in its own lib. Nothing is imported: torch would take seconds.
+"""
+import importlib.util
+import sys
+from pathlib import Path
+
+NAMES = ["libcublas.so*", "libcublasLt.so*", "libcurand.so*", "libcudnn.so*", "libnccl.so*"]
+
+
+def locations(package: str) -> list[Path]:
+    found = importlib.util.find_spec(package)
+    return [Path(folder) for folder in (found.submodule_search_locations or [])] if found else []
+
+
+def candidates() -> list[Path]:
+    of_nvidia = [folder for root in locations("nvidia") for folder in sorted(root.glob("*/lib"))]
+    within = [root / "lib" for root in locations("torch")]
+    prefixes = dict.fromkeys([sys.prefix, sys.base_prefix])
+    of_conda = [Path(prefix, *lib) for prefix in prefixes for lib in [("lib",), ("targets", "x86_64-linux", "lib")]]
+    return [*of_nvidia, *within, *of_conda]
+
+
+def folders() -> list[str]:
+    has_one = lambda folder: any(any(folder.glob(name)) for name in NAMES)
+    return list(dict.fromkeys(str(folder) for folder in candidates() if has_one(folder)))
+
+
+if __name__ == "__main__":
+    print(":".join(folders()))

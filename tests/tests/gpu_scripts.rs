@@ -1,0 +1,82 @@
+//! The scripts that check a GPU, tried on the CPU: what they ask of our programs, and what they make of the answers.
+//!
+//! They need Python and nothing that is not in it; torch's side of them is not run.
+#![cfg(target_os = "linux")]
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use assert_cmd::cargo::cargo_bin;
+use serde_json::Value;
+use suite::root;
+
+/// Runs a script of `tests/reference` and returns what it prints.
+#[track_caller]
+fn python(script: &str, arguments: &[&str], environment: &[(&str, &Path)]) -> String {
+    let mut command = Command::new("python3");
+    command.arg(format!("tests/reference/{script}")).args(arguments).current_dir(root());
+    command.envs(environment.iter().copied()).env("RAYON_NUM_THREADS", "2").env("HF_HUB_OFFLINE", "1");
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{script}: {said}{}", String::from_utf8_lossy(&output.stderr));
+    said
+}
+
+fn trainer() -> String {
+    cargo_bin("trainer").display().to_string()
+}
+
+#[test]
+fn every_memory_mode_is_compared_with_a_plain_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("runs.json");
+    let said = python("gpu_runs.py", &[&trainer(), out.to_str().unwrap(), "--device", "cpu", "--quick"], &[]);
+    let found: Value = serde_json::from_slice(&fs::read(&out).unwrap()).unwrap();
+    let parts = found.as_object().unwrap();
+    assert_eq!(parts.len(), said.lines().count(), "{said}");
+    for (name, part) in parts {
+        assert_eq!(part["ok"], true, "{name}: {part}");
+    }
+    // fp16 is no copy of the plain run: the comparison has something to compare.
+    assert!(parts["fp16"]["weights_differ_by"].as_f64().unwrap() > 0.0, "{}", parts["fp16"]);
+}
+
+#[test]
+fn steps_are_timed_one_side_after_another_into_one_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("bench.json");
+    let arguments = [&trainer(), out.to_str().unwrap(), "--device", "cpu", "--quick", "--sides"];
+    python("gpu_bench.py", &[&arguments[..], &["ours"]].concat(), &[]);
+    // A side without time to run is a line of its own; it leaves what is there.
+    python("gpu_bench.py", &[&arguments[..], &["torch_compiled", "--seconds", "0"]].concat(), &[]);
+    let table: Value = serde_json::from_slice(&fs::read(&out).unwrap()).unwrap();
+    assert_eq!(table.as_array().unwrap().len(), 3);
+    for row in table.as_array().unwrap() {
+        assert!(row["ours"]["tokens_per_second"].as_f64().unwrap() > 0.0, "{row}");
+        assert!(row["torch_compiled"]["error"].as_str().unwrap().contains("no time was left"), "{row}");
+    }
+    let said = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
+    assert_eq!(said.matches("tokens/s").count(), 3, "{said}");
+}
+
+#[test]
+fn nvidias_libraries_are_found_wherever_pip_puts_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let put = |path: &str| {
+        let file = folder.path().join(path);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(file, "").unwrap();
+    };
+    let find = || python("nvidia_libraries.py", &[], &[("PYTHONPATH", folder.path())]);
+    let is_found = |lib: &str| find().trim().split(':').any(|found| Path::new(found) == folder.path().join(lib));
+    put("nvidia/cu13/lib/libcublas.so.13");
+    put("nvidia/nothing/lib/libnothing.so");
+    put("torch/__init__.py");
+    put("torch/lib/libtorch.so");
+    assert!(is_found("nvidia/cu13/lib"), "{}", find());
+    assert!(!is_found("nvidia/nothing/lib") && !is_found("torch/lib"), "{}", find());
+    put("torch/lib/libcudnn.so.9");
+    assert!(is_found("torch/lib"), "{}", find());
+}

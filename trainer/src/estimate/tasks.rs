@@ -1,0 +1,109 @@
+//! Tasks during training: what the evaluator needs while it asks the weights (`evaluator::answer`).
+//!
+//! Prompts are not looked at: this is the most that batches of them take. t tokens of a forward, p tokens of context
+
+use evaluator::answer::batch::Batching;
+
+use super::account::{Account, Class};
+use super::block::Block;
+use super::phases::rope;
+use super::{Place, Setup, head, program};
+use crate::plan::{RanksPlan, TasksPlan};
+
+const F32: u64 = 4;
+
+/// How tasks are asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asking {
+    /// Whether one of them lets the model write.
+    pub generates: bool,
+    /// Sequences of a forward, if somebody said how many.
+    pub batch_size: Option<usize>,
+    /// Tokens of context, if somebody said how many.
+    pub max_length: Option<usize>,
+}
+
+impl Asking {
+    pub(super) fn of(tasks: &TasksPlan) -> Self {
+        Self { generates: tasks.generates, batch_size: tasks.batch_size, max_length: tasks.max_length }
+    }
+}
+
+/// The worst moment, beside what stays: a batch that is scored, or one that writes.
+pub(super) fn asked(setup: &Setup, asking: Asking) -> Account {
+    let sizes = Sizes::of(setup, asking);
+    let scored = scored(setup, &sizes);
+    let written = if asking.generates { written(setup, &sizes) } else { Account::default() };
+    let most = if written.total() > scored.total() { written } else { scored };
+    let passing = most.total() - most.of(Class::Cache);
+    most.with(Class::Allocator, program::slack(setup.place, passing))
+}
+
+struct Sizes {
+    /// Of a forward.
+    tokens: u64,
+    /// What they look at, if texts begin alike.
+    keys: u64,
+    context: u64,
+    texts: u64,
+    pool_rows: u64,
+}
+
+impl Sizes {
+    fn of(setup: &Setup, asking: Asking) -> Self {
+        let config = setup.model.config();
+        let heads = config.attention_heads();
+        let row_bytes = 2 * config.n_layers() * heads.n_kv * heads.dim * F32 as usize;
+        let auto = Batching::auto(setup.place == Place::Cpu, row_bytes);
+        let longest = asking.max_length.unwrap_or(config.max_positions());
+        // A text that is longer than a forward has one of its own; none is, unless somebody speaks of so long ones.
+        let context = if asking.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };
+        let (tokens, keys, texts, most_rows) = match asking.batch_size {
+            Some(n) => (n * context, n * context, n, usize::MAX),
+            None => (auto.n_tokens.max(context), auto.n_keys.max(context), auto.n_texts, auto.pool_rows),
+        };
+        let pool_rows = ((texts + 1) * longest).min(most_rows.max(longest));
+        let [tokens, keys, context, texts, pool_rows] = [tokens, keys, context, texts, pool_rows].map(|n| n as u64);
+        Self { tokens, keys, context, texts, pool_rows }
+    }
+}
+
+/// A batch whose texts branch off others: keys and values of the path that is remembered, in all blocks; in the block at
+/// work those of the path and the batch as one, and those of each text's path, which a CPU widens.
+fn scored(setup: &Setup, sizes: &Sizes) -> Account {
+    let wide = of_tokens(setup, sizes.tokens, sizes.context);
+    let block = Block::new(&wide, 0);
+    let s = setup.compute.n_bytes();
+    let widened = if setup.place == Place::Cpu && s < F32 { F32 } else { 0 };
+    let keys = block.keys_and_values(sizes.context + sizes.tokens, s) + block.keys_and_values(sizes.keys, s + widened);
+    let path = n_blocks_here(setup) * block.keys_and_values(sizes.context, s);
+    let logits = if setup.has_head() { head::forward(&wide) + block.activation() } else { 0 };
+    account(&wide, path, block.forward() + keys, logits)
+}
+
+/// Texts that are written: a pool of keys and values, in f32 on a CPU, and a forward of prompts that begin.
+fn written(setup: &Setup, sizes: &Sizes) -> Account {
+    let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
+    let block = Block::new(&wide, 0);
+    let s = if setup.place == Place::Cpu { F32 } else { setup.compute.n_bytes() };
+    let pool = n_blocks_here(setup) * block.keys_and_values(sizes.pool_rows + 1, s);
+    let logits = sizes.texts * setup.model.config().vocab_size() as u64 * F32;
+    account(&wide, pool, block.forward(), if setup.has_head() { logits } else { 0 })
+}
+
+fn account(wide: &Setup, cache: u64, block: u64, logits: u64) -> Account {
+    let activations = Block::new(wide, 0).activation() + rope(wide);
+    let account = Account::default().with(Class::Cache, cache).with(Class::Activations, activations);
+    if block > logits { account.with(Class::Block, block) } else { account.with(Class::Logits, logits) }
+}
+
+/// The same model with so many tokens in a forward, of texts of `context` tokens. Nobody shares them, and outside of branches
+/// no rank has a part of them.
+fn of_tokens(setup: &Setup, tokens: u64, context: u64) -> Setup {
+    let ranks = RanksPlan { context: 1, sequence: 1, norms_in_parts: false, ..setup.ranks };
+    Setup { row_tokens: context, rows: tokens.div_ceil(context.max(1)), ranks, ..setup.clone() }
+}
+
+fn n_blocks_here(setup: &Setup) -> u64 {
+    (0..setup.model.n_blocks()).filter(|block_idx| setup.layout.stage_of(block_idx + 1) == setup.stage).count() as u64
+}
