@@ -151,8 +151,8 @@ struct Column {
     title: String,
     width: usize,
     kind: Kind,
-    /// The row from which cells stand as they are: there have been more texts than numbers before it, or it is one.
-    texts_from: usize,
+    /// Of each row whether its cell stands as it is: it is a text, or there are more texts than others before it.
+    is_text: Vec<bool>,
     n_decimals: usize,
 }
 
@@ -167,13 +167,12 @@ enum Kind {
 impl Column {
     fn new(title: &str, rows: &[Vec<String>], at: usize) -> Self {
         let all: Vec<&str> = rows.iter().map(|row| row[at].as_str()).collect();
-        let texts_from = texts_from(&all);
-        let cells = || all[..texts_from].iter().copied().filter(|cell| !cell.trim().is_empty());
-        let is_numbers =
-            texts_from == all.len() && cells().next().is_some() && cells().all(|cell| value_of(cell).is_some());
+        let is_text = texts(&all);
+        let numbers = || all.iter().zip(&is_text).filter(|(cell, is_text)| !**is_text && !cell.trim().is_empty());
+        let is_numbers = !is_text.contains(&true) && numbers().next().is_some();
         let kind = if is_numbers { Kind::Numbers } else { Kind::Mixed };
-        let n_decimals = cells().map(n_decimals).max().unwrap_or(0);
-        let column = Self { title: title.to_owned(), width: 0, kind, texts_from, n_decimals };
+        let n_decimals = numbers().map(|(cell, _)| n_decimals(cell)).max().unwrap_or(0);
+        let column = Self { title: title.to_owned(), width: 0, kind, is_text, n_decimals };
         let widest =
             all.iter().enumerate().map(|(row, cell)| column.text(row, cell).chars().count()).max().unwrap_or(0);
         Self { width: widest.max(title.chars().count()).max(3), ..column }
@@ -192,12 +191,12 @@ impl Column {
 
     fn cell(&self, row: usize, cell: &str) -> String {
         let (text, width) = (self.text(row, cell), self.width);
-        let is_right = row < self.texts_from && value_of(cell).is_some();
+        let is_right = !self.is_text[row] && value_of(cell).is_some();
         if is_right { format!("{text:>width$}") } else { format!("{text:<width$}") }
     }
 
     fn text(&self, row: usize, cell: &str) -> String {
-        match (value_of(cell).filter(|_| row < self.texts_from), self.kind) {
+        match (value_of(cell).filter(|_| !self.is_text[row]), self.kind) {
             (Some(value), Kind::Mixed) if value.fract() == 0.0 => format!("{value}"),
             (Some(value), _) => format!("{value:.*}", self.n_decimals),
             (None, _) => cell.to_owned(),
@@ -205,17 +204,16 @@ impl Column {
     }
 }
 
-/// The row in which texts have outnumbered what is none.
-fn texts_from(cells: &[&str]) -> usize {
+/// Which cells are texts, or stand where texts have outnumbered what is none; such a number counts as a text, too.
+fn texts(cells: &[&str]) -> Vec<bool> {
     let (mut n_texts, mut n_others) = (0, 0);
-    for (row, cell) in cells.iter().enumerate() {
-        let is_text = !cell.trim().is_empty() && value_of(cell).is_none();
+    let is_text = |cell: &&str| {
+        let is_blank = cell.trim().is_empty();
+        let is_text = !is_blank && (value_of(cell).is_none() || n_texts > n_others);
         (n_texts, n_others) = (n_texts + usize::from(is_text), n_others + usize::from(!is_text));
-        if n_texts > n_others {
-            return row;
-        }
-    }
-    cells.len()
+        is_text
+    };
+    cells.iter().map(is_text).collect()
 }
 
 fn value_of(cell: &str) -> Option<f64> {
