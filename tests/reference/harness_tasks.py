@@ -9,7 +9,7 @@ is written. Prints a Markdown row for each task: documents, the largest differen
 that differ at four decimals (above 1 by 1e-4 of their size), and the seconds of both sides. The harness's are of the evaluation alone, with a model that is loaded;
 ours are of the whole process. Fails where a log-probability is off by more than 1e-3 or a metric differs.
 
-`--keep` writes the harness's side into a file, small enough to be kept: `harness_tasks/*.json` were made so. `--against` reads it
+`--keep` writes the harness's side into a file, small enough to be kept: the files in `harness_tasks` were made so. `--against` reads it
 from there, and needs no harness.
 """
 
