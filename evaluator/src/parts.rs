@@ -137,9 +137,10 @@ impl Crew {
         if self.copy.size() == 1 { self.alone(what) } else { what() }
     }
 
-    /// Shows the other copies that this one has done another step of [`Crew::together`].
+    /// Shows the other copies that this one has done another step of [`Crew::together`]. A rank that has a copy for itself
+    /// shows it all the while.
     pub(crate) fn step(&self) {
-        if let Some(at_work) = &self.at_work {
+        if let Some(at_work) = self.at_work.as_ref().filter(|_| self.copy.size() > 1) {
             at_work.beat();
         }
     }

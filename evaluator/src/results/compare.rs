@@ -177,16 +177,11 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
         metrics.sort();
         metrics.dedup();
         for metric in metrics {
-            match difference(&metrics_of_task, &metric, &pairs) {
-                Ok(difference) => comparison.differences.push(MetricDifference {
-                    task: a.task.clone(),
-                    metric,
-                    filter: filter.clone(),
-                    n_unpaired: n_unpaired + 2 * (pairs.len() - difference.n),
-                    ..difference
-                }),
+            let names = [&a.task, &metric, filter];
+            match difference(names, &metrics_of_task, &pairs, n_unpaired) {
+                Ok(difference) => comparison.differences.push(difference),
                 Err(why) => {
-                    let (task, filter) = (a.task.clone(), filter.clone());
+                    let [task, metric, filter] = names.map(String::clone);
                     comparison.left_out.push(LeftOut { task, metric, filter, why });
                 }
             }
@@ -203,10 +198,17 @@ fn named(records: &[Record]) -> Vec<String> {
     names
 }
 
-/// The difference of one metric over the samples that have it in both runs; its names are not filled in.
-fn difference(of_task: &MetricsOfTask, metric: &str, pairs: &[(&Record, &Record)]) -> Result<MetricDifference, String> {
+/// The difference of one metric, of this task and with this filter, over the samples that have it in both runs. `n_unpaired`
+/// samples are in one only.
+fn difference(
+    names: [&String; 3],
+    of_task: &MetricsOfTask,
+    pairs: &[(&Record, &Record)],
+    n_unpaired: usize,
+) -> Result<MetricDifference, String> {
+    let [task, metric, filter] = names.map(String::clone);
     let value =
-        |(a, b): &(&Record, &Record)| Some((a.doc_id, a.values.get(metric)?.clone(), b.values.get(metric)?.clone()));
+        |(a, b): &(&Record, &Record)| Some((a.doc_id, a.values.get(&metric)?.clone(), b.values.get(&metric)?.clone()));
     let values: Vec<(usize, Score, Score)> =
         pairs.iter().filter_map(value).filter(|(_, a, b)| *a != Score::None && *b != Score::None).collect();
     if values.is_empty() {
@@ -215,7 +217,7 @@ fn difference(of_task: &MetricsOfTask, metric: &str, pairs: &[(&Record, &Record)
         );
     }
     let (a, b): (Vec<Score>, Vec<Score>) = values.iter().map(|(_, a, b)| (a.clone(), b.clone())).unzip();
-    let (aggregation, higher_is_better) = of_task.metric(metric, &a)?;
+    let (aggregation, higher_is_better) = of_task.metric(&metric, &a)?;
     let found = paired(aggregation, &a, &b)?;
     let truth = |score: &Score| score.number().filter(|value| *value == 0.0 || *value == 1.0);
     let flip = |(doc_id, a, b): &(usize, Score, Score)| {
@@ -223,11 +225,11 @@ fn difference(of_task: &MetricsOfTask, metric: &str, pairs: &[(&Record, &Record)
         (a != b).then_some(Flip { doc_id: *doc_id, a, b })
     };
     Ok(MetricDifference {
-        task: String::new(),
-        metric: String::new(),
-        filter: String::new(),
+        task,
+        metric,
+        filter,
         n: values.len(),
-        n_unpaired: 0,
+        n_unpaired: n_unpaired + 2 * (pairs.len() - values.len()),
         a: found.a,
         b: found.b,
         difference: found.difference,

@@ -189,9 +189,11 @@ fn steps(session: &mut Session) -> Result<End> {
             return Ok(End::Exit("exit_iteration"));
         }
         let began = Instant::now();
-        let data = span("data", "");
-        let Some(step) = session.stream.next_step() else { return Ok(End::Horizon) };
-        drop(data);
+        let next = {
+            let _span = span("data", "");
+            session.stream.next_step()
+        };
+        let Some(step) = next else { return Ok(End::Horizon) };
         session.train_step(step, began)?;
         after_step(session)?;
     }
