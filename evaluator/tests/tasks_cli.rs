@@ -274,6 +274,21 @@ fn a_bound_is_about_which_way_is_better() {
     said(&["compare", &good, &bad, "--fail-below", "perplexity=-8"]);
 }
 
+#[test]
+fn a_filter_of_one_run_is_named_whichever_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |name: &str, filters: &[&str]| {
+        let record = |filter| json!({"doc_id": 0, "doc_hash": "h", "filter": filter, "metrics": ["acc"], "acc": 1.0});
+        let lines: Vec<String> = filters.iter().map(|filter| record(filter).to_string()).collect();
+        file(&folder, name, &lines.join("\n"))
+    };
+    let (one, two) = (run("one.jsonl", &["none"]), run("two.jsonl", &["none", "strict"]));
+    let text = said(&["compare", &one, &two]);
+    assert!(text.contains("acc,strict: not compared: only the second run has the filter"), "{text}");
+    let text = said(&["compare", &two, &one]);
+    assert!(text.contains("acc,strict: not compared: only the first run has the filter"), "{text}");
+}
+
 /// A twin stands for one file, and reads what is written into it.
 #[test]
 fn another_python_file_is_refused_unless_it_is_allowed() {

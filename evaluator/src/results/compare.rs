@@ -159,12 +159,7 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
     let metrics_of_task = MetricsOfTask::beside(a);
     for (filter, ours) in &first {
         let Some(theirs) = second.get(filter) else {
-            comparison.left_out.extend(named(ours).into_iter().map(|metric| LeftOut {
-                task: a.task.clone(),
-                metric,
-                filter: filter.clone(),
-                why: "only the first run has the filter".into(),
-            }));
+            comparison.left_out.extend(of_one_run(&a.task, filter, ours, "only the first run has the filter"));
             continue;
         };
         let by_id: BTreeMap<usize, &Record> = theirs.iter().map(|record| (record.doc_id, record)).collect();
@@ -187,7 +182,16 @@ fn compare_task(a: &SampleFile, b: &SampleFile, comparison: &mut Comparison) -> 
             }
         }
     }
+    for (filter, theirs) in second.iter().filter(|(filter, _)| !first.contains_key(*filter)) {
+        comparison.left_out.extend(of_one_run(&a.task, filter, theirs, "only the second run has the filter"));
+    }
     Ok(())
+}
+
+/// The metrics of a filter that only one run has.
+fn of_one_run(task: &str, filter: &str, records: &[Record], why: &str) -> impl Iterator<Item = LeftOut> {
+    let left_out = |metric| LeftOut { task: task.to_owned(), metric, filter: filter.to_owned(), why: why.to_owned() };
+    named(records).into_iter().map(left_out)
 }
 
 /// The metrics that the records name.

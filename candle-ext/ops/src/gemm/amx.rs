@@ -83,6 +83,8 @@ impl Kernel for Amx {
     const MR: usize = SIDE;
     const NR: usize = SIDE;
     const KC: usize = 512;
+    /// 768 KiB of a second cache of 1 or 2 MiB.
+    const BLOCK_LINES: usize = 12 << 10;
 
     fn lines_a(kc: usize) -> usize {
         kc.div_ceil(DEPTH) * STEP

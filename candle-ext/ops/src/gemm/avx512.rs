@@ -30,6 +30,8 @@ impl Kernel for Avx512 {
     const MR: usize = MR;
     const NR: usize = NR;
     const KC: usize = 384;
+    /// 768 KiB of a second cache of 1 or 2 MiB.
+    const BLOCK_LINES: usize = 12 << 10;
 
     fn lines_a(kc: usize) -> usize {
         (kc * MR).div_ceil(LANES)

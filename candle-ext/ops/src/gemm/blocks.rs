@@ -21,6 +21,8 @@ pub(super) trait Kernel: Copy + Send + Sync {
     const NR: usize;
     /// Terms that are summed before a tile is added to the output, at most.
     const KC: usize;
+    /// Lines of a block, which stays in the second cache with what streams past.
+    const BLOCK_LINES: usize;
 
     /// What a sliver of MR rows with `kc` terms takes when it is packed.
     fn lines_a(kc: usize) -> usize;
@@ -63,8 +65,6 @@ pub(super) struct Tile {
     pub(super) n_cols: usize,
 }
 
-/// Lines of a block: 768 KiB, so that a second cache of 1 or 2 MiB holds it with what streams past.
-const BLOCK_LINES: usize = 12 << 10;
 /// Elements of the shared factor that are packed at once.
 const MAX_PACKED: usize = 1 << 21;
 /// Products of fewer operations than this are not worth waking another thread.
@@ -74,7 +74,7 @@ const BLOCKS: usize = 2;
 
 thread_local! {
     static SHARED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-    static BLOCK: RefCell<Vec<Line>> = RefCell::new(vec![Line([0; 64]); BLOCK_LINES]);
+    static BLOCK: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
 /// out = [out +] scale a b; the shapes agree and no dimension is 0.
@@ -216,7 +216,7 @@ impl<K: Kernel> Product<'_, K> {
     fn multiply(&self, shared: &Packed<'_>, n: usize, n_threads: usize) {
         let side = if shared.side == Side::A { Side::B } else { Side::A };
         let n_slivers = n.div_ceil(width::<K>(side));
-        let most = (BLOCK_LINES / lines::<K>(side, self.kc)).max(1);
+        let most = (K::BLOCK_LINES / lines::<K>(side, self.kc)).max(1);
         let wanted = if n_threads == 1 { 1 } else { BLOCKS * n_threads };
         let size = even_parts(n_slivers, most.min(n_slivers.div_ceil(wanted))) * width::<K>(side);
         let compute = |i: usize| {

@@ -1,7 +1,9 @@
-//! f32 matrix product over strided slices: our own kernels where there is AMX or AVX-512, elsewhere the `gemm` crate.
+//! f32 matrix product over strided slices: our own kernels where there is AMX, AVX-512 or AVX2, elsewhere the `gemm` crate.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 #[cfg(target_arch = "x86_64")]
@@ -87,8 +89,8 @@ pub(crate) enum Threads {
     All,
 }
 
-/// Returns the name of what computes f32 products in this process: `amx`, `avx512`, or `gemm` (the crate). Each rounds in its
-/// own way.
+/// Returns the name of what computes f32 products in this process: `amx`, `avx512`, `avx2`, or `gemm` (the crate). Each
+/// rounds in its own way, but `avx2` as `avx512` does.
 pub fn cpu_product() -> &'static str {
     Engine::of_process().name()
 }
@@ -145,6 +147,8 @@ enum Engine {
     Amx(amx::Amx),
     #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(avx2::Avx2),
     Crate,
 }
 
@@ -156,6 +160,8 @@ impl Engine {
         all.extend(amx::Amx::detect().map(Self::Amx));
         #[cfg(target_arch = "x86_64")]
         all.extend(avx512::Avx512::detect().map(Self::Avx512));
+        #[cfg(target_arch = "x86_64")]
+        all.extend(avx2::Avx2::detect().map(Self::Avx2));
         all.push(Self::Crate);
         all
     }
@@ -170,6 +176,8 @@ impl Engine {
             Self::Amx(_) => "amx",
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => "avx2",
             Self::Crate => "gemm",
         }
     }
@@ -180,6 +188,8 @@ impl Engine {
             Self::Amx(kernel) => blocks::gemm(kernel, out, old, a, b, scale, threads),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(kernel) => blocks::gemm(kernel, out, old, a, b, scale, threads),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(kernel) => blocks::gemm(kernel, out, old, a, b, scale, threads),
             Self::Crate => by_crate(out, old, a, b, scale, threads),
         }
     }
@@ -363,6 +373,31 @@ mod tests {
             let error = (error / norm).sqrt();
             // 8 units of the last place: a sum of 700 rounds as often, in both directions.
             assert!(error < 4.0 * f64::from(f32::EPSILON), "{error:.2e}");
+        }
+    }
+
+    /// Parts of nearly equal length, term after term, each rounded once: so that processors with AVX-512 and those with AVX2
+    /// train to the same bits.
+    #[test]
+    fn fused_sums_are_in_the_order_of_their_terms() {
+        let numbers = |len: usize, factor: f32| (0..len).map(|i| (i as f32 * factor).sin()).collect::<Vec<_>>();
+        for engine in Engine::all().into_iter().filter(|engine| ["avx512", "avx2"].contains(&engine.name())) {
+            for (m, n, k) in [(1, 1, 9), (7, 17, 384), (20, 50, 385), (33, 40, 1000)] {
+                let (a, b, before) = (numbers(m * k, 1.7), numbers(k * n, 0.9), numbers(m * n, 0.3));
+                let mut out = before.clone();
+                let (a_mat, b_mat) = (Mat::new(&a, m, k), Mat::new(&b, k, n));
+                engine.run(MatMut::new(&mut out, m, n), Old::Keep, a_mat, b_mat, 0.7, Threads::One);
+                let part = k.div_ceil(k.div_ceil(384));
+                for (at, &got) in out.iter().enumerate() {
+                    let add_part = |total: f32, from: usize| {
+                        let terms = from..(from + part).min(k);
+                        let sum = terms.fold(0.0f32, |sum, l| a[at / n * k + l].mul_add(b[l * n + at % n], sum));
+                        sum.mul_add(0.7, total)
+                    };
+                    let want = (0..k).step_by(part).fold(before[at], add_part);
+                    assert_eq!(got.to_bits(), want.to_bits(), "{} [{m}, {n}, {k}] at {at}", engine.name());
+                }
+            }
         }
     }
 

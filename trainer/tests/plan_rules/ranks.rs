@@ -1,0 +1,204 @@
+//! How ranks share the work, and what connects them.
+
+use std::path::Path;
+
+use trainer::plan::{Known, Plan, RanksPlan, Seat};
+use trainer::recipe::Loaded;
+
+use super::{BASE, known, plan, refused, resolve};
+
+/// A plan of the first of some ranks, or what is wrong with it.
+fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    let known = Known { seat: Seat::first_of(n_ranks), ..known() };
+    Plan::resolve(&loaded, &known).map(|plan| plan.ranks).map_err(|error| error.to_string())
+}
+
+#[test]
+fn ranks_share_as_the_stage_says() {
+    let plan = |dp_replicate, dp_shard, sequence, zero_stage| {
+        Ok(RanksPlan { dp_replicate, dp_shard, sequence, zero_stage, ..RanksPlan::alone() })
+    };
+    let in_ring = |context, plan: Result<RanksPlan, String>| plan.map(|plan| RanksPlan { context, ..plan });
+    const STAGE_3: &str = "deepspeed.zero_optimization.stage=3";
+    const GROUPS_OF_4: &str = "deepspeed.zero_optimization.mics_shard_size=4";
+    assert_eq!(of_ranks(8, &[]), plan(8, 1, 1, 0));
+    assert_eq!(of_ranks(8, &[STAGE_3]), plan(1, 8, 1, 3));
+    assert_eq!(of_ranks(8, &[STAGE_3, GROUPS_OF_4]), plan(2, 4, 1, 3));
+    assert_eq!(of_ranks(8, &["sequence_parallel_size=4"]), plan(2, 1, 4, 0));
+    assert_eq!(of_ranks(8, &[STAGE_3, "sequence_parallel_size=2"]), plan(1, 4, 2, 3));
+    assert_eq!(of_ranks(8, &[STAGE_3, GROUPS_OF_4, "sequence_parallel_size=2"]), plan(2, 2, 2, 3));
+    assert_eq!(of_ranks(1, &[STAGE_3]), plan(1, 1, 1, 0));
+    assert_eq!(of_ranks(6, &["context_parallel_size=3"]), in_ring(3, plan(2, 1, 1, 0)));
+    assert_eq!(of_ranks(6, &[STAGE_3, "context_parallel_size=3"]), in_ring(3, plan(1, 2, 1, 3)));
+    let both = ["sequence_parallel_size=2", "context_parallel_size=2"];
+    assert_eq!(of_ranks(8, &both), in_ring(2, plan(2, 1, 2, 0)));
+    assert_eq!(of_ranks(8, &[&both[..], &[STAGE_3, GROUPS_OF_4]].concat()), in_ring(2, plan(2, 1, 2, 3)));
+}
+
+#[test]
+fn ranks_that_do_not_divide_are_refused_with_what_would() {
+    let refused = |n_ranks, arguments: &[&str], want: [&str; 2]| {
+        let message = of_ranks(n_ranks, arguments).unwrap_err();
+        assert!(want.iter().all(|part| message.contains(part)), "{message}");
+    };
+    let groups_of_3 = ["deepspeed.zero_optimization.stage=2", "deepspeed.zero_optimization.mics_shard_size=3"];
+    refused(8, &groups_of_3, ["groups of 3 cannot be made of 8 ranks", "use 1 or 2 or 4 or 8"]);
+    refused(6, &["sequence_parallel_size=4"], ["6 ranks do not fall into groups of 4", "use 1 or 2 or 3 or 6"]);
+    let heads = "4 attention heads with 2 key heads cannot be shared by 3 ranks";
+    refused(6, &["sequence_parallel_size=3"], [heads, "use 1 or 2"]);
+    refused(1, &["sequence_parallel_size=2"], ["1 rank does not fall into groups of 2", "say how many with --ranks N"]);
+    refused(2, &["sequence_parallel_size=0"], ["expected at least 1, found 0", "sequence_parallel_size"]);
+    refused(2, &["context_parallel_size=0"], ["expected at least 1, found 0", "context_parallel_size"]);
+    refused(6, &["context_parallel_size=4"], ["6 ranks do not fall into rings of 4", "use 1 or 2 or 3 or 6"]);
+    let both = ["sequence_parallel_size=2", "context_parallel_size=2"];
+    refused(6, &both, ["3 groups of 2 ranks do not fall into rings of 2", "use 1 or 3"]);
+    let shards = [&groups_of_3[..], &["context_parallel_size=2"]].concat();
+    refused(6, &shards, ["groups of 3 cannot be made of 6 ranks of which 2 share a sequence", "use 2 or 6"]);
+    let reference = ["context_parallel_size=2", "model.attn_implementation=reference"];
+    refused(2, &reference, ["reference attention cannot compute with a part of the keys", "auto or fused"]);
+}
+
+#[test]
+fn matrices_and_blocks_are_shared_as_the_recipe_says() {
+    let plan = |stages, dp_replicate, dp_shard, tensor, zero_stage| {
+        Ok(RanksPlan { stages, dp_replicate, dp_shard, tensor, zero_stage, ..RanksPlan::alone() })
+    };
+    assert_eq!(of_ranks(8, &["tensor_parallel_size=2"]), plan(1, 4, 1, 2, 0));
+    assert_eq!(of_ranks(8, &["pipeline_parallel_size=2", "tensor_parallel_size=2"]), plan(2, 2, 1, 2, 0));
+    let stage_1 = "deepspeed.zero_optimization.stage=1";
+    assert_eq!(of_ranks(8, &["pipeline_parallel_size=2", "tensor_parallel_size=2", stage_1]), plan(2, 1, 2, 2, 1));
+    let norms = of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel_norms=false"]).unwrap();
+    assert!(!norms.norms_in_parts);
+}
+
+#[test]
+fn what_cannot_be_shared_is_refused_with_what_could() {
+    let refused = |n_ranks, arguments: &[&str], want: &[&str]| {
+        let message = of_ranks(n_ranks, arguments).unwrap_err();
+        assert!(want.iter().all(|part| message.contains(part)), "{message}");
+    };
+    refused(8, &["tensor_parallel_size=3"], &["8 ranks do not fall into groups of 3", "use 1 or 2 or 4 or 8"]);
+    let heads = "4 attention heads, 2 key heads and an MLP of";
+    refused(8, &["tensor_parallel_size=4"], &[heads, "cannot be shared by 4 ranks", "use 1 or 2"]);
+    let vocabulary = |n: usize| {
+        format!(
+            "model.hf_config_kwargs={{vocab_size: {n}, num_attention_heads: 16, \
+        num_key_value_heads: 16, head_dim: 4, intermediate_size: 32}}"
+        )
+    };
+    let few = "a vocabulary of 101 does not go around for 16 ranks with 7 tokens each";
+    refused(16, &["tensor_parallel_size=16", &vocabulary(101)], &[few, "use 1 or 2 or 4 or 8"]);
+    assert!(of_ranks(16, &["tensor_parallel_size=16", &vocabulary(106)]).is_ok());
+    refused(8, &["pipeline_parallel_size=3"], &["8 ranks do not fall into 3 stages", "use 1 or 2 or 4 or 8"]);
+    refused(8, &["pipeline_parallel_size=8"], &["2 blocks do not go around for 8 stages with 1 run each", "at most 2"]);
+    let two = ["pipeline_parallel_size=2", "pipeline_layers=[1]"];
+    refused(8, &two, &["pipeline_layers: 1 numbers for 2 stages", "give 2 numbers"]);
+    let three = ["pipeline_parallel_size=2", "pipeline_layers=[1, 2]"];
+    refused(8, &three, &["3 blocks in all, and the model has 2"]);
+}
+
+/// What connects two ranks, or why nothing does.
+fn backend(engines: Engines, machines: Machines, arguments: &[&str]) -> Result<DdpBackend, String> {
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    let known = Known { seat: Seat { machines, ..Seat::first_of(2) }, engines, ..known() };
+    Plan::resolve(&loaded, &known).map(|plan| plan.ranks.backend).map_err(|error| error.to_string())
+}
+
+/// The notes of a plan of the first of some ranks.
+fn notes_of_ranks(n_ranks: usize, arguments: &[&str]) -> Vec<String> {
+    let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
+    let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
+    Plan::resolve(&loaded, &Known { seat: Seat::first_of(n_ranks), ..known() }).unwrap().notes
+}
+
+#[test]
+fn what_has_no_effect_on_these_ranks_is_noted_and_so_is_a_pipeline_that_nothing_fills() {
+    let pipeline = ["pipeline_parallel_size=2", "pipeline_schedule=afab", "gradient_accumulation_steps=1"];
+    for (n_ranks, arguments, want) in [
+        (2, &["pipeline_schedule=afab"][..], "pipeline_schedule has no effect: there is one stage"),
+        (2, &["sequence_parallel_norms=false"], "sequence_parallel_norms has no effect: no ranks share matrices"),
+        (
+            2,
+            &pipeline,
+            "gradient_accumulation_steps: 1 do not fill 2 stages, which wait 50 % of the time; more fill them",
+        ),
+    ] {
+        assert_eq!(notes_of_ranks(n_ranks, arguments), [want]);
+    }
+    assert!(notes_of_ranks(2, &["pipeline_parallel_size=2", "gradient_accumulation_steps=2"]).is_empty());
+    assert!(notes_of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel_norms=false"]).is_empty());
+}
+
+/// Where nobody knows yet what is there: neither this build nor this machine decides anything.
+#[test]
+fn ranks_that_are_only_asked_about_are_not_held_to_this_machine() {
+    use Machines::Unknown;
+    for arguments in [&["ddp_backend=nccl"][..], &["ddp_backend=mpi"], &["ddp_backend=nccl", "device=cuda"]] {
+        assert!(backend(PLAIN, Unknown, arguments).is_ok(), "{arguments:?}");
+    }
+    let said = backend(PLAIN, Unknown, &["ddp_backend=nccl", "device=cpu"]).unwrap_err();
+    assert!(said.contains("NCCL connects GPUs"), "{said}");
+    let notes = notes_of_ranks(2, &["memory=auto", "device=cuda"]);
+    assert_eq!(notes, ["memory: auto chooses where the ranks run, by what is free there"]);
+}
+
+const PLAIN: Engines = Engines { mpi: false, nccl: false };
+const ALL: Engines = Engines { mpi: true, nccl: true };
+
+#[test]
+fn what_can_connect_the_ranks_is_accepted() {
+    use Machines::{Nodes, One, Several};
+    for (engines, machines, arguments, want) in [
+        (PLAIN, One, &[][..], DdpBackend::Auto),
+        (PLAIN, Nodes, &[], DdpBackend::Auto),
+        (ALL, Several, &["device=cpu"], DdpBackend::Auto),
+        (ALL, Several, &["device=cuda"], DdpBackend::Auto),
+        (PLAIN, One, &["ddp_backend=local"], DdpBackend::Local),
+        (ALL, Nodes, &["ddp_backend=local", "device=cpu"], DdpBackend::Local),
+        (ALL, Several, &["ddp_backend=mpi"], DdpBackend::Mpi),
+        (ALL, One, &["ddp_backend=mpi", "device=cpu"], DdpBackend::Mpi),
+        (ALL, Several, &["ddp_backend=nccl"], DdpBackend::Nccl),
+        (ALL, One, &["ddp_backend=nccl", "device=cuda"], DdpBackend::Nccl),
+        (PLAIN, One, &["ddp_backend=staged", "device=cpu"], DdpBackend::Staged),
+        (ALL, Several, &["ddp_backend=staged", "device=cuda:1"], DdpBackend::Staged),
+    ] {
+        assert_eq!(backend(engines, machines, arguments), Ok(want), "{engines:?} {machines:?} {arguments:?}");
+    }
+}
+
+#[test]
+fn what_cannot_connect_the_ranks_is_refused_with_what_can() {
+    use Machines::{One, Several};
+    let no_mpi = Engines { mpi: false, ..ALL };
+    for (engines, machines, arguments, want) in [
+        (PLAIN, Several, &[][..], ["run on several machines", "build it with `--features mpi`"]),
+        (no_mpi, Several, &["device=cpu"], ["run on several machines", "build it with `--features mpi`"]),
+        (no_mpi, One, &["ddp_backend=mpi"], ["built without MPI", "build it with `--features mpi`"]),
+        (no_mpi, Several, &["ddp_backend=staged", "device=cuda"], ["run on several machines", "`--features mpi`"]),
+        (PLAIN, One, &["ddp_backend=nccl"], ["built without CUDA", "scripts/build-gpu"]),
+        (ALL, One, &["ddp_backend=nccl", "device=cpu"], ["connects GPUs", "set device: cuda"]),
+        (ALL, One, &["ddp_backend=nccl", "device=cuda:1"], ["all ranks would have cuda:1", "staged"]),
+        (ALL, One, &["ddp_backend=auto", "device=cuda:1"], ["all ranks would have cuda:1", "staged"]),
+        (ALL, One, &["ddp_backend=local", "device=cuda"], ["tensors of the CPU", "nccl"]),
+        (ALL, One, &["ddp_backend=mpi", "device=cuda"], ["tensors of the CPU", "nccl"]),
+        (ALL, Several, &["ddp_backend=local"], ["run on several machines", "mpi"]),
+    ] {
+        let said = backend(engines, machines, arguments).unwrap_err();
+        assert!(want.iter().all(|part| said.contains(part)), "{engines:?} {machines:?} {arguments:?}: {said}");
+    }
+    let said = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &["ddp_backend=ncll".to_owned()]);
+    let said = said.unwrap_err().to_string();
+    assert!(said.contains("did you mean") && said.contains("nccl"), "{said}");
+}
+
+#[test]
+fn one_rank_needs_nothing_to_connect_it() {
+    for backend in ["mpi", "nccl", "local", "staged"] {
+        let plan = plan(&[&format!("ddp_backend={backend}")]);
+        assert!(plan.notes.iter().any(|note| note.contains("ddp_backend has no effect")), "{:?}", plan.notes);
+    }
+    assert!(plan(&["ddp_backend=auto"]).notes.is_empty());
+}
