@@ -24,6 +24,7 @@ ON_HOST = "offload_optimizer: {device: cpu}"
 # Name, keys, bounds of the losses and of the weights; 0 means the same bits.
 MODES = [
     ("recomputed", ["model.activation_checkpoint=full"], 0.0, 0.0),
+    ("recomputed but for attention", ["model.activation_checkpoint=selective"], 0.0, 0.0),
     ("activations parked", ["model.activation_checkpoint=offload"], 0.0, 0.0),
     # AdamW by another processor: roots and powers differ in the last bit.
     ("optimizer on the host", [f"{ZERO}={{stage: 1, {ON_HOST}}}"], 1e-4, 1e-3),

@@ -30,6 +30,7 @@ fn a_run_allocates_what_the_formulas_say() {
         none,
         &["model.dtype=bf16"],
         &["model.activation_checkpoint={every: 2}"],
+        &["model.activation_checkpoint=selective", "data.max_length=1024"],
         &["model.activation_checkpoint={every: 3}", "model.peft_config={r: 8, target_modules: [q_proj, v_proj]}"],
         &["model.activation_checkpoint=offload", "model.dtype=bf16", "data.max_length=1024"],
         &["model.activation_checkpoint=full", "tiled_mlp_compute=true", "model.dtype=bf16", "data.max_length=1024"],

@@ -81,6 +81,7 @@ fn the_cheapest_modes_that_fit_are_taken() {
         ("{every: 4}", Activations::RecomputeEvery(4)),
         ("{every: 3}", Activations::RecomputeEvery(3)),
         ("{every: 2}", Activations::RecomputeEvery(2)),
+        ("selective", Activations::Selective),
         ("full", Activations::Recompute),
         ("{offload: 0.25}", Activations::Offload(0.25)),
         ("{offload: 0.5}", Activations::Offload(0.5)),

@@ -9,7 +9,7 @@ use support::Run;
 fn a_run_that_parks_or_recomputes_ends_with_the_same_weights() {
     let plain = Run::new();
     plain.train_ok(&[]);
-    for mode in ["full", "offload", "{offload: 0.5}", "{every: 2}"] {
+    for mode in ["full", "selective", "offload", "{offload: 0.5}", "{every: 2}"] {
         let run = Run::new();
         run.train_ok(&[&format!("model.activation_checkpoint={mode}")]);
         assert!(run.exported() == plain.exported(), "{mode}");

@@ -24,6 +24,7 @@ pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
 mod nvidia;
+mod once;
 mod product;
 pub mod reshape;
 pub mod rms_norm;
@@ -64,6 +65,7 @@ pub use linear_cross_entropy::{
     linear_cross_entropy_part, token_scores,
 };
 pub use nvidia::{NvidiaLibrary, nvidia_libraries};
+pub use once::{Outputs, computed_once, keep_outputs};
 pub use reshape::reshape;
 pub use rms_norm::rms_norm;
 pub use rope::rope;

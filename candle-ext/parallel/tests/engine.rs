@@ -162,6 +162,7 @@ fn what_a_block_keeps_changes_nothing() {
     let keep = run(Residency::Keep);
     assert!(keep.0.is_finite() && keep.0 > 0.0);
     assert!(keep == run(Residency::Recompute));
+    assert!(keep == run(Residency::Selective));
     assert!(keep == run(Residency::Offload));
 }
 
@@ -293,6 +294,7 @@ fn dropout_is_the_same_when_recomputed_and_absent_in_evaluation() {
     };
     let (loss, gradients, held_out) = run(0.5, Residency::Keep, 5);
     assert!((loss, gradients.clone(), held_out) == run(0.5, Residency::Recompute, 5));
+    assert!((loss, gradients.clone(), held_out) == run(0.5, Residency::Selective, 5));
     assert!((loss, gradients.clone(), held_out) == run(0.5, Residency::Offload, 5));
     let (other_loss, _, other_held_out) = run(0.5, Residency::Keep, 6);
     assert_ne!(loss, other_loss, "another key drops others");

@@ -56,14 +56,17 @@ fn each_mode_saves_what_it_promises() {
     let tiled = of(Residency::Keep, MlpRows::InTiles);
     let full = of(Residency::Recompute, MlpRows::Together);
     let full_tiled = of(Residency::Recompute, MlpRows::InTiles);
+    let selective = of(Residency::Selective, MlpRows::Together);
     let parked = of(Residency::Offload, MlpRows::Together);
     let mut half = vec![Residency::Offload; N_BLOCKS / 2];
     half.resize(N_BLOCKS, Residency::Recompute);
     let half_parked = peak(half, MlpRows::Together);
-    let all = [keep, tiled, full, full_tiled, half_parked, parked].map(|bytes| bytes as f64 / INPUT as f64);
+    let all = [keep, tiled, full, full_tiled, selective, half_parked, parked].map(|bytes| bytes as f64 / INPUT as f64);
     // Of each block's MLP gate and up are kept or not, 8 inputs.
     assert!(keep > tiled + N_BLOCKS * 15 / 2 * INPUT, "{all:.1?}");
     assert!(keep > full + N_BLOCKS * 11 * INPUT, "{all:.1?}");
+    // Attention's output is as wide as an input; of the last block's it is there anyway, and so are its sums, a sixteenth.
+    assert!(selective > full + 13 * INPUT / 2 && selective < full + 8 * INPUT, "{all:.1?}");
     // Within the one block that is computed again the MLP is most, with its gradients.
     assert!(full > full_tiled + 12 * INPUT, "{all:.1?}");
     // Of 8 inputs the last is in use when memory is at its peak.

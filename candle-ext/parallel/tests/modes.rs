@@ -106,12 +106,16 @@ fn all(residency: Residency) -> Vec<Residency> {
 
 #[test]
 fn what_a_block_keeps_changes_no_bit_in_any_family() {
-    let mixed = vec![Residency::Offload, Residency::Recompute, Residency::Keep];
+    let mixed = vec![Residency::Offload, Residency::Selective, Residency::Keep];
     for case in cases() {
         for mlp_rows in [MlpRows::Together, MlpRows::InTiles] {
             let keep = run(&case, all(Residency::Keep), mlp_rows);
             assert!(keep.loss.is_finite() && keep.loss > 0.0);
-            for residency in [all(Residency::Recompute), all(Residency::Offload), mixed.clone()] {
+            for residency in [Residency::Recompute, Residency::Selective, Residency::Offload]
+                .map(all)
+                .into_iter()
+                .chain([mixed.clone()])
+            {
                 assert!(keep == run(&case, residency.clone(), mlp_rows), "{residency:?} {mlp_rows:?} {}", case.config);
             }
         }
@@ -133,7 +137,7 @@ fn where_an_input_is_parked_changes_no_bit() {
 fn a_tiled_mlp_gives_the_same_losses_and_gradients_in_every_family() {
     for case in cases() {
         let whole = run(&case, all(Residency::Keep), MlpRows::Together);
-        for residency in [Residency::Keep, Residency::Recompute, Residency::Offload] {
+        for residency in [Residency::Keep, Residency::Recompute, Residency::Selective, Residency::Offload] {
             let tiled = run(&case, all(residency), MlpRows::InTiles);
             assert_eq!((tiled.loss, tiled.held_out), (whole.loss, whole.held_out), "{}", case.config);
             for ((name, tiled), (_, whole)) in tiled.grads.iter().zip(&whole.grads) {

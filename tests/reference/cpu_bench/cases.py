@@ -27,8 +27,8 @@ class Case:
     accumulated: int = 1
     steps: int = 1
     dtype: str = "f32"
-    # Blocks are computed again in backward; ours tiles MLPs, too.
-    recomputed: bool = False
+    # Blocks are computed again in backward, ours with this `activation_checkpoint` and tiled MLPs, too.
+    recomputed: str = ""
     # Those of --peers that differ in this case.
     peers: tuple = ("eager",)
 
@@ -54,8 +54,8 @@ def train(name: str, shape: dict, rows: int, length: int, accumulated: int, step
     return Case(f"train {name}", "tokens/s", shape, length, rows, accumulated, steps, peers=PEERS)
 
 
-def long(name: str, shape: dict, length: int) -> Case:
-    return Case(f"train {name} 1x{length} recomputed", "tokens/s", shape, length, recomputed=True, peers=PEERS[:1])
+def long(name: str, shape: dict, length: int, recomputed: str = "selective") -> Case:
+    return Case(f"train {name} 1x{length} recomputed", "tokens/s", shape, length, recomputed=recomputed, peers=PEERS[:1])
 
 
 CASES = [
@@ -65,7 +65,7 @@ CASES = [
     train("smollm2-135m 4x1024 accumulated", SMOLLM2, 1, 1024, 4, 4),
     train("qwen3-0.6b 1x512", QWEN3, 1, 512, 1, 4),
     *(long("4 layers", SMOLLM2_4, 1024 * k) for k in (4, 8, 16, 32, 64, 128)),
-    long("smollm2-135m", SMOLLM2, 32768),
+    long("smollm2-135m", SMOLLM2, 32768, "full"),
     Case("eval small 1x256", "tokens/s", SMALL, 256, steps=40),
     Case("eval smollm2-135m 1x512", "tokens/s", SMOLLM2, 512, steps=8),
     Case("eval smollm2-135m 1x1024", "tokens/s", SMOLLM2, 1024, steps=4),

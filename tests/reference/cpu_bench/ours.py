@@ -93,8 +93,8 @@ class Ours:
         path.write_text(json.dumps({
             "type": "causal", "device": "cpu", "output_dir": str(self.run_folder),
             "model": {"config": config(case), "dtype": "f32",
-                      "activation_checkpoint": "full" if case.recomputed else "none"},
-            "tiled_mlp_compute": case.recomputed,
+                      "activation_checkpoint": case.recomputed or "none"},
+            "tiled_mlp_compute": bool(case.recomputed),
             "tokenizer": {"name_or_path": str(self.inputs.tokenizer(case))},
             "data": {"sources": [str(rows)], "max_length": case.length, "cache_dir": str(self.inputs.folder / "cache")},
             "micro_batch_size": case.rows, "gradient_accumulation_steps": case.accumulated, "train_iters": case.steps,

@@ -27,8 +27,8 @@ class Peers:
         return json.loads(ran.said.splitlines()[-1]), ran.rss
 
     def job(self, case: Case) -> dict:
-        job = {"config": config(case), "rows": case.rows, "accumulated": case.accumulated, "warm": case.warm, "recomputed": case.recomputed,
-               "steps": case.steps, "dtype": case.dtype}
+        job = {"config": config(case), "rows": case.rows, "accumulated": case.accumulated, "warm": case.warm,
+               "recomputed": bool(case.recomputed), "steps": case.steps, "dtype": case.dtype}
         if case.what == "data":
             cache = self.inputs.folder / "peer-cache"
             shutil.rmtree(cache, ignore_errors=True)

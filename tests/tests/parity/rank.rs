@@ -196,9 +196,10 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     })?;
     // Every kind of residency: weights come and go differently for each.
-    let residency = (0..model.n_blocks()).map(|block| match block % 3 {
+    let residency = (0..model.n_blocks()).map(|block| match block % 4 {
         0 => Residency::Keep,
         1 => Residency::Recompute,
+        2 => Residency::Selective,
         _ => Residency::Offload,
     });
     let residency = residency.collect();

@@ -50,6 +50,7 @@ fn processes_make_the_run_that_one_makes() {
         ),
         (4, vec!["sequence_parallel_size=2", "gradient_accumulation_steps=4", "deepspeed.zero_optimization.stage=3"]),
         (3, vec!["context_parallel_size=3", "gradient_accumulation_steps=8", "tiled_mlp_compute=true"]),
+        (2, vec!["context_parallel_size=2", "gradient_accumulation_steps=8", "model.activation_checkpoint=selective"]),
         (4, vec!["context_parallel_size=2", "sequence_parallel_size=2", "gradient_accumulation_steps=8"]),
     ] {
         let name = format!("{n_ranks}-{}", arguments.join("-")).replace(['.', '='], "-");

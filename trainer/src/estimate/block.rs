@@ -78,9 +78,21 @@ impl<'a> Block<'a> {
     fn until_attention(&self) -> u64 {
         let Self { t, q, kv, s, .. } = *self;
         let norms = if self.setup.model.config().qk_norm() { q + kv } else { 0 };
-        let log_sum_exp = t * self.n_heads() * F32;
+        let log_sum_exp = self.log_sum_exp();
         let adapters = self.of_adapters(t, &["q_proj", "k_proj", "v_proj", "o_proj"]);
         self.activation() + t * s * (2 * q + 2 * kv + norms) + log_sum_exp + adapters + self.reference(7)
+    }
+
+    /// Attention's output and the logarithm of each row's sum. The reference's is not kept for itself.
+    pub(super) fn attention_output(&self) -> u64 {
+        match self.setup.attention {
+            AttentionImpl::Reference => 0,
+            _ => self.t * self.s * self.q + self.log_sum_exp(),
+        }
+    }
+
+    fn log_sum_exp(&self) -> u64 {
+        self.t * self.n_heads() * F32
     }
 
     /// The sum after attention, gate and up. A tiled MLP saves its input, the norm of the sum, alone.

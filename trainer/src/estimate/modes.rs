@@ -84,7 +84,8 @@ pub fn choose(setup: &Setup, fixed: Fixed, capacity: &Capacity) -> Choice {
 }
 
 /// All modes, those that cost least time first. A block that is computed again costs a third of its time, whichever it
-/// is: every k-th for ever smaller k, then all, then all with ever more inputs parked, if that leaves memory.
+/// is: every k-th for ever smaller k, then all without their attention, then all, then all with ever more inputs parked, if
+/// that leaves memory.
 pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     if fixed.activations {
         return vec![setup.modes];
@@ -95,6 +96,10 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     let some = every.into_iter().filter(|&k| k > 1).map(Activations::RecomputeEvery);
     let shares: &[f64] = if setup.parks_in_memory { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
     let parked = shares.iter().map(|share| Activations::Offload(*share));
-    let activations = [Activations::Keep].into_iter().chain(some).chain([Activations::Recompute]).chain(parked);
+    let activations = [Activations::Keep]
+        .into_iter()
+        .chain(some)
+        .chain([Activations::Selective, Activations::Recompute])
+        .chain(parked);
     activations.map(|activations| Modes { activations, ..setup.modes }).collect()
 }

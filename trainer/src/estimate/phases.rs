@@ -187,6 +187,10 @@ fn run(setup: &Setup, chunk: usize) -> Run {
         moment(kept, input + block.backward());
         match rest {
             Residency::Keep => kept += block.tape(),
+            Residency::Selective => {
+                kept += block.attention_output();
+                moment(kept, block.forward());
+            }
             _ => moment(kept, block.forward()),
         }
     }

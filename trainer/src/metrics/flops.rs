@@ -51,8 +51,10 @@ impl Pass {
 /// Holds what backward computes again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recomputed {
-    /// Blocks of which only the input was kept.
+    /// Blocks of which the input was kept, and no tape.
     pub n_blocks: usize,
+    /// Those of them of which attention's output was not kept either.
+    pub n_attentions: usize,
     /// MLPs of which nothing was kept inside of their block: tiled ones.
     pub n_mlps: usize,
 }
@@ -104,7 +106,7 @@ pub fn flops(shape: &ModelShape, pass: Pass, visibility: Visibility, lengths: &[
 /// Counts the operations of the forwards that backward computes again, with all query-key pairs: no useful work.
 pub fn recomputed_flops(shape: &ModelShape, again: Recomputed, lengths: &[usize]) -> f64 {
     let n_weights = again.n_blocks * shape.n_block_weights() + again.n_mlps * shape.n_mlp_weights();
-    let pairs = again.n_blocks as f64 * Visibility::Full.pairs(None, lengths);
+    let pairs = again.n_attentions as f64 * Visibility::Full.pairs(None, lengths);
     count(shape, Pass::FORWARD, n_weights as u64, pairs, lengths)
 }
 
@@ -173,15 +175,18 @@ mod tests {
 
     #[test]
     fn what_is_computed_again_is_counted_by_blocks_and_mlps() {
-        let count = |n_blocks, n_mlps| recomputed_flops(&tiny(), Recomputed { n_blocks, n_mlps }, &[3, 4]);
-        assert_eq!(count(0, 0), 0.0);
+        let count = |n_blocks, n_attentions, n_mlps| {
+            recomputed_flops(&tiny(), Recomputed { n_blocks, n_attentions, n_mlps }, &[3, 4])
+        };
+        assert_eq!(count(0, 0, 0), 0.0);
         // 7 tokens; a block has 120 weights and attends to 25 pairs with a width of 2*2; an MLP has 3*4*6 = 72 weights.
-        assert_eq!(count(1, 0), 2.0 * 120.0 * 7.0 + 4.0 * 4.0 * 25.0);
-        assert_eq!(count(0, 1), 2.0 * 72.0 * 7.0);
-        assert_eq!(count(2, 3), 2.0 * count(1, 0) + 3.0 * count(0, 1));
+        assert_eq!(count(1, 1, 0), 2.0 * 120.0 * 7.0 + 4.0 * 4.0 * 25.0);
+        assert_eq!(count(1, 0, 0), 2.0 * 120.0 * 7.0);
+        assert_eq!(count(0, 0, 1), 2.0 * 72.0 * 7.0);
+        assert_eq!(count(2, 1, 3), count(1, 1, 0) + count(1, 0, 0) + 3.0 * count(0, 0, 1));
         // All blocks are the whole forward but for the head.
         let forward = flops(&tiny(), Pass::FORWARD, Visibility::Full, &[3, 4]);
-        assert_eq!(count(3, 0), forward - 2.0 * 40.0 * 7.0);
+        assert_eq!(count(3, 3, 0), forward - 2.0 * 40.0 * 7.0);
     }
 
     #[test]

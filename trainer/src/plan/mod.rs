@@ -170,6 +170,8 @@ pub enum Activations {
     Keep,
     /// Their inputs.
     Recompute,
+    /// Their inputs and attention's outputs.
+    Selective,
     /// Their inputs, those of this share of the blocks parked outside of the memory that computes.
     Offload(f64),
     /// Every k-th block its input, the others everything.
@@ -184,6 +186,8 @@ impl Activations {
         let spared = |it| match it {
             Self::Keep => 0.0,
             Self::RecomputeEvery(k) => 1.0 / k as f64,
+            // More than with every second block, whatever the shape.
+            Self::Selective => 0.75,
             Self::Recompute => 1.0,
             Self::Offload(share) => 1.0 + share,
         };
@@ -195,6 +199,7 @@ impl Activations {
         match self {
             Self::Keep => ActivationCheckpoint::None,
             Self::Recompute => ActivationCheckpoint::Full,
+            Self::Selective => ActivationCheckpoint::Selective,
             Self::Offload(share) if share >= 1.0 => ActivationCheckpoint::Offload,
             Self::Offload(share) => ActivationCheckpoint::OffloadShare(HumanFloat(share)),
             Self::RecomputeEvery(k) => ActivationCheckpoint::Every(HumanInt(k)),

@@ -180,6 +180,7 @@ fn activations(resolver: &mut Resolver) -> Activations {
     let share = match resolver.record(ACTIVATIONS[0], given.unwrap_or(ActivationCheckpoint::None), origin) {
         ActivationCheckpoint::None => return Activations::Keep,
         ActivationCheckpoint::Full => return Activations::Recompute,
+        ActivationCheckpoint::Selective => return Activations::Selective,
         ActivationCheckpoint::Every(k) => return Activations::RecomputeEvery(k.0),
         ActivationCheckpoint::Offload => 1.0,
         ActivationCheckpoint::OffloadShare(share) => share.0,

@@ -122,6 +122,8 @@ pub enum ActivationCheckpoint {
     None,
     /// Their inputs.
     Full,
+    /// Their inputs and attention's outputs.
+    Selective,
     /// Their inputs, parked outside of the memory that computes.
     Offload,
     /// Their inputs, those of this share of the blocks parked.
@@ -205,14 +207,18 @@ impl<'de> Deserialize<'de> for ActivationCheckpoint {
             type Value = ActivationCheckpoint;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("none, full, offload, {offload: share} or {every: k}")
+                f.write_str("none, full, selective, offload, {offload: share} or {every: k}")
             }
             fn visit_str<E: de::Error>(self, name: &str) -> Result<ActivationCheckpoint, E> {
                 match name {
                     "none" => Ok(ActivationCheckpoint::None),
                     "full" => Ok(ActivationCheckpoint::Full),
+                    "selective" => Ok(ActivationCheckpoint::Selective),
                     "offload" => Ok(ActivationCheckpoint::Offload),
-                    _ => Err(E::unknown_variant(name, &["none", "full", "offload", "{offload: share}", "{every: k}"])),
+                    _ => Err(E::unknown_variant(
+                        name,
+                        &["none", "full", "selective", "offload", "{offload: share}", "{every: k}"],
+                    )),
                 }
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<ActivationCheckpoint, A::Error> {
@@ -235,7 +241,7 @@ impl JsonSchema for ActivationCheckpoint {
         json_schema!({
             "description": "What blocks keep for backward.",
             "anyOf": [
-                { "enum": ["none", "full", "offload"] },
+                { "enum": ["none", "full", "selective", "offload"] },
                 {
                     "type": "object",
                     "properties": { "every": { "type": "integer", "minimum": 1 } },

@@ -113,6 +113,7 @@ pub(crate) fn residency(activations: Activations, n_blocks: usize) -> Vec<Reside
     let of_block = |block_idx: usize| match activations {
         Activations::Keep => Residency::Keep,
         Activations::Recompute => Residency::Recompute,
+        Activations::Selective => Residency::Selective,
         Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => Residency::Offload,
         Activations::Offload(_) => Residency::Recompute,
         Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => Residency::Recompute,
@@ -127,10 +128,11 @@ mod tests {
 
     #[test]
     fn the_first_blocks_are_parked_and_every_kth_computed_again() {
-        use Residency::{Keep, Offload, Recompute};
+        use Residency::{Keep, Offload, Recompute, Selective};
         for (activations, want) in [
             (Activations::Keep, [Keep; 5]),
             (Activations::Recompute, [Recompute; 5]),
+            (Activations::Selective, [Selective; 5]),
             (Activations::Offload(1.0), [Offload; 5]),
             (Activations::Offload(0.0), [Recompute; 5]),
             (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Recompute]),

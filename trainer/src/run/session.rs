@@ -357,13 +357,15 @@ enum Work {
     Useful,
 }
 
-/// What backward computes again: whole blocks, and tiled MLPs once more than their block.
+/// What backward computes again: blocks, with their attention or without, and tiled MLPs once more than their block.
 fn recomputed(kept: &[Residency], mlp_rows: MlpRows) -> Recomputed {
     let n_mlps = match mlp_rows {
         MlpRows::Together => 0,
         MlpRows::InTiles => kept.len(),
     };
-    Recomputed { n_blocks: kept.iter().filter(|kept| **kept != Residency::Keep).count(), n_mlps }
+    let n_of = |residency| kept.iter().filter(|kept| **kept == residency).count();
+    let n_blocks = kept.len() - n_of(Residency::Keep);
+    Recomputed { n_blocks, n_attentions: n_blocks - n_of(Residency::Selective), n_mlps }
 }
 
 /// What is left of a run that was asked to stop.
@@ -393,14 +395,15 @@ mod tests {
 
     #[test]
     fn blocks_without_a_tape_and_tiled_mlps_are_computed_again() {
-        use Residency::{Keep, Offload, Recompute};
+        use Residency::{Keep, Offload, Recompute, Selective};
         let counts = |kept: &[Residency], mlp_rows| {
-            let Recomputed { n_blocks, n_mlps } = recomputed(kept, mlp_rows);
-            (n_blocks, n_mlps)
+            let Recomputed { n_blocks, n_attentions, n_mlps } = recomputed(kept, mlp_rows);
+            (n_blocks, n_attentions, n_mlps)
         };
-        assert_eq!(counts(&[Keep; 3], MlpRows::Together), (0, 0));
-        assert_eq!(counts(&[Recompute, Keep, Recompute], MlpRows::Together), (2, 0));
-        assert_eq!(counts(&[Offload, Offload, Recompute], MlpRows::InTiles), (3, 3));
-        assert_eq!(counts(&[Keep; 3], MlpRows::InTiles), (0, 3));
+        assert_eq!(counts(&[Keep; 3], MlpRows::Together), (0, 0, 0));
+        assert_eq!(counts(&[Recompute, Keep, Recompute], MlpRows::Together), (2, 2, 0));
+        assert_eq!(counts(&[Selective, Keep, Recompute], MlpRows::Together), (2, 1, 0));
+        assert_eq!(counts(&[Offload, Offload, Recompute], MlpRows::InTiles), (3, 3, 3));
+        assert_eq!(counts(&[Keep; 3], MlpRows::InTiles), (0, 0, 3));
     }
 }

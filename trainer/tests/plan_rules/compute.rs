@@ -102,6 +102,7 @@ fn attention_by_cudnn_wants_a_gpu_and_16_bits() {
 fn activation_checkpoints_are_spelt_in_three_ways() {
     assert_eq!(plan(&[]).model.activations, Activations::Keep);
     assert_eq!(plan(&["model.activation_checkpoint=full"]).model.activations, Activations::Recompute);
+    assert_eq!(plan(&["model.activation_checkpoint=selective"]).model.activations, Activations::Selective);
     assert_eq!(plan(&["model.activation_checkpoint={every: 2}"]).model.activations, Activations::RecomputeEvery(2));
     assert_eq!(plan(&["model.disable_activation_checkpoint=false"]).model.activations, Activations::Recompute);
     assert_eq!(plan(&["model.disable_activation_checkpoint=true"]).model.activations, Activations::Keep);

@@ -1,6 +1,5 @@
 //! Data and how it is cut into rows.
 
-use serde_json::json;
 use trainer::data::{Horizon, Overlong, Packing, Padding, Sampling};
 
 use super::{plan, refused};

@@ -2,10 +2,10 @@
 
 use std::path::Path;
 
-use trainer::plan::{Known, Plan, RanksPlan, Seat};
-use trainer::recipe::Loaded;
+use trainer::plan::{Engines, Known, Machines, Plan, RanksPlan, Seat};
+use trainer::recipe::{DdpBackend, Loaded};
 
-use super::{BASE, known, plan, refused, resolve};
+use super::{BASE, plan, refused, resolve};
 
 /// A plan of the first of some ranks, or what is wrong with it.
 fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {

@@ -25,6 +25,7 @@ use candle_core::{Result, Storage, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::once::{computed_once, is_first_of_two};
 use crate::span::span;
 use crate::storage::{self, host};
 use crate::tape::{is_tracked, record};
@@ -50,11 +51,12 @@ pub struct AttentionSpec {
 /// Attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
 ///
 /// A flash algorithm (unless the reference is asked for): tiles of keys with a running softmax, in f32. The forward keeps
-/// the log of each row's exponential sum; the backward recomputes the scores from it, tile by tile.
+/// the log of each row's exponential sum; the backward recomputes the scores from it, tile by tile. Both are
+/// [`computed_once`] (but for the reference's).
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
     let _span = span("attention", "forward");
     let heads = check(q, k, v, seqs, spec)?;
-    let is_trained = [q, k, v].iter().any(|x| is_tracked(x));
+    let is_trained = [q, k, v].iter().any(|x| is_tracked(x)) || is_first_of_two();
     let passes = if is_trained { AttentionPasses::Both } else { AttentionPasses::Forward };
     let (path, _) = choose(q, seqs, spec, heads, passes)?;
     match path {
@@ -65,25 +67,27 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &Attenti
     }
     let [q_saved, k_saved, v_saved] = [q, k, v].map(Tensor::contiguous);
     let saved = Saved { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
-    let (out, kept) = match path {
-        #[cfg(feature = "cudnn")]
-        Path::Cudnn(plan) => {
-            let (out, kept) = cudnn::forward(plan, saved.qkv.each_ref(), seqs, heads)?;
-            (out.into_storage(), Kept::Cudnn(kept))
-        }
-        _ => on_device!("attention", q, {
-            cpu => saved.forward_cpu()?,
-            cuda => {
-                let (out, kept) = cuda::forward(saved.qkv.each_ref(), seqs, spec, heads)?;
-                (out.into_storage(), Kept::Cuda(kept))
-            },
-        }),
-    };
-    let y = storage::tensor(out, q.shape());
+    let (y, kept) = computed_once(|| {
+        let (out, kept) = match path {
+            #[cfg(feature = "cudnn")]
+            Path::Cudnn(plan) => {
+                let (out, kept) = cudnn::forward(plan, saved.qkv.each_ref(), seqs, heads)?;
+                (out.into_storage(), Kept::Cudnn(kept))
+            }
+            _ => on_device!("attention", q, {
+                cpu => saved.forward_cpu()?,
+                cuda => {
+                    let (out, kept) = cuda::forward(saved.qkv.each_ref(), seqs, spec, heads)?;
+                    (out.into_storage(), Kept::Cuda(kept))
+                },
+            }),
+        };
+        Ok((storage::tensor(out, q.shape()), kept))
+    })?;
     let output = y.clone();
     Ok(record("attention", [q.into(), k.into(), v.into()], y, move |d_o| {
         let o = &output;
-        let grads = match &kept {
+        let grads = match &*kept {
             Kept::Cpu(lse) => saved.backward_cpu(o, d_o, lse)?,
             #[cfg(any(feature = "cuda", feature = "emulate"))]
             Kept::Cuda(kept) => {

@@ -34,6 +34,8 @@ pub enum Residency {
     Keep,
     /// Its input; the forward runs again in backward (activation checkpointing).
     Recompute,
+    /// Its input and attention's output; the rest of the forward runs again in backward.
+    Selective,
     /// Its input, parked where [`Engine::with_parking`] says.
     Offload,
 }

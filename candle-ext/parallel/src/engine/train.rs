@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{Cx, Seams};
-use candlewick_ops::{Reduction, Tape, span};
+use candlewick_ops::{Outputs, Reduction, Tape, keep_outputs, span};
 
 use super::{Engine, LossScale, Micro, Residency};
 use crate::offload::Parked;
@@ -15,7 +15,8 @@ use crate::sequence::Part;
 enum Kept {
     /// With the input that it is differentiated by.
     Tape(Tensor, Tape),
-    Input(Tensor),
+    /// With what is not to be computed again.
+    Input(Tensor, Outputs),
     Parked(Parked),
 }
 
@@ -186,10 +187,14 @@ impl Engine {
             let tape = Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?;
             return Ok((tape.output().clone(), Kept::Tape(x, tape)));
         }
-        let y = self.model.block(block_idx, &weights, &x, cx)?;
+        let forward = || self.model.block(block_idx, &weights, &x, cx);
+        let (y, outputs) = match self.residency[block_idx] {
+            Residency::Selective => keep_outputs(forward)?,
+            _ => (forward()?, Outputs::default()),
+        };
         let kept = match self.residency[block_idx] {
             Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
-            _ => Kept::Input(x),
+            _ => Kept::Input(x, outputs),
         };
         Ok((y, kept))
     }
@@ -199,12 +204,13 @@ impl Engine {
         // The embedding's backward reads no weights.
         let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
         self.store.open_grads(block_idx + 1)?;
-        let x = match kept {
+        let (x, outputs) = match kept {
             Kept::Tape(x, tape) => return input_grad(tape, &x, dy),
-            Kept::Input(x) => x,
-            Kept::Parked(parked) => parked.fetch()?,
+            Kept::Input(x, outputs) => (x, outputs),
+            Kept::Parked(parked) => (parked.fetch()?, Outputs::default()),
         };
-        input_grad(Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?, &x, dy)
+        let forward = || self.model.block(block_idx, &weights, &x, cx);
+        input_grad(Tape::record(&[&x], || outputs.give_to(forward))?, &x, dy)
     }
 
     /// Returns the sum of the token losses, and the gradient of the scaled sum with respect to the last block's output.

@@ -8,12 +8,14 @@
 //!
 //! t tokens of a rank, c tokens of a chunk, h query heads, g key heads, k head dim
 
+use std::rc::Rc;
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::{Collective, Pending};
 use candlewick_ops::{
-    self as ops, AttentionSpec, Partial, Piece, PieceInputs, Seqs, attention_piece, attention_piece_backward, record,
+    self as ops, AttentionSpec, Partial, Piece, PieceInputs, Seqs, attention_piece, attention_piece_backward,
+    computed_once, record,
 };
 
 use super::places::Places;
@@ -54,7 +56,7 @@ struct Saved {
     q: Tensor,
     kv: [Tensor; 2],
     out: Tensor,
-    lse: Tensor,
+    lse: Rc<Tensor>,
 }
 
 impl Ring {
@@ -71,9 +73,11 @@ impl Ring {
         let course = self.course(seqs, spec)?;
         let saved_q = q.contiguous()?;
         let kv = course.packed(k, v)?;
-        let sum = self.forward(&course, &saved_q, &kv)?;
-        let out = sum.out().to_dtype(q.dtype())?;
-        let saved = Saved { q: saved_q, kv, out: out.clone(), lse: sum.lse().clone() };
+        let (out, lse) = computed_once(|| {
+            let sum = self.forward(&course, &saved_q, &kv)?;
+            Ok((sum.out().to_dtype(q.dtype())?, sum.lse().clone()))
+        })?;
+        let saved = Saved { q: saved_q, kv, out: out.clone(), lse };
         let ring = self.clone();
         let backward = move |d_out: &Tensor| Ok(ring.backward(&course, &saved, d_out)?.map(Some));
         Ok(record("ring_attention", [q.into(), k.into(), v.into()], out, backward))
