@@ -85,8 +85,8 @@ mod tests {
     #[test]
     fn what_a_first_time_computed_is_there_the_second_in_its_order() {
         let n_computed = Cell::new(0);
-        let forward = || {
-            let one = |value: f32| {
+        let forward = || -> Result<[(f32, f32); 2]> {
+            let one = |value: f32| -> Result<(f32, f32)> {
                 let compute = || {
                     n_computed.set(n_computed.get() + 1);
                     Ok((Tensor::new(value, &Device::Cpu)?, value * 2.0))
@@ -94,7 +94,7 @@ mod tests {
                 let (output, kept) = computed_once(compute)?;
                 Ok((output.to_scalar::<f32>()?, *kept))
             };
-            Ok::<_, candle_core::Error>([one(1.0)?, one(2.0)?])
+            Ok([one(1.0)?, one(2.0)?])
         };
         let want = [(1.0, 2.0), (2.0, 4.0)];
         assert_eq!(forward().unwrap(), want);

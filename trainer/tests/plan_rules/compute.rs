@@ -6,7 +6,7 @@ use candlewick_ops::{AttentionChoice, AttentionImpl, LossScaling};
 use trainer::plan::{Activations, ComputeDtype, Known, Plan, TempDir};
 use trainer::recipe::Loaded;
 
-use super::{BASE, plan, refused, resolve};
+use super::{BASE, known, plan, refused};
 
 #[test]
 fn half_precision_scales_losses_as_deepspeed_does() {

@@ -5,7 +5,7 @@ use std::path::Path;
 use trainer::plan::{Engines, Known, Machines, Plan, RanksPlan, Seat};
 use trainer::recipe::{DdpBackend, Loaded};
 
-use super::{BASE, plan, refused, resolve};
+use super::{BASE, known, plan};
 
 /// A plan of the first of some ranks, or what is wrong with it.
 fn of_ranks(n_ranks: usize, arguments: &[&str]) -> Result<RanksPlan, String> {

@@ -85,6 +85,7 @@ impl Kernel for Amx {
     const KC: usize = 512;
     /// 768 KiB of a second cache of 1 or 2 MiB.
     const BLOCK_LINES: usize = 12 << 10;
+    const MAX_PACKED: usize = 1 << 21;
 
     fn lines_a(kc: usize) -> usize {
         kc.div_ceil(DEPTH) * STEP

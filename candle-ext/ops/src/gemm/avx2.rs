@@ -37,6 +37,7 @@ impl Kernel for Avx2 {
     const KC: usize = 384;
     /// 256 KiB: half of the second cache of the processors that have AVX2 only.
     const BLOCK_LINES: usize = 4 << 10;
+    const MAX_PACKED: usize = 1 << 20;
 
     fn lines_a(kc: usize) -> usize {
         (kc * MR).div_ceil(LINE)

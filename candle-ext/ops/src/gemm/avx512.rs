@@ -32,6 +32,7 @@ impl Kernel for Avx512 {
     const KC: usize = 384;
     /// 768 KiB of a second cache of 1 or 2 MiB.
     const BLOCK_LINES: usize = 12 << 10;
+    const MAX_PACKED: usize = 1 << 21;
 
     fn lines_a(kc: usize) -> usize {
         (kc * MR).div_ceil(LANES)

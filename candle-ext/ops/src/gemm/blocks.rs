@@ -23,6 +23,8 @@ pub(super) trait Kernel: Copy + Send + Sync {
     const KC: usize;
     /// Lines of a block, which stays in the second cache with what streams past.
     const BLOCK_LINES: usize;
+    /// Elements of the shared factor that are packed at once, about.
+    const MAX_PACKED: usize;
 
     /// What a sliver of MR rows with `kc` terms takes when it is packed.
     fn lines_a(kc: usize) -> usize;
@@ -65,8 +67,6 @@ pub(super) struct Tile {
     pub(super) n_cols: usize,
 }
 
-/// Elements of the shared factor that are packed at once.
-const MAX_PACKED: usize = 1 << 21;
 /// Products of fewer operations than this are not worth waking another thread.
 const PARALLEL_FROM: usize = 1 << 20;
 /// Blocks for each thread, at least: more of them even out what else the machine does.
@@ -157,9 +157,9 @@ impl<K: Kernel> Product<'_, K> {
     fn run(&self, buffer: &mut Vec<Line>, n_threads: usize) {
         let (m, n, k) = (self.a.rows, self.b.cols, self.a.cols);
         let (shared, n_shared, n_blocked) = if m <= n { (Side::A, m, n) } else { (Side::B, n, m) };
-        let max_shared = (MAX_PACKED / self.kc).next_multiple_of(width::<K>(shared));
+        let max_shared = (K::MAX_PACKED / self.kc).next_multiple_of(width::<K>(shared));
         for range in parts(0..n_shared, max_shared) {
-            let max_terms = (MAX_PACKED / range.len() / self.kc).max(1) * self.kc;
+            let max_terms = (K::MAX_PACKED / range.len() / self.kc).max(1) * self.kc;
             for terms in parts(0..k, max_terms) {
                 let slivers = self.pack(shared, &range, &terms, buffer, n_threads);
                 let shared = Packed { side: shared, range: range.clone(), terms, slivers };
@@ -180,7 +180,9 @@ impl<K: Kernel> Product<'_, K> {
         let lines = self.lines(side, terms);
         let n_lines = range.len().div_ceil(width::<K>(side)) * lines;
         if buffer.len() < n_lines {
-            buffer.resize(n_lines, Line([0; 64]));
+            // Nothing is copied, and no room is left for more: what was packed before is done with.
+            *buffer = Vec::new();
+            *buffer = vec![Line([0; 64]); n_lines];
         }
         let slivers = &mut buffer[..n_lines];
         let pack = |(i, sliver)| self.pack_sliver(side, range, i, terms, sliver);
@@ -221,6 +223,9 @@ impl<K: Kernel> Product<'_, K> {
         let size = even_parts(n_slivers, most.min(n_slivers.div_ceil(wanted))) * width::<K>(side);
         let compute = |i: usize| {
             let mut buffer = BLOCK.take();
+            if buffer.is_empty() {
+                buffer.resize(K::BLOCK_LINES, Line([0; 64]));
+            }
             // SAFETY: blocks do not overlap, and the output is borrowed mutably by `gemm`.
             unsafe { self.block(shared, side, i * size..((i + 1) * size).min(n), &mut buffer) };
             BLOCK.set(buffer);
