@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws time and memory of a step over the sequence's length: long_plot.py BENCH.json [BENCH.json ...] OUT.svg
 
-Reads what `scripts/bench cpu --only recomputed --json FILE` wrote; a later file's line replaces an earlier one's of the same
+Reads what `scripts/bench cpu --only selective --json FILE` wrote; a later file's line replaces an earlier one's of the same
 name. Needs matplotlib.
 """
 
@@ -16,7 +16,7 @@ matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "long"
 import matplotlib.pyplot as plt
 
-NAME = re.compile(r"train 4 layers 1x(\d+) recomputed")
+NAME = re.compile(r"train 4 layers 1x(\d+) selective")
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ fn ranks_allocate_what_the_formulas_say() {
     train_in_process(1, &Case::new(&["train_iters=1"]));
     for (n_ranks, arguments) in [
         (3, vec!["context_parallel_size=3", long, "model.dtype=bf16", "model.activation_checkpoint=full"]),
+        (2, vec!["context_parallel_size=2", long, "model.activation_checkpoint=selective"]),
+        (2, vec!["tensor_parallel_size=2", long, "model.activation_checkpoint=selective"]),
         (2, vec!["tensor_parallel_size=2", long]),
         (2, vec!["tensor_parallel_size=2", "sequence_parallel_norms=false", long, "model.activation_checkpoint=full"]),
         (2, vec!["tensor_parallel_size=2", long, "model.dtype=bf16", "model.peft_config={r: 16}"]),

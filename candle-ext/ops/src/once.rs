@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 /// What a forward computed that is not to be computed again, in its order.
 #[derive(Default)]
@@ -30,9 +30,14 @@ pub fn keep_outputs<T>(forward: impl FnOnce() -> Result<T>) -> Result<(T, Output
 }
 
 impl Outputs {
-    /// Runs the forward again. What there is of its first time is not computed.
+    /// Runs the forward again. What there is of its first time is not computed; it fails if something is left of that.
     pub fn give_to<T>(self, forward: impl FnOnce() -> Result<T>) -> Result<T> {
-        Ok(within(Turn::Second(self), forward)?.0)
+        let (result, turn) = within(Turn::Second(self), forward)?;
+        let (Turn::First(left) | Turn::Second(left)) = turn;
+        if !left.0.is_empty() {
+            bail!("a forward ran again and left {} outputs of its first time", left.0.len())
+        }
+        Ok(result)
     }
 }
 
@@ -78,7 +83,7 @@ fn within<T>(turn: Turn, forward: impl FnOnce() -> Result<T>) -> Result<(T, Turn
 mod tests {
     use std::cell::Cell;
 
-    use candle_core::{Device, bail};
+    use candle_core::Device;
 
     use super::*;
 
@@ -105,6 +110,14 @@ mod tests {
         // Nothing was kept: all of it is computed.
         assert_eq!(Outputs::default().give_to(forward).unwrap(), want);
         assert_eq!(n_computed.get(), 6);
+    }
+
+    #[test]
+    fn what_is_left_over_is_an_error() {
+        let zero = || computed_once(|| Ok((Tensor::new(0f32, &Device::Cpu)?, ())));
+        let (_, outputs) = keep_outputs(|| Ok([zero()?, zero()?])).unwrap();
+        let error = outputs.give_to(zero).unwrap_err().to_string();
+        assert!(error.contains("left 1 outputs of its first time"), "{error}");
     }
 
     #[test]

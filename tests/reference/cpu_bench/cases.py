@@ -55,7 +55,7 @@ def train(name: str, shape: dict, rows: int, length: int, accumulated: int, step
 
 
 def long(name: str, shape: dict, length: int, recomputed: str = "selective") -> Case:
-    return Case(f"train {name} 1x{length} recomputed", "tokens/s", shape, length, recomputed=recomputed, peers=PEERS[:1])
+    return Case(f"train {name} 1x{length} {recomputed}", "tokens/s", shape, length, recomputed=recomputed, peers=PEERS[:1])
 
 
 CASES = [

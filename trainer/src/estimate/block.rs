@@ -83,12 +83,9 @@ impl<'a> Block<'a> {
         self.activation() + t * s * (2 * q + 2 * kv + norms) + log_sum_exp + adapters + self.reference(7)
     }
 
-    /// Attention's output and the logarithm of each row's sum. The reference's is not kept for itself.
+    /// Attention's output and the logarithm of each row's sum.
     pub(super) fn attention_output(&self) -> u64 {
-        match self.setup.attention {
-            AttentionImpl::Reference => 0,
-            _ => self.t * self.s * self.q + self.log_sum_exp(),
-        }
+        self.t * self.s * self.q + self.log_sum_exp()
     }
 
     fn log_sum_exp(&self) -> u64 {

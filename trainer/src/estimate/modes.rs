@@ -3,9 +3,11 @@
 //! Modes that are chosen change no result, so that a run may choose others whenever it is taken up. Tiled MLPs sum the
 //! gradients of weights in another order: those are advised, never chosen.
 
+use candlewick_ops::AttentionImpl;
 use serde_json::{Value, json};
 
 use super::{Capacity, Setup, Shortage, estimate, longest};
+use crate::metrics::{ModelShape, Recomputed, recomputed_flops};
 use crate::plan::{Activations, Plan};
 
 /// What trades time for memory.
@@ -83,9 +85,8 @@ pub fn choose(setup: &Setup, fixed: Fixed, capacity: &Capacity) -> Choice {
     Choice { found: None, tried, longest }
 }
 
-/// All modes, those that cost least time first. A block that is computed again costs a third of its time, whichever it
-/// is: every k-th for ever smaller k, then all without their attention, then all, then all with ever more inputs parked, if
-/// that leaves memory.
+/// All modes, those that cost least time first: nothing again; every k-th block for ever smaller k, or all without their
+/// attention where that is less on the longest row; all; all with ever more inputs parked, if that leaves memory.
 pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     if fixed.activations {
         return vec![setup.modes];
@@ -93,13 +94,27 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
     let n_blocks = setup.model.n_blocks();
     let mut every: Vec<usize> = (1..=n_blocks).map(|n_recomputed| n_blocks.div_ceil(n_recomputed)).collect();
     every.dedup();
-    let some = every.into_iter().filter(|&k| k > 1).map(Activations::RecomputeEvery);
+    let some = every.into_iter().filter(|&k| k > 1).map(|k| {
+        let n_recomputed = n_blocks.div_ceil(k);
+        (Activations::RecomputeEvery(k), n_recomputed as f64 / n_blocks as f64)
+    });
+    // The reference's attention is not kept for itself.
+    let is_kept = setup.attention != AttentionImpl::Reference;
+    let selective = is_kept.then(|| (Activations::Selective, 1.0 - attention_share(setup)));
+    let mut again: Vec<(Activations, f64)> = some.chain(selective).collect();
+    again.sort_by(|(_, a), (_, b)| a.total_cmp(b));
+    let again = again.into_iter().map(|(activations, _)| activations);
     let shares: &[f64] = if setup.parks_in_memory { &[] } else { &[0.25, 0.5, 0.75, 1.0] };
     let parked = shares.iter().map(|share| Activations::Offload(*share));
-    let activations = [Activations::Keep]
-        .into_iter()
-        .chain(some)
-        .chain([Activations::Selective, Activations::Recompute])
-        .chain(parked);
+    let activations = [Activations::Keep].into_iter().chain(again).chain([Activations::Recompute]).chain(parked);
     activations.map(|activations| Modes { activations, ..setup.modes }).collect()
+}
+
+/// How much of a block's forward is attention, on a row of the greatest length.
+fn attention_share(setup: &Setup) -> f64 {
+    let (shape, row) = (ModelShape::of(setup.model.config()), [setup.row_tokens as usize]);
+    let of = |n_blocks, n_attentions| recomputed_flops(&shape, Recomputed { n_blocks, n_attentions, n_mlps: 0 }, &row);
+    // Half of the pairs are masked.
+    let (products, attention) = (of(1, 0), of(0, 1) / 2.0);
+    attention / (products + attention)
 }

@@ -238,6 +238,10 @@ fn attention(resolver: &mut Resolver) -> AttentionChoice {
         resolver.wrong_because(&[ATTENTION], message, "use auto, or model.dtype: bf16");
     }
     if implementation == AttentionImpl::Reference {
+        if model.activation_checkpoint == Some(ActivationCheckpoint::Selective) {
+            let message = format!("{}: selective keeps nothing of {ATTENTION}: reference", ACTIVATIONS[0]);
+            resolver.wrong_because(&[ACTIVATIONS[0]], message, "use full, or another attention");
+        }
         resolver.note(format!(
             "{ATTENTION}: reference keeps all scores of a sequence in memory; it is there to compare with"
         ));

@@ -44,7 +44,7 @@ pub struct Model {
     /// then takes `fused`, and `cudnn` takes memory that grows with the square of the length on Hopper.
     pub attn_deterministic: Option<bool>,
     /// What blocks keep for backward: `none` (no checkpointing: everything is kept, fastest), `full` (only each
-    /// block's input; forward runs again), `offload` (as `full`, inputs parked: in the host's memory by a GPU, in
+    /// block's input; forward runs again), `selective` (attention's output, too, which is not computed again), `offload` (as `full`, inputs parked: in the host's memory by a GPU, in
     /// unlinked files in `TMPDIR` by the CPU), `{offload: 0.7}` (parks those of this share of the blocks, the first
     /// ones, and keeps the others' in memory) or `{every: k}` (recompute every k-th block, keep the others). Unset is `none`, unlike ArcticTraining, whose default is `full`:
     /// a model that fits should not pay for memory it does not need.

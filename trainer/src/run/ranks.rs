@@ -257,10 +257,12 @@ mod tests {
 
     #[test]
     fn all_ranks_keep_as_little_as_the_one_that_can_keep_least() {
-        use Activations::{Keep, Offload, Recompute, RecomputeEvery};
+        use Activations::{Keep, Offload, Recompute, RecomputeEvery, Selective};
         for (own, want) in [
             ([Keep, RecomputeEvery(3), RecomputeEvery(2)], RecomputeEvery(2)),
             ([Recompute, Offload(0.25), Keep], Offload(0.25)),
+            ([Selective, RecomputeEvery(2), Keep], Selective),
+            ([Selective, Recompute, Keep], Recompute),
             ([Keep; 3], Keep),
         ] {
             assert_eq!(of_three(|ranks| ranks.leanest(own[ranks.rank()])), [want; 3]);

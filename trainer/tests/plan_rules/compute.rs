@@ -113,6 +113,10 @@ fn activation_checkpoints_are_spelt_in_three_ways() {
             .activations,
         Activations::Offload(1.0)
     );
+    refused(
+        &["model.activation_checkpoint=selective", "model.attn_implementation=reference"],
+        &["selective keeps nothing of model.attn_implementation: reference", "use full"],
+    );
     refused(&["model.activation_checkpoint=full", "model.disable_activation_checkpoint=true"], &["contradicts"]);
     refused(&["model.activation_checkpoint=none", "model.disable_activation_checkpoint=false"], &["contradicts"]);
     refused(&["activation_checkpoint_cpu_offload=true", "model.disable_activation_checkpoint=true"], &["contradicts"]);

@@ -2,10 +2,10 @@
 //! AVX-512's kernel does, so that both give the same bits.
 
 use std::arch::x86_64::{
-    __m256, _MM_HINT_T0, _mm_castpd_ps, _mm_castps_pd, _mm_load_sd, _mm_loadu_ps, _mm_prefetch, _mm_storel_pd,
-    _mm_storeu_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_mul_ps,
-    _mm256_permute2f128_ps, _mm256_set_m128, _mm256_set1_ps, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_storeu_ps,
-    _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    __m256, _MM_HINT_T0, _mm_castps_si128, _mm_castsi128_ps, _mm_loadl_epi64, _mm_loadu_ps, _mm_prefetch,
+    _mm_storel_epi64, _mm_storeu_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
+    _mm256_mul_ps, _mm256_permute2f128_ps, _mm256_set_m128, _mm256_set1_ps, _mm256_setzero_ps, _mm256_shuffle_ps,
+    _mm256_storeu_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
 use super::blocks::{Kernel, Line, Tile};
@@ -115,7 +115,7 @@ unsafe fn load(from: *const f32, n: usize) -> __m256 {
         if n == LANES {
             return _mm256_loadu_ps(from);
         }
-        _mm256_set_m128(_mm_castpd_ps(_mm_load_sd(from.add(4).cast())), _mm_loadu_ps(from))
+        _mm256_set_m128(_mm_castsi128_ps(_mm_loadl_epi64(from.add(4).cast())), _mm_loadu_ps(from))
     }
 }
 
@@ -146,7 +146,7 @@ unsafe fn store(to: *mut f32, n: usize, values: __m256) {
             return _mm256_storeu_ps(to, values);
         }
         _mm_storeu_ps(to, _mm256_castps256_ps128(values));
-        _mm_storel_pd(to.add(4).cast(), _mm_castps_pd(_mm256_extractf128_ps::<1>(values)));
+        _mm_storel_epi64(to.add(4).cast(), _mm_castps_si128(_mm256_extractf128_ps::<1>(values)));
     }
 }
 

@@ -384,18 +384,21 @@ mod tests {
         for engine in Engine::all().into_iter().filter(|engine| ["avx512", "avx2"].contains(&engine.name())) {
             for (m, n, k) in [(1, 1, 9), (7, 17, 384), (20, 50, 385), (33, 40, 1000)] {
                 let (a, b, before) = (numbers(m * k, 1.7), numbers(k * n, 0.9), numbers(m * n, 0.3));
-                let mut out = before.clone();
                 let (a_mat, b_mat) = (Mat::new(&a, m, k), Mat::new(&b, k, n));
-                engine.run(MatMut::new(&mut out, m, n), Old::Keep, a_mat, b_mat, 0.7, Threads::One);
                 let part = k.div_ceil(k.div_ceil(384));
-                for (at, &got) in out.iter().enumerate() {
-                    let add_part = |total: f32, from: usize| {
-                        let terms = from..(from + part).min(k);
-                        let sum = terms.fold(0.0f32, |sum, l| a[at / n * k + l].mul_add(b[l * n + at % n], sum));
-                        sum.mul_add(0.7, total)
-                    };
-                    let want = (0..k).step_by(part).fold(before[at], add_part);
-                    assert_eq!(got.to_bits(), want.to_bits(), "{} [{m}, {n}, {k}] at {at}", engine.name());
+                for old in [Old::Keep, Old::Overwrite] {
+                    let mut out = before.clone();
+                    engine.run(MatMut::new(&mut out, m, n), old, a_mat, b_mat, 0.7, Threads::One);
+                    for (at, &got) in out.iter().enumerate() {
+                        let add_part = |total: Option<f32>, from: usize| {
+                            let terms = from..(from + part).min(k);
+                            let sum = terms.fold(0.0f32, |sum, l| a[at / n * k + l].mul_add(b[l * n + at % n], sum));
+                            Some(total.map_or(sum * 0.7, |total| sum.mul_add(0.7, total)))
+                        };
+                        let first = (old == Old::Keep).then_some(before[at]);
+                        let want = (0..k).step_by(part).fold(first, add_part).expect("there are terms");
+                        assert_eq!(got.to_bits(), want.to_bits(), "{} [{m}, {n}, {k}] at {at}", engine.name());
+                    }
                 }
             }
         }

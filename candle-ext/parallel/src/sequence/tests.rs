@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::Seams;
-use candlewick_ops::{AttentionChoice, AttentionSpec, Seqs, Tape, attention};
+use candlewick_ops::{AttentionChoice, AttentionSpec, Outputs, Seqs, Tape, attention, keep_outputs};
 
 use super::{Sequence, places::Places, select};
 
@@ -44,12 +44,21 @@ fn results(x: &[Tensor; 4], attend: impl FnOnce([&Tensor; 3]) -> Result<Tensor>)
     Ok([vec![out], [q, k, v].map(|x| grads.get(x).unwrap().clone()).to_vec()].concat())
 }
 
+/// Which forwards there are.
+#[derive(Clone, Copy, PartialEq)]
+enum Forwards {
+    One,
+    /// One that keeps attention's output, and another that finds it.
+    Two,
+}
+
 /// The same on `cp` times `sp` ranks, put together again; and the bytes that each rank sent to single others.
 fn on_ranks(
     (cp, sp): (usize, usize),
     seqs: &Seqs,
     spec: &AttentionSpec,
     dtype: DType,
+    forwards: Forwards,
 ) -> (Vec<Tensor>, Vec<Vec<usize>>) {
     let n_ranks = cp * sp;
     let x = inputs(seqs.n_tokens(), dtype);
@@ -62,7 +71,12 @@ fn on_ranks(
         let rows = places.rows(mesh.place(world.rank(), Axis::Cp), mesh.place(world.rank(), Axis::Sp));
         let [q, k, v, d_out] = x.each_ref().map(|x| select(x, &rows));
         let own = [q?, k?, v?, d_out?];
-        let results = results(&own, |[q, k, v]| sequence.attend(0, q, k, v, seqs, spec))?;
+        let attend = |[q, k, v]: [&Tensor; 3]| sequence.attend(0, q, k, v, seqs, spec);
+        let outputs = match forwards {
+            Forwards::One => Outputs::default(),
+            Forwards::Two => keep_outputs(|| attend([&own[0], &own[1], &own[2]]))?.1,
+        };
+        let results = results(&own, |qkv| outputs.give_to(|| attend(qkv)))?;
         let all = results.iter().map(|x| sequence.join(x, seqs.n_tokens())).collect::<Result<Vec<_>>>()?;
         let sends = world.calls().into_iter().filter(|call| call.op.name() == "send_recv");
         let bytes = sends.map(|call| {
@@ -84,7 +98,7 @@ fn norm(x: &Tensor) -> f64 {
 fn check(ranks: (usize, usize), lens: &[usize], window: Option<usize>, dtype: DType, bound: f64) {
     let (seqs, spec) = (packed(lens), spec(window));
     let want = results(&inputs(seqs.n_tokens(), dtype), |[q, k, v]| attention(q, k, v, &seqs, &spec)).unwrap();
-    let (got, _) = on_ranks(ranks, &seqs, &spec, dtype);
+    let (got, _) = on_ranks(ranks, &seqs, &spec, dtype, Forwards::One);
     // With one key each, dq and dk are zero but for rounding.
     let floor = 0.1 * norm(&want[0]);
     for (what, (got, want)) in ["out", "dq", "dk", "dv"].iter().zip(got.iter().zip(&want)) {
@@ -122,7 +136,7 @@ fn a_ring_sends_three_quarters_of_what_would_go_around() {
     for n in [2, 3, 4, 6] {
         let t = 8 * n;
         let kv = |tokens: usize, dtype: DType| 2 * tokens * g * k * dtype.size_in_bytes();
-        let (_, bytes) = on_ranks((n, 1), &packed(&[t]), &spec(None), DType::BF16);
+        let (_, bytes) = on_ranks((n, 1), &packed(&[t]), &spec(None), DType::BF16, Forwards::One);
         // Forward; backward again, and the gradients home in f32: half a rank's tokens over each pair of ranks one way, all
         // of them the other way.
         let tokens = 3 * (n - 1) * t / 4;
@@ -138,7 +152,7 @@ fn a_ring_sends_three_quarters_of_what_would_go_around() {
 #[test]
 fn what_nobody_sees_is_not_sent() {
     let n_messages = |lens: &[usize], window| -> Vec<usize> {
-        let (_, bytes) = on_ranks((4, 1), &packed(lens), &spec(window), DType::F32);
+        let (_, bytes) = on_ranks((4, 1), &packed(lens), &spec(window), DType::F32, Forwards::One);
         bytes.iter().map(|bytes| bytes.iter().filter(|n| **n > 0).count()).collect()
     };
     assert_eq!(n_messages(&[8; 8], None), [0; 4]);
@@ -146,4 +160,18 @@ fn what_nobody_sees_is_not_sent() {
     // Keys come twice and gradients go once.
     let sent = n_messages(&[64], Some(2));
     assert_eq!(sent.iter().sum::<usize>(), 3 * 6);
+}
+
+#[test]
+fn a_second_forward_that_finds_its_output_sends_nothing() {
+    for ranks in [(3, 1), (2, 2)] {
+        let (seqs, spec) = (packed(&[50, 7, 15]), spec(None));
+        let [once, twice] =
+            [Forwards::One, Forwards::Two].map(|forwards| on_ranks(ranks, &seqs, &spec, DType::F32, forwards));
+        let bits = |all: &[Tensor]| -> Vec<Vec<f32>> {
+            all.iter().map(|x| x.flatten_all().unwrap().to_vec1().unwrap()).collect()
+        };
+        assert_eq!(bits(&once.0), bits(&twice.0));
+        assert_eq!(once.1, twice.1);
+    }
 }
