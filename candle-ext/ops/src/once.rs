@@ -12,10 +12,10 @@ use candle_core::{Result, Tensor, bail};
 #[derive(Default)]
 pub struct Outputs(VecDeque<(Tensor, Rc<dyn Any>)>);
 
-/// Which time a forward runs, and what was kept of the first.
-enum Turn {
-    First(Outputs),
-    Second(Outputs),
+/// A forward that runs: for the first time, or again with what was kept of that.
+struct Turn {
+    is_first: bool,
+    outputs: Outputs,
 }
 
 thread_local! {
@@ -24,16 +24,13 @@ thread_local! {
 
 /// Runs a forward for the first time, and returns besides its result what [`computed_once`] computed.
 pub fn keep_outputs<T>(forward: impl FnOnce() -> Result<T>) -> Result<(T, Outputs)> {
-    let (result, turn) = within(Turn::First(Outputs::default()), forward)?;
-    let (Turn::First(outputs) | Turn::Second(outputs)) = turn;
-    Ok((result, outputs))
+    within(Turn { is_first: true, outputs: Outputs::default() }, forward)
 }
 
 impl Outputs {
     /// Runs the forward again. What there is of its first time is not computed; it fails if something is left of that.
     pub fn give_to<T>(self, forward: impl FnOnce() -> Result<T>) -> Result<T> {
-        let (result, turn) = within(Turn::Second(self), forward)?;
-        let (Turn::First(left) | Turn::Second(left)) = turn;
+        let (result, left) = within(Turn { is_first: false, outputs: self }, forward)?;
         if !left.0.is_empty() {
             bail!("a forward ran again and left {} outputs of its first time", left.0.len())
         }
@@ -44,7 +41,7 @@ impl Outputs {
 /// Computes an output and what its backward needs, unless both are there from the first time.
 pub fn computed_once<K: 'static>(compute: impl FnOnce() -> Result<(Tensor, K)>) -> Result<(Tensor, Rc<K>)> {
     let known = TURN.with_borrow_mut(|turn| match turn {
-        Some(Turn::Second(outputs)) => outputs.0.pop_front(),
+        Some(Turn { is_first: false, outputs }) => outputs.0.pop_front(),
         _ => None,
     });
     if let Some((output, kept)) = known {
@@ -53,7 +50,7 @@ pub fn computed_once<K: 'static>(compute: impl FnOnce() -> Result<(Tensor, K)>) 
     let (output, kept) = compute()?;
     let kept = Rc::new(kept);
     TURN.with_borrow_mut(|turn| {
-        if let Some(Turn::First(outputs)) = turn {
+        if let Some(Turn { is_first: true, outputs }) = turn {
             outputs.0.push_back((output.clone(), kept.clone()));
         }
     });
@@ -62,11 +59,11 @@ pub fn computed_once<K: 'static>(compute: impl FnOnce() -> Result<(Tensor, K)>) 
 
 /// True in a forward that runs for the first time of two: a backward will follow, though nothing is recorded.
 pub(crate) fn is_first_of_two() -> bool {
-    TURN.with_borrow(|turn| matches!(turn, Some(Turn::First(_))))
+    TURN.with_borrow(|turn| matches!(turn, Some(Turn { is_first: true, .. })))
 }
 
-/// Runs `forward` in its turn and returns what is left of that; what was around it comes back, also if it fails or panics.
-fn within<T>(turn: Turn, forward: impl FnOnce() -> Result<T>) -> Result<(T, Turn)> {
+/// Runs `forward` in its turn and returns the outputs that are there then; what was around it comes back, also if it fails or panics.
+fn within<T>(turn: Turn, forward: impl FnOnce() -> Result<T>) -> Result<(T, Outputs)> {
     struct Around(Option<Turn>);
     impl Drop for Around {
         fn drop(&mut self) {
@@ -75,7 +72,7 @@ fn within<T>(turn: Turn, forward: impl FnOnce() -> Result<T>) -> Result<(T, Turn
     }
     let _around = Around(TURN.replace(Some(turn)));
     let result = forward()?;
-    Ok((result, TURN.take().expect("a turn ends where it began")))
+    Ok((result, TURN.take().expect("a turn ends where it began").outputs))
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::arch::x86_64::{
     _mm256_storeu_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
+use super::avx512::Avx512;
 use super::blocks::{Kernel, Line, Tile};
 use super::{Mat, Old};
 
@@ -33,8 +34,8 @@ impl Avx2 {
 impl Kernel for Avx2 {
     const MR: usize = MR;
     const NR: usize = NR;
-    /// That of AVX-512's kernel, or the bits would differ.
-    const KC: usize = 384;
+    /// AVX-512's, or the bits would differ.
+    const KC: usize = Avx512::KC;
     /// 256 KiB: half of the second cache of the processors that have AVX2 only.
     const BLOCK_LINES: usize = 4 << 10;
     const MAX_PACKED: usize = 1 << 20;
