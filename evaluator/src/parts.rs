@@ -134,20 +134,24 @@ impl Crew {
     /// Does this copy's work, while the other copies wait. Ranks that have the copy together wait for each other in it, which
     /// must end if one of them hangs; so they show that they are at work by [`Crew::step`] only.
     pub(crate) fn together<T>(&self, what: impl FnOnce() -> T) -> T {
-        if self.copy.size() == 1 { self.alone(what) } else { what() }
+        if self.has_copy_alone() { self.alone(what) } else { what() }
     }
 
     /// Shows the other copies that this one has done another step of [`Crew::together`]. A rank that has a copy for itself
     /// shows it all the while.
     pub(crate) fn step(&self) {
-        if let Some(at_work) = self.at_work.as_ref().filter(|_| self.copy.size() > 1) {
+        if let Some(at_work) = self.at_work.as_ref().filter(|_| !self.has_copy_alone()) {
             at_work.beat();
         }
     }
 
+    fn has_copy_alone(&self) -> bool {
+        self.copy.size() == 1
+    }
+
     /// Whether any rank of this copy says so. They all call it.
     pub fn any_of_copy(&self, own: bool) -> Result<bool> {
-        if self.copy.size() == 1 {
+        if self.has_copy_alone() {
             return Ok(own);
         }
         let all = self.copy.all_reduce(&Tensor::new(u32::from(own), &Device::Cpu)?, Reduce::Max)?;

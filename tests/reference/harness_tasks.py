@@ -2,7 +2,7 @@
 
     pip install lm-eval==0.4.13 accelerate torch==2.11.0 transformers==5.17.0
     python harness_tasks.py DATA MODEL EVALUATOR FOLDER [--tasks arc_easy,piqa] [--limit 200] [--num-fewshot 2]
-        [--chat] [--multiturn] [--system TEXT] [--keep FILE | --against FILE]
+        [--chat] [--multiturn] [--system TEXT] [--rounds 3] [--keep FILE | --against FILE]
 
 DATA is as for harness_answers.py, with arc_easy_train.jsonl, openbookqa_train.jsonl and gsm8k/train.jsonl besides; FOLDER is for what
 is written. Prints a Markdown row for each task: documents, the largest difference of a log-probability, texts that differ, metrics
@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 import shutil
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--multiturn", action="store_true")
     parser.add_argument("--system")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--against", type=Path)
     asked = parser.parse_args()
@@ -56,18 +58,32 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     is_good = True
     for task in asked.tasks.split(","):
-        theirs, their_seconds = (kept[task], kept[task]["seconds"]) if asked.against else harness(asked, lm, task)
-        kept[task] = {**theirs, "seconds": round(their_seconds, 1)}
-        ours, our_seconds = evaluator(asked, task)
+        theirs, ours, seconds = rounds(asked, lm, task, kept)
         worst, texts, metrics = compare(theirs, ours)
         is_good &= worst <= 1e-3 and not metrics
         cells = [task, str(len(ours["answers"])), f"{worst:.1e}", str(texts), ", ".join(metrics) or "none",
-                 f"{their_seconds:.1f}", f"{our_seconds:.1f}", f"{their_seconds / our_seconds:.2f}"]
+                 *(f"{statistics.median(side):.1f}" for side in zip(*seconds)), spread([a / b for a, b in seconds])]
         print("| " + " | ".join(cells) + " |", flush=True)
     if asked.keep:
         lines = [f"  {json.dumps(task)}: {json.dumps(side)}" for task, side in kept.items()]
         asked.keep.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     raise SystemExit(0 if is_good else 1)
+
+
+def rounds(asked, lm, task: str, kept: dict) -> tuple[dict, dict, list]:
+    """What both sides say, and the seconds that they took in each round."""
+    seconds = []
+    for _ in range(asked.rounds):
+        theirs, their_seconds = (kept[task], kept[task]["seconds"]) if asked.against else harness(asked, lm, task)
+        ours, our_seconds = evaluator(asked, task)
+        seconds.append((their_seconds, our_seconds))
+    kept[task] = {**theirs, "seconds": round(statistics.median(a for a, _ in seconds), 1)}
+    return theirs, ours, seconds
+
+
+def spread(ratios: list) -> str:
+    median = f"{statistics.median(ratios):.2f}"
+    return median if len(ratios) == 1 else f"{median} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def harness_model(asked):
@@ -127,6 +143,7 @@ def short(answer):
 
 def evaluator(asked, task: str) -> tuple[dict, float]:
     out = asked.folder / "ours" / task
+    shutil.rmtree(out, ignore_errors=True)
     command = [asked.evaluator, "run", "--model", asked.model, "--tasks", task, "--data", f"{task}={lay_out(asked, task)}",
                "--limit", asked.limit, "--dtype", "f32", "--device", "cpu", "--compat", "lm-eval", "--bootstrap-iters", 0,
                "--log-samples", "--output-path", out, "--report-samples", 0]

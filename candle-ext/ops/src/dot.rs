@@ -17,8 +17,9 @@ pub(crate) fn dot_bf16(a: &[bf16], b: &[f32]) -> f32 {
     vectorised!(sum_of_products(a, b, |a| f32::from_bits(u32::from(a.to_bits()) << 16)))
 }
 
+/// The same for what is vectorised as a whole.
 #[inline(always)]
-fn sum_of_products<T: Copy>(a: &[T], b: &[f32], widen: impl Fn(T) -> f32) -> f32 {
+pub(crate) fn sum_of_products<T: Copy>(a: &[T], b: &[f32], widen: impl Fn(T) -> f32) -> f32 {
     let mut lanes = [0.0f32; LANES];
     let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
     let tail = a_chunks.remainder().iter().zip(b_chunks.remainder());

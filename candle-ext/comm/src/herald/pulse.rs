@@ -72,16 +72,18 @@ pub(super) fn blame(
         return None;
     }
     let begun = |rank: usize| pulses[rank][1].as_ref()?.begun.get(id).cloned();
+    let last = |rank: usize| match begun(rank) {
+        Some(begun) => format!("began {} last", begun.call),
+        None => "has begun no call yet".to_owned(),
+    };
     if matches!(call.op, Op::SendRecv { .. }) {
         let Op::SendRecv { to, from } = call.op else { unreachable!("it was looked at above") };
         let peer = from.or(to).unwrap_or(own);
-        let last = begun(peer).map_or_else(|| "no call".to_owned(), |begun| begun.call);
-        return Some((peer, format!("{}, which began {last} last, has not done its part", names[peer])));
+        return Some((peer, format!("{}, which {}, has not done its part", names[peer], last(peer))));
     }
     let behind = others().find(|rank| begun(*rank).is_none_or(|begun| begun.n_calls < call.number));
     if let Some(behind) = behind {
-        let last = begun(behind).map_or_else(|| "no call yet".to_owned(), |begun| begun.call);
-        return Some((behind, format!("{} has not begun it: it began {last} last", names[behind])));
+        return Some((behind, format!("{} has not begun it: it {}", names[behind], last(behind))));
     }
     let other = others()
         .find(|rank| begun(*rank).is_some_and(|begun| begun.n_calls == call.number && begun.call != call.to_string()));
@@ -142,7 +144,7 @@ mod tests {
         let busy = at(2).map(|pulse| Some(Pulse { is_at_work: true, ..pulse? }));
         check(sum, [busy.clone(), at(3)], None);
         check(sum, [busy, dead], Some((2, "rank 2 shows no sign of life")));
-        let nothing = "rank 1 has not begun it: it began no call yet last";
+        let nothing = "rank 1 has not begun it: it has begun no call yet";
         check(sum, [[pulse(1, &[]), pulse(4, &[])], at(3)], Some((1, nothing)));
         let gather = [pulse(1, &[call(3, Op::AllGather)]), pulse(4, &[call(3, Op::AllGather)])];
         let both = "rank 0 calls all_reduce 3 (sum, f32 [3]), rank 2 calls all_gather 3 (f32 [3])";
@@ -152,5 +154,7 @@ mod tests {
         let receive = Op::SendRecv { to: None, from: Some(2) };
         let idle = "rank 2, which began all_reduce 2 (sum, f32 [3]) last, has not done its part";
         check(receive, [at(3), at(2)], Some((2, idle)));
+        let nothing = "rank 2, which has begun no call yet, has not done its part";
+        check(receive, [at(3), [pulse(1, &[]), pulse(4, &[])]], Some((2, nothing)));
     }
 }

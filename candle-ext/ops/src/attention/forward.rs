@@ -29,7 +29,10 @@ pub(super) fn run(
     let tiles = tiles(seqs, n_heads);
     let o_tiles = pieces(&mut o, tiles.iter().map(|tile| tile.n_queries * dim));
     let lse_tiles = pieces(&mut lse, tiles.iter().map(|tile| tile.n_queries));
-    tiles.par_iter().zip(o_tiles).zip(lse_tiles).for_each(|((tile, o), lse)| {
+    let mut tasks: Vec<_> = tiles.iter().zip(o_tiles).zip(lse_tiles).collect();
+    // Who reads the same keys does so one after the other.
+    tasks.sort_by_key(|((tile, _), _)| (tile.span.k.start, tile.head / group, tile.offset));
+    tasks.into_par_iter().for_each(|((tile, o), lse)| {
         let Tile { head, span, offset, n_queries } = tile;
         let start = span.q.start + offset;
         let queries = Queries {

@@ -317,16 +317,16 @@ mod tests {
 
     #[test]
     fn one_row_equals_three_loops() {
-        let (a, b) = (numbers(70, 1), numbers(70 * 45, 2));
-        for transposed in [false, true] {
-            let b = if transposed { Mat::with_stride(&b, 40, 70, 75).t() } else { Mat::with_stride(&b, 70, 40, 45) };
+        for (n, transposed) in [(40, false), (40, true), (64, false), (150, false), (150, true)] {
+            let (a, b) = (numbers(70, 1), numbers(160 * 75, 2));
+            let b = if transposed { Mat::with_stride(&b, n, 70, 75).t() } else { Mat::with_stride(&b, 70, n, n + 5) };
             let term = |l: usize, j: usize| a[l] * b.data[l * b.row_stride + j * b.col_stride];
-            let want: Vec<f32> = (0..40).map(|j| 2.0 * (0..70).map(|l| term(l, j)).sum::<f32>()).collect();
-            let mut out = vec![1.0; 40];
-            assert!(row::takes(&MatMut::new(&mut out, 1, 40), Mat::new(&a, 1, 70), b));
-            gemm(MatMut::new(&mut out, 1, 40), Old::Overwrite, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
+            let want: Vec<f32> = (0..n).map(|j| 2.0 * (0..70).map(|l| term(l, j)).sum::<f32>()).collect();
+            let mut out = vec![1.0; n];
+            assert!(row::takes(&MatMut::new(&mut out, 1, n), Mat::new(&a, 1, 70), b));
+            gemm(MatMut::new(&mut out, 1, n), Old::Overwrite, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
             assert_eq!(out, want);
-            gemm(MatMut::new(&mut out, 1, 40), Old::Keep, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
+            gemm(MatMut::new(&mut out, 1, n), Old::Keep, Mat::new(&a, 1, 70), b, 2.0, Threads::One);
             assert_eq!(out, want.iter().map(|x| 2.0 * x).collect::<Vec<_>>());
         }
     }

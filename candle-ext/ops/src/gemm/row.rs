@@ -1,8 +1,13 @@
 //! The product of one row with a matrix: nothing is packed, each element is read once. Attention of one token is made of it.
 
 use super::{Mat, MatMut, Old};
-use crate::dot::dot;
-use crate::simd::vectorised;
+use crate::dot::sum_of_products;
+use crate::simd::{prefetch, vectorised};
+
+/// Columns whose sums fit into registers.
+const COLUMNS: usize = 64;
+/// Rows or columns that are fetched before they are looked at. Those of a head lie apart: a processor does not foresee them.
+const AHEAD: usize = 16;
 
 /// Tells whether [`gemm`] takes a product: one row, and a matrix whose rows or columns lie in one piece.
 pub(super) fn takes(out: &MatMut<'_>, a: Mat<'_>, b: Mat<'_>) -> bool {
@@ -13,17 +18,47 @@ pub(super) fn takes(out: &MatMut<'_>, a: Mat<'_>, b: Mat<'_>) -> bool {
 pub(super) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32) {
     let (a, out) = (&a.data[..a.cols], &mut out.data[..b.cols]);
     if b.row_stride == 1 {
-        for (j, out) in out.iter_mut().enumerate() {
-            let sum = scale * dot(a, &b.data[j * b.col_stride..][..a.len()]);
-            *out = if old == Old::Keep { *out + sum } else { sum };
+        vectorised!(by_columns(out, old, a, b, scale));
+    } else {
+        vectorised!(by_rows(out, old, a, b, scale));
+    }
+}
+
+/// A sum for each column, whose terms lie in one piece.
+#[inline(always)]
+fn by_columns(out: &mut [f32], old: Old, a: &[f32], b: Mat<'_>, scale: f32) {
+    for (j, out) in out.iter_mut().enumerate() {
+        prefetch(b.data.as_ptr().wrapping_add((j + AHEAD) * b.col_stride), a.len());
+        let sum = scale * sum_of_products(a, &b.data[j * b.col_stride..][..a.len()], |a| a);
+        *out = if old == Old::Keep { *out + sum } else { sum };
+    }
+}
+
+/// The sums of some columns at a time, which stay in registers while the rows go by.
+#[inline(always)]
+fn by_rows(out: &mut [f32], old: Old, a: &[f32], b: Mat<'_>, scale: f32) {
+    let n_whole = out.len() / COLUMNS * COLUMNS;
+    let (whole, rest) = out.split_at_mut(n_whole);
+    for (i, out) in whole.chunks_exact_mut(COLUMNS).enumerate() {
+        let mut sums = [0.0; COLUMNS];
+        if old == Old::Keep {
+            sums.copy_from_slice(out);
         }
-        return;
+        for (k, a) in a.iter().enumerate() {
+            let first = k * b.row_stride + i * COLUMNS;
+            prefetch(b.data.as_ptr().wrapping_add(first + AHEAD * b.row_stride), COLUMNS);
+            let (factor, row) = (scale * a, &b.data[first..][..COLUMNS]);
+            for (sum, b) in sums.iter_mut().zip(row) {
+                *sum += factor * b;
+            }
+        }
+        out.copy_from_slice(&sums);
     }
     if old == Old::Overwrite {
-        out.fill(0.0);
+        rest.fill(0.0);
     }
     for (k, a) in a.iter().enumerate() {
-        let (factor, row) = (scale * a, &b.data[k * b.row_stride..][..out.len()]);
-        vectorised!(out.iter_mut().zip(row).for_each(|(out, b)| *out += factor * b));
+        let (factor, row) = (scale * a, &b.data[k * b.row_stride + n_whole..][..rest.len()]);
+        rest.iter_mut().zip(row).for_each(|(out, b)| *out += factor * b);
     }
 }

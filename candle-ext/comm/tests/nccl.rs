@@ -1,0 +1,241 @@
+//! Ranks with a GPU each, over NCCL. Needs two GPUs for the most part, and tests nothing where there are fewer.
+//! `scripts/check-cuda` runs it with stand-ins for CUDA and NCCL, which have four.
+#![cfg(feature = "cuda")]
+#![allow(clippy::unwrap_used)]
+
+mod cases;
+mod gpus;
+#[path = "cases/through.rs"]
+mod through;
+
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use candle_core::cuda_backend::cudarc::driver::CudaContext;
+use candle_core::{DType, Device, Tensor};
+use candlewick_comm::store::{Client, Server};
+use candlewick_comm::{Error, Options, Reduce, Result, World, nccl, threads};
+use gpus::{n_gpus, on, open};
+
+const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: true };
+/// Joining counts, too.
+const HASTY: Options = Options { timeout: Duration::from_secs(5), record: true };
+
+/// A GPU is opened when all that runs on it is done: one world at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Runs a world of as many threads, each with its own GPU; `None` where there are not so many.
+fn run<T: Send>(
+    size: usize,
+    options: Options,
+    rank: impl Fn(&World, &Device) -> Result<T> + Sync,
+) -> Option<Vec<Result<T>>> {
+    if n_gpus() < size {
+        eprintln!("skipped: there are fewer than {size} GPUs here");
+        return None;
+    }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let server = Server::bind("127.0.0.1:0").unwrap();
+    let port = server.port();
+    let one = |i: usize| {
+        let device = open(i);
+        let store = Client::connect("127.0.0.1", port, PATIENT.timeout)?;
+        nccl::join(&store, i, size, &device, None, options)?.run(|world| rank(world, &device))
+    };
+    Some(thread::scope(|scope| {
+        let ranks: Vec<_> = (0..size).map(|i| scope.spawn(move || one(i))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("a rank tells how it ended")).collect()
+    }))
+}
+
+/// All cases against the engine of threads, with tensors of the CPU and of the GPUs.
+#[track_caller]
+fn check(size: usize) {
+    let over_nccl = run(size, PATIENT, |world, device| {
+        let group = world.group();
+        Ok([cases::check(&*group)?, cases::check(&on(device, group))?])
+    });
+    let Some(over_nccl) = over_nccl else { return };
+    let over_threads = threads::run(size, PATIENT, |world| cases::check(&*world.group())).unwrap();
+    for (digests, want) in over_nccl.into_iter().zip(over_threads) {
+        assert_eq!(digests.unwrap(), [want; 2]);
+    }
+}
+
+#[test]
+fn two_ranks_do_all() {
+    check(2);
+}
+
+/// NCCL's sums of more than two are in an order of its own, and have other bits.
+#[test]
+fn three_and_four_ranks_do_all() {
+    if n_gpus() > 0 && CudaContext::new(0).unwrap().name().unwrap() == "stand-in" {
+        check(3);
+        check(4);
+    }
+}
+
+#[test]
+fn recorded_sequences_are_equal_across_ranks() {
+    let called = run(2, PATIENT, |world, device| {
+        let (group, x) = (world.group(), Tensor::ones(3, DType::F32, device)?);
+        group.split("part", &[vec![0, 1]])?.start_all_gather(&x)?.wait()?;
+        group.all_reduce(&x, Reduce::Max)?;
+        Ok(world.calls().iter().map(|call| format!("{}: {call}", call.group)).collect::<Vec<_>>())
+    });
+    let Some(called) = called else { return };
+    for calls in called {
+        assert_eq!(
+            calls.unwrap(),
+            ["world: split 1", "part: all_gather 1 (f32 [3])", "world: all_reduce 2 (max, f32 [3])"]
+        );
+    }
+}
+
+/// Who begins another operation on the group's result before it has come waits for it on the device.
+#[test]
+fn results_are_waited_for_on_the_device() {
+    let sums = run(2, PATIENT, |world, device| {
+        let mut x = Tensor::ones(1 << 16, DType::F32, device)?;
+        for _ in 0..20 {
+            x = world.group().start_all_reduce(&x, Reduce::Sum)?.wait()?.affine(0.5, 1.0)?;
+        }
+        Ok(x.to_device(&Device::Cpu)?.to_vec1::<f32>()?)
+    });
+    for sum in sums.into_iter().flatten() {
+        assert!(sum.unwrap().iter().all(|x| *x == 21.0));
+    }
+}
+
+#[test]
+fn a_dropped_pending_still_does_its_part() {
+    let sums = run(2, PATIENT, |world, device| {
+        let x = Tensor::ones(1 << 16, DType::F32, device)?;
+        match world.rank() {
+            0 => drop(world.group().start_all_reduce(&x, Reduce::Sum)?),
+            _ => assert_eq!(
+                world.group().all_reduce(&x, Reduce::Sum)?.to_device(&Device::Cpu)?.to_vec1::<f32>()?[7],
+                2.0
+            ),
+        }
+        Ok(())
+    });
+    sums.into_iter().flatten().for_each(|ended| ended.unwrap());
+}
+
+/// The one failure that all ranks report, and how long it took.
+fn failure(
+    size: usize,
+    options: Options,
+    rank: impl Fn(&World, &Device) -> Result<()> + Sync,
+) -> Option<(String, Duration)> {
+    let began = Instant::now();
+    let ends = run(size, options, rank)?;
+    let told: Vec<String> = ends.into_iter().map(|end| end.unwrap_err().to_string()).collect();
+    assert!(told.iter().all(|said| *said == told[0]), "{told:?}");
+    Some((told[0].clone(), began.elapsed()))
+}
+
+fn ones(device: &Device) -> Tensor {
+    Tensor::ones(3, DType::F32, device).unwrap()
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_others() {
+    let ended = failure(2, PATIENT, |world, device| match world.rank() {
+        1 => Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned()))),
+        _ => world.group().all_reduce(&ones(device), Reduce::Sum).map(drop),
+    });
+    let Some((said, took)) = ended else { return };
+    assert_eq!(said, "go on: rank 1 failed to read row 17");
+    assert!(took < PATIENT.timeout / 2, "the time-out was waited for");
+}
+
+/// What is on the device is stopped, and a part of the group that waits for nobody hears of it, too.
+#[test]
+fn a_rank_that_fails_ends_those_who_do_not_wait_for_it() {
+    if n_gpus() < 4 {
+        return;
+    }
+    let ended = failure(4, PATIENT, |world, device| {
+        let part = world.group().split("pair", &[vec![0, 1], vec![2, 3]])?;
+        match world.rank() {
+            3 => return Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned()))),
+            1 => world.group().send_recv(None, None, Some(2)).map(drop)?,
+            _ => part.all_reduce(&ones(device), Reduce::Sum).map(drop)?,
+        }
+        Ok(())
+    });
+    let Some((said, took)) = ended else { return };
+    assert_eq!(said, "go on: rank 3 failed to read row 17");
+    assert!(took < PATIENT.timeout / 2, "the time-out was waited for");
+}
+
+/// NCCL itself says nothing of calls that do not match: the time-out does.
+#[test]
+fn calls_that_do_not_match_end_by_the_time_out() {
+    let ended = failure(2, HASTY, |world, device| match world.rank() {
+        0 => world.group().all_gather(&ones(device)).map(drop),
+        _ => world.group().all_reduce(&ones(device), Reduce::Sum).map(drop),
+    });
+    let Some((said, _)) = ended else { return };
+    assert!(
+        said.contains("in group world of ranks [0, 1]: not within 5s: ") && said.contains("all_gather 1"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
+    let ends = run(2, HASTY, |world, device| {
+        if world.rank() == 1 {
+            assert_eq!(world.at_work().during(|| world.await_failure(2 * HASTY.timeout)), None);
+        }
+        world.group().all_reduce(&ones(device), Reduce::Sum).map(drop)
+    });
+    ends.into_iter().flatten().for_each(|end| end.unwrap());
+}
+
+#[test]
+fn a_rank_that_never_calls_is_named() {
+    let ended = failure(2, HASTY, |world, device| {
+        if world.rank() == 1 {
+            return Err(world.await_failure(PATIENT.timeout).expect("the other ends the world").into());
+        }
+        world.group().all_reduce(&ones(device), Reduce::Sum).map(drop)
+    });
+    let Some((said, _)) = ended else { return };
+    assert!(said.contains("in group world of ranks [0, 1]: not within 5s: rank 1 (pid "), "{said}");
+    assert!(said.ends_with(") has not begun it: it has begun no call yet (seen by rank 0)"), "{said}");
+}
+
+#[test]
+fn lists_that_differ_are_refused() {
+    let ended = failure(2, PATIENT, |world, _| {
+        let lists = [vec![vec![0, 1]], vec![vec![1, 0]]];
+        world.group().split("part", &lists[world.rank()]).map(drop)
+    });
+    let Some((said, _)) = ended else { return };
+    assert!(said.contains("with other lists than another rank"), "{said}");
+}
+
+#[test]
+fn two_ranks_on_one_gpu_are_refused() {
+    if n_gpus() == 0 {
+        return;
+    }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let server = Server::bind("127.0.0.1:0").unwrap();
+    let join = |rank: usize| {
+        let store = Client::connect("127.0.0.1", server.port(), PATIENT.timeout).unwrap();
+        nccl::join(&store, rank, 2, &open(0), None, PATIENT).map(drop)
+    };
+    let joined =
+        thread::scope(|scope| [0, 1].map(|rank| scope.spawn(move || join(rank))).map(|rank| rank.join().unwrap()));
+    for refused in joined {
+        let said = refused.unwrap_err().to_string();
+        assert!(said.contains("have the same GPU") && said.contains("ddp_backend: staged"), "{said}");
+    }
+}
