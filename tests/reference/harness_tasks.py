@@ -9,7 +9,7 @@ is written. Prints a Markdown row for each task: documents, the largest differen
 that differ at four decimals (above 1 by 1e-4 of their size), and the seconds of both sides. The harness's are of the evaluation alone, with a model that is loaded;
 ours are of the whole process. Fails where a log-probability is off by more than 1e-3 or a metric differs.
 
-`--keep` writes the harness's side into a file, small enough to be kept: the files in `harness_tasks` were made so. `--against` reads it
+`--keep` writes the harness's side into a file after each task, small enough to be kept: the files in `harness_tasks` were made so. `--against` reads it
 from there, and needs no harness.
 """
 
@@ -64,9 +64,9 @@ def main() -> None:
         cells = [task, str(len(ours["answers"])), f"{worst:.1e}", str(texts), ", ".join(metrics) or "none",
                  *(f"{statistics.median(side):.1f}" for side in zip(*seconds)), spread([a / b for a, b in seconds])]
         print("| " + " | ".join(cells) + " |", flush=True)
-    if asked.keep:
-        lines = [f"  {json.dumps(task)}: {json.dumps(side)}" for task, side in kept.items()]
-        asked.keep.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        if asked.keep:
+            lines = [f"  {json.dumps(task)}: {json.dumps(side)}" for task, side in kept.items()]
+            asked.keep.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     raise SystemExit(0 if is_good else 1)
 
 
