@@ -1,5 +1,5 @@
 //! Ranks with a GPU each, over NCCL. Needs two GPUs for the most part, and tests nothing where there are fewer.
-//! `scripts/check-cuda` runs it with stand-ins for CUDA and NCCL, which have four.
+//! `scripts/check-nccl` runs it with stand-ins for CUDA and NCCL, which have four.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ mod gpus;
 #[path = "cases/through.rs"]
 mod through;
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -131,11 +131,14 @@ fn failure(
     options: Options,
     rank: impl Fn(&World, &Device) -> Result<()> + Sync,
 ) -> Option<(String, Duration)> {
-    let began = Instant::now();
-    let ends = run(size, options, rank)?;
+    let began = OnceLock::new();
+    let ends = run(size, options, |world, device| {
+        began.get_or_init(Instant::now);
+        rank(world, device)
+    })?;
     let told: Vec<String> = ends.into_iter().map(|end| end.unwrap_err().to_string()).collect();
     assert!(told.iter().all(|said| *said == told[0]), "{told:?}");
-    Some((told[0].clone(), began.elapsed()))
+    Some((told[0].clone(), began.get()?.elapsed()))
 }
 
 fn ones(device: &Device) -> Tensor {

@@ -134,6 +134,8 @@ impl Worker {
             self.check()?;
             if began.elapsed() > self.herald.timeout()
                 && let Some(trouble) = self.late(call)
+                // To find out who is late takes a while, in which it may have come.
+                && !done.try_is_complete().map_err(cuda)?
             {
                 return Err(trouble);
             }
@@ -189,7 +191,8 @@ impl Worker {
             Ok(_) if is_late => self.late(&first.call),
             Ok(_) => None,
         };
-        let Some(trouble) = trouble else { return };
+        let has_come = is_late && self.check().is_ok() && first.done.is_complete();
+        let Some(trouble) = trouble.filter(|_| !has_come) else { return };
         let call = first.call.clone();
         self.fail(&call, trouble);
     }

@@ -9,11 +9,14 @@ use libloading::Library;
 
 use crate::through::Through;
 
-/// How many there are.
+/// How many there are; no fewer than `CANDLEWICK_TEST_GPUS`.
 pub(crate) fn n_gpus() -> usize {
     // SAFETY: the driver's library may be loaded by any program. Without it the driver's functions panic.
     let driver = unsafe { Library::new("libcuda.so.1") };
-    if driver.is_err() { 0 } else { CudaContext::device_count().unwrap_or(0) as usize }
+    let n = if driver.is_err() { 0 } else { CudaContext::device_count().unwrap_or(0) as usize };
+    let wanted = std::env::var("CANDLEWICK_TEST_GPUS").map_or(0, |n| n.parse().unwrap());
+    assert!(n >= wanted, "{n} GPUs, and {wanted} are wanted");
+    n
 }
 
 /// Opens one as a run does: what everything but NCCL does is on one stream, and NCCL's part is waited for by events.

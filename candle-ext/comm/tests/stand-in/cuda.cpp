@@ -5,6 +5,7 @@
 #include "machine.h"
 
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -17,8 +18,9 @@
 
 namespace machine {
 
-std::mutex lock;
-std::condition_variable changed;
+// Never destroyed: streams may outlive the program's last test.
+std::mutex &lock = *new std::mutex;
+std::condition_variable &changed = *new std::condition_variable;
 
 namespace {
 
@@ -27,7 +29,7 @@ struct Device {
     int number;
 } devices[N_DEVICES] = {{0}, {1}, {2}, {3}};
 thread_local Device *current = nullptr;
-std::set<Stream *> streams;
+std::set<Stream *> &streams = *new std::set<Stream *>;
 
 void work(Stream *stream) {
     std::unique_lock held(lock);
@@ -175,7 +177,7 @@ static void *rubbish(size_t n) {
     return memory;
 }
 
-static std::map<void *, size_t> sizes;
+static std::map<void *, size_t> &sizes = *new std::map<void *, size_t>;
 
 static void give_back(void *memory) {
     size_t n;

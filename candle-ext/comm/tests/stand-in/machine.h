@@ -10,8 +10,8 @@
 namespace machine {
 
 // Whoever waits for something waits for `changed`, under `lock`.
-extern std::mutex lock;
-extern std::condition_variable changed;
+extern std::mutex &lock;
+extern std::condition_variable &changed;
 
 using Job = std::function<void()>;
 

@@ -71,7 +71,7 @@ struct Communicator {
 
 using Handle = std::shared_ptr<Communicator> *;
 
-std::map<std::string, std::weak_ptr<World>> worlds;
+std::map<std::string, std::weak_ptr<World>> &worlds = *new std::map<std::string, std::weak_ptr<World>>;
 
 thread_local int n_groups = 0;
 thread_local std::vector<std::pair<Stream *, Step>> group;

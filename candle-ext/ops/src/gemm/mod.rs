@@ -317,8 +317,8 @@ mod tests {
 
     #[test]
     fn one_row_equals_three_loops() {
-        for (n, transposed) in [(40, false), (40, true), (64, false), (150, false), (150, true)] {
-            let (a, b) = (numbers(70, 1), numbers(160 * 75, 2));
+        for (n, transposed) in [(40, false), (40, true), (64, false), (150, false), (150, true), (600, false)] {
+            let (a, b) = (numbers(70, 1), numbers(70 * 605, 2));
             let b = if transposed { Mat::with_stride(&b, n, 70, 75).t() } else { Mat::with_stride(&b, 70, n, n + 5) };
             let term = |l: usize, j: usize| a[l] * b.data[l * b.row_stride + j * b.col_stride];
             let want: Vec<f32> = (0..n).map(|j| 2.0 * (0..70).map(|l| term(l, j)).sum::<f32>()).collect();

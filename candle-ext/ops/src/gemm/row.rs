@@ -6,6 +6,8 @@ use crate::simd::{prefetch, vectorised};
 
 /// Columns whose sums fit into registers.
 const COLUMNS: usize = 64;
+/// More columns than a head has: there rows are read whole, one after the other.
+const WIDE: usize = 512;
 /// Rows or columns that are fetched before they are looked at. Those of a head lie apart: a processor does not foresee them.
 const AHEAD: usize = 16;
 
@@ -37,7 +39,7 @@ fn by_columns(out: &mut [f32], old: Old, a: &[f32], b: Mat<'_>, scale: f32) {
 /// The sums of some columns at a time, which stay in registers while the rows go by.
 #[inline(always)]
 fn by_rows(out: &mut [f32], old: Old, a: &[f32], b: Mat<'_>, scale: f32) {
-    let n_whole = out.len() / COLUMNS * COLUMNS;
+    let n_whole = if out.len() > WIDE { 0 } else { out.len() / COLUMNS * COLUMNS };
     let (whole, rest) = out.split_at_mut(n_whole);
     for (i, out) in whole.chunks_exact_mut(COLUMNS).enumerate() {
         let mut sums = [0.0; COLUMNS];
