@@ -216,12 +216,15 @@ impl Worker {
     fn stop(&mut self) {
         drop(self.communicator.take());
         let began = Instant::now();
-        let is_running = |under_way: &UnderWay| matches!(under_way.done.try_is_complete(), Ok(false));
-        while self.under_way.iter().any(is_running) && began.elapsed() < STOP_WITHIN {
+        // NCCL may have put its work behind the events of the calls, but behind this one there is none.
+        let end = self.stream.record_event(None);
+        let is_running = || matches!(end.as_ref().map(CudaEvent::try_is_complete), Ok(Ok(false)));
+        while is_running() && began.elapsed() < STOP_WITHIN {
             thread::sleep(LOOK_EVERY);
         }
-        for under_way in self.under_way.drain(..).filter(is_running) {
-            under_way.tensors.into_iter().for_each(std::mem::forget);
+        let under_way = self.under_way.drain(..);
+        if is_running() {
+            under_way.flat_map(|under_way| under_way.tensors).for_each(std::mem::forget);
         }
     }
 
