@@ -1,8 +1,7 @@
-//! The sum of products of two slices, written so that the compiler vectorises it.
+//! Sums of products of two slices, written so that the compiler vectorises it.
 
-use half::bf16;
-
-use crate::simd::vectorised;
+use crate::gemm::Old;
+use crate::simd::{prefetch, vectorised};
 
 /// Independent lanes: fast, exact enough for rows of thousands, and always in the same order.
 const LANES: usize = 16;
@@ -12,14 +11,36 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     vectorised!(sum_of_products(a, b, |a| a))
 }
 
-/// The same, one side widened on the way.
-pub(crate) fn dot_bf16(a: &[bf16], b: &[f32]) -> f32 {
-    vectorised!(sum_of_products(a, b, |a| f32::from_bits(u32::from(a.to_bits()) << 16)))
+/// Rows that lie in one piece each.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a, T> {
+    pub(crate) data: &'a [T],
+    /// Elements from the start of one to that of the next.
+    pub(crate) stride: usize,
+    /// Elements that are fetched before their turn.
+    pub(crate) ahead: usize,
 }
 
-/// The same for what is vectorised as a whole.
+/// out = [out +] scale rows a, with a row for each of `out`; to be vectorised as a whole.
 #[inline(always)]
-pub(crate) fn sum_of_products<T: Copy>(a: &[T], b: &[f32], widen: impl Fn(T) -> f32) -> f32 {
+pub(crate) fn dots<T: Copy>(
+    out: &mut [f32],
+    old: Old,
+    rows: Rows<'_, T>,
+    a: &[f32],
+    scale: f32,
+    widen: impl Fn(T) -> f32 + Copy,
+) {
+    for (j, out) in out.iter_mut().enumerate() {
+        let start = j * rows.stride;
+        prefetch(rows.data.as_ptr().wrapping_add(start + rows.ahead), a.len());
+        let sum = scale * sum_of_products(&rows.data[start..][..a.len()], a, widen);
+        *out = if old == Old::Keep { *out + sum } else { sum };
+    }
+}
+
+#[inline(always)]
+fn sum_of_products<T: Copy>(a: &[T], b: &[f32], widen: impl Fn(T) -> f32) -> f32 {
     let mut lanes = [0.0f32; LANES];
     let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
     let tail = a_chunks.remainder().iter().zip(b_chunks.remainder());
@@ -34,7 +55,10 @@ pub(crate) fn sum_of_products<T: Copy>(a: &[T], b: &[f32], widen: impl Fn(T) -> 
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
+    use crate::floats::wide_bf16;
 
     #[test]
     fn every_length_is_summed_whole() {
@@ -43,8 +67,13 @@ mod tests {
             let want: f32 = a.iter().map(|a| a * (a + 1.0)).sum();
             let b: Vec<f32> = a.iter().map(|a| a + 1.0).collect();
             assert_eq!(dot(&a, &b), want);
-            let rounded: Vec<bf16> = a.iter().copied().map(bf16::from_f32).collect();
-            assert_eq!(dot_bf16(&rounded, &b), want);
+            let rounded: Vec<bf16> = a.iter().chain(&[9.0; 3]).chain(&a).copied().map(bf16::from_f32).collect();
+            let rows = Rows { data: &rounded, stride: a.len() + 3, ahead: 1 };
+            let mut out = [1.0; 2];
+            dots(&mut out, Old::Keep, rows, &b, 2.0, wide_bf16);
+            assert_eq!(out, [1.0 + 2.0 * want; 2]);
+            dots(&mut out, Old::Overwrite, rows, &b, 2.0, wide_bf16);
+            assert_eq!(out, [2.0 * want; 2]);
         }
     }
 }

@@ -9,7 +9,6 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use crate::dot::{dot, dot_bf16};
 use crate::simd::vectorised;
 
 /// Blocks of at least this many elements are widened by all threads.
@@ -67,25 +66,6 @@ impl<'a> Floats<'a> {
             Self::F32(data) => out.copy_from_slice(data),
             Self::Bf16(data) => widen_bf16(data, out),
             Self::F16(data) => data.convert_to_f32_slice(out),
-        }
-    }
-
-    /// Asks for what is there of `range`, without waiting for it.
-    pub(crate) fn fetch(self, range: Range<usize>) {
-        let range = range.start.min(self.len())..range.end.min(self.len());
-        match self {
-            Self::F32(data) => fetch(&data[range]),
-            Self::Bf16(data) => fetch(&data[range]),
-            Self::F16(data) => fetch(&data[range]),
-        }
-    }
-
-    /// The sum of the products with as many numbers in f32.
-    pub(crate) fn dot(self, x: &[f32]) -> f32 {
-        match self {
-            Self::F32(data) => dot(data, x),
-            Self::Bf16(data) => dot_bf16(data, x),
-            Self::F16(data) => dot(&data.to_f32_vec(), x),
         }
     }
 
@@ -241,24 +221,16 @@ fn unwritten<T: Copy>(len: usize, poison: T) -> Vec<T> {
     buffer
 }
 
-/// One prefetch a cache line.
-fn fetch<T>(data: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in data.chunks(64 / size_of::<T>()) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a prefetch touches nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = data;
+/// half's own conversion is not vectorised: it keeps a signalling NaN from staying one.
+#[inline(always)]
+pub(crate) fn wide_bf16(value: bf16) -> f32 {
+    f32::from_bits(u32::from(value.to_bits()) << 16)
 }
 
 /// half's own loops convert one element at a time; these two are vectorised.
 fn widen_bf16(values: &[bf16], out: &mut [f32]) {
     assert_eq!(values.len(), out.len(), "a block and its widened copy have one length");
-    vectorised!(
-        values.iter().zip(out).for_each(|(value, out)| *out = f32::from_bits(u32::from(value.to_bits()) << 16))
-    );
+    vectorised!(values.iter().zip(out).for_each(|(value, out)| *out = wide_bf16(*value)));
 }
 
 fn round_to_bf16(values: &[f32], out: &mut [bf16]) {

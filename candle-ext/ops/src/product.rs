@@ -5,10 +5,13 @@
 
 use std::ops::Range;
 
+use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
-use crate::floats::Floats;
+use crate::dot::{Rows, dot, dots};
+use crate::floats::{Floats, wide_bf16};
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::simd::vectorised;
 
 /// Elements of a widened panel: 4 MiB, about a core's share of the outer caches.
 const PANEL: usize = 1 << 20;
@@ -46,11 +49,18 @@ fn one_row(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old) {
     let k = x.len();
     let rows_at_once = (PARALLEL_FROM / k).max(y.len().div_ceil(TASKS * rayon::current_num_threads())).max(1);
     y.par_chunks_mut(rows_at_once).enumerate().for_each(|(i, y)| {
-        for (j, y) in y.iter_mut().enumerate() {
-            let row = (i * rows_at_once + j) * k;
-            w.fetch(row + AHEAD..row + AHEAD + k);
-            let sum = w.slice(row..row + k).dot(x);
-            *y = if old == Old::Keep { *y + sum } else { sum };
+        let start = i * rows_at_once * k;
+        match w.slice(start..start + y.len() * k) {
+            Floats::F32(data) => vectorised!(dots(y, old, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, |w| w)),
+            Floats::Bf16(data) => {
+                vectorised!(dots(y, old, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, wide_bf16))
+            }
+            Floats::F16(data) => {
+                for (row, y) in data.chunks_exact(k).zip(y) {
+                    let sum = dot(&row.to_f32_vec(), x);
+                    *y = if old == Old::Keep { *y + sum } else { sum };
+                }
+            }
         }
     });
 }

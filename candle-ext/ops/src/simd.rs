@@ -23,11 +23,11 @@ pub(crate) use vectorised;
 /// stay a function of its own, too.
 pub(crate) struct Once;
 
-/// Lets the cache lines of `n` floats come that are read soon. They need not be there. Does nothing where we know no way.
+/// Lets the cache lines of `n` numbers come that are read soon. They need not be there. Does nothing where we know no way.
 #[inline(always)]
-pub(crate) fn prefetch(from: *const f32, n: usize) {
+pub(crate) fn prefetch<T>(from: *const T, n: usize) {
     #[cfg(target_arch = "x86_64")]
-    for i in (0..n).step_by(64 / size_of::<f32>()) {
+    for i in (0..n).step_by(64 / size_of::<T>()) {
         // SAFETY: prefetching touches nothing.
         unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(from.wrapping_add(i).cast()) };
     }

@@ -1,5 +1,10 @@
 //! The memory of a GPU, as NVML tells it: all processes together, like nvidia-smi.
 
+use std::cell::Cell;
+use std::fmt;
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
 use serde::{Deserialize, Serialize};
 
 /// The memory of the run's GPU.
@@ -11,28 +16,34 @@ pub struct GpuMemory {
     pub gpu_total_bytes: u64,
 }
 
-/// Watches one GPU.
-#[cfg(feature = "cuda")]
-#[derive(Debug)]
-pub struct GpuMonitor {
-    nvml: nvml_wrapper::Nvml,
-    uuid: String,
-    has_warned: std::cell::Cell<bool>,
+/// What knows the GPUs of a machine by their names.
+trait Gpus: fmt::Debug {
+    fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError>;
 }
 
-/// Watches one GPU: none, in a program that was built without CUDA.
-#[cfg(not(feature = "cuda"))]
-#[derive(Debug)]
-pub enum GpuMonitor {}
+impl Gpus for Nvml {
+    fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError> {
+        let info = self.device_by_uuid(uuid)?.memory_info()?;
+        Ok(GpuMemory { gpu_used_bytes: info.used, gpu_total_bytes: info.total })
+    }
+}
 
-#[cfg(feature = "cuda")]
+/// Watches one GPU.
+#[derive(Debug)]
+pub struct GpuMonitor {
+    gpus: Box<dyn Gpus>,
+    uuid: String,
+    has_warned: Cell<bool>,
+}
+
 impl GpuMonitor {
-    /// Opens NVML for the GPU that CUDA calls `ordinal`; `None`, with a warning, where that cannot be done.
+    /// Opens NVML for the GPU that CUDA calls `ordinal`; `None` where there is no such GPU, and, with a warning, where there
+    /// is no NVML.
     pub fn open(ordinal: usize) -> Option<Self> {
         // CUDA numbers GPUs by CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, NVML by their places: only names are the same.
         let uuid = candlewick_ops::gpu_uuid(ordinal)?;
-        match nvml_wrapper::Nvml::init() {
-            Ok(nvml) => Some(Self { nvml, uuid, has_warned: std::cell::Cell::new(false) }),
+        match Nvml::init() {
+            Ok(nvml) => Some(Self::new(nvml, uuid)),
             Err(error) => {
                 tracing::warn!("GPU memory is not shown: NVML does not start: {error}");
                 None
@@ -40,32 +51,94 @@ impl GpuMonitor {
         }
     }
 
+    fn new(gpus: impl Gpus + 'static, uuid: String) -> Self {
+        Self { gpus: Box::new(gpus), uuid, has_warned: Cell::new(false) }
+    }
+
     /// Reads the memory now. What a device does not tell is 0, said once.
     pub fn memory(&self) -> GpuMemory {
         // A part of a GPU that is several has a name of its own kind.
-        let part = || self.nvml.device_by_uuid(self.uuid.replacen("GPU", "MIG", 1));
-        let device = self.nvml.device_by_uuid(self.uuid.as_str()).or_else(|_| part());
-        match device.and_then(|device| device.memory_info()) {
-            Ok(info) => GpuMemory { gpu_used_bytes: info.used, gpu_total_bytes: info.total },
-            Err(error) => {
-                if !self.has_warned.replace(true) {
-                    tracing::warn!("the GPU does not tell its memory: {error}");
-                }
-                GpuMemory::default()
+        let part = |_| self.gpus.memory(&self.uuid.replacen("GPU", "MIG", 1));
+        self.gpus.memory(&self.uuid).or_else(part).unwrap_or_else(|error| {
+            if !self.has_warned.replace(true) {
+                tracing::warn!("the GPU does not tell its memory: {error}");
             }
-        }
+            GpuMemory::default()
+        })
     }
 }
 
-#[cfg(not(feature = "cuda"))]
-impl GpuMonitor {
-    /// There is no GPU to watch.
-    pub fn open(_ordinal: usize) -> Option<Self> {
-        None
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io;
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    /// The GPUs of a machine in NVML's order.
+    #[derive(Clone, Debug)]
+    struct Machine(Vec<(&'static str, Option<GpuMemory>)>);
+
+    impl Machine {
+        /// What CUDA calls `ordinal` where CUDA_VISIBLE_DEVICES is `visible`, watched.
+        fn monitor(&self, visible: &str, ordinal: usize) -> GpuMonitor {
+            let place: usize = visible.split(',').nth(ordinal).unwrap().parse().unwrap();
+            GpuMonitor::new(self.clone(), self.0[place].0.replace("MIG", "GPU"))
+        }
     }
 
-    /// Never called: there is no monitor.
-    pub fn memory(&self) -> GpuMemory {
-        match *self {}
+    impl Gpus for Machine {
+        fn memory(&self, uuid: &str) -> Result<GpuMemory, NvmlError> {
+            let gpu = self.0.iter().find(|(name, _)| *name == uuid).ok_or(NvmlError::NotFound)?;
+            gpu.1.ok_or(NvmlError::NotSupported)
+        }
+    }
+
+    fn machine() -> Machine {
+        let used = |gpu_used_bytes| Some(GpuMemory { gpu_used_bytes, gpu_total_bytes: 80 });
+        Machine(vec![
+            ("GPU-a", used(10)),
+            ("GPU-b", used(11)),
+            ("MIG-c", used(12)),
+            ("GPU-d", used(13)),
+            ("GPU-e", None),
+        ])
+    }
+
+    #[test]
+    fn the_memory_is_that_of_the_gpu_which_cuda_computes_on() {
+        let used = |visible, ordinal| machine().monitor(visible, ordinal).memory().gpu_used_bytes;
+        assert_eq!([used("3,1", 0), used("3,1", 1)], [13, 11]);
+        assert_eq!(used("2", 0), 12);
+    }
+
+    #[test]
+    fn what_a_gpu_does_not_tell_is_0_and_said_once() {
+        let log = Log::default();
+        let subscriber = tracing_subscriber::fmt().with_writer({
+            let log = log.clone();
+            move || log.clone()
+        });
+        tracing::subscriber::with_default(subscriber.finish(), || {
+            let monitor = machine().monitor("1,4", 1);
+            assert_eq!([monitor.memory(), monitor.memory()], [GpuMemory::default(); 2]);
+        });
+        let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(said.matches("does not tell its memory").count(), 1, "{said}");
+    }
+
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Log {
+        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(text);
+            Ok(text.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! The product of one row with a matrix: nothing is packed, each element is read once. Attention of one token is made of it.
 
 use super::{Mat, MatMut, Old};
-use crate::dot::sum_of_products;
+use crate::dot::{Rows, dots};
 use crate::simd::{prefetch, vectorised};
 
 /// Columns whose sums fit into registers.
@@ -20,19 +20,10 @@ pub(super) fn takes(out: &MatMut<'_>, a: Mat<'_>, b: Mat<'_>) -> bool {
 pub(super) fn gemm(out: MatMut<'_>, old: Old, a: Mat<'_>, b: Mat<'_>, scale: f32) {
     let (a, out) = (&a.data[..a.cols], &mut out.data[..b.cols]);
     if b.row_stride == 1 {
-        vectorised!(by_columns(out, old, a, b, scale));
+        let columns = Rows { data: b.data, stride: b.col_stride, ahead: AHEAD * b.col_stride };
+        vectorised!(dots(out, old, columns, a, scale, |b| b));
     } else {
         vectorised!(by_rows(out, old, a, b, scale));
-    }
-}
-
-/// A sum for each column, whose terms lie in one piece.
-#[inline(always)]
-fn by_columns(out: &mut [f32], old: Old, a: &[f32], b: Mat<'_>, scale: f32) {
-    for (j, out) in out.iter_mut().enumerate() {
-        prefetch(b.data.as_ptr().wrapping_add((j + AHEAD) * b.col_stride), a.len());
-        let sum = scale * sum_of_products(a, &b.data[j * b.col_stride..][..a.len()], |a| a);
-        *out = if old == Old::Keep { *out + sum } else { sum };
     }
 }
 
