@@ -10,7 +10,7 @@ that differ at four decimals (above 1 by 1e-4 of their size), and the seconds of
 ours are of the whole process. Fails where a log-probability is off by more than 1e-3 or a metric differs.
 
 `--keep` writes the harness's side into a file after each task, small enough to be kept: the files in `harness_tasks` were made so. `--against` reads it
-from there, and needs no harness.
+from there, and needs no harness, whose seconds are then nan.
 """
 
 import argparse
@@ -74,10 +74,10 @@ def rounds(asked, lm, task: str, kept: dict) -> tuple[dict, dict, list]:
     """What both sides say, and the seconds that they took in each round."""
     seconds = []
     for _ in range(asked.rounds):
-        theirs, their_seconds = (kept[task], kept[task]["seconds"]) if asked.against else harness(asked, lm, task)
+        theirs, their_seconds = (kept[task], math.nan) if asked.against else harness(asked, lm, task)
         ours, our_seconds = evaluator(asked, task)
         seconds.append((their_seconds, our_seconds))
-    kept[task] = {**theirs, "seconds": round(statistics.median(a for a, _ in seconds), 1)}
+    kept[task] = theirs
     return theirs, ours, seconds
 
 
