@@ -58,7 +58,7 @@ impl GpuMonitor {
     /// Reads the memory now. What a device does not tell is 0, said once.
     pub fn memory(&self) -> GpuMemory {
         // A part of a GPU that is several has a name of its own kind.
-        let part = |_| self.gpus.memory(&self.uuid.replacen("GPU", "MIG", 1));
+        let part = |error| self.gpus.memory(&self.uuid.replacen("GPU", "MIG", 1)).map_err(|_| error);
         self.gpus.memory(&self.uuid).or_else(part).unwrap_or_else(|error| {
             if !self.has_warned.replace(true) {
                 tracing::warn!("the GPU does not tell its memory: {error}");
@@ -126,6 +126,7 @@ mod tests {
         });
         let said = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
         assert_eq!(said.matches("does not tell its memory").count(), 1, "{said}");
+        assert!(said.contains(&NvmlError::NotSupported.to_string()), "{said}");
     }
 
     #[derive(Clone, Default)]
