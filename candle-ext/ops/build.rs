@@ -28,6 +28,9 @@ fn main() {
         .filter(|path| path.is_file())
         .collect();
     kernels.sort();
+    if env::var_os("CARGO_FEATURE_CUDA").is_some() {
+        println!("cargo::rustc-env=CANDLEWICK_CUDA_RELEASE={}", release(&nvcc()));
+    }
     for kernel in kernels {
         let name = kernel.parent().and_then(Path::file_name).expect("a kernel lies in an op's folder");
         if env::var_os("CARGO_FEATURE_CUDA").is_some() {
@@ -50,6 +53,19 @@ fn main() {
 fn nvcc() -> PathBuf {
     let from_home = || Some(Path::new(&env::var_os("CUDA_HOME")?).join("bin/nvcc"));
     env::var_os("NVCC").map(PathBuf::from).or_else(from_home).unwrap_or_else(|| "nvcc".into())
+}
+
+/// The release of CUDA that a compiler belongs to: 13000 is 13.0.
+fn release(nvcc: &Path) -> u32 {
+    let said =
+        Command::new(nvcc).arg("--version").output().unwrap_or_else(|error| panic!("{}: {error}", nvcc.display()));
+    let said = String::from_utf8_lossy(&said.stdout);
+    let number = || {
+        let (major, rest) = said.split_once("release ")?.1.split_once('.')?;
+        let minor: String = rest.chars().take_while(char::is_ascii_digit).collect();
+        Some(1000 * major.parse::<u32>().ok()? + 10 * minor.parse::<u32>().ok()?)
+    };
+    number().unwrap_or_else(|| panic!("{} --version names no release: {said}", nvcc.display()))
 }
 
 fn compile(nvcc: &Path, kernel: &Path, fatbin: &Path) {

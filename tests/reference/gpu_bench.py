@@ -2,8 +2,8 @@
 """Times training steps of random models, ours and torch's, on one GPU: gpu_bench.py TRAINER OUT.json
 
 Both: one row of 4096 tokens at a time, four of them a step; bf16 weights and activations, f32 sums of gradients, f32 masters
-and AdamW moments, the norm clipped. Where the states of a model leave no room for its activations, both compute each
-block's forward twice. MFU counts 6 N + causal attention operations a token over 989.5e12, the dense bf16 peak of an H100 or
+and AdamW moments, the norm clipped. Where the states of a model leave no room for its activations, torch computes each
+block's forward twice, and ours that of as few as have to. MFU counts 6 N + causal attention operations a token over 989.5e12, the dense bf16 peak of an H100 or
 H200; doing a forward twice earns nothing. torch's side is transformers (else torch_decoder.py) with sdpa attention, cuDNN's
 first; `compiled` means each block and the loss by torch.compile. OUT is written after each run, and none is started that
 --seconds do not allow; --sides says whose turn it is, and what OUT has of the others stays.
@@ -53,13 +53,30 @@ def flops_per_token(c: dict, length: int) -> float:
     return 6 * n_weights(c) + 6 * c["num_hidden_layers"] * heads * head_dim * length
 
 
-def recomputes(c: dict, job: dict, memory_bytes: int) -> bool:
+def widths(c: dict) -> tuple:
+    """Of the queries of all heads, and of the keys."""
+    head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+    return head_dim * c["num_attention_heads"], head_dim * c["num_key_value_heads"]
+
+
+def torch_recomputes(c: dict, job: dict, memory_bytes: int) -> bool:
     """bf16 weights and four f32 numbers each; activations of a token, about: 10 d + 4 f + 6 heads' widths a layer."""
-    heads = c["num_attention_heads"] * c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
-    a_token = 2 * c["num_hidden_layers"] * (10 * c["hidden_size"] + 4 * c["intermediate_size"] + 6 * heads)
+    a_token = 2 * c["num_hidden_layers"] * (10 * c["hidden_size"] + 4 * c["intermediate_size"] + 6 * widths(c)[0])
     # Logits and their gradients in f32, and what libraries take.
     logits = 3 * 4 * c["vocab_size"] * job["length"]
     return 18 * n_weights(c) + a_token * job["length"] + logits + 2 * GIB > memory_bytes
+
+
+def modes(c: dict, job: dict, memory_bytes: int) -> list:
+    """Our values of activation_checkpoint that may fit, the fastest first. Of a block the tape keeps the residual stream twice,
+    queries and keys before and after they are turned (and normalised), values and outputs, gate and up."""
+    q, k = widths(c)
+    a_block = 2 * job["length"] * (2 * c["hidden_size"] + 3 * (q + k) + 2 * c["intermediate_size"])
+    # Logits in f32 and their gradients of a chunk, and what libraries take.
+    others = 18 * n_weights(c) + 5 * GIB
+    fit = [mode for mode, share in (("none", 1.0), ({"every": 2}, 0.5))
+           if others + share * c["num_hidden_layers"] * a_block < memory_bytes]
+    return [*fit, "full"]
 
 
 def call(command: list, seconds: float) -> str:
@@ -68,15 +85,29 @@ def call(command: list, seconds: float) -> str:
                           start_new_session=True) as process:
         try:
             said, complained = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
-            raise TimeoutError(f"not done after {seconds:.0f} s") from None
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TimeoutError(f"not done after {seconds:.0f} s") from None
+            raise
     if process.returncode != 0:
-        raise RuntimeError((complained.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+        raise RuntimeError(" | ".join(complained.strip().splitlines()[-10:]) or f"exit code {process.returncode}")
     return said
 
 
 def ours(job: dict, seconds: float) -> dict:
+    """In the fastest mode that has room."""
+    end = time.monotonic() + seconds
+    for mode in job["modes"]:
+        try:
+            return trained(job, mode, end - time.monotonic())
+        except RuntimeError as error:
+            if "memory" not in str(error) or mode == job["modes"][-1] or end - time.monotonic() < 20:
+                raise
+    raise RuntimeError("no mode to run in")
+
+
+def trained(job: dict, mode, seconds: float) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = random.Random(1)
@@ -89,18 +120,27 @@ def ours(job: dict, seconds: float) -> dict:
         recipe.write_text(json.dumps({
             "type": "causal", "device": job["device"], "output_dir": str(run),
             "model": {"config": job["config"], "dtype": "bf16",
-                      "activation_checkpoint": "full" if job["recompute"] else "none"},
+                      "activation_checkpoint": mode},
             "tokenizer": {"name_or_path": "recipes/quickstart/tokenizer"},
             "data": {"sources": [str(text)], "max_length": job["length"], "cache_dir": str(folder / "cache")},
             "gradient_accumulation_steps": job["rows"], "train_iters": job["steps"], "train_log_iter_interval": 1,
             "optimizer": {"learning_rate": 1e-4},
         }))
-        call([job["trainer"], "-q", "train", str(recipe)], seconds)
-        lines = (run / "metrics.jsonl").read_text().splitlines()
+        cut_off = None
+        try:
+            call([job["trainer"], "-q", "train", str(recipe)], seconds)
+        except TimeoutError as error:
+            cut_off = str(error)
+        metrics, about = run / "metrics.jsonl", run / "run.json"
+        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        notes = json.loads(about.read_text()).get("notes", []) if about.is_file() else []
     records = [record for record in map(json.loads, lines) if "tokens_per_second" in record][job["warm"]:]
+    if not records:
+        raise TimeoutError(cut_off or "it logged no step")
     speeds = sorted(record["tokens_per_second"] for record in records)
     return {"tokens_per_second": speeds[len(speeds) // 2], "slowest": speeds[0], "fastest": speeds[-1],
-            "device_used_bytes": records[-1].get("gpu_used_bytes"), "record": records[-1]}
+            "device_used_bytes": records[-1].get("gpu_used_bytes"), "mode": mode, "notes": notes, "cut_off": cut_off,
+            "record": records[-1]}
 
 
 def peer(job: dict, compiled: bool, seconds: float) -> dict:
@@ -118,18 +158,23 @@ SIDES = {
 
 
 def memory_of(trainer: str) -> int:
-    found = subprocess.run([trainer, "doctor", "--json"], capture_output=True, text=True, timeout=30)
-    gpus = json.loads(found.stdout)["gpus"] if found.returncode == 0 else []
+    try:
+        gpus = json.loads(call([trainer, "doctor", "--json"], 30))["gpus"]
+    except (RuntimeError, TimeoutError):
+        gpus = []
     return gpus[0]["memory_bytes"] if gpus else 10**15
 
 
 def line(row: dict, side: str) -> str:
     result = row[side]
     if "error" in result:
-        return f"{row['name']:14} {side:15} {result['error']}"
+        return f"{row['name']:14} {side:15} {result['error'][:300]}"
     used = result.get("device_used_bytes") or 0
+    how = [result["model"]] if "model" in result else [note for note in result.get("notes", []) if "attention" in note]
+    if row["recompute"] if "model" in result else result.get("mode", "none") != "none":
+        how.append("recomputes" if "model" in result else f"recomputes: {result['mode']}")
     return (f"{row['name']:14} {side:15} {result['tokens_per_second']:9,.0f} tokens/s  MFU {result['mfu']:6.1%}  "
-            f"{used / GIB:6.1f} GiB  {result.get('model', '')}")
+            f"{used / GIB:6.1f} GiB  {'; '.join(how)}")
 
 
 def main() -> int:
@@ -142,6 +187,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny models, to try the script")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
+    # What it has started ends with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     sizes = dict(length=64, rows=2, steps=4, warm=1) if args.quick else dict(length=4096, rows=4, steps=8, warm=3)
     memory = memory_of(args.trainer)
     old = {row["name"]: row for row in json.loads(args.out.read_text())} if args.out.is_file() else {}
@@ -149,7 +196,7 @@ def main() -> int:
     for name, config in SHAPES.items():
         config = {**config, **(TINY if args.quick else {})}
         job = {**sizes, "config": config, "device": args.device, "trainer": args.trainer}
-        job["recompute"] = recomputes(config, job, memory)
+        job["recompute"], job["modes"] = torch_recomputes(config, job, memory), modes(config, job, memory)
         done = {side: old[name][side] for side in SIDES if side in old.get(name, {})}
         table.append({"name": name, **sizes, "recompute": job["recompute"], "job": job, **done})
     failed = False
@@ -164,7 +211,7 @@ def main() -> int:
                 per_token = flops_per_token(row["job"]["config"], sizes["length"])
                 row[side]["mfu"] = row[side]["tokens_per_second"] * per_token / PEAK
             except Exception as error:  # A bench that fails is a line of the table.
-                row[side] = {"error": f"{type(error).__name__}: {error}"[:300]}
+                row[side] = {"error": f"{type(error).__name__}: {error}"[:2000]}
                 failed |= side == "ours"
             print(line(row, side), flush=True)
             args.out.write_text(json.dumps(table, indent=1))

@@ -10,7 +10,14 @@ from gpu_runs import line as run_line
 
 
 def read(path):
-    return json.loads(path.read_text()) if path.is_file() else None
+    """None of a file that is not there, or that its part did not finish."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        print(f"{path.name}: {error}")
+        return None
 
 
 def main():

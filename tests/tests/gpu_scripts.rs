@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -59,6 +60,42 @@ fn steps_are_timed_one_side_after_another_into_one_file() {
     }
     let said = python("gpu_summary.py", &[folder.path().to_str().unwrap()], &[]);
     assert_eq!(said.matches("tokens/s").count(), 3, "{said}");
+}
+
+/// A machine on which nothing works: every part has its say, and the end is a table.
+#[test]
+fn a_check_whose_parts_fail_says_which_tests_do_so_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let (bin, out) = (folder.path().join("bin"), folder.path().join("out"));
+    fs::create_dir(&bin).unwrap();
+    let tests = r#"#!/bin/bash
+case "$*" in
+    *--list*) printf '%s: test\n' a::one b::two c::three; printf '\n3 tests, 0 benchmarks\n' ;;
+    *--exact*b::two*) printf "thread 'b::two' panicked at x.rs:1:\nrelative error 3\n"; exit 101 ;;
+    *--exact*) echo "test result: ok" ;;
+    *) printf 'test a::one ... ok\ntest b::two ... FAILED\n'; kill -SEGV $$ ;;
+esac
+"#;
+    // A doctor who says half a word.
+    let broken = "#!/bin/bash\necho '{\"gpus\"'\nexit 3\n";
+    for (name, program) in
+        [("ops-test", tests), ("comm-test", tests), ("trainer", broken), ("evaluator", broken), ("ops-bench", broken)]
+    {
+        let file = bin.join(name);
+        fs::write(&file, program).unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let output = Command::new("scripts/gpu-check").args([&out, &bin]).current_dir(root()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    for part in ["doctor", "ops", "comm", "losses", "steps", "ops-bench", "torch's-ops"] {
+        assert!(said.contains(&format!("FAIL  {part} (")), "{part}: {said}");
+    }
+    assert!(said.contains("FAILED: b::two: thread 'b::two' panicked at x.rs:1: relative error 3"), "{said}");
+    assert!(said.contains("alone it is right: c::three") && !said.contains("a::one: "), "{said}");
+    assert_eq!(output.status.code(), Some(7), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let summary = fs::read_to_string(out.join("summary.txt")).unwrap();
+    assert!(summary.contains("doctor.json: ") && summary.contains("FAIL ops-bench"), "{summary}");
+    assert!(summary.contains("Qwen3-4B       ours            RuntimeError: exit code 3"), "{summary}");
 }
 
 #[test]

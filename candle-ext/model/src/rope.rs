@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{Device, Result, Tensor};
-use candlewick_ops::upload;
+use candlewick_ops::{Weight, embedding, upload};
 
 use crate::{Config, config::RopeKind};
 
@@ -61,7 +61,8 @@ impl Rope {
         let n_positions = positions.iter().max().map_or(0, |last| *last as usize + 1);
         let tables = self.tables(n_positions, device)?;
         let positions = upload(positions, positions.len(), device)?;
-        Ok((tables.cos.index_select(&positions, 0)?, tables.sin.index_select(&positions, 0)?))
+        let of_positions = |table: Tensor| embedding(&positions, &Weight::frozen(table), None);
+        Ok((of_positions(tables.cos)?, of_positions(tables.sin)?))
     }
 
     fn tables(&self, n_positions: usize, device: &Device) -> Result<Tables> {

@@ -96,14 +96,45 @@ fn why_none_is_there() -> Option<String> {
     // Asked first: the driver's functions panic where its library is missing.
     // SAFETY: the driver's library may be loaded by any program.
     let driver = ["libcuda.so.1", "libcuda.so"].iter().find_map(|name| unsafe { libloading::Library::new(*name) }.ok());
-    if driver.is_none() {
+    let Some(driver) = driver else {
         return Some("there is no NVIDIA driver here (libcuda.so.1 cannot be loaded)".into());
-    }
+    };
     match CudaContext::device_count() {
         Ok(0) => Some("the NVIDIA driver sees no GPU; look at CUDA_VISIBLE_DEVICES".into()),
-        Ok(_) => None,
+        Ok(_) => too_old(release_of(&driver)?, COMPILED_FOR),
         Err(error) => Some(format!("the NVIDIA driver does not start: {error}")),
     }
+}
+
+/// The release of CUDA whose compiler has made the kernels: 13000 is 13.0.
+#[cfg(feature = "cuda")]
+const COMPILED_FOR: i32 = match i32::from_str_radix(env!("CANDLEWICK_CUDA_RELEASE"), 10) {
+    Ok(release) => release,
+    Err(_) => panic!("build.rs sets a number"),
+};
+
+/// The latest release of CUDA that the driver knows.
+#[cfg(feature = "cuda")]
+fn release_of(driver: &libloading::Library) -> Option<i32> {
+    let mut release = 0;
+    // SAFETY: the function has this type, and writes a number.
+    let status =
+        unsafe { driver.get::<unsafe extern "C" fn(*mut i32) -> i32>(b"cuDriverGetVersion").ok()?(&raw mut release) };
+    (status == 0).then_some(release)
+}
+
+/// Says so, if kernels of one release of CUDA are nothing that a driver for another can load.
+#[cfg(any(feature = "cuda", test))]
+fn too_old(driver: i32, kernels: i32) -> Option<String> {
+    let name = |release: i32| format!("{}.{}", release / 1000, release % 1000 / 10);
+    (driver < kernels).then(|| {
+        format!(
+            "the NVIDIA driver is one for CUDA {}, and this program's kernels are of CUDA {}: install a newer driver (580 or \
+             later knows CUDA 13.0)",
+            name(driver),
+            name(kernels)
+        )
+    })
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -198,6 +229,16 @@ mod tests {
         for wrong in ["gpu", "cuda:", "cuda:x", "CPU", ""] {
             assert!(wrong.parse::<DeviceChoice>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_driver_that_does_not_know_the_kernels_release_is_too_old() {
+        assert_eq!(
+            [(13000, 13000), (13010, 13000), (14000, 13020)].map(|(driver, kernels)| too_old(driver, kernels)),
+            [None, None, None]
+        );
+        let said = too_old(12080, 13000).expect("it is too old");
+        assert!(said.contains("one for CUDA 12.8") && said.contains("are of CUDA 13.0"), "{said}");
     }
 
     #[test]

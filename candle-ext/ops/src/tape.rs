@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
-use candle_core::{Result, Tensor, TensorId, bail};
+use candle_core::{DType, Result, Tensor, TensorId, bail};
 
 use crate::add::add;
 use crate::span::span;
@@ -50,11 +50,14 @@ pub type Coming = Box<dyn FnOnce() -> Result<Tensor>>;
 
 type Work = Box<dyn FnOnce() -> Result<()>>;
 
-/// Work of a backward that is put off until an exchange is under way.
+/// A tape that goes back, as the op sees it whose turn it is.
 #[derive(Default)]
-struct PutOff {
-    is_allowed: bool,
-    works: Vec<Work>,
+struct GoingBack {
+    /// Whether work may be put off until an exchange is under way.
+    puts_off: bool,
+    put_off: Vec<Work>,
+    /// What others that read the op's first input gave to its gradient.
+    sum: Option<Tensor>,
 }
 
 #[derive(Default)]
@@ -82,8 +85,8 @@ pub(crate) struct Cheap {
 thread_local! {
     /// The innermost is the last; `None` is a computation that is not to be recorded.
     static RECORDINGS: RefCell<Vec<Option<Recording>>> = const { RefCell::new(Vec::new()) };
-    /// That of the backward that runs, of the innermost one if a tape goes back within another.
-    static PUT_OFF: RefCell<PutOff> = RefCell::default();
+    /// The innermost, if a tape goes back within another.
+    static GOING_BACK: RefCell<GoingBack> = RefCell::default();
 }
 
 impl Tape {
@@ -119,13 +122,20 @@ impl Tape {
             )
         }
         let mut grads = HashMap::from([(y.id(), dy.clone())]);
-        let _own = OwnPutOff::begin();
+        let _within = Within::begin();
         for node in self.nodes.into_iter().rev() {
             let Some(dy) = grads.remove(&node.output) else { continue };
             let _span = span(node.name, "backward");
-            PUT_OFF.with_borrow_mut(|put_off| put_off.is_allowed = node.follows_exchange);
+            let first = node.inputs.first().copied().flatten();
+            GOING_BACK.with_borrow_mut(|going| {
+                going.puts_off = node.follows_exchange;
+                going.sum = first.and_then(|id| grads.remove(&id));
+            });
             let of_inputs = (node.backward)(&dy.contiguous()?)?;
             drop(dy);
+            // Unless the op has added to it.
+            let sum = GOING_BACK.with_borrow_mut(|going| going.sum.take());
+            grads.extend(first.zip(sum));
             for (id, grad) in node.inputs.into_iter().zip(of_inputs) {
                 let (Some(id), Some(grad)) = (id, grad) else { continue };
                 let sum = match grads.remove(&id) {
@@ -140,38 +150,45 @@ impl Tape {
     }
 }
 
-/// Lets a backward have a list of its own, and gives the one around it back.
-struct OwnPutOff(PutOff);
+/// Gives back, in the end, what the tape around this one had.
+struct Within(GoingBack);
 
-impl OwnPutOff {
+impl Within {
     fn begin() -> Self {
-        Self(PUT_OFF.take())
+        Self(GOING_BACK.take())
     }
 }
 
-impl Drop for OwnPutOff {
+impl Drop for Within {
     fn drop(&mut self) {
-        PUT_OFF.set(std::mem::take(&mut self.0));
+        GOING_BACK.set(std::mem::take(&mut self.0));
     }
+}
+
+/// What others that read the first input of the op that goes back gave to its gradient: an op that takes it returns the sum
+/// of that and its own. `None` if there is nothing yet, or something of another shape or format, which is refused later.
+pub(crate) fn take_sum(dtype: DType, shape: &[usize]) -> Result<Option<Tensor>> {
+    let fits = |sum: &mut Tensor| sum.dtype() == dtype && sum.dims() == shape;
+    let sum = GOING_BACK.with_borrow_mut(|going| going.sum.take_if(fits));
+    sum.map(|sum| sum.contiguous()).transpose()
 }
 
 /// Does `work` in a backward: later, if the gradient that is on its way can be exchanged meanwhile.
 pub(crate) fn put_off(work: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
-    let is_allowed = PUT_OFF.with_borrow(|put_off| put_off.is_allowed);
-    if !is_allowed {
+    if !puts_off() {
         return work();
     }
-    PUT_OFF.with_borrow_mut(|put_off| put_off.works.push(Box::new(work)));
+    GOING_BACK.with_borrow_mut(|going| going.put_off.push(Box::new(work)));
     Ok(())
 }
 
 /// True if [`put_off`] would not do it now.
 pub(crate) fn puts_off() -> bool {
-    PUT_OFF.with_borrow(|put_off| put_off.is_allowed)
+    GOING_BACK.with_borrow(|going| going.puts_off)
 }
 
 fn do_what_was_put_off() -> Result<()> {
-    let works = PUT_OFF.with_borrow_mut(|put_off| std::mem::take(&mut put_off.works));
+    let works = GOING_BACK.with_borrow_mut(|going| std::mem::take(&mut going.put_off));
     works.into_iter().try_for_each(|work| work())
 }
 

@@ -11,6 +11,16 @@ pub fn upload<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Devi
     }
 }
 
+/// As [`upload`], for a table that every layer of a model wants: the last few are remembered, and not sent again.
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+pub(crate) fn upload_table<T: WithDType>(values: &[T], shape: impl Into<Shape>, device: &Device) -> Result<Tensor> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => crate::cuda::transfer::upload_table(values, shape.into(), device),
+        _ => upload(values, shape, device),
+    }
+}
+
 /// Numbers on their way from a device.
 pub struct Readout(Way);
 

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{copy_into, with_bytes};
+use candle_core::{DType, Tensor};
+use candlewick_ops::{HostCopy, copy_into, with_bytes};
 use candlewick_parallel::Engine;
 
 use crate::checkpoint::{Piece, StateError, TensorMeta, TrainState};
@@ -65,7 +65,7 @@ impl TrainState for EngineState {
     }
 
     fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
-        let piece = self.part(name, start, n_values)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
+        let piece = HostCopy::start(&self.part(name, start, n_values)?.to_dtype(DType::F32)?)?.into_host()?;
         with_bytes(&piece, |bytes| {
             take(bytemuck::cast_slice(bytes));
             Ok(())
@@ -84,6 +84,7 @@ impl TrainState for EngineState {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use candle_core::Device;
     use candlewick_comm::Solo;
     use candlewick_model::{Config, Model};
     use candlewick_parallel::{Formats, Mode, ParamStore, Residency, Sharing};

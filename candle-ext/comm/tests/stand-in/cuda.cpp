@@ -198,6 +198,7 @@ Result cuInit(unsigned) { return SUCCESS; }
 Result cuGetErrorName(Result, const char **text) { return *text = "stand-in", SUCCESS; }
 Result cuGetErrorString(Result, const char **text) { return *text = "refused by the stand-in for CUDA", SUCCESS; }
 
+Result cuDriverGetVersion(int *release) { return *release = 13000, SUCCESS; }
 Result cuDeviceGetCount(int *n) { return *n = N_DEVICES, SUCCESS; }
 Result cuDeviceGet(int *device, int ordinal) {
     return ordinal < N_DEVICES ? (*device = ordinal, SUCCESS) : INVALID_VALUE;

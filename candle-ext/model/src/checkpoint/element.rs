@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use bytemuck::NoUninit;
-use candle_core::{CpuStorage, DType, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
@@ -71,7 +71,11 @@ pub(super) fn encode(
     dtype: DType,
     mut write: impl FnMut(&[u8]) -> std::io::Result<()>,
 ) -> candle_core::Result<()> {
-    let tensor = tensor.to_device(&candle_core::Device::Cpu)?.contiguous()?;
+    let tensor = match tensor.device() {
+        Device::Cpu => tensor.contiguous()?,
+        // Of a view of a GPU's buffer, candle would copy all of it.
+        _ => tensor.force_contiguous()?.to_device(&Device::Cpu)?,
+    };
     let (storage, layout) = tensor.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
     let Storage::Cpu(storage) = &*storage else { candle_core::bail!("the tensor was moved to the CPU") };

@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::seqs::Span;
 use super::{AttentionSpec, Heads, Seqs};
 use crate::cuda::{Address, Arg, Blocks, Gpu, Out, address, gpu, kernels, suffix};
-use crate::transfer::upload;
+use crate::transfer::upload_table;
 
 kernels!("attention");
 
@@ -225,7 +225,7 @@ impl Problem {
             [seqs.cu_q(), seqs.cu_k(), &row_tiles, &key_tiles].concat().into_iter().map(|n| n as u32).collect();
         table.extend(seqs.spans().map(|span| span.first as i32 as u32).chain([0]));
         Ok(Self {
-            table: upload(&table, (5, n_seqs + 1), q.device())?,
+            table: upload_table(&table, (5, n_seqs + 1), q.device())?,
             n_seqs,
             n_row_tiles: row_tiles[n_seqs],
             n_key_tiles: key_tiles[n_seqs],

@@ -18,7 +18,7 @@ use super::ragged::{Bucket, Tables};
 use super::{AttentionSpec, Seqs};
 use crate::cuda::{Address, Out, address, gpu};
 use crate::nvidia;
-use crate::transfer::upload;
+use crate::transfer::upload_table;
 
 const OP: &str = "attention by cuDNN";
 /// 9.10.2: in 9.10.0 and 9.10.1 the backward is wrong, and before them windows of packed sequences and offsets of more
@@ -279,7 +279,7 @@ pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<[Tensor; 3]> 
 impl DeviceTables {
     fn new(seqs: &Seqs, heads: Heads, batch: usize, device: &Device) -> Result<Self> {
         let Tables { lens, offsets, width } = Tables::new(seqs, heads, batch);
-        let (lens, offsets) = (upload(&lens, (2, batch), device)?, upload(&offsets, (3, width), device)?);
+        let (lens, offsets) = (upload_table(&lens, (2, batch), device)?, upload_table(&offsets, (3, width), device)?);
         Ok(Self { lens, offsets, batch, width })
     }
 

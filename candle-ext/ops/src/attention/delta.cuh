@@ -6,7 +6,7 @@
 // delta of each row [n, dim], a warp for each.
 template <int W, typename T>
 __device__ void row_products(const T* o, const T* d_o, float* delta, int n, int dim) {
-    const int lane = threadIdx.x & 31, row = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+    const int lane = threadIdx.x & 31, row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (row >= n) return;
     o += static_cast<long long>(row) * dim;
     d_o += static_cast<long long>(row) * dim;

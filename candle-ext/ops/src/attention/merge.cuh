@@ -6,7 +6,7 @@
 // With the weights e^lse: out [n, dim] = the mean of both, lse [n] = the log of the sum of both weights. A warp for each row.
 template <int W, typename T>
 __device__ void merge_rows(float* out, float* lse, const T* other_out, const float* other_lse, int n, int dim) {
-    const int lane = threadIdx.x & 31, row = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+    const int lane = threadIdx.x & 31, row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (row >= n) return;
     const float own = lse[row], other = other_lse[row];
     if (own == -INFINITY && other == -INFINITY) return;

@@ -40,6 +40,32 @@ template <typename T, int W> __device__ __forceinline__ void store(T* p, const P
     *reinterpret_cast<Pack<T, W>*>(p) = pack;
 }
 
+// Elements in 16 bytes, the widest access there is.
+template <typename T> constexpr int WIDE = 16 / sizeof(T);
+
+// W elements as floats, in loads of at most 16 bytes.
+template <int W, typename T> __device__ __forceinline__ void load_floats(const T* p, float (&values)[W]) {
+    constexpr int N = W < WIDE<T> ? W : WIDE<T>;
+#pragma unroll
+    for (int i = 0; i < W; i += N) {
+        const auto pack = load<N>(p + i);
+#pragma unroll
+        for (int j = 0; j < N; ++j) values[i + j] = widen(pack.at[j]);
+    }
+}
+
+// W floats, rounded, in stores of at most 16 bytes.
+template <int W, typename T> __device__ __forceinline__ void store_floats(T* p, const float (&values)[W]) {
+    constexpr int N = W < WIDE<T> ? W : WIDE<T>;
+#pragma unroll
+    for (int i = 0; i < W; i += N) {
+        Pack<T, N> pack;
+#pragma unroll
+        for (int j = 0; j < N; ++j) pack.at[j] = narrow<T>(values[i + j]);
+        store(p + i, pack);
+    }
+}
+
 // Makes the compiler widen a pack anew from here on: what it has widened takes twice the registers.
 template <typename T, int W> __device__ __forceinline__ void forget_widened(Pack<T, W>& pack) {
     if constexpr (sizeof(T) == 2 && W % 2 == 0) {
@@ -47,9 +73,6 @@ template <typename T, int W> __device__ __forceinline__ void forget_widened(Pack
         for (int i = 0; i < W / 2; ++i) asm volatile("" : "+r"(reinterpret_cast<unsigned*>(&pack)[i]));
     }
 }
-
-// Elements in 16 bytes, the widest access there is.
-template <typename T> constexpr int WIDE = 16 / sizeof(T);
 
 // Whether rows of d elements that begin at these addresses can be read in packs of WIDE.
 template <typename T, typename... P> __device__ __forceinline__ bool is_wide(long long d, const P*... p) {

@@ -15,6 +15,9 @@ use super::gemm::{Gemm, Matrix};
 /// As NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
+/// What a plan may do with sums of parts of k: add them in f32. The other ways round them to the output's format first.
+const SUMS_IN_F32: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+
 /// The alignment that a plan may count on at most.
 const MAX_ALIGNMENT: u64 = 256;
 
@@ -33,11 +36,13 @@ unsafe impl Send for Library {}
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     sizes: [usize; 3],
+    strides: [Option<usize>; 3],
     dtypes: [DType; 2],
     transposed: [bool; 2],
-    accumulate: bool,
+    /// Whether something is added, and whether that is c.
+    plus: [bool; 2],
     has_bias: bool,
-    alignments: [u32; 3],
+    alignments: [u32; 4],
 }
 
 /// See [`Gemm::run`].
@@ -75,7 +80,7 @@ impl Library {
         let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
         let first = Layout::of(b, [k, n], data)?;
         let second = Layout::of(a, [m, k], data)?;
-        let output = Layout::of(Matrix::plain(gemm.c), [m, n], c_data)?;
+        let output = Layout::of(gemm.output(), [m, n], c_data)?;
         let description = Description::new()?;
         // SAFETY: every attribute is set with a value of its type.
         unsafe {
@@ -97,7 +102,7 @@ impl Library {
                 algorithm
             }
         };
-        let (alpha, beta) = (1.0f32, if gemm.accumulate { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (1.0f32, if gemm.plus.is_some() { 1.0f32 } else { 0.0 });
         let stream = device.cuda_stream();
         let (workspace, _guard) = self.workspace.device_ptr(&stream);
         // SAFETY: the layouts are those of the caller's matrices; the workspace belongs to this stream.
@@ -111,7 +116,7 @@ impl Library {
                 first.0,
                 a.address as *const c_void,
                 second.0,
-                gemm.c as *const c_void,
+                gemm.plus.unwrap_or(gemm.c) as *const c_void,
                 output.0,
                 gemm.c as *mut c_void,
                 output.0,
@@ -130,14 +135,15 @@ impl Library {
         key: &Key,
     ) -> std::result::Result<cublasLtMatmulAlgo_t, CublasError> {
         let preference = Preference::new()?;
-        let [a, b, c] = key.alignments;
+        let [a, b, c, plus] = key.alignments;
         // SAFETY: every attribute is set with a value of its type; the descriptors live until the end.
         unsafe {
             use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &SUMS_IN_F32)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &b)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &a)?;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &c)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &plus)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &c)?;
             let (handle, description) = (self.handle, description.0);
             result::get_matmul_algo_heuristic(handle, description, first.0, second.0, output.0, output.0, preference.0)
@@ -150,11 +156,12 @@ fn key(gemm: &Gemm) -> Key {
     let alignment = |address: u64| (1u64 << address.trailing_zeros().min(8)).min(MAX_ALIGNMENT) as u32;
     Key {
         sizes: [gemm.m, gemm.n, gemm.k],
+        strides: [gemm.a.stride, gemm.b.stride, gemm.c_stride],
         dtypes: [gemm.dtype, gemm.c_dtype],
         transposed: [gemm.a.is_transposed, gemm.b.is_transposed],
-        accumulate: gemm.accumulate,
+        plus: [gemm.plus.is_some(), gemm.plus == Some(gemm.c)],
         has_bias: gemm.bias.is_some(),
-        alignments: [gemm.a.address, gemm.b.address, gemm.c].map(alignment),
+        alignments: [gemm.a.address, gemm.b.address, gemm.c, gemm.plus.unwrap_or(gemm.c)].map(alignment),
     }
 }
 
@@ -176,9 +183,9 @@ struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
     /// A matrix that is [rows, columns] as the product reads it, as it lies in memory, in columns.
-    fn of(matrix: Matrix, [rows, columns]: [usize; 2], data: cudaDataType) -> std::result::Result<Self, CublasError> {
-        let (rows, columns) = if matrix.is_transposed { (columns, rows) } else { (rows, columns) };
-        result::create_matrix_layout(data, columns as u64, rows as u64, columns as i64).map(Self)
+    fn of(matrix: Matrix, sizes: [usize; 2], data: cudaDataType) -> std::result::Result<Self, CublasError> {
+        let [rows, columns, stride] = matrix.in_memory(sizes);
+        result::create_matrix_layout(data, columns as u64, rows as u64, stride as i64).map(Self)
     }
 }
 

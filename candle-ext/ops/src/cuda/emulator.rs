@@ -12,7 +12,7 @@ use candle_core::{CpuStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 use libloading::Library;
 
-use super::gemm::Gemm;
+use super::gemm::{Gemm, Matrix};
 use super::{Address, Arg, Blocks, Kernels};
 
 thread_local! {
@@ -159,29 +159,34 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
 /// As there.
 pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     let Gemm { m, n, k, a, b, .. } = *gemm;
+    let len = |[rows, columns, stride]: [usize; 3]| (rows.max(1) - 1) * stride + columns;
+    let (of_a, of_b, of_c) = (a.in_memory([m, k]), b.in_memory([k, n]), gemm.output().in_memory([m, n]));
     // SAFETY: the caller answers for the addresses.
-    let (a_values, b_values) = unsafe { (read(a.address, gemm.dtype, m * k)?, read(b.address, gemm.dtype, k * n)?) };
+    let (a_values, b_values) =
+        unsafe { (read(a.address, gemm.dtype, len(of_a))?, read(b.address, gemm.dtype, len(of_b))?) };
+    // SAFETY: as above. What lies between the rows is written as it was.
+    let mut c = unsafe { read(gemm.c, gemm.c_dtype, len(of_c))? };
     // SAFETY: as above.
-    let old = match gemm.accumulate {
-        true => unsafe { read(gemm.c, gemm.c_dtype, m * n)? },
-        false => vec![0.0; m * n],
-    };
+    let plus = gemm.plus.map(|plus| unsafe { read(plus, gemm.c_dtype, len(of_c)) }).transpose()?;
     // SAFETY: as above.
     let bias = gemm.bias.map(|bias| unsafe { read(bias, gemm.c_dtype, n) }).transpose()?;
-    let mut c: Vec<f64> = old.into_iter().map(f64::from).collect();
+    let at = |values: &[f32], matrix: Matrix, [_, _, stride]: [usize; 3], i: usize, j: usize| {
+        f64::from(values[if matrix.is_transposed { j * stride + i } else { i * stride + j }])
+    };
     for i in 0..m {
-        let row = &mut c[i * n..(i + 1) * n];
-        if let Some(bias) = &bias {
-            row.iter_mut().zip(bias).for_each(|(c, bias)| *c += f64::from(*bias));
-        }
+        let row = i * of_c[2]..i * of_c[2] + n;
+        let old = |values: &Option<Vec<f32>>, from: usize| match values {
+            Some(values) => values[from..from + n].iter().map(|x| f64::from(*x)).collect(),
+            None => vec![0.0; n],
+        };
+        let mut sums: Vec<f64> = old(&plus, row.start);
+        sums.iter_mut().zip(old(&bias, 0)).for_each(|(sum, bias)| *sum += bias);
         for p in 0..k {
-            let left = f64::from(if a.is_transposed { a_values[p * m + i] } else { a_values[i * k + p] });
-            for (j, c) in row.iter_mut().enumerate() {
-                *c += left * f64::from(if b.is_transposed { b_values[j * k + p] } else { b_values[p * n + j] });
-            }
+            let left = at(&a_values, a, of_a, i, p);
+            sums.iter_mut().enumerate().for_each(|(j, sum)| *sum += left * at(&b_values, b, of_b, p, j));
         }
+        c[row].iter_mut().zip(sums).for_each(|(c, sum)| *c = sum as f32);
     }
-    let c: Vec<f32> = c.into_iter().map(|x| x as f32).collect();
     // SAFETY: as above.
     unsafe { write(gemm.c, gemm.c_dtype, &c) }
 }

@@ -1,12 +1,14 @@
 //! Copies through pinned memory: the device fetches or leaves the bytes when its stream comes to it.
 
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
 use std::mem::ManuallyDrop;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverError, PinnedHostSlice, result};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, DType, Error, Result, Shape, Storage, Tensor, WithDType};
+use candle_core::{CudaDevice, DType, Device, Error, Result, Shape, Storage, Tensor, WithDType};
 
 use super::{address, driver};
 
@@ -15,8 +17,26 @@ const SMALLEST: usize = 4096;
 /// Buffers from this size on are rounded up to a multiple of it, smaller ones to a power of two.
 const LARGE: usize = 1 << 20;
 
-/// Buffers that nobody holds. A device may still be reading from some.
-static POOL: Mutex<Vec<Staging>> = Mutex::new(Vec::new());
+/// Buffers by device and size, in the order in which their copies began: a stream does them in order, so if the device needs
+/// the first one still, it needs all.
+type Pool = HashMap<(DeviceId, usize), VecDeque<Staging>>;
+
+/// Buffers that nobody holds.
+static POOL: LazyLock<Mutex<Pool>> = LazyLock::new(Mutex::default);
+
+/// Tables that are remembered: a few for each of the batches that are on their way.
+const MAX_TABLES: usize = 8;
+
+thread_local! {
+    /// The latest last.
+    static TABLES: RefCell<VecDeque<Table>> = const { RefCell::new(VecDeque::new()) };
+}
+
+/// What was sent, and what came of it.
+struct Table {
+    bytes: Vec<u8>,
+    on_device: Tensor,
+}
 
 /// A pinned buffer.
 struct Staging {
@@ -27,20 +47,19 @@ struct Staging {
 }
 
 impl Staging {
-    /// Takes a buffer of at least so many bytes, and no more than twice as many, that no copy needs any more.
+    /// Takes a buffer of at least so many bytes that no copy needs any more.
     fn take(device: &CudaDevice, n_bytes: usize) -> std::result::Result<Self, DriverError> {
-        let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
-        let sizes = n_bytes..=(2 * n_bytes).max(SMALLEST);
-        let fits = |staging: &Self| {
-            staging.device == device.id() && sizes.contains(&staging.bytes.len()) && staging.is_ready()
-        };
-        if let Some(at) = pool.iter().position(fits) {
-            return Ok(pool.swap_remove(at));
-        }
         let n_bytes = match n_bytes {
             LARGE.. => n_bytes.next_multiple_of(LARGE),
             _ => n_bytes.next_power_of_two().max(SMALLEST),
         };
+        let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = pool.entry((device.id(), n_bytes)).or_default();
+        if free.front().is_some_and(Self::is_ready)
+            && let Some(staging) = free.pop_front()
+        {
+            return Ok(staging);
+        }
         // SAFETY: whoever takes a buffer writes what is read from it. No flags: the host may read it fast, too.
         let bytes = unsafe { device.cuda_stream().context().alloc_pinned_with_flags(n_bytes, 0)? };
         Ok(Self { device: device.id(), bytes, copy: None })
@@ -56,7 +75,8 @@ impl Staging {
     }
 
     fn give_back(self) {
-        POOL.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+        let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
+        pool.entry((self.device, self.bytes.len())).or_default().push_back(self);
     }
 }
 
@@ -64,12 +84,36 @@ impl Staging {
 pub(crate) fn upload<T: WithDType>(values: &[T], shape: Shape, device: &CudaDevice) -> Result<Tensor> {
     let storage = driver::alloc(device, T::DTYPE, values.len())?;
     let to = driver::base("upload", &storage)?;
-    // SAFETY: numbers have no padding, and bytes need no alignment.
-    let bytes = unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
+    let bytes = bytes_of(values);
     if !bytes.is_empty() {
         send(bytes, to, device).map_err(|error| Error::Msg(format!("upload: CUDA failed: {error}")))?;
     }
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
+}
+
+/// See [`crate::transfer::upload_table`].
+pub(crate) fn upload_table<T: WithDType>(values: &[T], shape: Shape, device: &CudaDevice) -> Result<Tensor> {
+    let is_it = |table: &Table| {
+        let Table { bytes, on_device } = table;
+        let is_here = matches!(on_device.device(), Device::Cuda(other) if other.id() == device.id());
+        is_here && on_device.dtype() == T::DTYPE && on_device.shape() == &shape && bytes == bytes_of(values)
+    };
+    TABLES.with_borrow_mut(|tables| {
+        if let Some(known) = tables.iter().rev().find(|table| is_it(table)) {
+            return Ok(known.on_device.clone());
+        }
+        let on_device = upload(values, shape.clone(), device)?;
+        if tables.len() == MAX_TABLES {
+            tables.pop_front();
+        }
+        tables.push_back(Table { bytes: bytes_of(values).to_vec(), on_device: on_device.clone() });
+        Ok(on_device)
+    })
+}
+
+fn bytes_of<T: WithDType>(values: &[T]) -> &[u8] {
+    // SAFETY: numbers have no padding, and bytes need no alignment.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) }
 }
 
 /// See [`crate::transfer::send_into`].
@@ -83,6 +127,7 @@ pub(crate) fn send_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Resu
 
 fn send(bytes: &[u8], to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
     let stream = device.cuda_stream();
+    stream.context().bind_to_thread()?;
     let mut staging = Staging::take(device, bytes.len())?;
     staging.bytes.as_mut_slice()?[..bytes.len()].copy_from_slice(bytes);
     // SAFETY: the device has room for the bytes at `to`; the buffer is not written again before the copy is done.
@@ -107,6 +152,7 @@ impl Readback {
 
     fn copy(from: super::Address, n_bytes: usize, device: &CudaDevice) -> std::result::Result<Self, DriverError> {
         let stream = device.cuda_stream();
+        stream.context().bind_to_thread()?;
         let mut staging = Staging::take(device, n_bytes)?;
         let to = &mut staging.bytes.as_mut_slice()?[..n_bytes];
         // SAFETY: there are n_bytes at `from`, and the buffer is held until the copy is done.
@@ -120,6 +166,7 @@ impl Readback {
             return Ok(());
         }
         let stream = device.cuda_stream();
+        stream.context().bind_to_thread()?;
         let bytes = &self.staging.bytes.as_slice()?[..self.n_bytes];
         // SAFETY: the device has room for the bytes at `to`, and the buffer goes back with the mark of this copy.
         unsafe { result::memcpy_htod_async(to, bytes, stream.cu_stream())? };

@@ -22,12 +22,12 @@ pub(super) fn gather(ids: &[u32], table: Floats<'_>, y: FloatsMut<'_>, d: usize)
     });
 }
 
-/// dw[ids_i] += dy_i. Each row is summed by one task in the order of positions.
-pub(super) fn scatter_add(ids: &[u32], dy: Floats<'_>, dw: &mut [f32], d: usize) {
+/// dw[ids_i] += dy_i, but for `padding`. Each row is summed by one task in the order of positions.
+pub(super) fn scatter_add(ids: &[u32], dy: Floats<'_>, dw: &mut [f32], d: usize, padding: Option<u32>) {
     if d == 0 {
         return;
     }
-    let mut uses: Vec<(u32, u32)> = ids.iter().copied().zip(0..).collect();
+    let mut uses: Vec<(u32, u32)> = ids.iter().copied().zip(0..).filter(|(id, _)| Some(*id) != padding).collect();
     uses.par_sort_unstable();
     dw.par_chunks_mut(ROWS * d).enumerate().for_each(|(i, rows)| {
         let first = uses.partition_point(|&(id, _)| (id as usize) < i * ROWS);

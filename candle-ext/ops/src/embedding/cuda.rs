@@ -1,6 +1,6 @@
 //! `embedding` on CUDA: launches of `kernel.cu`.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cuda::{Arg, Gpu, Out, address, gpu, kernels, suffix};
 
@@ -10,8 +10,12 @@ const OP: &str = "embedding";
 const THREADS: usize = 256;
 /// Keys that a block sorts, and its threads.
 const TILE: usize = 512;
+/// Sorted runs that are merged at once.
+const FAN_IN: usize = 32;
+/// A key has room in a tile for ids below this.
+const MAX_ROWS: usize = 1 << 23;
 /// Columns that a block adds to, and its threads.
-const COLUMNS: usize = 256;
+const COLUMNS: usize = 1024;
 const SUM_THREADS: usize = 128;
 
 /// Returns y: a row of w [v, d] for each id.
@@ -33,11 +37,14 @@ pub(super) fn gather(ids: &Tensor, w: &Tensor) -> Result<Out> {
     Ok(y)
 }
 
-/// dw[ids_i] += dy_i for a table of v rows.
-pub(super) fn scatter_add(ids: &Tensor, dy: &Tensor, dw: &Tensor, v: usize) -> Result<()> {
+/// dw[ids_i] += dy_i for a table of v rows, but for `padding`.
+pub(super) fn scatter_add(ids: &Tensor, dy: &Tensor, dw: &Tensor, v: usize, padding: Option<u32>) -> Result<()> {
     let on = gpu(OP, dy)?;
     let (t, d) = (ids.elem_count(), dw.elem_count() / v.max(1));
-    let keys = sorted_keys(on, ids, v)?;
+    if v >= MAX_ROWS {
+        bail!("{OP}: on CUDA a trained table of fewer than {MAX_ROWS} rows, not {v}")
+    }
+    let keys = sorted_keys(on, ids, v, padding)?;
     let args = [
         Arg::Address(keys.address),
         Arg::Address(address(OP, dy)?),
@@ -51,11 +58,18 @@ pub(super) fn scatter_add(ids: &Tensor, dy: &Tensor, dw: &Tensor, v: usize) -> R
     unsafe { KERNELS.launch(on, &name, [t, d.div_ceil(COLUMNS), 1], SUM_THREADS, &args) }
 }
 
-/// The id and the position of each token, t keys of 64 bits in ascending order.
-fn sorted_keys(on: Gpu, ids: &Tensor, v: usize) -> Result<Out> {
+/// The id and the position of each token, t keys of 64 bits in ascending order; v for ids that get no gradient.
+fn sorted_keys(on: Gpu, ids: &Tensor, v: usize, padding: Option<u32>) -> Result<Out> {
     let t = ids.elem_count();
     let (mut keys, mut spare) = (Out::new(on, DType::I64, t)?, Out::new(on, DType::I64, t)?);
-    let args = [Arg::Address(address(OP, ids)?), Arg::Address(keys.address), Arg::I64(t as i64), Arg::I32(v as i32)];
+    let args = [
+        Arg::Address(address(OP, ids)?),
+        Arg::Address(keys.address),
+        Arg::I64(t as i64),
+        Arg::I32(v as i32),
+        // No table has a row of this number.
+        Arg::I32(padding.unwrap_or(u32::MAX) as i32),
+    ];
     // SAFETY: there are t ids and t keys.
     unsafe { KERNELS.launch(on, "sort_tiles", [t.div_ceil(TILE), 1, 1], TILE, &args)? };
     let mut run = TILE;
@@ -64,7 +78,7 @@ fn sorted_keys(on: Gpu, ids: &Tensor, v: usize) -> Result<Out> {
         // SAFETY: both have t keys.
         unsafe { KERNELS.launch(on, "merge_runs", [t.div_ceil(THREADS), 1, 1], THREADS, &args)? };
         (keys, spare) = (spare, keys);
-        run *= 2;
+        run *= FAN_IN;
     }
     Ok(keys)
 }

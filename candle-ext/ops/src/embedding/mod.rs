@@ -26,7 +26,7 @@ pub fn embedding(ids: &Tensor, w: &Weight, padding: Option<u32>) -> Result<Tenso
     let ids = ids.contiguous()?;
     let (y, weight) = (gather(&ids, w)?, w.clone());
     Ok(record("embedding", [w.into()], y, move |dy| {
-        scatter_add(&ids, &without_padding(dy, &ids, padding)?, &weight)?;
+        scatter_add(&ids, dy, &weight, padding)?;
         Ok([None])
     }))
 }
@@ -44,9 +44,9 @@ pub fn embedding_part(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>
     let y = only_where(&is_here, &gather(&local, w)?)?;
     // No table has a row of this number.
     let elsewhere = is_here.where_cond(&local, &fixed(u32::MAX)?)?;
-    let weight = w.clone();
+    let (weight, padding) = (w.clone(), padding.and_then(|padding| padding.checked_sub(first)));
     Ok(record("embedding_part", [w.into()], y, move |dy| {
-        scatter_add(&elsewhere, &without_padding(dy, &ids, padding)?, &weight)?;
+        scatter_add(&elsewhere, dy, &weight, padding)?;
         Ok([None])
     }))
 }
@@ -63,23 +63,17 @@ fn gather(ids: &Tensor, w: &Weight) -> Result<Tensor> {
     Ok(storage::tensor(y, shape))
 }
 
-/// Adds the rows of dy to those of the sink that the ids name, if there is one.
-fn scatter_add(ids: &Tensor, dy: &Tensor, w: &Weight) -> Result<()> {
+/// Adds the rows of dy to those of the sink that the ids name, but for `padding`, if there is one.
+fn scatter_add(ids: &Tensor, dy: &Tensor, w: &Weight, padding: Option<u32>) -> Result<()> {
     let Some(sink) = w.sink() else { return Ok(()) };
     on_device!("embedding", dy, {
         cpu => {
             let (dy, ids) = (host("embedding", dy)?, host("embedding", ids)?);
             let (dy, ids) = (dy.floats()?, ids.slice::<u32>()?);
-            sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, w.dims()[1]))
+            sink.add("embedding", |dw| cpu::scatter_add(ids, dy, dw, w.dims()[1], padding))
         },
-        cuda => cuda::scatter_add(ids, dy, &sink.grad()?, w.dims()[0]),
+        cuda => cuda::scatter_add(ids, dy, &sink.grad()?, w.dims()[0], padding),
     })
-}
-
-/// dy [.., d] with zeros where the id is that of padding.
-fn without_padding(dy: &Tensor, ids: &Tensor, padding: Option<u32>) -> Result<Tensor> {
-    let Some(padding) = padding else { return Ok(dy.clone()) };
-    only_where(&ids.ne(padding)?, dy)
 }
 
 /// The rows of x [.., d] where `kept` [..] is not zero, and zeros.

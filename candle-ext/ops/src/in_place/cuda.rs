@@ -2,14 +2,15 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::cuda::{Arg, FLAT_THREADS, Out, address, gpu, kernels, suffix};
+use crate::cuda::{Arg, FLAT_THREADS, Out, address, columns, gpu, kernels, suffix};
 
 kernels!("in_place");
 
 /// Elements of a thread, about.
 const PER_THREAD: usize = 8;
-/// The most blocks that sum, whatever the device has room for: the order of the sum must not depend on it.
-const PARTS: usize = 1024;
+/// The most blocks that sum, whatever the device has room for: the order of the sum must not depend on it. An H100 has room
+/// for all of them at once.
+const PARTS: usize = columns::BLOCKS;
 
 /// x = 0
 pub(super) fn zero(x: &Tensor) -> Result<()> {

@@ -31,8 +31,8 @@ pub(super) fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out_dtype: 
     Ok(y)
 }
 
-/// dx = dy w
-pub(super) fn grad_x(dy: &Tensor, w: &Tensor, dtype: DType, dims: Dims) -> Result<Out> {
+/// dx = dy w, plus a `sum` of its shape and format
+pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType, dims: Dims) -> Result<Out> {
     let dy = dy.to_dtype(dtype)?;
     same_dtype(OP, &dy, w)?;
     let on = gpu(OP, &dy)?;
@@ -41,9 +41,10 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, dtype: DType, dims: Dims) -> Resul
         a: Matrix::plain(address(OP, &dy)?),
         b: Matrix::plain(address(OP, w)?),
         c: dx.address,
+        plus: sum.map(|sum| address(OP, sum)).transpose()?,
         ..Gemm::new([dims.t, dims.k, dims.n], dtype)
     };
-    // SAFETY: dy is [t, n], w [n, k], dx a new [t, k].
+    // SAFETY: dy is [t, n], w [n, k], the sum [t, k], dx a new [t, k].
     unsafe { gemm.run(on)? };
     Ok(dx)
 }
@@ -56,7 +57,7 @@ pub(super) fn add_grad_w(dy: &Tensor, x: &Tensor, dw: &Tensor, dims: Dims) -> Re
         b: Matrix::plain(address(OP, x)?),
         c: address(OP, dw)?,
         c_dtype: dw.dtype(),
-        accumulate: true,
+        plus: Some(address(OP, dw)?),
         ..Gemm::new([dims.n, dims.k, dims.t], x.dtype())
     };
     // SAFETY: dy is [t, n], x [t, k], dw a gradient [n, k].

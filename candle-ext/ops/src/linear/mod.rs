@@ -13,6 +13,8 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::product::Dims;
 use crate::span::span;
 use crate::storage::{self, host};
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::tape::take_sum;
 use crate::tape::{Kept, is_tracked, keep, put_off, puts_off, record};
 use crate::weight::Weight;
 
@@ -133,7 +135,11 @@ impl Saved {
                 cpu::grad_x(dy.floats()?, w.floats()?, dx.view(), self.dims);
                 Ok(Some(storage::tensor(dx, shape.as_slice())))
             },
-            cuda => Ok(Some(cuda::grad_x(dy, &self.w.value()?, *dtype, self.dims)?.into_tensor(shape.as_slice()))),
+            cuda => {
+                let sum = take_sum(*dtype, shape)?;
+                let dx = cuda::grad_x(dy, &self.w.value()?, sum.as_ref(), *dtype, self.dims)?;
+                Ok(Some(dx.into_tensor(shape.as_slice())))
+            },
         })
     }
 }

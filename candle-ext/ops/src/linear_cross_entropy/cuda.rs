@@ -48,6 +48,14 @@ struct Chunk {
     len: usize,
 }
 
+/// The size of the fewest chunks of at most `most` of n tokens, none much smaller than the others: of whole tiles of a
+/// product, if there is room for them.
+fn even_chunk(n: usize, most: usize) -> usize {
+    const TILE: usize = 128;
+    let n_chunks = n.div_ceil(most).max(1);
+    n.div_ceil(n_chunks).next_multiple_of(TILE).clamp(1, most)
+}
+
 impl<'a> Head<'a> {
     pub(super) fn new(
         x: &'a Tensor,
@@ -66,7 +74,7 @@ impl<'a> Head<'a> {
         };
         let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
         let v = part.map_or(sizes.v, |part| part.n_largest);
-        let tokens_at_once = (LOGITS / v.max(1)).clamp(1, chunk);
+        let tokens_at_once = even_chunk(targets.len(), (LOGITS / v.max(1)).clamp(1, chunk));
         Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_at_once, part })
     }
 
@@ -86,6 +94,7 @@ impl<'a> Head<'a> {
                     Arg::Address(self.class_of(chunk)?),
                     Arg::Address(losses.address + 4 * chunk.start as Address),
                     Arg::I32(self.sizes.v as i32),
+                    Arg::I32(self.stride() as i32),
                 ];
                 // SAFETY: there are chunk.len rows of logits, and as many classes and losses from its start on.
                 unsafe { KERNELS.launch(self.gpu, "losses", [chunk.len, 1, 1], THREADS, &args)? };
@@ -107,6 +116,7 @@ impl<'a> Head<'a> {
                 Arg::Address(losses.address + start),
                 Arg::Address(d_logits.address),
                 Arg::I32(self.sizes.v as i32),
+                Arg::I32(self.stride() as i32),
             ];
             let name = format!("gradients_{}", suffix(OP, dtype)?);
             // SAFETY: as above, and there are as many weights and rows of gradients.
@@ -122,6 +132,7 @@ impl<'a> Head<'a> {
     /// The same where w is a part: what this one knows of the logits is merged with what the others know, chunk by chunk.
     fn run_part(&self, part: &VocabPart, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
         let (n, v, dtype) = (self.targets.len(), self.sizes.v as i32, self.x.dtype());
+        let stride = self.stride() as i32;
         let with_dx = gradients.map(|gradients| {
             let weights = self.weights(gradients.weights, gradients.factor)?;
             Ok::<_, candle_core::Error>((weights, Tensor::zeros(self.x.shape(), dtype, self.x.device())?, gradients.dw))
@@ -138,6 +149,7 @@ impl<'a> Head<'a> {
                 Arg::Address(known.address),
                 Arg::I32(chunk.len as i32),
                 Arg::I32(v),
+                Arg::I32(stride),
             ];
             // SAFETY: there are chunk.len rows of logits, as many classes, and room for three numbers of each.
             unsafe { KERNELS.launch(self.gpu, "known", [chunk.len, 1, 1], THREADS, &args)? };
@@ -155,6 +167,7 @@ impl<'a> Head<'a> {
                 Arg::Address(address(OP, &sum)?),
                 Arg::Address(d_logits.address),
                 Arg::I32(v),
+                Arg::I32(stride),
             ];
             let name = format!("part_gradients_{}", suffix(OP, dtype)?);
             // SAFETY: as above, and there are as many weights, largest logits, sums and rows of gradients.
@@ -182,7 +195,7 @@ impl<'a> Head<'a> {
     fn room_for_gradients(&self, chunk: Chunk) -> Result<Option<Out>> {
         match self.x.dtype() {
             DType::F32 => Ok(None),
-            dtype => Ok(Some(Out::new(self.gpu, dtype, chunk.len * self.sizes.v)?)),
+            dtype => Ok(Some(Out::new(self.gpu, dtype, chunk.len * self.stride())?)),
         }
     }
 
@@ -200,6 +213,7 @@ impl<'a> Head<'a> {
                 Arg::Address(losses.address + start),
                 Arg::Address(is_top.address + start),
                 Arg::I32(self.sizes.v as i32),
+                Arg::I32(self.stride() as i32),
             ];
             // SAFETY: there are chunk.len rows of logits, and as many classes, losses and marks from its start on.
             unsafe { KERNELS.launch(self.gpu, "scores", [chunk.len, 1, 1], THREADS, &args)? };
@@ -229,6 +243,14 @@ impl<'a> Head<'a> {
         // SAFETY: there are n losses and room for one number.
         unsafe { KERNELS.launch(self.gpu, "total", [1, 1, 1], COPIERS, &args)? };
         Ok(total.into_tensor(()))
+    }
+
+    /// From one row of logits to the next: whole packs, so that every row can be read in packs.
+    fn stride(&self) -> usize {
+        const PACK: usize = 8;
+        const LINE: usize = 64;
+        let v = self.sizes.v;
+        if v.is_multiple_of(PACK) { v } else { v.next_multiple_of(LINE) }
     }
 
     fn chunks(&self) -> impl Iterator<Item = Chunk> + use<> {
@@ -261,11 +283,12 @@ impl<'a> Head<'a> {
     }
 
     fn logits(&self, x: &Out, chunk: Chunk) -> Result<Out> {
-        let logits = Out::new(self.gpu, DType::F32, chunk.len * self.sizes.v)?;
+        let logits = Out::new(self.gpu, DType::F32, chunk.len * self.stride())?;
         let gemm = Gemm {
             a: Matrix::plain(x.address),
             b: Matrix::transposed(address(OP, self.w)?),
             c: logits.address,
+            c_stride: Some(self.stride()),
             c_dtype: DType::F32,
             ..Gemm::new([chunk.len, self.sizes.v, self.sizes.d], self.x.dtype())
         };
@@ -278,7 +301,7 @@ impl<'a> Head<'a> {
         let Sizes { v, d, .. } = self.sizes;
         let dx_chunk = Out::new(self.gpu, self.x.dtype(), chunk.len * d)?;
         let gemm = Gemm {
-            a: Matrix::plain(d_logits.address),
+            a: Matrix::plain(d_logits.address).with_stride(self.stride()),
             b: Matrix::plain(address(OP, self.w)?),
             c: dx_chunk.address,
             ..Gemm::new([chunk.len, d, v], self.x.dtype())
@@ -292,14 +315,31 @@ impl<'a> Head<'a> {
     /// dw += d_logits^T x
     fn add_grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, dw: &Tensor) -> Result<()> {
         let gemm = Gemm {
-            a: Matrix::transposed(d_logits.address),
+            a: Matrix::transposed(d_logits.address).with_stride(self.stride()),
             b: Matrix::plain(x.address),
             c: address(OP, dw)?,
             c_dtype: dw.dtype(),
-            accumulate: true,
+            plus: Some(address(OP, dw)?),
             ..Gemm::new([self.sizes.v, self.sizes.d, chunk.len], self.x.dtype())
         };
         // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d].
         unsafe { gemm.run(self.gpu) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::even_chunk;
+
+    #[test]
+    fn chunks_are_few_and_even() {
+        assert_eq!(
+            [(4096, 1766), (4096, 4096), (4096, 1024), (5, 3), (0, 7), (1, 1)].map(|(n, most)| even_chunk(n, most)),
+            [1408, 4096, 1024, 3, 1, 1]
+        );
+        for (n, most) in (1..3000).flat_map(|n| [1, 7, 100, 128, 700, 5000].map(|most| (n, most))) {
+            let chunk = even_chunk(n, most);
+            assert!(chunk <= most && n.div_ceil(chunk) == n.div_ceil(most), "{n} {most}: {chunk}");
+        }
     }
 }

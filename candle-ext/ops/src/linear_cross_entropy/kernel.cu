@@ -1,4 +1,5 @@
-// linear_cross_entropy: a block for each token that counts. n tokens, v vocabulary, d model, W logits at a time.
+// linear_cross_entropy: a block for each token that counts. n tokens, v vocabulary, d model, W logits at a time; from one row
+// of logits or of their gradients to the next are `stride`.
 #include "common.cuh"
 
 #include <math.h>
@@ -18,31 +19,37 @@ struct MaxAndSum {
     float max, sum;
 };
 
-// Whether each row of v logits can be read in packs of WIDE, and its gradient written in packs of as many.
-template <typename T> __device__ __forceinline__ bool is_wide_row(int v, const float* logits, const T* d_logits) {
-    return is_wide<float>(v, logits) && reinterpret_cast<uintptr_t>(d_logits) % sizeof(Pack<T, WIDE<float>>) == 0;
+// Whether a row of logits can be read in packs of WIDE, but for what is left at its end.
+__device__ __forceinline__ bool is_wide_row(const float* logits) { return is_wide<float>(0, logits); }
+
+// And its gradient be written in packs of as many.
+template <typename T> __device__ __forceinline__ bool is_wide_row(const float* logits, const T* d_logits) {
+    return is_wide_row(logits) && reinterpret_cast<uintptr_t>(d_logits) % sizeof(Pack<T, WIDE<float>>) == 0;
+}
+
+template <int W> __device__ __forceinline__ void add_to(MaxAndSum& found, const Pack<float, W>& pack) {
+    const float before = found.max;
+#pragma unroll
+    for (int j = 0; j < W; ++j) found.max = fmaxf(found.max, pack.at[j]);
+    found.sum = before == -INFINITY && found.sum == 0.0f ? 0.0f : found.sum * expf(before - found.max);
+    // A NaN has no largest and goes into the sum.
+#pragma unroll
+    for (int j = 0; j < W; ++j) found.sum += pack.at[j] == -INFINITY ? 0.0f : expf(pack.at[j] - found.max);
 }
 
 // The largest logit of the thread's share of a row, and the sum of exp(logit - largest).
 template <int W> __device__ __forceinline__ MaxAndSum max_and_sum_of_thread(const float* logits, int v) {
-    float largest = -INFINITY, sum = 0.0f;
-    for (int i = threadIdx.x * W; i < v; i += blockDim.x * W) {
-        const auto pack = load<W>(logits + i);
-        const float before = largest;
-#pragma unroll
-        for (int j = 0; j < W; ++j) largest = fmaxf(largest, pack.at[j]);
-        sum = before == -INFINITY && sum == 0.0f ? 0.0f : sum * expf(before - largest);
-        // A NaN has no largest and goes into the sum.
-#pragma unroll
-        for (int j = 0; j < W; ++j) sum += pack.at[j] == -INFINITY ? 0.0f : expf(pack.at[j] - largest);
-    }
-    return {largest, sum};
+    MaxAndSum found = {-INFINITY, 0.0f};
+    const int end = v - v % W;
+    for (int i = threadIdx.x * W; i < end; i += blockDim.x * W) add_to(found, load<W>(logits + i));
+    if (W > 1 && threadIdx.x < v % W) add_to(found, load<1>(logits + end + threadIdx.x));
+    return found;
 }
 
 // The largest logit and the sum of exp(logit - largest), in one pass over the row.
 __device__ __forceinline__ MaxAndSum max_and_sum(const float* logits, int v) {
-    const auto [largest, sum] = is_wide<float>(v, logits) ? max_and_sum_of_thread<WIDE<float>>(logits, v)
-                                                          : max_and_sum_of_thread<1>(logits, v);
+    const auto [largest, sum] = is_wide_row(logits) ? max_and_sum_of_thread<WIDE<float>>(logits, v)
+                                                    : max_and_sum_of_thread<1>(logits, v);
     const float all = block_max(largest);
     const float scale = largest == -INFINITY && sum == 0.0f ? 0.0f : expf(largest - all);
     return {all, block_sum(sum * scale)};
@@ -50,8 +57,8 @@ __device__ __forceinline__ MaxAndSum max_and_sum(const float* logits, int v) {
 
 // d_logits = scale exp(logit - largest), less the weight at the target; it may lie where the logits do
 template <int W, typename T>
-__device__ __forceinline__ void write_gradients(const float* logits, T* d_logits, int v, int target, float weight,
-                                                float largest, float scale) {
+__device__ __forceinline__ void write_gradients_of_packs(const float* logits, T* d_logits, int v, int target,
+                                                         float weight, float largest, float scale) {
     for (int i = threadIdx.x * W; i < v; i += blockDim.x * W) {
         const auto pack = load<W>(logits + i);
         Pack<T, W> gradients;
@@ -64,17 +71,26 @@ __device__ __forceinline__ void write_gradients(const float* logits, T* d_logits
     }
 }
 
+template <typename T>
+__device__ __forceinline__ void write_gradients(const float* logits, T* d_logits, int v, int target, float weight,
+                                                float largest, float scale) {
+    const int end = is_wide_row(logits, d_logits) ? v - v % WIDE<float> : 0;
+    write_gradients_of_packs<WIDE<float>>(logits, d_logits, end, target, weight, largest, scale);
+    write_gradients_of_packs<1>(logits + end, d_logits + end, v - end, target - end, weight, largest, scale);
+}
+
 // loss = log sum exp(logits) - logits[class]
-extern "C" __global__ void losses(const float* logits, const unsigned* classes, float* loss, int v) {
-    logits += static_cast<long long>(blockIdx.x) * v;
+extern "C" __global__ void losses(const float* logits, const unsigned* classes, float* loss, int v, int stride) {
+    logits += static_cast<long long>(blockIdx.x) * stride;
     const auto [largest, sum] = max_and_sum(logits, v);
     if (threadIdx.x == 0) loss[blockIdx.x] = largest - logits[classes[blockIdx.x]] + logf(sum);
 }
 
 // As losses; and whether the class is the first of those with the largest logit.
-extern "C" __global__ void scores(const float* logits, const unsigned* classes, float* loss, float* is_top, int v) {
+extern "C" __global__ void scores(const float* logits, const unsigned* classes, float* loss, float* is_top, int v,
+                                  int stride) {
     __shared__ int is_beaten;
-    logits += static_cast<long long>(blockIdx.x) * v;
+    logits += static_cast<long long>(blockIdx.x) * stride;
     const int target = classes[blockIdx.x];
     const auto [largest, sum] = max_and_sum(logits, v);
     const bool is_largest = logits[target] == largest;
@@ -93,8 +109,8 @@ extern "C" __global__ void scores(const float* logits, const unsigned* classes, 
 // As losses; and d_logits = weight (softmax - onehot), which may lie where the logits do.
 template <typename T>
 __device__ void gradients(const float* logits, const unsigned* classes, const float* weights, float* loss,
-                          T* d_logits, int v) {
-    const long long start = static_cast<long long>(blockIdx.x) * v;
+                          T* d_logits, int v, int stride) {
+    const long long start = static_cast<long long>(blockIdx.x) * stride;
     logits += start;
     d_logits += start;
     const int target = classes[blockIdx.x];
@@ -102,17 +118,14 @@ __device__ void gradients(const float* logits, const unsigned* classes, const fl
     const auto [largest, sum] = max_and_sum(logits, v);
     if (threadIdx.x == 0) loss[blockIdx.x] = largest - logits[target] + logf(sum);
     __syncthreads();
-    if (is_wide_row(v, logits, d_logits)) {
-        write_gradients<WIDE<float>>(logits, d_logits, v, target, weight, largest, weight / sum);
-    } else {
-        write_gradients<1>(logits, d_logits, v, target, weight, largest, weight / sum);
-    }
+    write_gradients(logits, d_logits, v, target, weight, largest, weight / sum);
 }
 
 // Of a part of the vocabulary, [3, n]: the largest logit, the sum of exp(logit - largest), and the logit of the class, or
 // 0 if another part has it: then the class is no row.
-extern "C" __global__ void known(const float* logits, const unsigned* classes, float* numbers, int n, int v) {
-    logits += static_cast<long long>(blockIdx.x) * v;
+extern "C" __global__ void known(const float* logits, const unsigned* classes, float* numbers, int n, int v,
+                                 int stride) {
+    logits += static_cast<long long>(blockIdx.x) * stride;
     const auto [largest, sum] = max_and_sum(logits, v);
     if (threadIdx.x > 0) return;
     const unsigned target = classes[blockIdx.x];
@@ -124,15 +137,13 @@ extern "C" __global__ void known(const float* logits, const unsigned* classes, f
 // d_logits = weight (softmax - onehot) of a part, from the largest logit and the sum of all parts
 template <typename T>
 __device__ void part_gradients(const float* logits, const unsigned* classes, const float* weights,
-                               const float* largest, const float* sums, T* d_logits, int v) {
-    const long long start = static_cast<long long>(blockIdx.x) * v;
+                               const float* largest, const float* sums, T* d_logits, int v, int stride) {
+    const long long start = static_cast<long long>(blockIdx.x) * stride;
     logits += start;
     d_logits += start;
     const int target = classes[blockIdx.x];
     const float weight = weights[blockIdx.x], max = largest[blockIdx.x];
-    const float scale = weight / sums[blockIdx.x];
-    if (is_wide_row(v, logits, d_logits)) write_gradients<WIDE<float>>(logits, d_logits, v, target, weight, max, scale);
-    else write_gradients<1>(logits, d_logits, v, target, weight, max, scale);
+    write_gradients(logits, d_logits, v, target, weight, max, weight / sums[blockIdx.x]);
 }
 
 // to[i] = from[rows[i]], a block for each row of d elements
@@ -160,13 +171,14 @@ extern "C" __global__ void total(const float* loss, float* sum_of_losses, int n,
 
 #define KERNELS(T, suffix)                                                                                        \
     extern "C" __global__ void gradients_##suffix(const float* logits, const unsigned* classes,                   \
-                                                  const float* weights, float* loss, T* d_logits, int v) {        \
-        gradients<T>(logits, classes, weights, loss, d_logits, v);                                                \
+                                                  const float* weights, float* loss, T* d_logits, int v,          \
+                                                  int stride) {                                                   \
+        gradients<T>(logits, classes, weights, loss, d_logits, v, stride);                                        \
     }                                                                                                             \
     extern "C" __global__ void part_gradients_##suffix(const float* logits, const unsigned* classes,              \
                                                        const float* weights, const float* largest,                \
-                                                       const float* sums, T* d_logits, int v) {                   \
-        part_gradients<T>(logits, classes, weights, largest, sums, d_logits, v);                                  \
+                                                       const float* sums, T* d_logits, int v, int stride) {       \
+        part_gradients<T>(logits, classes, weights, largest, sums, d_logits, v, stride);                          \
     }                                                                                                             \
     extern "C" __global__ void gather_##suffix(const T* from, const unsigned* rows, T* to, int d) {               \
         gather<T>(from, rows, to, d);                                                                             \

@@ -29,8 +29,8 @@ pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, y: FloatsMut<'_>, d: usize, 
     });
 }
 
-/// dx = r (g - n mean(g n)), g = dy w
-pub(super) fn grad_x(x: Floats<'_>, w: Floats<'_>, dy: Floats<'_>, dx: FloatsMut<'_>, eps: f32) {
+/// dx = r (g - n mean(g n)), g = dy w, plus another gradient
+pub(super) fn grad_x([x, w, dy]: [Floats<'_>; 3], plus: Option<Floats<'_>>, dx: FloatsMut<'_>, eps: f32) {
     let mut w_wide = Vec::new();
     let w = w.widened(&mut w_wide);
     let d = w.len();
@@ -40,11 +40,15 @@ pub(super) fn grad_x(x: Floats<'_>, w: Floats<'_>, dy: Floats<'_>, dx: FloatsMut
         for row in 0..dx.len() / d {
             let range = (i * n_rows + row) * d..(i * n_rows + row + 1) * d;
             let x = x.slice(range.clone()).widened(&mut x_wide);
-            let dy = dy.slice(range).widened(&mut dy_wide);
+            let dy = dy.slice(range.clone()).widened(&mut dy_wide);
             let r = reciprocal_rms(x, eps);
             vectorised!(out.iter_mut().zip(dy).zip(w).for_each(|((g, dy), w)| *g = dy * w));
             let gn = dot(x, &out) * r / d as f32;
             vectorised!(out.iter_mut().zip(x).for_each(|(g, x)| *g = r * (*g - x * r * gn)));
+            if let Some(plus) = plus {
+                let plus = plus.slice(range).widened(&mut dy_wide);
+                vectorised!(out.iter_mut().zip(plus).for_each(|(dx, plus)| *dx += plus));
+            }
             dx.write(row * d, &out);
         }
     });

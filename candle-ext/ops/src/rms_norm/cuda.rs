@@ -20,21 +20,20 @@ pub(super) fn forward(x: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out
     let on = gpu(OP, x)?;
     let t = x.elem_count() / d;
     let (y, rstd) = (Out::new(on, x.dtype(), x.elem_count())?, Out::new(on, DType::F32, t)?);
-    let args = [
-        Arg::Address(address(OP, x)?),
-        Arg::Address(address(OP, w)?),
-        Arg::Address(y.address),
-        Arg::Address(rstd.address),
-        Arg::I32(d as i32),
-        Arg::F32(eps),
-    ];
-    let name = format!("forward_{}", suffix(OP, x.dtype())?);
+    let [x_at, w_at] = [address(OP, x)?, address(OP, w)?];
+    let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, w_at, y.address]));
+    let mut args: Vec<Arg> = [x_at, w_at, y.address, rstd.address].into_iter().map(Arg::Address).collect();
+    args.extend(matches!(threads, Threads::Packs { .. }).then_some(Arg::I32(t as i32)));
+    args.push(Arg::I32(d as i32));
+    args.extend(threads.lanes());
+    args.push(Arg::F32(eps));
+    let name = threads.kernel("forward", suffix(OP, x.dtype())?);
     // SAFETY: x and y have t rows of d elements, w one, rstd t elements.
-    unsafe { KERNELS.launch(on, &name, [t, 1, 1], row_threads(d), &args)? };
+    unsafe { KERNELS.launch(on, &name, [t.div_ceil(threads.rows()), 1, 1], threads.of_block(), &args)? };
     Ok((y, rstd.into_tensor(t)))
 }
 
-/// How the threads of a backward share out rows.
+/// How threads share out rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Threads {
     /// `lanes` of a block's `threads` have a row, and hold `packs` packs of it each.
@@ -55,7 +54,7 @@ impl Threads {
             33..=64 => Self::Packs { packs: 2, lanes: WARP, threads: FLAT_THREADS },
             65..=128 => Self::Packs { packs: 4, lanes: WARP, threads: FLAT_THREADS },
             _ => {
-                let packs = [1, 2].into_iter().find(|packs| n_packs <= packs * FLAT_THREADS).unwrap_or(4);
+                let packs = if n_packs <= 2 * FLAT_THREADS { 2 } else { 4 };
                 let lanes = n_packs.div_ceil(packs).next_multiple_of(WARP);
                 if lanes <= MOST {
                     Self::Packs { packs, lanes, threads: lanes }
@@ -63,6 +62,34 @@ impl Threads {
                     Self::Long { threads: row_threads(d) }
                 }
             }
+        }
+    }
+
+    fn kernel(self, pass: &str, suffix: &str) -> String {
+        match self {
+            Self::Packs { packs, .. } => format!("{pass}_{packs}_{suffix}"),
+            Self::Long { .. } => format!("{pass}_long_{suffix}"),
+        }
+    }
+
+    fn lanes(self) -> Option<Arg> {
+        match self {
+            Self::Packs { lanes, .. } => Some(Arg::I32(lanes as i32)),
+            Self::Long { .. } => None,
+        }
+    }
+
+    fn of_block(self) -> usize {
+        match self {
+            Self::Packs { threads, .. } | Self::Long { threads } => threads,
+        }
+    }
+
+    /// Blocks of a backward, all at once on an H100: its registers have room for half of the larger ones.
+    fn blocks(self) -> usize {
+        match self {
+            Self::Packs { packs, threads, .. } if packs * threads > 384 => columns::BLOCKS / 2,
+            _ => columns::BLOCKS,
         }
     }
 
@@ -75,12 +102,10 @@ impl Threads {
     }
 }
 
-/// Adds the sum of dy n over rows to `dw` and returns dx, where they are wanted. Rows are read once.
+/// Adds the sum of dy n over rows to `dw` and returns dx plus what it is added to, where they are wanted. Rows are read once.
 pub(super) fn backward(
-    x: &Tensor,
-    w: &Tensor,
-    dy: &Tensor,
-    rstd: &Tensor,
+    [x, w, dy, rstd]: [&Tensor; 4],
+    plus: Option<&Tensor>,
     dw: Option<&Tensor>,
     wants_dx: bool,
 ) -> Result<Option<Tensor>> {
@@ -91,22 +116,19 @@ pub(super) fn backward(
     let dx = wants_dx.then(|| Out::new(on, x.dtype(), x.elem_count())).transpose()?;
     let [x_at, w_at, dy_at] = [address(OP, x)?, address(OP, w)?, address(OP, dy)?];
     let dx_at = dx.as_ref().map_or(0, |dx| dx.address);
-    let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, w_at, dy_at, dx_at]));
-    let n_parts = t.div_ceil(threads.rows() * LEAST_TURNS).min(columns::BLOCKS);
+    let plus_at = plus.map_or(Ok(0), |plus| address(OP, plus))?;
+    let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, w_at, dy_at, plus_at, dx_at]));
+    let n_parts = t.div_ceil(threads.rows() * LEAST_TURNS).min(threads.blocks());
     let parts = dw.map(|_| Out::new(on, DType::F32, n_parts * d)).transpose()?;
     let parts_at = parts.as_ref().map_or(0, |parts| parts.address);
     let mut args: Vec<Arg> =
-        [x_at, w_at, dy_at, address(OP, rstd)?, dx_at, parts_at].into_iter().map(Arg::Address).collect();
+        [x_at, w_at, dy_at, address(OP, rstd)?, plus_at, dx_at, parts_at].into_iter().map(Arg::Address).collect();
     args.extend([Arg::I32(t as i32), Arg::I32(d as i32)]);
-    let (name, n_threads) = match threads {
-        Threads::Packs { packs, lanes, threads } => {
-            args.push(Arg::I32(lanes as i32));
-            (format!("backward_{packs}_{}", suffix(OP, x.dtype())?), threads)
-        }
-        Threads::Long { threads } => (format!("backward_long_{}", suffix(OP, x.dtype())?), threads),
-    };
-    // SAFETY: x, dy and dx have t rows of d elements, w one, rstd t elements, and there is a row of sums for each block.
-    unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], n_threads, &args)? };
+    args.extend(threads.lanes());
+    let name = threads.kernel("backward", suffix(OP, x.dtype())?);
+    // SAFETY: x, dy, dx and what it is added to have t rows of d elements, w one, rstd t elements, and there is a row of sums
+    // for each block.
+    unsafe { KERNELS.launch(on, &name, [n_parts, 1, 1], threads.of_block(), &args)? };
     if let Some(dw) = dw {
         // SAFETY: the kernel has written so many rows of d.
         unsafe { columns::add_parts(&KERNELS, on, parts_at, [n_parts, d], dw)? };
@@ -133,7 +155,7 @@ mod tests {
             }
         }
         assert_eq!(Threads::of(128, 8), Threads::Packs { packs: 1, lanes: 16, threads: 256 });
-        assert_eq!(Threads::of(2048, 8), Threads::Packs { packs: 1, lanes: 256, threads: 256 });
+        assert_eq!(Threads::of(2048, 8), Threads::Packs { packs: 2, lanes: 128, threads: 128 });
         assert_eq!(Threads::of(2560, 8), Threads::Packs { packs: 2, lanes: 160, threads: 160 });
     }
 }

@@ -1,29 +1,37 @@
-// rms_norm: t rows, d elements, W of them at a time. Forward, a block has a row.
+// rms_norm: t rows, d elements, W of them at a time.
+//
+// `lanes` threads have a row, each P packs of W of its elements: a power of two of them, up to a warp, of a block of 256, or
+// all of a block. So each row is read once.
+#include <ptx.cuh>
+
 #include "common.cuh"
 
-// y = x / sqrt(mean(x^2) + eps) * w; the normalised x is rounded before it meets w.
-template <int W, typename T>
-__device__ void forward(const T* x, const T* w, T* y, float* rstd, int d, float eps) {
-    const long long row = blockIdx.x;
-    x += row * d;
-    y += row * d;
-    float sum = 0.0f;
-    for (int i = threadIdx.x * W; i < d; i += blockDim.x * W) {
-        const auto x_pack = load<W>(x + i);
-#pragma unroll
-        for (int j = 0; j < W; ++j) sum += widen(x_pack.at[j]) * widen(x_pack.at[j]);
+// How the threads of a block share out rows.
+struct Share {
+    int lane, group, n_groups;
+
+    __device__ __forceinline__ explicit Share(int lanes) {
+        const bool is_block = lanes > 32;
+        const int shift = is_block ? 0 : __popc(lanes - 1);
+        lane = is_block ? threadIdx.x : threadIdx.x & (lanes - 1);
+        group = is_block ? 0 : threadIdx.x >> shift;
+        n_groups = is_block ? 1 : blockDim.x >> shift;
     }
-    const float r = rsqrtf(block_sum(sum) / d + eps);
-    if (threadIdx.x == 0) rstd[row] = r;
-    for (int i = threadIdx.x * W; i < d; i += blockDim.x * W) {
-        auto pack = load<W>(x + i);
-        const auto w_pack = load<W>(w + i);
+};
+
+// Numbers rounded to T.
+template <typename T, int W> __device__ __forceinline__ void round_all(float (&x)[W]) {
+    if constexpr (sizeof(T) == 2 && W % 2 == 0) {
 #pragma unroll
-        for (int j = 0; j < W; ++j) {
-            const float n = widen(narrow<T>(widen(pack.at[j]) * r));
-            pack.at[j] = narrow<T>(n * widen(w_pack.at[j]));
+        for (int j = 0; j < W; j += 2) {
+            const uint pair = narrow_pair<T>(x[j], x[j + 1]);
+            const auto rounded = *reinterpret_cast<const Pack<T, 2>*>(&pair);
+            x[j] = widen(rounded.at[0]);
+            x[j + 1] = widen(rounded.at[1]);
         }
-        store(y + i, pack);
+    } else {
+#pragma unroll
+        for (int j = 0; j < W; ++j) x[j] = widen(narrow<T>(x[j]));
     }
 }
 
@@ -31,6 +39,63 @@ __device__ void forward(const T* x, const T* w, T* y, float* rstd, int d, float 
 __device__ __forceinline__ float lanes_sum(float x, int lanes) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
+}
+
+// The sum over the threads that have a row.
+__device__ __forceinline__ float row_sum(float x, int lanes) { return lanes > 32 ? block_sum(x) : lanes_sum(x, lanes); }
+
+// y = x / sqrt(mean(x^2) + eps) * w; the normalised x is rounded before it meets w.
+template <int P, int W, typename T>
+__device__ __forceinline__ void forward(const T* x, const T* w, T* y, float* rstd, int t, int d, int lanes, float eps) {
+    const auto [lane, group, n_groups] = Share(lanes);
+    const long long row = static_cast<long long>(blockIdx.x) * n_groups + group;
+    const bool is_row = row < t;
+    Pack<T, W> packs[P], w_packs[P];
+    float sum = 0.0f;
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+        const int column = (p * lanes + lane) * W;
+        if (!is_row || column >= d) continue;
+        packs[p] = load<W>(x + row * d + column);
+        w_packs[p] = load<W>(w + column);
+    }
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+        if (!is_row || (p * lanes + lane) * W >= d) continue;
+#pragma unroll
+        for (int j = 0; j < W; ++j) sum += widen(packs[p].at[j]) * widen(packs[p].at[j]);
+    }
+    const float r = rsqrtf(row_sum(sum, lanes) / d + eps);
+    if (!is_row) return;
+    if (lane == 0) rstd[row] = r;
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+        const int column = (p * lanes + lane) * W;
+        if (column >= d) continue;
+        forget_widened(packs[p]);
+        float n[W];
+#pragma unroll
+        for (int j = 0; j < W; ++j) n[j] = widen(packs[p].at[j]) * r;
+        round_all<T>(n);
+#pragma unroll
+        for (int j = 0; j < W; ++j) packs[p].at[j] = narrow<T>(n[j] * widen(w_packs[p].at[j]));
+        store(y + row * d + column, packs[p]);
+    }
+}
+
+// The same for rows that are too long for a block's registers, or cannot be read in packs.
+template <typename T>
+__device__ __forceinline__ void forward_long(const T* x, const T* w, T* y, float* rstd, int d, float eps) {
+    const long long row = blockIdx.x;
+    x += row * d;
+    y += row * d;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) sum += widen(x[i]) * widen(x[i]);
+    const float r = rsqrtf(block_sum(sum) / d + eps);
+    if (threadIdx.x == 0) rstd[row] = r;
+    for (int i = threadIdx.x; i < d; i += blockDim.x) {
+        y[i] = narrow<T>(widen(narrow<T>(widen(x[i]) * r)) * widen(w[i]));
+    }
 }
 
 // partial = the sums of what the groups of `lanes` threads have of the columns of P packs of W, in the order of the groups.
@@ -52,13 +117,12 @@ __device__ __forceinline__ void sum_groups(const float (&sums)[P][W], float* par
     }
 }
 
-// dx = r (g - n mean(g n)) for g = dy w, n = x r; and the sums of dy round(n) over this block's rows, which are every
-// gridDim-th. `lanes` threads have a row, each P packs of W of its elements: a power of two of them, up to a warp, of a block
-// of 256, or all of a block. Each row is read once. There may be no dx, or no partial sums, to write.
+// dx = r (g - n mean(g n)) for g = dy w, n = x r, plus another gradient if there is one; and the sums of dy round(n) over this
+// block's rows, which are every gridDim-th. There may be no dx, or no partial sums, to write.
 template <int P, int W, typename T>
-__device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, const float* rstd, T* dx, float* partial,
-                                         int t, int d, int lanes) {
-    const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes, n_groups = blockDim.x / lanes;
+__device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, const float* rstd, const T* plus, T* dx,
+                                         float* partial, int t, int d, int lanes) {
+    const auto [lane, group, n_groups] = Share(lanes);
     Pack<T, W> w_packs[P];
     float sums[P][W] = {};
 #pragma unroll
@@ -85,14 +149,23 @@ __device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, co
         for (int p = 0; p < P; ++p) {
             if (!is_row || (p * lanes + lane) * W >= d) continue;
             forget_widened(w_packs[p]);
+            float n[W];
 #pragma unroll
             for (int j = 0; j < W; ++j) {
-                const float dy = widen(dy_packs[p].at[j]), n = widen(x_packs[p].at[j]) * r;
-                sum += dy * widen(w_packs[p].at[j]) * n;
-                sums[p][j] += dy * widen(narrow<T>(n));
+                n[j] = widen(x_packs[p].at[j]) * r;
+                sum += widen(dy_packs[p].at[j]) * widen(w_packs[p].at[j]) * n[j];
             }
+            round_all<T>(n);
+#pragma unroll
+            for (int j = 0; j < W; ++j) sums[p][j] += widen(dy_packs[p].at[j]) * n[j];
         }
-        const float mean = (lanes > 32 ? block_sum(sum) : lanes_sum(sum, lanes)) / d;
+        Pack<T, W> plus_packs[P] = {};
+#pragma unroll
+        for (int p = 0; p < P; ++p) {
+            const int column = (p * lanes + lane) * W;
+            if (plus != nullptr && is_row && column < d) plus_packs[p] = load<W>(plus + row * d + column);
+        }
+        const float mean = row_sum(sum, lanes) / d;
         if (dx == nullptr) continue;
 #pragma unroll
         for (int p = 0; p < P; ++p) {
@@ -104,7 +177,7 @@ __device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, co
 #pragma unroll
             for (int j = 0; j < W; ++j) {
                 const float g = widen(dy_packs[p].at[j]) * widen(w_packs[p].at[j]), n = widen(x_packs[p].at[j]) * r;
-                x_packs[p].at[j] = narrow<T>(r * (g - n * mean));
+                x_packs[p].at[j] = narrow<T>(r * (g - n * mean) + widen(plus_packs[p].at[j]));
             }
             store(dx + row * d + column, x_packs[p]);
         }
@@ -122,10 +195,10 @@ __device__ __forceinline__ void backward(const T* x, const T* w, const T* dy, co
     }
 }
 
-// The same for rows that are too long for a block's registers, or cannot be read in packs: the sums are kept in memory.
+// The same as for `forward_long`: the sums are kept in memory.
 template <typename T>
-__device__ __forceinline__ void backward_long(const T* x, const T* w, const T* dy, const float* rstd, T* dx,
-                                              float* partial, int t, int d) {
+__device__ __forceinline__ void backward_long(const T* x, const T* w, const T* dy, const float* rstd, const T* plus,
+                                              T* dx, float* partial, int t, int d) {
     if (partial != nullptr) partial += static_cast<long long>(blockIdx.x) * d;
     for (long long row = blockIdx.x; row < t; row += gridDim.x) {
         const T *x_row = x + row * d, *dy_row = dy + row * d;
@@ -139,7 +212,8 @@ __device__ __forceinline__ void backward_long(const T* x, const T* w, const T* d
         const float mean = block_sum(sum) / d;
         for (int i = threadIdx.x; i < d && dx != nullptr; i += blockDim.x) {
             const float g = widen(dy_row[i]) * widen(w[i]), n = widen(x_row[i]) * r;
-            dx[row * d + i] = narrow<T>(r * (g - n * mean));
+            const float other = plus == nullptr ? 0.0f : widen(plus[row * d + i]);
+            dx[row * d + i] = narrow<T>(r * (g - n * mean) + other);
         }
     }
 }
@@ -150,27 +224,30 @@ __device__ __forceinline__ void backward_long(const T* x, const T* w, const T* d
     }
 FOR_EACH_GRAD(ADD_PARTS)
 
-#define KERNELS(T, suffix)                                                                                         \
-    extern "C" __global__ void forward_##suffix(const T* x, const T* w, T* y, float* rstd, int d, float eps) {     \
-        if (is_wide<T>(d, x, w, y)) forward<WIDE<T>>(x, w, y, rstd, d, eps);                                       \
-        else forward<1>(x, w, y, rstd, d, eps);                                                                    \
-    }                                                                                                              \
-    extern "C" __global__ void backward_long_##suffix(const T* x, const T* w, const T* dy, const float* rstd,      \
-                                                      T* dx, float* partial, int t, int d) {                       \
-        backward_long<T>(x, w, dy, rstd, dx, partial, t, d);                                                       \
+#define LONG(T, suffix)                                                                                              \
+    extern "C" __global__ void forward_long_##suffix(const T* x, const T* w, T* y, float* rstd, int d, float eps) {  \
+        forward_long<T>(x, w, y, rstd, d, eps);                                                                      \
+    }                                                                                                                \
+    extern "C" __global__ void backward_long_##suffix(const T* x, const T* w, const T* dy, const float* rstd,        \
+                                                      const T* plus, T* dx, float* partial, int t, int d) {          \
+        backward_long<T>(x, w, dy, rstd, plus, dx, partial, t, d);                                                   \
     }
-FOR_EACH_FLOAT(KERNELS)
+FOR_EACH_FLOAT(LONG)
 
-#define BACKWARD(P, T, suffix)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(512) backward_##P##_##suffix(const T* x, const T* w, const T* dy,  \
-                                                                              const float* rstd, T* dx,             \
-                                                                              float* partial, int t, int d,         \
-                                                                              int lanes) {                          \
-        backward<P, WIDE<T>>(x, w, dy, rstd, dx, partial, t, d, lanes);                                             \
+#define PACKS(P, T, suffix)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(512) forward_##P##_##suffix(const T* x, const T* w, T* y,           \
+                                                                             float* rstd, int t, int d, int lanes,   \
+                                                                             float eps) {                            \
+        forward<P, WIDE<T>>(x, w, y, rstd, t, d, lanes, eps);                                                        \
+    }                                                                                                                \
+    extern "C" __global__ void __launch_bounds__(P == 4 ? 512 : 256) backward_##P##_##suffix(                                       \
+        const T* x, const T* w, const T* dy, const float* rstd, const T* plus, T* dx, float* partial, int t, int d,  \
+        int lanes) {                                                                                                 \
+        backward<P, WIDE<T>>(x, w, dy, rstd, plus, dx, partial, t, d, lanes);                                        \
     }
-#define BACKWARD_1(T, suffix) BACKWARD(1, T, suffix)
-#define BACKWARD_2(T, suffix) BACKWARD(2, T, suffix)
-#define BACKWARD_4(T, suffix) BACKWARD(4, T, suffix)
-FOR_EACH_FLOAT(BACKWARD_1)
-FOR_EACH_FLOAT(BACKWARD_2)
-FOR_EACH_FLOAT(BACKWARD_4)
+#define PACKS_1(T, suffix) PACKS(1, T, suffix)
+#define PACKS_2(T, suffix) PACKS(2, T, suffix)
+#define PACKS_4(T, suffix) PACKS(4, T, suffix)
+FOR_EACH_FLOAT(PACKS_1)
+FOR_EACH_FLOAT(PACKS_2)
+FOR_EACH_FLOAT(PACKS_4)

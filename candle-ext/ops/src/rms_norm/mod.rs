@@ -12,7 +12,7 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{is_tracked, make_cheap, record};
+use crate::tape::{is_tracked, make_cheap, record, take_sum};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::weight::GradSink;
 use crate::weight::Weight;
@@ -64,7 +64,7 @@ struct Saved<'a> {
 }
 
 impl Saved<'_> {
-    /// Adds dw to its sink and returns dx.
+    /// Adds dw to its sink and returns dx, with what others gave to x's gradient.
     fn backward(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
         on_device!("rms_norm", dy, {
             cpu => self.backward_cpu(dy, wants_dx),
@@ -74,9 +74,14 @@ impl Saved<'_> {
                 if dw.is_none() && !wants_dx {
                     return Ok(None);
                 }
-                cuda::backward(self.input, &self.weight.value()?, dy, rstd, dw.as_ref(), wants_dx)
+                let plus = if wants_dx { self.sum_so_far()? } else { None };
+                cuda::backward([self.input, &self.weight.value()?, dy, rstd], plus.as_ref(), dw.as_ref(), wants_dx)
             },
         })
+    }
+
+    fn sum_so_far(&self) -> Result<Option<Tensor>> {
+        take_sum(self.input.dtype(), self.input.dims())
     }
 
     fn backward_cpu(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
@@ -91,7 +96,10 @@ impl Saved<'_> {
             return Ok(None);
         }
         let mut dx = FloatBuf::unwritten(self.input.dtype(), self.input.elem_count())?;
-        cpu::grad_x(x, w, dy, dx.view(), self.eps);
+        let plus = self.sum_so_far()?;
+        let plus = plus.as_ref().map(|plus| host("rms_norm", plus)).transpose()?;
+        let plus = plus.as_ref().map(|plus| plus.floats()).transpose()?;
+        cpu::grad_x([x, w, dy], plus, dx.view(), self.eps);
         Ok(Some(storage::tensor(dx, self.input.shape())))
     }
 }

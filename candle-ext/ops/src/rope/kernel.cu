@@ -1,17 +1,6 @@
 // rope: one block a token. x, y [t, h, k]; cos, sin [t, k/2]; W pairs at a time.
 #include "common.cuh"
 
-// W values of a table, in loads of at most 16 bytes.
-template <int W> __device__ __forceinline__ void load_table(const float* table, float (&values)[W]) {
-    constexpr int N = W < 4 ? W : 4;
-#pragma unroll
-    for (int i = 0; i < W; i += N) {
-        const auto pack = load<N>(table + i);
-#pragma unroll
-        for (int j = 0; j < N; ++j) values[i + j] = pack.at[j];
-    }
-}
-
 // (a, b) = (x_i, x_{i + k/2}) becomes (a cos - b sin, b cos + a sin); sign -1 turns back.
 template <int W, typename T>
 __device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int h, int k, float sign) {
@@ -22,8 +11,8 @@ __device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int
         const long long at = (token * h + head) * k + i;
         auto a = load<W>(x + at), b = load<W>(x + at + half);
         float c[W], s[W];
-        load_table(cos + token * half + i, c);
-        load_table(sin + token * half + i, s);
+        load_floats(cos + token * half + i, c);
+        load_floats(sin + token * half + i, s);
 #pragma unroll
         for (int j = 0; j < W; ++j) {
             const float left = widen(a.at[j]), right = widen(b.at[j]), turned = sign * s[j];

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::OP;
 use crate::cuda::{Arg, address, gpu, kernels, same_dtype, suffix};
-use crate::transfer::upload;
+use crate::transfer::upload_table;
 
 kernels!("set_rows");
 
@@ -16,7 +16,7 @@ pub(super) fn set_rows(dst: &Tensor, rows: &[u32], src: &Tensor, d: usize) -> Re
     if rows.is_empty() || d == 0 {
         return Ok(());
     }
-    let on_device = upload(rows, rows.len(), dst.device())?;
+    let on_device = upload_table(rows, rows.len(), dst.device())?;
     let args = [
         Arg::Address(address(OP, src)?),
         Arg::Address(address(OP, &on_device)?),

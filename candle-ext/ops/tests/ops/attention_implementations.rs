@@ -98,14 +98,14 @@ fn rounded(setup: &Setup, dtype: DType) -> Vec<Tensor> {
     std::iter::once(y).chain(inputs.iter().map(|x| grads.get(x).unwrap().clone())).collect()
 }
 
-/// On a GPU, where cuDNN is there and takes a usual case.
+/// On a GPU, where cuDNN is there and takes a usual case: with `CANDLEWICK_WANT_CUDNN` set, it must.
 #[cfg(feature = "cuda")]
 mod cudnn {
     use super::*;
     use crate::cases::bits;
 
     fn device() -> Option<Device> {
-        let device = Device::new_cuda(0).expect("tests with the feature cuda need a GPU");
+        let device = crate::cases::Place::all().last().expect("a place").device();
         let choice = AttentionChoice { implementation: AttentionImpl::Cudnn, deterministic: false };
         let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
         match choice.explain(&device, DType::BF16, heads, AttentionPasses::Both) {
@@ -114,6 +114,7 @@ mod cudnn {
                 Some(device)
             }
             Err(why) => {
+                assert!(std::env::var_os("CANDLEWICK_WANT_CUDNN").is_none(), "no cuDNN: {why}");
                 println!("skipped: {why}");
                 None
             }

@@ -86,11 +86,12 @@ pub(crate) fn assert_error<T>(result: Result<T>, fragment: &str) {
     assert!(message.contains(fragment), "{message:?} does not say {fragment:?}");
 }
 
-/// A weight whose gradient is a view in the middle of a longer buffer.
+/// A weight whose gradient is a view in the middle of a longer buffer: of rows of whole packs an aligned one.
 pub(crate) fn trainable(value: &Tensor) -> Weight {
     let n = value.elem_count();
-    let flat = Tensor::zeros(n + 7, DType::F32, value.device()).unwrap();
-    let view = flat.narrow(0, 3, n).unwrap().reshape(value.shape()).unwrap();
+    let is_aligned = value.dims().last().is_some_and(|d| d.is_multiple_of(8));
+    let flat = Tensor::zeros(n + 9, DType::F32, value.device()).unwrap();
+    let view = flat.narrow(0, if is_aligned { 8 } else { 3 }, n).unwrap().reshape(value.shape()).unwrap();
     Weight::trainable(value.clone(), GradSink::new(view).unwrap())
 }
 

@@ -74,17 +74,17 @@ fn no_ids_give_no_rows() {
     }
 }
 
-/// More positions than are sorted at once, in runs that do not come out even, and rows wider than a block sums.
+/// More positions than are sorted at once, or merged, in runs that do not come out even, and rows wider than a block sums.
 #[test]
 fn rows_of_many_positions_are_summed() {
-    let ids_of_1500 = ids(&(0..1500u32).map(|i| i * i % 7 * 2).collect::<Vec<_>>());
-    for d in [1, 264] {
+    for (t, n_ids, v, d) in [(1500, 7, 13, 1), (1500, 7, 13, 264), (1500, 601, 1202, 1040), (17_000, 997, 1994, 8)] {
+        let ids = ids(&(0..t).map(|i: u32| i * i % n_ids * 2).collect::<Vec<_>>());
         Case {
             name: "embedding",
             inputs: vec![],
-            weights: vec![randn((13, d), 1)],
-            op: &|_, w| embedding(&ids_of_1500.to_device(w[0].value()?.device())?, &w[0], None),
-            reference: &|a| a[0].index_select(&ids_of_1500, 0),
+            weights: vec![randn((v, d), 1)],
+            op: &|_, w| embedding(&ids.to_device(w[0].value()?.device())?, &w[0], None),
+            reference: &|a| a[0].index_select(&ids, 0),
         }
         .check(DType::BF16);
     }

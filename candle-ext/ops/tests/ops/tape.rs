@@ -3,10 +3,11 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, record_exchange, reshape, scale, untracked,
+    GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, record_exchange, reshape, rms_norm, scale,
+    untracked,
 };
 
-use crate::cases::{Case, assert_error, bits, grad_of, randn, tape, trainable};
+use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, grad_of, randn, tape, trainable};
 
 fn tensor(values: &[f32]) -> Tensor {
     Tensor::new(values, &Device::Cpu).unwrap()
@@ -45,6 +46,30 @@ fn an_output_used_twice_runs_its_backward_once_with_the_sum() {
     });
     assert_eq!(numbers(tape.backward(&tensor(&[1.0])).unwrap().get(&x)), [5.0]);
     assert_eq!(calls.get(), 1);
+}
+
+/// Ops may add to what others gave to an input's gradient: the sum is that of what each gives alone.
+#[test]
+fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
+    for (place, (t, d)) in
+        Place::all().iter().flat_map(|place| [(70, 33), (40, 64), (5, 2560)].map(|dims| (place, dims)))
+    {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
+            let (x, dy) = (put(&randn((t, d), 1)), put(&randn((t, d), 2)));
+            let (gain, w) = (trainable(&put(&randn(d, 3))), trainable(&put(&(randn((d, d), 4) / 8.0).unwrap())));
+            let gradient = |op: &dyn Fn() -> Result<Tensor>| {
+                place.run(|| tape(std::slice::from_ref(&x), op).backward(&dy).unwrap().remove(&x).unwrap())
+            };
+            let norm = || rms_norm(&x, &gain, 1e-5);
+            let product = || linear(&x, &w, None, Precision::Compute);
+            let all = gradient(&|| add(&add(&x, &norm()?)?, &add(&product()?, &add(&norm()?, &product()?)?)?));
+            let [of_norm, of_product] = [gradient(&norm), gradient(&product)].map(|x| x.to_dtype(DType::F64).unwrap());
+            let want = ((of_norm + of_product).unwrap() * 2.0).unwrap() + dy.to_dtype(DType::F64).unwrap();
+            // Each part was rounded, and most of the sums on the way.
+            assert_close(&format!("{place:?} {dtype:?} {t} {d}"), &all, &want.unwrap(), 2.0 * bound(dtype));
+        }
+    }
 }
 
 /// The gradients of weights wait until the exchange of the activation's is under way; nothing of them is lost.
