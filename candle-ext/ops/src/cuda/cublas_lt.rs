@@ -135,7 +135,7 @@ impl Library {
         key: &Key,
     ) -> std::result::Result<cublasLtMatmulAlgo_t, CublasError> {
         let preference = Preference::new()?;
-        let [a, b, c, plus] = key.alignments;
+        let [a, b, output, plus] = key.alignments;
         // SAFETY: every attribute is set with a value of its type; the descriptors live until the end.
         unsafe {
             use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
@@ -144,7 +144,7 @@ impl Library {
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &b)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &a)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &plus)?;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &c)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &output)?;
             let (handle, description) = (self.handle, description.0);
             result::get_matmul_algo_heuristic(handle, description, first.0, second.0, output.0, output.0, preference.0)
                 .map(|found| found.algo)
@@ -154,6 +154,8 @@ impl Library {
 
 fn key(gemm: &Gemm) -> Key {
     let alignment = |address: u64| (1u64 << address.trailing_zeros().min(8)).min(MAX_ALIGNMENT) as u32;
+    // There is no preference for the bias; it is read as the output is written.
+    let output = gemm.bias.map_or(gemm.c, |bias| gemm.c | bias);
     Key {
         sizes: [gemm.m, gemm.n, gemm.k],
         strides: [gemm.a.stride, gemm.b.stride, gemm.c_stride],
@@ -161,7 +163,7 @@ fn key(gemm: &Gemm) -> Key {
         transposed: [gemm.a.is_transposed, gemm.b.is_transposed],
         plus: [gemm.plus.is_some(), gemm.plus == Some(gemm.c)],
         has_bias: gemm.bias.is_some(),
-        alignments: [gemm.a.address, gemm.b.address, gemm.c, gemm.plus.unwrap_or(gemm.c)].map(alignment),
+        alignments: [gemm.a.address, gemm.b.address, output, gemm.plus.unwrap_or(gemm.c)].map(alignment),
     }
 }
 
