@@ -135,7 +135,7 @@ impl Library {
         key: &Key,
     ) -> std::result::Result<cublasLtMatmulAlgo_t, CublasError> {
         let preference = Preference::new()?;
-        let [a, b, output, plus] = key.alignments;
+        let [a, b, written, plus] = key.alignments;
         // SAFETY: every attribute is set with a value of its type; the descriptors live until the end.
         unsafe {
             use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
@@ -144,7 +144,7 @@ impl Library {
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &b)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &a)?;
             preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &plus)?;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &output)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &written)?;
             let (handle, description) = (self.handle, description.0);
             result::get_matmul_algo_heuristic(handle, description, first.0, second.0, output.0, output.0, preference.0)
                 .map(|found| found.algo)
