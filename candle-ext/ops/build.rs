@@ -55,10 +55,14 @@ fn nvcc() -> PathBuf {
     env::var_os("NVCC").map(PathBuf::from).or_else(from_home).unwrap_or_else(|| "nvcc".into())
 }
 
+const ADVICE: &str = "scripts/cuda-toolkit puts a compiler in place, or build without the cuda feature";
+
 /// The release of CUDA that a compiler belongs to: 13000 is 13.0.
 fn release(nvcc: &Path) -> u32 {
-    let said =
-        Command::new(nvcc).arg("--version").output().unwrap_or_else(|error| panic!("{}: {error}", nvcc.display()));
+    let said = Command::new(nvcc)
+        .arg("--version")
+        .output()
+        .unwrap_or_else(|error| panic!("{}: {error}; {ADVICE}", nvcc.display()));
     let said = String::from_utf8_lossy(&said.stdout);
     let number = || {
         let (major, rest) = said.split_once("release ")?.1.split_once('.')?;
@@ -72,7 +76,7 @@ fn compile(nvcc: &Path, kernel: &Path, fatbin: &Path) {
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xfatbin=-compress-all", "-Isrc/cuda"]);
     command.args(ARCHITECTURES).arg("-o").arg(fatbin).arg(kernel);
-    run(command, "scripts/cuda-toolkit puts a compiler in place, or build without the cuda feature");
+    run(command, ADVICE);
 }
 
 /// Compiles a kernel and what it needs of CUDA for this machine's processor.

@@ -75,7 +75,7 @@ pub fn why_no_gpu() -> Option<String> {
 /// Says why no GPU can be used, if that is so.
 #[cfg(feature = "cuda")]
 pub fn why_no_gpu() -> Option<String> {
-    why_none_is_there().or_else(nvidia::missing)
+    why_none_is_there().or_else(|| too_old(driver_release()?, COMPILED_FOR)).or_else(nvidia::missing)
 }
 
 /// Whether there is a GPU, though it may be that it cannot be used.
@@ -94,14 +94,12 @@ fn is_gpu_there() -> bool {
 fn why_none_is_there() -> Option<String> {
     use candle_core::cuda_backend::cudarc::driver::CudaContext;
     // Asked first: the driver's functions panic where its library is missing.
-    // SAFETY: the driver's library may be loaded by any program.
-    let driver = ["libcuda.so.1", "libcuda.so"].iter().find_map(|name| unsafe { libloading::Library::new(*name) }.ok());
-    let Some(driver) = driver else {
+    if driver().is_none() {
         return Some("there is no NVIDIA driver here (libcuda.so.1 cannot be loaded)".into());
-    };
+    }
     match CudaContext::device_count() {
         Ok(0) => Some("the NVIDIA driver sees no GPU; look at CUDA_VISIBLE_DEVICES".into()),
-        Ok(_) => too_old(release_of(&driver)?, COMPILED_FOR),
+        Ok(_) => None,
         Err(error) => Some(format!("the NVIDIA driver does not start: {error}")),
     }
 }
@@ -113,10 +111,16 @@ const COMPILED_FOR: i32 = match i32::from_str_radix(env!("CANDLEWICK_CUDA_RELEAS
     Err(_) => panic!("build.rs sets a number"),
 };
 
+#[cfg(feature = "cuda")]
+fn driver() -> Option<libloading::Library> {
+    // SAFETY: the driver's library may be loaded by any program.
+    ["libcuda.so.1", "libcuda.so"].iter().find_map(|name| unsafe { libloading::Library::new(*name) }.ok())
+}
+
 /// The latest release of CUDA that the driver knows.
 #[cfg(feature = "cuda")]
-fn release_of(driver: &libloading::Library) -> Option<i32> {
-    let mut release = 0;
+fn driver_release() -> Option<i32> {
+    let (driver, mut release) = (driver()?, 0);
     // SAFETY: the function has this type, and writes a number.
     let status =
         unsafe { driver.get::<unsafe extern "C" fn(*mut i32) -> i32>(b"cuDriverGetVersion").ok()?(&raw mut release) };

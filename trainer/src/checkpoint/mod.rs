@@ -41,4 +41,5 @@ pub use plan::{CheckpointPlan, Kind, Moment, Tag};
 pub use retention::{clear_leftovers, prune};
 pub use save::{Saved, save};
 pub use scores::Scores;
+pub(crate) use shard::AT_ONCE;
 pub use state::{Piece, RunState, StateError, TensorMeta, TrainState};

@@ -15,7 +15,7 @@ use super::state::{Overlap, Piece, TrainState};
 use super::storage::Storage;
 
 /// Values that travel at once: 4 MiB.
-const AT_ONCE: usize = 1 << 20;
+pub(crate) const AT_ONCE: usize = 1 << 20;
 /// A longer header than this is no header of ours.
 const MAX_HEADER: u64 = 100 << 20;
 

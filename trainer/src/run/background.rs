@@ -11,7 +11,8 @@ use candlewick_comm::{AtWork, Collective};
 
 use super::ranks;
 use crate::checkpoint::{
-    CheckpointError, CheckpointPlan, Crew, Piece, RunState, Saved, StateError, Tag, TensorMeta, TrainState, Word, save,
+    AT_ONCE, CheckpointError, CheckpointPlan, Crew, Piece, RunState, Saved, StateError, Tag, TensorMeta, TrainState,
+    Word, save,
 };
 
 /// A save on its way to disk.
@@ -103,8 +104,11 @@ impl Snapshot {
     fn of(state: &dyn TrainState, pieces: Vec<Piece>) -> Result<Self, StateError> {
         let mut values = HashMap::new();
         for Piece { tensor, range, .. } in &pieces {
-            let mut copy = Vec::new();
-            state.read(&tensor.name, range.start, range.len(), &mut |read| copy.extend_from_slice(read))?;
+            let mut copy = Vec::with_capacity(range.len());
+            for start in range.clone().step_by(AT_ONCE) {
+                let n_values = AT_ONCE.min(range.end - start);
+                state.read(&tensor.name, start, n_values, &mut |read| copy.extend_from_slice(read))?;
+            }
             values.insert(tensor.name.clone(), (range.start, copy));
         }
         Ok(Self { tensors: state.tensors(), pieces, values })

@@ -159,7 +159,7 @@ pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
 /// As there.
 pub(super) unsafe fn gemm(gemm: &Gemm) -> Result<()> {
     let Gemm { m, n, k, a, b, .. } = *gemm;
-    let len = |[rows, columns, stride]: [usize; 3]| (rows.max(1) - 1) * stride + columns;
+    let len = |[rows, columns, stride]: [usize; 3]| rows.checked_sub(1).map_or(0, |last| last * stride + columns);
     let (of_a, of_b, of_c) = (a.in_memory([m, k]), b.in_memory([k, n]), gemm.output().in_memory([m, n]));
     // SAFETY: the caller answers for the addresses.
     let (a_values, b_values) =

@@ -1,7 +1,7 @@
 //! Copies through pinned memory: the device fetches or leaves the bytes when its stream comes to it.
 
 use std::cell::RefCell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::mem::ManuallyDrop;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
@@ -14,12 +14,12 @@ use super::{address, driver};
 
 /// The smallest buffer in bytes: a page.
 const SMALLEST: usize = 4096;
-/// Buffers from this size on are rounded up to a multiple of it, smaller ones to a power of two.
+/// Buffers up to this size are rounded up to a power of two, larger ones to a multiple of an eighth of one.
 const LARGE: usize = 1 << 20;
 
 /// Buffers by device and size, in the order in which their copies began: a stream does them in order, so if the device needs
-/// the first one still, it needs all.
-type Pool = HashMap<(DeviceId, usize), VecDeque<Staging>>;
+/// the first one of a size still, it needs all.
+type Pool = HashMap<DeviceId, BTreeMap<usize, VecDeque<Staging>>>;
 
 /// Buffers that nobody holds.
 static POOL: LazyLock<Mutex<Pool>> = LazyLock::new(Mutex::default);
@@ -47,17 +47,14 @@ struct Staging {
 }
 
 impl Staging {
-    /// Takes a buffer of at least so many bytes that no copy needs any more.
+    /// Takes a buffer of at least so many bytes, and about twice as many at most, that no copy needs any more.
     fn take(device: &CudaDevice, n_bytes: usize) -> std::result::Result<Self, DriverError> {
-        let n_bytes = match n_bytes {
-            LARGE.. => n_bytes.next_multiple_of(LARGE),
-            _ => n_bytes.next_power_of_two().max(SMALLEST),
-        };
+        let power = n_bytes.next_power_of_two().max(SMALLEST);
+        let n_bytes = if power > LARGE { n_bytes.next_multiple_of(power / 8) } else { power };
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
-        let free = pool.entry((device.id(), n_bytes)).or_default();
-        if free.front().is_some_and(Self::is_ready)
-            && let Some(staging) = free.pop_front()
-        {
+        let fitting = pool.entry(device.id()).or_default().range_mut(n_bytes..=2 * n_bytes);
+        let ready = fitting.map(|(_, free)| free).find(|free| free.front().is_some_and(Self::is_ready));
+        if let Some(staging) = ready.and_then(VecDeque::pop_front) {
             return Ok(staging);
         }
         // SAFETY: whoever takes a buffer writes what is read from it. No flags: the host may read it fast, too.
@@ -76,7 +73,7 @@ impl Staging {
 
     fn give_back(self) {
         let mut pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
-        pool.entry((self.device, self.bytes.len())).or_default().push_back(self);
+        pool.entry(self.device).or_default().entry(self.bytes.len()).or_default().push_back(self);
     }
 }
 
