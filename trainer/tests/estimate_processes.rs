@@ -29,7 +29,7 @@ fn a_process_takes_what_the_estimate_says() {
         &["model.config.num_key_value_heads=8", "model.dtype=bf16", "data.max_length=64", "tasks that score"],
     ] {
         let case = Case::new(&[wide, arguments].concat());
-        case.compare(case.estimate().peak_bytes(), max_rss(&case), 0.1);
+        case.compare(case.estimate().peak_bytes(), max_rss(&case), 0.13);
     }
 }
 
