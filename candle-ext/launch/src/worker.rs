@@ -77,11 +77,13 @@ impl Worker {
         self.pid
     }
 
-    /// Sends a signal to the worker and the processes it started.
+    /// Sends an ending signal to the worker and the processes it started. A stopped process is continued, so that it
+    /// handles the signal now and not after its grace period, as systemd does.
     pub fn signal(&self, signal: i32) {
         if let Some(signal) = Signal::from_named_raw(signal) {
             // One that is gone needs no signal.
             let _ = kill_process_group(self.pid, signal);
+            let _ = kill_process_group(self.pid, Signal::CONT);
         }
     }
 

@@ -12,6 +12,9 @@ use super::table::{ClientId, Table};
 use super::wire::{MAGIC, Query, STOP_WAITING};
 use super::{Error, Result};
 
+/// The time that a new connection gets for its first query. A port scanner does not keep a thread.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Serves keys and values until it is dropped; then every connection is closed.
 #[derive(Debug)]
 pub struct Server {
@@ -24,7 +27,9 @@ impl Server {
     /// Listens on `addr`, for example `("0.0.0.0", 29500)`; port 0 lets the system choose.
     pub fn bind(addr: impl ToSocketAddrs + std::fmt::Debug) -> Result<Self> {
         let named = format!("{addr:?}");
-        TcpListener::bind(addr).and_then(Self::start).map_err(|source| Error::Bind { addr: named, source })
+        TcpListener::bind(addr)
+            .and_then(|listener| Self::start(listener, HANDSHAKE_TIMEOUT))
+            .map_err(|source| Error::Bind { addr: named, source })
     }
 
     /// Listens on `port` of every interface, IPv6 and IPv4 where the machine has both.
@@ -47,9 +52,9 @@ impl Server {
         self.addr.port()
     }
 
-    fn start(listener: TcpListener) -> std::io::Result<Self> {
+    fn start(listener: TcpListener, handshake_timeout: Duration) -> std::io::Result<Self> {
         let addr = listener.local_addr()?;
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(Shared { stopping: AtomicBool::default(), state: Mutex::default(), handshake_timeout });
         let accepting = Arc::clone(&shared);
         let acceptor =
             thread::Builder::new().name("store-accept".to_owned()).spawn(move || accept(&listener, &accepting))?;
@@ -71,10 +76,11 @@ impl Drop for Server {
     }
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Shared {
     stopping: AtomicBool,
     state: Mutex<State>,
+    handshake_timeout: Duration,
 }
 
 #[derive(Debug, Default)]
@@ -123,10 +129,12 @@ fn serve(client: ClientId, stream: &TcpStream, shared: &Shared) {
 
 fn answer(client: ClientId, mut stream: &TcpStream, shared: &Shared) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(shared.handshake_timeout))?;
     let mut queries = BufReader::new(stream);
     if Query::read(&mut queries)? != Some(Query::Validate(MAGIC)) {
         return Ok(());
     }
+    stream.set_read_timeout(None)?;
     while let Some(query) = Query::read(&mut queries)? {
         let reply = {
             let mut state = shared.lock();
@@ -163,5 +171,26 @@ fn reachable(addr: SocketAddr) -> SocketAddr {
         SocketAddr::V4(v4) if v4.ip().is_unspecified() => (Ipv4Addr::LOCALHOST, v4.port()).into(),
         SocketAddr::V6(v6) if v6.ip().is_unspecified() => (Ipv6Addr::LOCALHOST, v6.port()).into(),
         named => named,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    #[test]
+    fn a_connection_that_sends_nothing_is_closed() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let server = Server::start(listener, Duration::from_millis(10)).unwrap();
+        let mut silent = TcpStream::connect(server.addr()).unwrap();
+        silent.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert_eq!(silent.read(&mut [0]).unwrap(), 0);
+        let mut half = TcpStream::connect(server.addr()).unwrap();
+        half.write_all(&[0, 1]).unwrap();
+        half.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert_eq!(half.read(&mut [0]).unwrap(), 0);
     }
 }

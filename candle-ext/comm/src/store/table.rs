@@ -7,9 +7,14 @@ use super::wire::{Bytes, MAX_VALUE_BYTES, NOT_READY, Query, READY, STOP_WAITING,
 /// One connection's number.
 pub(super) type ClientId = u64;
 
+/// The most bytes that all keys and values take together: a client cannot fill the server's memory.
+pub(super) const MAX_TABLE_BYTES: usize = 256 * 1024 * 1024;
+
 /// Keys, queues, and who waits for them.
 #[derive(Debug, Default)]
 pub(super) struct Table {
+    /// The bytes of all keys and values, queues included.
+    n_bytes: usize,
     values: BTreeMap<String, Vec<u8>>,
     queues: HashMap<String, VecDeque<Vec<u8>>>,
     /// The keys that each waiting client still misses.
@@ -34,6 +39,8 @@ pub(super) enum Refused {
     NotANumber { key: String },
     #[error("append to key {key:?}: {n} bytes, at most {MAX_VALUE_BYTES} are allowed")]
     TooLong { key: String, n: usize },
+    #[error("store key {key:?}: all keys and values together take at most {MAX_TABLE_BYTES} bytes")]
+    Full { key: String },
 }
 
 impl Table {
@@ -42,22 +49,22 @@ impl Table {
         let outcome = match query {
             Query::Validate(_) => Outcome::default(),
             Query::Ping(nonce) => reply(nonce.to_le_bytes()),
-            Query::Set { key, value } => self.set(key, value),
-            Query::CompareSet { key, expected, desired } => self.compare_set(key, expected, desired),
+            Query::Set { key, value } => self.set(key, value)?,
+            Query::CompareSet { key, expected, desired } => self.compare_set(key, expected, desired)?,
             Query::Get { key } => reply(empty().value(self.get(&key)).0),
             Query::Add { key, amount } => self.add(key, amount)?,
             Query::Check { keys } => reply([if self.missing(keys).is_empty() { READY } else { NOT_READY }]),
             Query::Wait { keys } => self.wait(client, keys),
             Query::NumKeys => reply((self.values.len() as i64).to_le_bytes()),
-            Query::Delete { key } => reply(i64::from(self.values.remove(&key).is_some()).to_le_bytes()),
+            Query::Delete { key } => reply(i64::from(self.delete(&key)).to_le_bytes()),
             Query::Append { key, value } => self.append(key, &value)?,
             Query::MultiGet { keys } => reply(keys.iter().fold(empty(), |bytes, key| bytes.value(self.get(key))).0),
-            Query::MultiSet { pairs } => self.multi_set(pairs),
+            Query::MultiSet { pairs } => self.multi_set(pairs)?,
             Query::CancelWait => {
                 self.forget(client);
                 reply([WAIT_CANCELED])
             }
-            Query::QueuePush { key, value } => self.queue_push(key, value),
+            Query::QueuePush { key, value } => self.queue_push(key, value)?,
             Query::QueuePop { key } => self.queue_pop(&key),
             Query::QueueLen { key } => reply((self.queues.get(&key).map_or(0, VecDeque::len) as i64).to_le_bytes()),
             Query::ListKeys => {
@@ -78,24 +85,42 @@ impl Table {
         self.values.get(key).map_or(&[], Vec::as_slice)
     }
 
-    fn set(&mut self, key: String, value: Vec<u8>) -> Outcome {
+    fn set(&mut self, key: String, value: Vec<u8>) -> Result<Outcome, Refused> {
+        let before = self.values.get(&key).map_or(0, |old| key.len() + old.len());
+        self.resize(&key, before, key.len() + value.len())?;
         let wake = self.arrived(&key);
         self.values.insert(key, value);
-        Outcome { wake, ..Outcome::default() }
+        Ok(Outcome { wake, ..Outcome::default() })
+    }
+
+    fn delete(&mut self, key: &str) -> bool {
+        let old = self.values.remove(key);
+        self.n_bytes -= old.as_ref().map_or(0, |old| key.len() + old.len());
+        old.is_some()
+    }
+
+    /// Counts an entry that grows or shrinks from `before` to `after` bytes, or refuses it.
+    fn resize(&mut self, key: &str, before: usize, after: usize) -> Result<(), Refused> {
+        let n_bytes = self.n_bytes - before + after;
+        if n_bytes > MAX_TABLE_BYTES && after > before {
+            return Err(Refused::Full { key: key.to_owned() });
+        }
+        self.n_bytes = n_bytes;
+        Ok(())
     }
 
     // An absent key equals an empty value. When it is absent and something else was expected, the caller is told what
     // it expected, as torch does.
-    fn compare_set(&mut self, key: String, expected: Vec<u8>, desired: Vec<u8>) -> Outcome {
+    fn compare_set(&mut self, key: String, expected: Vec<u8>, desired: Vec<u8>) -> Result<Outcome, Refused> {
         let now = match self.values.get(&key) {
             Some(stored) if *stored != expected => stored.clone(),
             None if !expected.is_empty() => expected,
             _ => {
-                let wake = self.set(key, desired.clone()).wake;
-                return Outcome { reply: empty().value(&desired).0, wake };
+                let wake = self.set(key, desired.clone())?.wake;
+                return Ok(Outcome { reply: empty().value(&desired).0, wake });
             }
         };
-        reply(empty().value(&now).0)
+        Ok(reply(empty().value(&now).0))
     }
 
     fn add(&mut self, key: String, amount: i64) -> Result<Outcome, Refused> {
@@ -107,7 +132,7 @@ impl Table {
             },
         };
         let after = before.wrapping_add(amount);
-        let wake = self.set(key, after.to_string().into_bytes()).wake;
+        let wake = self.set(key, after.to_string().into_bytes())?.wake;
         Ok(Outcome { reply: after.to_le_bytes().to_vec(), wake })
     }
 
@@ -116,14 +141,24 @@ impl Table {
         if n as u64 > MAX_VALUE_BYTES {
             return Err(Refused::TooLong { key, n });
         }
+        let before = self.values.get(&key).map_or(0, |old| key.len() + old.len());
+        self.resize(&key, before, key.len() + n)?;
         let wake = self.arrived(&key);
         self.values.entry(key).or_default().extend_from_slice(value);
         Ok(Outcome { wake, ..Outcome::default() })
     }
 
-    fn multi_set(&mut self, pairs: Vec<(String, Vec<u8>)>) -> Outcome {
-        let wake = pairs.into_iter().flat_map(|(key, value)| self.set(key, value).wake).collect();
-        Outcome { wake, ..Outcome::default() }
+    fn multi_set(&mut self, pairs: Vec<(String, Vec<u8>)>) -> Result<Outcome, Refused> {
+        // Refused as a whole: a client that a first pair would wake must not be forgotten by a second.
+        let n_bytes: usize = pairs.iter().map(|(key, value)| key.len() + value.len()).sum();
+        if let Some((key, _)) = pairs.first().filter(|_| self.n_bytes + n_bytes > MAX_TABLE_BYTES) {
+            return Err(Refused::Full { key: key.clone() });
+        }
+        let mut wake = Vec::new();
+        for (key, value) in pairs {
+            wake.extend(self.set(key, value)?.wake);
+        }
+        Ok(Outcome { wake, ..Outcome::default() })
     }
 
     fn wait(&mut self, client: ClientId, keys: Vec<String>) -> Outcome {
@@ -140,21 +175,20 @@ impl Table {
     }
 
     // A pushed value is for one client, so one is woken: the longest connected that waits for nothing else.
-    fn queue_push(&mut self, key: String, value: Vec<u8>) -> Outcome {
+    fn queue_push(&mut self, key: String, value: Vec<u8>) -> Result<Outcome, Refused> {
+        self.resize(&key, 0, key.len() + value.len())?;
         let waiters = self.waiters.get(&key).cloned().unwrap_or_default();
         let wake = waiters.into_iter().find(|client| self.arrived_for(*client, &key));
         self.queues.entry(key).or_default().push_back(value);
-        Outcome { wake: wake.into_iter().collect(), ..Outcome::default() }
+        Ok(Outcome { wake: wake.into_iter().collect(), ..Outcome::default() })
     }
 
     fn queue_pop(&mut self, key: &str) -> Outcome {
         let Some(queue) = self.queues.get_mut(key) else { return reply(0i64.to_le_bytes()) };
         let length = empty().count(queue.len());
-        let bytes = match queue.pop_front() {
-            Some(value) => length.value(&value),
-            None => length,
-        };
-        reply(bytes.0)
+        let Some(value) = queue.pop_front() else { return reply(length.0) };
+        self.n_bytes -= key.len() + value.len();
+        reply(length.value(&value).0)
     }
 
     fn missing(&self, keys: Vec<String>) -> Vec<String> {
@@ -266,6 +300,22 @@ mod tests {
         append().unwrap();
         let error = append().unwrap_err().to_string();
         assert_eq!(error, "append to key \"k\": 8388610 bytes, at most 8388608 are allowed");
+    }
+
+    #[test]
+    fn a_full_table_refuses_more_until_something_is_deleted() {
+        let mut table = Table::default();
+        let large = vec![0; MAX_VALUE_BYTES as usize];
+        let mut set = |key: String| table.apply(0, Query::Set { key, value: large.clone() });
+        let refused = (0..).map(|idx| set(format!("{idx:03}"))).position(|done| done.is_err());
+        assert_eq!(refused, Some(MAX_TABLE_BYTES / (large.len() + 3)));
+        set("000".to_owned()).unwrap();
+        table.apply(0, Query::Delete { key: "000".to_owned() }).unwrap();
+        table.apply(0, Query::QueuePush { key: "q".to_owned(), value: large.clone() }).unwrap();
+        let error = table.apply(0, Query::Set { key: "k".to_owned(), value: large.clone() }).unwrap_err();
+        assert!(error.to_string().starts_with("store key \"k\""), "{error}");
+        table.apply(0, Query::QueuePop { key: "q".to_owned() }).unwrap();
+        table.apply(0, Query::Set { key: "k".to_owned(), value: large }).unwrap();
     }
 
     #[test]

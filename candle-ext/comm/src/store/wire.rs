@@ -11,6 +11,8 @@ pub(super) const MAGIC: u32 = 0x3C85_F7CE;
 pub(super) const MAX_KEYS: u64 = 128 * 1024;
 pub(super) const MAX_KEY_BYTES: u64 = 8 * 1024;
 pub(super) const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
+/// The largest query, all its keys and values together. torch has no such bound.
+const MAX_QUERY_BYTES: u64 = 64 * 1024 * 1024;
 
 /// What a server answers to [`Query::Check`].
 pub(super) const READY: u8 = 0;
@@ -97,6 +99,7 @@ impl Query {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             done => done?,
         }
+        let from = &mut from.take(MAX_QUERY_BYTES);
         let query = match kind[0] {
             0 => Self::Validate(read_u32(from)?),
             1 => Self::Set { key: read_string(from)?, value: read_value(from)? },
@@ -249,5 +252,29 @@ mod tests {
         assert_eq!(refused(b"GET / HTTP/1.1\r\n\r\n"), "query of unknown type 71");
         let long = [&[3][..], &u64::MAX.to_le_bytes()].concat();
         assert_eq!(refused(&long), format!("{} bytes in a key, at most 8192 are allowed", u64::MAX));
+    }
+
+    #[test]
+    fn a_query_of_many_large_values_is_refused() {
+        let value = [&MAX_VALUE_BYTES.to_le_bytes()[..], &vec![0; MAX_VALUE_BYTES as usize]].concat();
+        let pair = [&0u64.to_le_bytes()[..], &value].concat();
+        let head = [&[11][..], &100u64.to_le_bytes()].concat();
+        let mut endless = head.chain(Repeated { bytes: &pair, at: 0 });
+        assert_eq!(Query::read(&mut endless).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+
+    /// The same bytes over and over.
+    struct Repeated<'a> {
+        bytes: &'a [u8],
+        at: usize,
+    }
+
+    impl Read for Repeated<'_> {
+        fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+            let n = into.len().min(self.bytes.len() - self.at);
+            into[..n].copy_from_slice(&self.bytes[self.at..self.at + n]);
+            self.at = (self.at + n) % self.bytes.len();
+            Ok(n)
+        }
     }
 }

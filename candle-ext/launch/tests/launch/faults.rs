@@ -67,6 +67,18 @@ fn the_earliest_error_file_is_the_cause() {
 }
 
 #[test]
+fn a_stopped_worker_is_continued_so_that_it_ends_at_once() {
+    let (_folder, path) = folder();
+    let script = format!(
+        "[ $RANK = 0 ] && {{ trap 'exit 9' TERM; echo > {0}/ready; kill -STOP $$; while :; do sleep 0.01; done; }}
+         while [ ! -e {0}/ready ]; do sleep 0.01; done; exit 1",
+        path.display()
+    );
+    let done = launch_script(2, &["--shutdown-timeout", "1000"], &script);
+    done.has_code(1).says(&["rank 0 failed too: exit code 9"]);
+}
+
+#[test]
 fn a_worker_that_ignores_the_request_is_killed() {
     let (_folder, path) = folder();
     let script = format!(
