@@ -1,0 +1,178 @@
+//! The table: which program reads a file, and with which exit code it refuses a damaged one.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+/// A file that a program reads.
+pub(crate) struct File {
+    /// The test that it belongs to.
+    pub(crate) group: &'static str,
+    pub(crate) path: &'static str,
+    pub(crate) command: &'static [&'static str],
+    /// The exit codes of a refusal.
+    pub(crate) codes: &'static [i32],
+    /// Names of damages that leave a file of this kind readable.
+    pub(crate) harmless: &'static [&'static str],
+}
+
+/// Something in a file that is worse than damage.
+pub(crate) struct Attack {
+    pub(crate) name: &'static str,
+    pub(crate) path: &'static str,
+    pub(crate) apply: fn(&Path),
+    pub(crate) command: &'static [&'static str],
+    pub(crate) code: i32,
+    /// Words of the error.
+    pub(crate) words: &'static [&'static str],
+}
+
+const SCORE: &[&str] = &["evaluator", "score", "--model", "model", "--text", "Say yes."];
+const ADAPTED: &[&str] = &["evaluator", "score", "--model", "model", "--adapter", "adapter", "--text", "Say yes."];
+const GENERATE: &[&str] =
+    &["evaluator", "generate", "--model", "model", "--prompt", "Say yes.", "--max-new-tokens", "2"];
+const RUN: &[&str] = &["evaluator", "run", "--model", "model", "--tasks", "choose", "--include-path", "task.yaml"];
+const ANSWER: &[&str] = &["evaluator", "answer", "requests.jsonl", "--model", "model"];
+const CHECK: &[&str] = &["trainer", "check", "recipe.yaml"];
+const TRAIN: &[&str] = &["trainer", "train", "recipe.yaml"];
+
+pub(crate) fn commands() -> [&'static [&'static str]; 7] {
+    [SCORE, ADAPTED, GENERATE, RUN, ANSWER, CHECK, TRAIN]
+}
+
+const fn file(
+    group: &'static str,
+    path: &'static str,
+    command: &'static [&'static str],
+    codes: &'static [i32],
+    harmless: &'static [&'static str],
+) -> File {
+    File { group, path, command, codes, harmless }
+}
+
+pub(crate) const FILES: &[File] = &[
+    file("model", "model/config.json", SCORE, &[6], &[]),
+    file("model", "model/config.json", CHECK, &[2, 6], &[]),
+    file("model", "model/tokenizer.json", SCORE, &[3], &[]),
+    file("model", "model/tokenizer_config.json", GENERATE, &[3], &[]),
+    file("model", "model/generation_config.json", GENERATE, &[3, 6], &[]),
+    file("model", "model/model.safetensors", SCORE, &[6], &[]),
+    // Any text is a template: what is cut or nested may still print something.
+    file("model", "model/chat_template.jinja", GENERATE, &[3], &["empty", "cut", "deep"]),
+    file("adapter", "adapter/adapter_config.json", ADAPTED, &[6], &[]),
+    file("adapter", "adapter/adapter_model.safetensors", ADAPTED, &[6], &[]),
+    file("data", "chats.jsonl", TRAIN, &[3], &[]),
+    file("data", "questions.jsonl", RUN, &[3], &[]),
+    file("data", "requests.jsonl", ANSWER, &[2, 3], &["empty"]),
+    file("recipe", "recipe.yaml", CHECK, &[2], &["cut"]),
+    file("task", "task.yaml", RUN, &[2, 3], &["cut"]),
+];
+
+pub(crate) const ATTACKS: &[Attack] = &[
+    Attack {
+        name: "an endless template",
+        path: "model/chat_template.jinja",
+        apply: |path| write(path, "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"),
+        command: GENERATE,
+        code: 3,
+        words: &["chat template"],
+    },
+    Attack {
+        name: "a template that doubles a text 60 times",
+        path: "model/chat_template.jinja",
+        apply: |path| {
+            let body = "{% set ns.t = ns.t ~ ns.t %}".repeat(60);
+            write(path, &format!("{{% set ns = namespace(t='xxxxxxxx') %}}{body}{{{{ ns.t }}}}"));
+        },
+        command: GENERATE,
+        code: 3,
+        words: &["chat template"],
+    },
+    Attack {
+        name: "a template of 50,000 nots",
+        path: "model/chat_template.jinja",
+        apply: |path| write(path, &format!("{{{{ {}1 }}}}", "not ".repeat(50_000))),
+        command: GENERATE,
+        code: 3,
+        words: &["chat template"],
+    },
+    Attack {
+        name: "a normalizer with an empty pattern",
+        path: "model/tokenizer.json",
+        apply: |path| {
+            edit(path, |json| {
+                json["normalizer"] = json!({"type": "Replace", "pattern": {"Regex": ""}, "content": "x"});
+            });
+        },
+        command: SCORE,
+        code: 3,
+        words: &["tokenizer.json"],
+    },
+    Attack {
+        name: "a post-processor that names an unknown token",
+        path: "model/tokenizer.json",
+        apply: |path| {
+            edit(path, |json| {
+                json["post_processor"] = json!({
+                    "type": "TemplateProcessing", "pair": [], "special_tokens": {},
+                    "single": [{"SpecialToken": {"id": "<nowhere>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                });
+            });
+        },
+        command: SCORE,
+        code: 3,
+        words: &["tokenizer.json"],
+    },
+    Attack {
+        name: "a task with a key twice",
+        path: "task.yaml",
+        apply: |path| append(path, "num_fewshot: 1\nnum_fewshot: 0\n"),
+        command: RUN,
+        code: 3,
+        words: &["num_fewshot", "task.yaml"],
+    },
+    Attack {
+        name: "a task whose name is a path",
+        path: "task.yaml",
+        apply: |path| write(path, &fs::read_to_string(path).unwrap().replace("task: choose", "task: ../choose")),
+        command: &["evaluator", "run", "--model", "model", "--tasks", "../choose", "--include-path", "task.yaml"],
+        code: 3,
+        words: &["../choose"],
+    },
+    Attack {
+        name: "a recipe with a key twice",
+        path: "recipe.yaml",
+        apply: |path| append(path, "train_iters: 2\n"),
+        command: CHECK,
+        code: 2,
+        words: &["train_iters", "recipe.yaml"],
+    },
+    Attack {
+        name: "weights that are not numbers",
+        path: "model/model.safetensors",
+        apply: |path| {
+            let mut bytes = fs::read(path).unwrap();
+            let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            bytes[header..].chunks_exact_mut(4).for_each(|number| number.copy_from_slice(&f32::NAN.to_le_bytes()));
+            write(path, bytes);
+        },
+        command: GENERATE,
+        code: 5,
+        words: &["not finite"],
+    },
+];
+
+fn write(path: &Path, bytes: impl AsRef<[u8]>) {
+    fs::write(path, bytes).unwrap();
+}
+
+fn append(path: &Path, text: &str) {
+    write(path, fs::read_to_string(path).unwrap() + text);
+}
+
+fn edit(path: &Path, change: impl FnOnce(&mut Value)) {
+    let mut json = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    change(&mut json);
+    write(path, json.to_string());
+}
