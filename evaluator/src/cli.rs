@@ -123,12 +123,11 @@ enum Dtype {
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Attention {
     /// cuDNN on a GPU where it is there and takes the case, else fused
-    #[value(alias = "sdpa")]
+    #[value(aliases = ["sdpa", "flash_attention_2", "flash_attention_3"])]
     Auto,
     /// cuDNN, in 16 bits
     Cudnn,
     /// Our kernels
-    #[value(aliases = ["flash_attention_2", "flash_attention_3"])]
     Fused,
     /// Plain tensor operations with all scores in memory
     #[value(alias = "eager")]

@@ -124,7 +124,7 @@ def trained(job: dict, mode, seconds: float) -> dict:
             "tokenizer": {"name_or_path": "recipes/quickstart/tokenizer"},
             "data": {"sources": [str(text)], "max_length": job["length"], "cache_dir": str(folder / "cache")},
             "gradient_accumulation_steps": job["rows"], "train_iters": job["steps"], "train_log_iter_interval": 1,
-            "optimizer": {"learning_rate": 1e-4},
+            "optimizer": {"learning_rate": 1e-4}, "checkpoint": "none",
         }))
         cut_off = None
         try:

@@ -50,8 +50,10 @@ class Trained:
                  "train_log_iter_interval=1", "eval_interval=1000", "eval_on_start=false",
                  f"data.cache_dir={folder / 'cache'}"]
         small = ["model.config.num_hidden_layers=1", "model.config.intermediate_size=128", "data.max_length=128",
-                 "data.sources=[recipes/quickstart/eval.jsonl]", "data.eval_sources=[]", "eval_interval=0"] if args.quick else []
-        command = [args.trainer, "-q", "train", "recipes/quickstart.yaml", "model.dtype=f32", *fixed, *small, *keys]
+                 "data.sources=[recipes/quickstart/eval.jsonl]", "data.eval_sources=[]"] if args.quick else []
+        # The trainer takes a key once: the last one counts.
+        last = {key.split("=")[0]: key for key in ["model.dtype=f32", *fixed, *small, *keys]}
+        command = [args.trainer, "-q", "train", "recipes/quickstart.yaml", *last.values()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(args.end - time.monotonic(), 1))
         if done.returncode != 0:
             raise RuntimeError(f"{name}: {done.stderr.strip()[-500:]}")

@@ -64,7 +64,7 @@ def measure(asked, folder: Path, shape: dict, keys: list, micros: int) -> dict:
         "tokenizer": {"name_or_path": str(root / "recipes/quickstart/tokenizer")},
         "data": {"sources": [str(folder / "text.txt")], "max_length": 512, "overlong": "split",
                  "cache_dir": str(folder / "cache")},
-        "scheduler": {"name": "constant"},
+        "scheduler": {"name": "constant"}, "checkpoint": "none",
     }))
     command = [asked.launch, "--standalone", "--nproc-per-node", "2", "--", asked.trainer, "-q", "train", str(recipe),
                f"gradient_accumulation_steps={micros}", *keys, "--profile", "tottime"]

@@ -8,6 +8,17 @@ pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the suite is a folder of the workspace")
 }
 
+/// Returns `key=value` arguments without those that a later one for the same key replaces: the trainer takes a key once.
+pub fn later_wins<T: AsRef<str>>(arguments: impl IntoIterator<Item = T>) -> Vec<String> {
+    let key = |argument: &str| argument.split('=').next().unwrap_or_default().to_owned();
+    let mut kept: Vec<String> = Vec::new();
+    for argument in arguments {
+        kept.retain(|earlier| key(earlier) != key(argument.as_ref()));
+        kept.push(argument.as_ref().to_owned());
+    }
+    kept
+}
+
 /// Reads a text file by its path from the root.
 ///
 /// # Panics

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use assert_cmd::cargo::cargo_bin;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use suite::root;
+use suite::{later_wins, root};
 
 /// The seconds for which a rank waits for the other.
 const TIMEOUT: u64 = 6;
@@ -140,7 +140,7 @@ fn keys(folder: &Path, more: &[&str]) -> Vec<String> {
         format!("data.cache_dir={}/cache", folder.display()),
     ];
     keys.extend(more.iter().map(|key| (*key).to_owned()));
-    keys
+    later_wins(keys)
 }
 
 fn losses(folder: &Path) -> Vec<(u64, f64)> {

@@ -25,7 +25,7 @@ fn recipe(folder: &Path) -> Value {
         "data": {
             "sources": [folder.join("text.jsonl")], "max_length": T, "overlong": "split", "cache_dir": folder.join("cache"),
         },
-        "scheduler": {"name": "constant"},
+        "scheduler": {"name": "constant"}, "checkpoint": "none",
     })
 }
 

@@ -8,7 +8,7 @@ use crate::checkpoint::CheckpointError;
 use crate::data::DataError;
 use crate::plan::KnownError;
 use crate::recipe::RecipeError;
-use crate::run::NonFinite;
+use crate::run::{AllSkipped, NonFinite};
 use crate::schedule::ScheduleError;
 
 pub use evaluator::exit::ExitCode;
@@ -20,6 +20,13 @@ pub fn report(error: &anyhow::Error) -> String {
         .is_some_and(|error| error.is::<DataError>() || error.is::<CheckpointError>() || error.is::<ScheduleError>());
     let text = evaluator::exit::report(error);
     if completes { text.replacen("error: ", "error: failed to ", 1) } else { text }
+}
+
+/// Writes an error as [`report`] does, without the backtrace that RUST_BACKTRACE adds.
+pub fn brief_report(error: &anyhow::Error) -> String {
+    let report = report(error);
+    let backtrace = format!("\n{}\n", error.backtrace());
+    report.strip_suffix(&backtrace).map_or(report.clone(), str::to_owned)
 }
 
 /// Finds the exit code of an error: the one that it carries, or that of the part that failed.
@@ -45,7 +52,7 @@ fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     let codes = [
         (error.is::<RecipeError>(), ExitCode::Usage),
         (error.is::<DataError>(), ExitCode::Data),
-        (error.is::<NonFinite>(), ExitCode::NonFinite),
+        (error.is::<NonFinite>() || error.is::<AllSkipped>(), ExitCode::NonFinite),
         (error.is::<CheckpointError>(), ExitCode::Checkpoint),
         (error.is::<ScheduleError>(), ExitCode::Usage),
     ];

@@ -18,7 +18,7 @@ fn check(run: &Run, overrides: &[&str], code: i32, phrases: &[&str]) {
     }
     assert!(!text.contains("panicked"), "{text}");
     assert!(text.lines().count() < 40, "more than a screen:\n{text}");
-    assert!(!run.path().join("hf").exists(), "a refused run exported weights");
+    assert!(!run.has_exports(), "a refused run exported weights");
     assert!(!run.path().join("run/metrics.jsonl").exists(), "a refused run logged a step");
 }
 

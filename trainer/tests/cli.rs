@@ -101,7 +101,11 @@ fn a_check_misses_files_that_are_not_there() {
     let room = Room::new("files");
     room.check(&["check", "r.yaml", "data.sources=[b.jsonl]"], 3, "failed to find b.jsonl");
     room.check(&["check", "r.yaml", "data.sources=['b.jsonl:train[:3]']"], 3, "failed to find b.jsonl");
-    room.check(&["check", "r.yaml", "tokenizer.name_or_path=./none"], 3, "failed to find ./none");
+    room.check(
+        &["check", "r.yaml", "tokenizer.name_or_path=./none"],
+        3,
+        "failed to find ./none: paths start at the current folder",
+    );
     room.check(&["check", "--offline", "r.yaml"], 3, "tok");
     room.check(&["check", "r.yaml", "model.config.num_hiden_layers=3"], 2, "did you mean `num_hidden_layers`?");
     room.check(&["check", "r.yaml", "model.adapter_name_or_path=none"], 2, "model.adapter_name_or_path: ");
@@ -118,7 +122,7 @@ fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
     room.check(&["estimate", "r.yaml", "--device", "h1000"], 2, "h100-80g");
     room.check(&["estimate", "r.yaml", "--ranks", "0"], 2, "expected a number of processes, at least 1");
     room.check(&["estimate", "r.yaml", "model={name_or_path: org/model}"], 3, "failed to find the model's config");
-    let output = room.check(&["estimate", "r.yaml", "--json", "--device", "1"], 4, "advice");
+    let output = room.check(&["estimate", "r.yaml", "--json", "--device", "1", "checkpoint=none"], 4, "advice");
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&report["format"], &report["fits"], &report["longest_row"]), (&1.into(), &false.into(), &().into()));
     let step = report["phases"][1]["account"].as_object().unwrap();
@@ -147,6 +151,19 @@ fn a_wrong_command_line_exits_with_2() {
     room.check(&["check", "r.yaml", "--oflfine"], 2, "--offline");
     room.check(&["check", "r.yaml", "-q", "-v"], 2, "cannot be used with");
     room.check(&["check", "r.yaml", "lr"], 2, "expected KEY=VALUE");
+    for (arguments, want) in [
+        (&["--train_iters", "3"][..], "train_iters=3"),
+        (&["--train-iters=3"], "train_iters=3"),
+        (&["--max_steps", "3"], "train_iters=3"),
+        (&["--learning_rate"], "optimizer.learning_rate=VALUE"),
+    ] {
+        room.check(
+            &[&["train", "r.yaml"], arguments].concat(),
+            2,
+            &format!("keys of the recipe stand behind it: {want}"),
+        );
+    }
+    room.check(&["check", "r.yaml", "-v", "epochz=1"], 2, "top-level keys: type,");
     room.check(&["check"], 2, "<RECIPE>");
 }
 

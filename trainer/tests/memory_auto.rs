@@ -109,7 +109,7 @@ fn of_long_rows_attention_is_not_computed_again() {
 #[test]
 fn what_was_taken_is_said_with_its_origin() {
     let plan = resolve(Some(free_for(peak("full"))), &[]).unwrap();
-    let table = plan.to_string();
+    let table = plan.table(trainer::plan::Shown::All);
     let line = table.lines().find(|line| line.contains("model.activation_checkpoint")).unwrap();
     assert!(line.contains("full") && line.ends_with("memory: auto"), "{line}");
     assert!(table.contains("note: memory: auto takes model.activation_checkpoint=full: about"), "{table}");
@@ -119,7 +119,7 @@ fn what_was_taken_is_said_with_its_origin() {
 fn what_the_recipe_sets_is_not_changed() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
     assert_eq!(plan.model.activations, Activations::Offload(1.0));
-    let table = plan.to_string();
+    let table = plan.table(trainer::plan::Shown::All);
     assert!(table.lines().any(|line| line.contains("activation_checkpoint") && line.ends_with("argument")), "{table}");
     for set in ["model.activation_checkpoint=none", "model.disable_activation_checkpoint=true"] {
         let error = resolve(Some(free_for(peak("full"))), &[set]).unwrap_err().to_string();

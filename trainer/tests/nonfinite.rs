@@ -69,6 +69,21 @@ fn a_step_that_is_not_finite_is_skipped_if_the_recipe_says_so() {
     }
 }
 
+#[test]
+fn a_run_of_which_every_step_is_skipped_fails_and_exports_nothing() {
+    let run = poisoned();
+    let [model, micro, _] = overrides(&run);
+    let row = std::fs::read_to_string(run.path().join("train.jsonl")).unwrap().lines().last().unwrap().to_owned();
+    run.write("train.jsonl", &row);
+    std::fs::remove_dir_all(run.path().join("hf")).unwrap();
+    let output = run.train(&[&model, &micro, "train_iters=2", "on_nonfinite=skip"]);
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(i32::from(trainer::exit::ExitCode::NonFinite as u8)), "{said}");
+    assert!(said.contains("in every one of 2 steps"), "{said}");
+    assert!(!run.has_exports());
+    assert_eq!(run.report()["exit"]["code"], 5);
+}
+
 /// An f16 has 11 bits, and a loss is a mean of some hundred tokens' that are off by a few of the last: 2 % after some steps.
 #[test]
 fn f16_learns_what_f32_does() {

@@ -29,7 +29,7 @@ fn check_with(text: &str, arguments: &[&str], want: &[&str]) {
 fn an_unknown_key_names_its_place_and_the_nearest_key() {
     check(
         "modle:\n  name_or_path: x\n",
-        &["r.yaml:1:1: unknown key `modle`", "did you mean `model`?", "top-level keys: type,"],
+        &["r.yaml:1:1: unknown key `modle`", "did you mean `model`?", "-v lists the keys"],
     );
     check(
         "model:\n  name_or_path: x\n  atn_implementation: sdpa\n",
@@ -69,6 +69,78 @@ fn an_unknown_key_names_its_place_and_the_nearest_key() {
 }
 
 #[test]
+fn a_key_that_stands_elsewhere_or_is_another_trainers_is_found() {
+    for (key, want) in [
+        ("learning_rate", "its name here: `optimizer.learning_rate`"),
+        ("warmup_steps", "its name here: `scheduler.warmup_steps`"),
+        ("eval_sources", "did you mean `data.eval_sources`?"),
+        ("num_proc", "did you mean `data.num_proc`?"),
+        ("max_steps", "`train_iters`"),
+        ("num_train_epochs", "`epochs`"),
+        ("base_model", "`model.name_or_path`"),
+        ("gradient_checkpointing", "`model.activation_checkpoint`"),
+        ("per_device_train_batch_size", "`micro_batch_size`"),
+        ("save_total_limit", "`checkpoint.N.keep`"),
+        ("lora_r", "`model.peft_config.r`"),
+        ("sequence_len", "`data.max_length`"),
+        ("zero_stage", "`deepspeed.zero_optimization.stage`"),
+        ("load_in_4bit", "weights of 4 or 8 bits cannot be trained"),
+        ("report_to", "metrics.jsonl"),
+    ] {
+        check(&format!("{key}: 1\n"), &[&format!("unknown key `{key}`"), want]);
+        check_with("", &[&format!("{key}=1")], &[want]);
+    }
+    check("optimizer: {warmup_steps: 3}", &["unknown key `optimizer.warmup_steps`", "`scheduler.warmup_steps`"]);
+    check("model: {max_length: 3}", &["`data.max_length`"]);
+}
+
+#[test]
+fn the_keys_are_listed_for_those_who_ask() {
+    let error = load("modle: 1\n", &[]).unwrap_err();
+    assert!(!error.to_string().contains("top-level keys"));
+    let detailed = error.detailed().to_string();
+    assert!(detailed.contains("top-level keys: type, ") && detailed.contains("output_dir"), "{detailed}");
+}
+
+#[test]
+fn an_argument_without_a_value_or_for_the_second_time_is_refused() {
+    let text = "optimizer: {lr: 1}\n";
+    check_with(
+        text,
+        &["optimizer.lr="],
+        &["optimizer.lr: expected a value, found nothing", "`optimizer.lr=null` removes"],
+    );
+    check_with(text, &["seed=1", "seed=2"], &["argument `seed=2`", "given twice, before in `seed=1`"]);
+    for pair in [
+        ["optimizer.lr=1", "optimizer.learning_rate=2"],
+        ["scheduler.num_warmup_steps=1", "scheduler.warmup_steps=2"],
+        ["checkpoint.output_dir=a", "checkpoint.0.output_dir=b"],
+    ] {
+        check_with(text, &pair, &[pair[1], "given twice, before in", pair[0]]);
+    }
+    check_with(
+        text,
+        &["optimizer.lr=1", "optimizer={eps: 1}"],
+        &["replaces what `optimizer.lr=1` has set", "before that one"],
+    );
+    load(text, &["optimizer={eps: 1}", "optimizer.lr=1"]).unwrap();
+}
+
+#[test]
+fn null_removes_a_key() {
+    let text = "optimizer: {lr: 1, eps: 2}\ntokenizer: {name_or_path: t}\nmodel: {config: {pad_token_id: 0}}\n";
+    let loaded =
+        load(text, &["optimizer.learning_rate=null", "tokenizer=null", "epochs=null", "scheduler=null"]).unwrap();
+    assert_eq!((loaded.recipe.optimizer.learning_rate, loaded.recipe.tokenizer.name_or_path.as_deref()), (None, None));
+    assert!(loaded.recipe.optimizer.eps.is_some() && !loaded.is_set("tokenizer"));
+    // In the config of a model it is a value.
+    let loaded = load(text, &["model.config.pad_token_id=null"]).unwrap();
+    let Some(trainer::recipe::ConfigSource::Inline(config)) = loaded.recipe.model.config else { panic!("a map") };
+    assert!(config["pad_token_id"].is_null() && config.contains_key("pad_token_id"));
+    check_with(text, &["optimzer=null"], &["unknown key `optimzer`", "`optimizer`"]);
+}
+
+#[test]
 fn a_duplicate_key_names_its_second_place() {
     check("epochs: 1\nseed: 2\nepochs: 3\n", &["r.yaml:3:1: duplicate key `epochs`", "\n 3 | epochs: 3"]);
     check("data:\n  seed: 1\n  seed: 1\n", &["r.yaml:3:3: duplicate key `seed`"]);
@@ -92,7 +164,7 @@ fn a_wrong_type_says_what_was_expected_and_what_was_found() {
     check("overfit_first_batch: 2\n", &["overfit_first_batch: expected true or false, found the integer 2"]);
     check("data: {sources: a}", &["data.sources: expected a list, found the text \"a\""]);
     check("data: {sources: [[a]]}", &["data.sources.0: expected text (a name", "found a list"]);
-    check("checkpoint: here\n", &["checkpoint: expected a list of maps, or one map"]);
+    check("checkpoint: here\n", &["checkpoint: expected a list of maps, one map, or none"]);
     check("model: {config: 3}", &["model.config: expected a map (the config itself) or the path"]);
     check("- a\n", &["r.yaml:1:1: expected a map, found a list"]);
     check("just text\n", &["expected a map, found the text \"just text\""]);

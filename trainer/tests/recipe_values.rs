@@ -211,7 +211,6 @@ fn arguments_reach_every_key() {
             "model.config.hidden_size=64",
             "scheduler.scheduler_specific_kwargs.min_lr=1e-6",
             "scheduler.name=cosine_with_min_lr",
-            "seed=1",
             "seed=2",
             "generate.prompts=[hello, \"a: b\"]",
             "tokenizer.name_or_path=a=b",

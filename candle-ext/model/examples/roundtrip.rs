@@ -43,7 +43,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let export = Export {
         folder: &out.join("model"),
         config: model.config(),
-        companions: Companions { folders: &[folder], chat_template: None },
+        companions: Companions { folders: &[folder], chat_template: None, files: &[] },
         dtype: DType::F32,
         shard_bytes: checkpoint.n_bytes() as u64,
     };

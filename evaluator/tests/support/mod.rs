@@ -20,7 +20,7 @@ pub fn export(folder: &Path, seed: u64) -> PathBuf {
     });
     let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
     let tokenizer = root().join("recipes/quickstart/tokenizer");
-    let companions = Companions { folders: &[&tokenizer], chat_template: None };
+    let companions = Companions { folders: &[&tokenizer], chat_template: None, files: &[] };
     let (config, dtype, shard_bytes) = (model.config(), DType::F32, DEFAULT_SHARD_BYTES);
     let export = Export { folder: &folder, config, companions, dtype, shard_bytes };
     let random = |spec: &ParamSpec| {

@@ -98,7 +98,7 @@ class Ours:
             "tokenizer": {"name_or_path": str(self.inputs.tokenizer(case))},
             "data": {"sources": [str(rows)], "max_length": case.length, "cache_dir": str(self.inputs.folder / "cache")},
             "micro_batch_size": case.rows, "gradient_accumulation_steps": case.accumulated, "train_iters": case.steps,
-            "optimizer": {"learning_rate": 1e-4}, "train_log_iter_interval": 1, **keys,
+            "optimizer": {"learning_rate": 1e-4}, "train_log_iter_interval": 1, "checkpoint": "none", **keys,
         }))
         return path
 

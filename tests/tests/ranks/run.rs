@@ -9,7 +9,7 @@ use assert_cmd::cargo::cargo_bin;
 use candlewick_comm::store::Server;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use suite::root;
+use suite::{later_wins, root};
 
 /// One run in a folder of its own. All runs of a test see the same steps: 8 micro-batches each, over all ranks.
 pub(crate) struct Run {
@@ -31,13 +31,13 @@ impl Run {
             "eval_interval=5".to_owned(),
         ];
         all.extend(arguments.iter().map(|argument| (*argument).to_owned()));
-        Self { folder: folder.to_owned(), n_ranks, arguments: all }
+        Self { folder: folder.to_owned(), n_ranks, arguments: later_wins(all) }
     }
 
     /// The same run with other keys.
     pub(crate) fn with(&self, more: &[&str]) -> Self {
         let more = more.iter().map(|argument| (*argument).to_owned());
-        Self { arguments: self.arguments.iter().cloned().chain(more).collect(), folder: self.folder.clone(), ..*self }
+        Self { arguments: later_wins(self.arguments.iter().cloned().chain(more)), folder: self.folder.clone(), ..*self }
     }
 
     /// The trainer with its arguments, as whatever it is started as.

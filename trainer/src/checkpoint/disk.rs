@@ -24,6 +24,8 @@ pub struct PlannedSaves<'a> {
     pub bytes_per_save: u64,
     /// How many are still to come: `CheckpointPlan::n_saves`.
     pub n_saves: usize,
+    /// The start of the run: only its own checkpoints make room.
+    pub began: u64,
     /// Whether the best one stays beside those that `keep` keeps.
     pub spares_best: bool,
 }
@@ -72,10 +74,11 @@ pub fn free_bytes(dir: &Path) -> io::Result<u64> {
 }
 
 /// The bytes by which an entry's saves grow the disk at their worst: one more than `keep`, and the best, while
-/// the newest is being written, less those of earlier runs that make room.
+/// the newest is being written, less those of this run that make room.
 fn most_at_once(planned: &PlannedSaves) -> Result<u64, CheckpointError> {
     let CheckpointPlan { kind, output_dir, keep, .. } = planned.plan;
-    let present = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?.len();
+    let present = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+    let present = present.iter().filter(|(_, dir)| kind.written_by(dir) == Some(planned.began)).count();
     let n_kept = |keep: usize| keep.max(1) + usize::from(planned.spares_best);
     let n_grown =
         keep.map_or(planned.n_saves, |keep| planned.n_saves.min((n_kept(keep) + 1).saturating_sub(present).max(1)));

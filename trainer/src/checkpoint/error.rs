@@ -70,6 +70,17 @@ pub enum CheckpointError {
         /// One line a difference: the key, the saved value, the present one.
         differences: Vec<String>,
     },
+    /// Something else has the name of a checkpoint.
+    #[error(
+        "save to {}: it is {what}, and nothing of another origin is replaced. Move it away, or give the checkpoint another \
+         output_dir", dir.display()
+    )]
+    Occupied {
+        /// The checkpoint's folder.
+        dir: PathBuf,
+        /// The thing that is there.
+        what: &'static str,
+    },
     /// The folder that the first rank made for a save is not there for another.
     #[error(
         "save to {}: rank {rank} does not find what rank 0 began there. All ranks must see one folder under this name; \

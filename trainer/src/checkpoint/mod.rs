@@ -9,7 +9,7 @@
 //! ```
 //! Each rank writes what it has; the manifest says which elements of which tensor lie where, so that any number of ranks
 //! can take it up. It is written beside its place under a dotted name, fsynced and renamed, so a folder with the
-//! right name is whole unless somebody changed it; the hashes tell that.
+//! right name is whole unless somebody changed it; the hashes tell that. `owner` tells which run wrote a folder.
 
 mod crew;
 mod disk;
@@ -19,6 +19,7 @@ mod fingerprint;
 mod hash;
 mod load;
 mod manifest;
+mod owner;
 mod plan;
 mod retention;
 mod save;
@@ -37,8 +38,9 @@ pub use find::{Complete, Search, Skipped, newest_complete, search};
 pub use fingerprint::Fingerprint;
 pub use load::{Resumed, resume};
 pub use manifest::{FileEntry, Manifest, TensorEntry};
+pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_foreign, refuse_occupied};
 pub use plan::{CheckpointPlan, Kind, Moment, Tag};
-pub use retention::{clear_leftovers, prune};
+pub use retention::{Retention, clear_leftovers};
 pub use save::{Saved, save};
 pub use scores::Scores;
 pub(crate) use shard::AT_ONCE;

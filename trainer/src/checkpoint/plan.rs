@@ -1,8 +1,13 @@
 //! When a run saves, where, and under which name.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+
+use super::retention::Retention;
+use super::state::RunState;
+use crate::plan::ComputeDtype;
 
 /// Describes one entry of a recipe's `checkpoint` list, resolved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +29,9 @@ pub struct CheckpointPlan {
     /// Written while training goes on (`Sharded` only).
     #[serde(default)]
     pub async_save: bool,
+    /// The dtype of exported weights (`HuggingFace` only); `None` is the model's.
+    #[serde(default)]
+    pub dtype: Option<ComputeDtype>,
 }
 
 /// Names what a save holds.
@@ -70,9 +78,34 @@ impl CheckpointPlan {
         self.output_dir.join(self.kind.dir_name(tag))
     }
 
+    /// Returns what decides which of this run's checkpoints stay.
+    pub(crate) fn retention<'a>(&'a self, keep: usize, run: &'a RunState) -> Retention<'a> {
+        Retention { kind: self.kind, output_dir: &self.output_dir, began: run.began, keep, scores: &run.scores }
+    }
+
     /// Counts the saves that are still to come after `done` steps of a run whose epochs end at the steps `epoch_ends`.
     pub fn n_saves(&self, done: usize, total_steps: usize, epoch_ends: &[usize]) -> usize {
         (done + 1..=total_steps).filter(|&step| self.due(Moment::of(step, total_steps, epoch_ends))).count()
+    }
+}
+
+/// Describes the entry in one line, for people.
+impl fmt::Display for CheckpointPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            Kind::Sharded => "sharded",
+            Kind::HuggingFace => "huggingface",
+        };
+        write!(f, "{kind} in {}", self.output_dir.display())?;
+        let every = [(self.save_every_n_steps, "steps"), (self.save_every_n_epochs, "epochs")];
+        every.iter().filter(|(n, _)| *n > 0).try_for_each(|(n, unit)| write!(f, ", every {n} {unit}"))?;
+        let flags = [
+            (self.save_end_of_training, ", at the end"),
+            (self.auto_resume, ", auto_resume"),
+            (self.async_save, ", in the background"),
+        ];
+        flags.iter().filter(|(is_so, _)| *is_so).try_for_each(|(_, words)| f.write_str(words))?;
+        self.keep.map_or(Ok(()), |keep| write!(f, ", keep {keep}"))
     }
 }
 
@@ -138,6 +171,7 @@ mod tests {
         save_end_of_training: false,
         keep: None,
         async_save: false,
+        dtype: None,
     };
 
     /// The steps at which a run of 10 steps saves, with epochs ending at 4, 8 and 10.

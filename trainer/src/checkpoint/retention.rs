@@ -7,40 +7,45 @@ use super::plan::{Kind, Tag};
 use super::scores::Scores;
 use super::storage::{Drive, Storage};
 
-/// Deletes all but the `keep` newest of the saves up to and with `newest`, which always stays. So does the one that `scores`
-/// says is the best of those that there are. Saves of later steps belong to another run and stay too. Returns what was deleted.
-pub fn prune(
-    kind: Kind,
-    output_dir: &Path,
-    newest: Tag,
-    keep: usize,
-    scores: &Scores,
-) -> Result<Vec<PathBuf>, CheckpointError> {
-    prune_with(&Drive, kind, output_dir, newest, keep, scores)
+/// The checkpoints of one run in one folder, of which `keep` stay.
+#[derive(Clone, Copy, Debug)]
+pub struct Retention<'a> {
+    /// Their kind.
+    pub kind: Kind,
+    /// Their folder.
+    pub output_dir: &'a Path,
+    /// The start of the run; nothing that another run wrote is deleted.
+    pub began: u64,
+    /// The number of the newest that stay.
+    pub keep: usize,
+    /// The evaluations that name the best one, which stays as well.
+    pub scores: &'a Scores,
 }
 
-pub(crate) fn prune_with(
-    storage: &dyn Storage,
-    kind: Kind,
-    output_dir: &Path,
-    newest: Tag,
-    keep: usize,
-    scores: &Scores,
-) -> Result<Vec<PathBuf>, CheckpointError> {
-    let saves = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
-    let steps: Vec<usize> = saves.iter().map(|(tag, _)| tag.step).filter(|step| *step <= newest.step).collect();
-    let best = scores.best_of(&steps);
-    let older = saves.into_iter().filter(|(tag, _)| tag.step < newest.step);
-    let mut removed = Vec::new();
-    for (_, dir) in older.skip(keep.saturating_sub(1)).filter(|(tag, _)| Some(tag.step) != best) {
-        // Under a dotted name first: a half-deleted save must not look like a damaged one.
-        let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
-        storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
-        storage.rename(&dir, &temporary).map_err(CheckpointError::io("rename", &dir))?;
-        storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
-        removed.push(dir);
+impl Retention<'_> {
+    /// Deletes all but the newest and the best of this run's checkpoints up to `newest`, and returns the folders deleted.
+    pub fn prune(&self, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
+        self.prune_with(&Drive, newest)
     }
-    Ok(removed)
+
+    pub(crate) fn prune_with(&self, storage: &dyn Storage, newest: Tag) -> Result<Vec<PathBuf>, CheckpointError> {
+        let Self { kind, output_dir, began, keep, scores } = *self;
+        let mut saves = kind.list(output_dir).map_err(CheckpointError::io("list", output_dir))?;
+        saves.retain(|(tag, dir)| tag.step <= newest.step && kind.written_by(dir) == Some(began));
+        let steps: Vec<usize> = saves.iter().map(|(tag, _)| tag.step).collect();
+        let best = scores.best_of(&steps);
+        let older = saves.into_iter().filter(|(tag, _)| tag.step < newest.step);
+        let mut removed = Vec::new();
+        for (_, dir) in older.skip(keep.saturating_sub(1)).filter(|(tag, _)| Some(tag.step) != best) {
+            // Under a dotted name first: a half-deleted save must not look like a damaged one.
+            let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
+            storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
+            storage.rename(&dir, &temporary).map_err(CheckpointError::io("rename", &dir))?;
+            storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
+            removed.push(dir);
+        }
+        Ok(removed)
+    }
 }
 
 /// Removes unfinished saves of an earlier run, and puts back a save that was about to be replaced.
@@ -54,7 +59,8 @@ pub fn clear_leftovers(output_dir: &Path) -> Result<Vec<String>, CheckpointError
     for entry in entries {
         let path = entry.map_err(CheckpointError::io("list", output_dir))?.path();
         let name = Tag::name_of(&path);
-        if let Some(save) = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")).filter(is_save) {
+        let unfinished = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")).filter(is_save);
+        if let Some(save) = unfinished.filter(|_| path.is_dir()) {
             Drive.remove_dir(&path).map_err(CheckpointError::io("remove", &path))?;
             done.push(format!("removed an unfinished {save}"));
         }
@@ -77,9 +83,12 @@ pub(crate) fn old_name(name: &str) -> String {
 
 fn settle_old(old: &Path, dir: &Path) -> Result<String, CheckpointError> {
     let name = Tag::name_of(dir);
-    if dir.exists() {
+    if dir.exists() && old.is_dir() {
         Drive.remove_dir(old).map_err(CheckpointError::io("remove", old))?;
         return Ok(format!("removed the replaced {name}"));
+    }
+    if dir.exists() {
+        return Ok(format!("left {} alone: it is no folder", old.display()));
     }
     Drive.rename(old, dir).map_err(CheckpointError::io("rename", old))?;
     Ok(format!("put back {name}, whose replacement was not finished"))

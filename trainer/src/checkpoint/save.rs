@@ -8,8 +8,9 @@ use super::crew::{Crew, at_work, first, together};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
 use super::manifest::{FileEntry, MANIFEST, Manifest, STATE, TensorEntry};
+use super::owner::refuse_foreign;
 use super::plan::{CheckpointPlan, Tag};
-use super::retention::{old_name, prune_with, temporary_name};
+use super::retention::{old_name, temporary_name};
 use super::shard::write_shard;
 use super::state::{Piece, RunState, TrainState};
 use super::storage::{Drive, Storage};
@@ -52,7 +53,11 @@ pub(crate) fn save_with(
     let tag = run.tag();
     let dir = plan.dir(tag);
     let temporary = plan.output_dir.join(temporary_name(&plan.kind.dir_name(tag)));
-    let written = first(crew, || start(storage, &plan.output_dir, &temporary).map_err(|error| error.in_save(&dir)))
+    let begin = || {
+        refuse_foreign(plan.kind, &dir, run.began)?;
+        start(storage, &plan.output_dir, &temporary).map_err(|error| error.in_save(&dir))
+    };
+    let written = first(crew, begin)
         .and_then(|_| {
             let own = if crew.writes() {
                 at_work(crew, || write_share(storage, shard_bytes, &temporary, state, crew.rank()))
@@ -67,7 +72,7 @@ pub(crate) fn save_with(
                 let n_bytes = finish(storage, &temporary, run, shares)
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
-                let prune = |keep| prune_with(storage, plan.kind, &plan.output_dir, tag, keep, &run.scores);
+                let prune = |keep| plan.retention(keep, run).prune_with(storage, tag);
                 Ok((n_bytes, plan.keep.map_or(Ok(Vec::new()), prune)?))
             })
         });

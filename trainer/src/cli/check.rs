@@ -10,7 +10,8 @@ use super::train::known;
 use super::{Check, Format, Ui, Verbosity};
 use crate::data::SourcePlan;
 use crate::exit::ExitCode;
-use crate::plan::{Plan, Reach};
+use crate::plan::is_path;
+use crate::plan::{Plan, Reach, Shown};
 use crate::recipe::Loaded;
 use crate::run::{Assets, Began, check_tasks};
 
@@ -20,7 +21,7 @@ pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
     let known = known(&loaded, reach, verbosity, check.supposed.seat()?)?;
     let plan = Plan::resolve(&loaded, &known)?;
     match check.output_format {
-        Format::Text => ui.answer(plan.to_string().trim_end())?,
+        Format::Text => ui.answer(plan.table(shown(check, verbosity)).trim_end())?,
         Format::Json => ui.answer(&serde_json::to_string_pretty(&plan).context("failed to write the plan as JSON")?)?,
     };
     check_tasks(&plan)?;
@@ -32,6 +33,10 @@ pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
     Ok(ExitCode::Ok)
 }
 
+fn shown(check: &Check, verbosity: Verbosity) -> Shown {
+    if check.all || verbosity.verbose > 0 { Shown::All } else { Shown::Set }
+}
+
 fn sources(plan: &Plan) -> impl Iterator<Item = &SourcePlan> {
     plan.data.sources.iter().chain(&plan.data.eval_sources)
 }
@@ -41,9 +46,11 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
     let names = sources(plan).filter(|source| source.data_files.is_empty()).map(|source| source.name_or_path.as_str());
     for name in names.chain([plan.tokenizer.name_or_path.as_str()]) {
         let path = if Path::new(name).exists() { name } else { name.split(':').next().unwrap_or(name) };
-        let is_local = path.starts_with(['.', '/']) || Kind::of(path).is_some();
+        let is_local = is_path(path) || Kind::of(path).is_some();
         if is_local && !path.contains(['*', '?', '[', '{']) && !Path::new(path).exists() {
-            return Err(anyhow!("failed to find {path}: it is not on this machine").context(ExitCode::Data));
+            let here = std::env::current_dir().unwrap_or_default();
+            let problem = format!("failed to find {path}: paths start at the current folder, {}", here.display());
+            return Err(anyhow!(problem).context(ExitCode::Data));
         }
     }
     Ok(())

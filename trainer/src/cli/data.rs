@@ -27,8 +27,12 @@ pub(super) fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Re
     }
 }
 
+fn stream(plan: &Plan, prepared: &Prepared) -> Result<Stream> {
+    Ok(Stream::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?)
+}
+
 fn steps(plan: &Plan, prepared: &Prepared, n_steps: usize) -> Result<impl Iterator<Item = Step>> {
-    let mut stream = Stream::new(prepared.train.clone(), plan.data.clone(), Cursor::default())?;
+    let mut stream = stream(plan, prepared)?;
     Ok(std::iter::from_fn(move || stream.next_step()).take(n_steps))
 }
 
@@ -41,6 +45,9 @@ fn text(
 ) -> io::Result<()> {
     prepared.notes.iter().try_for_each(|note| writeln!(out, "{note}"))?;
     writeln!(out, "\n{}", prepared.ledger)?;
+    let stream = stream(plan, prepared).map_err(io::Error::other)?;
+    plan.steps(&stream).iter().try_for_each(|line| writeln!(out, "{line}"))?;
+    plan.parameters().map_or(Ok(()), |parameters| writeln!(out, "parameters: {parameters}"))?;
     for (i, step) in steps(plan, prepared, n_steps).map_err(io::Error::other)?.enumerate() {
         writeln!(
             out,

@@ -24,7 +24,10 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mu
         (false, 1) => "info",
         (false, _) => "debug",
     };
-    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    // What the Hub's libraries say is in our own errors already.
+    let quiet_hub = if verbosity.verbose > 1 { "" } else { ",hf_hub=off,hf_xet=off,xet_client=off,xet_data=off" };
+    let directives = format!("{level}{quiet_hub}");
+    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(&directives));
     let stderr = plan.print.then(|| {
         tracing_subscriber::fmt::layer()
             .with_writer(|| AboveBars)

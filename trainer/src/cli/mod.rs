@@ -15,14 +15,16 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use candlewick_comm::place::{Place, Source};
+use clap::error::{ContextKind, ContextValue};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use evaluator::error_file;
-use evaluator::exit::{completions, parse_arguments};
+use evaluator::exit::completions;
 use evaluator::ranks::place;
 
-use crate::exit::{ExitCode, classify, report};
+use crate::exit::{ExitCode, brief_report, classify, report};
 use crate::metrics::Console;
 use crate::plan::{Machines, Seat};
+use crate::recipe::{RecipeError, key_of_option};
 
 use profile::Sort;
 pub use ui::Ui;
@@ -98,6 +100,7 @@ The same command goes on where the last run stopped, if a checkpoint has auto_re
 const CHECK_EXAMPLES: &str = "\
 Examples:
   trainer check recipe.yaml
+  trainer check recipe.yaml --all
   trainer check recipe.yaml --offline
   trainer check recipe.yaml --ranks 16
   trainer check recipe.yaml --output-format json optimizer.lr=1e-4";
@@ -153,6 +156,9 @@ struct Train {
 struct Check {
     #[command(flatten)]
     recipe: Recipe,
+    /// Print the settings that have their defaults, too (as does -v)
+    #[arg(long)]
+    all: bool,
     /// Also require that the whole model is on this machine, so that a run without a network can start
     #[arg(long)]
     offline: bool,
@@ -245,7 +251,7 @@ struct Verbosity {
     /// Say less: errors only, no bar, no line a step
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
-    /// Say more; twice: for debugging. RUST_LOG goes before it
+    /// Say more: every field of a step, all settings, the keys of the schema; twice: for debugging. RUST_LOG goes before it
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
 }
@@ -262,9 +268,9 @@ impl Verbosity {
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
-    let cli: Cli = match parse_arguments() {
+    let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(code) => return code,
+        Err(error) => return refuse(error),
     };
     error_file::watch_panics();
     // Without it such a write kills.
@@ -272,12 +278,45 @@ pub fn main() -> ExitCode {
     match run(&cli) {
         Ok(code) => code,
         Err(error) => {
-            let report = report(&error);
+            let code = classify(&error);
+            let verbose = cli.verbosity.verbose;
+            let error = detailed(error, verbose);
+            let report = if verbose > 1 { report(&error) } else { brief_report(&error) };
             error_file::write(report.trim_end());
             // A reader that has gone away is no failure.
             let _ = std::io::stderr().write_all(report.as_bytes());
-            classify(&error)
+            code
         }
+    }
+}
+
+/// Prints clap's error. An option that is a key of the recipe gets a tip with the form of such keys.
+fn refuse(mut error: clap::Error) -> ExitCode {
+    if let Some(tip) = error.get(ContextKind::InvalidArg).and_then(|option| key_tip(&option.to_string())) {
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+    }
+    // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
+    let _ = error.print();
+    if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }
+}
+
+/// The tip for `--train_iters 3` or `--max_steps=3`: `train_iters=3`.
+fn key_tip(option: &str) -> Option<String> {
+    let key = key_of_option(option)?;
+    let mut arguments = std::env::args().skip_while(|argument| argument.split('=').next() != Some(option));
+    let value = match arguments.next()?.split_once('=') {
+        Some((_, value)) => Some(value.to_owned()),
+        None => arguments.next().filter(|next| !next.starts_with('-')),
+    };
+    Some(format!("keys of the recipe stand behind it: {key}={}", value.as_deref().unwrap_or("VALUE")))
+}
+
+/// Adds the long notes of a recipe's error, which `-v` shows.
+fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
+    match error.downcast::<RecipeError>() {
+        Ok(error) if verbose > 0 => error.detailed().into(),
+        Ok(error) => error.into(),
+        Err(error) => error,
     }
 }
 

@@ -1,10 +1,12 @@
 //! `trainer train`: from a recipe to a plan to a run.
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
+use candlewick_comm::place::Place;
 use candlewick_text::hub::{Hub, HubSettings};
 
 use super::profile::Profile;
 use super::{Recipe, Train, Ui, Verbosity, logging};
+use crate::estimate::{Capacity, Setup, estimate};
 use crate::exit::ExitCode;
 use crate::plan::{Known, KnownError, Plan, Reach, Seat};
 use crate::recipe::Loaded;
@@ -24,11 +26,32 @@ pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
         ui.remark(&format!("note: {note}"));
     }
     let (world, device) = connect(&plan, &place)?;
+    refuse_what_cannot_fit(&plan, &place, ui)?;
     let code = crate::run::train(&plan, &hub(ui)?, &world, &device)?;
     if let Some(profile) = profile {
         ui.remark(&profile.finish()?);
     }
     Ok(code)
+}
+
+/// Fails if the run cannot fit with rows of any length. Prints a note if it fits only with rows shorter than `data.max_length`.
+fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
+    let capacity = Capacity::now(plan.device).of_one(place.local_world_size);
+    let setup = Setup::of(plan, capacity.place)?;
+    let least = estimate(&Setup { row_tokens: 2, rows: 1, asking: None, ..setup.clone() }).shortages(&capacity);
+    // An estimate is up to a tenth too high, and the system may find some more.
+    if let Some(shortage) = least.into_iter().find(|short| short.needed_bytes / 5 * 4 > short.free_bytes) {
+        let problem = format!("failed to start: the run needs {shortage}, whatever its rows are");
+        let advice = "`trainer estimate RECIPE` says what takes it and what to change";
+        return Err(anyhow!("{problem}; {advice}").context(ExitCode::OutOfMemory));
+    }
+    for shortage in estimate(&setup).shortages(&capacity).iter().filter(|_| place.rank == 0) {
+        let rows = plan.data.max_length;
+        ui.remark(&format!(
+            "note: rows of {rows} tokens (data.max_length) would need {shortage}; see `trainer estimate`"
+        ));
+    }
+    Ok(())
 }
 
 /// The Hub as the environment describes it, with a bar for each download.

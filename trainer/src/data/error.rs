@@ -110,7 +110,10 @@ pub enum DataError {
         place: String,
     },
     /// The data or their order are not those that the run began with.
-    #[error("resume the data where the run left them: {changed}. Restore what the run began with, or start a new run")]
+    #[error(
+        "resume the data where the run left them: {changed}. Restore what the run began with; or begin a new run, with another \
+         output_dir for its checkpoints, or with auto_resume: false"
+    )]
     Changed {
         /// What changed, from what to what.
         changed: String,

@@ -9,7 +9,7 @@ use super::DataError;
 use super::batch::{Batch, Step, collate};
 use super::dataset::Dataset;
 use super::ledger::Seen;
-use super::plan::{DataPlan, Horizon};
+use super::plan::{DataPlan, Horizon, SourcePlan};
 use super::rows::{Fill, Rows, epoch_rows, eval_rows, n_steps};
 
 /// Where a run stands in its data. All there is to save, and all there is to restore.
@@ -41,7 +41,7 @@ impl Stream {
     /// Continues at `cursor`, or begins at its default.
     pub fn new(dataset: Arc<Dataset>, plan: DataPlan, cursor: Cursor) -> Result<Self, DataError> {
         let made_with = made_with(&dataset, &plan);
-        check_unchanged(&cursor.made_with, &made_with)?;
+        check_unchanged(&cursor.made_with, &made_with, &plan.sources)?;
         let rows = epoch_rows(&dataset, &plan, epoch_read(&plan, &cursor));
         let total_steps = total_steps(&dataset, &plan, &rows)?;
         let cursor = Cursor { made_with, ..cursor };
@@ -68,6 +68,11 @@ impl Stream {
     /// Counts the steps of the whole run, those that are done included.
     pub fn total_steps(&self) -> usize {
         self.total_steps
+    }
+
+    /// Counts the rows of the epoch that the next step belongs to.
+    pub fn rows_in_epoch(&self) -> usize {
+        self.rows.len()
     }
 
     /// Counts the steps of the epoch that the next step belongs to.
@@ -198,14 +203,29 @@ fn made_with(dataset: &Dataset, plan: &DataPlan) -> BTreeMap<String, String> {
     facts.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
-fn check_unchanged(then: &BTreeMap<String, String>, now: &BTreeMap<String, String>) -> Result<(), DataError> {
+fn check_unchanged(
+    then: &BTreeMap<String, String>,
+    now: &BTreeMap<String, String>,
+    sources: &[SourcePlan],
+) -> Result<(), DataError> {
     let changed: Vec<String> = now
         .iter()
         .filter_map(|(name, value)| match then.get(name) {
-            Some(old) if old != value && name == "the data" => Some("the data changed".into()),
+            Some(old) if old != value && name == "the data" => Some(changed_sources(old, value, sources)),
             Some(old) if old != value => Some(format!("{name} was {old}, now {value}")),
             _ => None,
         })
         .collect();
     if changed.is_empty() { Ok(()) } else { Err(DataError::Changed { changed: changed.join("; ") }) }
+}
+
+/// Names the sources whose rows are others now. `then` and `now` have a key for each source.
+fn changed_sources(then: &str, now: &str, sources: &[SourcePlan]) -> String {
+    let (then, now): (Vec<&str>, Vec<&str>) = (then.split(' ').collect(), now.split(' ').collect());
+    if then.len() != now.len() {
+        return format!("the data changed: {} sources then, {} now", then.len(), now.len());
+    }
+    let pairs = then.iter().zip(&now).zip(sources);
+    let names = pairs.filter(|((then, now), _)| then != now).map(|(_, source)| source.name_or_path.as_str());
+    format!("the data changed: {}", names.collect::<Vec<_>>().join(", "))
 }

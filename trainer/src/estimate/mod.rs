@@ -22,6 +22,7 @@ pub use account::{Account, Class};
 pub use capacity::Capacity;
 pub use longest::longest;
 pub use modes::{Candidate, Choice, Fixed, Modes, choose, usable};
+pub use parameters::counts as parameter_counts;
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate, estimate_stage};
 pub use report::{Advice, Report, bytes, written};
 pub use setup::{Place, Setup, SetupError};

@@ -98,8 +98,8 @@ fn trained_of(setup: &Setup, unit: &Unit) -> u64 {
     unit.params.iter().filter(|param| param.trainable).map(|param| setup.kept(param)).sum()
 }
 
-/// The numbers of frozen and of trained parameters of the whole model.
-pub(super) fn counts(setup: &Setup) -> (u64, u64) {
+/// Returns the numbers of frozen and of trained parameters of the whole model.
+pub fn counts(setup: &Setup) -> (u64, u64) {
     let params = || setup.model.units().iter().flat_map(|unit| &unit.params);
     let numel =
         |trained: bool| params().filter(move |param| param.trainable == trained).map(|param| param.numel() as u64);

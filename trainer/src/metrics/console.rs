@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-use super::format::{duration, exponent, gigabytes, quantity, tflops};
+use super::format::{clock, duration, exponent, gigabytes, quantity, tflops};
 use super::gpu::GpuMemory;
 use super::memory::Memory;
 use super::plan::Console;
@@ -72,8 +72,21 @@ impl Terminal {
     }
 }
 
-/// Writes the line of a training step.
-pub fn step_line(record: &StepRecord, total_steps: usize) -> String {
+/// Writes the line of a training step. `left` is the time that the steps to come will take, in seconds.
+pub fn step_line(record: &StepRecord, total_steps: usize, left: f64) -> String {
+    [
+        format!("Train iter: {}", position(record.iter, total_steps)),
+        format!("loss: {:.4}", record.loss),
+        format!("lr: {}", exponent(record.lr)),
+        format!("grad norm: {:.3}", record.grad_norm),
+        format!("tok/s: {}", quantity(round(record.tokens_per_second))),
+        format!("ETA: {}", clock(left)),
+    ]
+    .join(" | ")
+}
+
+/// Writes the line of a training step with everything that is known of it.
+pub(super) fn detailed_step_line(record: &StepRecord, total_steps: usize) -> String {
     let mut fields = vec![
         format!("Train iter: {}", position(record.iter, total_steps)),
         format!("loss: {:.4}", record.loss),
@@ -153,19 +166,20 @@ mod tests {
 
     #[test]
     fn a_steps_line() {
-        insta::assert_snapshot!(step_line(&example(), 10), @"Train iter: 3/10 30% | loss: 1.2346 | lr: 1.000E-05 | grad norm: 0.512 | tok/s: 51.86K | step time: 1.234s | step tflops: 0.052 | seqlen: 32.00K | epoch: 0 | CPU mem: proc 2.10 GB, peak 2.40 GB / node 10.10 GB (12%)");
+        insta::assert_snapshot!(step_line(&example(), 10, 8.64), @"Train iter: 3/10 30% | loss: 1.2346 | lr: 1.000E-05 | grad norm: 0.512 | tok/s: 51.86K | ETA: 0:00:09");
+        insta::assert_snapshot!(detailed_step_line(&example(), 10), @"Train iter: 3/10 30% | loss: 1.2346 | lr: 1.000E-05 | grad norm: 0.512 | tok/s: 51.86K | step time: 1.234s | step tflops: 0.052 | seqlen: 32.00K | epoch: 0 | CPU mem: proc 2.10 GB, peak 2.40 GB / node 10.10 GB (12%)");
     }
 
     #[test]
     fn a_steps_line_with_a_known_peak_and_no_memory() {
         let record = StepRecord { mfu: Some(0.4123), memory: None, ..example() };
-        insta::assert_snapshot!(step_line(&record, 10), @"Train iter: 3/10 30% | loss: 1.2346 | lr: 1.000E-05 | grad norm: 0.512 | tok/s: 51.86K | step time: 1.234s | step tflops: 0.052 | mfu: 41.2% | seqlen: 32.00K | epoch: 0");
+        insta::assert_snapshot!(detailed_step_line(&record, 10), @"Train iter: 3/10 30% | loss: 1.2346 | lr: 1.000E-05 | grad norm: 0.512 | tok/s: 51.86K | step time: 1.234s | step tflops: 0.052 | mfu: 41.2% | seqlen: 32.00K | epoch: 0");
     }
 
     #[test]
     fn a_steps_line_on_a_gpu() {
         let gpu_memory = Some(GpuMemory { gpu_used_bytes: 31_400_000_000, gpu_total_bytes: 150_000_000_000 });
-        let line = step_line(&StepRecord { gpu_memory, ..example() }, 10);
+        let line = detailed_step_line(&StepRecord { gpu_memory, ..example() }, 10);
         assert!(line.contains(" | GPU mem: 31.40 GB / 150.00 GB | CPU mem:"), "{line}");
     }
 

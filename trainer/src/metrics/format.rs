@@ -5,6 +5,11 @@ pub fn duration(seconds: f64) -> String {
     if seconds < 59.9995 {
         return format!("{seconds:.3}s");
     }
+    clock(seconds)
+}
+
+/// Writes seconds as `H:MM:SS`.
+pub(super) fn clock(seconds: f64) -> String {
     let whole = seconds.round() as u64;
     format!("{}:{:02}:{:02}", whole / 3600, whole / 60 % 60, whole % 60)
 }
@@ -21,6 +26,19 @@ pub fn quantity(value: f64) -> String {
     let is_whole = unit == 0 && scaled.fract() == 0.0;
     let digits = if is_whole { 0 } else { 2 };
     format!("{scaled:.digits$}{}", UNITS[unit])
+}
+
+/// Writes a count with separators: `1,234,567`.
+pub fn grouped(n: usize) -> String {
+    let digits = n.to_string();
+    let mut text = String::with_capacity(digits.len() * 4 / 3);
+    for (idx, digit) in digits.chars().enumerate() {
+        if idx > 0 && (digits.len() - idx).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 /// Writes a learning rate with a two-digit exponent: `1.000E-05`.
@@ -44,6 +62,12 @@ pub(super) fn gigabytes(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn counts_have_separators() {
+        let cases = [(0, "0"), (999, "999"), (1000, "1,000"), (134_515_008, "134,515,008")];
+        cases.iter().for_each(|(n, want)| assert_eq!(grouped(*n), *want));
+    }
 
     #[test]
     fn durations() {

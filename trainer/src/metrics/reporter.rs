@@ -1,13 +1,14 @@
 //! Sends each record where the plan wants it.
 
 use std::io;
+use std::time::Instant;
 
 use serde::Serialize;
 
-use super::console::{Terminal, eval_line, step_line, tasks_line};
+use super::console::{Terminal, detailed_step_line, eval_line, step_line, tasks_line};
 use super::format::duration;
 use super::jsonl::{MetricsFile, Start};
-use super::plan::LogPlan;
+use super::plan::{Console, LogPlan};
 use super::record::{EvalRecord, ResumeRecord, SaveRecord, StepRecord, TasksRecord};
 
 /// Reports the steps and evaluations of one run.
@@ -18,6 +19,9 @@ pub struct Reporter {
     file: Option<MetricsFile>,
     terminal: Terminal,
     n_evals: usize,
+    failure: Option<io::Error>,
+    /// The start of the first step, and the steps done by then.
+    started: (Instant, usize),
 }
 
 impl Reporter {
@@ -29,7 +33,15 @@ impl Reporter {
         };
         let file = plan.metrics_path.as_deref().map(|path| MetricsFile::open(path, start)).transpose()?;
         let terminal = Terminal::new(plan.console, done, total_steps);
-        Ok(Self { plan: plan.clone(), total_steps, file, terminal, n_evals: 0 })
+        Ok(Self {
+            plan: plan.clone(),
+            total_steps,
+            file,
+            terminal,
+            n_evals: 0,
+            failure: None,
+            started: (Instant::now(), done),
+        })
     }
 
     /// Reports a step.
@@ -40,9 +52,20 @@ impl Reporter {
             self.append(record);
         }
         if is_recorded || falls_on(loss_log_interval, record.iter) {
-            self.terminal.line(&step_line(record, self.total_steps));
+            let line = match self.plan.console {
+                Console::Lines => detailed_step_line(record, self.total_steps),
+                Console::Full | Console::Quiet => step_line(record, self.total_steps, self.left(record.iter)),
+            };
+            self.terminal.line(&line);
         }
         self.terminal.advance_to(record.iter, record.loss);
+    }
+
+    /// The seconds that the steps after `iter` will take, at the pace so far.
+    fn left(&self, iter: usize) -> f64 {
+        let (started, done) = self.started;
+        let pace = started.elapsed().as_secs_f64() / iter.saturating_sub(done).max(1) as f64;
+        pace * self.total_steps.saturating_sub(iter) as f64
     }
 
     /// Reports an evaluation.
@@ -73,6 +96,11 @@ impl Reporter {
         self.terminal.line(&format!("resumed after step {} from {dir} in {time}", record.iter));
     }
 
+    /// Returns why the metrics end before the run did, if they do.
+    pub fn take_failure(&mut self) -> Option<io::Error> {
+        self.failure.take()
+    }
+
     /// Returns the terminal, for lines of another kind.
     pub fn terminal(&self) -> &Terminal {
         &self.terminal
@@ -84,6 +112,7 @@ impl Reporter {
             let path = self.plan.metrics_path.as_deref().unwrap_or_else(|| "".as_ref());
             tracing::warn!("no more metrics from here on: failed to write {}: {error}", path.display());
             self.file = None;
+            self.failure = Some(error);
         }
     }
 }

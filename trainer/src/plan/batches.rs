@@ -74,10 +74,11 @@ fn max_length(resolver: &mut Resolver, model: &ModelPlan) -> usize {
     let limit = model.config.as_ref().map(candlewick_model::Config::max_positions);
     match (given, limit) {
         (Some(given), Some(limit)) if given.0 > limit => {
-            let message = format!("{KEY}: {} is longer than the model's max_position_embeddings, {limit}", given.0);
-            let advice =
-                "lower it; or raise model.hf_config_kwargs.max_position_embeddings, with a fitting rope scaling";
-            resolver.wrong_because(&[KEY], message, advice);
+            resolver.note(format!(
+                "{KEY}: {} is more than the model's max_position_embeddings, {limit}: it has not learned such positions; a rope \
+                 scaling in model.hf_config_kwargs may help",
+                given.0
+            ));
         }
         (Some(given), _) if given.0 < 2 => {
             resolver.wrong(
@@ -141,6 +142,9 @@ fn overlong(resolver: &mut Resolver, packing: Packing) -> Overlong {
             resolver.wrong_because(&["data.overlong"], message, "remove the key, or set data.pack_samples: false");
         }
         return resolver.record("data.overlong", Overlong::Split, Origin::Derived);
+    }
+    if data.filter_samples == Some(false) {
+        resolver.note("data.filter_samples: false has no effect: data.overlong says what becomes of long samples");
     }
     let filtered = (data.filter_samples == Some(true)).then_some(Overlong::Drop);
     let origin = match (asked, filtered) {
@@ -206,6 +210,9 @@ fn batch(resolver: &mut Resolver, packing: Packing) -> (usize, usize) {
 fn horizon(resolver: &mut Resolver) -> Horizon {
     let recipe = resolver.recipe();
     let steps = resolver.count("train_iters", recipe.train_iters, 0);
+    if recipe.train_iters.is_some() && steps == 0 {
+        resolver.note("train_iters: 0 leaves the horizon to epochs");
+    }
     if steps > 0 {
         if recipe.epochs.is_some() {
             resolver.note("epochs is replaced by train_iters");

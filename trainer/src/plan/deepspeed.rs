@@ -6,7 +6,7 @@ use candlewick_ops::LossScaling;
 
 use super::ComputeDtype;
 use super::resolver::Resolver;
-use crate::recipe::{Dtype, parse_number};
+use crate::recipe::{Dtype, foreign_key, parse_number};
 
 /// Keys that only divide or time what travels between ranks: here that goes unit by unit, each while others are computed.
 const WITHOUT_EFFECT: &[&str] = &[
@@ -126,7 +126,13 @@ fn check_only(resolver: &mut Resolver, key: &str, path: &str, value: &Value) {
             let advice = "remove the key, or set it to false";
             resolver.wrong_because(&[path], format!("`{path}: {value}` is not implemented yet"), advice);
         }
-        None => resolver.wrong_because(&[path], format!("`{path}` is not implemented yet"), "remove the key"),
+        None => {
+            let (problem, advice) = match foreign_key(path) {
+                Some(advice) => (format!("unknown key `{path}`"), advice),
+                None => (format!("`{path}` is not implemented yet"), "remove the key".to_owned()),
+            };
+            resolver.wrong_because(&[path], problem, advice);
+        }
     }
 }
 
@@ -274,9 +280,19 @@ pub(super) fn loss_scaling(resolver: &mut Resolver) -> LossScaling {
         resolver.record(&path, given.unwrap_or(default), origin)
     });
     if fixed > 0.0 {
+        note_fixed_scale(resolver);
         return LossScaling { initial: fixed, window: 0, hysteresis: 1, min: fixed };
     }
     LossScaling { initial: power.exp2(), window: window as usize, hysteresis: hysteresis as usize, min }
+}
+
+/// A fixed scale leaves nothing for the numbers of an adaptive one.
+fn note_fixed_scale(resolver: &mut Resolver) {
+    let given = SCALING[1..].iter().filter(|(key, ..)| lookup(&resolver.recipe().deepspeed, key).is_some());
+    let paths: Vec<String> = given.map(|(key, ..)| format!("deepspeed.{key}")).collect();
+    for path in paths {
+        resolver.note(format!("{path} has no effect: deepspeed.fp16.loss_scale is fixed"));
+    }
 }
 
 /// What the section says at a path.

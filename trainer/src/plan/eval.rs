@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::resolver::Resolver;
+use crate::checkpoint::Moment;
 use crate::data::DataPlan;
 use crate::recipe::{Free, HumanInt, Origin};
 
@@ -18,8 +19,8 @@ pub const HELD_OUT: &str = "loss/eval";
 /// The held-out loss during training.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct EvalPlan {
-    /// Steps between evaluations. The last step is always evaluated.
-    pub interval: usize,
+    /// Steps between evaluations; `None` evaluates after each epoch. The last step is always evaluated.
+    pub interval: Option<usize>,
     /// Whether a fresh run is evaluated before its first step.
     pub on_start: bool,
 }
@@ -73,36 +74,39 @@ pub struct BestPlan {
 }
 
 impl EvalPlan {
-    /// Tells whether to evaluate after `step` of `total` steps, of which there is one at least.
-    pub fn is_due(&self, step: usize, total: usize) -> bool {
-        step > 0 && (step.is_multiple_of(self.interval) || step == total)
+    /// Tells whether to evaluate now.
+    pub fn is_due(&self, moment: Moment) -> bool {
+        let Moment { step, finished_epoch, end_of_training } = moment;
+        let falls_on = self.interval.map_or(finished_epoch.is_some(), |interval| step.is_multiple_of(interval));
+        step > 0 && (falls_on || end_of_training)
     }
 }
 
-/// The interval is above 0 if and only if there is something to evaluate.
 pub(super) fn resolve_held_out(resolver: &mut Resolver, data: &DataPlan) -> Option<EvalPlan> {
-    let interval = resolver.count(INTERVAL, resolver.recipe().eval_interval, 0);
     let has_data = !data.eval_sources.is_empty() || data.eval_fraction > 0.0;
     let has_tasks = !resolver.recipe().eval.tasks.is_empty();
-    match (interval, has_data) {
-        (0, true) => {
-            let keys = [INTERVAL, "data.eval_sources", "data.train_eval_split"];
-            let message = "eval_interval is missing: there are evaluation data, but nothing says how often to use them";
-            resolver.wrong_because(&keys, message, "give eval_interval, or remove the evaluation data");
-        }
-        (1.., false) if !has_tasks => {
-            let message = format!("eval_interval: {interval}, but there are no evaluation data");
-            let advice = "give data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_interval";
-            resolver.wrong_because(&[INTERVAL], message, advice);
-        }
-        _ => {}
+    let interval = interval(resolver, INTERVAL, resolver.recipe().eval_interval);
+    if interval.is_some() && !has_data && !has_tasks {
+        let advice = "give data.eval_sources, data.train_eval_split or eval.tasks";
+        resolver.note(format!("{INTERVAL} has no effect: there are no evaluation data; {advice}"));
     }
     let on_start = resolver.pick("eval_on_start", resolver.recipe().eval_on_start, false);
     if on_start && !has_data && !has_tasks {
         let advice = "give data.eval_sources, data.train_eval_split or eval.tasks, or remove eval_on_start";
         resolver.wrong_because(&["eval_on_start"], "eval_on_start: there are no evaluation data", advice);
     }
-    (interval > 0 && has_data).then_some(EvalPlan { interval, on_start })
+    has_data.then_some(EvalPlan { interval, on_start })
+}
+
+/// The steps between evaluations; `None`, which 0 means, too, is after each epoch.
+fn interval(resolver: &mut Resolver, key: &str, given: Option<HumanInt>) -> Option<usize> {
+    let interval = given.map(|n| n.0).filter(|n| *n > 0);
+    let origin = if given.is_some() { resolver.loaded.origin(&[key, INTERVAL]) } else { Origin::Default };
+    match interval {
+        Some(steps) => _ = resolver.record(key, steps, origin),
+        None => _ = resolver.record(key, "each epoch", origin),
+    }
+    interval
 }
 
 pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
@@ -115,11 +119,7 @@ pub(super) fn resolve_tasks(resolver: &mut Resolver) -> Option<TasksPlan> {
         return None;
     }
     resolver.pick(TASKS, Some(&given.tasks), &given.tasks);
-    let interval = resolver.count("eval.interval", given.interval.or(recipe.eval_interval), 0);
-    if interval == 0 {
-        let message = "eval.interval is missing: nothing says how often to ask the tasks";
-        resolver.wrong_because(&["eval.interval", TASKS], message, "give eval.interval or eval_interval");
-    }
+    let interval = interval(resolver, "eval.interval", given.interval.or(recipe.eval_interval));
     let limit = given.limit.map(|limit| resolver.number("eval.limit", Some(limit), limit.0, 0.0, f64::MAX));
     let chat = resolver.pick("eval.apply_chat_template", given.apply_chat_template, false);
     let fewshot_as_multiturn = resolver.pick("eval.fewshot_as_multiturn", given.fewshot_as_multiturn, chat);

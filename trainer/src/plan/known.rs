@@ -162,8 +162,10 @@ fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<O
         }
         (None, Some(name)) if is_path(name) => {
             let message = format!("model.name_or_path: there is no folder {name}");
-            let fault = loaded.fault(&["model.name_or_path"], message).note("a Hub id has the form owner/name");
-            Err(loaded.error(vec![fault]).into())
+            let here = std::env::current_dir().unwrap_or_default();
+            let advice =
+                format!("paths start at the current folder, {}; a Hub id has the form owner/name", here.display());
+            Err(loaded.error(vec![loaded.fault(&["model.name_or_path"], message).note(advice)]).into())
         }
         (None, Some(name)) => {
             let draws = model.kind == Some(ModelType::RandomWeightHf);
@@ -175,7 +177,7 @@ fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<O
 }
 
 /// Tells a path from a Hub id, whose only slash stands between owner and name.
-fn is_path(name: &str) -> bool {
+pub(crate) fn is_path(name: &str) -> bool {
     name.starts_with(['.', '/', '~']) || name.ends_with('/') || name.matches('/').count() > 1 || name.contains('\\')
 }
 

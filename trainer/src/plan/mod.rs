@@ -5,8 +5,10 @@
 
 mod backend;
 mod batches;
+mod checkpoints;
 mod deepspeed;
 mod eval;
+mod facts;
 mod known;
 mod memory;
 mod model;
@@ -34,10 +36,11 @@ use crate::recipe::{ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, Me
 use crate::schedule::Schedule;
 
 pub use eval::{BestPlan, EvalPlan, HELD_OUT, TasksPlan};
+pub(crate) use known::is_path;
 pub use known::{Engines, Known, KnownError, Machines, Reach, Seat};
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
-pub use table::Setting;
+pub use table::{Setting, Shown};
 pub use temp_dir::TempDir;
 
 use resolver::Resolver;
@@ -141,7 +144,7 @@ pub enum Init {
 }
 
 /// The number format of forward and backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ComputeDtype {
     /// bfloat16.
@@ -260,8 +263,8 @@ pub struct ExitPlan {
     pub iteration: Option<usize>,
     /// After this many steps of this process.
     pub iteration_this_run: Option<usize>,
-    /// When this file exists.
-    pub kill_switch_path: PathBuf,
+    /// When this file exists; `None` where no folder holds it.
+    pub kill_switch_path: Option<PathBuf>,
 }
 
 /// Sample generations.
@@ -304,6 +307,7 @@ impl Plan {
         let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
         pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
         let optimizer = optimizer::resolve(&mut resolver, model.dtype);
+        optimizer::note_default_rate(&mut resolver, &model);
         let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
         let weights_on_host = deepspeed::weights_on_host(&mut resolver);
         let schedule = optimizer::resolve_schedule(&mut resolver);
@@ -312,7 +316,7 @@ impl Plan {
         let tasks = eval::resolve_tasks(&mut resolver);
         let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref());
         let exit = output::resolve_exit(&mut resolver);
-        let checkpoints = output::resolve_checkpoints(&mut resolver);
+        let checkpoints = checkpoints::resolve(&mut resolver);
         let log = output::resolve_log(&mut resolver);
         let logger = output::resolve_logger(&mut resolver);
         let generate = output::resolve_generate(&mut resolver);
@@ -357,10 +361,17 @@ impl Plan {
 
 fn device(resolver: &mut Resolver) -> DeviceChoice {
     let name = resolver.pick("device", resolver.recipe().device.clone(), "auto".into());
-    name.parse().unwrap_or_else(|problem: String| {
+    let device = name.parse().unwrap_or_else(|problem: String| {
         resolver.wrong(&["device"], format!("device: {problem}"));
         DeviceChoice::Auto
-    })
+    });
+    let is_here = resolver.known.seat.machines != Machines::Unknown;
+    if matches!(device, DeviceChoice::Cuda(_)) && is_here && !resolver.known.engines.nccl {
+        resolver.note(format!(
+            "device: {device}, but this program was built without CUDA; scripts/build-gpu builds one with it"
+        ));
+    }
+    device
 }
 
 fn shown<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {

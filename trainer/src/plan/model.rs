@@ -25,11 +25,7 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     }
     let (config, reshaped) = config(resolver);
     let init = init(resolver, &reshaped);
-    let dtype = match resolver.pick("model.dtype", model.dtype, Dtype::Bf16) {
-        Dtype::F32 => ComputeDtype::F32,
-        Dtype::Bf16 => ComputeDtype::Bf16,
-        Dtype::F16 => ComputeDtype::F16,
-    };
+    let dtype = resolver.pick("model.dtype", model.dtype, Dtype::Bf16).into();
     let adapter = adapter(resolver, config.as_ref());
     ModelPlan {
         name_or_path: model.name_or_path.clone(),
@@ -45,6 +41,16 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
         parks_in_memory: resolver.known.temp_dir.is_memory,
         tiled_mlp: tiled_mlp(resolver, dtype),
         attention: attention(resolver),
+    }
+}
+
+impl From<Dtype> for ComputeDtype {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::Bf16 => Self::Bf16,
+            Dtype::F16 => Self::F16,
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use candlewick_ops::LossScaling;
 
 use super::resolver::Resolver;
-use super::{ComputeDtype, OptimizerPlan, deepspeed};
+use super::{ComputeDtype, Init, ModelPlan, OptimizerPlan, deepspeed};
 use crate::data::{DataPlan, Horizon};
 use crate::recipe::{HumanFloat, OptimizerType, Origin, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
 use crate::schedule::{Floor, Ramp, Schedule, Shape, Span};
@@ -13,7 +13,12 @@ const KWARGS: &str = "scheduler.scheduler_specific_kwargs";
 
 pub(super) fn resolve(resolver: &mut Resolver, dtype: ComputeDtype) -> OptimizerPlan {
     let optimizer = &resolver.recipe().optimizer;
-    resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam);
+    if resolver.pick("optimizer.type", optimizer.kind, OptimizerType::FusedAdam) == OptimizerType::CpuAdam {
+        resolver.note(
+            "optimizer.type: cpu_adam is AdamW where the weights are; to keep its states in a GPU's host set \
+             deepspeed.zero_optimization.offload_optimizer: {device: cpu}",
+        );
+    }
     let origin = resolver.loaded.origin(&[LR, "optimizer.lr"]);
     let learning_rate = resolver.record(LR, optimizer.learning_rate.map_or(5e-4, |lr| lr.0), origin);
     if learning_rate <= 0.0 {
@@ -38,6 +43,17 @@ pub(super) fn resolve(resolver: &mut Resolver, dtype: ComputeDtype) -> Optimizer
         ComputeDtype::Bf16 | ComputeDtype::F32 => LossScaling::NONE,
     };
     OptimizerPlan { learning_rate, weight_decay, beta1, beta2, eps, gradient_clipping, masters, moments, loss_scaling }
+}
+
+/// ArcticTraining's default suits models that are trained from scratch.
+pub(super) fn note_default_rate(resolver: &mut Resolver, model: &ModelPlan) {
+    if resolver.recipe().optimizer.learning_rate.is_some() || model.init == Init::Random {
+        return;
+    }
+    let usual = if model.adapter.is_some() { "1e-4 to 2e-4 for LoRA" } else { "1e-5 to 2e-5 for all weights" };
+    resolver.note(format!(
+        "{LR} is not set: 5e-4, ArcticTraining's default, is high for a pretrained model; usual: {usual}"
+    ));
 }
 
 fn gradient_clipping(resolver: &mut Resolver) -> Option<f64> {

@@ -1,12 +1,12 @@
-//! Early exits, checkpoints, reports and sample generations.
+//! Early exits, reports and sample generations.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use super::resolver::Resolver;
 use super::{ExitPlan, GeneratePlan, LoggerPlan};
-use crate::checkpoint::{CheckpointPlan, Kind};
 use crate::metrics::{Console, LogPlan};
-use crate::recipe::{Checkpoint, CheckpointType, LogLevel, Origin};
+use crate::recipe::{LogLevel, Origin};
 
 const NOWHERE: &str = "/dev/null";
 
@@ -14,109 +14,41 @@ pub(super) fn resolve_exit(resolver: &mut Resolver) -> ExitPlan {
     let recipe = resolver.recipe();
     let at = resolver.count("exit_iteration", recipe.exit_iteration, 0);
     let after = resolver.count("exit_iteration_this_run", recipe.exit_iteration_this_run, 0);
-    let path = resolver.pick("kill_switch_path", recipe.kill_switch_path.clone(), "/tmp/at_kill_switch".into());
     ExitPlan {
         iteration: (at > 0).then_some(at),
         iteration_this_run: (after > 0).then_some(after),
-        kill_switch_path: PathBuf::from(path),
+        kill_switch_path: kill_switch(resolver),
     }
 }
 
-pub(super) fn resolve_checkpoints(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
-    let given = &resolver.recipe().checkpoint;
-    let mut plans: Vec<CheckpointPlan> = Vec::new();
-    let mut resumes = None;
-    for (idx, checkpoint) in given.iter().enumerate() {
-        // A single entry may stand without a list around it.
-        let list = format!("checkpoint.{idx}");
-        let path = if resolver.loaded.is_set(&list) { list } else { "checkpoint".to_owned() };
-        let plan = checkpoint_plan(resolver, &path, checkpoint);
-        if plan.auto_resume
-            && let Some(other) = resumes.replace(path.clone())
-        {
-            let message = format!("{path}.auto_resume: {other} resumes already; only one may");
-            resolver.wrong(&[&format!("{path}.auto_resume")], message);
-        }
-        if checkpoint.enabled == Some(false) {
-            resolver.note(format!("{path} is not enabled"));
-            continue;
-        }
-        if plans.iter().any(|other| other.kind == plan.kind && other.output_dir == plan.output_dir) {
-            let message = format!("{path}.output_dir: another checkpoint of the same type is saved there");
-            resolver.wrong(&[&format!("{path}.output_dir")], message);
-        }
-        let origin = resolver.loaded.origin(&[&path]);
-        resolver.record(&path, summary(&plan), origin);
-        plans.push(plan);
+fn kill_switch(resolver: &mut Resolver) -> Option<PathBuf> {
+    const KEY: &str = "kill_switch_path";
+    let path = match &resolver.recipe().kill_switch_path {
+        Some(path) => resolver.pick(KEY, Some(PathBuf::from(path)), PathBuf::new()),
+        None => resolver.record(KEY, run_folder(resolver)?.join("stop"), Origin::Derived),
+    };
+    if path.exists() {
+        resolver.note(format!("{KEY}: {} is there already: a run would not start; remove the file", path.display()));
     }
-    plans
+    Some(path)
 }
 
-fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint) -> CheckpointPlan {
-    let kind = match checkpoint.kind {
-        None | Some(CheckpointType::Sharded) => Kind::Sharded,
-        Some(CheckpointType::Huggingface) => Kind::HuggingFace,
-    };
-    let auto_resume = checkpoint.auto_resume == Some(true);
-    if auto_resume && kind == Kind::HuggingFace {
-        let key = format!("{path}.auto_resume");
-        let message = format!("{key}: a huggingface checkpoint holds the weights alone; it cannot resume a run");
-        resolver.wrong_because(&[&key], message, "add a checkpoint of type sharded and let that one resume");
-    }
-    let async_save = checkpoint.async_save == Some(true);
-    if async_save && kind == Kind::HuggingFace {
-        let key = format!("{path}.async_save");
-        let message = format!("{key}: only sharded checkpoints are written while training goes on");
-        resolver.wrong_because(&[&key], message, "remove it, or set type: sharded");
-    }
-    let keep = checkpoint.keep.map(|n| n.0);
-    if keep == Some(0) {
-        let key = format!("{path}.keep");
-        resolver.wrong(&[&key], format!("{key}: expected at least 1, found 0"));
-    }
-    let plan = CheckpointPlan {
-        kind,
-        output_dir: PathBuf::from(&checkpoint.output_dir),
-        auto_resume,
-        save_every_n_steps: checkpoint.save_every_n_steps.map_or(0, |n| n.0),
-        save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
-        save_end_of_training: checkpoint.save_end_of_training == Some(true),
-        keep,
-        async_save,
-    };
-    if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {
-        resolver.note(format!("{path} saves only when the run is asked to stop: no save_* key is set"));
-    }
-    plan
-}
-
-fn summary(plan: &CheckpointPlan) -> String {
-    let mut text = match plan.kind {
-        Kind::Sharded => format!("sharded in {}", plan.output_dir.display()),
-        Kind::HuggingFace => format!("huggingface in {}", plan.output_dir.display()),
-    };
-    let every = [(plan.save_every_n_steps, "steps"), (plan.save_every_n_epochs, "epochs")];
-    for (n, unit) in every.into_iter().filter(|(n, _)| *n > 0) {
-        text += &format!(", every {n} {unit}");
-    }
-    let flags = [
-        (plan.save_end_of_training, ", at the end"),
-        (plan.auto_resume, ", auto_resume"),
-        (plan.async_save, ", in the background"),
-    ];
-    for (is_so, words) in flags {
-        text += if is_so { words } else { "" };
-    }
-    text
+/// The folder of a run, on every rank; `None` for `/dev/null`.
+pub(super) fn run_folder(resolver: &Resolver) -> Option<PathBuf> {
+    let stem = resolver.loaded.source().path.file_stem().unwrap_or(OsStr::new("run"));
+    let default = || Path::new("runs").join(stem);
+    let folder = resolver.recipe().output_dir.as_ref().map_or_else(default, PathBuf::from);
+    (folder != Path::new(NOWHERE)).then_some(folder)
 }
 
 pub(super) fn resolve_log(resolver: &mut Resolver) -> LogPlan {
     let recipe = resolver.recipe();
-    let stem = Path::new(&resolver.loaded.source().path).file_stem().map_or("run".into(), |s| s.to_string_lossy());
-    let output_dir = resolver.pick("output_dir", recipe.output_dir.clone(), format!("runs/{stem}"));
+    let folder = run_folder(resolver);
+    let default = folder.as_ref().map(|folder| folder.display().to_string()).unwrap_or_default();
+    resolver.pick("output_dir", recipe.output_dir.clone(), default);
     // The first rank reports for all.
     let reports = resolver.known.seat.rank == 0;
-    let output_dir = (output_dir != NOWHERE && reports).then(|| PathBuf::from(output_dir));
+    let output_dir = folder.filter(|_| reports);
     let key = "train_log_metrics_path";
     let metrics_path = match (&recipe.train_log_metrics_path, &output_dir) {
         (Some(path), _) => Some(PathBuf::from(resolver.pick(key, Some(path.clone()), String::new()))),
@@ -164,6 +96,9 @@ pub(super) fn resolve_logger(resolver: &mut Resolver) -> LoggerPlan {
 pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> {
     let recipe = resolver.recipe();
     let generate = recipe.generate.as_ref()?;
+    if generate.prompts.is_empty() && resolver.loaded.is_set("generate.prompts") {
+        return None;
+    }
     if generate.prompts.is_empty() || generate.prompts.iter().any(String::is_empty) {
         resolver
             .wrong(&["generate.prompts", "generate"], "generate.prompts: expected a list of texts that are not empty");

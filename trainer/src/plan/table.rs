@@ -1,7 +1,5 @@
 //! The plan as a table for people: key, value, where it came from.
 
-use std::fmt;
-
 use serde::{Serialize, Serializer};
 
 use super::Plan;
@@ -39,20 +37,34 @@ impl Setting {
     }
 }
 
-/// Prints the table, then the notes.
-impl fmt::Display for Plan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width = |of: fn(&Setting) -> usize| self.settings.iter().map(of).max().unwrap_or(0);
+/// The settings of a table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shown {
+    /// Every one.
+    All,
+    /// Those that the recipe, an argument or the memory has set.
+    Set,
+}
+
+impl Plan {
+    /// Writes the table of settings, the derived numbers and the notes.
+    pub fn table(&self, shown: Shown) -> String {
+        let is_set = |setting: &Setting| !matches!(setting.origin, Origin::Default | Origin::Derived);
+        let settings: Vec<&Setting> = self.settings.iter().filter(|it| shown == Shown::All || is_set(it)).collect();
+        let width = |of: fn(&Setting) -> usize| settings.iter().map(|setting| of(setting)).max().unwrap_or(0);
         let keys = width(|s| s.key.chars().count());
         let values = width(|s| s.shown().chars().count()).min(40);
-        writeln!(f, "plan of {}", self.recipe.display())?;
-        for setting in &self.settings {
-            writeln!(f, "  {:keys$}  {:values$}  {}", setting.key, setting.shown(), setting.origin)?;
+        let mut text = format!("plan of {}\n", self.recipe.display());
+        for setting in &settings {
+            text += &format!("  {:keys$}  {:values$}  {}\n", setting.key, setting.shown(), setting.origin);
         }
-        for note in &self.notes {
-            writeln!(f, "note: {note}")?;
+        let n_hidden = self.settings.len() - settings.len();
+        if n_hidden > 0 {
+            text += &format!("  and {n_hidden} settings with their defaults: --all shows them\n");
         }
-        Ok(())
+        self.facts().iter().for_each(|(name, fact)| text += &format!("{name}: {fact}\n"));
+        self.notes.iter().for_each(|note| text += &format!("note: {note}\n"));
+        text
     }
 }
 

@@ -267,7 +267,7 @@ impl<'de> Deserialize<'de> for Pairs {
     }
 }
 
-/// Reads a list, or one item that stands for a list of one.
+/// Reads a list, one item that stands for a list of one, or `none` for an empty list.
 pub(super) fn one_or_many<'de, D, T>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
@@ -278,7 +278,13 @@ where
         type Value = Vec<T>;
 
         fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-            f.write_str("a list of maps, or one map")
+            f.write_str("a list of maps, one map, or none")
+        }
+        fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Vec<T>, E> {
+            match text {
+                "none" => Ok(Vec::new()),
+                _ => Err(E::invalid_value(serde::de::Unexpected::Str(text), &self)),
+            }
         }
         fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Vec<T>, A::Error> {
             T::deserialize(MapAccessDeserializer::new(map)).map(|item| vec![item])
@@ -303,6 +309,6 @@ impl<T: JsonSchema> JsonSchema for OneOrMany<T> {
     }
     fn json_schema(generator: &mut SchemaGenerator) -> Schema {
         let one = generator.subschema_for::<T>();
-        schemars::json_schema!({ "anyOf": [{ "type": "array", "items": one }, one] })
+        schemars::json_schema!({ "anyOf": [{ "type": "array", "items": one }, one, { "const": "none" }] })
     }
 }

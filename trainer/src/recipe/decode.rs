@@ -9,6 +9,7 @@ use serde::de::{
 };
 
 use super::error::{Fault, did_you_mean};
+use super::keys;
 use super::node::{Entry, Mark, Node, Value, quoted};
 
 /// Decodes the whole tree.
@@ -71,9 +72,16 @@ impl Failure {
 }
 
 fn unknown_key(mark: Option<Mark>, parent: &str, key: &str, known: &'static [&'static str]) -> Fault {
-    let fault = Fault::new(mark, format!("unknown key `{}`", join(parent, key)));
+    const SHORT: usize = 16;
+    let path = join(parent, key);
+    let fault = Fault::new(mark, format!("unknown key `{path}`"));
+    let fault = match keys::advice(&path, known) {
+        Some(advice) => fault.note(advice),
+        None => fault,
+    };
     let place = if parent.is_empty() { "top-level keys".to_owned() } else { format!("keys of `{parent}`") };
-    suggest(fault, key, known).note(format!("{place}: {}", known.join(", ")))
+    let list = format!("{place}: {}", known.join(", "));
+    if known.len() <= SHORT { fault.note(list) } else { fault.note("-v lists the keys").detail(list) }
 }
 
 fn suggest(fault: Fault, word: &str, known: &[&'static str]) -> Fault {

@@ -33,18 +33,27 @@ pub struct Fault {
     pub message: String,
     /// How to fix it, and what else there is to know.
     pub notes: Vec<String>,
+    /// Longer notes, which [`RecipeError::detailed`] shows.
+    pub details: Vec<String>,
 }
 
 impl Fault {
     /// Describes a fault.
     pub fn new(mark: Option<Mark>, message: impl Into<String>) -> Self {
-        Self { mark, message: message.into(), notes: Vec::new() }
+        Self { mark, message: message.into(), notes: Vec::new(), details: Vec::new() }
     }
 
     /// Adds a line of advice.
     #[must_use]
     pub fn note(mut self, note: impl Into<String>) -> Self {
         self.notes.push(note.into());
+        self
+    }
+
+    /// Adds a line that only [`RecipeError::detailed`] shows.
+    #[must_use]
+    pub fn detail(mut self, detail: impl Into<String>) -> Self {
+        self.details.push(detail.into());
         self
     }
 }
@@ -58,6 +67,13 @@ impl RecipeError {
             None => (2, 0, 0),
         });
         Self { faults, source }
+    }
+
+    /// Shows the longer notes, too.
+    #[must_use]
+    pub fn detailed(mut self) -> Self {
+        self.faults.iter_mut().for_each(|fault| fault.notes.append(&mut fault.details));
+        self
     }
 
     /// Returns what is wrong.

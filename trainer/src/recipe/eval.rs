@@ -14,7 +14,7 @@ use super::number::{HumanFloat, HumanInt};
 pub struct Eval {
     /// Names of tasks, groups and tags, patterns such as `mmlu_*`, and YAML files. Default: none.
     pub tasks: Vec<String>,
-    /// Asks every so many steps, and at the end. Default: `eval_interval`.
+    /// Asks every so many steps, and at the end. Default: `eval_interval`, else after each epoch.
     pub interval: Option<HumanInt>,
     /// Documents of each task: a number, or below 1 a share. Default: all.
     pub limit: Option<HumanFloat>,

@@ -57,9 +57,7 @@ impl Loaded {
         if tree.value == Value::Null {
             tree.value = Value::Map(Vec::new());
         }
-        for (idx, argument) in arguments.iter().enumerate() {
-            overrides::apply(&mut tree, argument, idx).map_err(&fail)?;
-        }
+        overrides::apply_all(&mut tree, arguments).map_err(&fail)?;
         check_type(&tree).map_err(&fail)?;
         let recipe = decode(&tree).map_err(&fail)?;
         Ok(Self { recipe, tree, source: source.clone() })

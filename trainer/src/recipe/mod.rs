@@ -6,6 +6,8 @@ mod data;
 mod decode;
 mod error;
 mod eval;
+mod foreign;
+mod keys;
 mod load;
 mod model;
 mod node;
@@ -22,6 +24,7 @@ use serde::{Deserialize, Serialize};
 pub use data::{CacheFs, Data, DataSource, DataType, Order, Overlong, PadTo, Pairs, SourceMap, SourceType};
 pub use error::{Fault, RecipeError, Source};
 pub use eval::Eval;
+pub(crate) use keys::{foreign as foreign_key, of_option as key_of_option};
 pub use load::{Loaded, Origin};
 pub use model::{
     ActivationCheckpoint, Attention, ConfigSource, Dtype, Free, Model, ModelType, Tokenizer, TokenizerType,
@@ -69,7 +72,7 @@ pub struct Recipe {
     pub gradient_clipping: Option<HumanFloat>,
     /// Passes over the data. Default 1.
     pub epochs: Option<HumanInt>,
-    /// Steps; if above 0 it replaces `epochs` as the horizon.
+    /// Steps; if above 0 it replaces `epochs` as the horizon, 0 leaves it to `epochs`.
     pub train_iters: Option<HumanInt>,
     /// Stops at this step even if data remain; the schedule still aims at the horizon. Default 0: off.
     pub exit_iteration: Option<HumanInt>,
@@ -130,7 +133,8 @@ pub struct Recipe {
     pub tiled_mlp_compute: Option<bool>,
     /// Seeds the initial weights and LoRA factors. Default 42. The order of the data has `data.seed`.
     pub seed: Option<HumanInt>,
-    /// What is saved: a list, or one entry.
+    /// Checkpoints: a list, one entry, or `none` to save nothing. Default: one of type `huggingface` in `model` of
+    /// `output_dir`, written at the end.
     #[serde(deserialize_with = "data::one_or_many")]
     #[schemars(with = "data::OneOrMany<Checkpoint>")]
     pub checkpoint: Vec<Checkpoint>,
@@ -140,8 +144,7 @@ pub struct Recipe {
     pub train_log_iter_interval: Option<HumanInt>,
     /// One JSON object is appended here for each step, evaluation, save and resume. Default `metrics.jsonl` in `output_dir`.
     pub train_log_metrics_path: Option<String>,
-    /// Evaluates every so many steps, and at the end. Must be above 0 if and only if evaluation data or `eval.tasks` are
-    /// configured.
+    /// Evaluates every so many steps, and at the end. Default (and 0): after each epoch.
     pub eval_interval: Option<HumanInt>,
     /// Also evaluates before the first step of a fresh run, to show where it began. Default false.
     pub eval_on_start: Option<bool>,
@@ -162,7 +165,7 @@ pub struct Recipe {
     pub mem_profiler_dir: Option<String>,
     /// Of `mem_profiler`.
     pub mem_profiler_max_entries: Option<HumanInt>,
-    /// The run ends after the step in which this file appears. Default `/tmp/at_kill_switch`.
+    /// The run ends after the step in which this file appears. Default: `stop` in `output_dir`.
     pub kill_switch_path: Option<String>,
     /// The run's folder: `metrics.jsonl` and `run.json`. Default `runs/<name of the recipe>`.
     pub output_dir: Option<String>,

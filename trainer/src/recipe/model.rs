@@ -37,8 +37,8 @@ pub struct Model {
     pub save_name: Option<String>,
     /// What computes attention: `auto` (default: cuDNN on a GPU where it is there and takes the case, else `fused`),
     /// `cudnn`, `fused` (our kernels) or `reference` (plain tensor operations with all scores in memory, to compare
-    /// with). transformers' names: `sdpa` is `auto`, `flash_attention_2` and `flash_attention_3` are `fused`, `eager` is
-    /// `reference`. All compute the same but for rounding.
+    /// with). transformers' names: `sdpa`, `flash_attention_2` and `flash_attention_3` are `auto`, `eager` is `reference`.
+    /// All compute the same but for rounding.
     pub attn_implementation: Option<Attention>,
     /// Whether attention gives the same bits twice. Default `false`. Only cuDNN's backward does not by itself: `auto`
     /// then takes `fused`, and `cudnn` takes memory that grows with the square of the length on Hopper.
@@ -92,12 +92,11 @@ pub enum Dtype {
 #[serde(rename_all = "snake_case")]
 pub enum Attention {
     /// cuDNN where it is there and takes the case, else our kernels.
-    #[serde(alias = "sdpa")]
+    #[serde(alias = "sdpa", alias = "flash_attention_2", alias = "flash_attention_3")]
     Auto,
     /// cuDNN.
     Cudnn,
     /// Our kernels.
-    #[serde(alias = "flash_attention_2", alias = "flash_attention_3")]
     Fused,
     /// Plain tensor operations with all scores in memory.
     #[serde(alias = "eager")]

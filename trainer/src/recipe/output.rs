@@ -6,6 +6,7 @@ use schemars::JsonSchema;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
+use super::model::Dtype;
 use super::number::{HumanFloat, HumanInt};
 
 /// What is saved, when and where.
@@ -28,8 +29,10 @@ pub struct Checkpoint {
     pub save_every_n_epochs: Option<HumanInt>,
     /// Saves after the last step. Default false.
     pub save_end_of_training: Option<bool>,
-    /// Keeps only this many of the newest saves, and the best (`metric_for_best_model`). Default: all.
+    /// Keeps only this many of the newest checkpoints of this run, and the best (`metric_for_best_model`). Default: all.
     pub keep: Option<HumanInt>,
+    /// The dtype of the weights of a `huggingface` checkpoint: `bf16`, `f32` or `fp16`. Default: `model.dtype`.
+    pub dtype: Option<Dtype>,
     /// Writes a `sharded` save while training goes on, from a copy of the weights and moments in memory. Default false.
     pub async_save: Option<bool>,
 }

@@ -1,23 +1,113 @@
 //! `key.sub=value` arguments: each is written into the tree of the recipe, where it obeys the recipe's rules.
 
 use super::error::Fault;
+use super::keys::is_key;
 use super::node::{Entry, Mark, Node, Value};
 
-/// Writes the argument of index `idx` into the tree.
-pub(super) fn apply(root: &mut Node, argument: &str, idx: usize) -> Result<(), Fault> {
-    let mark = Mark::Argument(idx);
-    let Some((path, text)) = argument.split_once('=') else {
-        return Err(Fault::new(Some(mark), "expected `key=value`, such as `optimizer.lr=1e-4`"));
-    };
-    let path: Vec<&str> = path.trim().split('.').collect();
-    if path.iter().any(|segment| segment.is_empty()) {
-        return Err(Fault::new(Some(mark), "the key has an empty part; parts are joined by single points"));
+/// Maps of which null is a value.
+const NULL_IS_A_VALUE: [&str; 4] =
+    ["model.config", "model.hf_config_kwargs", "tokenizer.chat_template_kwargs", "eval.gen_kwargs"];
+
+/// One argument.
+struct Override<'a> {
+    path: Vec<&'a str>,
+    value: Node,
+    mark: Mark,
+}
+
+/// Writes all arguments into the tree, in their order. `key=null` removes a key.
+pub(super) fn apply_all(root: &mut Node, arguments: &[String]) -> Result<(), Fault> {
+    let mut written: Vec<Vec<String>> = Vec::with_capacity(arguments.len());
+    for (idx, argument) in arguments.iter().enumerate() {
+        let this = Override::parse(argument, idx)?;
+        let path = canonical(&this.path);
+        if let Some(earlier) = written.iter().position(|earlier| earlier.starts_with(&path)) {
+            return Err(this.refuse(&arguments[earlier], written[earlier] == path));
+        }
+        this.apply(root)?;
+        written.push(path);
     }
-    let value = Node::parse(text).map_err(|error| {
-        Fault::new(Some(mark), format!("the value is not YAML: {}", error.message))
-            .note("put texts with special characters into quotes, for YAML and for the shell: 'key=\"a: b\"'")
-    })?;
-    set(root, &path, 0, value.marked(mark), mark)
+    Ok(())
+}
+
+impl<'a> Override<'a> {
+    fn parse(argument: &'a str, idx: usize) -> Result<Self, Fault> {
+        let mark = Mark::Argument(idx);
+        let Some((path, text)) = argument.split_once('=') else {
+            return Err(Fault::new(Some(mark), "expected `key=value`, such as `optimizer.lr=1e-4`"));
+        };
+        let path: Vec<&str> = path.trim().split('.').collect();
+        if path.iter().any(|segment| segment.is_empty()) {
+            return Err(Fault::new(Some(mark), "the key has an empty part; parts are joined by single points"));
+        }
+        if text.trim().is_empty() {
+            let key = path.join(".");
+            let fault = Fault::new(Some(mark), format!("{key}: expected a value, found nothing"));
+            return Err(fault.note(format!("`{key}=null` removes the key; a shell variable may be empty")));
+        }
+        let value = Node::parse(text).map_err(|error| {
+            Fault::new(Some(mark), format!("the value is not YAML: {}", error.message))
+                .note("put texts with special characters into quotes, for YAML and for the shell: 'key=\"a: b\"'")
+        })?;
+        Ok(Self { path, value: value.marked(mark), mark })
+    }
+
+    fn apply(self, root: &mut Node) -> Result<(), Fault> {
+        let key = self.path.join(".");
+        let has_null = NULL_IS_A_VALUE.iter().any(|map| key.starts_with(&format!("{map}.")));
+        let removes = self.value.value == Value::Null && !has_null;
+        // A key that nobody knows is left for the decoder to refuse.
+        if removes && (remove(root, &self.path, 0) || is_key(&key)) {
+            return Ok(());
+        }
+        set(root, &self.path, 0, self.value, self.mark)
+    }
+
+    /// Two arguments for one key: the earlier one would be lost.
+    fn refuse(&self, earlier: &str, is_same: bool) -> Fault {
+        let key = self.path.join(".");
+        let (message, advice) = match is_same {
+            true => (format!("{key} is given twice, before in `{earlier}`"), "keep one of them"),
+            false => (format!("{key} replaces what `{earlier}` has set in it"), "write this argument before that one"),
+        };
+        Fault::new(Some(self.mark), message).note(advice)
+    }
+}
+
+/// The path with one name for each key, and with the index of an only checkpoint.
+fn canonical(path: &[&str]) -> Vec<String> {
+    let name = |depth: usize| match (&path[..depth], path[depth]) {
+        (["optimizer" | "scheduler"], "lr") => "learning_rate",
+        (["scheduler"], "num_warmup_steps") => "warmup_steps",
+        (_, name) => name,
+    };
+    let mut names: Vec<String> = (0..path.len()).map(|depth| name(depth).to_owned()).collect();
+    if path.len() > 1 && path[0] == "checkpoint" && path[1].parse::<usize>().is_err() {
+        names.insert(1, "0".to_owned());
+    }
+    names
+}
+
+/// Removes what stands at `path[depth..]`, and tells whether there was something.
+fn remove(node: &mut Node, path: &[&str], depth: usize) -> bool {
+    let (segment, is_last) = (path[depth], depth + 1 == path.len());
+    match &mut node.value {
+        Value::Map(entries) => {
+            let second = second_name(path, depth);
+            let is_meant = |entry: &Entry| entry.key == segment || second == Some(entry.key.as_str());
+            let Some(idx) = entries.iter().position(is_meant) else { return false };
+            if is_last {
+                entries.remove(idx);
+                return true;
+            }
+            remove(&mut entries[idx].node, path, depth + 1)
+        }
+        Value::List(items) if !is_last => {
+            let item = segment.parse::<usize>().ok().and_then(|idx| items.get_mut(idx));
+            item.is_some_and(|item| remove(item, path, depth + 1))
+        }
+        _ => false,
+    }
 }
 
 /// Descends along `path[depth..]`, creating maps on the way, and puts `value` there.

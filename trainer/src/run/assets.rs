@@ -1,14 +1,16 @@
 //! The files of a run: the model's folder and the tokenizer's, here or from the Hub.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candlewick_text::hub::{Hub, ModelPart};
 use candlewick_text::template::{ChatTemplate, Clock};
 use candlewick_text::tokenizer::Tokenizer;
 
 use super::Began;
+use crate::exit::ExitCode;
+use crate::plan::is_path;
 use crate::plan::{ChatTemplateSource, Init, Plan, TokenizerPlan};
 
 /// What a run reads besides its data.
@@ -33,6 +35,12 @@ impl Assets {
         let model = plan.model.name_or_path.as_deref();
         let model_folder = model.map(|name| hub.model(name, plan.model.revision.as_deref(), part)).transpose()?;
         let TokenizerPlan { name_or_path, revision, chat_template, chat_template_kwargs } = &plan.tokenizer;
+        if is_path(name_or_path) && !Path::new(name_or_path).exists() {
+            let here = std::env::current_dir().unwrap_or_default();
+            let problem =
+                format!("failed to find {name_or_path}: paths start at the current folder, {}", here.display());
+            return Err(anyhow!(problem).context(ExitCode::Data));
+        }
         let tokenizer_folder = hub.model(name_or_path, revision.as_deref(), ModelPart::WithoutWeights)?;
         Ok(Self {
             model_folder,

@@ -27,6 +27,8 @@ pub(super) struct UnderWay {
 pub(super) struct Done {
     pub(super) tag: Tag,
     pub(super) dir: PathBuf,
+    /// Older checkpoints that `keep` deleted.
+    pub(super) removed: Vec<PathBuf>,
     /// From its beginning until it was safe on disk.
     pub(super) save_time: Duration,
 }
@@ -60,7 +62,7 @@ impl UnderWay {
     pub(super) fn finish(self) -> Result<Done> {
         tracing::debug!("training waited {:?} for the copy of step {}", self.copying, self.tag.step);
         let (saved, save_time) = self.thread.join().map_err(|_| anyhow!("failed to save: the writer panicked"))??;
-        Ok(Done { tag: self.tag, dir: saved.dir, save_time })
+        Ok(Done { tag: self.tag, dir: saved.dir, removed: saved.removed, save_time })
     }
 }
 

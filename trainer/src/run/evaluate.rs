@@ -40,11 +40,11 @@ impl Session<'_> {
 
     /// Evaluates what is due after this step, unless that was done before the run was taken up.
     pub(super) fn evaluate(&mut self) -> Result<()> {
-        let (step, total) = (self.stream.cursor().step, self.stream.total_steps());
-        if self.progress.evaluated == Some(step) {
+        let moment = self.moment();
+        if self.progress.evaluated == Some(moment.step) {
             return Ok(());
         }
-        self.evaluate_as(|plan| plan.is_due(step, total))
+        self.evaluate_as(|plan| plan.is_due(moment))
     }
 
     fn evaluate_as(&mut self, is_due: impl Fn(&EvalPlan) -> bool) -> Result<()> {

@@ -21,7 +21,7 @@ pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
         End::Horizon => ExitCode::Ok,
         End::Exit(_) | End::Stop(Stop::KillSwitch(_)) => {
             let n_saves = session.save_early_end()?;
-            let what = if n_saves > 0 { "" } else { "; nothing was saved: the recipe has no checkpoint" };
+            let what = if n_saves > 0 { "" } else { "; nothing was saved" };
             session.reporter.terminal().line(&format!("{}{what}", end.reason()));
             ExitCode::Ok
         }
@@ -32,18 +32,41 @@ pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
                     ("saved; to go on from there, start again with checkpoint.N.auto_resume=true", ExitCode::Failed)
                 }
                 Stopped::Exported => ("the weights are saved; a run cannot go on from them", ExitCode::Failed),
-                Stopped::Lost => ("nothing was saved: the recipe has no checkpoint", ExitCode::Failed),
+                Stopped::Lost => ("nothing was saved: the run has no checkpoint", ExitCode::Failed),
             };
             session.reporter.terminal().line(&format!("{}: {what}", end.reason()));
             return Ok(code);
         }
     };
     session.print_ledger();
+    log_skipped(session);
+    log_saved(session);
     if let (End::Horizon, Some(generate)) = (end, &session.run.plan.generate) {
         session.reporter.terminal().finish();
         samples(session, generate)?;
     }
     Ok(code)
+}
+
+/// Logs the number of steps that were not applied.
+fn log_skipped(session: &Session) {
+    let (n, total) = (session.progress.n_skipped, session.stream.cursor().step);
+    if n > 0 {
+        session
+            .reporter
+            .terminal()
+            .line(&format!("{n} of {total} steps were skipped: the loss or gradient was not finite"));
+    }
+}
+
+/// Logs the folder of the result.
+fn log_saved(session: &Session) {
+    let terminal = session.reporter.terminal();
+    if session.run.plan.checkpoints.is_empty() {
+        terminal.line("nothing was saved: the run has no checkpoint");
+    }
+    let what = if session.run.plan.model.adapter.is_some() { "adapter" } else { "model" };
+    session.saves.exported().for_each(|dir| terminal.line(&format!("the {what} is in {}", dir.display())));
 }
 
 /// Prints what the model answers to each prompt of the recipe.

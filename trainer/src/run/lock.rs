@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-use crate::checkpoint::{CheckpointError, Kind};
+use crate::checkpoint::CheckpointError;
 use crate::plan::Plan;
 
 /// Locks that hold until they are dropped, or the process ends in whatever way.
@@ -17,10 +17,9 @@ pub(super) struct Locks {
 
 const NAME: &str = ".lock";
 
-/// Locks the folders that a run of `plan` is taken up from or reports to.
+/// Locks the folders that a run of `plan` writes to.
 pub(super) fn lock(plan: &Plan) -> Result<Locks> {
-    let sharded = plan.checkpoints.iter().filter(|checkpoint| checkpoint.kind == Kind::Sharded);
-    let folders = plan.log.output_dir.iter().chain(sharded.map(|checkpoint| &checkpoint.output_dir));
+    let folders = plan.log.output_dir.iter().chain(plan.checkpoints.iter().map(|checkpoint| &checkpoint.output_dir));
     // One folder may have two names.
     let folders: BTreeSet<PathBuf> = folders.map(|folder| made(folder)).collect::<Result<_>>()?;
     let locks = folders.into_iter().map(lock_folder).collect::<Result<Vec<_>>>()?;
@@ -41,7 +40,7 @@ fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => {
             let error = anyhow::anyhow!(
-                "failed to start: another run is writing to {}. Wait for it, or give this one another output_dir",
+                "failed to start: another run is writing to {}. Wait for it, or give this one another output_dir (checkpoint.N.output_dir for a checkpoint's folder)",
                 folder.display()
             );
             bail!(error.context(crate::exit::ExitCode::Checkpoint))

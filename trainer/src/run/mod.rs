@@ -19,7 +19,7 @@ mod tasks;
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use candlewick_comm::World;
 use candlewick_ops::span;
@@ -38,7 +38,7 @@ use crate::signals::{Stop, StopRequests};
 pub use assets::Assets;
 pub(crate) use build::residency;
 pub use connect::connect;
-pub use step::NonFinite;
+pub use step::{AllSkipped, NonFinite};
 pub use tasks::check_tasks;
 
 use build::Built;
@@ -94,10 +94,18 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
         Ok((code, reason)) => Exit { code: *code as u8, reason: reason.clone() },
         Err(error) => Exit { code: crate::exit::classify(error) as u8, reason: format!("{error:#}") },
     };
-    if let Err(error) = run_json.finish(exit) {
-        tracing::warn!("failed to write run.json: {error}");
+    match (ended, run_json.finish(exit)) {
+        // The checkpoints are complete; the exit code reports the file that is not.
+        (Ok((ExitCode::Ok, _)), Err(source)) => {
+            let path = plan.log.output_dir.clone().unwrap_or_default();
+            Err(CheckpointError::Io { action: "write run.json into", path, source }.into())
+        }
+        (ended, Err(error)) => {
+            tracing::warn!("failed to write run.json: {error}");
+            ended.map(|(code, _)| code)
+        }
+        (ended, Ok(())) => ended.map(|(code, _)| code),
     }
-    ended.map(|(code, _)| code)
 }
 
 /// Reads and renders the data of `plan`, as a run does before its first step.
@@ -108,6 +116,7 @@ pub fn prepare_data(plan: &Plan, hub: &Hub, began: Began) -> Result<(Assets, Pre
 }
 
 fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+    ranks.share(refuse_stale_stop(plan))?;
     let began = began(plan, ranks)?;
     let selection = ranks.share(tasks::select(plan))?;
     let scores = ranks.share(tasks::scores(plan, selection.as_ref()))?;
@@ -115,10 +124,8 @@ fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<
     let chat = ranks.share(tasks::chat(plan, &assets))?;
     let tasks = open_in_turn(plan, selection, chat.as_ref(), hub, ranks)?;
     let Built { engine, notes, peak } = build::engine(plan, &assets, ranks)?;
-    let kill_switch = &plan.exit.kill_switch_path;
-    ensure!(!kill_switch.exists(), "failed to start: the kill switch {} is on; remove the file", kill_switch.display());
     // Until here a signal ends the process at once: there is nothing to save.
-    let stop = StopRequests::install(Some(kill_switch.clone())).context("failed to watch for signals")?;
+    let stop = StopRequests::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
     let (notes, tasks, scores, stop) = (&notes, tasks.as_ref(), &scores, &stop);
     let run = session::Run { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, began, stop };
@@ -127,7 +134,16 @@ fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<
     session.settle(0)?;
     let code = finish::finish(&mut session, &end)?;
     session.settle_saves(true)?;
+    ranks.share(session.whole_metrics(code))?;
     Ok((code, end.reason()))
+}
+
+/// A stop file of an earlier run would end this one before its first step.
+fn refuse_stale_stop(plan: &Plan) -> Result<()> {
+    let stale = plan.exit.kill_switch_path.as_deref().filter(|path| path.exists());
+    stale.map_or(Ok(()), |path| {
+        bail!("failed to start: the stop file {} is there already; remove the file", path.display())
+    })
 }
 
 /// When the run began, for all ranks: a template that prints the date prints one.

@@ -76,7 +76,7 @@ impl<'w> Ranks<'w> {
     }
 
     /// Whether any rank was asked to stop, and how: a signal counts more than the kill switch. All ranks call it.
-    pub(super) fn agree(&self, own: Option<Stop>, kill_switch: &Path) -> Result<Option<Stop>> {
+    pub(super) fn agree(&self, own: Option<Stop>, kill_switch: Option<&Path>) -> Result<Option<Stop>> {
         const SIGNALS: [Signal; 3] = [Signal::Preempt, Signal::Interrupt, Signal::Terminate];
         let code = match own {
             None => 0,
@@ -86,7 +86,7 @@ impl<'w> Ranks<'w> {
         let code = self.world.group().all_reduce(&Tensor::new(code, &Device::Cpu)?, Reduce::Max)?;
         Ok(match code.to_scalar::<u32>()? {
             0 => None,
-            1 => Some(Stop::KillSwitch(kill_switch.to_owned())),
+            1 => kill_switch.map(|path| Stop::KillSwitch(path.to_owned())),
             code => Some(Stop::Signal(SIGNALS[code as usize - 2])),
         })
     }
@@ -287,9 +287,9 @@ mod tests {
         let heard = of_three(|ranks| {
             let own = (ranks.rank() == 1).then_some(Stop::Signal(Signal::Terminate));
             let other = (ranks.rank() == 2).then(|| Stop::KillSwitch(switch.to_owned()));
-            let nothing = ranks.agree(None, switch)?;
-            let switched = ranks.agree(other.clone(), switch)?;
-            Ok([nothing, switched, ranks.agree(own.or(other), switch)?])
+            let nothing = ranks.agree(None, Some(switch))?;
+            let switched = ranks.agree(other.clone(), Some(switch))?;
+            Ok([nothing, switched, ranks.agree(own.or(other), Some(switch))?])
         });
         let (signal, file) = (Stop::Signal(Signal::Terminate), Stop::KillSwitch(switch.to_owned()));
         assert!(heard.iter().all(|heard| *heard == [None, Some(file.clone()), Some(signal.clone())]), "{heard:?}");

@@ -1,21 +1,23 @@
 //! What a run writes: resumable saves, and folders of weights that transformers or peft load.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
 use candlewick_model::{AdapterFolder, ParamSpec};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{
-    CheckpointPlan, Fingerprint, Kind, PlannedSaves, Resumed, RunState, TrainState, bytes_needed, newest_complete,
-    preflight, prune, resume, save,
+    CheckpointError, CheckpointPlan, EXPORT_MARK, ExportMark, Fingerprint, Kind, Moment, PlannedSaves, Resumed,
+    RunState, Saved, TrainState, bytes_needed, move_aside, newest_complete, preflight, refuse_foreign, refuse_occupied,
+    resume, save,
 };
 use crate::data::Stream;
 use crate::plan::Plan;
@@ -29,8 +31,8 @@ pub(super) struct Saves<'a> {
     run: Run<'a>,
     fingerprint: Fingerprint,
     settings: Fingerprint,
-    /// The last step that each checkpoint of the plan has.
-    last: HashMap<(Kind, PathBuf), usize>,
+    /// The newest checkpoint of each entry of the plan: its step and its folder.
+    last: HashMap<(Kind, PathBuf), (usize, PathBuf)>,
     /// The one that is written in the background.
     under_way: Option<UnderWay>,
 }
@@ -40,9 +42,16 @@ pub(super) enum Outcome {
     /// It was there already.
     Known,
     /// It is on disk.
-    Saved(PathBuf),
+    Saved(Written),
     /// It is on its way there.
     UnderWay,
+}
+
+/// A checkpoint on disk.
+pub(super) struct Written {
+    pub(super) dir: PathBuf,
+    /// Older ones that `keep` deleted.
+    pub(super) removed: Vec<PathBuf>,
 }
 
 /// When the run began that a run of `plan` will take up, if it will take up one.
@@ -73,7 +82,8 @@ impl<'a> Saves<'a> {
         let resumed = resume(checkpoint, &self.fingerprint, &mut state, self.run.ranks)?;
         if let Some(resumed) = &resumed {
             self.run.engine.store().refresh()?;
-            self.last.insert((checkpoint.kind, checkpoint.output_dir.clone()), resumed.run.step);
+            let newest = (resumed.run.step, resumed.dir.clone());
+            self.last.insert((checkpoint.kind, checkpoint.output_dir.clone()), newest);
         }
         Ok(resumed)
     }
@@ -86,29 +96,84 @@ impl<'a> Saves<'a> {
     /// Checks before the first step that every folder can be written and everything fits on disk.
     pub(super) fn preflight(&self, stream: &Stream) -> Result<()> {
         let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
-        let exported = self.n_export_bytes();
+        let exported = |plan: &CheckpointPlan| self.n_export_bytes(plan);
+        let began = self.run.began.0;
         let ends = epoch_ends(stream);
         let planned = |plan: &'a CheckpointPlan| {
             let n_saves = plan.n_saves(stream.cursor().step, stream.total_steps(), &ends);
             let spares_best = self.run.plan.best.is_some();
             match plan.kind {
                 // One may be asked for at any time, by a signal.
-                Kind::Sharded => PlannedSaves { plan, bytes_per_save: sharded, n_saves: n_saves.max(1), spares_best },
-                Kind::HuggingFace => PlannedSaves { plan, bytes_per_save: exported, n_saves, spares_best },
+                Kind::Sharded => {
+                    PlannedSaves { plan, bytes_per_save: sharded, n_saves: n_saves.max(1), began, spares_best }
+                }
+                Kind::HuggingFace => PlannedSaves { plan, bytes_per_save: exported(plan), n_saves, began, spares_best },
             }
         };
         let planned: Vec<_> = self.run.plan.checkpoints.iter().map(planned).collect();
-        self.run.ranks.first_does(|| Ok(preflight(&planned)?))
+        self.run.ranks.first_does(|| {
+            preflight(&planned)?;
+            let exports = self.run.plan.checkpoints.iter().any(|plan| plan.kind == Kind::HuggingFace);
+            if exports {
+                self.companions(&self.folders(), &[]).check()?;
+            }
+            Ok(())
+        })
     }
 
-    fn n_export_bytes(&self) -> u64 {
+    /// Moves the checkpoints of other runs aside, and fails if something else has the name of one that this run will write.
+    /// Returns one line for each folder that was changed.
+    pub(super) fn prepare_folders(&self, stream: &Stream) -> Result<Vec<String>> {
+        let (began, done, total_steps) = (self.run.began.0, stream.cursor().step, stream.total_steps());
+        let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
+        let ends_early = [exit.iteration, exit.iteration_this_run.map(|n| done + n)];
+        let mut lines = Vec::new();
+        self.run.ranks.first_does(|| {
+            for plan in &self.run.plan.checkpoints {
+                self.refuse_in_use(plan)?;
+                // A run may go on from another one's checkpoint, which is among those of steps that are done.
+                let since = if plan.kind == Kind::Sharded { done } else { 0 };
+                if let Some((folder, n)) = move_aside(plan.kind, &plan.output_dir, began, since)? {
+                    lines.push(format!("moved {n} checkpoints of other runs to {}", folder.display()));
+                }
+                let is_due = |step| plan.due(Moment::of(step, total_steps, &ends)) || ends_early.contains(&Some(step));
+                let is_due = |step| step > done && is_due(step);
+                refuse_occupied(plan.kind, &plan.output_dir, began, is_due)?;
+            }
+            Ok(())
+        })?;
+        Ok(lines)
+    }
+
+    /// Fails if the model, the adapter or the tokenizer in use is among the checkpoints of `plan`. The plan checks the names in
+    /// the recipe; these are the folders that were found.
+    fn refuse_in_use(&self, plan: &CheckpointPlan) -> Result<()> {
+        let adapter = self.run.plan.model.adapter_folder.as_deref();
+        for folder in self.folders().into_iter().chain(adapter) {
+            let Ok(real) = folder.canonicalize() else { continue };
+            let is_inside = real.parent() == plan.output_dir.canonicalize().ok().as_deref();
+            let name = real.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            if is_inside && plan.kind.parse_dir_name(name).is_some() {
+                return Err(CheckpointError::Occupied { dir: real, what: "in use by this run" }.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the newest folder of each entry of the plan that exports weights.
+    pub(super) fn exported(&self) -> impl Iterator<Item = &Path> {
+        let newest = self.last.iter().filter(|((kind, _), _)| *kind == Kind::HuggingFace);
+        newest.map(|(_, (_, dir))| dir.as_path())
+    }
+
+    fn n_export_bytes(&self, checkpoint: &CheckpointPlan) -> u64 {
         let model = self.run.engine.model();
         let numel = |params: &mut dyn Iterator<Item = &ParamSpec>| params.map(ParamSpec::numel).sum::<usize>();
         let n = match model.lora() {
             Some(_) => numel(&mut model.adapter_params()),
             None => numel(&mut model.base_params()),
         };
-        (n * build::dtype(self.run.plan.model.dtype).size_in_bytes()) as u64
+        (n * self.export_dtype(checkpoint).size_in_bytes()) as u64
     }
 
     /// Returns the save that was written in the background, if it is done now; with `wait` as soon as it is.
@@ -121,10 +186,10 @@ impl<'a> Saves<'a> {
     pub(super) fn save(&mut self, checkpoint: &CheckpointPlan, stream: &Stream, progress: Progress) -> Result<Outcome> {
         let state = self.run_state(stream, progress);
         let place = (checkpoint.kind, checkpoint.output_dir.clone());
-        if self.last.get(&place) == Some(&state.step) {
+        if self.last.get(&place).is_some_and(|(step, _)| *step == state.step) {
             return Ok(Outcome::Known);
         }
-        let step = state.step;
+        let newest = (state.step, checkpoint.dir(state.tag()));
         let outcome = match checkpoint.kind {
             Kind::Sharded if checkpoint.async_save => {
                 let engine = EngineState::of(self.run.engine)?;
@@ -132,11 +197,13 @@ impl<'a> Saves<'a> {
                 Outcome::UnderWay
             }
             Kind::Sharded => {
-                Outcome::Saved(save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?.dir)
+                let Saved { dir, removed, .. } =
+                    save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?;
+                Outcome::Saved(Written { dir, removed })
             }
             Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, &state)?),
         };
-        self.last.insert(place, step);
+        self.last.insert(place, newest);
         Ok(outcome)
     }
 
@@ -164,16 +231,16 @@ impl<'a> Saves<'a> {
 
     /// Writes the weights alone: a model folder, or an adapter folder if only an adapter is trained. The first rank writes;
     /// the others go through all weights with it, of which each may have a share.
-    fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<PathBuf> {
+    fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<Written> {
         let mut masters = self.run.engine.store().masters();
         let written = match self.run.ranks.is_first() {
             true => self.write_weights(checkpoint, state, &mut masters),
-            false => Ok(()),
+            false => Ok(Vec::new()),
         };
         // A write that failed must not leave the others waiting. A gather that failed has: they hear of it from the world.
         masters.try_for_each(|master| master.map(drop)).context("failed to gather the weights")?;
-        self.run.ranks.share(written)?;
-        Ok(checkpoint.dir(state.tag()))
+        let removed = self.run.ranks.share(written)?;
+        Ok(Written { dir: checkpoint.dir(state.tag()), removed })
     }
 
     fn write_weights<'m>(
@@ -181,8 +248,9 @@ impl<'a> Saves<'a> {
         checkpoint: &CheckpointPlan,
         state: &RunState,
         masters: &mut impl Iterator<Item = candle_core::Result<(&'m ParamSpec, Tensor)>>,
-    ) -> Result<()> {
+    ) -> Result<Vec<PathBuf>> {
         let dir = checkpoint.dir(state.tag());
+        refuse_foreign(checkpoint.kind, &dir, state.began)?;
         let at_work = self.run.ranks.at_work();
         let mut working = Some(at_work.begin());
         // Exports are in the order of the model.
@@ -197,10 +265,10 @@ impl<'a> Saves<'a> {
             }
         };
         let model = self.run.engine.model();
-        let dtype = build::dtype(self.run.plan.model.dtype);
-        let folders = [Some(self.run.assets.tokenizer.directory()), self.run.assets.model_folder.as_deref()];
-        let folders: Vec<&Path> = folders.into_iter().flatten().collect();
-        let companions = Companions { folders: &folders, chat_template: self.run.assets.own_template() };
+        let dtype = self.export_dtype(checkpoint);
+        let (folders, mark) = (self.folders(), self.mark(state.step));
+        let files = [(EXPORT_MARK, mark.as_str())];
+        let companions = self.companions(&folders, &files);
         if model.lora().is_some() {
             AdapterFolder::save(&dir, model, dtype, companions, fetch).context("failed to write the adapter")?;
         } else {
@@ -208,10 +276,26 @@ impl<'a> Saves<'a> {
             let export = Export { folder: &dir, config, companions, dtype, shard_bytes };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
-        if let Some(keep) = checkpoint.keep {
-            prune(checkpoint.kind, &checkpoint.output_dir, state.tag(), keep, &state.scores)?;
-        }
-        Ok(())
+        let prune = |keep| checkpoint.retention(keep, state).prune(state.tag());
+        Ok(checkpoint.keep.map_or(Ok(Vec::new()), prune)?)
+    }
+
+    /// The folders with the files that an export copies.
+    fn folders(&self) -> Vec<&Path> {
+        let folders = [Some(self.run.assets.tokenizer.directory()), self.run.assets.model_folder.as_deref()];
+        folders.into_iter().flatten().collect()
+    }
+
+    fn companions<'b>(&'b self, folders: &'b [&'b Path], files: &'b [(&'b str, &'b str)]) -> Companions<'b> {
+        Companions { folders, chat_template: self.run.assets.own_template(), files }
+    }
+
+    fn mark(&self, step: usize) -> String {
+        ExportMark { began: self.run.began.0, step }.to_json()
+    }
+
+    fn export_dtype(&self, checkpoint: &CheckpointPlan) -> DType {
+        build::dtype(checkpoint.dtype.unwrap_or(self.run.plan.model.dtype))
     }
 }
 

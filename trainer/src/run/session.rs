@@ -1,6 +1,7 @@
 //! A run in progress: the stream of steps, the engine, and what is reported.
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -12,6 +13,7 @@ use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Scores, Tag};
 use crate::data::{Cursor, Ledger, Prepared, Step, Stream};
+use crate::exit::ExitCode;
 use crate::metrics::{
     GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport, SaveRecord, Start,
     StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
@@ -21,8 +23,8 @@ use crate::recipe::OnNonfinite;
 use crate::signals::{Stop, StopRequests};
 
 use super::background::Done;
-use super::saves::{self, Saves};
-use super::step::{self, Launched, Outcome, Update};
+use super::saves::{self, Saves, Written};
+use super::step::{self, AllSkipped, Launched, Outcome, Update};
 use super::tasks::Tasks;
 use super::{Assets, Began, Ranks};
 
@@ -51,7 +53,7 @@ pub(super) struct Session<'a> {
     pub(super) stream: Stream,
     pub(super) reporter: Reporter,
     pub(super) progress: Progress,
-    saves: Saves<'a>,
+    pub(super) saves: Saves<'a>,
     scaler: GradScaler,
     /// Steps that the device was given and nobody has looked at yet, oldest first.
     launched: VecDeque<Launched>,
@@ -93,6 +95,7 @@ impl<'a> Session<'a> {
         let total_steps = stream.total_steps();
         plan.schedule.check(total_steps, plan.optimizer.learning_rate)?;
         saves.preflight(&stream)?;
+        let moved = saves.prepare_folders(&stream)?;
 
         let start = state.map_or(Start::Fresh, |state| Start::Resumed(state.step));
         let reporter = Reporter::open(&plan.log, start, total_steps).map_err(|source| {
@@ -130,7 +133,7 @@ impl<'a> Session<'a> {
             monitor: gpu_id.and_then(GpuMonitor::open),
             started: Instant::now(),
         };
-        session.announce(resumed.as_ref(), resume_time)?;
+        session.announce(resumed.as_ref(), resume_time, &moved)?;
         if resumed.is_some() {
             session.save_missing()?;
         }
@@ -138,11 +141,17 @@ impl<'a> Session<'a> {
     }
 
     /// Says what was found out before the first step.
-    fn announce(&mut self, resumed: Option<&Resumed>, resume_time: Duration) -> Result<()> {
+    fn announce(&mut self, resumed: Option<&Resumed>, resume_time: Duration, moved: &[String]) -> Result<()> {
         let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
         terminal.line(&prepared.ledger.to_string());
+        let plan = self.run.plan;
+        plan.steps(&self.stream).iter().for_each(|line| terminal.line(line));
+        plan.parameters().iter().for_each(|text| terminal.line(&format!("parameters: {text}")));
+        moved.iter().for_each(|line| terminal.line(line));
+        let saves = plan.checkpoints.iter().map(|plan| format!("will save: {plan}"));
+        saves.for_each(|line| terminal.line(&line));
         if let Some(Resumed { run, dir, .. }) = resumed {
             let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
             self.reporter.resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
@@ -268,29 +277,55 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// Fails if a run that did everything else could not write all of its metrics.
+    pub(super) fn whole_metrics(&mut self, code: ExitCode) -> Result<()> {
+        let failure = self.reporter.take_failure().filter(|_| code == ExitCode::Ok);
+        let path = self.run.plan.log.metrics_path.clone().unwrap_or_default();
+        failure
+            .map_or(Ok(()), |source| Err(CheckpointError::Io { action: "write all metrics to", path, source }.into()))
+    }
+
     /// Whether anybody was asked to stop, told to all ranks alike.
     pub(super) fn asked_to_stop(&self) -> Result<Option<Stop>> {
         let Run { plan, ranks, stop, .. } = self.run;
-        ranks.agree(stop.poll(), &plan.exit.kill_switch_path)
+        ranks.agree(stop.poll(), plan.exit.kill_switch_path.as_deref())
     }
 
     /// Reports the save that was written in the background, if it is done; with `wait` as soon as it is.
     pub(super) fn settle_saves(&mut self, wait: bool) -> Result<()> {
-        if let Some(Done { tag, dir, save_time }) = self.saves.finish_background(wait)? {
+        if let Some(Done { tag, dir, removed, save_time }) = self.saves.finish_background(wait)? {
             let (epoch, iter, save_time) = (tag.epoch, tag.step, save_time.as_secs_f64());
             self.reporter.save(&SaveRecord { epoch, iter, saved: dir, save_time });
+            self.log_removed(&removed);
         }
         Ok(())
+    }
+
+    fn log_removed(&self, removed: &[PathBuf]) {
+        removed.iter().for_each(|dir| self.reporter.terminal().line(&format!("deleted {} (keep)", dir.display())));
     }
 
     /// Makes every save that is due after this step.
     pub(super) fn save_due(&mut self) -> Result<()> {
         self.settle_saves(false)?;
         let moment = self.moment();
+        if moment.end_of_training {
+            self.refuse_untrained()?;
+        }
         self.save_all(|checkpoint| checkpoint.due(moment)).map(drop)
     }
 
-    fn moment(&self) -> Moment {
+    /// Fails if every step so far was skipped: the weights are those of the start.
+    fn refuse_untrained(&mut self) -> Result<()> {
+        self.settle(0)?;
+        let n_steps = self.stream.cursor().step;
+        if n_steps > 0 && self.progress.n_skipped >= n_steps {
+            return Err(AllSkipped { n_steps }.into());
+        }
+        Ok(())
+    }
+
+    pub(super) fn moment(&self) -> Moment {
         let Cursor { step, epoch, step_in_epoch, .. } = *self.stream.cursor();
         let finished_epoch = (step_in_epoch == 0).then_some(epoch);
         Moment { step, finished_epoch, end_of_training: step >= self.stream.total_steps() }
@@ -311,6 +346,7 @@ impl<'a> Session<'a> {
 
     /// Saves everything that a run which ends early is worth: what a later start needs, and what the end would export.
     pub(super) fn save_early_end(&mut self) -> Result<usize> {
+        self.refuse_untrained()?;
         let n_saves = self.save_all(|plan| plan.kind == Kind::Sharded || plan.save_end_of_training)?;
         self.settle_saves(true)?;
         Ok(n_saves)
@@ -337,10 +373,13 @@ impl<'a> Session<'a> {
             let before = self.progress.before + self.started.elapsed();
             let progress = Progress { before, ..self.progress.clone() };
             let started = Instant::now();
-            if let saves::Outcome::Saved(saved) = self.saves.save(checkpoint, &self.stream, progress)? {
+            if let saves::Outcome::Saved(Written { dir: saved, removed }) =
+                self.saves.save(checkpoint, &self.stream, progress)?
+            {
                 let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
                 let save_time = started.elapsed().as_secs_f64();
                 self.reporter.save(&SaveRecord { epoch, iter, saved, save_time });
+                self.log_removed(&removed);
             }
             n_saves += 1;
         }

@@ -40,6 +40,16 @@ pub struct NonFinite {
     rows: String,
 }
 
+/// A run of which no step was applied.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "failed to train: the loss or the gradient was not finite in every one of {n_steps} steps, and all were skipped; nothing was \
+     exported. Look at the weights and the data, or lower the learning rate"
+)]
+pub struct AllSkipped {
+    pub(super) n_steps: usize,
+}
+
 /// The update of a step, resolved.
 pub(super) struct Update<'a> {
     pub(super) plan: &'a OptimizerPlan,

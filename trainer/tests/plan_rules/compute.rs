@@ -74,8 +74,8 @@ fn attention_has_four_names_and_those_of_transformers() {
         ("sdpa", AttentionImpl::Auto),
         ("cudnn", AttentionImpl::Cudnn),
         ("fused", AttentionImpl::Fused),
-        ("flash_attention_2", AttentionImpl::Fused),
-        ("flash_attention_3", AttentionImpl::Fused),
+        ("flash_attention_2", AttentionImpl::Auto),
+        ("flash_attention_3", AttentionImpl::Auto),
         ("reference", AttentionImpl::Reference),
         ("eager", AttentionImpl::Reference),
     ] {

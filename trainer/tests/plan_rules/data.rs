@@ -22,7 +22,9 @@ fn a_split_sums_to_one_and_excludes_evaluation_sources() {
 fn the_longest_row_is_the_models_unless_given() {
     assert_eq!(plan(&[]).data.max_length, 2048);
     assert_eq!(plan(&["data.max_length=1Ki"]).data.max_length, 1024);
-    refused(&["data.max_length=4Ki"], &["4096 is longer than the model's max_position_embeddings, 2048"]);
+    let long = plan(&["data.max_length=4Ki"]);
+    assert_eq!(long.data.max_length, 4096);
+    assert!(long.notes.iter().any(|note| note.contains("4096 is more than the model's max_position_embeddings, 2048")));
     refused(&["data.max_length=1"], &["expected at least 2"]);
     assert_eq!(plan(&["model.hf_config_kwargs={max_position_embeddings: 4096}"]).data.max_length, 4096);
 }

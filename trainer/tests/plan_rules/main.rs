@@ -9,8 +9,9 @@ use std::path::Path;
 
 use candlewick_model::Config;
 use serde_json::json;
+use trainer::checkpoint::{Kind, Moment};
 use trainer::metrics::Console;
-use trainer::plan::{ComputeDtype, Engines, Init, Known, Plan, Seat, TempDir};
+use trainer::plan::{ComputeDtype, Engines, Init, Known, Plan, Seat, Shown, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
 use trainer::schedule::{Floor, Shape, Span};
 
@@ -86,12 +87,13 @@ fn what_is_not_implemented_is_refused_by_name() {
         "deepspeed.zero_optimization.offload_optimizer.device=nvme",
         "deepspeed.zero_optimization.offload_param.device=nvme",
         "deepspeed.torch_autocast.enabled=true",
-        "deepspeed.train_batch_size=8",
         "deepspeed.zero_optimization.zero_hpz_partition_size=8",
     ] {
         let key = argument.split('=').next().unwrap();
         refused(&[argument], &[&format!("argument `{argument}`:"), key, "not implemented yet"]);
     }
+    refused(&["deepspeed.train_batch_size=8"], &["unknown key", "`gradient_accumulation_steps`"]);
+    refused(&["deepspeed.zero_stage=2"], &["unknown key", "`deepspeed.zero_optimization.stage`"]);
     refused(&["code=mine.py"], &["code: Python code (mine.py) is not supported"]);
 }
 
@@ -138,27 +140,40 @@ fn deepspeed_may_not_contradict_the_recipe() {
 }
 
 #[test]
-fn an_evaluation_interval_and_evaluation_data_need_each_other() {
-    refused(&["eval_interval=10"], &["eval_interval: 10, but there are no evaluation data"]);
-    refused(&["data.eval_sources=[b.jsonl]"], &["eval_interval is missing"]);
+fn evaluation_data_are_used_after_each_epoch_unless_there_is_an_interval() {
+    notes(&["eval_interval=10"], &["eval_interval has no effect: there are no evaluation data"]);
+    assert_eq!(plan(&["eval_interval=10"]).eval, None);
     refused(&["eval_on_start=true"], &["eval_on_start: there are no evaluation data"]);
-    refused(&["data.train_eval_split=[0.9, 0.1]"], &["eval_interval is missing"]);
+    for arguments in [&["data.eval_sources=[b.jsonl]"][..], &["data.train_eval_split=[0.9, 0.1]", "eval_interval=0"]] {
+        let eval = plan(arguments).eval.unwrap();
+        let due = |step, finished_epoch| eval.is_due(Moment { step, finished_epoch, end_of_training: step == 9 });
+        assert!(due(4, Some(1)) && due(9, None) && !due(5, None) && !due(0, None), "{arguments:?}");
+    }
     let plan = plan(&["data.train_eval_split=[90%, 10%]", "eval_interval=10"]);
-    assert_eq!(plan.eval.unwrap().interval, 10);
+    assert_eq!(plan.eval.unwrap().interval, Some(10));
     assert!((plan.data.eval_fraction - 0.1).abs() < 1e-12);
 }
 
+/// The arguments are accepted, and the notes contain these texts.
+#[track_caller]
+fn notes(arguments: &[&str], want: &[&str]) {
+    let notes = plan(arguments).notes.join("\n");
+    for part in want {
+        assert!(notes.contains(part), "no {part:?} in:\n{notes}");
+    }
+}
+
 #[test]
-fn tasks_need_an_interval() {
+fn tasks_have_the_interval_of_evaluation() {
     let tasks = "eval={tasks: [arc_easy], limit: 10}";
-    refused(&[tasks], &["eval.interval is missing"]);
+    assert_eq!(plan(&[tasks]).tasks.unwrap().when.interval, None);
     refused(&["eval={limit: 10}"], &["eval: there are no tasks"]);
     refused(&["eval={tasks: [arc_easy], evry: 10}"], &["evry"]);
     refused(&[tasks, "eval.interval=5", "eval.fewshot_as_multiturn=true"], &["prompts are no chats"]);
     let plan = plan(&[tasks, "eval_interval=10", "eval_on_start=true"]);
     assert!(plan.eval.is_none(), "there are no held-out data");
     let tasks_plan = plan.tasks.unwrap();
-    assert_eq!((tasks_plan.when.interval, tasks_plan.when.on_start, tasks_plan.limit), (10, true, Some(10.0)));
+    assert_eq!((tasks_plan.when.interval, tasks_plan.when.on_start, tasks_plan.limit), (Some(10), true, Some(10.0)));
     assert_eq!((tasks_plan.fewshot_seed, tasks_plan.max_gen_toks, tasks_plan.bootstrap_iters), (1234, 256, 100_000));
 }
 
@@ -184,6 +199,103 @@ fn what_says_which_save_is_the_best_is_measured() {
     refused(&[tasks, "eval_interval=10", "metric_for_best_model=acc"], &["`acc` is not measured", "TASK/METRIC"]);
     refused(&[tasks, "eval_interval=10", "metric_for_best_model=loss"], &["there are no evaluation data"]);
     refused(&["greater_is_better=true"], &["greater_is_better: there is no metric"]);
+}
+
+#[test]
+fn without_a_checkpoint_the_model_is_exported_at_the_end() {
+    let found = plan(&[]);
+    assert_eq!(found.checkpoints.len(), 1);
+    let checkpoint = &found.checkpoints[0];
+    assert_eq!((checkpoint.kind, checkpoint.output_dir.as_path()), (Kind::HuggingFace, Path::new("runs/r/model")));
+    assert!(checkpoint.save_end_of_training && checkpoint.save_every_n_steps == 0);
+    notes(&[], &["the model will be saved in runs/r/model at the end"]);
+    assert_eq!(plan(&["output_dir=out"]).checkpoints[0].output_dir, Path::new("out/model"));
+    assert_eq!(plan(&["checkpoint=null"]).checkpoints, found.checkpoints);
+    for nothing in ["checkpoint=none", "checkpoint=[]", "output_dir=/dev/null"] {
+        assert_eq!(plan(&[nothing]).checkpoints, []);
+        notes(&[nothing], &["nothing will be saved"]);
+    }
+    notes(&["checkpoint={output_dir: a, enabled: false}"], &["nothing will be saved"]);
+}
+
+#[test]
+fn an_export_has_a_dtype_of_its_own() {
+    let export = "checkpoint={type: huggingface, output_dir: a, save_end_of_training: true, dtype: bfloat16}";
+    assert_eq!(plan(&[export]).checkpoints[0].dtype, Some(ComputeDtype::Bf16));
+    refused(&["checkpoint={output_dir: a, dtype: bf16}"], &["checkpoint.dtype: a sharded checkpoint holds"]);
+}
+
+#[test]
+fn the_stop_file_is_in_the_runs_folder() {
+    assert_eq!(plan(&[]).exit.kill_switch_path.as_deref(), Some(Path::new("runs/r/stop")));
+    assert_eq!(plan(&["kill_switch_path=x"]).exit.kill_switch_path.as_deref(), Some(Path::new("x")));
+    assert_eq!(plan(&["output_dir=/dev/null"]).exit.kill_switch_path, None);
+}
+
+/// An export, or what `keep` deletes, must never be what the run began with.
+#[test]
+fn the_model_in_use_is_not_among_the_checkpoints() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("hf/global_step_10");
+    std::fs::create_dir_all(&model).unwrap();
+    let [model, root] = [model.display().to_string(), folder.path().display().to_string()];
+    let checkpoint =
+        |dir: &str| format!("checkpoint={{type: huggingface, output_dir: {dir}, save_end_of_training: true}}");
+    let hf = checkpoint(&format!("{root}/other/../hf"));
+    for key in ["model.name_or_path", "model.adapter_name_or_path", "tokenizer.name_or_path"] {
+        refused(&[&hf, &format!("{key}={model}")], &["is among the checkpoints that this run may replace", key]);
+    }
+    refused(&[&hf, &format!("model.name_or_path={root}/hf/./global_step_10/")], &["is among the checkpoints"]);
+    std::os::unix::fs::symlink(format!("{root}/hf"), format!("{root}/link")).unwrap();
+    refused(&[&checkpoint(&format!("{root}/link")), &format!("model.name_or_path={model}")], &["is among"]);
+    plan(&[&checkpoint(&format!("{root}/elsewhere")), &format!("model.name_or_path={model}")]);
+    let two = format!("checkpoint=[{{output_dir: {root}/hf}}, {{output_dir: {root}/link}}]");
+    refused(&[&two], &["another checkpoint of the same type is saved there"]);
+}
+
+#[test]
+fn the_default_learning_rate_is_called_high_for_a_pretrained_model() {
+    notes(&[], &["optimizer.learning_rate is not set", "1e-5 to 2e-5 for all weights"]);
+    notes(&["model.peft_config={r: 8}"], &["1e-4 to 2e-4 for LoRA"]);
+    for quiet in [&["optimizer.lr=5e-4"][..], &["model.type=random-weight-hf"]] {
+        assert!(!plan(quiet).notes.iter().any(|note| note.contains("learning_rate")), "{quiet:?}");
+    }
+}
+
+#[test]
+fn keys_without_effect_are_noted() {
+    notes(&["device=cuda"], &["device: cuda:0, but this program was built without CUDA"]);
+    notes(&["optimizer.type=cpu_adam"], &["cpu_adam is AdamW where the weights are"]);
+    notes(&["data.filter_samples=false"], &["data.filter_samples: false has no effect"]);
+    notes(&["train_iters=0"], &["train_iters: 0 leaves the horizon to epochs"]);
+    let fixed = "deepspeed.fp16={enabled: true, loss_scale: 8, hysteresis: 3}";
+    notes(&["model.dtype=fp16", fixed], &["deepspeed.fp16.hysteresis has no effect"]);
+}
+
+#[test]
+fn the_facts_of_a_plan_are_what_it_comes_to() {
+    let facts = plan(&["micro_batch_size=2", "gradient_accumulation_steps=4", "train_iters=1500"]).facts();
+    let facts: Vec<String> = facts.iter().map(|(name, fact)| format!("{name}: {fact}")).collect();
+    assert_eq!(
+        facts,
+        [
+            "parameters: 90,432, trained: all",
+            "global batch: 8 rows a step, at most 16,384 tokens (micro_batch_size 2 x gradient_accumulation_steps 4 x data \
+             ranks 1)",
+            "steps: 1,500",
+        ]
+    );
+    let facts = plan(&["model.peft_config={r: 1, target_modules: [q_proj]}", "epochs=2"]).facts();
+    assert_eq!(facts[0].1, "90,688, trained: 256 (0.28%)");
+    assert!(facts[2].1.starts_with("2 epochs; `trainer data RECIPE`"), "{}", facts[2].1);
+}
+
+#[test]
+fn a_table_of_what_is_set_leaves_the_defaults_out() {
+    let text = plan(&["optimizer.lr=1e-4"]).table(Shown::Set);
+    assert!(text.contains("optimizer.learning_rate") && text.contains("--all shows them"), "{text}");
+    assert!(!text.contains("gradient_clipping  ") && text.contains("global batch: 1 rows"), "{text}");
+    assert!(plan(&[]).table(Shown::All).contains("gradient_clipping"));
 }
 
 #[test]
@@ -282,7 +394,8 @@ fn schedules_have_the_names_and_numbers_of_transformers() {
 
 #[test]
 fn generations_have_bounds() {
-    refused(&["generate={prompts: []}"], &["generate.prompts: expected a list of texts"]);
+    refused(&["generate={prompts: ['']}"], &["generate.prompts: expected a list of texts"]);
+    assert_eq!(plan(&["generate={prompts: []}"]).generate, None);
     refused(&["generate={prompts: [a], top_p: 0}"], &["generate.top_p: expected above 0"]);
     refused(&["generate={prompts: [a], temperature: -1}"], &["generate.temperature: expected at least 0"]);
     let generate = plan(&["generate={prompts: [a]}", "seed=7"]).generate.unwrap();
@@ -305,5 +418,5 @@ fn the_runs_folder_is_named_after_the_recipe() {
 fn a_plan_reads_as_a_table() {
     let text = "model: {name_or_path: org/model, dtype: f32}\ndata:\n  sources: [a.jsonl]\n  max_length: 1Ki\n\
 optimizer: {lr: 1e-4}\ncheckpoint:\n  - {output_dir: out, save_every_n_steps: 100, auto_resume: true}\n";
-    insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().to_string());
+    insta::assert_snapshot!(resolve(text, &["epochs=2"]).unwrap().table(Shown::All));
 }

@@ -111,7 +111,13 @@ fn backend(engines: Engines, machines: Machines, arguments: &[&str]) -> Result<D
 fn notes_of_ranks(n_ranks: usize, arguments: &[&str]) -> Vec<String> {
     let arguments: Vec<String> = arguments.iter().map(|a| a.to_string()).collect();
     let loaded = Loaded::parse(Path::new("recipes/r.yaml"), BASE.to_owned(), &arguments).unwrap();
-    Plan::resolve(&loaded, &Known { seat: Seat::first_of(n_ranks), ..known() }).unwrap().notes
+    let plan = Plan::resolve(&loaded, &Known { seat: Seat::first_of(n_ranks), ..known() }).unwrap();
+    plan.notes.into_iter().filter(|note| !is_general(note)).collect()
+}
+
+/// A note of every plan of the base recipe.
+fn is_general(note: &str) -> bool {
+    ["optimizer.learning_rate is not set", "the model will be saved"].iter().any(|start| note.starts_with(start))
 }
 
 #[test]
@@ -200,5 +206,5 @@ fn one_rank_needs_nothing_to_connect_it() {
         let plan = plan(&[&format!("ddp_backend={backend}")]);
         assert!(plan.notes.iter().any(|note| note.contains("ddp_backend has no effect")), "{:?}", plan.notes);
     }
-    assert!(plan(&["ddp_backend=auto"]).notes.is_empty());
+    assert!(plan(&["ddp_backend=auto"]).notes.iter().all(|note| is_general(note)));
 }

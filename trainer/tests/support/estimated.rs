@@ -30,6 +30,7 @@ fn recipe(folder: &Path) -> Value {
             "cache_dir": folder.join("cache"),
         },
         "scheduler": {"name": "constant"},
+        "checkpoint": "none",
     })
 }
 

@@ -26,6 +26,12 @@ impl Run {
         fs::write(self.path().join(name), text).unwrap();
     }
 
+    /// Writes a file, with its folders, that no run wrote.
+    pub fn write_foreign(&self, name: &str) {
+        fs::create_dir_all(self.path().join(name).parent().unwrap()).unwrap();
+        self.write(name, "years of work");
+    }
+
     /// Edits the recipe: every `from` must occur.
     pub fn edit(&self, from: &str, to: &str) {
         let path = self.path().join("recipe.yaml");
@@ -82,9 +88,21 @@ impl Run {
 
     /// The export of the most steps.
     pub fn export_folder(&self) -> PathBuf {
-        let folders = fs::read_dir(self.path().join("hf")).unwrap().map(|entry| entry.unwrap().path());
-        let step = |path: &PathBuf| path.to_str().unwrap().rsplit('_').next().unwrap().parse::<usize>().unwrap();
-        folders.max_by_key(step).unwrap()
+        self.exports("hf").pop().unwrap().1
+    }
+
+    /// The exports in a folder, by step.
+    pub fn exports(&self, folder: &str) -> Vec<(usize, PathBuf)> {
+        let Ok(entries) = fs::read_dir(self.path().join(folder)) else { return Vec::new() };
+        let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("global_step_")?.parse().ok();
+        let paths = entries.map(|entry| entry.unwrap().path());
+        let mut exports: Vec<(usize, PathBuf)> = paths.filter_map(|path| Some((step(&path)?, path))).collect();
+        exports.sort();
+        exports
+    }
+
+    pub fn has_exports(&self) -> bool {
+        !self.exports("hf").is_empty()
     }
 }
 

@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{BufWriter, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use candle_core::{DType, Tensor};
@@ -39,6 +39,8 @@ pub struct Companions<'a> {
     pub folders: &'a [&'a Path],
     /// The chat template, where it is not the one of those folders.
     pub chat_template: Option<&'a str>,
+    /// Further small files: name and text.
+    pub files: &'a [(&'a str, &'a str)],
 }
 
 /// What to save and how.
@@ -180,17 +182,45 @@ pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
 }
 
 impl Companions<'_> {
-    pub(crate) fn copy_into(&self, folder: &Path) -> Result<(), ModelError> {
-        for name in COMPANIONS {
-            if self.chat_template.is_some() && name.starts_with("chat_template") {
-                continue;
-            }
-            if let Some(source) = self.folders.iter().map(|source| source.join(name)).find(|path| path.is_file()) {
-                fs::copy(&source, folder.join(name)).map_err(ModelError::io("copy", &source))?;
-            }
-        }
-        let Some(template) = self.chat_template else { return Ok(()) };
-        let path = folder.join("chat_template.jinja");
-        fs::write(&path, template).map_err(ModelError::io("write", &path))
+    /// Fails if a file that would be copied is a link that leads out of its folder.
+    pub fn check(&self) -> Result<(), ModelError> {
+        self.sources().try_for_each(|(_, source)| refuse_link_outside(&source))
     }
+
+    pub(crate) fn copy_into(&self, folder: &Path) -> Result<(), ModelError> {
+        for (name, source) in self.sources() {
+            refuse_link_outside(&source)?;
+            fs::copy(&source, folder.join(name)).map_err(ModelError::io("copy", &source))?;
+        }
+        let template = self.chat_template.map(|template| ("chat_template.jinja", template));
+        for (name, text) in template.into_iter().chain(self.files.iter().copied()) {
+            let path = folder.join(name);
+            fs::write(&path, text).map_err(ModelError::io("write", &path))?;
+        }
+        Ok(())
+    }
+
+    /// The files to copy: each companion's name, and the first folder's file of that name.
+    fn sources(&self) -> impl Iterator<Item = (&'static str, PathBuf)> {
+        let is_replaced = |name: &str| self.chat_template.is_some() && name.starts_with("chat_template");
+        COMPANIONS.iter().filter(move |name| !is_replaced(name)).filter_map(|name| {
+            let source = self.folders.iter().map(|source| source.join(name)).find(|path| path.is_file());
+            source.map(|source| (*name, source))
+        })
+    }
+}
+
+/// Fails if `file` is a link to a file that is neither in its folder nor, in the Hub's cache, among the `blobs` of its model.
+fn refuse_link_outside(file: &Path) -> Result<(), ModelError> {
+    let real = |path: &Path| fs::canonicalize(path).map_err(ModelError::io("read", path));
+    let target = real(file)?;
+    let folder = real(file.parent().unwrap_or(Path::new(".")))?;
+    let snapshots = folder.ancestors().find(|folder| folder.ends_with("snapshots"));
+    let blobs = snapshots.map(|snapshots| snapshots.with_file_name("blobs"));
+    if target.starts_with(&folder) || blobs.is_some_and(|blobs| target.starts_with(blobs)) {
+        return Ok(());
+    }
+    let problem =
+        format!("a link to {}, outside of its folder, is not exported; replace it by a copy", target.display());
+    Err(ModelError::Target { path: file.to_path_buf(), problem })
 }

@@ -3,7 +3,11 @@
 use serde_json::{Map, Value};
 
 use super::{Config, Typed};
-use crate::{ModelError, error::did_you_mean};
+use crate::{
+    ModelError,
+    error::did_you_mean,
+    family::{Bias, Window},
+};
 
 /// Keys that config.json may have and that an override may set, apart from those the file already has.
 const KNOWN: &[&str] = &[
@@ -34,22 +38,39 @@ const KNOWN: &[&str] = &[
     "sliding_window",
     "tie_word_embeddings",
     "torch_dtype",
-    "use_cache",
     "use_sliding_window",
     "vocab_size",
 ];
 
+/// Keys of transformers that change nothing here, or that are refused by name if they would.
+const INERT: &[&str] = &[
+    "_attn_implementation",
+    "_name_or_path",
+    "auto_map",
+    "embd_pdrop",
+    "hidden_dropout",
+    "is_llama_config",
+    "output_attentions",
+    "output_hidden_states",
+    "partial_rotary_factor",
+    "pretraining_tp",
+    "quantization_config",
+    "resid_pdrop",
+    "rope_interleaved",
+    "tokenizer_class",
+    "transformers.js_config",
+    "transformers_version",
+    "use_cache",
+];
+
 impl Config {
-    /// Reads a config that somebody wrote by hand: as [`Config::from_json`], but a key that is almost one of a config's
-    /// is taken for a slip of the pen. Other keys that mean nothing here are let pass.
+    /// Reads a config that somebody wrote by hand: as [`Config::from_json`], but refuses keys that nothing reads.
     pub fn from_handwritten(map: &Map<String, Value>) -> Result<Self, ModelError> {
-        let unknown = map.keys().filter(|key| !KNOWN.contains(&key.as_str()));
-        for key in unknown {
-            if let Some(meant) = KNOWN.iter().find(|known| strsim::jaro_winkler(key, known) > 0.93) {
-                return Err(ModelError::key(key, format!("not a key of a config; did you mean `{meant}`?")));
-            }
-        }
-        Self::from_json(Value::Object(map.clone()))
+        // A misspelt key is a better reason than what its absence leads to.
+        map.keys().try_for_each(|key| refuse_unknown(key, "model"))?;
+        let config = Self::from_json(Value::Object(map.clone()))?;
+        map.iter().try_for_each(|(key, value)| config.refuse_unread(key, value))?;
+        Ok(config)
     }
 
     /// Sets keys of config.json and checks the whole again. Returns the keys that changed which parameters there are or
@@ -57,7 +78,10 @@ impl Config {
     pub fn apply_overrides(&mut self, overrides: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
         let mut raw = self.raw.clone();
         for (key, value) in overrides {
-            self.refuse_unknown(key)?;
+            // A key of the file is written back into exports, read or not.
+            if !self.raw.contains_key(key) {
+                refuse_unknown(key, self.typed.family.model_type())?;
+            }
             raw.insert(key.clone(), value.clone());
             set_theta_where_it_is_read(&mut raw, key, value);
         }
@@ -65,19 +89,38 @@ impl Config {
             shorten_layer_types(&mut raw);
         }
         let changed = Self::from_map(raw)?;
+        overrides.iter().try_for_each(|(key, value)| changed.refuse_unread(key, value))?;
         let reshaped = reshaped(&self.typed, &changed.typed);
         *self = changed;
         Ok(reshaped)
     }
 
-    fn refuse_unknown(&self, key: &str) -> Result<(), ModelError> {
-        if KNOWN.contains(&key) || self.raw.contains_key(key) {
+    /// Fails if this family does not read a key, unless its value asks for nothing.
+    fn refuse_unread(&self, key: &str, value: &Value) -> Result<(), ModelError> {
+        let traits = self.typed.family.traits();
+        let is_late = matches!(traits.window, Window::Late { .. });
+        let has_bias = |bias: &[Bias]| bias.iter().any(|bias| matches!(bias, Bias::Key(name) if *name == key));
+        let is_read = match key {
+            "sliding_window" => !matches!(traits.window, Window::None),
+            "use_sliding_window" | "max_window_layers" | "layer_types" => is_late,
+            "attention_bias" => has_bias(&[traits.qkv_bias, traits.o_bias]),
+            "mlp_bias" => has_bias(&[traits.mlp_bias]),
+            _ => true,
+        };
+        if is_read || value.is_null() || *value == Value::Bool(false) {
             return Ok(());
         }
-        let known = KNOWN.iter().copied().chain(self.raw.keys().map(String::as_str));
-        let hint = did_you_mean(key, known);
-        Err(ModelError::key(key, format!("not a key of a {} config{hint}", self.typed.family.model_type())))
+        let family = self.typed.family.model_type();
+        Err(ModelError::key(key, format!("has no effect on a {family} model; remove the key")))
     }
+}
+
+fn refuse_unknown(key: &str, family: &str) -> Result<(), ModelError> {
+    if KNOWN.contains(&key) || INERT.contains(&key) {
+        return Ok(());
+    }
+    let hint = did_you_mean(key, KNOWN.iter().copied());
+    Err(ModelError::key(key, format!("not a key of a {family} config that is read here{hint}")))
 }
 
 /// A `rope_theta` inside `rope_parameters` hides the one beside it.

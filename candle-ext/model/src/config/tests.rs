@@ -119,6 +119,28 @@ fn overrides_say_whether_the_weights_still_fit() {
 }
 
 #[test]
+fn a_key_that_nothing_reads_is_refused_where_a_person_wrote_it() {
+    let with = |key: &str, value: Value| {
+        let mut map = tiny().as_object().unwrap().clone();
+        map.remove("a_key_of_tomorrow");
+        map.insert(key.to_string(), value.clone());
+        let by_hand = Config::from_handwritten(&map).map(drop);
+        let overrides = [(key.to_string(), value)].into_iter().collect();
+        let overridden = Config::from_json(tiny()).unwrap().apply_overrides(&overrides).map(drop);
+        assert_eq!(by_hand.is_ok(), overridden.is_ok(), "{key}: {by_hand:?} {overridden:?}");
+        by_hand.map_err(|error| error.to_string())
+    };
+    for (key, value) in [("num_experts", json!(8)), ("sliding_window", json!(128)), ("use_sliding_window", json!(true))]
+    {
+        assert!(with(key, value).unwrap_err().contains(key));
+    }
+    assert!(with("num_key_value_headz", json!(2)).unwrap_err().contains("did you mean `num_key_value_heads`?"));
+    for (key, value) in [("use_cache", json!(false)), ("sliding_window", Value::Null), ("mlp_bias", json!(false))] {
+        assert_eq!(with(key, value), Ok(()), "{key}");
+    }
+}
+
+#[test]
 fn an_override_of_theta_reaches_the_newer_spelling() {
     let mut config = with(json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})).unwrap();
     config.apply_overrides(json!({"rope_theta": 2e4}).as_object().unwrap()).unwrap();

@@ -53,6 +53,19 @@ const INERT: &[&str] = &[
     "runtime_config",
 ];
 
+/// Further keys of PEFT, which must be null, false, 0 or empty.
+const PEFT: &[&str] = &[
+    "alora_invocation_tokens",
+    "arrow_config",
+    "corda_config",
+    "eva_config",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_config",
+    "use_bdlora",
+    "use_qalora",
+];
+
 /// Keys that are accepted with one value only, and why no other. Any further key must be null, false, 0 or empty.
 const FIXED: &[(&str, &str, &str)] = &[
     ("peft_type", "LORA", "LORA is the only adapter"),
@@ -83,7 +96,10 @@ impl LoraConfig {
     /// Checks a configuration given as a JSON value, from a recipe's `peft_config`.
     pub fn from_json(value: &Value) -> Result<Self, ModelError> {
         match value {
-            Value::Object(map) => Self::from_map(map),
+            Value::Object(map) => {
+                map.keys().try_for_each(|key| refuse_unknown(key))?;
+                Self::from_map(map)
+            }
             other => Err(ModelError::lora("peft_type", format!("expected an object, found {}", shorten(other)))),
         }
     }
@@ -151,6 +167,18 @@ impl LoraConfig {
             "use_dora": false,
         })
     }
+}
+
+/// A person's misspelt key is refused whatever its value; one that a newer PEFT wrote into a file is not.
+fn refuse_unknown(key: &str) -> Result<(), ModelError> {
+    let known = READ.iter().chain(INERT).chain(PEFT).copied();
+    let known: Vec<&str> =
+        known.chain(FIXED.iter().map(|(key, ..)| *key)).chain(NOT_IMPLEMENTED.iter().map(|(key, _)| *key)).collect();
+    if known.contains(&key) {
+        return Ok(());
+    }
+    let hint = did_you_mean(key, known);
+    Err(ModelError::lora(key, format!("not supported{hint}")))
 }
 
 fn refuse_unsupported(key: &str, value: &Value) -> Result<(), ModelError> {

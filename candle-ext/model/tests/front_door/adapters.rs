@@ -121,6 +121,10 @@ fn what_is_not_implemented_is_refused_by_name() {
     refused(json!({"task_type": "SEQ_CLS"}), &["task_type", "SEQ_CLS"]);
     refused(json!({"lora_aplha": 16}), &["lora_aplha", "did you mean `lora_alpha`?"]);
     refused(json!({"eva_config": {"rho": 2}}), &["eva_config"]);
+    // Whatever the value: a person meant something else.
+    refused(json!({"lora_dropot": 0}), &["lora_dropot", "did you mean `lora_dropout`?"]);
+    refused(json!({"use_rsloraa": false}), &["use_rsloraa", "did you mean `use_rslora`?"]);
+    assert!(LoraConfig::from_json(&json!({"eva_config": null, "use_dora": false})).is_ok());
 }
 
 #[test]

@@ -106,7 +106,7 @@ fn companions_are_copied_from_the_first_folder_that_has_them() {
     let export = Export {
         folder: &target,
         config: source.model.config(),
-        companions: Companions { folders: &[&a, &b], chat_template: None },
+        companions: Companions { folders: &[&a, &b], chat_template: None, files: &[] },
         dtype: DType::F32,
         shard_bytes: 1 << 30,
     };
@@ -115,11 +115,37 @@ fn companions_are_copied_from_the_first_folder_that_has_them() {
     assert!(target.join("generation_config.json").is_file() && !target.join("x.py").exists());
 
     fs::write(a.join("chat_template.json"), "{}").unwrap();
-    let companions = Companions { folders: &[&a], chat_template: Some("{{ messages }}") };
+    let companions = Companions { folders: &[&a], chat_template: Some("{{ messages }}"), files: &[] };
     let export = Export { companions, ..export };
     export.save(source.model.base_params(), |param| Ok(source.read(param, DType::F32))).unwrap();
     assert_eq!(fs::read_to_string(target.join("chat_template.jinja")).unwrap(), "{{ messages }}");
     assert!(!target.join("chat_template.json").exists(), "the template of the folder is not the one trained with");
+}
+
+/// A model folder must not carry `/etc/shadow` into an export; in the Hub's cache every file is a link.
+#[test]
+fn a_companion_may_be_a_link_within_its_folder_or_into_the_hubs_cache() {
+    let root = tempfile::tempdir().unwrap();
+    let path = |name: &str| root.path().join(name);
+    let snapshot = path("models--a--b/snapshots/0123");
+    for folder in [&snapshot, &path("models--a--b/blobs"), &path("plain")] {
+        fs::create_dir_all(folder).unwrap();
+    }
+    for file in ["models--a--b/blobs/abc", "plain/real.json", "secret"] {
+        fs::write(path(file), "{}").unwrap();
+    }
+    let check = |folder: &Path, target: &str| {
+        let link = folder.join("vocab.json");
+        let _ = fs::remove_file(&link);
+        std::os::unix::fs::symlink(target, link).unwrap();
+        Companions { folders: &[folder], chat_template: None, files: &[] }.check().map_err(|error| error.to_string())
+    };
+    assert_eq!(check(&snapshot, "../../blobs/abc"), Ok(()));
+    assert_eq!(check(&path("plain"), "real.json"), Ok(()));
+    for (folder, target) in [(path("plain"), "../secret"), (snapshot, "../../../secret")] {
+        let said = check(&folder, target).unwrap_err();
+        assert!(said.contains("vocab.json") && said.contains("outside of its folder"), "{said}");
+    }
 }
 
 #[test]

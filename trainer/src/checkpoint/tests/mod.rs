@@ -59,6 +59,7 @@ fn plan(dir: &TempDir, keep: Option<usize>) -> CheckpointPlan {
         output_dir: dir.path().join("saves"),
         auto_resume: true,
         async_save: false,
+        dtype: None,
         save_every_n_steps: 1,
         save_every_n_epochs: 0,
         save_end_of_training: false,

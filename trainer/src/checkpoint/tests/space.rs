@@ -18,12 +18,77 @@ fn keep_deletes_the_oldest_and_never_another_runs_later_steps() {
 #[test]
 fn weights_only_folders_are_pruned_by_the_same_rule() {
     let dir = tempfile::tempdir().unwrap();
-    for name in ["global_step_1", "global_step_20", "global_step_3", "notes"] {
-        fs::create_dir(dir.path().join(name)).unwrap();
+    for (name, began) in [("global_step_1", 1), ("global_step_20", 1), ("global_step_3", 1), ("global_step_5", 2)] {
+        export(dir.path(), name, began);
     }
-    let removed = prune(Kind::HuggingFace, dir.path(), Tag { step: 20, epoch: 0 }, 1, &Scores::default()).unwrap();
+    for name in ["global_step_2", "notes"] {
+        fs::create_dir(dir.path().join(name)).unwrap();
+        fs::write(dir.path().join(name).join("thesis.txt"), "years").unwrap();
+    }
+    let removed = exports_of(1, dir.path(), &Scores::default()).prune(Tag { step: 20, epoch: 0 }).unwrap();
     assert_eq!(removed.len(), 2);
-    assert_eq!(names(dir.path()), ["global_step_20", "notes"]);
+    assert_eq!(names(dir.path()), ["global_step_2", "global_step_20", "global_step_5", "notes"]);
+    assert!(dir.path().join("global_step_2/thesis.txt").exists());
+}
+
+/// Makes a folder that the run `began` exported.
+fn export(output_dir: &Path, name: &str, began: u64) {
+    fs::create_dir(output_dir.join(name)).unwrap();
+    fs::write(output_dir.join(name).join(EXPORT_MARK), ExportMark { began, step: 0 }.to_json()).unwrap();
+}
+
+fn exports_of<'a>(began: u64, output_dir: &'a Path, scores: &'a Scores) -> Retention<'a> {
+    Retention { kind: Kind::HuggingFace, output_dir, began, keep: 1, scores }
+}
+
+#[test]
+fn checkpoints_of_other_runs_step_aside_and_other_folders_stay() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, kind) = (dir.path(), Kind::HuggingFace);
+    for (name, began) in [("global_step_1", 7), ("global_step_6", 7), ("global_step_4", 8)] {
+        export(root, name, began);
+    }
+    fs::create_dir(root.join("global_step_9")).unwrap();
+    fs::write(root.join("global_step_9/thesis.txt"), "years").unwrap();
+    assert_eq!(move_aside(kind, root, 8, 0).unwrap(), Some((root.join("run.1"), 2)));
+    assert_eq!(names(root), ["global_step_4", "global_step_9", "run.1"]);
+    assert_eq!(names(&root.join("run.1")), ["global_step_1", "global_step_6"]);
+    assert_eq!(move_aside(kind, root, 8, 0).unwrap(), None);
+    assert_eq!(move_aside(kind, root, 9, 0).unwrap(), Some((root.join("run.2"), 1)));
+}
+
+#[test]
+fn a_name_that_something_else_has_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, kind) = (dir.path(), Kind::HuggingFace);
+    export(root, "global_step_1", 1);
+    fs::create_dir(root.join("global_step_2")).unwrap();
+    fs::create_dir(root.join("global_step_3")).unwrap();
+    fs::write(root.join("global_step_3/thesis.txt"), "years").unwrap();
+    fs::write(root.join("global_step_4"), "a file").unwrap();
+    std::os::unix::fs::symlink(root.join("global_step_1"), root.join("global_step_5")).unwrap();
+    let said = |step| refuse_occupied(kind, root, 1, |due| due == step).map_err(|error| error.to_string());
+    assert_eq!((said(1), said(2), said(6)), (Ok(()), Ok(()), Ok(())));
+    for (step, what) in [(3, "a folder that this run did not write"), (4, "a file"), (5, "a link")] {
+        let error = said(step).unwrap_err();
+        assert!(error.contains(&format!("global_step_{step}: it is {what}")), "{error}");
+    }
+}
+
+/// A start after such a save found a file among its leftovers and failed for good.
+#[test]
+fn a_stray_file_named_like_a_save_is_named_and_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    save_step(&Drive, &plan, 1).unwrap();
+    let stray = plan.dir(Tag { step: 2, epoch: 0 });
+    fs::write(&stray, "x").unwrap();
+    let error = save_step(&Drive, &plan, 2).unwrap_err();
+    assert!(matches!(error, CheckpointError::Occupied { .. }), "{error}");
+    assert_eq!(resumed_step(&plan), 1);
+    fs::write(plan.output_dir.join(".epoch_0_global_step_1.old"), "x").unwrap();
+    assert_eq!(resumed_step(&plan), 1);
+    assert_eq!(fs::read_to_string(stray).unwrap(), "x");
 }
 
 #[test]
@@ -35,8 +100,8 @@ fn the_best_save_stays_until_there_is_a_better_one() {
         // The fifth step is evaluated and never saved.
         scores.add(step, value);
         if step != 5 {
-            fs::create_dir(dir.path().join(format!("global_step_{step}"))).unwrap();
-            prune(Kind::HuggingFace, dir.path(), Tag { step, epoch: 0 }, 1, &scores).unwrap();
+            export(dir.path(), &format!("global_step_{step}"), 1);
+            exports_of(1, dir.path(), &scores).prune(Tag { step, epoch: 0 }).unwrap();
             found.push(names(dir.path()).join(" ").replace("global_step_", ""));
         }
     }
@@ -47,14 +112,15 @@ fn the_best_save_stays_until_there_is_a_better_one() {
 fn the_best_save_takes_room_of_its_own() {
     let dir = tempfile::tempdir().unwrap();
     let (free, plan) = (free_bytes(dir.path()).unwrap(), plan(&dir, Some(1)));
-    let planned = |spares_best| [PlannedSaves { plan: &plan, bytes_per_save: free / 5 * 2, n_saves: 5, spares_best }];
+    let planned =
+        |spares_best| [PlannedSaves { plan: &plan, bytes_per_save: free / 5 * 2, n_saves: 5, began: 1, spares_best }];
     preflight(&planned(false)).unwrap();
     assert!(matches!(preflight(&planned(true)).unwrap_err(), CheckpointError::NotEnoughSpace { .. }));
 }
 
 #[track_caller]
 fn check_preflight(plan: &CheckpointPlan, bytes_per_save: u64, n_saves: usize) -> Result<(), CheckpointError> {
-    preflight(&[PlannedSaves { plan, bytes_per_save, n_saves, spares_best: false }])
+    preflight(&[PlannedSaves { plan, bytes_per_save, n_saves, began: 1, spares_best: false }])
 }
 
 #[test]
@@ -78,7 +144,7 @@ fn preflight_knows_what_will_not_fit() {
     // Of the same five saves at most two are there at once, and those fit.
     check_preflight(&plan(&dir, Some(1)), free / 4, 5).unwrap();
     // Two entries on one disk add up.
-    let two = [PlannedSaves { plan: &all, bytes_per_save: free / 3 * 2, n_saves: 1, spares_best: false }; 2];
+    let two = [PlannedSaves { plan: &all, bytes_per_save: free / 3 * 2, n_saves: 1, began: 1, spares_best: false }; 2];
     assert!(matches!(preflight(&two).unwrap_err(), CheckpointError::NotEnoughSpace { .. }));
 }
 

@@ -1,0 +1,117 @@
+//! The run that wrote a checkpoint folder. `keep` deletes and a checkpoint replaces only what the same run wrote.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::error::CheckpointError;
+use super::manifest::{MANIFEST, STATE};
+use super::plan::{Kind, Tag};
+
+/// The file in an exported folder that names its run.
+pub const EXPORT_MARK: &str = ".candlewick.json";
+
+/// The contents of [`EXPORT_MARK`]. A `sharded` checkpoint has both numbers in its manifest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExportMark {
+    /// The start of the run, in milliseconds since 1970; a resumed run keeps it.
+    pub began: u64,
+    /// Optimizer steps done.
+    pub step: usize,
+}
+
+impl ExportMark {
+    /// Returns the text of the file.
+    pub fn to_json(self) -> String {
+        serde_json::to_string(&self).expect("two numbers are JSON") + "\n"
+    }
+}
+
+/// The start of a run, as a manifest and a mark both have it.
+#[derive(Deserialize)]
+struct Began {
+    began: u64,
+}
+
+impl Kind {
+    /// Returns the start of the run that wrote `dir`, 0 if a damaged checkpoint does not tell it; `None` for a folder that
+    /// bears no mark, a link or a file.
+    pub fn written_by(self, dir: &Path) -> Option<u64> {
+        let is_folder = fs::symlink_metadata(dir).is_ok_and(|metadata| metadata.is_dir());
+        let mark = dir.join(match self {
+            Kind::Sharded => MANIFEST,
+            Kind::HuggingFace => EXPORT_MARK,
+        });
+        let began = |bytes: Vec<u8>| serde_json::from_slice(&bytes).ok().map(|Began { began }| began);
+        let is_damaged = || self == Kind::Sharded && dir.join(STATE).is_file();
+        fs::read(mark).ok().and_then(began).or_else(|| is_damaged().then_some(0)).filter(|_| is_folder)
+    }
+
+    /// Lists everything in a folder that has the name of a checkpoint, files and links included.
+    fn names_in(self, output_dir: &Path) -> Result<Vec<(Tag, PathBuf)>, CheckpointError> {
+        let entries = match fs::read_dir(output_dir) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries.map_err(CheckpointError::io("list", output_dir))?,
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(CheckpointError::io("list", output_dir))?.path();
+            let tag = path.file_name().and_then(OsStr::to_str).and_then(|name| self.parse_dir_name(name));
+            names.extend(tag.map(|tag| (tag, path)));
+        }
+        names.sort();
+        Ok(names)
+    }
+}
+
+/// Moves the checkpoints of other runs after `step` into `output_dir/run.N`, so that none looks newer than this run's. Returns
+/// that folder and their number, or `None` where there are none.
+pub fn move_aside(
+    kind: Kind,
+    output_dir: &Path,
+    began: u64,
+    step: usize,
+) -> Result<Option<(PathBuf, usize)>, CheckpointError> {
+    let names = kind.names_in(output_dir)?.into_iter().filter(|(tag, _)| tag.step > step);
+    let others: Vec<PathBuf> =
+        names.map(|(_, dir)| dir).filter(|dir| kind.written_by(dir).is_some_and(|other| other != began)).collect();
+    if others.is_empty() {
+        return Ok(None);
+    }
+    let unused = (1..).map(|n| output_dir.join(format!("run.{n}"))).find(|folder| !folder.exists());
+    let folder = unused.expect("some number is unused");
+    fs::create_dir(&folder).map_err(CheckpointError::io("create", &folder))?;
+    for dir in &others {
+        let to = folder.join(dir.file_name().unwrap_or_default());
+        fs::rename(dir, to).map_err(CheckpointError::io("move aside", dir))?;
+    }
+    Ok(Some((folder, others.len())))
+}
+
+/// Fails if something that this run did not write has the name of a checkpoint that it will write.
+pub fn refuse_occupied(
+    kind: Kind,
+    output_dir: &Path,
+    began: u64,
+    is_due: impl Fn(usize) -> bool,
+) -> Result<(), CheckpointError> {
+    let due = kind.names_in(output_dir)?.into_iter().filter(|(tag, _)| is_due(tag.step));
+    due.map(|(_, dir)| dir).try_for_each(|dir| refuse_foreign(kind, &dir, began))
+}
+
+/// Fails if `dir` exists and this run did not write it.
+pub fn refuse_foreign(kind: Kind, dir: &Path, began: u64) -> Result<(), CheckpointError> {
+    let Ok(found) = fs::symlink_metadata(dir) else { return Ok(()) };
+    let is_empty = || fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none());
+    if kind.written_by(dir) == Some(began) || found.is_dir() && is_empty() {
+        return Ok(());
+    }
+    let what = match (found.is_dir(), found.is_symlink()) {
+        (true, _) => "a folder that this run did not write",
+        (_, true) => "a link",
+        _ => "a file",
+    };
+    Err(CheckpointError::Occupied { dir: dir.to_owned(), what })
+}

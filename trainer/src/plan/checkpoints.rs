@@ -1,0 +1,164 @@
+//! Checkpoints: when they are written and where, and what they may not replace.
+
+use std::ffi::OsStr;
+use std::path::{Component, Path, PathBuf};
+
+use super::ComputeDtype;
+use super::output::run_folder;
+use super::resolver::Resolver;
+use crate::checkpoint::{CheckpointPlan, Kind};
+use crate::recipe::{Checkpoint, CheckpointType, Origin};
+
+pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {
+    if !resolver.loaded.is_set("checkpoint") {
+        return default_checkpoint(resolver).into_iter().collect();
+    }
+    let given = &resolver.recipe().checkpoint;
+    let mut plans: Vec<CheckpointPlan> = Vec::new();
+    let mut resumes = None;
+    for (idx, checkpoint) in given.iter().enumerate() {
+        // A single entry may stand without a list around it.
+        let list = format!("checkpoint.{idx}");
+        let path = if resolver.loaded.is_set(&list) { list } else { "checkpoint".to_owned() };
+        let plan = checkpoint_plan(resolver, &path, checkpoint);
+        if plan.auto_resume
+            && let Some(other) = resumes.replace(path.clone())
+        {
+            let message = format!("{path}.auto_resume: {other} resumes already; only one may");
+            resolver.wrong(&[&format!("{path}.auto_resume")], message);
+        }
+        if checkpoint.enabled == Some(false) {
+            resolver.note(format!("{path} is not enabled"));
+            continue;
+        }
+        let folder = resolved(&plan.output_dir);
+        if plans.iter().any(|other| other.kind == plan.kind && resolved(&other.output_dir) == folder) {
+            let message = format!("{path}.output_dir: another checkpoint of the same type is saved there");
+            resolver.wrong(&[&format!("{path}.output_dir")], message);
+        }
+        refuse_model_in_use(resolver, &format!("{path}.output_dir"), &plan);
+        let origin = resolver.loaded.origin(&[&path]);
+        resolver.record(&path, plan.to_string(), origin);
+        plans.push(plan);
+    }
+    if plans.is_empty() {
+        resolver.record("checkpoint", "none", resolver.loaded.origin(&["checkpoint"]));
+        resolver.note("nothing will be saved: the recipe has no checkpoint that is enabled");
+    }
+    plans
+}
+
+/// A recipe that names no checkpoint exports the model at the end.
+fn default_checkpoint(resolver: &mut Resolver) -> Option<CheckpointPlan> {
+    let Some(folder) = run_folder(resolver) else {
+        resolver.note("nothing will be saved: output_dir is /dev/null, and the recipe has no checkpoint");
+        return None;
+    };
+    let plan = CheckpointPlan {
+        kind: Kind::HuggingFace,
+        output_dir: folder.join("model"),
+        auto_resume: false,
+        save_every_n_steps: 0,
+        save_every_n_epochs: 0,
+        save_end_of_training: true,
+        keep: None,
+        async_save: false,
+        dtype: None,
+    };
+    refuse_model_in_use(resolver, "output_dir", &plan);
+    resolver.record("checkpoint", plan.to_string(), Origin::Default);
+    let output_dir = plan.output_dir.display();
+    resolver.note(format!("the model will be saved in {output_dir} at the end; `checkpoint: none` saves nothing"));
+    Some(plan)
+}
+
+/// Refuses a folder of checkpoints in which the model, the adapter or the tokenizer of the run is one of them: it could be
+/// replaced or deleted.
+fn refuse_model_in_use(resolver: &mut Resolver, key: &str, plan: &CheckpointPlan) {
+    let recipe = resolver.recipe();
+    let in_use = [
+        ("model.name_or_path", &recipe.model.name_or_path),
+        ("model.adapter_name_or_path", &recipe.model.adapter_name_or_path),
+        ("tokenizer.name_or_path", &recipe.tokenizer.name_or_path),
+    ];
+    let output_dir = resolved(&plan.output_dir);
+    for (used, path) in in_use.into_iter().filter_map(|(used, path)| Some((used, path.as_deref()?))) {
+        let folder = resolved(Path::new(path));
+        let name = folder.file_name().and_then(OsStr::to_str).unwrap_or_default();
+        if Path::new(path).exists() && folder.parent() == Some(&*output_dir) && plan.kind.parse_dir_name(name).is_some()
+        {
+            let message = format!("{key}: {used}, {path}, is among the checkpoints that this run may replace");
+            resolver.wrong_because(&[key, used], message, format!("give {key} another folder"));
+        }
+    }
+}
+
+/// The path without links and points, as far as it exists.
+fn resolved(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let mut resolved = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => _ = resolved.pop(),
+            part => resolved.push(part),
+        }
+        resolved = resolved.canonicalize().unwrap_or(resolved);
+    }
+    resolved
+}
+
+fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint) -> CheckpointPlan {
+    let kind = match checkpoint.kind {
+        None | Some(CheckpointType::Sharded) => Kind::Sharded,
+        Some(CheckpointType::Huggingface) => Kind::HuggingFace,
+    };
+    refuse_other_kind(resolver, path, checkpoint, kind);
+    let plan = CheckpointPlan {
+        kind,
+        output_dir: PathBuf::from(&checkpoint.output_dir),
+        auto_resume: checkpoint.auto_resume == Some(true),
+        save_every_n_steps: checkpoint.save_every_n_steps.map_or(0, |n| n.0),
+        save_every_n_epochs: checkpoint.save_every_n_epochs.map_or(0, |n| n.0),
+        save_end_of_training: checkpoint.save_end_of_training == Some(true),
+        keep: checkpoint.keep.map(|n| n.0),
+        async_save: checkpoint.async_save == Some(true),
+        dtype: checkpoint.dtype.map(ComputeDtype::from),
+    };
+    if plan.keep == Some(0) {
+        let key = format!("{path}.keep");
+        resolver.wrong(&[&key], format!("{key}: expected at least 1, found 0"));
+    }
+    if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {
+        resolver.note(format!("{path} saves only when the run is asked to stop: no save_* key is set"));
+    }
+    plan
+}
+
+/// Refuses keys that only the other kind of checkpoint has.
+fn refuse_other_kind(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint, kind: Kind) {
+    let of_sharded = "remove it, or set type: sharded";
+    let keys = [
+        (
+            checkpoint.auto_resume == Some(true) && kind == Kind::HuggingFace,
+            "auto_resume",
+            "a huggingface checkpoint holds the weights alone; it cannot resume a run",
+            "add a checkpoint of type sharded and let that one resume",
+        ),
+        (
+            checkpoint.async_save == Some(true) && kind == Kind::HuggingFace,
+            "async_save",
+            "only sharded checkpoints are written while training goes on",
+            of_sharded,
+        ),
+        (
+            checkpoint.dtype.is_some() && kind == Kind::Sharded,
+            "dtype",
+            "a sharded checkpoint holds the master weights in f32",
+            "remove it, or set type: huggingface",
+        ),
+    ];
+    for (_, key, problem, advice) in keys.into_iter().filter(|(is_wrong, ..)| *is_wrong) {
+        let key = format!("{path}.{key}");
+        resolver.wrong_because(&[&key], format!("{key}: {problem}"), advice);
+    }
+}

@@ -1,0 +1,65 @@
+//! Derived numbers of a plan, for people: parameters, rows of a step, steps.
+
+use super::Plan;
+use crate::data::{Horizon, Stream};
+use crate::estimate::{Place, Setup, parameter_counts};
+use crate::metrics::grouped;
+
+impl Plan {
+    /// Returns what follows from the plan before the data are read: a name and a text each.
+    pub fn facts(&self) -> Vec<(&'static str, String)> {
+        let (steps, per_epoch) = match self.data.horizon {
+            Horizon::Steps(steps) => (grouped(steps), ""),
+            Horizon::Epochs(1) => ("1 epoch".to_owned(), UNKNOWN),
+            Horizon::Epochs(epochs) => (format!("{} epochs", grouped(epochs)), UNKNOWN),
+        };
+        let parameters = self.parameters().map(|parameters| ("parameters", parameters));
+        parameters.into_iter().chain([("global batch", self.global_batch()), ("steps", steps + per_epoch)]).collect()
+    }
+
+    /// The number of parameters, and of those that are trained; `None` before the model's config is known.
+    pub fn parameters(&self) -> Option<String> {
+        let (frozen, trained) = parameter_counts(&Setup::of(self, Place::Cpu).ok()?);
+        let total = frozen + trained;
+        let share = 100.0 * trained as f64 / total as f64;
+        let trained =
+            if frozen == 0 { "all".to_owned() } else { format!("{} ({share:.2}%)", grouped(trained as usize)) };
+        Some(format!("{}, trained: {trained}", grouped(total as usize)))
+    }
+
+    fn global_batch(&self) -> String {
+        let data = &self.data;
+        let factors = [
+            (data.micro_batch_size, "micro_batch_size"),
+            (data.gradient_accumulation_steps, "gradient_accumulation_steps"),
+            (data.data_ranks, "data ranks"),
+        ];
+        let product: Vec<String> = factors.iter().map(|(n, name)| format!("{name} {}", grouped(*n))).collect();
+        let rows = data.rows_per_step();
+        let tokens = match data.max_length {
+            0 => String::new(),
+            length => format!(", at most {} tokens", grouped(rows * length)),
+        };
+        format!("{} rows a step{tokens} ({})", grouped(rows), product.join(" x "))
+    }
+
+    /// Describes the steps of a run whose data are counted: a line, and another if a step has fewer rows than the plan says.
+    pub fn steps(&self, stream: &Stream) -> Vec<String> {
+        let (total, in_epoch, rows) = (stream.total_steps(), stream.steps_in_epoch(), stream.rows_in_epoch());
+        let epochs = total as f64 / in_epoch as f64;
+        let mut lines = vec![format!(
+            "{} steps, {epochs:.2} epochs: {} rows an epoch, {} rows a step, {} steps an epoch",
+            grouped(total),
+            grouped(rows),
+            grouped(self.data.rows_per_step().min(rows)),
+            grouped(in_epoch),
+        )];
+        if self.data.rows_per_step() > rows {
+            let wanted = grouped(self.data.rows_per_step());
+            lines.push(format!("a step has {} rows, not {wanted}: there are no more data", grouped(rows)));
+        }
+        lines
+    }
+}
+
+const UNKNOWN: &str = "; `trainer data RECIPE` reads the data and counts the steps";

@@ -1,0 +1,170 @@
+//! The keys that a recipe can have, and the one that an unknown key probably means.
+
+use serde_json::{Map, Value};
+
+use super::error::did_you_mean;
+use super::foreign::FOREIGN_KEYS;
+use super::json_schema;
+
+/// A key of the schema: `data.max_length`, `checkpoint.N.keep`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SchemaKey {
+    pub(crate) path: String,
+    /// A key that has an effect.
+    is_live: bool,
+}
+
+impl SchemaKey {
+    /// The name behind the last point.
+    fn name(&self) -> &str {
+        self.path.rsplit('.').next().unwrap_or(&self.path)
+    }
+}
+
+/// Lists every key of the schema.
+pub(crate) fn schema_keys() -> Vec<SchemaKey> {
+    let schema = json_schema();
+    let mut keys = Vec::new();
+    walk(&schema, &schema["$defs"], "", &mut keys);
+    keys
+}
+
+fn walk(schema: &Value, definitions: &Value, prefix: &str, keys: &mut Vec<SchemaKey>) {
+    if let Some(name) = schema["$ref"].as_str().and_then(|at| at.strip_prefix("#/$defs/")) {
+        return walk(&definitions[name], definitions, prefix, keys);
+    }
+    let forms = ["anyOf", "oneOf", "allOf"].into_iter().filter_map(|form| schema[form].as_array()).flatten();
+    let forms: Vec<&Value> = forms.collect();
+    // A list, or one item of it: both have the list's keys.
+    let list = forms.iter().position(|form| form.get("items").is_some());
+    forms.iter().enumerate().filter(|(idx, _)| list.is_none_or(|list| list == *idx)).for_each(|(_, form)| {
+        walk(form, definitions, prefix, keys);
+    });
+    if schema["items"].is_object() {
+        walk(&schema["items"], definitions, &format!("{prefix}N."), keys);
+    }
+    let none = Map::new();
+    for (key, property) in schema["properties"].as_object().unwrap_or(&none) {
+        let path = format!("{prefix}{key}");
+        let description = property["description"].as_str().unwrap_or_default();
+        let is_dead = ["Not implemented", "Moved", "Of `"].iter().any(|start| description.starts_with(start));
+        let is_dead = is_dead || description.contains("Not implemented yet") || description.contains("Not supported");
+        walk(property, definitions, &format!("{path}."), keys);
+        keys.push(SchemaKey { path, is_live: !is_dead });
+    }
+}
+
+/// Tells whether `path` is a key of the schema or of a map whose keys belong to somebody else's schema.
+pub(crate) fn is_key(path: &str) -> bool {
+    const FREE: [&str; 6] =
+        ["deepspeed", "model.config", "model.hf_config_kwargs", "model.peft_config", "eval.gen_kwargs", "eval.data"];
+    let numbered = |part: &str| part.parse::<usize>().map_or_else(|_| part.to_owned(), |_| "N".to_owned());
+    let path = path.split('.').map(numbered).collect::<Vec<_>>().join(".");
+    let single = path.replacen("checkpoint.", "checkpoint.N.", 1);
+    FREE.iter().any(|free| path.starts_with(&format!("{free}.")))
+        || schema_keys().iter().any(|key| key.path == path || key.path == single)
+}
+
+/// Returns advice for a key that does not exist where it was written; `siblings` are the keys that do.
+pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
+    let name = path.rsplit('.').next().unwrap_or(path);
+    if let Some(advice) = foreign(path) {
+        return Some(advice);
+    }
+    let sibling = did_you_mean(name, siblings.iter().copied());
+    // Within a section its own keys are meant first; at the top any section may be.
+    if let Some(sibling) = sibling.filter(|_| path.contains('.')) {
+        return Some(meant(&[sibling]));
+    }
+    let keys = schema_keys();
+    let live = || keys.iter().filter(|key| key.is_live);
+    let elsewhere: Vec<&str> = live().filter(|key| key.name() == name).map(|key| key.path.as_str()).collect();
+    if !elsewhere.is_empty() {
+        return Some(meant(&elsewhere[..elsewhere.len().min(3)]));
+    }
+    if let Some(sibling) = sibling {
+        return Some(meant(&[sibling]));
+    }
+    let near = live().map(|key| (strsim::jaro_winkler(name, key.name()), key)).filter(|(score, _)| *score > 0.93);
+    near.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, key)| meant(&[&key.path]))
+}
+
+/// Returns advice for a key by the names of other trainers.
+pub(crate) fn foreign(path: &str) -> Option<String> {
+    let name = path.rsplit('.').next().unwrap_or(path);
+    let find = |name: &str| FOREIGN_KEYS.iter().find(|(foreign, ..)| *foreign == name);
+    let (_, key, remark) = find(path).or_else(|| find(name)).filter(|(_, key, _)| *key != path)?;
+    Some(match (*key, *remark) {
+        ("", remark) => remark.to_owned(),
+        (key, "") => format!("its name here: `{key}`"),
+        (key, remark) => format!("its name here: `{key}`; {remark}"),
+    })
+}
+
+/// Returns the key that an option such as `--train-iters` of the command line means.
+pub(crate) fn of_option(option: &str) -> Option<String> {
+    let name = option.trim_start_matches('-').replace('-', "_");
+    if is_key(&name) {
+        return Some(name);
+    }
+    let foreign = FOREIGN_KEYS.iter().find(|(foreign, key, _)| *foreign == name && !key.is_empty());
+    foreign.map(|(_, key, _)| key.replace(".N.", ".0."))
+}
+
+fn meant(keys: &[&str]) -> String {
+    let quoted: Vec<String> = keys.iter().map(|key| format!("`{key}`")).collect();
+    format!("did you mean {}?", quoted.join(" or "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_foreign_key_leads_to_a_key_of_the_schema() {
+        for (name, key, remark) in FOREIGN_KEYS {
+            assert!(key.is_empty() || is_key(key), "{name} leads to {key}, which is no key");
+            assert!(!key.is_empty() || !remark.is_empty(), "{name} leads nowhere");
+            assert!(key.is_empty() || *name != *key, "{name} is a key itself");
+        }
+    }
+
+    #[test]
+    fn a_foreign_key_is_listed_once_and_is_no_top_level_key() {
+        let names: BTreeSet<&str> = FOREIGN_KEYS.iter().map(|(name, ..)| *name).collect();
+        assert_eq!(names.len(), FOREIGN_KEYS.len());
+        let keys = schema_keys();
+        let clashes: Vec<_> = keys.iter().filter(|key| names.contains(key.path.as_str())).collect();
+        assert!(clashes.is_empty(), "{clashes:?}");
+    }
+
+    #[test]
+    fn a_list_has_the_keys_of_its_items() {
+        let keys = schema_keys();
+        for path in
+            ["checkpoint.N.keep", "data.sources.N.split", "scheduler.scheduler_specific_kwargs.min_lr", "epochs"]
+        {
+            assert!(keys.iter().any(|key| key.path == path), "{path}");
+        }
+        assert!(!keys.iter().any(|key| key.path == "checkpoint.keep"));
+        for path in ["checkpoint.0.keep", "checkpoint.keep", "data.sources.3.split", "deepspeed.x.y"] {
+            assert!(is_key(path), "{path}");
+        }
+        assert!(!is_key("checkpoint.0.keeep") && !is_key("deepsped.x"));
+    }
+
+    #[test]
+    fn an_option_of_another_command_line_becomes_a_key() {
+        for (option, key) in [
+            ("--train_iters", "train_iters"),
+            ("--learning-rate", "optimizer.learning_rate"),
+            ("--max_steps", "train_iters"),
+            ("--optimizer.lr", "optimizer.lr"),
+            ("--save_total_limit", "checkpoint.0.keep"),
+        ] {
+            assert_eq!(of_option(option).as_deref(), Some(key), "{option}");
+        }
+        assert_eq!(of_option("--oflfine"), None);
+    }
+}
