@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{BufWriter, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use candle_core::{DType, Tensor};
@@ -18,9 +18,11 @@ use crate::{Config, ModelError, ParamSpec};
 /// The largest shard unless the caller says otherwise: 5 GB, as transformers has it.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
+const GENERATION_CONFIG: &str = "generation_config.json";
+
 /// The files that say how a model of this kind generates and reads: copied if a folder has them.
 const COMPANIONS: &[&str] = &[
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,7 +37,8 @@ const COMPANIONS: &[&str] = &[
 /// The files around the weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Companions<'a> {
-    /// Folders with tokenizer files and generation_config.json; the first that has a file gives it.
+    /// Folders with tokenizer files and generation_config.json. All tokenizer files are those of the first folder that has a
+    /// tokenizer.json; generation_config.json is that of the first folder that has one.
     pub folders: &'a [&'a Path],
     /// The chat template, where it is not the one of those folders.
     pub chat_template: Option<&'a str>,
@@ -180,12 +183,20 @@ pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
 }
 
 impl Companions<'_> {
+    /// A tokenizer's files belong together: a chat template of another folder would take the place of the tokenizer's own.
+    fn source_of(&self, name: &str) -> Option<PathBuf> {
+        let first_with = |name: &str| self.folders.iter().find(|folder| folder.join(name).is_file());
+        let of_tokenizer = first_with("tokenizer.json").filter(|_| name != GENERATION_CONFIG);
+        let folder = of_tokenizer.or_else(|| first_with(name))?;
+        Some(folder.join(name)).filter(|path| path.is_file())
+    }
+
     pub(crate) fn copy_into(&self, folder: &Path) -> Result<(), ModelError> {
         for name in COMPANIONS {
             if self.chat_template.is_some() && name.starts_with("chat_template") {
                 continue;
             }
-            if let Some(source) = self.folders.iter().map(|source| source.join(name)).find(|path| path.is_file()) {
+            if let Some(source) = self.source_of(name) {
                 fs::copy(&source, folder.join(name)).map_err(ModelError::io("copy", &source))?;
             }
         }
