@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::crew::{Crew, at_work, first, together};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
+use super::latest::link_latest;
 use super::manifest::{FileEntry, MANIFEST, Manifest, STATE, TensorEntry};
 use super::plan::{CheckpointPlan, Tag};
 use super::retention::{old_name, prune_with, temporary_name};
@@ -67,6 +68,7 @@ pub(crate) fn save_with(
                 let n_bytes = finish(storage, &temporary, run, shares)
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
+                link_latest(&dir);
                 let prune = |keep| prune_with(storage, plan.kind, &plan.output_dir, tag, keep, &run.scores);
                 Ok((n_bytes, plan.keep.map_or(Ok(Vec::new()), prune)?))
             })

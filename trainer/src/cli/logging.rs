@@ -24,7 +24,9 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mu
         (false, 1) => "info",
         (false, _) => "debug",
     };
-    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(level));
+    // hf-hub logs each failed try as an error; what matters of it is in the error that is reported.
+    let of_level = if verbosity.verbose == 0 { format!("{level},hf_hub=off") } else { level.to_owned() };
+    let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(&of_level));
     let stderr = plan.print.then(|| {
         tracing_subscriber::fmt::layer()
             .with_writer(|| AboveBars)

@@ -14,8 +14,8 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{
-    CheckpointPlan, Fingerprint, Kind, PlannedSaves, Resumed, RunState, TrainState, bytes_needed, newest_complete,
-    preflight, prune, resume, save,
+    CheckpointPlan, Fingerprint, Kind, PlannedSaves, Resumed, RunState, TrainState, bytes_needed, link_latest,
+    newest_complete, preflight, prune, resume, save,
 };
 use crate::data::Stream;
 use crate::plan::Plan;
@@ -208,6 +208,7 @@ impl<'a> Saves<'a> {
             let export = Export { folder: &dir, config, companions, dtype, shard_bytes };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
+        link_latest(&dir);
         if let Some(keep) = checkpoint.keep {
             prune(checkpoint.kind, &checkpoint.output_dir, state.tag(), keep, &state.scores)?;
         }

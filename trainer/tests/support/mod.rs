@@ -80,11 +80,9 @@ impl Run {
         fs::read(weights.iter().find(|path| path.exists()).unwrap()).unwrap()
     }
 
-    /// The export of the most steps.
+    /// The export that was written last.
     pub fn export_folder(&self) -> PathBuf {
-        let folders = fs::read_dir(self.path().join("hf")).unwrap().map(|entry| entry.unwrap().path());
-        let step = |path: &PathBuf| path.to_str().unwrap().rsplit('_').next().unwrap().parse::<usize>().unwrap();
-        folders.max_by_key(step).unwrap()
+        fs::canonicalize(self.path().join("hf/latest")).unwrap()
     }
 }
 
