@@ -110,7 +110,7 @@ mod tests {
     #[test]
     fn what_is_no_conversation_is_named() {
         for (text, want) in [
-            ("", "neither JSON"),
+            ("", "no message"),
             ("[]", "no message"),
             ("hello", "neither JSON nor JSON lines"),
             ("{\"role\": \"user\", \"content\": \"a\"}\nhello", "line 2 is not JSON"),

@@ -109,7 +109,7 @@ impl Room {
     fn eval_loss(&self, run: &str) -> f64 {
         let metrics = fs::read_to_string(self.path(run).join("metrics.jsonl")).unwrap();
         let records = metrics.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-        records.filter_map(|record| record["loss/eval"].as_f64()).last().unwrap()
+        records.filter_map(|record| record["loss/eval"].as_f64()).next_back().unwrap()
     }
 
     fn perplexity(&self, arguments: &[&str]) -> Value {

@@ -70,7 +70,10 @@ pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
     let source = hub.dataset(&request)?;
     let format = Format::find(&args.format_request(&request), &*source)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
-    eprintln!("{}: {}; {n_rows} of {} rows", args.data, format.describe(), source.len());
+    // With --timings stderr is JSON, for programs.
+    if !args.timings {
+        eprintln!("{}: {}; {n_rows} of {} rows", args.data, format.describe(), source.len());
+    }
     let lm = args.model.load(hub)?;
     let began = Instant::now();
     let rows = (0..n_rows).flat_map(|row_idx| {

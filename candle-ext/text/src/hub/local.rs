@@ -221,8 +221,8 @@ fn without_exports(path: &Path, parents: &[PathBuf]) -> String {
         _ => format!("it holds {shown} and {} more", n - 5),
     };
     format!(
-        "the folder has neither {CONFIG} nor {ADAPTER_CONFIG}, and no export global_step_N; {holds}. Name the folder with \
-         the model's files"
+        "the folder has none of {CONFIG}, {ADAPTER_CONFIG} and tokenizer.json, and no export global_step_N; {holds}. Name the \
+         folder with the model's files"
     )
 }
 
