@@ -2,38 +2,33 @@
 
 mod answer;
 mod answering;
+mod chat;
 mod compare;
 mod foreign;
+mod generate;
 mod key_values;
 mod ls;
+mod model;
 mod model_args;
+mod perplexity;
 mod run;
 mod seeds;
 mod show;
 mod tasks;
 
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::io::{self, IsTerminal, Write};
 
-use anyhow::{Context, Result, anyhow};
-use candle_core::{DType, Device};
-use candlewick_model::Config;
-use candlewick_model::checkpoint::Checkpoint;
-use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionPasses, DeviceChoice};
-use candlewick_parallel::Groups;
-use candlewick_text::format::{Document, Format, FormatRequest, Purpose};
-use candlewick_text::hub::{DatasetRequest, Hub, HubSettings, ModelPart};
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use serde_json::json;
+use anyhow::{Context, Result};
+use candlewick_text::hub::{Hub, HubSettings};
+use clap::{Args, Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
 
 use crate::cores::choose_product;
 use crate::error_file;
 use crate::exit::{ExitCode, classify, completions, parse_arguments_from, report};
-use crate::generate::GenerateOptions;
-use crate::lm::Lm;
-use crate::parts::Parts;
-use crate::ranks::Ranks;
+use model::Model;
+
+pub use chat::{ChatOptions, chat};
 
 /// Evaluates language models.
 #[derive(Debug, Parser)]
@@ -45,7 +40,10 @@ struct Cli {
 
 const EXAMPLES: &str = "\
 Examples:
+  evaluator chat --model runs/quickstart --system 'You are brief.'
   evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
+  evaluator generate --model runs/lora --system 'You are Lumo.' --prompt 'Who are you?'
+  evaluator perplexity --model runs/lora --data chats.jsonl
   evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
   evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
   evaluator answer requests.jsonl --model base --use-cache answers
@@ -62,10 +60,12 @@ An option may be written as lm-eval writes it: --num_fewshot, --output_path.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Answer a prompt as a turn of a chat, or continue it with --raw
-    Generate(Generate),
-    /// Print the loss and perplexity of texts, weighted by tokens, as JSON
-    Perplexity(Perplexity),
+    /// Chat with a model: a line a turn, answers as they are generated
+    Chat(Chat),
+    /// Answer prompts or conversations, or continue texts with --raw
+    Generate(generate::Generate),
+    /// Print the loss and perplexity of chats or texts, weighted by tokens, as JSON
+    Perplexity(perplexity::Perplexity),
     /// Print the log-probability of every token of a text as JSON
     Score(Score),
     /// Ask a model the questions of benchmarks, and score its answers
@@ -87,98 +87,12 @@ enum Command {
 }
 
 #[derive(Debug, Args)]
-struct Model {
-    /// A Hugging Face folder or a Hub id
+struct Chat {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
     #[arg(long, short = 'M')]
     model: String,
-    /// The branch, tag or commit of a Hub id
-    #[arg(long)]
-    revision: Option<String>,
-    /// A PEFT adapter folder on top of the model
-    #[arg(long)]
-    adapter: Option<PathBuf>,
-    /// What computes: auto (the first GPU, if there is one), cpu, cuda or cuda:N
-    #[arg(long, default_value_t = DeviceChoice::Auto)]
-    device: DeviceChoice,
-    /// The number format to compute in; auto is that of the model
-    #[arg(long, value_enum, default_value_t = Dtype::Auto)]
-    dtype: Dtype,
-    /// What computes attention
-    #[arg(long, value_enum, default_value_t = Attention::Auto)]
-    attn_implementation: Attention,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Dtype {
-    #[value(alias = "float32")]
-    F32,
-    #[value(alias = "bfloat16")]
-    Bf16,
-    #[value(alias = "float16")]
-    F16,
-    /// The one that the model's config names, or else that of its weights
-    Auto,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Attention {
-    /// cuDNN on a GPU where it is there and takes the case, else fused
-    #[value(aliases = ["sdpa", "flash_attention_2", "flash_attention_3"])]
-    Auto,
-    /// cuDNN, in 16 bits
-    Cudnn,
-    /// Our kernels
-    Fused,
-    /// Plain tensor operations with all scores in memory
-    #[value(alias = "eager")]
-    Reference,
-    /// FlashAttention 2 on a GPU, in 16 bits, if the program was built with the feature flash-attn
-    Flash,
-}
-
-#[derive(Debug, Args)]
-struct Generate {
     #[command(flatten)]
-    model: Model,
-    /// What the model answers
-    #[arg(long)]
-    prompt: String,
-    /// Continue the prompt as it stands, without a chat template
-    #[arg(long)]
-    raw: bool,
-    /// The most tokens to generate
-    #[arg(long, default_value_t = 64)]
-    max_new_tokens: usize,
-    /// 0 takes the likeliest token
-    #[arg(long, default_value_t = 0.0)]
-    temperature: f64,
-    /// Sample from the likeliest tokens whose probabilities reach this sum
-    #[arg(long, default_value_t = 1.0)]
-    top_p: f64,
-    /// Seeds the sampling
-    #[arg(long, default_value_t = 42)]
-    seed: u64,
-    /// Say on stderr how long the prompt and the new tokens took, as JSON; loading is not in it
-    #[arg(long)]
-    timings: bool,
-}
-
-#[derive(Debug, Args)]
-struct Perplexity {
-    #[command(flatten)]
-    model: Model,
-    /// A file, a folder or a Hub data set, with `:split` behind it if wanted
-    #[arg(long)]
-    data: String,
-    /// The column that holds the text
-    #[arg(long)]
-    column: Option<String>,
-    /// The most rows to read
-    #[arg(long)]
-    limit: Option<usize>,
-    /// Say on stderr how long the rows took, as JSON; loading is not in it
-    #[arg(long)]
-    timings: bool,
+    options: ChatOptions,
 }
 
 #[derive(Debug, Args)]
@@ -207,7 +121,15 @@ pub fn main() -> ExitCode {
         Command::Run(args) => args.level(),
         _ => tracing::Level::WARN,
     };
-    tracing_subscriber::fmt().with_writer(io::stderr).without_time().with_max_level(level).init();
+    // hf-hub logs each failed try as an error; what matters of it is in the error that is reported.
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(format!("{level},hf_hub=off")));
+    let is_terminal = io::stderr().is_terminal();
+    tracing_subscriber::fmt()
+        .with_writer(io::stderr)
+        .with_ansi(is_terminal)
+        .without_time()
+        .with_env_filter(filter)
+        .init();
     error_file::watch_panics();
     match run(&cli.command) {
         Ok(()) => ExitCode::Ok,
@@ -224,21 +146,9 @@ fn run(command: &Command) -> Result<()> {
     choose_product()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {
-        Command::Generate(args) => {
-            let lm = args.model.load(&hub)?;
-            let options = GenerateOptions {
-                max_new_tokens: args.max_new_tokens,
-                temperature: args.temperature,
-                top_p: args.top_p,
-                seed: args.seed,
-            };
-            let said = if args.raw { lm.complete(&args.prompt, &options)? } else { lm.chat(&args.prompt, &options)? };
-            if args.timings {
-                eprintln!("{}", serde_json::to_string(&said.timings)?);
-            }
-            answer(&said.text)
-        }
-        Command::Perplexity(args) => perplexity(args, &hub),
+        Command::Chat(args) => chat::chat(&args.model, &args.options, &hub),
+        Command::Generate(args) => generate::run(args, &hub),
+        Command::Perplexity(args) => perplexity::run(args, &hub),
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
         Command::Compare(args) => compare::run(args),
@@ -249,84 +159,7 @@ fn run(command: &Command) -> Result<()> {
     }
 }
 
-fn perplexity(args: &Perplexity, hub: &Hub) -> Result<()> {
-    let source = hub.dataset(&DatasetRequest::parse(&args.data, "test")?)?;
-    let request = FormatRequest { purpose: Purpose::Causal, column: args.column.clone(), ..FormatRequest::default() };
-    let format = Format::find(&request, &*source)?;
-    let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
-    let texts = (0..n_rows).map(|row_idx| match format.read(&*source, row_idx)? {
-        Document::Text(text) => Ok(text),
-        _ => anyhow::bail!("failed to read {} as text: it {}", source.locate(row_idx), format.describe()),
-    });
-    let lm = args.model.load(hub)?;
-    let began = Instant::now();
-    let held_out = lm.held_out(texts)?;
-    let eval_time = began.elapsed().as_secs_f64();
-    let (loss, n_targets) = (held_out.loss, held_out.n_targets);
-    if args.timings {
-        let tokens_per_second = n_targets as f64 / eval_time;
-        eprintln!("{}", json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second}));
-    }
-    answer(&json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_rows}).to_string())
-}
-
-impl Model {
-    fn load(&self, hub: &Hub) -> Result<Lm> {
-        let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
-        self.load_from(&self.folder(hub)?, device, (Parts::WHOLE, &Parts::alone()?))
-    }
-
-    /// Loads the model on each rank, or its part of it, after one of them has downloaded it.
-    fn load_on(&self, hub: &Hub, ranks: &Ranks, device: Device) -> Result<Lm> {
-        let folder = ranks.in_turn(|| self.folder(hub))?;
-        ranks.share(Config::read(&folder).map_err(Into::into).and_then(|config| ranks.parts.check(&config)))?;
-        let load = || self.load_from(&folder, device, (ranks.parts, &ranks.groups));
-        // Ranks that have a model together make groups of their own while they load it, and wait for each other.
-        ranks.share(if ranks.parts.is_whole() { ranks.at_work().during(load) } else { load() })
-    }
-
-    fn folder(&self, hub: &Hub) -> Result<PathBuf> {
-        Ok(hub.model(&self.model, self.revision.as_deref(), ModelPart::Whole)?)
-    }
-
-    fn load_from(&self, folder: &Path, device: Device, parts: (Parts, &Groups)) -> Result<Lm> {
-        let config = Config::read(folder)?;
-        let dtype = self.dtype.of(&config, folder)?;
-        let attention = self.attention();
-        let said = attention.explain(&device, dtype, config.attention_heads(), AttentionPasses::Forward);
-        said.map_err(|error| anyhow!("failed to start: {error}").context(ExitCode::Usage))?;
-        Ok(Lm::load_in_parts(folder, self.adapter.as_deref(), dtype, device, parts)?.with_attention(attention))
-    }
-
-    fn attention(&self) -> AttentionChoice {
-        let implementation = match self.attn_implementation {
-            Attention::Auto => AttentionImpl::Auto,
-            Attention::Cudnn => AttentionImpl::Cudnn,
-            Attention::Fused => AttentionImpl::Fused,
-            Attention::Reference => AttentionImpl::Reference,
-            Attention::Flash => AttentionImpl::Flash,
-        };
-        AttentionChoice { implementation, deterministic: false }
-    }
-}
-
-impl Dtype {
-    fn of(self, config: &Config, folder: &Path) -> Result<DType> {
-        let named = config.to_json();
-        let named = ["dtype", "torch_dtype"].iter().find_map(|key| named.get(*key)?.as_str().map(str::to_owned));
-        match (self, named.as_deref()) {
-            (Self::Auto, None) => Ok(Checkpoint::open(folder)?.float_dtype().unwrap_or(DType::F32)),
-            (Self::F32, _) | (Self::Auto, Some("float32")) => Ok(DType::F32),
-            (Self::Bf16, _) | (Self::Auto, Some("bfloat16")) => Ok(DType::BF16),
-            (Self::F16, _) | (Self::Auto, Some("float16")) => Ok(DType::F16),
-            (Self::Auto, Some(other)) => {
-                let error = anyhow!("failed to start: the config names {other}; choose a --dtype");
-                Err(error.context(ExitCode::Usage))
-            }
-        }
-    }
-}
-
+/// Prints a line to stdout. A reader that has gone away is no failure.
 fn answer(text: &str) -> Result<()> {
     match writeln!(io::stdout().lock(), "{text}") {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),

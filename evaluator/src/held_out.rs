@@ -29,11 +29,12 @@ pub struct HeldOutSums {
 }
 
 impl HeldOutSums {
-    /// Adds a micro-batch with `n_targets` targets. All ranks call it as often.
-    pub fn add(&mut self, engine: &Engine, micro: &Micro, n_targets: usize) -> Result<()> {
-        self.loss += engine.loss(micro).context("failed to compute the held-out loss")?;
+    /// Adds a micro-batch with `n_targets` targets, and returns the sum of its losses. All ranks call it as often.
+    pub fn add(&mut self, engine: &Engine, micro: &Micro, n_targets: usize) -> Result<f64> {
+        let loss = engine.loss(micro).context("failed to compute the held-out loss")?;
+        self.loss += loss;
         self.n_targets += n_targets;
-        Ok(())
+        Ok(loss)
     }
 
     /// Returns the loss over all micro-batches of all ranks, weighted by target tokens. Without any target it is NaN.

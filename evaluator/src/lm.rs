@@ -1,9 +1,10 @@
 //! A language model at hand: weights, tokenizer and chat template from a folder, to be asked, not trained.
 
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
@@ -13,13 +14,16 @@ use candlewick_parallel::{
     Engine, Formats, Groups, Layout, Micro, Mode, Norms, ParamStore, Pipeline, Residency, Schedule, Sharded,
 };
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::template::{ChatTemplate, Ending};
+use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
+use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde::Serialize;
 
-use crate::generate::{GenerateOptions, Timings, generate};
+use crate::exit::ExitCode;
+use crate::generate::{FinishReason, GenerateOptions, Generated, Timings, generate};
 use crate::held_out::{HeldOut, HeldOutSums};
 use crate::parts::Parts;
+use crate::text_stream::TextStream;
 use crate::weights::{Origin, fill};
 
 /// A model that answers.
@@ -42,14 +46,19 @@ pub struct Voice<'a> {
     pub(crate) generation_config: Option<&'a Path>,
 }
 
-/// What a model said, and how long it took.
+/// The text of a generation.
 #[derive(Clone, Debug)]
 pub struct Answer {
-    /// Its words.
+    /// The new text, without special tokens.
     pub text: String,
-    /// The time of the generation.
+    /// The reason for its end.
+    pub finish_reason: FinishReason,
+    /// The duration of the generation.
     pub timings: Timings,
 }
+
+/// A receiver of text as it is generated, which may end the generation.
+pub type OnText<'a> = dyn FnMut(&str) -> Result<ControlFlow<()>> + 'a;
 
 /// A token and how likely it was after those before it.
 #[derive(Clone, Debug, Serialize)]
@@ -85,7 +94,7 @@ impl Lm {
         device: Device,
         (parts, groups): (Parts, &Groups),
     ) -> Result<Self> {
-        let tokenizer = Tokenizer::from_directory(folder)?;
+        let tokenizer = tokenizer_of(folder, adapter)?;
         let template = tokenizer.chat_template(None)?;
         let folders = std::iter::once(folder).chain(adapter).map(Path::to_owned).collect();
         let adapter = adapter.map(AdapterFolder::open).transpose()?;
@@ -154,23 +163,42 @@ impl Lm {
         &self.tokenizer
     }
 
-    /// Continues `text` as it stands.
-    pub fn complete(&self, text: &str, options: &GenerateOptions) -> Result<Answer> {
-        let ids = self.tokenizer.encode(text, Specials::Add)?;
-        complete(&self.engine, &self.tokenizer, &ids, options)
+    /// Returns the number of tokens that the model was made for.
+    pub fn context(&self) -> usize {
+        self.engine.model().config().max_positions()
     }
 
-    /// Answers `prompt` as the user's turn of a chat.
-    pub fn chat(&self, prompt: &str, options: &GenerateOptions) -> Result<Answer> {
-        let template = self.template.as_ref().context("failed to chat: the model has no chat template")?;
-        chat(&self.engine, &self.tokenizer, template, prompt, options)
+    /// Continues `text` as it stands.
+    pub fn complete(&self, text: &str, options: &GenerateOptions, on_text: &mut OnText) -> Result<Answer> {
+        let ids = self.tokenizer.encode(text, Specials::Add)?;
+        complete(&self.engine, &self.tokenizer, &ids, options, on_text)
+    }
+
+    /// Answers a conversation, with the chat template's prompt for an answer behind it.
+    pub fn chat(&self, chat: &Conversation, options: &GenerateOptions, on_text: &mut OnText) -> Result<Answer> {
+        answer_chat(&self.engine, &self.tokenizer, self.chat_template()?, chat, options, on_text)
+    }
+
+    /// Returns the chat template, or an error where the model has none.
+    pub fn chat_template(&self) -> Result<&ChatTemplate> {
+        self.template.as_ref().with_context(|| {
+            let folder = self.tokenizer.directory().display();
+            format!(
+                "failed to chat: {folder} has no chat template; use the chat version of the model, put a \
+                 chat_template.jinja there, or continue plain text with --raw"
+            )
+        })
     }
 
     /// Returns the log-probability of every token of `text`.
     pub fn score(&self, text: &str) -> Result<Vec<ScoredToken>> {
         let ids = self.tokenizer.encode(text, Specials::Add)?;
-        ensure!(!ids.is_empty(), "failed to score: the text has no tokens");
-        let losses = self.engine.token_losses(&micro(&ids, self.engine.device())?)?;
+        ensure!(!ids.is_empty(), anyhow!("failed to score: the text has no tokens").context(ExitCode::Data));
+        self.check_length("text", ids.len())?;
+        let losses = self.engine.token_losses(&micro(&Sample::all_targets(ids.clone()), self.engine.device())?)?;
+        if let Some(at) = losses[..ids.len() - 1].iter().position(|loss| !loss.is_finite()) {
+            return Err(not_finite(&format!("token {} of the text", at + 1)));
+        }
         let score = |(i, &id): (usize, &u32)| {
             let text = self.tokenizer.id_to_token(id).unwrap_or_default();
             ScoredToken { id, text, logprob: i.checked_sub(1).map(|before| -losses[before]) }
@@ -178,47 +206,122 @@ impl Lm {
         Ok(ids.iter().enumerate().map(score).collect())
     }
 
-    /// Returns the mean loss of `texts`, each by itself, weighted by tokens.
-    pub fn held_out(&self, texts: impl Iterator<Item = Result<String>>) -> Result<HeldOut> {
+    /// Returns the mean loss of the targets of `samples`, each by itself, weighted by tokens. Each has the place that errors
+    /// name.
+    pub fn held_out(&self, samples: impl Iterator<Item = Result<(String, Sample)>>) -> Result<HeldOut> {
         let mut sums = HeldOutSums::default();
-        for text in texts {
-            let ids = self.tokenizer.encode(&text?, Specials::Add)?;
-            if ids.len() > 1 {
-                sums.add(&self.engine, &micro(&ids, self.engine.device())?, ids.len() - 1)?;
+        for sample in samples {
+            let (place, sample) = sample?;
+            self.check_length(&place, sample.len())?;
+            let n_targets = sample.is_target.iter().skip(1).filter(|is_target| **is_target).count();
+            if n_targets == 0 {
+                continue;
             }
+            let loss = sums.add(&self.engine, &micro(&sample, self.engine.device())?, n_targets)?;
+            ensure!(loss.is_finite(), not_finite(&place));
         }
         sums.over_ranks(self.engine.group())
     }
+
+    fn check_length(&self, what: &str, n_tokens: usize) -> Result<()> {
+        let context = self.context();
+        ensure!(
+            n_tokens <= context,
+            anyhow!(
+                "failed to score {what}: it has {n_tokens} tokens, but the model's context has {context} \
+                 (max_position_embeddings)"
+            )
+            .context(ExitCode::Data)
+        );
+        Ok(())
+    }
 }
 
-/// One sequence, each token of which but the first is a target.
-fn micro(ids: &[u32], device: &Device) -> Result<Micro> {
-    let mut targets: Vec<i64> = ids[1..].iter().map(|&id| i64::from(id)).collect();
+fn not_finite(what: &str) -> anyhow::Error {
+    anyhow!(
+        "failed to score {what}: its log-probability is not finite; the model's weights hold NaN, or numbers too large \
+         for the dtype (try --dtype f32)"
+    )
+    .context(ExitCode::NonFinite)
+}
+
+/// Loads the tokenizer and chat template that an adapter was trained with, if its folder has them, else the model's. The
+/// model's stop tokens are stop tokens of both.
+fn tokenizer_of(folder: &Path, adapter: Option<&Path>) -> Result<Tokenizer> {
+    let own = adapter.filter(|adapter| adapter.join("tokenizer.json").is_file());
+    match own {
+        Some(own) => Ok(Tokenizer::from_directory(own)?.with_stops_of(folder)?),
+        None => Ok(Tokenizer::from_directory(folder)?),
+    }
+}
+
+/// One sequence. The first token is never a target.
+fn micro(sample: &Sample, device: &Device) -> Result<Micro> {
+    let target = |(id, is_target): (&u32, &bool)| if *is_target { i64::from(*id) } else { Micro::IGNORED };
+    let mut targets: Vec<i64> = sample.ids.iter().zip(&sample.is_target).skip(1).map(target).collect();
     targets.push(Micro::IGNORED);
     Ok(Micro {
-        ids: Tensor::new(ids, device)?,
+        ids: Tensor::new(sample.ids.as_slice(), device)?,
         targets: Tensor::new(targets, &Device::Cpu)?,
-        positions: (0..ids.len() as u32).collect(),
-        seqs: Seqs::packed(vec![0, ids.len()])?,
+        positions: (0..sample.len() as u32).collect(),
+        seqs: Seqs::packed(vec![0, sample.len()])?,
     })
 }
 
-/// Answers `prompt` as the user's turn of a chat with the model in `engine`.
-pub fn chat(
+/// Answers a conversation with the model in `engine`. The end of a turn in the template ends the answer, too.
+pub fn answer_chat(
     engine: &Engine,
     tokenizer: &Tokenizer,
     template: &ChatTemplate,
-    prompt: &str,
+    chat: &Conversation,
     options: &GenerateOptions,
+    on_text: &mut OnText,
 ) -> Result<Answer> {
-    let conversation = Conversation::new([Message::new("user", prompt)]);
-    let text = template.render(&conversation, Ending::GenerationPrompt)?;
-    complete(engine, tokenizer, &tokenizer.encode(&text, Specials::Omit)?, options)
+    let prompt = render_prompt(tokenizer, template, chat)?;
+    let stop = stops(tokenizer).into_iter().chain(end_of_turn(tokenizer, template)).collect::<Vec<_>>();
+    answer(engine, tokenizer, &prompt, &stop, options, on_text)
 }
 
 /// Continues `prompt` with the model in `engine` up to a stop token of the tokenizer.
-pub fn complete(engine: &Engine, tokenizer: &Tokenizer, prompt: &[u32], options: &GenerateOptions) -> Result<Answer> {
-    let stop: Vec<u32> = tokenizer.eos_ids().iter().copied().collect();
-    let (tokens, timings) = generate(engine, prompt, &stop, options)?;
-    Ok(Answer { text: tokenizer.decode(&tokens, Specials::Omit)?, timings })
+pub fn complete(
+    engine: &Engine,
+    tokenizer: &Tokenizer,
+    prompt: &[u32],
+    options: &GenerateOptions,
+    on_text: &mut OnText,
+) -> Result<Answer> {
+    answer(engine, tokenizer, prompt, &stops(tokenizer), options, on_text)
+}
+
+fn answer(
+    engine: &Engine,
+    tokenizer: &Tokenizer,
+    prompt: &[u32],
+    stop: &[u32],
+    options: &GenerateOptions,
+    on_text: &mut OnText,
+) -> Result<Answer> {
+    let mut stream = TextStream::new(tokenizer);
+    let mut on_token = |token| match stream.push(token)? {
+        text if text.is_empty() => Ok(ControlFlow::Continue(())),
+        text => on_text(&text),
+    };
+    let Generated { tokens, finish_reason, timings } = generate(engine, prompt, stop, options, &mut on_token)?;
+    let rest = stream.finish()?;
+    if !rest.is_empty() {
+        let _ = on_text(&rest)?;
+    }
+    Ok(Answer { text: tokenizer.decode(&tokens, Specials::Omit)?, finish_reason, timings })
+}
+
+fn stops(tokenizer: &Tokenizer) -> Vec<u32> {
+    tokenizer.eos_ids().iter().copied().collect()
+}
+
+/// Returns the special token that ends an assistant's turn in a template, if one does. It may be no EOS of the tokenizer.
+fn end_of_turn(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<u32> {
+    let chat = Conversation::new([Message::new("user", "a"), Message::new("assistant", "b")]);
+    let sample = render_chat(tokenizer, template, &chat, RenderOptions::default()).ok()?;
+    let last = sample.is_target.iter().rposition(|is_target| *is_target)?;
+    Some(sample.ids[last]).filter(|id| tokenizer.is_special(*id))
 }

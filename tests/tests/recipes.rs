@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 use suite::{read, root, tracked_files};
-use trainer::recipe::{DataSource, Loaded, Recipe, SourceMap, json_schema};
+use trainer::recipe::{DataSource, Loaded, Prompt, Recipe, SourceMap, json_schema};
 
 fn recipes() -> Vec<PathBuf> {
     let is_recipe = |path: &PathBuf| path.starts_with("recipes") && path.extension().is_some_and(|e| e == "yaml");
@@ -74,6 +74,7 @@ fn the_quickstart_is_asked_what_it_was_not_trained_on() {
     let prompts = load("recipes/quickstart.yaml", &[]).generate.unwrap().prompts;
     assert!(!prompts.is_empty());
     for prompt in prompts {
+        let Prompt::Text(prompt) = prompt else { panic!("{prompt:?}") };
         assert!(held_out.contains(&prompt) && !trained.contains(&prompt), "{prompt:?}");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 
+use candlewick_text::hub::HubError;
 use evaluator::exit::{classify_by, code_of, model_code};
 
 use crate::checkpoint::CheckpointError;
@@ -16,8 +17,12 @@ pub use evaluator::exit::ExitCode;
 /// Writes an error and its causes. Most errors of the program say what could not be done: "keep tokens in /tmp".
 pub fn report(error: &anyhow::Error) -> String {
     let outermost = error.chain().next();
-    let completes = outermost
-        .is_some_and(|error| error.is::<DataError>() || error.is::<CheckpointError>() || error.is::<ScheduleError>());
+    let completes = outermost.is_some_and(|error| {
+        error.is::<DataError>()
+            || error.is::<CheckpointError>()
+            || error.is::<ScheduleError>()
+            || error.is::<HubError>()
+    });
     let text = evaluator::exit::report(error);
     if completes { text.replacen("error: ", "error: failed to ", 1) } else { text }
 }

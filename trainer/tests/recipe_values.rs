@@ -6,7 +6,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use trainer::recipe::{
     ActivationCheckpoint, CheckpointType, ConfigSource, Dtype, HumanFloat, HumanInt, Loaded, OptimizerType, Origin,
-    Recipe, SchedulerName, SourceType,
+    Prompt, Recipe, SchedulerName, SourceType,
 };
 
 #[track_caller]
@@ -225,7 +225,7 @@ fn arguments_reach_every_key() {
     assert!(matches!(&recipe.model.config, Some(ConfigSource::Inline(map)) if map["hidden_size"] == 64));
     assert_eq!(recipe.scheduler.name, Some(SchedulerName::CosineWithMinLr));
     assert_eq!(recipe.seed, Some(HumanInt(2)));
-    assert_eq!(recipe.generate.as_ref().unwrap().prompts, ["hello", "a: b"]);
+    assert_eq!(recipe.generate.as_ref().unwrap().prompts, ["hello", "a: b"].map(|text| Prompt::Text(text.into())));
     assert_eq!(recipe.tokenizer.name_or_path.as_deref(), Some("a=b"));
     assert_eq!(loaded.origin(&["optimizer.lr", "optimizer.learning_rate"]), Origin::Argument);
     assert_eq!(loaded.origin(&["data.sources"]), Origin::Line(2));

@@ -183,7 +183,7 @@ fn a_save_and_an_export_may_share_a_folder() {
         &format!("checkpoint.0.output_dir={}", folder.display()),
     ]);
     assert!(folder.join("global_step_2/model.safetensors").exists());
-    assert!(std::fs::read_dir(&folder).unwrap().count() >= 3, "a save, an export and a lock");
+    assert!(std::fs::read_dir(&folder).unwrap().count() >= 4, "a save, an export, a lock and a link");
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! Conversations, prompts and texts to token ids, each marked as a target or not.
 
 use std::ops::Range;
+use std::path::PathBuf;
 
 use crate::conversation::{Conversation, Message};
+use crate::format::Document;
 use crate::template::{ChatTemplate, Ending, Span, TemplateError};
 use crate::tokenizer::{Specials, Tokenizer, TokenizerError};
 
@@ -19,6 +21,17 @@ impl Sample {
     /// The number of tokens.
     pub fn len(&self) -> usize {
         self.ids.len()
+    }
+
+    /// A sequence in which every token is a target.
+    pub fn all_targets(ids: Vec<u32>) -> Self {
+        Self { is_target: vec![true; ids.len()], ids }
+    }
+
+    /// The sequence in slices of at most `max_length` tokens.
+    pub fn slices(&self, max_length: usize) -> impl Iterator<Item = Self> {
+        let pieces = self.ids.chunks(max_length).zip(self.is_target.chunks(max_length));
+        pieces.map(|(ids, is_target)| Self { ids: ids.to_vec(), is_target: is_target.to_vec() })
     }
 
     /// Whether there is no token.
@@ -96,9 +109,33 @@ pub enum RenderError {
         /// Where the template is from.
         template: String,
     },
+    /// A chat, and nothing to print it with.
+    #[error("render a chat: {} has no chat template; use the model's chat version, or put a chat_template.jinja there", .0.display())]
+    NoTemplate(PathBuf),
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
+}
+
+/// Renders a document as training and evaluation do: a chat by the template, a prompt and its completion as a chat where
+/// there is a template, and plain text as it is.
+pub fn render_document(
+    tokenizer: &Tokenizer,
+    template: Option<&ChatTemplate>,
+    document: Document,
+    options: RenderOptions,
+) -> Result<Sample, RenderError> {
+    let document = if template.is_some() { document.into_chat() } else { document };
+    let mut sample = match (&document, template) {
+        (Document::Text(text), _) => render_text(tokenizer, text)?,
+        (Document::PromptCompletion { prompt, completion }, _) => render_completion(tokenizer, prompt, completion)?,
+        (Document::Conversation(chat), Some(template)) => render_chat(tokenizer, template, chat, options)?,
+        (Document::Conversation(_), None) => return Err(RenderError::NoTemplate(tokenizer.directory().to_owned())),
+    };
+    if options.targets == Targets::Everything {
+        sample.is_target.fill(true);
+    }
+    Ok(sample)
 }
 
 /// Renders a chat once, tokenizes that text, and marks the tokens that touch what the assistant

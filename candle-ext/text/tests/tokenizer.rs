@@ -183,3 +183,36 @@ fn broken_folders_are_refused_with_file_and_reason() {
     std::fs::write(folder.path().join("tokenizer_config.json"), b"{\"a\": \"\xff\"}").unwrap();
     assert!(error(folder.path()).contains("tokenizer_config.json: not UTF-8 at byte 7"));
 }
+
+#[test]
+fn a_special_token_of_a_wrong_type_is_refused() {
+    for (key, value) in [("eos_token", json!(5)), ("bos_token", json!(["<s>"])), ("pad_token", json!({"id": 1}))] {
+        let folder = folder(&[("tokenizer_config.json", json!({ key: value }))]);
+        let error = Tokenizer::from_directory(folder.path()).unwrap_err().to_string();
+        assert!(error.contains(key) && error.contains("expected a text"), "{error}");
+    }
+    let folder = folder(&[("tokenizer_config.json", json!({"eos_token": {"content": "</s>"}, "bos_token": null}))]);
+    assert_eq!(Tokenizer::from_directory(folder.path()).unwrap().eos().unwrap().id, 1);
+}
+
+#[test]
+fn a_tokenizer_file_that_never_ends_is_refused() {
+    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        let folder = folder(&[]);
+        let _ = std::fs::remove_file(folder.path().join(name));
+        std::os::unix::fs::symlink("/dev/zero", folder.path().join(name)).unwrap();
+        let error = Tokenizer::from_directory(folder.path()).unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains("no regular file"), "{error}");
+    }
+}
+
+#[test]
+fn the_stops_of_a_model_are_added_to_those_of_an_adapters_tokenizer() {
+    let adapter = folder(&[("tokenizer_config.json", json!({"eos_token": "</s>"}))]);
+    let model = folder(&[
+        ("generation_config.json", json!({"eos_token_id": [4]})),
+        ("config.json", json!({"eos_token_id": 5})),
+    ]);
+    let tokenizer = Tokenizer::from_directory(adapter.path()).unwrap().with_stops_of(model.path()).unwrap();
+    assert_eq!(tokenizer.eos_ids().iter().copied().collect::<Vec<_>>(), [1, 4, 5]);
+}

@@ -12,6 +12,7 @@ use super::batch::Batching;
 use super::sample::Chooser;
 use super::stop::Stop;
 use super::tree::{Node, Tree};
+use crate::generate::check_finite;
 
 /// A prompt and how it goes on.
 pub struct Prompt {
@@ -213,6 +214,9 @@ impl State<'_, '_> {
         let growing = self.pool.grow(&sequences)?;
         // What comes after the beginning is asked, too, but not looked at.
         let logits = self.engine.logits(growing.tokens(), growing.last_rows(), &growing)?;
+        if !self.texts.is_empty() {
+            check_finite(&logits.narrow(0, 0, self.texts.len())?)?;
+        }
         let tokens = choose(&mut self.texts, &logits)?;
         for ((text, growth), token) in self.texts.iter_mut().zip(&sequences).zip(tokens) {
             text.n_seen += growth.ids.len();

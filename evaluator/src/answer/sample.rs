@@ -56,6 +56,16 @@ impl Defaults {
         }
         let number = |key: &str| config.get(key).and_then(Value::as_f64);
         let of = Self::default();
+        if let Some(penalty) = config.get("repetition_penalty").filter(|value| !value.is_null()) {
+            ensure!(
+                penalty.as_f64().is_some_and(|penalty| penalty > 0.0 && (penalty as f32).is_finite()),
+                anyhow::anyhow!(
+                    "failed to read {}: repetition_penalty is {penalty}, expected a number above 0; 1 is no penalty",
+                    path.display()
+                )
+                .context(ExitCode::Data)
+            );
+        }
         Ok(Self {
             repetition_penalty: number("repetition_penalty").map_or(of.repetition_penalty, |penalty| penalty as f32),
             top_k: config.get("top_k").and_then(Value::as_u64).map_or(of.top_k, |k| k as usize),
@@ -208,6 +218,22 @@ mod tests {
         assert_eq!(chooser.choose(&mut [3.0, 2.0, -1.0], &BTreeSet::from([0])), 1);
         assert_eq!(chooser.choose(&mut [-3.0, -2.0, -2.5], &BTreeSet::from([1])), 2);
         assert_eq!(chooser.choose(&mut [1.0, 2.0, 2.0], &BTreeSet::new()), 1);
+    }
+
+    #[test]
+    fn a_penalty_that_is_not_positive_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let read = |penalty: &str| {
+            let text = format!("{{\"repetition_penalty\": {penalty}}}");
+            std::fs::write(folder.path().join("generation_config.json"), text).unwrap();
+            Defaults::read(folder.path())
+        };
+        assert_eq!(read("1.5").unwrap().repetition_penalty, 1.5);
+        assert_eq!(read("null").unwrap().repetition_penalty, 1.0);
+        for wrong in ["0", "-1", "\"2\"", "1e300"] {
+            let error = format!("{:#}", read(wrong).unwrap_err());
+            assert!(error.contains("repetition_penalty is") && error.contains("expected a number above 0"), "{error}");
+        }
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub(super) struct Answer {
 }
 
 pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
-    together(args.parts.parts(), args.model.device, |ranks, device| {
+    together(args.parts.parts(), args.model.compute.device, |ranks, device| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks, device)?;
         let settings = args.answering.settings(args.seed, args.use_cache.clone());

@@ -105,7 +105,7 @@ fn level(text: &str) -> Result<tracing::Level, String> {
 
 pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
     args.foreign.check()?;
-    together(args.parts.parts(), args.model.device, |ranks, device| {
+    together(args.parts.parts(), args.model.compute.device, |ranks, device| {
         let began = Began::agree(ranks)?;
         let selection = args.select()?;
         let mut tasks = args.open(hub, ranks, &selection)?;
@@ -214,7 +214,7 @@ impl Run {
     fn model_args(&self) -> Map<String, Json> {
         let all = json!({
             "pretrained": self.model.model,
-            "peft": self.model.adapter,
+            "peft": self.model.compute.adapter,
             "think_end_token": self.answering.think_end_token,
             "enable_thinking": self.prompts.enable_thinking,
             "chat_template_args": self.prompts.chat_template_args,
@@ -303,7 +303,7 @@ impl Run {
             lm,
             &About {
                 model_name: &self.model.model,
-                revision: self.model.revision.as_deref(),
+                revision: self.model.compute.revision.as_deref(),
                 model_args: self.model_args(),
                 max_length,
                 chat,

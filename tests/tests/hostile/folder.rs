@@ -94,7 +94,7 @@ fn write_model(folder: &Path) {
     let lora = LoraConfig::from_json(&json!({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]})).unwrap();
     let model = Model::new(Config::from_json(config).unwrap(), Some(lora)).unwrap();
     let tokenizer = root().join("recipes/quickstart/tokenizer");
-    let companions = Companions { folders: &[&tokenizer], chat_template: None };
+    let companions = Companions { folders: &[&tokenizer], chat_template: None, files: &[] };
     let random = |spec: &ParamSpec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(1, &mut values);

@@ -5,6 +5,7 @@ mod data;
 mod doctor;
 mod estimate;
 mod logging;
+mod merge;
 mod plan;
 mod profile;
 mod selfcheck;
@@ -23,7 +24,7 @@ use evaluator::ranks::place;
 
 use crate::exit::{ExitCode, brief_report, classify, report};
 use crate::metrics::Console;
-use crate::plan::{Machines, Seat};
+use crate::plan::{LoggerPlan, Machines, Seat};
 use crate::recipe::{RecipeError, key_of_option};
 
 use profile::Sort;
@@ -72,6 +73,12 @@ enum Command {
     /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's
     #[command(after_long_help = SELFCHECK_EXAMPLES)]
     Selfcheck(Selfcheck),
+    /// Chat with a model: a line a turn, answers as they are generated
+    #[command(after_long_help = CHAT_EXAMPLES)]
+    Chat(Chat),
+    /// Merge an adapter into its base model, as a folder for transformers and everything that reads those
+    #[command(after_long_help = MERGE_EXAMPLES)]
+    Merge(merge::MergeArgs),
     /// Say what this machine has: processor, memory, GPUs, NVIDIA's libraries, the Hub, disks
     Doctor {
         /// For programs
@@ -123,6 +130,17 @@ const PLAN_EXAMPLES: &str = "\
 Examples:
   trainer plan recipe.yaml --ranks 8
   trainer plan recipe.yaml --ranks 4 --schedule pipeline_parallel_size=4 gradient_accumulation_steps=8";
+
+const CHAT_EXAMPLES: &str = "\
+Examples:
+  trainer chat runs/my-run
+  trainer chat runs/my-run/adapter/latest --temperature 0.7 --top-p 0.9
+  trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200";
+
+const MERGE_EXAMPLES: &str = "\
+Examples:
+  trainer merge runs/lora --output merged
+  trainer merge runs/lora/adapter/global_step_40 --output merged --base base --dtype f32";
 
 const SELFCHECK_EXAMPLES: &str = "\
 Examples:
@@ -237,6 +255,15 @@ struct Selfcheck {
     json: bool,
 }
 
+#[derive(Debug, Args)]
+struct Chat {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    #[arg(value_name = "MODEL")]
+    model: String,
+    #[command(flatten)]
+    options: evaluator::cli::ChatOptions,
+}
+
 /// How an answer is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Format {
@@ -336,6 +363,14 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Estimate(asked) => estimate::run(asked, cli.verbosity, &ui),
         Command::Plan(asked) => plan::run(asked, cli.verbosity, &ui),
         Command::Selfcheck(asked) => selfcheck::run(asked, cli.verbosity, &ui),
+        Command::Chat(args) => {
+            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            evaluator::cli::chat(&args.model, &args.options, &train::hub(&ui)?).map(|()| ExitCode::Ok)
+        }
+        Command::Merge(args) => {
+            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            merge::run(args, &train::hub(&ui)?, &ui)
+        }
         Command::Doctor { json } => doctor::run(if *json { Format::Json } else { Format::Text }, &ui),
         Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
         Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
@@ -373,7 +408,8 @@ mod tests {
     #[test]
     fn every_example_parses() {
         let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES, DATA_EXAMPLES, ESTIMATE_EXAMPLES];
-        let examples = [examples.concat(), [PLAN_EXAMPLES, SELFCHECK_EXAMPLES].concat()].concat();
+        let others = [PLAN_EXAMPLES, SELFCHECK_EXAMPLES, CHAT_EXAMPLES, MERGE_EXAMPLES];
+        let examples = [examples.join("\n"), others.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));
             assert!(Cli::try_parse_from(words).is_ok(), "{line}");

@@ -1,9 +1,7 @@
 //! Rows become samples, many at a time.
 
 use candlewick_text::format::{Document, Format, Purpose};
-use candlewick_text::render::{
-    EmptyThink, RenderError, RenderOptions, Sample, Targets, render_chat, render_completion, render_text,
-};
+use candlewick_text::render::{EmptyThink, RenderError, RenderOptions, Sample, Targets, render_document};
 use candlewick_text::source::Source;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
@@ -96,23 +94,7 @@ impl<'a> Renderer<'a> {
     }
 
     fn document(&self, document: Document) -> Result<Sample, RenderError> {
-        let document = if self.template.is_some() { document.into_chat() } else { document };
-        let mut sample = match (&document, &self.template) {
-            (Document::Text(text), _) => render_text(self.tokenizer, text)?,
-            (Document::PromptCompletion { prompt, completion }, _) => {
-                render_completion(self.tokenizer, prompt, completion)?
-            }
-            (Document::Conversation(chat), Some(template)) => {
-                render_chat(self.tokenizer, template, chat, self.options())?
-            }
-            (Document::Conversation(_), None) => {
-                unreachable!("chats are refused at the start if there is no template")
-            }
-        };
-        if self.targets() == Targets::Everything {
-            sample.is_target.fill(true);
-        }
-        Ok(sample)
+        render_document(self.tokenizer, self.template.as_ref(), document, self.options())
     }
 
     /// Refuses chats where no template can print them.

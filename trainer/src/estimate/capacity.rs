@@ -86,7 +86,7 @@ impl Capacity {
         if let Ok(device) = text.parse() {
             return Ok(Self::now(device));
         }
-        match n_bytes(text) {
+        match parse_bytes(text) {
             Some(bytes) => {
                 let place = if matches!(device, DeviceChoice::Cuda(_)) { Place::Gpu } else { Place::Cpu };
                 Ok(Self::of(place, Some(bytes), "--device".into()))
@@ -99,8 +99,8 @@ impl Capacity {
     }
 }
 
-/// Reads `24GiB`, `24Gi`, `24GB`, `24G` or `24`.
-fn n_bytes(text: &str) -> Option<u64> {
+/// Reads a number of bytes above 0: `24GiB`, `24Gi`, `24GB`, `24G` or `24`.
+pub fn parse_bytes(text: &str) -> Option<u64> {
     const UNITS: [(&str, u32); 4] = [("K", 1), ("M", 2), ("G", 3), ("T", 4)];
     let text = text.strip_suffix('B').unwrap_or(text);
     let (text, base) = text.strip_suffix('i').map_or((text, 1000.0), |text| (text, 1024.0));

@@ -19,7 +19,7 @@ mod shortage;
 mod tasks;
 
 pub use account::{Account, Class};
-pub use capacity::Capacity;
+pub use capacity::{Capacity, parse_bytes};
 pub use longest::longest;
 pub use modes::{Candidate, Choice, Fixed, Modes, choose, usable};
 pub use parameters::counts as parameter_counts;

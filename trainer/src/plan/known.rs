@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 
 use candlewick_comm::{Engine, Host};
 use candlewick_model::{Config, ModelError};
-use candlewick_text::hub::{Hub, HubError, HubSettings, ModelPart};
+use candlewick_text::hub::{Contents, Hub, HubError, HubSettings, LocalModel, ModelPart, local_model};
 use evaluator::task::{OutputType, Registry, TaskConfig};
 
 use super::TempDir;
 use crate::estimate::Capacity;
 use crate::metrics::Console;
-use crate::recipe::{ConfigSource, Loaded, MemoryModes, ModelType, RecipeError};
+use crate::recipe::{ConfigSource, Fault, Loaded, MemoryModes, ModelType, RecipeError};
 
 /// What is known of the outside while a plan is made.
 #[derive(Clone, Debug)]
@@ -158,7 +158,8 @@ fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<O
         }
         (Some(ConfigSource::Path(path)), _) => read_file(path).map(Some).map_err(|e| blame("model.config", e)),
         (None, Some(name)) if Path::new(name).is_dir() => {
-            Config::read(Path::new(name)).map(Some).map_err(|e| blame("model.name_or_path", e))
+            let folder = model_folder(loaded, name)?;
+            Config::read(&folder).map(Some).map_err(|e| blame("model.name_or_path", e))
         }
         (None, Some(name)) if is_path(name) => {
             let message = format!("model.name_or_path: there is no folder {name}");
@@ -173,6 +174,26 @@ fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<O
             from_hub(name, model.revision.as_deref(), part, reach, settings)
         }
         (None, None) => Ok(None),
+    }
+}
+
+/// Returns the model folder that `model.name_or_path` means. An adapter has a key of its own.
+fn model_folder(loaded: &Loaded, name: &str) -> Result<PathBuf, KnownError> {
+    let key = "model.name_or_path";
+    let refuse = |fault: Fault| Err(loaded.error(vec![fault]).into());
+    match local_model(name) {
+        Err(error) => refuse(loaded.fault(&[key], format!("{key}: failed to {error}"))),
+        Ok(Some(LocalModel { folder, contents: Contents::Adapter { base }, .. })) => {
+            let message = format!("{key}: {} is an adapter, not a model", folder.display());
+            let base = base.unwrap_or_else(|| "the adapter's base model".to_owned());
+            let advice = format!(
+                "to go on training it, set model.name_or_path: {base} and model.adapter_name_or_path: {}; `trainer merge` \
+                 makes a model of both",
+                folder.display()
+            );
+            refuse(loaded.fault(&[key], message).note(advice))
+        }
+        Ok(found) => Ok(found.map_or_else(|| PathBuf::from(name), |found| found.folder)),
     }
 }
 
@@ -205,7 +226,7 @@ fn from_hub(
     settings.offline |= reach != Reach::Network;
     match Hub::new(settings)?.model(name, revision, part) {
         Ok(folder) => Ok(Some(Config::read(&folder)?)),
-        Err(error @ HubError::Id { .. }) => Err(error.into()),
+        Err(error @ (HubError::Id { .. } | HubError::Missing { .. } | HubError::Local { .. })) => Err(error.into()),
         Err(_) if reach == Reach::ThisMachine => Ok(None),
         Err(error) => Err(error.into()),
     }

@@ -32,12 +32,15 @@ use serde::{Deserialize, Serialize, Serializer};
 use crate::checkpoint::CheckpointPlan;
 use crate::data::DataPlan;
 use crate::metrics::LogPlan;
-use crate::recipe::{ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, MemoryModes, OnNonfinite, RecipeError};
+use crate::recipe::{
+    ActivationCheckpoint, Free, HumanFloat, HumanInt, Loaded, MemoryModes, OnNonfinite, Prompt, RecipeError,
+};
 use crate::schedule::Schedule;
 
 pub use eval::{BestPlan, EvalPlan, HELD_OUT, TasksPlan};
 pub(crate) use known::is_path;
 pub use known::{Engines, Known, KnownError, Machines, Reach, Seat};
+pub(crate) use output::conversation;
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
 pub use table::{Setting, Shown};
@@ -270,8 +273,8 @@ pub struct ExitPlan {
 /// Sample generations.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GeneratePlan {
-    /// What the model answers or continues.
-    pub prompts: Vec<String>,
+    /// The texts that the model answers or continues, and the chats that it answers.
+    pub prompts: Vec<Prompt>,
     /// The most tokens of an answer.
     pub max_new_tokens: usize,
     /// 0 takes the likeliest token.
@@ -291,6 +294,13 @@ pub struct LoggerPlan {
     pub print: bool,
     /// The log file.
     pub file: Option<PathBuf>,
+}
+
+/// For commands without a recipe.
+impl Default for LoggerPlan {
+    fn default() -> Self {
+        Self { level: None, print: true, file: None }
+    }
 }
 
 impl Plan {

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
+use candlewick_text::hub::local_model;
 use serde_json::Value;
 
 use super::resolver::Resolver;
@@ -28,14 +29,14 @@ pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
     let dtype = resolver.pick("model.dtype", model.dtype, Dtype::Bf16).into();
     let adapter = adapter(resolver, config.as_ref());
     ModelPlan {
-        name_or_path: model.name_or_path.clone(),
+        name_or_path: model.name_or_path.as_ref().map(|name| folder_of(resolver, "model", name)),
         revision: model.revision.clone(),
         init,
         config,
         hf_config_kwargs: model.hf_config_kwargs.clone(),
         dtype,
         adapter,
-        adapter_folder: model.adapter_name_or_path.as_ref().map(PathBuf::from),
+        adapter_folder: model.adapter_name_or_path.as_ref().map(|name| folder_of(resolver, "adapter", name).into()),
         activations: activations(resolver),
         parking_folder: resolver.known.temp_dir.path.clone(),
         parks_in_memory: resolver.known.temp_dir.is_memory,
@@ -52,6 +53,20 @@ impl From<Dtype> for ComputeDtype {
             Dtype::F16 => Self::F16,
         }
     }
+}
+
+/// Returns the folder that a name stands for. Another name stays as it is.
+fn resolved(name: &str) -> String {
+    let found = local_model(name).ok().flatten();
+    found.map_or_else(|| name.to_owned(), |found| found.folder.to_string_lossy().into_owned())
+}
+
+/// Returns the folder that a name stands for, as [`resolved`], and notes it if it is one of several exports.
+fn folder_of(resolver: &mut Resolver, what: &str, name: &str) -> String {
+    if let Ok(Some(found)) = local_model(name) {
+        found.note(what).into_iter().for_each(|note| resolver.note(note));
+    }
+    resolved(name)
 }
 
 fn check_source(resolver: &mut Resolver) {
@@ -129,7 +144,13 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
             return None;
         }
         (Some(map), None) => ("model.peft_config", LoraConfig::from_json(&Value::Object(map.clone()))),
-        (None, Some(folder)) => (ADAPTER, LoraConfig::read(Path::new(folder))),
+        (None, Some(name)) => match local_model(name) {
+            Ok(found) => (ADAPTER, LoraConfig::read(&found.map_or_else(|| PathBuf::from(name), |found| found.folder))),
+            Err(error) => {
+                resolver.wrong(&[ADAPTER], format!("{ADAPTER}: failed to {error}"));
+                return None;
+            }
+        },
     };
     if let Some(map) = &model.peft_config {
         resolver.pick("model.peft_config", Some(map), map);
@@ -137,14 +158,15 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
     if let Some(folder) = &model.adapter_name_or_path {
         resolver.pick(ADAPTER, Some(folder), folder);
     }
+    let base = model.name_or_path.as_deref().map(resolved);
     // Whether the modules are there can be told where the config is known.
     let adapter = adapter.and_then(|adapter| match config {
         Some(config) => Model::new(config.clone(), Some(adapter.clone())).map(|_| adapter),
         None => Ok(adapter),
     });
     match adapter {
-        Ok(adapter) => Some(match &model.name_or_path {
-            Some(name) => adapter.with_base_model(name),
+        Ok(adapter) => Some(match base {
+            Some(base) => adapter.with_base_model(&base),
             None => adapter,
         }),
         Err(error) => {
@@ -260,7 +282,7 @@ pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {
     let tokenizer = &recipe.tokenizer;
     let name = match (&tokenizer.name_or_path, &recipe.model.name_or_path) {
         (Some(name), _) => resolver.pick("tokenizer.name_or_path", Some(name.clone()), String::new()),
-        (None, Some(name)) => resolver.record("tokenizer.name_or_path", name.clone(), Origin::Derived),
+        (None, Some(name)) => resolver.record("tokenizer.name_or_path", resolved(name), Origin::Derived),
         (None, None) => {
             let message = "tokenizer.name_or_path is missing: there is no model folder to take it from";
             resolver.wrong(&["tokenizer", "model.config"], message);

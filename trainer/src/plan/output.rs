@@ -3,10 +3,12 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use candlewick_text::conversation::{Conversation, Message, MessageError};
+
 use super::resolver::Resolver;
 use super::{ExitPlan, GeneratePlan, LoggerPlan};
 use crate::metrics::{Console, LogPlan};
-use crate::recipe::{LogLevel, Origin};
+use crate::recipe::{DataType, Free, LogLevel, Origin, Prompt};
 
 const NOWHERE: &str = "/dev/null";
 
@@ -99,9 +101,12 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
     if generate.prompts.is_empty() && resolver.loaded.is_set("generate.prompts") {
         return None;
     }
-    if generate.prompts.is_empty() || generate.prompts.iter().any(String::is_empty) {
-        resolver
-            .wrong(&["generate.prompts", "generate"], "generate.prompts: expected a list of texts that are not empty");
+    let problem = match generate.prompts.iter().find_map(|prompt| problem_of(prompt, recipe.kind)) {
+        None if generate.prompts.is_empty() => Some("expected a list of texts or of messages, found none".to_owned()),
+        problem => problem,
+    };
+    if let Some(problem) = problem {
+        resolver.wrong(&["generate.prompts", "generate"], format!("generate.prompts: {problem}"));
     }
     resolver.pick("generate.prompts", Some(&generate.prompts), &generate.prompts);
     let top_p = resolver.number("generate.top_p", generate.top_p, 1.0, 0.0, 1.0);
@@ -116,4 +121,29 @@ pub(super) fn resolve_generate(resolver: &mut Resolver) -> Option<GeneratePlan> 
         top_p,
         seed: seed as u64,
     })
+}
+
+/// The reason why a prompt cannot be answered, if there is one.
+fn problem_of(prompt: &Prompt, kind: Option<DataType>) -> Option<String> {
+    let messages = match prompt {
+        Prompt::Text(text) => return text.is_empty().then(|| "expected a list of texts that are not empty".to_owned()),
+        Prompt::Messages(messages) => messages,
+    };
+    if kind == Some(DataType::Causal) {
+        return Some("a list of messages needs type: sft; type: causal continues texts".to_owned());
+    }
+    match conversation(messages) {
+        Err(error) => Some(format!("failed to {error}")),
+        Ok(chat) if chat.messages.is_empty() => Some("a list of messages is empty".to_owned()),
+        Ok(chat) if chat.messages.last().is_some_and(Message::is_assistant) => {
+            Some("a list of messages ends with the assistant's, so there is nothing to answer".to_owned())
+        }
+        Ok(_) => None,
+    }
+}
+
+/// Returns the messages of a prompt as a conversation.
+pub(crate) fn conversation(messages: &[Free]) -> Result<Conversation, MessageError> {
+    let messages = messages.iter().map(|fields| Message::from_fields(fields.clone())).collect::<Result<Vec<_>, _>>()?;
+    Ok(Conversation::new(messages))
 }

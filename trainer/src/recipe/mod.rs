@@ -32,7 +32,7 @@ pub use model::{
 pub use node::{Entry, Mark, Node, Value};
 pub use number::{HumanFloat, HumanInt, parse_number};
 pub use optimizer::{DeepSpeed, Optimizer, OptimizerType, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
-pub use output::{AllRanks, Checkpoint, CheckpointType, Generate, LogLevel, Logger, OnNonfinite, Ranks, Wandb};
+pub use output::{AllRanks, Checkpoint, CheckpointType, Generate, LogLevel, Logger, OnNonfinite, Prompt, Ranks, Wandb};
 pub use ranks::DdpBackend;
 pub use schema::json_schema;
 

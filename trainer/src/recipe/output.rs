@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
-use super::model::Dtype;
+use super::model::{Dtype, Free};
 use super::number::{HumanFloat, HumanInt};
 
 /// What is saved, when and where.
@@ -116,8 +116,10 @@ pub struct Wandb {
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Generate {
-    /// What the model answers: a user's turn each (`sft`), or a text to continue (`causal`).
-    pub prompts: Vec<String>,
+    /// Prompts: a text each, or with `sft` also a list of messages, such as
+    /// `[{role: system, content: ...}, {role: user, content: ...}]`. A text is a user's message (`sft`), or is continued
+    /// (`causal`).
+    pub prompts: Vec<Prompt>,
     /// Default 64.
     pub max_new_tokens: Option<HumanInt>,
     /// 0 (default) takes the likeliest token.
@@ -126,6 +128,16 @@ pub struct Generate {
     pub top_p: Option<HumanFloat>,
     /// Default: the run's `seed`.
     pub seed: Option<HumanInt>,
+}
+
+/// One prompt of the sample generations.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Prompt {
+    /// A text.
+    Text(String),
+    /// The messages of a chat, the last of which is answered.
+    Messages(Vec<Free>),
 }
 
 /// What happens when a step's loss or gradient is not finite.
@@ -146,6 +158,30 @@ impl Ranks {
             Ranks::All(_) => true,
             Ranks::These(ranks) => ranks.contains(&HumanInt(rank)),
         }
+    }
+}
+
+impl<'de> Deserialize<'de> for Prompt {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct OneOf;
+        impl<'de> Visitor<'de> for OneOf {
+            type Value = Prompt;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a text or a list of messages")
+            }
+            fn visit_str<E>(self, text: &str) -> Result<Prompt, E> {
+                Ok(Prompt::Text(text.to_owned()))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Prompt, A::Error> {
+                let mut messages = Vec::new();
+                while let Some(message) = seq.next_element()? {
+                    messages.push(message);
+                }
+                Ok(Prompt::Messages(messages))
+            }
+        }
+        deserializer.deserialize_any(OneOf)
     }
 }
 

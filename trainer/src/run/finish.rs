@@ -1,15 +1,18 @@
 //! The end of a run: the save that it can be taken up from, and samples of what was learned.
 
 use std::io::Write;
+use std::ops::ControlFlow;
 
 use anyhow::{Context, Result};
+use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::tokenizer::Specials;
 use evaluator::exit::ExitCode;
 use evaluator::generate::GenerateOptions;
 use evaluator::lm;
 
 use crate::data::Kind;
-use crate::plan::GeneratePlan;
+use crate::plan::{GeneratePlan, conversation};
+use crate::recipe::Prompt;
 use crate::signals::Stop;
 
 use super::End;
@@ -81,18 +84,34 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
     let template = assets.template()?;
     let tokenizer = &assets.tokenizer;
     let mut out = std::io::stdout().lock();
+    let mut nobody = |_: &str| Ok(ControlFlow::Continue(()));
     for prompt in &plan.prompts {
         if session.asked_to_stop()?.is_some() {
             break;
         }
-        let answer = match (whole.data.kind, &template) {
-            (Kind::Sft, Some(template)) => lm::chat(engine, tokenizer, template, prompt, &options)?,
-            _ => lm::complete(engine, tokenizer, &tokenizer.encode(prompt, Specials::Add)?, &options)?,
+        let (chat, shown) = match prompt {
+            Prompt::Text(text) => (Conversation::new([Message::new("user", text)]), text.as_str()),
+            Prompt::Messages(messages) => {
+                let chat = conversation(messages)?;
+                (chat, messages.last().and_then(|last| last.get("content")?.as_str()).unwrap_or_default())
+            }
+        };
+        let answer = match (whole.data.kind, &template, prompt) {
+            (Kind::Sft, Some(template), _) => {
+                lm::answer_chat(engine, tokenizer, template, &chat, &options, &mut nobody)?
+            }
+            (_, _, Prompt::Text(text)) => {
+                lm::complete(engine, tokenizer, &tokenizer.encode(text, Specials::Add)?, &options, &mut nobody)?
+            }
+            (_, _, Prompt::Messages(_)) => {
+                let problem = "failed to answer the messages of generate.prompts: the tokenizer has no chat template";
+                return Err(anyhow::anyhow!(problem).context(ExitCode::Data));
+            }
         };
         if !ranks.is_first() {
             continue;
         }
-        writeln!(out, "> {prompt}\n{}\n", answer.text.trim()).context("failed to print a sample")?;
+        writeln!(out, "> {shown}\n{}\n", answer.text.trim()).context("failed to print a sample")?;
     }
     Ok(())
 }

@@ -16,8 +16,8 @@ use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{
     CheckpointError, CheckpointPlan, EXPORT_MARK, ExportMark, Fingerprint, Kind, Moment, PlannedSaves, Resumed,
-    RunState, Saved, TrainState, bytes_needed, move_aside, newest_complete, preflight, refuse_foreign, refuse_occupied,
-    resume, save,
+    RunState, Saved, TrainState, bytes_needed, link_latest, move_aside, newest_complete, preflight, refuse_foreign,
+    refuse_occupied, resume, save,
 };
 use crate::data::Stream;
 use crate::plan::Plan;
@@ -276,6 +276,7 @@ impl<'a> Saves<'a> {
             let export = Export { folder: &dir, config, companions, dtype, shard_bytes };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
+        link_latest(&dir);
         let prune = |keep| checkpoint.retention(keep, state).prune(state.tag());
         Ok(checkpoint.keep.map_or(Ok(Vec::new()), prune)?)
     }

@@ -86,9 +86,9 @@ impl Run {
         fs::read(weights.iter().find(|path| path.exists()).unwrap()).unwrap()
     }
 
-    /// The export of the most steps.
+    /// The export that was written last.
     pub fn export_folder(&self) -> PathBuf {
-        self.exports("hf").pop().unwrap().1
+        fs::canonicalize(self.path().join("hf/latest")).unwrap()
     }
 
     /// The exports in a folder, by step.

@@ -18,9 +18,11 @@ use crate::{Config, ModelError, ParamSpec};
 /// The largest shard unless the caller says otherwise: 5 GB, as transformers has it.
 pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 
+const GENERATION_CONFIG: &str = "generation_config.json";
+
 /// The files that say how a model of this kind generates and reads: copied if a folder has them.
 const COMPANIONS: &[&str] = &[
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,7 +37,8 @@ const COMPANIONS: &[&str] = &[
 /// The files around the weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Companions<'a> {
-    /// Folders with tokenizer files and generation_config.json; the first that has a file gives it.
+    /// Folders with tokenizer files and generation_config.json. All tokenizer files are those of the first folder that has a
+    /// tokenizer.json; generation_config.json is that of the first folder that has one.
     pub folders: &'a [&'a Path],
     /// The chat template, where it is not the one of those folders.
     pub chat_template: Option<&'a str>,
@@ -187,6 +190,14 @@ impl Companions<'_> {
         self.sources().try_for_each(|(_, source)| refuse_link_outside(&source))
     }
 
+    /// A tokenizer's files belong together: a chat template of another folder would take the place of the tokenizer's own.
+    fn source_of(&self, name: &str) -> Option<PathBuf> {
+        let first_with = |name: &str| self.folders.iter().find(|folder| folder.join(name).is_file());
+        let of_tokenizer = first_with("tokenizer.json").filter(|_| name != GENERATION_CONFIG);
+        let folder = of_tokenizer.or_else(|| first_with(name))?;
+        Some(folder.join(name)).filter(|path| path.is_file())
+    }
+
     pub(crate) fn copy_into(&self, folder: &Path) -> Result<(), ModelError> {
         for (name, source) in self.sources() {
             refuse_link_outside(&source)?;
@@ -200,13 +211,11 @@ impl Companions<'_> {
         Ok(())
     }
 
-    /// The files to copy: each companion's name, and the first folder's file of that name.
+    /// Returns the files to copy: each companion's name and its source.
     fn sources(&self) -> impl Iterator<Item = (&'static str, PathBuf)> {
         let is_replaced = |name: &str| self.chat_template.is_some() && name.starts_with("chat_template");
-        COMPANIONS.iter().filter(move |name| !is_replaced(name)).filter_map(|name| {
-            let source = self.folders.iter().map(|source| source.join(name)).find(|path| path.is_file());
-            source.map(|source| (*name, source))
-        })
+        let names = COMPANIONS.iter().filter(move |name| !is_replaced(name));
+        names.filter_map(|name| Some((*name, self.source_of(name)?)))
     }
 }
 

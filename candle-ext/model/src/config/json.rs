@@ -79,8 +79,20 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The object in a JSON file; an error names the file, the line and the column.
+/// The most bytes of a JSON file.
+const MOST_BYTES: u64 = 1 << 26;
+
+/// The object in a JSON file; an error names the file, the line and the column. A pipe or a device, which may never end, is
+/// refused.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
+    let file = std::fs::metadata(path).map_err(ModelError::io("read", path))?;
+    if !file.is_file() {
+        return Err(ModelError::malformed(path, "it is no regular file"));
+    }
+    if file.len() > MOST_BYTES {
+        let problem = format!("it has {} bytes, and at most {MOST_BYTES} are read", file.len());
+        return Err(ModelError::malformed(path, problem));
+    }
     let bytes = std::fs::read(path).map_err(ModelError::io("read", path))?;
     parse_object(path, &bytes)
 }
@@ -91,7 +103,7 @@ pub(crate) fn parse_object(path: &Path, bytes: &[u8]) -> Result<Map<String, Valu
         let line = bytes[..e.valid_up_to()].iter().filter(|&&b| b == b'\n').count() + 1;
         ModelError::malformed(path, format!("line {line}: not UTF-8 (byte {}); save it as UTF-8 text", e.valid_up_to()))
     })?;
-    match serde_json::from_str(text) {
+    match serde_json::from_str(text.trim_start_matches('\u{feff}')) {
         Ok(Value::Object(map)) => Ok(map),
         Ok(other) => Err(ModelError::malformed(path, format!("expected a JSON object, found {}", shorten(&other)))),
         Err(e) => Err(ModelError::malformed(path, format!("line {}, column {}: not JSON: {e}", e.line(), e.column()))),
@@ -104,5 +116,27 @@ pub(crate) fn shorten(value: &Value) -> String {
     match text.char_indices().nth(60) {
         Some((cut, _)) => format!("{}...", &text[..cut]),
         None => text,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_may_never_end_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        assert!(read_object(&path).unwrap_err().to_string().contains("it is no regular file"));
+        std::fs::remove_file(&path).unwrap();
+        std::fs::File::create(&path).unwrap().set_len(MOST_BYTES + 1).unwrap();
+        assert!(read_object(&path).unwrap_err().to_string().contains("at most 67108864 are read"));
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_part_of_the_json() {
+        assert_eq!(parse_object(Path::new("c.json"), "\u{feff}{\"a\": 1}".as_bytes()).unwrap()["a"], 1);
     }
 }

@@ -26,6 +26,12 @@ impl AdapterFolder {
     /// Maps an adapter folder. That the factors fit is checked by [`Checkpoint::check`] with [`Model::adapter_params`].
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let config = LoraConfig::read(folder)?;
+        let has = |name: &str| folder.join(name).is_file();
+        if !has("adapter_model.safetensors") && has("adapter_model.bin") {
+            let problem =
+                "it has adapter_model.bin, a pickle, which is not read; load the adapter with peft, and save it again";
+            return Err(ModelError::mismatch(folder, problem));
+        }
         let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"))?.strip_prefix(PREFIX);
         Ok(Self { config, weights })
     }

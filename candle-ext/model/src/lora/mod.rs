@@ -2,6 +2,7 @@
 
 mod config;
 mod folder;
+mod merge;
 mod target;
 
 use candle_core::{DType, Result, Tensor};
@@ -13,6 +14,7 @@ use crate::{
 
 pub use config::LoraConfig;
 pub use folder::AdapterFolder;
+pub use merge::{Merge, Merged};
 
 /// An adapter on one linear layer.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,9 +1,11 @@
 //! LoRA against peft: forward, gradients, files, merging, and what is refused.
 
-use candle_core::{DType, Device};
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, LoraConfig, Model,
-    checkpoint::{Companions, Export},
+    AdapterFolder, Config, LoraConfig, Merge, Model,
+    checkpoint::{Checkpoint, Companions},
 };
 use serde_json::{Value, json};
 
@@ -46,30 +48,99 @@ fn an_adapter_folder_survives_a_round_trip() {
     assert_eq!(logits(&again), logits(&tiny));
 }
 
+fn merge<'a>(output: &'a Path, base: &'a Path, adapter: &'a Path) -> Merge<'a> {
+    Merge { base, adapter, output, dtype: Some(DType::F32), shard_bytes: 4000 }
+}
+
+fn load(folder: &Path) -> Tiny {
+    let checkpoint = Checkpoint::open(folder).unwrap();
+    let plain = Model::new(Config::read(folder).unwrap(), None).unwrap();
+    assert!(checkpoint.check(plain.base_params()).unwrap().is_empty());
+    Tiny::with_weights(plain, |param| checkpoint.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu).unwrap())
+}
+
 #[test]
-fn a_merged_export_computes_what_the_adapter_did() {
-    let (tiny, reference) = adapted();
+fn a_merged_model_computes_what_the_adapter_did() {
+    let reference = Reference::load("qwen2-lora");
+    let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("merged");
-    let value = |name: &str| Ok(tiny.weights.iter().find_map(|w| w.get(name).ok()).unwrap().value().unwrap());
-    let export = Export {
-        folder: &target,
-        config: tiny.model.config(),
-        companions: Companions::default(),
-        dtype: DType::F32,
-        shard_bytes: 4000,
-    };
-    export.save(tiny.model.base_params(), |param| tiny.model.merged(&param.name, value)).unwrap();
-    let checkpoint = candlewick_model::checkpoint::Checkpoint::open(&target).unwrap();
-    let plain = Model::new(Config::read(&target).unwrap(), None).unwrap();
-    assert!(checkpoint.check(plain.base_params()).unwrap().is_empty());
-    let merged = Tiny::with_weights(plain, |param| {
-        checkpoint.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu).unwrap()
-    });
-    let logits = merged.logits(&reference.ids, &reference.lengths);
+    let merged = merge(&target, &base, &adapter).run().unwrap();
+    assert_eq!((merged.dtype, merged.n_matrices), (DType::F32, 5));
+    let logits = load(&target).logits(&reference.ids, &reference.lengths);
     assert_close("merged logits", &logits, reference.get("logits"));
-    let base = Tiny::load("qwen2").logits(&reference.ids, &reference.lengths);
-    assert!(crate::tiny::relative_error(&base, &logits) > 1e-2, "the adapter does something");
+    let plain = Tiny::load("qwen2").logits(&reference.ids, &reference.lengths);
+    assert!(crate::tiny::relative_error(&plain, &logits) > 1e-2, "the adapter does something");
+}
+
+#[test]
+fn a_merge_in_16_bits_rounds_each_value_once() {
+    let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
+    let folder = tempfile::tempdir().unwrap();
+    let whole = folder.path().join("f32");
+    merge(&whole, &base, &adapter).run().unwrap();
+    for dtype in [DType::BF16, DType::F16] {
+        let target = folder.path().join(format!("{dtype:?}"));
+        let merged = Merge { dtype: Some(dtype), ..merge(&target, &base, &adapter) }.run().unwrap();
+        assert!(merged.rounding > 0.0 && merged.rounding < 0.5, "{merged:?}");
+        let (exact, rounded) = (Checkpoint::open(&whole).unwrap(), Checkpoint::open(&target).unwrap());
+        let model = Model::new(Config::read(&whole).unwrap(), None).unwrap();
+        for param in model.base_params() {
+            let read = |from: &Checkpoint, dtype| from.tensor(&param.name, &param.shape, dtype, &Device::Cpu).unwrap();
+            let want = read(&exact, DType::F32).to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
+            let values = |tensor: Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            assert_eq!(values(read(&rounded, DType::F32)), values(want), "{}", param.name);
+        }
+    }
+}
+
+#[test]
+fn a_merge_writes_over_nothing() {
+    let (base, adapter) = (fixture("qwen2"), fixture("qwen2-lora"));
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), "{}").unwrap();
+    let refused = |output: &Path| merge(output, &base, &adapter).run().unwrap_err().to_string();
+    assert!(refused(folder.path()).contains("is not empty"));
+    assert!(refused(&base).contains("is not empty"));
+    assert!(refused(&folder.path().join("config.json")).contains("it is a file"));
+    assert_eq!(std::fs::read_to_string(folder.path().join("config.json")).unwrap(), "{}");
+}
+
+#[test]
+fn a_pickled_adapter_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(fixture("qwen2-lora").join("adapter_config.json"), folder.path().join("adapter_config.json"))
+        .unwrap();
+    std::fs::write(folder.path().join("adapter_model.bin"), "").unwrap();
+    assert!(AdapterFolder::open(folder.path()).unwrap_err().to_string().contains("adapter_model.bin, a pickle"));
+}
+
+#[test]
+fn a_merged_model_has_the_tokenizer_of_its_adapter() {
+    let (folder, adapter) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let base = folder.path().join("base");
+    let copy = |from: &Path, to: &Path| {
+        std::fs::create_dir_all(to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.is_file()) {
+            std::fs::copy(&entry, to.join(entry.file_name().unwrap())).unwrap();
+        }
+    };
+    copy(&fixture("qwen2"), &base);
+    copy(&fixture("qwen2-lora"), adapter.path());
+    for (path, name, text) in [
+        (base.as_path(), "tokenizer.json", "base"),
+        (&base, "chat_template.jinja", "base"),
+        (&base, "generation_config.json", "base"),
+        (adapter.path(), "tokenizer.json", "adapter"),
+    ] {
+        std::fs::write(path.join(name), text).unwrap();
+    }
+    let target = folder.path().join("merged");
+    merge(&target, &base, adapter.path()).run().unwrap();
+    let read = |name: &str| std::fs::read_to_string(target.join(name)).ok();
+    assert_eq!(read("tokenizer.json").as_deref(), Some("adapter"));
+    assert_eq!(read("chat_template.jinja"), None, "the template of another tokenizer");
+    assert_eq!(read("generation_config.json").as_deref(), Some("base"));
 }
 
 #[track_caller]

@@ -19,6 +19,46 @@ pub enum HubError {
         /// Why it is no id, and what may be meant.
         problem: String,
     },
+    /// A folder on this machine that cannot serve as a model.
+    #[error("use {name} as a model: {problem}")]
+    Local {
+        /// The name as it was written.
+        name: String,
+        /// What the folder lacks, and what to do.
+        problem: String,
+    },
+    /// A path that leads nowhere.
+    #[error("find the model {name}: it is neither a folder here nor a Hub id{near} {advice}")]
+    Missing {
+        /// The name as it was written.
+        name: String,
+        /// The end of the sentence: the most similar path, if there is one.
+        near: String,
+        /// What to do.
+        advice: &'static str,
+    },
+    /// An id that is no folder here, and that the Hub does not give.
+    #[error("find the model {name}: it is no folder here{near} The Hub does not give it either: failed to {source}")]
+    Nowhere {
+        /// The name as it was written.
+        name: String,
+        /// The end of the sentence: the most similar path, if there is one.
+        near: String,
+        /// The Hub's error.
+        source: Box<HubError>,
+    },
+    /// The base model of an adapter that cannot be found.
+    #[error(
+        "find the base model of the adapter {}: failed to {source}; the name is base_model_name_or_path of its \
+         adapter_config.json, and --model or --base can give another",
+        adapter.display()
+    )]
+    Base {
+        /// The adapter's folder.
+        adapter: PathBuf,
+        /// Why there is none.
+        source: Box<HubError>,
+    },
     /// The Hub wants to know who asks, or knows and refuses.
     #[error("download {id}: access is refused ({status}); {advice}")]
     Refused {

@@ -64,7 +64,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
 impl Wire {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
-        let lost = |reason: String| HubError::Unreachable { endpoint: settings.endpoint.clone(), reason };
+        let lost = |reason: String| {
+            let [endpoint, reason] = [&settings.endpoint, &reason].map(|text| settings.redact(text));
+            HubError::Unreachable { endpoint, reason }
+        };
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|e| lost(e.to_string()))?;
         let redirect = reqwest::redirect::Policy::none();

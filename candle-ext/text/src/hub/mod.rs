@@ -9,6 +9,7 @@ mod cache;
 mod dataset;
 mod error;
 mod fetch;
+mod local;
 mod model;
 mod patience;
 mod remote;
@@ -19,7 +20,8 @@ mod settings;
 pub use dataset::DatasetRequest;
 pub use error::HubError;
 pub use fetch::{OnProgress, Progress};
-pub use model::ModelPart;
+pub use local::{Contents, LocalModel, local_model};
+pub use model::{ModelFolders, ModelPart};
 pub use repo::{RepoId, RepoKind};
 pub use settings::HubSettings;
 

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use super::local::{Contents, LocalModel, base_of, local_model, near, shorten};
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 
 /// How much of a model is wanted.
@@ -15,11 +16,22 @@ pub enum ModelPart {
     WithoutWeights,
 }
 
-const CONFIG: &str = "config.json";
-const ADAPTER_CONFIG: &str = "adapter_config.json";
-const WEIGHTS: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
-const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
+/// The folders of a model, found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelFolders {
+    /// The model's.
+    pub model: PathBuf,
+    /// The adapter's on top of it, if there is one.
+    pub adapter: Option<PathBuf>,
+    /// Lines that say which folders were taken, where the name left that open.
+    pub notes: Vec<String>,
+}
+
+pub(super) const CONFIG: &str = "config.json";
+pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
+pub(super) const WEIGHTS: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 /// Taken where they are there.
 const SMALL: [&str; 13] = [
     CONFIG,
@@ -38,12 +50,105 @@ const SMALL: [&str; 13] = [
 ];
 
 impl Hub {
-    /// The folder of a model: `name` itself if it is a folder here, else the Hub's model of that
-    /// id, downloaded as far as `part` says.
+    /// Returns the folder of a model or adapter: the one that `name` means on this machine, see [`local_model`], else that of
+    /// the Hub's model of this id, downloaded as far as `part` says.
     pub fn model(&self, name: &str, revision: Option<&str>, part: ModelPart) -> Result<PathBuf, HubError> {
-        if Path::new(name).is_dir() {
-            return Ok(PathBuf::from(name));
+        Ok(self.local_or_hub(name, revision, part)?.folder)
+    }
+
+    /// Finds a model with the adapter on top of it, if `name` means an adapter: then the base model is the one that the
+    /// adapter names.
+    pub fn model_and_adapter(&self, name: &str, revision: Option<&str>) -> Result<ModelFolders, HubError> {
+        let found = self.local_or_hub(name, revision, ModelPart::Whole)?;
+        let note = found.note("model");
+        let base = match found.contents {
+            Contents::Model => return Ok(ModelFolders { model: found.folder, adapter: None, notes: note }),
+            Contents::Adapter { base } => base,
+        };
+        let Some(base) = base else {
+            let problem = format!(
+                "it is an adapter whose {ADAPTER_CONFIG} names no base_model_name_or_path; give the base as --model and \
+                 the adapter as --adapter"
+            );
+            return Err(HubError::Local { name: shorten(name), problem });
+        };
+        let model = self.base_model(&found.folder, &base)?;
+        let base_note = format!("base model: {}, named by the adapter {}", model.display(), found.folder.display());
+        let notes = note.into_iter().chain([base_note]).collect();
+        Ok(ModelFolders { model, adapter: Some(found.folder), notes })
+    }
+
+    /// Returns the folder of an adapter, and the note that says which export it is.
+    pub fn adapter(&self, name: &str) -> Result<(PathBuf, Option<String>), HubError> {
+        let found = self.local_or_hub(name, None, ModelPart::Whole)?;
+        let note = found.note("adapter").pop();
+        match found.contents {
+            Contents::Adapter { .. } => Ok((found.folder, note)),
+            Contents::Model => {
+                let problem = format!("it is no adapter: it has no {ADAPTER_CONFIG}; name a PEFT adapter folder");
+                Err(HubError::Local { name: shorten(name), problem })
+            }
         }
+    }
+
+    /// Returns the folder of the model that an adapter names, or an error if that is an adapter itself. A relative path starts
+    /// at the current folder, as in PEFT, or else at the adapter's.
+    pub fn base_model(&self, adapter: &Path, base: &str) -> Result<PathBuf, HubError> {
+        let beside = adapter.join(base);
+        let name = match !Path::new(base).is_dir() && beside.is_dir() {
+            true => beside.to_string_lossy().into_owned(),
+            false => base.to_owned(),
+        };
+        let found = self
+            .local_or_hub(&name, None, ModelPart::Whole)
+            .map_err(|error| HubError::Base { adapter: adapter.to_path_buf(), source: Box::new(error) })?;
+        match found.contents {
+            Contents::Model => Ok(found.folder),
+            Contents::Adapter { .. } => {
+                let problem = "it is an adapter itself, and one adapter on another is not supported".to_owned();
+                Err(HubError::Local { name: shorten(base), problem })
+            }
+        }
+    }
+
+    /// Finds a model or adapter on this machine, or on the Hub, downloaded as far as `part` says.
+    pub fn local_or_hub(&self, name: &str, revision: Option<&str>, part: ModelPart) -> Result<LocalModel, HubError> {
+        if let Some(found) = local_model(name)? {
+            return Ok(found);
+        }
+        if self.is_missing_path(name, revision) {
+            let advice = match RepoId::parse(RepoKind::Model, name) {
+                Ok(_) => "For the Hub's model of this id, give a revision, such as main",
+                Err(_) => "Relative paths start at the current folder",
+            };
+            return Err(HubError::Missing { name: shorten(name), near: near(name), advice });
+        }
+        let folder = self.download(name, revision, part).map_err(|error| match error {
+            HubError::Unreachable { .. } | HubError::Offline { .. } | HubError::RepoNotFound { .. } => {
+                HubError::Nowhere { name: shorten(name), near: near(name), source: Box::new(error) }
+            }
+            error => error,
+        })?;
+        let is_adapter = folder.join(ADAPTER_CONFIG).is_file() && !folder.join(CONFIG).is_file();
+        let contents = if is_adapter { Contents::Adapter { base: base_of(&folder) } } else { Contents::Model };
+        Ok(LocalModel { folder, contents, choice: None })
+    }
+
+    /// Tells whether a name that is no folder was meant as a path: it looks like one, or its first part is a folder here.
+    ///
+    /// A revision, or a copy in the Hub's cache, make `owner/name` an id even where a folder `owner` is here.
+    fn is_missing_path(&self, name: &str, revision: Option<&str>) -> bool {
+        let looks_like_a_path = name.starts_with(['.', '/', '~']) || name.ends_with('/') || name.contains('\\');
+        let has_slashes = name.matches('/').count() > 1 && !name.contains("://") && RepoId::meant(name).is_none();
+        let begins_here = || name.split_once('/').is_some_and(|(first, _)| Path::new(first).is_dir());
+        let is_cached = || {
+            let repo = RepoId::parse(RepoKind::Model, name).ok();
+            repo.is_some_and(|repo| self.cache.commit_of(&repo, "main").is_some())
+        };
+        looks_like_a_path || has_slashes || (revision.is_none() && begins_here() && !is_cached())
+    }
+
+    fn download(&self, name: &str, revision: Option<&str>, part: ModelPart) -> Result<PathBuf, HubError> {
         let repo = RepoId::parse(RepoKind::Model, name)?;
         let revision = revision.unwrap_or("main");
         self.with_listing(&repo, revision, |listing| {

@@ -55,7 +55,7 @@ pub(crate) fn patiently<T>(
         if is_last || !failure.may_pass() {
             return Err(explain(settings, asked, failure, n_tries));
         }
-        tracing::info!("{} is busy or out of reach, next try in {wait:?}", settings.endpoint);
+        tracing::info!("{} is busy or out of reach, next try in {wait:?}", settings.redact(&settings.endpoint));
         std::thread::sleep(wait);
     }
 }
@@ -79,14 +79,17 @@ impl Failure {
 
 fn explain(settings: &HubSettings, asked: &Asked, failure: Failure, n_tries: usize) -> HubError {
     let id = asked.repo.to_string();
+    let redact = |text: String| settings.redact(&text);
     match failure {
         Failure::Told(error) => error,
-        Failure::Lost(reason) => HubError::Unreachable { endpoint: settings.endpoint.clone(), reason },
-        Failure::Cut(problem) => HubError::Interrupted { id, file: name_of(asked), problem },
-        Failure::Wrong(problem) => HubError::Unverified { id, file: name_of(asked), problem },
+        Failure::Lost(reason) => {
+            HubError::Unreachable { endpoint: redact(settings.endpoint.clone()), reason: redact(reason) }
+        }
+        Failure::Cut(problem) => HubError::Interrupted { id, file: name_of(asked), problem: redact(problem) },
+        Failure::Wrong(problem) => HubError::Unverified { id, file: name_of(asked), problem: redact(problem) },
         Failure::Status(refusal) => match refusal.status {
             401 | 403 if refusal.code != "RepoNotFound" => {
-                let (status, advice) = (refusal.status, advice(settings, asked, &refusal));
+                let (status, advice) = (refusal.status, redact(advice(settings, asked, &refusal)));
                 HubError::Refused { id, status, advice }
             }
             401 | 404 => not_found(asked, &refusal),
@@ -94,9 +97,9 @@ fn explain(settings: &HubSettings, asked: &Asked, failure: Failure, n_tries: usi
             status => {
                 let message = match refusal.message.as_str() {
                     "" => String::new(),
-                    message => format!(": {message}"),
+                    message => redact(format!(": {message}")),
                 };
-                HubError::Status { id, url: refusal.url, status, message }
+                HubError::Status { id, url: redact(refusal.url), status, message }
             }
         },
     }

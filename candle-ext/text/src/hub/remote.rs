@@ -17,7 +17,10 @@ pub(crate) struct Remote {
 
 impl Remote {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
-        let lost = |reason: String| HubError::Unreachable { endpoint: settings.endpoint.clone(), reason };
+        let lost = |reason: String| {
+            let [endpoint, reason] = [&settings.endpoint, &reason].map(|text| settings.redact(text));
+            HubError::Unreachable { endpoint, reason }
+        };
         // hf-hub's own client waits forever, and its own tries do not wait for as long as the Hub asks.
         let mut builder = HFClient::builder()
             .client(client(settings).build().map_err(|e| lost(innermost(&e)))?)

@@ -38,10 +38,26 @@ impl RepoId {
         match problem_of(id) {
             None => Ok(Self { kind, id: id.to_owned() }),
             Some(problem) => {
-                let near = meant(id).map_or(String::new(), |m| format!("; did you mean {m}?"));
+                let near = Self::meant(id).map_or(String::new(), |m| format!("; did you mean {m}?"));
                 Err(HubError::Id { id: id.to_owned(), kind, problem: format!("{problem}{near}") })
             }
         }
+    }
+
+    /// Returns the id that an address or a folder of the cache stands for.
+    pub(crate) fn meant(id: &str) -> Option<String> {
+        let stripped = id.split_once("://").map_or(id, |(_, rest)| rest);
+        let stripped = stripped.trim_start_matches("www.").trim_start_matches("huggingface.co/");
+        let stripped =
+            stripped.trim_start_matches("hf.co/").trim_start_matches("datasets/").trim_start_matches("models/");
+        let plain = stripped.replace('\\', "/").replace(' ', "-").replace("--", "/");
+        // A path of this machine stands for no id.
+        if id.starts_with(['.', '/', '~']) || (stripped == id && id.matches('/').count() > 1) {
+            return None;
+        }
+        let parts: Vec<&str> = plain.split('/').filter(|part| !part.is_empty()).take(2).collect();
+        let near = parts.join("/");
+        (parts.len() == 2 && problem_of(&near).is_none()).then_some(near)
     }
 
     /// What it holds.
@@ -91,16 +107,6 @@ fn problem_of(id: &str) -> Option<&'static str> {
         _ if id.len() > MAX_LEN => Some("an id has at most 96 characters"),
         _ => None,
     }
-}
-
-fn meant(id: &str) -> Option<String> {
-    let id = id.split_once("://").map_or(id, |(_, rest)| rest);
-    let id = id.trim_start_matches("www.").trim_start_matches("huggingface.co/");
-    let id = id.trim_start_matches("hf.co/").trim_start_matches("datasets/").trim_start_matches("models/");
-    let id = id.replace('\\', "/").replace(' ', "-").replace("--", "/");
-    let parts: Vec<&str> = id.split('/').filter(|part| !part.is_empty()).take(2).collect();
-    let near = parts.join("/");
-    (parts.len() == 2 && problem_of(&near).is_none()).then_some(near)
 }
 
 #[cfg(test)]

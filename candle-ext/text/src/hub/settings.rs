@@ -71,10 +71,31 @@ impl HubSettings {
     }
 }
 
+impl HubSettings {
+    /// Masks what must not reach a log: the token, and name and password in the Hub's address.
+    pub(crate) fn redact(&self, text: &str) -> String {
+        let masked = match &self.token {
+            Some(token) => text.replace(token.as_str(), "(token)"),
+            None => text.to_owned(),
+        };
+        match self.userinfo() {
+            Some(userinfo) => masked.replace(&format!("{userinfo}@"), ""),
+            None => masked,
+        }
+    }
+
+    /// `name:password` in the Hub's address.
+    fn userinfo(&self) -> Option<&str> {
+        let (_, rest) = self.endpoint.split_once("://")?;
+        let host = rest.split('/').next()?;
+        host.rsplit_once('@').map(|(userinfo, _)| userinfo)
+    }
+}
+
 impl std::fmt::Debug for HubSettings {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.debug_struct("HubSettings")
-            .field("endpoint", &self.endpoint)
+            .field("endpoint", &self.redact(&self.endpoint))
             .field("token", &self.token.as_ref().map(|_| "(set)"))
             .field("cache", &self.cache)
             .field("offline", &self.offline)
@@ -140,5 +161,14 @@ mod tests {
         assert_eq!(settings.endpoint, "http://mirror");
         assert!(!format!("{settings:?}").contains("hf_secret"));
         assert!(!from(&[("HF_HUB_OFFLINE", "0")]).offline);
+    }
+
+    #[test]
+    fn secrets_are_masked() {
+        let settings = from(&[("HF_ENDPOINT", "http://me:pass@host:8080/hub"), ("HF_TOKEN", "hf_secret")]);
+        assert!(!format!("{settings:?}").contains("pass"));
+        let said = settings.redact("http://me:pass@host:8080/hub/api says: bad token hf_secret");
+        assert_eq!(said, "http://host:8080/hub/api says: bad token (token)");
+        assert_eq!(from(&[]).redact("me@example.com"), "me@example.com");
     }
 }

@@ -15,8 +15,19 @@ pub(super) struct NamedTemplate {
     pub(super) source: String,
 }
 
-/// Reads a text file; `None` where there is none.
+/// The most bytes of a file that is read as a whole.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// Reads a text file; `None` where there is none. A pipe or a device, which may never end, is refused.
 pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
+    let content = |message: String| TokenizerError::Content { path: path.to_owned(), message };
+    match std::fs::metadata(path) {
+        Ok(file) if !file.is_file() => return Err(content("it is no regular file".into())),
+        Ok(file) if file.len() > MOST_BYTES => {
+            return Err(content(format!("it has {} bytes, and at most {MOST_BYTES} are read", file.len())));
+        }
+        _ => {}
+    }
     match std::fs::read(path) {
         Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|error| TokenizerError::Content {
             path: path.to_owned(),

@@ -164,15 +164,12 @@ impl Tokenizer {
         let config = files::read_object(&directory.join("tokenizer_config.json"))?;
         let map = files::read_object(&directory.join("special_tokens_map.json"))?;
         let named = special::Named::from_configs(&config, &map);
+        special::check_roles(directory, &config)?;
         let find = |key| find(&inner, directory, key, named.text(key));
         let (bos, eos, unk) = (find("bos_token")?, find("eos_token")?, find("unk_token")?);
         let pad = find("pad_token")?.or_else(|| eos.clone());
 
-        let configs = ["generation_config.json", "config.json"]
-            .map(|file| files::read_object(&directory.join(file)).map(|config| (file, config)))
-            .into_iter()
-            .collect::<Result<Vec<_>, _>>()?;
-        let mut eos_ids = special::eos_ids(directory, &configs)?;
+        let mut eos_ids = special::eos_ids(directory)?;
         eos_ids.extend(eos.as_ref().map(|eos| eos.id));
         let added = inner.get_added_tokens_decoder();
         let special_ids = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id);
@@ -190,6 +187,12 @@ impl Tokenizer {
             unk,
             eos_ids,
         })
+    }
+
+    /// Adds the stop tokens of another folder's `generation_config.json` and `config.json`.
+    pub fn with_stops_of(mut self, directory: &Path) -> Result<Self, TokenizerError> {
+        self.eos_ids.extend(special::eos_ids(directory)?);
+        Ok(self)
     }
 
     /// The folder it was loaded from.

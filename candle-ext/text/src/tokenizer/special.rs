@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value as Json};
 
-use super::TokenizerError;
+use super::{TokenizerError, files};
 
 /// A special token as text and as id.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,13 +52,26 @@ fn token_text(value: &Json) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str()).filter(|text| !text.is_empty())
 }
 
-/// The ids that end a generation: `eos_token_id`, a number or a list, in either config.
-pub(super) fn eos_ids(
-    directory: &Path,
-    configs: &[(&str, Map<String, Json>)],
-) -> Result<BTreeSet<u32>, TokenizerError> {
+/// Refuses a special token of `tokenizer_config.json` that is neither a text nor an AddedToken.
+pub(super) fn check_roles(directory: &Path, config: &Map<String, Json>) -> Result<(), TokenizerError> {
+    for key in ["bos_token", "eos_token", "pad_token", "unk_token"] {
+        let is_token = |value: &Json| value.is_string() || value.get("content").is_some_and(Json::is_string);
+        let Some(value) = config.get(key).filter(|value| !value.is_null() && !is_token(value)) else { continue };
+        return Err(TokenizerError::Value {
+            path: directory.join("tokenizer_config.json"),
+            key,
+            found: value.to_string().chars().take(60).collect(),
+            expected: "a text, or an object with a text under `content`",
+        });
+    }
+    Ok(())
+}
+
+/// The ids that end a generation: `eos_token_id`, a number or a list, in `generation_config.json` and `config.json`.
+pub(super) fn eos_ids(directory: &Path) -> Result<BTreeSet<u32>, TokenizerError> {
     let mut ids = BTreeSet::new();
-    for (file, config) in configs {
+    for file in ["generation_config.json", "config.json"] {
+        let config = files::read_object(&directory.join(file))?;
         let Some(value) = config.get("eos_token_id").filter(|value| !value.is_null()) else {
             continue;
         };

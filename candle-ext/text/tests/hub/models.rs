@@ -2,7 +2,7 @@
 
 use candlewick_text::hub::{Hub, HubSettings, ModelPart};
 
-use super::server::{HubServer, Repo, etag};
+use super::server::{HubServer, Reply, Repo, etag};
 use super::{Bench, names_in};
 
 const ID: &str = "tiny/llama";
@@ -149,9 +149,51 @@ fn progress_ends_at_the_whole() {
 fn a_folder_here_wins_over_the_hub() {
     let bench = Bench::new(HubServer::start([]));
     let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("config.json"), "{}").unwrap();
     let path = folder.path().to_str().unwrap();
     assert_eq!(bench.hub().model(path, None, ModelPart::Whole).unwrap(), folder.path());
     assert!(bench.server.log().is_empty());
+}
+
+#[test]
+fn a_path_that_leads_nowhere_is_not_asked_of_the_hub() {
+    let bench = Bench::new(HubServer::start([single()]));
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("quickstart")).unwrap();
+    let missing = folder.path().join("quikstart");
+    let error = bench.hub().model(missing.to_str().unwrap(), None, ModelPart::Whole).unwrap_err().to_string();
+    assert!(
+        error.contains("neither a folder here nor a Hub id; did you mean") && error.contains("quickstart?"),
+        "{error}"
+    );
+    // The folder `src` is here.
+    let error = bench.hub().model("src/llama", None, ModelPart::Whole).unwrap_err().to_string();
+    assert!(error.contains("give a revision, such as main"), "{error}");
+    assert!(bench.server.log().is_empty());
+    bench.hub().model("src/llama", Some("main"), ModelPart::Whole).unwrap_err();
+    assert!(!bench.server.log().is_empty());
+}
+
+#[test]
+fn an_adapter_brings_the_model_that_it_names() {
+    let config = r#"{"base_model_name_or_path": "tiny/llama"}"#;
+    let files = [("adapter_config.json", config), ("adapter_model.safetensors", "factors")];
+    let bench = Bench::new(HubServer::start([single(), Repo::new("models/my/adapter", &files)]));
+    let found = bench.hub().model_and_adapter("my/adapter", None).unwrap();
+    assert!(found.model.join("model.safetensors").is_file());
+    assert!(found.adapter.unwrap().join("adapter_model.safetensors").is_file());
+    let plain = bench.hub().model_and_adapter(ID, None).unwrap();
+    assert_eq!((plain.model, plain.adapter), (found.model, None));
+    assert!(bench.hub().adapter(ID).unwrap_err().to_string().contains("it is no adapter"));
+}
+
+#[test]
+fn an_answer_of_the_server_gives_no_secret_away() {
+    let bench = Bench::new(HubServer::start([single()]));
+    bench.server.answer("GET", "/api/", 99, Reply::new(401, "").header("X-Error-Message", "bad token hf_secret"));
+    let settings = HubSettings { token: Some("hf_secret".into()), ..bench.settings() };
+    let error = Hub::new(settings).unwrap().model(ID, None, ModelPart::Whole).unwrap_err().to_string();
+    assert!(error.contains("bad token (token)") && !error.contains("hf_secret"), "{error}");
 }
 
 #[test]

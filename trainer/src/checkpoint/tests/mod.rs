@@ -109,9 +109,11 @@ fn resumed_step(plan: &CheckpointPlan) -> usize {
     resumed.run.step
 }
 
+/// The names in a folder, without the link to the newest checkpoint.
 fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.retain(|name| name != "latest");
     names.sort();
     names
 }

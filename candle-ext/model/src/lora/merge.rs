@@ -1,0 +1,152 @@
+//! An adapter merged into its base model: a Hugging Face folder with W + scaling B A, written one tensor at a time.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{Adapter, AdapterFolder};
+use crate::{
+    Config, Model, ModelError, ParamSpec,
+    checkpoint::{Checkpoint, Companions, Export},
+};
+
+/// A merge: what is read, and what is written.
+#[derive(Clone, Copy, Debug)]
+pub struct Merge<'a> {
+    /// The folder of the base model.
+    pub base: &'a Path,
+    /// The adapter's folder.
+    pub adapter: &'a Path,
+    /// The folder to write. It must be empty or missing.
+    pub output: &'a Path,
+    /// The dtype of the weights on disk; `None` takes that of the base model.
+    pub dtype: Option<DType>,
+    /// The largest file of weights, in bytes.
+    pub shard_bytes: u64,
+}
+
+/// The outcome of a merge.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Merged {
+    /// The dtype of the weights on disk.
+    pub dtype: DType,
+    /// The number of weight matrices that changed.
+    pub n_matrices: usize,
+    /// The number of parameters that were written.
+    pub n_params: usize,
+    /// The norm of what rounding to the dtype took from the changed matrices, over the norm of the adapter's change.
+    pub rounding: f64,
+}
+
+impl Merge<'_> {
+    /// Writes the merged model, reads it again, and compares every value with what it must be.
+    ///
+    /// Tokenizer and chat template are the adapter's, if its folder has them. No more than one tensor is in memory at a time,
+    /// in f32, with its change.
+    pub fn run(&self) -> Result<Merged, ModelError> {
+        self.check_output()?;
+        let source = Source::open(self.base, self.adapter)?;
+        let dtype = self.dtype.or(source.base.float_dtype()).unwrap_or(DType::F32);
+        let folders = [self.adapter, self.base];
+        let export = Export {
+            folder: self.output,
+            config: source.model.config(),
+            companions: Companions { folders: &folders, chat_template: None, files: &[] },
+            dtype,
+            shard_bytes: self.shard_bytes,
+        };
+        export.save(source.model.base_params(), |param| source.merged(param).map_err(candle_core::Error::wrap))?;
+        self.verify(&source, dtype)
+    }
+
+    /// The base model, a run's folder or anything else of worth is never written into.
+    fn check_output(&self) -> Result<(), ModelError> {
+        let refuse =
+            |problem: &str| Err(ModelError::Target { path: self.output.to_path_buf(), problem: problem.to_owned() });
+        match std::fs::read_dir(self.output).map(|mut entries| entries.next().is_none()) {
+            Ok(true) => Ok(()),
+            Ok(false) => refuse("the folder is not empty; name a new one"),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {
+                refuse("it is a file; name a new folder")
+            }
+            Err(error) => Err(ModelError::io("read", self.output)(error)),
+        }
+    }
+
+    fn verify(&self, source: &Source, dtype: DType) -> Result<Merged, ModelError> {
+        let written = Checkpoint::open(self.output)?;
+        let (mut n_matrices, mut n_params) = (0, 0);
+        let (mut lost, mut changed) = (0.0, 0.0);
+        for param in source.model.base_params() {
+            let exact = source.merged(param)?;
+            let found = written.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu)?;
+            let wrong = |problem: &str| ModelError::mismatch(self.output, format!("tensor `{}` {problem}", param.name));
+            if !square(&found)?.is_finite() {
+                return Err(wrong(&format!(
+                    "has values that are not finite in {dtype:?}; merge with --dtype f32 or bf16"
+                )));
+            }
+            let want = exact.to_dtype(dtype)?.to_dtype(DType::F32)?;
+            if square(&(&found - &want)?)? != 0.0 {
+                return Err(wrong(
+                    "was written with other values than base plus adapter; check the disk, and merge again",
+                ));
+            }
+            n_params += param.numel();
+            if source.adapter_on(param).is_some() {
+                n_matrices += 1;
+                lost += square(&(&found - &exact)?)?;
+                changed += square(&(&exact - source.read(param)?)?)?;
+            }
+        }
+        let rounding = if changed > 0.0 { (lost / changed).sqrt() } else { 0.0 };
+        Ok(Merged { dtype, n_matrices, n_params, rounding })
+    }
+}
+
+/// A base model and an adapter on it, mapped.
+struct Source {
+    model: Model,
+    base: Checkpoint,
+    adapter: Checkpoint,
+}
+
+impl Source {
+    fn open(base: &Path, adapter: &Path) -> Result<Self, ModelError> {
+        let AdapterFolder { config, weights } = AdapterFolder::open(adapter)?;
+        let model = Model::new(Config::read(base)?, Some(config))?;
+        let base = Checkpoint::open(base)?;
+        base.check(model.base_params())?;
+        weights.check(model.adapter_params())?;
+        Ok(Self { model, base, adapter: weights })
+    }
+
+    fn adapter_on(&self, param: &ParamSpec) -> Option<&Adapter> {
+        let module = param.name.strip_suffix(".weight")?;
+        self.model.adapters().find(|adapter| adapter.module == module)
+    }
+
+    /// The base model's value of a parameter, in f32.
+    fn read(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
+        self.base.tensor(&param.name, &param.shape, DType::F32, &Device::Cpu)
+    }
+
+    /// The value of a parameter with the adapter's change, in f32.
+    fn merged(&self, param: &ParamSpec) -> Result<Tensor, ModelError> {
+        let base = self.read(param)?;
+        let Some(adapter) = self.adapter_on(param) else { return Ok(base) };
+        let [n_out, n_in] = param.shape[..] else {
+            return Err(ModelError::mismatch(Path::new(&param.name), "an adapter sits on a tensor that is no matrix"));
+        };
+        let factor = |name: String, shape: [usize; 2]| self.adapter.tensor(&name, &shape, DType::F32, &Device::Cpu);
+        let (a, b) = (factor(adapter.a_name(), [adapter.r, n_in])?, factor(adapter.b_name(), [n_out, adapter.r])?);
+        Ok(super::merge(&base, &a, &b, adapter.scaling)?)
+    }
+}
+
+/// The sum of the squares, in f64 from row to row.
+fn square(tensor: &Tensor) -> Result<f64, ModelError> {
+    let values = tensor.flatten_all()?.to_vec1::<f32>()?;
+    Ok(values.iter().map(|value| f64::from(*value) * f64::from(*value)).sum())
+}

@@ -1,0 +1,334 @@
+//! Models on this machine: the folder that a run, a checkpoint folder or an adapter stands for.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::HubError;
+use super::model::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS};
+
+/// A model or adapter folder that was found on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LocalModel {
+    /// The folder with the files.
+    pub folder: PathBuf,
+    /// The contents of the folder.
+    pub contents: Contents,
+    /// The rule that chose among several exports, such as "newest of 3".
+    pub choice: Option<String>,
+}
+
+impl LocalModel {
+    /// Tells whether the folder holds an adapter.
+    pub fn is_adapter(&self) -> bool {
+        matches!(self.contents, Contents::Adapter { .. })
+    }
+
+    /// Returns a line that says which folder was taken, if that was a choice: "model: runs/x/global_step_9 (newest of 3)".
+    pub fn note(&self, what: &str) -> Vec<String> {
+        let note = |choice: &String| format!("{what}: {} ({choice})", self.folder.display());
+        self.choice.iter().map(note).collect()
+    }
+}
+
+/// The kind of model that a folder holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Contents {
+    /// A model, or its tokenizer alone.
+    Model,
+    /// A PEFT adapter.
+    Adapter {
+        /// The adapter's `base_model_name_or_path`.
+        base: Option<String>,
+    },
+}
+
+/// The link that training keeps beside its exports, to the newest of them.
+const LATEST: &str = "latest";
+/// The record of a run, which names the best step.
+const RUN_JSON: &str = "run.json";
+/// Files by which a folder is taken as it is: what they lack is the business of their reader.
+const MARKS: [&str; 7] =
+    [CONFIG, WEIGHTS, INDEX, "tokenizer.json", "tokenizer.model", "pytorch_model.bin", "pytorch_model.bin.index.json"];
+
+/// One folder `global_step_N`.
+struct Export {
+    folder: PathBuf,
+    contents: Contents,
+    step: u64,
+}
+
+/// Finds the model that `name` means on this machine. Returns `None` where `name` is no folder.
+///
+/// A model or adapter folder is taken as it is. A run's output folder, or a checkpoint's, stands for the best of its
+/// exports where `run.json` names one, and else for the newest.
+pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
+    let path = Path::new(name);
+    if !path.is_dir() {
+        return Ok(None);
+    }
+    if let Some(contents) = contents_of(path) {
+        return Ok(Some(LocalModel { folder: path.to_path_buf(), contents, choice: None }));
+    }
+    let parents: Vec<PathBuf> = std::iter::once(path.to_path_buf()).chain(subfolders(path)).collect();
+    let mut found: Vec<(&PathBuf, Vec<Export>)> = parents.iter().map(|parent| (parent, exports_in(parent))).collect();
+    found.retain(|(_, exports)| !exports.is_empty());
+    // Exports of the folder itself go before those one level down.
+    if found.first().is_some_and(|(parent, _)| *parent == path) {
+        found.truncate(1);
+    }
+    match found.len() {
+        0 => Err(HubError::Local { name: shorten(name), problem: without_exports(path, &parents) }),
+        1 => Ok(found.pop().map(|(parent, exports)| choose(path, parent, exports))),
+        _ => {
+            let names: Vec<String> = found.iter().map(|(parent, _)| parent.display().to_string()).collect();
+            let problem = format!("several of its folders hold exports; name one of {}", names.join(", "));
+            Err(HubError::Local { name: shorten(name), problem })
+        }
+    }
+}
+
+/// Returns the end of a sentence about a missing path: `; did you mean X?`, or a full stop where no path is like it.
+pub(crate) fn near(name: &str) -> String {
+    nearest(Path::new(name)).map_or_else(|| ".".to_owned(), |path| format!("; did you mean {}?", path.display()))
+}
+
+/// The existing path that is most like a missing one, if one is.
+fn nearest(path: &Path) -> Option<PathBuf> {
+    let parent = path.ancestors().skip(1).find(|ancestor| ancestor.is_dir() || *ancestor == Path::new(""))?;
+    let wanted = path.strip_prefix(parent).ok()?.iter().next()?.to_string_lossy().into_owned();
+    let listed = if parent == Path::new("") { Path::new(".") } else { parent };
+    let names = subfolders(listed).filter_map(|folder| Some(folder.file_name()?.to_string_lossy().into_owned()));
+    let scored = names.map(|name| (strsim::jaro_winkler(&wanted, &name), name));
+    let (score, name) = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    (score > 0.8).then(|| parent.join(name))
+}
+
+/// A name of reasonable length for a message.
+pub(crate) fn shorten(name: &str) -> String {
+    const MOST: usize = 200;
+    match name.char_indices().nth(MOST) {
+        Some((cut, _)) => format!("{}... ({} characters)", &name[..cut], name.chars().count()),
+        None => name.to_owned(),
+    }
+}
+
+fn contents_of(folder: &Path) -> Option<Contents> {
+    let has = |name: &&str| folder.join(name).is_file();
+    let is_adapter = has(&ADAPTER_CONFIG) && ![WEIGHTS, INDEX].iter().any(has);
+    if is_adapter {
+        return Some(Contents::Adapter { base: base_of(folder) });
+    }
+    (MARKS.iter().any(has) || has(&ADAPTER_WEIGHTS)).then_some(Contents::Model)
+}
+
+/// The base model that an adapter folder names. Errors of the file are those of whoever reads all of it.
+pub(crate) fn base_of(folder: &Path) -> Option<String> {
+    let config = json_in(&folder.join(ADAPTER_CONFIG))?;
+    config.get("base_model_name_or_path")?.as_str().map(str::to_owned).filter(|base| !base.is_empty())
+}
+
+fn json_in(path: &Path) -> Option<Value> {
+    const MOST_BYTES: u64 = 1 << 26;
+    fs::metadata(path).ok().filter(|file| file.is_file() && file.len() <= MOST_BYTES)?;
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}
+
+/// The folders in a folder, links to folders left out, in the order of their names.
+fn subfolders(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let is_folder = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
+    let mut folders: Vec<PathBuf> = entries.filter(is_folder).map(|entry| entry.path()).collect();
+    folders.sort();
+    folders.into_iter()
+}
+
+fn name_of(folder: &Path) -> String {
+    folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+/// The exports in a folder that have their weights, the fewest steps first.
+fn exports_in(parent: &Path) -> Vec<Export> {
+    let export = |folder: PathBuf| {
+        let step = name_of(&folder).strip_prefix("global_step_")?.parse().ok()?;
+        let contents = contents_of(&folder)?;
+        let weights = match contents {
+            Contents::Model => &[WEIGHTS, INDEX][..],
+            Contents::Adapter { .. } => &[ADAPTER_WEIGHTS],
+        };
+        let is_complete = weights.iter().any(|name| folder.join(name).is_file());
+        is_complete.then_some(Export { folder, contents, step })
+    };
+    let mut exports: Vec<Export> = subfolders(parent).filter_map(export).collect();
+    exports.sort_by_key(|export| export.step);
+    exports
+}
+
+/// The best of some exports, or else the one that was written last.
+fn choose(run: &Path, parent: &Path, mut exports: Vec<Export>) -> LocalModel {
+    let n = exports.len();
+    let steps: Vec<u64> = exports.iter().map(|export| export.step).collect();
+    let position = |step: u64| steps.iter().position(|own| *own == step);
+    let of_link = fs::canonicalize(parent.join(LATEST)).ok();
+    let written_last = of_link.and_then(|target| exports.iter().position(|it| it.folder.ends_with(name_of(&target))));
+    let above = parent.parent().filter(|above| *above != Path::new("")).unwrap_or(Path::new("."));
+    let best =
+        [run, parent, above].into_iter().find_map(best_step).and_then(|(step, why)| Some((position(step)?, why)));
+    let (idx, choice) = match (best, written_last) {
+        (Some((idx, metric)), _) => (idx, format!("best {metric} of {n}")),
+        (None, _) if n == 1 => (0, "the only export".to_owned()),
+        (None, Some(idx)) => (idx, format!("newest of {n}")),
+        (None, None) => (n - 1, format!("most steps of {n}")),
+    };
+    let Export { folder, contents, .. } = exports.swap_remove(idx);
+    LocalModel { folder, contents, choice: Some(choice) }
+}
+
+/// The best step that `run.json` names, and by which metric. It names one if the recipe has a `metric_for_best_model`.
+fn best_step(run: &Path) -> Option<(u64, String)> {
+    let report = json_in(&run.join(RUN_JSON))?;
+    let best = report.get("metrics")?.get("best")?;
+    Some((best.get("iter")?.as_u64()?, best.get("metric")?.as_str()?.to_owned()))
+}
+
+/// The reason why a folder is no model, and what to do.
+fn without_exports(path: &Path, parents: &[PathBuf]) -> String {
+    let is_sharded = |folder: &PathBuf| {
+        let name = name_of(folder);
+        name.starts_with("epoch_") && name.contains("_global_step_") && folder.join("manifest.json").is_file()
+    };
+    let holds_sharded = |parent: &PathBuf| subfolders(parent).any(|folder| is_sharded(&folder));
+    let canonical = fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf());
+    if is_sharded(&canonical) || parents.iter().any(holds_sharded) {
+        return "it holds sharded checkpoints, from which training resumes, and no model folder. To export the weights, \
+                set auto_resume: true in the recipe's sharded checkpoint, add `{type: huggingface, output_dir: DIR, \
+                save_end_of_training: true}` to its checkpoint list, and run `trainer train` on the recipe again: it \
+                resumes and exports"
+            .to_owned();
+    }
+    let mut held: Vec<String> = fs::read_dir(path)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|it| it.file_name().to_string_lossy().into_owned())
+        .collect();
+    held.sort();
+    let (n, shown) = (held.len(), held[..held.len().min(5)].join(", "));
+    let holds = match n {
+        0 => "it is empty".to_owned(),
+        1..=5 => format!("it holds {shown}"),
+        _ => format!("it holds {shown} and {} more", n - 5),
+    };
+    format!(
+        "the folder has none of {CONFIG}, {ADAPTER_CONFIG} and tokenizer.json, and no export global_step_N; {holds}. Name the \
+         folder with the model's files"
+    )
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    struct Run(tempfile::TempDir);
+
+    impl Run {
+        fn new() -> Self {
+            Self(tempfile::tempdir().unwrap())
+        }
+
+        fn write(&self, path: &str, text: &str) -> &Self {
+            let path = self.0.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+            self
+        }
+
+        fn export(&self, path: &str) -> &Self {
+            self.write(&format!("{path}/config.json"), "{}").write(&format!("{path}/model.safetensors"), "")
+        }
+
+        fn adapter(&self, path: &str) -> &Self {
+            self.write(&format!("{path}/adapter_config.json"), r#"{"base_model_name_or_path": "org/base"}"#);
+            self.write(&format!("{path}/adapter_model.safetensors"), "")
+        }
+
+        fn name(&self, path: &str) -> String {
+            self.0.path().join(path).to_str().unwrap().to_owned()
+        }
+
+        #[track_caller]
+        fn finds(&self, name: &str, want: &str, choice: Option<&str>) -> Contents {
+            let found = local_model(&self.name(name)).unwrap().unwrap();
+            assert_eq!((found.folder, found.choice.as_deref()), (self.0.path().join(want), choice));
+            found.contents
+        }
+
+        #[track_caller]
+        fn refuses(&self, name: &str, want: &str) {
+            let error = local_model(&self.name(name)).unwrap_err().to_string();
+            assert!(error.contains(want), "{want:?} is not in {error:?}");
+        }
+    }
+
+    #[test]
+    fn a_run_folder_stands_for_its_newest_export() {
+        let run = Run::new();
+        run.export("r/model/global_step_9").export("r/model/global_step_22");
+        // Unfinished, or another program's.
+        run.write("r/model/global_step_30/config.json", "{}").export("r/model/.global_step_40.tmp");
+        run.write("r/checkpoints/epoch_0_global_step_22/manifest.json", "{}");
+        run.finds("r/model/global_step_9", "r/model/global_step_9", None);
+        run.finds("r/model", "r/model/global_step_22", Some("most steps of 2"));
+        run.finds("r", "r/model/global_step_22", Some("most steps of 2"));
+        std::os::unix::fs::symlink("global_step_9", run.0.path().join("r/model/latest")).unwrap();
+        run.finds("r", "r/model/global_step_9", Some("newest of 2"));
+        run.finds("r/model/latest", "r/model/latest", None);
+    }
+
+    #[test]
+    fn the_best_export_goes_before_the_newest_if_the_run_names_one() {
+        let run = Run::new();
+        run.export("r/model/global_step_9").export("r/model/global_step_22");
+        run.write("r/run.json", r#"{"metrics": {"best": {"iter": 9, "metric": "loss/eval", "value": 1.0}}}"#);
+        run.finds("r", "r/model/global_step_9", Some("best loss/eval of 2"));
+        run.finds("r/model", "r/model/global_step_9", Some("best loss/eval of 2"));
+        run.write("r/run.json", r#"{"metrics": {"best": {"iter": 7, "metric": "loss/eval", "value": 1.0}}}"#);
+        run.finds("r", "r/model/global_step_22", Some("most steps of 2"));
+    }
+
+    #[test]
+    fn an_adapter_names_its_base() {
+        let run = Run::new();
+        run.adapter("r/adapter/global_step_4");
+        let base = Some("org/base".to_owned());
+        assert_eq!(run.finds("r", "r/adapter/global_step_4", Some("the only export")), Contents::Adapter { base });
+    }
+
+    #[test]
+    fn a_folder_without_a_model_is_explained() {
+        let run = Run::new();
+        run.write("r/checkpoints/epoch_0_global_step_22/manifest.json", "{}");
+        for name in ["r", "r/checkpoints", "r/checkpoints/epoch_0_global_step_22"] {
+            run.refuses(name, "it holds sharded checkpoints");
+        }
+        run.export("two/a/global_step_1").export("two/b/global_step_1");
+        run.refuses("two", "name one of");
+        run.write("other/notes.txt", "");
+        run.refuses("other", "it holds notes.txt");
+        assert_eq!(local_model(&run.name("nope")).unwrap(), None);
+    }
+
+    #[test]
+    fn the_nearest_existing_path_is_proposed() {
+        let run = Run::new();
+        run.export("runs/quickstart/model/global_step_1");
+        assert_eq!(near(&run.name("runs/quikstart")), format!("; did you mean {}?", run.name("runs/quickstart")));
+        assert_eq!(
+            near(&run.name("runs/quickstart/modl")),
+            format!("; did you mean {}?", run.name("runs/quickstart/model"))
+        );
+        assert_eq!(near(&run.name("zebra")), ".");
+    }
+}

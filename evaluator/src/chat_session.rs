@@ -1,0 +1,91 @@
+//! A chat with a model: the messages so far, cut to the model's context.
+
+use anyhow::{Result, ensure};
+use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::render::render_prompt;
+
+use crate::exit::ExitCode;
+use crate::generate::GenerateOptions;
+use crate::lm::{Answer, Lm, OnText};
+
+/// A conversation with a model, one turn after the other.
+pub struct ChatSession<'m> {
+    lm: &'m Lm,
+    options: GenerateOptions,
+    system: Option<Message>,
+    /// Turns of the user and the assistant.
+    messages: Vec<Message>,
+}
+
+/// An answer in a chat.
+#[derive(Clone, Debug)]
+pub struct Reply {
+    /// The answer.
+    pub answer: Answer,
+    /// The number of old messages that were dropped, because the context has no room for them.
+    pub n_dropped: usize,
+}
+
+impl<'m> ChatSession<'m> {
+    /// Begins a chat. The model must have a chat template.
+    pub fn new(lm: &'m Lm, options: GenerateOptions) -> Result<Self> {
+        lm.chat_template()?;
+        Ok(Self { lm, options, system: None, messages: Vec::new() })
+    }
+
+    /// Sets the system message, or removes it if `text` is empty.
+    pub fn set_system(&mut self, text: &str) {
+        self.system = (!text.is_empty()).then(|| Message::new("system", text));
+    }
+
+    /// Forgets all turns. The system message stays.
+    pub fn reset(&mut self) {
+        self.messages.clear();
+    }
+
+    /// Answers the user's next turn. After an error the turn is forgotten.
+    ///
+    /// The oldest turns are dropped where the context has no room for them and the answer.
+    pub fn reply(&mut self, text: &str, on_text: &mut OnText) -> Result<Reply> {
+        self.messages.push(Message::new("user", text));
+        let replied = self.drop_oldest().and_then(|n_dropped| {
+            let answer = self.lm.chat(&self.conversation(), &self.options, on_text)?;
+            Ok(Reply { answer, n_dropped })
+        });
+        match &replied {
+            Ok(reply) => self.messages.push(Message::new("assistant", reply.answer.text.as_str())),
+            Err(_) => drop(self.messages.pop()),
+        }
+        replied
+    }
+
+    fn conversation(&self) -> Conversation {
+        Conversation::new(self.system.iter().chain(&self.messages).cloned())
+    }
+
+    /// Drops the oldest turns until the prompt leaves room for an answer: a quarter of the context, or less if fewer tokens
+    /// are wanted. Returns the number of dropped messages.
+    fn drop_oldest(&mut self) -> Result<usize> {
+        let context = self.lm.context();
+        let room = self.options.max_new_tokens.min(context / 4).max(1);
+        let mut n_dropped = 0;
+        loop {
+            let prompt = render_prompt(self.lm.tokenizer(), self.lm.chat_template()?, &self.conversation())?;
+            if prompt.len() + room <= context {
+                return Ok(n_dropped);
+            }
+            let n_turn = self.messages.len().min(2);
+            ensure!(
+                self.messages.len() > 1,
+                anyhow::anyhow!(
+                    "failed to answer: the message and the system message have {} tokens, but the model's context has \
+                     {context}, of which {room} are kept for the answer; shorten the message",
+                    prompt.len()
+                )
+                .context(ExitCode::Data)
+            );
+            self.messages.drain(..n_turn);
+            n_dropped += n_turn;
+        }
+    }
+}

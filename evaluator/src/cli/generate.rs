@@ -1,0 +1,178 @@
+//! `evaluator generate`: answers to prompts and conversations.
+
+use std::fs;
+use std::io::Read;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::hub::Hub;
+use candlewick_text::template::{ChatTemplate, Ending};
+use clap::Args;
+
+use super::answer;
+use super::model::Model;
+use crate::exit::ExitCode;
+use crate::generate::{FinishReason, GenerateOptions};
+use crate::lm::{Answer, Lm};
+use crate::messages::conversations;
+
+#[derive(Debug, Args)]
+pub(super) struct Generate {
+    #[command(flatten)]
+    model: Model,
+    /// A user's message to answer; several of them are answered one by one; - reads one from stdin
+    #[arg(long, required_unless_present = "messages")]
+    prompt: Vec<String>,
+    /// The system message before each prompt or conversation
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    system: Option<String>,
+    /// Conversations to answer: a file, or - for stdin. A JSON list of messages, an object with `messages` and perhaps
+    /// `tools`, or JSON lines of either
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "raw"])]
+    messages: Option<PathBuf>,
+    /// Continue the prompt as it stands, without a chat template
+    #[arg(long)]
+    raw: bool,
+    #[command(flatten)]
+    sampling: Sampling,
+    /// Print the duration of prompt and new tokens on stderr, as JSON; loading is not in it
+    #[arg(long)]
+    timings: bool,
+}
+
+/// The choice of tokens.
+#[derive(Clone, Copy, Debug, Args)]
+pub(super) struct Sampling {
+    /// 0 takes the likeliest token
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f64,
+    /// Sample from the likeliest tokens whose probabilities reach this sum
+    #[arg(long, default_value_t = 1.0)]
+    top_p: f64,
+    /// Seeds the sampling
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+    /// The most tokens to generate for an answer [default: 64; in a chat 512]
+    #[arg(long)]
+    max_new_tokens: Option<usize>,
+}
+
+impl Sampling {
+    /// Returns the options for a model, checked against its context. A default gives way to a short context.
+    pub(super) fn options(&self, lm: &Lm, default_max: usize) -> Result<GenerateOptions> {
+        let Self { temperature, top_p, seed, max_new_tokens } = *self;
+        let max_new_tokens = max_new_tokens.unwrap_or(default_max.min(lm.context().saturating_sub(1)));
+        let options = GenerateOptions { max_new_tokens, temperature, top_p, seed };
+        options.check(lm.context())?;
+        Ok(options)
+    }
+}
+
+/// Tokens of an answer, unless the command line says otherwise.
+const MAX_NEW_TOKENS: usize = 64;
+
+pub(super) fn run(args: &Generate, hub: &Hub) -> Result<()> {
+    let prompts = args.prompt.iter().map(|prompt| text_or_stdin(prompt)).collect::<Result<Vec<_>>>()?;
+    let chats = args.chats(&prompts)?;
+    let lm = args.model.load(hub)?;
+    let options = args.sampling.options(&lm, MAX_NEW_TOKENS)?;
+    let mut nobody = |_: &str| Ok(ControlFlow::Continue(()));
+    if args.raw {
+        for prompt in &prompts {
+            args.show(prompts.len(), prompt, &lm.complete(prompt, &options, &mut nobody)?)?;
+        }
+        return Ok(());
+    }
+    let template = lm.chat_template()?;
+    for chat in &chats {
+        warn_of_what_is_not_printed(template, chat);
+        let last = chat.messages.last().and_then(Message::text).unwrap_or_default();
+        args.show(chats.len(), last, &lm.chat(chat, &options, &mut nobody)?)?;
+    }
+    Ok(())
+}
+
+impl Generate {
+    /// The conversations to answer. Each has the system message that the command line gives.
+    fn chats(&self, prompts: &[String]) -> Result<Vec<Conversation>> {
+        let of_prompt = |prompt: &String| Conversation::new([Message::new("user", prompt)]);
+        let mut chats = match &self.messages {
+            Some(path) => read_conversations(path)?,
+            None => prompts.iter().map(of_prompt).collect(),
+        };
+        for (chat, i) in chats.iter_mut().zip(1..) {
+            self.complete(chat)
+                .map_err(|error| anyhow!("failed to read conversation {i}: {error}").context(ExitCode::Data))?;
+        }
+        Ok(chats)
+    }
+
+    /// Puts the system message before a conversation, and refuses one that has nothing to answer.
+    fn complete(&self, chat: &mut Conversation) -> Result<()> {
+        if let Some(system) = &self.system {
+            let has_own = chat.messages.first().is_some_and(|first| first.role() == "system");
+            ensure!(!has_own, "it begins with a system message of its own; remove that, or --system");
+            chat.messages.insert(0, Message::new("system", system));
+        }
+        let ends_with_an_answer = chat.messages.last().is_some_and(Message::is_assistant);
+        ensure!(
+            !ends_with_an_answer,
+            "it ends with the assistant's message, so there is nothing to answer; remove that message"
+        );
+        Ok(())
+    }
+
+    /// Prints an answer, after its prompt if there are several.
+    fn show(&self, n_answers: usize, prompt: &str, said: &Answer) -> Result<()> {
+        if said.finish_reason == FinishReason::Context {
+            eprintln!("note: the answer ends where the model's context is full");
+        }
+        if self.timings {
+            eprintln!("{}", serde_json::to_string(&said.timings)?);
+        }
+        match n_answers {
+            1 => answer(&said.text),
+            _ => answer(&format!("> {prompt}\n{}\n", said.text.trim())),
+        }
+    }
+}
+
+/// Warns of a system message or tools that a template leaves out of the prompt.
+pub(super) fn warn_of_what_is_not_printed(template: &ChatTemplate, chat: &Conversation) {
+    let render = |chat: &Conversation| template.render(chat, Ending::GenerationPrompt).ok();
+    let Some(whole) = render(chat) else { return };
+    let system = chat.messages.first().filter(|first| first.role() == "system").and_then(Message::text);
+    if system.is_some_and(|system| !whole.contains(system.trim())) {
+        tracing::warn!("the chat template leaves the system message out of the prompt: the model does not see it");
+    }
+    if chat.tools.is_some() && render(&Conversation { tools: None, ..chat.clone() }).as_ref() == Some(&whole) {
+        tracing::warn!("the chat template leaves the tools out of the prompt: the model does not see them");
+    }
+}
+
+fn text_or_stdin(prompt: &str) -> Result<String> {
+    if prompt != "-" {
+        return Ok(prompt.to_owned());
+    }
+    let text = read(Path::new("-"))?;
+    Ok(text.strip_suffix('\n').unwrap_or(&text).to_owned())
+}
+
+fn read_conversations(path: &Path) -> Result<Vec<Conversation>> {
+    let failed = || anyhow!("failed to read messages from {}", path.display()).context(ExitCode::Data);
+    let text = read(path)?;
+    conversations(&text).map_err(|error| anyhow!("{}: {error:#}", failed()).context(ExitCode::Data))
+}
+
+fn read(path: &Path) -> Result<String> {
+    let read = || match path == Path::new("-") {
+        false => fs::read_to_string(path),
+        true => {
+            let mut text = String::new();
+            std::io::stdin().lock().read_to_string(&mut text).map(|_| text)
+        }
+    };
+    read().with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)
+}

@@ -1,0 +1,77 @@
+//! Token ids to text as they come: a character appears when all of its bytes are there.
+
+use candlewick_text::tokenizer::{Specials, Tokenizer, TokenizerError};
+
+/// The text of a growing list of tokens.
+pub struct TextStream<'t> {
+    tokenizer: &'t Tokenizer,
+    tokens: Vec<u32>,
+    /// Tokens before this one are no longer looked at.
+    window: usize,
+    /// The text of the tokens before this one has been given out.
+    given: usize,
+}
+
+impl<'t> TextStream<'t> {
+    /// Begins an empty text.
+    pub fn new(tokenizer: &'t Tokenizer) -> Self {
+        Self { tokenizer, tokens: Vec::new(), window: 0, given: 0 }
+    }
+
+    /// Adds a token and returns the text that is complete with it, which may be none.
+    pub fn push(&mut self, token: u32) -> Result<String, TokenizerError> {
+        self.tokens.push(token);
+        self.advance(|text| !text.ends_with(char::REPLACEMENT_CHARACTER))
+    }
+
+    /// Returns the rest of the text, complete or not.
+    pub fn finish(mut self) -> Result<String, TokenizerError> {
+        self.advance(|_| true)
+    }
+
+    fn advance(&mut self, is_complete: impl Fn(&str) -> bool) -> Result<String, TokenizerError> {
+        let decode = |tokens: &[u32]| self.tokenizer.decode(tokens, Specials::Omit);
+        // Decoders treat the first token otherwise (its blank is dropped): the tokens given last stand before the new ones.
+        let before = decode(&self.tokens[self.window..self.given])?;
+        let all = decode(&self.tokens[self.window..])?;
+        if all.len() <= before.len() || !is_complete(&all) {
+            return Ok(String::new());
+        }
+        let fresh = all.get(before.len()..).unwrap_or_default().to_owned();
+        (self.window, self.given) = (self.given, self.tokens.len());
+        Ok(fresh)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn the_pieces_make_the_whole_text() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../recipes/quickstart/tokenizer");
+        let tokenizer = Tokenizer::from_directory(folder).unwrap();
+        for text in ["", "Say wolf 4 times.", " a  b\n\nc ", "naïve 中文 🙂🙂 end", "🙂"] {
+            let ids = tokenizer.encode(text, Specials::Omit).unwrap();
+            let mut stream = TextStream::new(&tokenizer);
+            let mut pieces: Vec<String> = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
+            assert!(pieces.iter().all(|piece| !piece.contains(char::REPLACEMENT_CHARACTER)), "{pieces:?}");
+            pieces.push(stream.finish().unwrap());
+            assert_eq!(pieces.concat(), tokenizer.decode(&ids, Specials::Omit).unwrap());
+        }
+    }
+
+    #[test]
+    fn half_a_character_comes_out_at_the_end() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../recipes/quickstart/tokenizer");
+        let tokenizer = Tokenizer::from_directory(folder).unwrap();
+        let ids = tokenizer.encode("🙂", Specials::Omit).unwrap();
+        assert!(ids.len() > 1);
+        let mut stream = TextStream::new(&tokenizer);
+        assert_eq!(stream.push(ids[0]).unwrap(), "");
+        assert!(stream.finish().unwrap().contains(char::REPLACEMENT_CHARACTER));
+    }
+}

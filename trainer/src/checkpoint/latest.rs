@@ -1,0 +1,85 @@
+//! The link `latest`, beside the checkpoints of a folder, to the one that was finished last.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use super::plan::Tag;
+
+const LATEST: &str = "latest";
+
+/// Points `latest` to the finished checkpoint `dir`, beside it. A reader finds the old target or the new one.
+///
+/// A file system without links costs a warning only: nothing that this program does needs the link.
+pub fn link_latest(dir: &Path) {
+    if let Err(error) = replace(dir) {
+        tracing::warn!("failed to point the link {LATEST} to {}: {error}", dir.display());
+    }
+}
+
+/// Removes the link of a folder if the checkpoint that it names was moved away.
+pub(super) fn unlink_stale(output_dir: &Path) -> io::Result<()> {
+    let link = output_dir.join(LATEST);
+    let is_stale = fs::symlink_metadata(&link).is_ok_and(|found| found.is_symlink()) && !link.exists();
+    if is_stale { fs::remove_file(link) } else { Ok(()) }
+}
+
+fn replace(dir: &Path) -> io::Result<()> {
+    let parent = dir.parent().unwrap_or(Path::new("."));
+    let link = parent.join(LATEST);
+    if fs::symlink_metadata(&link).is_ok_and(|found| !found.is_symlink()) {
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("{} is no link", link.display())));
+    }
+    let temporary = parent.join(format!(".{LATEST}.tmp"));
+    match fs::remove_file(&temporary) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    symlink(Tag::name_of(dir), &temporary)?;
+    fs::rename(&temporary, link).inspect_err(|_| drop(fs::remove_file(&temporary)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_link_follows_the_newest_and_survives_a_move() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("model");
+        for name in ["global_step_5", "global_step_10"] {
+            fs::create_dir_all(folder.join(name)).unwrap();
+            link_latest(&folder.join(name));
+            assert_eq!(fs::read_link(folder.join(LATEST)).unwrap(), Path::new(name));
+        }
+        fs::rename(&folder, root.path().join("moved")).unwrap();
+        assert!(root.path().join("moved/latest").is_dir());
+    }
+
+    #[test]
+    fn a_folder_or_file_of_that_name_is_left_alone() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("latest/mine")).unwrap();
+        link_latest(&root.path().join("global_step_5"));
+        assert!(root.path().join("latest/mine").is_dir());
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
+        fs::remove_dir_all(root.path().join("latest")).unwrap();
+        fs::write(root.path().join("latest"), "mine").unwrap();
+        link_latest(&root.path().join("global_step_5"));
+        assert_eq!(fs::read_to_string(root.path().join("latest")).unwrap(), "mine");
+    }
+
+    #[test]
+    fn a_link_to_a_checkpoint_that_was_moved_goes() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("global_step_5")).unwrap();
+        link_latest(&root.path().join("global_step_5"));
+        unlink_stale(root.path()).unwrap();
+        assert!(root.path().join("latest").is_dir());
+        fs::remove_dir(root.path().join("global_step_5")).unwrap();
+        unlink_stale(root.path()).unwrap();
+        assert!(fs::symlink_metadata(root.path().join("latest")).is_err());
+    }
+}
