@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::mem::take;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use candle_core::{D, Tensor};
 use candlewick_parallel::{Engine, Growth, KvPool, Regions};
 use candlewick_text::tokenizer::Tokenizer;
@@ -12,6 +12,7 @@ use super::batch::Batching;
 use super::sample::Chooser;
 use super::stop::Stop;
 use super::tree::{Node, Tree};
+use crate::exit::ExitCode;
 
 /// A prompt and how it goes on.
 pub struct Prompt {
@@ -236,13 +237,26 @@ impl State<'_, '_> {
 /// The next token of each text, by the logits in the first rows.
 fn choose(texts: &mut [Text], logits: &Tensor) -> Result<Vec<u32>> {
     if texts.iter().all(|text| text.chooser.takes_likeliest()) {
+        // A sum is NaN if any of its terms is.
+        check_numbers(&logits.sum(D::Minus1)?.to_vec1()?)?;
         return Ok(logits.argmax(D::Minus1)?.to_vec1()?);
     }
     let rows = logits.to_vec2::<f32>()?;
+    rows.iter().try_for_each(|row| check_numbers(row))?;
     let choose = |(text, mut logits): (&mut Text, Vec<f32>)| {
         let token = text.chooser.choose(&mut logits, &text.seen);
         text.seen.insert(token);
         token
     };
     Ok(texts.iter_mut().zip(rows).map(choose).collect())
+}
+
+/// Fails if the model gives a token a logit that is no number.
+fn check_numbers(logits: &[f32]) -> Result<()> {
+    match logits.iter().any(|logit| logit.is_nan()) {
+        false => Ok(()),
+        true => {
+            Err(anyhow!("the model gives a token a logit that is NaN; check its weights").context(ExitCode::NonFinite))
+        }
+    }
 }
