@@ -5,6 +5,7 @@ mod answering;
 mod compare;
 mod foreign;
 mod key_values;
+mod limit;
 mod ls;
 mod model_args;
 mod run;
@@ -312,6 +313,16 @@ impl Model {
 }
 
 impl Dtype {
+    /// Returns torch's name of a dtype that was named.
+    fn in_torch(self) -> Option<&'static str> {
+        match self {
+            Self::F32 => Some("float32"),
+            Self::Bf16 => Some("bfloat16"),
+            Self::F16 => Some("float16"),
+            Self::Auto => None,
+        }
+    }
+
     fn of(self, config: &Config, folder: &Path) -> Result<DType> {
         let named = config.to_json();
         let named = ["dtype", "torch_dtype"].iter().find_map(|key| named.get(*key)?.as_str().map(str::to_owned));

@@ -14,6 +14,7 @@ pub mod held_out;
 pub mod lm;
 pub mod output;
 pub mod parts;
+pub mod progress;
 pub mod questions;
 pub mod ranks;
 pub mod request;

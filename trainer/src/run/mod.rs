@@ -115,6 +115,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<
     let chat = ranks.share(tasks::chat(plan, &assets))?;
     let tasks = open_in_turn(plan, selection, chat.as_ref(), hub, ranks)?;
     let Built { engine, notes, peak } = build::engine(plan, &assets, ranks)?;
+    let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
     let kill_switch = &plan.exit.kill_switch_path;
     ensure!(!kill_switch.exists(), "failed to start: the kill switch {} is on; remove the file", kill_switch.display());
     // Until here a signal ends the process at once: there is nothing to save.
