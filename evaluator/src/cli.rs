@@ -7,6 +7,7 @@ mod compare;
 mod foreign;
 mod generate;
 mod key_values;
+mod limit;
 mod ls;
 mod model;
 mod model_args;

@@ -16,6 +16,7 @@ pub mod lm;
 pub mod messages;
 pub mod output;
 pub mod parts;
+pub mod progress;
 pub mod questions;
 pub mod ranks;
 pub mod request;

@@ -35,7 +35,7 @@ impl Output {
 
     /// Writes the records of a task, a line each, and returns the file.
     pub fn write_samples<T: Serialize>(&self, task: &str, samples: &[T]) -> Result<PathBuf> {
-        self.write(&format!("samples_{task}_{}.jsonl", self.date), |file| {
+        self.write(&format!("samples_{}_{}.jsonl", sanitized_task(task), self.date), |file| {
             samples.iter().try_for_each(|sample| {
                 serde_json::to_writer(&mut *file, sample)?;
                 file.write_all(b"\n")
@@ -72,6 +72,11 @@ impl Output {
     }
 }
 
+/// A task's name with `_` for all but letters, digits and `_`, as lm-eval has it in names of files.
+pub fn sanitized_task(name: &str) -> String {
+    name.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '_' }).collect()
+}
+
 /// A name without what names of files do not have.
 pub fn sanitized(name: &str) -> String {
     let mut text = String::new();
@@ -93,6 +98,14 @@ mod tests {
     fn names_are_those_of_lm_eval() {
         let names = ["HuggingFaceTB/SmolLM2", "/models/b/a", "runs/a//b", "plain", "a/"];
         assert_eq!(names.map(sanitized), ["HuggingFaceTB__SmolLM2", "__models__b__a", "runs__a__b", "plain", "a__"]);
+    }
+
+    #[test]
+    fn a_tasks_name_leads_to_no_other_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = Output::new(folder.path(), "a", "now".into());
+        let samples = output.write_samples("../../b::é-1", &[1]).unwrap();
+        assert_eq!(samples, folder.path().join("a/samples_______b__é_1_now.jsonl"));
     }
 
     #[test]

@@ -40,6 +40,17 @@ impl<'a> Questions<'a> {
         self.tasks.iter().zip(&self.options).filter(generates).flat_map(of_task).collect()
     }
 
+    /// Describes the data of each task, as `arc_easy: test = data/arc_easy_test.jsonl (2376 documents)`.
+    pub fn data(&self) -> impl Iterator<Item = String> {
+        self.tasks.iter().map(|task| format!("{}: {}", task.config().task, task.data()))
+    }
+
+    /// Names the tasks whose examples come from the evaluated split.
+    pub fn fewshot_notes(&self) -> impl Iterator<Item = String> {
+        let note = |task: &Task| Some(format!("{}: {}", task.config().task, task.data().fewshot_note()?));
+        self.tasks.iter().filter_map(note)
+    }
+
     /// For each task the prompt of its first document and the target, as text.
     pub fn first(&self) -> impl Iterator<Item = String> {
         self.tasks.iter().zip(&self.asked).filter_map(|(task, asked)| {
@@ -113,6 +124,7 @@ impl<'a> Questions<'a> {
         let mut results = assemble(runs, &self.groups);
         for (task, _, instances, own) in self.each(answered)? {
             let (name, n) = (&task.config().task, n_truncated(&instances, &own));
+            results.data.insert(name.clone(), json!(task.data()));
             if n > 0 {
                 tracing::warn!("{name}: {n} documents were truncated: the model's context is shorter");
             }

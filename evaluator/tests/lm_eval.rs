@@ -10,7 +10,7 @@ use candlewick_text::hub::{Hub, HubSettings};
 use candlewick_text::template::{Ending, TemplateError};
 use evaluator::request::{Request, Response};
 use evaluator::results::{TaskRun, assemble, groups_table, table};
-use evaluator::task::{ChatStyle, DataPaths, Instance, PromptOptions, Registry, Task};
+use evaluator::task::{ChatStyle, DataPaths, Instance, PromptOptions, Registry, Task, TaskConfig};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 
@@ -66,7 +66,7 @@ fn task_files() -> tempfile::TempDir {
     folder
 }
 
-fn data_paths(case: &Json) -> DataPaths {
+fn data_paths(case: &Json, tasks: &[TaskConfig]) -> DataPaths {
     let folder = |task: &str| {
         let own = case["folders"].get(task).unwrap_or(&case["data"]);
         fixtures().join("data").join(own.as_str().unwrap())
@@ -74,7 +74,7 @@ fn data_paths(case: &Json) -> DataPaths {
     let files = case.get("files").and_then(Json::as_object);
     let words: Vec<String> =
         files.into_iter().flatten().map(|(task, _)| format!("{task}={}", folder(task).display())).collect();
-    DataPaths::parse(&words).unwrap()
+    DataPaths::read("--data", &words, tasks).unwrap()
 }
 
 fn options(case: &Json) -> PromptOptions<'static> {
@@ -100,7 +100,7 @@ fn check(name: &str) {
     let registry = Registry::load(&[files.path().to_owned()]).unwrap();
     let names: Vec<&str> = case["tasks"].as_array().unwrap().iter().map(|task| task.as_str().unwrap()).collect();
     let selection = registry.select(&names.join(",")).unwrap();
-    let (options, paths) = (options(case), data_paths(case));
+    let (options, paths) = (options(case), data_paths(case, &selection.tasks));
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::new(files.path()) }).unwrap();
     let answers: Vec<String> = serde_json::from_value(case.get("answers").cloned().unwrap_or(json!(["x"]))).unwrap();
     let mut runs = Vec::new();

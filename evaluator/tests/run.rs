@@ -7,7 +7,7 @@ mod support;
 
 use std::fs;
 use std::net::TcpListener;
-use std::process::Output;
+use std::process::{Command, Output};
 
 use room::{Room, json_of, success};
 use serde_json::Value;
@@ -37,6 +37,14 @@ fn a_run_writes_what_lm_eval_writes() {
         assert!(results.get(key).is_some(), "{key}");
     }
     assert!(shown.ends_with("No document was truncated, skipped or empty.\n"), "{shown}");
+    let header = shown.lines().next().unwrap();
+    assert!(header.starts_with("hf ({'pretrained': '") && header.contains("model'}), gen_kwargs: ({}), "), "{header}");
+    assert!(header.ends_with("limit: 20.0, num_fewshot: 0, batch_size: auto"), "{header}");
+    let remarks = String::from_utf8(output.stderr).unwrap();
+    let data = format!("choose: test = {} (30 documents)\n", room.path("data.jsonl").display());
+    assert!(remarks.contains(&data) && remarks.contains("--limit SHOULD ONLY BE USED FOR TESTING."), "{remarks}");
+    assert_eq!(results["data"]["choose"]["documents"], 30);
+    assert!(results["data"]["choose"].get("fewshot").is_none());
     assert!(results["results"]["choose"]["acc,none"].is_number(), "{results}");
     let samples = fs::read_to_string(room.written("out", "samples_speak_")).unwrap();
     assert_eq!(samples.lines().count(), 20);
@@ -48,6 +56,74 @@ fn a_run_writes_what_lm_eval_writes() {
     let again: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(again["results"], results["results"]);
     assert_eq!(fs::read_to_string(&log).unwrap(), before);
+}
+
+#[test]
+fn examples_from_the_evaluated_split_are_named() {
+    let room = Room::new();
+    let run = ["--limit", "2", "--num-fewshot", "1", "--output-path", "out", "--verbosity", "error"];
+    let output = success(room.run(&run));
+    let shown = String::from_utf8(output.stdout).unwrap();
+    let note = "choose: its few-shot examples come from the evaluated split (test)\nspeak: its few-shot examples come";
+    assert!(shown.contains(note), "{shown}");
+    let results = json_of(&room.written_with("out", "results_", ".json"));
+    let fewshot = &results["data"]["choose"]["fewshot"];
+    assert_eq!((&fewshot["split"], &fewshot["is_evaluated_split"]), (&Value::from("test"), &Value::from(true)));
+    // Nothing but the names of the files that were written.
+    let remarks = String::from_utf8(output.stderr).unwrap();
+    assert!(remarks.lines().all(|line| line.starts_with("out/")), "{remarks}");
+}
+
+#[test]
+fn programs_of_the_model_are_run_if_that_is_confirmed() {
+    if Command::new("python3").arg("-V").output().is_err() {
+        return;
+    }
+    let room = Room::new();
+    let row = serde_json::json!({
+        "task_id": "T/0", "prompt": "def one():\n", "entry_point": "one", "test": "def check(f):\n    assert f() == 1\n",
+    });
+    room.write("test.jsonl", &row.to_string());
+    let run =
+        ["run", "--tasks", "humaneval", "--data", "humaneval=test.jsonl", "--gen-kwargs", "max_gen_toks=4", "--json"];
+    let output = success(room.command(&[&run[..], &["--confirm_run_unsafe_code"]].concat()).output().unwrap());
+    let results: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(results["results"]["humaneval"]["pass@1,create_test"], 0.0, "{}", results["results"]);
+    let output = room.command(&run).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(2) && said.contains("--confirm-run-unsafe-code"), "{said}");
+}
+
+#[test]
+fn a_model_of_nan_generates_nothing_that_is_scored() {
+    let room = Room::new();
+    let path = room.path("model/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[8 + header..].chunks_exact_mut(4).for_each(|value| value.copy_from_slice(&f32::NAN.to_le_bytes()));
+    fs::write(&path, bytes).unwrap();
+    let sampled = ["--gen-kwargs", "do_sample=true,temperature=1.0"];
+    for (task, more) in [("choose", &[][..]), ("speak", &[][..]), ("speak", &sampled[..])] {
+        let run = ["run", "--tasks", task, "--include-path", ".", "--limit", "2"];
+        let output = room.command(&[&run[..], more].concat()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(5) && said.contains("NaN"), "{task}: {said}");
+    }
+}
+
+#[test]
+fn a_tasks_name_is_no_path() {
+    let room = Room::new();
+    let task = fs::read_to_string(room.path("choose.yaml")).unwrap().replace("task: choose", "task: ../../a/b");
+    room.write("slash.yaml", &task);
+    let run = ["run", "--tasks", "slash.yaml", "--limit", "2", "--output-path", "out", "--log-samples"];
+    success(room.command(&run).output().unwrap());
+    let samples = room.written("out", "samples_______a_b_");
+    assert_eq!(fs::read_to_string(&samples).unwrap().lines().count(), 2);
+    // The results beside them are those of the task.
+    let (samples, again) = (samples.to_str().unwrap(), samples.to_str().unwrap());
+    let output = success(room.evaluator(&["compare", samples, again, "--fail-below", "acc=0"]).output().unwrap());
+    assert!(String::from_utf8(output.stdout).unwrap().contains("acc,none"));
 }
 
 /// What two processes and more say, the first one in JSON.

@@ -14,11 +14,15 @@ use serde_json::json;
 /// A built-in task on rows of its own.
 fn open(folder: &Path, name: &str, rows: &[serde_json::Value], options: &PromptOptions) -> Task {
     let lines: Vec<String> = rows.iter().map(ToString::to_string).collect();
-    let path = folder.join("rows.jsonl");
-    fs::write(&path, lines.join("\n")).unwrap();
+    let path = folder.join("rows");
+    fs::create_dir_all(&path).unwrap();
+    for split in ["train", "validation", "test"] {
+        fs::write(path.join(format!("{split}.jsonl")), lines.join("\n")).unwrap();
+    }
     let config = Registry::load(&[]).unwrap().select(name).unwrap().tasks.remove(0);
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::new(folder) }).unwrap();
-    let paths = DataPaths::parse(&[format!("{name}={}", path.display())]).unwrap();
+    let paths =
+        DataPaths::read("--data", &[format!("{name}={}", path.display())], std::slice::from_ref(&config)).unwrap();
     Task::open(&hub, config, &paths, options).unwrap()
 }
 

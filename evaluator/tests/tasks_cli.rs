@@ -72,7 +72,11 @@ fn built_in_tasks_groups_and_tags_are_listed() {
 fn a_prompt_is_shown_as_it_is_asked() {
     let data = format!("gsm8k={}", fixtures().join("data/gsm8k").display());
     let text = said(&["show", "gsm8k", "--doc", "1", "--data", &data, "--num-fewshot", "1", "--compat", "lm-eval"]);
-    assert!(text.starts_with("gsm8k: document 1 of 3, 1 examples\n"), "{text}");
+    let head = format!(
+        "gsm8k: document 1 of 3, 1 examples\ntest = {folder}/test.jsonl (3 documents), examples: train = {folder}/train.jsonl",
+        folder = fixtures().join("data/gsm8k").display()
+    );
+    assert!(text.starts_with(&head), "{text}");
     assert!(text.contains("Question: 600 twice?\nAnswer:\n"), "{text}");
     // The examples of lm-eval depend on the documents before: what its records say about document 1.
     let expected: Json =
@@ -116,9 +120,76 @@ fn a_document_is_not_its_own_example() {
     assert!(n_own(&fallback, &["--compat", "lm-eval"]) > 0);
     let named = task("test_split: test\nfewshot_split: test\n");
     assert_eq!(n_own(&named, &[]) + n_own(&named, &["--compat", "lm-eval"]), 0);
-    // One file stands for every split.
+    // Two names of one file are one split.
     let other = task("test_split: test\ntraining_split: train\n");
-    assert_eq!(n_own(&other, &["--data", &format!("own={data}")]), 0);
+    assert_eq!(n_own(&other, &[]), 0);
+    // One file has no other split for examples.
+    let one_file = format!("own={data}");
+    refused(&["show", &other, "--data", &one_file], 2, &["is one file", "come from \"train\"", "name a folder"]);
+    said(&["show", &other, "--data", &one_file, "--num-fewshot", "0"]);
+    assert_eq!(n_own(&task("test_split: test\n"), &["--data", &one_file]), 0);
+}
+
+/// A folder with files of these names; each row of a file names the file.
+fn folder_of(files: &[(&str, usize)]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, n_rows) in files {
+        let row = json!({"question": name, "choices": ["a", "b", "c", "d"], "answer": 1});
+        fs::create_dir_all(folder.path().join(name).parent().unwrap()).unwrap();
+        file(&folder, name, &format!("{row}\n").repeat(*n_rows));
+    }
+    folder
+}
+
+#[test]
+fn one_file_named_after_the_task_is_its_split() {
+    let folder = folder_of(&[("anatomy_test.jsonl", 3), ("virology_test.jsonl", 2), ("virology_dev.jsonl", 4)]);
+    let path = folder.path().to_str().unwrap();
+    let data = format!("mmlu_*={path}");
+    let text = said(&["show", "mmlu_virology", "--data", &data, "--num-fewshot", "1"]);
+    let head = format!(
+        "mmlu_virology: document 0 of 2, 1 examples\ntest = {path}/virology_test.jsonl (2 documents), examples: dev = \
+         {path}/virology_dev.jsonl (4 documents)\n"
+    );
+    assert!(text.starts_with(&head), "{text}");
+    let shown: Json = serde_json::from_str(&said(&["show", "mmlu_anatomy", "--data", &data, "--json"])).unwrap();
+    assert_eq!(shown[0]["data"]["files"], json!([format!("{path}/anatomy_test.jsonl")]));
+    assert_eq!(shown[0]["data"]["documents"], 3);
+    refused(
+        &["show", "mmlu_virology,mmlu_astronomy", "--data", &data],
+        3,
+        &[
+            "task mmlu_astronomy",
+            "2 files",
+            "none is named mmlu_astronomy or astronomy",
+            "Write --data mmlu_astronomy=FILE",
+        ],
+    );
+    // A pattern is a union that was asked for.
+    let all = format!("mmlu_virology={path}/*.jsonl");
+    assert!(said(&["show", "mmlu_virology", "--data", &all]).contains("document 0 of 5,"));
+}
+
+#[test]
+fn data_for_a_task_that_is_not_selected_are_refused() {
+    refused(&["show", "arc_easy", "--data", "arc-easy=/nope"], 2, &["--data arc-easy", "did you mean `arc_easy`?"]);
+    let good = folder_of(&[("test.jsonl", 1)]);
+    let good = format!("arc_easy={}", good.path().display());
+    let run = ["run", "--model", "/nope", "--tasks", "arc_easy", "--data", &good, "--data", "arc_easyy=/nope"];
+    refused(&run, 2, &["--data arc_easyy: no selected task has that name; did you mean `arc_easy`?"]);
+}
+
+#[test]
+fn a_limit_that_is_no_number_of_documents_is_refused() {
+    for limit in ["-1", "nan", "0"] {
+        refused(&["run", "--model", "x", "--tasks", "arc_easy", "--limit", limit], 2, &["greater than 0"]);
+    }
+}
+
+#[test]
+fn a_backend_of_lm_eval_is_refused_by_name() {
+    let run = ["run", "--model", "vllm", "--model_args", "pretrained=/nope", "--tasks", "arc_easy"];
+    refused(&run, 2, &["--model vllm", "only `hf` is supported", "remove --model vllm"]);
 }
 
 #[test]
@@ -153,6 +224,12 @@ fn a_malformed_task_names_file_line_and_key() {
     check("gen.yaml", &with("generation_kwargs: {temprature: 1}"), &["gen.yaml:6", "did you mean `temperature`?"]);
     check("sampler.yaml", &with("fewshot_config: {sampler: frist_n}"), &["did you mean `first_n`?"]);
     check("yaml.yaml", "task: [x\n", &["yaml.yaml:"]);
+    check("twice.yaml", &with("doc_to_text: c"), &["twice.yaml:6:1", "`doc_to_text` is given twice, first in line 4"]);
+    check(
+        "name.yaml",
+        &good.replace("task: x", &format!("task: {}", "x".repeat(300))),
+        &["name.yaml:1:7", "300 bytes"],
+    );
     check("include.yaml", "include: nowhere.yaml\ntask: x\n", &["include.yaml:1:1", "nowhere.yaml"]);
     check(
         "split.yaml",
@@ -211,6 +288,21 @@ fn two_runs_are_compared_sample_by_sample() {
     said(&["compare", a, b, "--fail-below", "arc_easy:acc=-0.5"]);
     refused(&["compare", a, b, "--fail-below", "f1=-0.01"], 2, &["no task of both runs has the metric"]);
     refused(&["compare", a, folder.path().to_str().unwrap(), "--fail-below", "acc"], 2, &["acc=-0.01"]);
+    refused(&["compare", a, b, "--fail-below", "acc=nan"], 2, &["acc=-0.01"]);
+}
+
+/// A bound on a few samples of many proves nothing.
+#[test]
+fn a_bound_fails_if_samples_are_in_one_run_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, b) = (folder.path().join("a"), folder.path().join("b"));
+    records(&a, "2026", &[true; 8]);
+    records(&b, "2026", &[true; 2]);
+    let (a, b) = (a.to_str().unwrap(), b.to_str().unwrap());
+    let bounded = ["compare", a, b, "--fail-below", "acc=-0.5"];
+    refused(&bounded, 1, &["arc_easy: 6 samples of acc,none are in one run only, 2 in both", "--allow-unpaired"]);
+    said(&[&bounded[..], &["--allow-unpaired"]].concat());
+    said(&["compare", a, b]);
 }
 
 /// Every metric of a run beside itself is what lm-eval's results say of it.
@@ -324,9 +416,9 @@ fn another_python_file_is_refused_unless_it_is_allowed() {
     let task = task.to_str().unwrap();
     refused(&["show", task], 2, &["hard.yaml:", "utils.py is not that of lm-eval 0.4.13", "--native-twins"]);
     let text = said(&["show", task, "--doc", "1", "--native-twins"]);
-    let want = "hard: document 1 of 2, 1 examples\n\n--- request 1 of 1: generate_until ---\n\
+    let want = "hard: document 1 of 2, 1 examples\ntest = DATA (2 documents)\n\n--- request 1 of 1: generate_until ---\n\
                 Problem:\nOne?\n\nSolution: It is $1$.\n\nProblem:\nThree?\n\nSolution:\n\n--- target ---\n\"2\"";
-    assert!(text.starts_with(want), "{text}");
+    assert!(text.starts_with(&want.replace("DATA", &data)), "{text}");
 }
 
 #[test]

@@ -159,6 +159,9 @@ fn scores_in_training_are_those_of_the_saves() {
     let room = Room::new();
     success(&room.train(&[&room.saves()]));
     room.check_saves(model);
+    let run: Value = serde_json::from_str(&fs::read_to_string(room.path("run/run.json")).unwrap()).unwrap();
+    let data = format!("choose: test = {} (9 documents)", room.path("data.jsonl").display());
+    assert!(run["notes"].as_array().unwrap().contains(&json!(data)), "{}", run["notes"]);
     let bits: Vec<f64> = room.scores().iter().map(|(_, scores)| scores["texts/bits_per_byte"]).collect();
     assert!(bits[0] != bits[1] && bits[1] != bits[2], "the weights are those of the step: {bits:?}");
 }
@@ -277,6 +280,8 @@ fn what_is_not_there_is_said_before_anything_is_trained() {
         assert!(!room.path("run/metrics.jsonl").exists());
     };
     refused(&["eval.tasks=[chose]"], &["chose", "choose"]);
+    let unmatched = ["eval.data chose: no selected task has that name", "did you mean `choose`?"];
+    refused(&["eval.data={chose: /nope}"], &unmatched);
     refused(&["metric_for_best_model=chose/acc"], &["eval.tasks has no task `chose`"]);
     refused(&["metric_for_best_model=choose/f1"], &["choose has no metric `f1`", "acc, brier_score"]);
     refused(&["eval.tasks=[humaneval]"], &["humaneval runs code", "eval.confirm_run_unsafe_code: true"]);

@@ -274,6 +274,7 @@ impl LmAnswers<'_> {
                 _ => Ok(()),
             }
         };
+        (self.on_progress)(Progress { n_done: 0, n_all });
         let mut desk = Desk { plan, log, done: Vec::new(), n_all, on_progress: &mut self.on_progress };
         let mut scores: HashMap<usize, Vec<(usize, Score)>> = HashMap::new();
         scoring.run(engine, &self.batching, &own_scored, go_on, |finished| {

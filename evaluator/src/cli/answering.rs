@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use crate::answer::stop::ThinkEnd;
 use crate::answer::{AnswerSettings, Progress};
 use crate::parts::Parts;
+use crate::progress::ProgressLines;
 use crate::ranks::Ranks;
 
 #[derive(Clone, Debug, Args)]
@@ -18,13 +19,13 @@ pub(super) struct Answering {
     batch_size: BatchSize,
     /// Tokens of context [default: as many as the model was made for]
     #[arg(long, alias = "max_length", value_name = "N", value_parser = at_least_one)]
-    max_length: Option<usize>,
+    pub(super) max_length: Option<usize>,
     /// Tokens that are generated at most, where a request or task does not say it
     #[arg(long, alias = "max_gen_toks", value_name = "N", default_value_t = 256)]
     max_gen_toks: usize,
     /// Whether BOS is put before texts [default: as the tokenizer has it]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
-    add_bos_token: Option<bool>,
+    pub(super) add_bos_token: Option<bool>,
     /// The most sequences of a forward where --batch-size is auto
     #[arg(long, alias = "max_batch_size", value_name = "N", value_parser = at_least_one)]
     max_batch_size: Option<usize>,
@@ -96,18 +97,22 @@ impl Answering {
     }
 }
 
-/// Shows how far the first rank is, where somebody looks at stderr.
+/// Shows the progress of the first rank: a bar where stderr is a terminal, else a line from time to time.
 pub(super) fn bar(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
     const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
-    let target = if ranks.is_first() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+    let is_first = ranks.is_first();
+    let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
     let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);
     bar.enable_steady_tick(Duration::from_secs(1));
+    let mut lines = is_first.then(|| ProgressLines::on_stderr("evaluate", "requests")).flatten();
     move |Progress { n_done, n_all }| {
         bar.set_length(n_all as u64);
         bar.set_position(n_done as u64);
+        lines.iter().for_each(|lines| lines.set(n_done, n_all));
         if n_done == n_all {
             bar.finish_and_clear();
+            lines = None;
         }
     }
 }

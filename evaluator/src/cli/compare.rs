@@ -16,10 +16,13 @@ pub(super) struct Compare {
     a: PathBuf,
     /// The second
     b: PathBuf,
-    /// Fail with exit code 1 if a metric gained less than this, such as acc=-0.01; with TASK: for one task only. Where a lower
-    /// value is better, it gains by falling
+    /// Fail with exit code 1 if a metric gained less than this, such as acc=-0.01, or if some of its samples are in one run
+    /// only; with TASK: for one task only. Where a lower value is better, it gains by falling
     #[arg(long, alias = "fail_below", value_name = "[TASK:]METRIC=CHANGE")]
     fail_below: Vec<Bound>,
+    /// Let --fail-below look at the samples that both runs have, even if one has others
+    #[arg(long, alias = "allow_unpaired", requires = "fail_below")]
+    allow_unpaired: bool,
     /// List at most so many of the samples that flipped, for each metric
     #[arg(long, default_value_t = 20, value_name = "N")]
     flips: usize,
@@ -56,15 +59,27 @@ pub(super) fn run(args: &Compare) -> Result<()> {
         true => serde_json::to_string_pretty(&comparison)?,
         false => text(&comparison, args.flips),
     })?;
-    let below = |difference: &&MetricDifference| args.fail_below.iter().any(|bound| bound.is_crossed(difference));
-    match comparison.differences.iter().find(below) {
-        None => Ok(()),
-        Some(found) => {
-            let MetricDifference { task, metric, filter, difference, .. } = found;
-            let problem = format!("{task}: {metric},{filter} changed by {difference:+.4}, which is below the bound");
-            Err(anyhow!(problem).context(ExitCode::Failed))
-        }
+    let bounded = comparison.differences.iter().filter(|d| args.fail_below.iter().any(|bound| bound.is_about(d)));
+    for difference in bounded {
+        check(difference, args)?;
     }
+    Ok(())
+}
+
+/// Fails if a metric with a bound gained less, or if that cannot be told of all its samples.
+fn check(difference: &MetricDifference, args: &Compare) -> Result<()> {
+    let MetricDifference { task, metric, filter, n, n_unpaired, .. } = difference;
+    let problem = if *n_unpaired > 0 && !args.allow_unpaired {
+        format!(
+            "{task}: {n_unpaired} samples of {metric},{filter} are in one run only, {n} in both; compare runs over the same \
+             documents, or add --allow-unpaired"
+        )
+    } else if args.fail_below.iter().any(|bound| bound.is_crossed(difference)) {
+        format!("{task}: {metric},{filter} changed by {:+.4}, which is below the bound", difference.difference)
+    } else {
+        return Ok(());
+    };
+    Err(anyhow!(problem).context(ExitCode::Failed))
 }
 
 fn text(comparison: &Comparison, most_flips: usize) -> String {
@@ -106,7 +121,9 @@ impl Bound {
     }
 
     fn is_crossed(&self, difference: &MetricDifference) -> bool {
-        self.is_about(difference) && difference.gain() < self.change
+        // A gain that is no number is below any bound.
+        let is_enough = difference.gain() >= self.change;
+        self.is_about(difference) && !is_enough
     }
 }
 
@@ -125,7 +142,7 @@ impl std::str::FromStr for Bound {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || format!("{text:?} is not METRIC=CHANGE, such as acc=-0.01");
         let (name, change) = text.split_once('=').ok_or_else(wrong)?;
-        let change = change.trim().parse().map_err(|_| wrong())?;
+        let change = change.trim().parse().ok().filter(|change: &f64| change.is_finite()).ok_or_else(wrong)?;
         let (task, metric) = match name.split_once(':') {
             Some((task, metric)) => (Some(task.trim().to_owned()), metric),
             None => (None, name),

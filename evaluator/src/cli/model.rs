@@ -39,14 +39,14 @@ pub(super) struct Compute {
     pub(super) device: DeviceChoice,
     /// The dtype to compute in; auto is that of the model
     #[arg(long, value_enum, default_value_t = Dtype::Auto)]
-    dtype: Dtype,
+    pub(super) dtype: Dtype,
     /// The implementation of attention
     #[arg(long, value_enum, default_value_t = Attention::Auto)]
     attn_implementation: Attention,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Dtype {
+pub(super) enum Dtype {
     #[value(alias = "float32")]
     F32,
     #[value(alias = "bfloat16")]
@@ -146,6 +146,16 @@ fn not_found(error: HubError) -> anyhow::Error {
 }
 
 impl Dtype {
+    /// Returns torch's name of a dtype that was named.
+    pub(super) fn in_torch(self) -> Option<&'static str> {
+        match self {
+            Self::F32 => Some("float32"),
+            Self::Bf16 => Some("bfloat16"),
+            Self::F16 => Some("float16"),
+            Self::Auto => None,
+        }
+    }
+
     fn of(self, config: &Config, folder: &Path) -> Result<DType> {
         let named = config.to_json();
         let named = ["dtype", "torch_dtype"].iter().find_map(|key| named.get(*key)?.as_str().map(str::to_owned));

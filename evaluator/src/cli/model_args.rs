@@ -72,8 +72,9 @@ pub(super) fn spread(arguments: impl Iterator<Item = OsString>) -> Result<Vec<Os
         }
     }
     let options = options(&words)?;
-    if options.iter().any(|option| option == "--model") {
+    if let Some(at) = options.iter().position(|option| option == "--model") {
         without_backend(&mut spread);
+        check_backend(&spread, options.get(at + 1).map_or("", String::as_str))?;
     }
     spread.extend(options.into_iter().map(OsString::from));
     Ok(spread)
@@ -108,6 +109,21 @@ fn without_backend(arguments: &mut Vec<OsString>) {
     }
     arguments
         .retain(|argument| !argument.to_str().and_then(|word| word.strip_prefix("--model=")).is_some_and(is_backend));
+}
+
+/// Refuses a `--model` that is left beside `pretrained=MODEL`: lm-eval's name of another backend.
+fn check_backend(arguments: &[OsString], model: &str) -> Result<(), String> {
+    let mut words = arguments.iter().filter_map(|argument| argument.to_str());
+    let named = words.find_map(|word| match word {
+        "--model" | "-M" => Some(None),
+        word => word.strip_prefix("--model=").map(Some),
+    });
+    let Some(glued) = named else { return Ok(()) };
+    let backend = glued.or_else(|| words.next()).unwrap_or_default();
+    Err(format!(
+        "--model {backend}: with --model-args pretrained={model} it names a backend of lm-eval, and only `hf` is \
+         supported; remove --model {backend}"
+    ))
 }
 
 fn options(words: &[String]) -> Result<Vec<String>, String> {
@@ -165,6 +181,15 @@ mod tests {
             &["--model", "a", "--enable-thinking", "false", "--chat-template-args", "{\"b\":1}"],
         );
         assert_eq!(spread_of(&["evaluator", "show", "-a", "x"]).unwrap(), ["evaluator", "show", "-a", "x"]);
+    }
+
+    #[test]
+    fn another_backend_than_hf_is_refused() {
+        for words in [&["--model", "vllm"][..], &["--model=vllm"], &["-t", "x", "-M", "vllm"]] {
+            let error = spread_of(&[&["evaluator", "run"], words, &["-a", "pretrained=a/b"]].concat()).unwrap_err();
+            assert!(error.starts_with("--model vllm: with --model-args pretrained=a/b"), "{error}");
+            assert!(error.ends_with("only `hf` is supported; remove --model vllm"), "{error}");
+        }
     }
 
     #[test]

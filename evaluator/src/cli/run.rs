@@ -12,6 +12,8 @@ use serde_json::{Map, Value as Json, json};
 
 use super::answering::{Answering, InParts, bar};
 use super::foreign::Foreign;
+use super::key_values::key_values;
+use super::limit::Limit;
 use super::seeds::{Seeds, seeds};
 use super::tasks::{Prompts, TaskSource};
 use super::{Model, answer};
@@ -23,8 +25,8 @@ use crate::lm::Lm;
 use crate::output::Output;
 use crate::questions::Questions;
 use crate::ranks::{Ranks, together};
-use crate::results::{Report, Results, TaskRun, counts, groups_table, table};
-use crate::task::{ChatStyle, OutputType, PromptOptions, Selection, Task};
+use crate::results::{Header, Report, Results, TaskRun, counts, groups_table, header, table};
+use crate::task::{ChatStyle, DataPaths, OutputType, PromptOptions, Selection, Task};
 
 #[derive(Debug, Args)]
 pub(super) struct Run {
@@ -46,8 +48,8 @@ pub(super) struct Run {
     #[command(flatten)]
     prompts: Prompts,
     /// Documents of each task: a number, or below 1 a share
-    #[arg(long, short = 'L', value_name = "N")]
-    limit: Option<f64>,
+    #[arg(long, short = 'L', value_name = "N", allow_negative_numbers = true)]
+    limit: Option<Limit>,
     /// The documents that are asked about, as JSON or in a file of it: {"arc_easy": [0, 5]}
     #[arg(long, short = 'E', value_name = "JSON", conflicts_with = "limit")]
     samples: Option<String>,
@@ -93,6 +95,9 @@ pub(super) struct Run {
     foreign: Foreign,
 }
 
+/// lm-eval's warning, word for word.
+const LIMIT_WARNING: &str = "--limit SHOULD ONLY BE USED FOR TESTING. REAL METRICS SHOULD NOT BE COMPUTED USING LIMIT.";
+
 fn level(text: &str) -> Result<tracing::Level, String> {
     match text.to_lowercase().as_str() {
         "critical" | "error" => Ok(tracing::Level::ERROR),
@@ -108,7 +113,8 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
     together(args.parts.parts(), args.model.compute.device, |ranks, device| {
         let began = Began::agree(ranks)?;
         let selection = args.select()?;
-        let mut tasks = args.open(hub, ranks, &selection)?;
+        let paths = args.prompts.data_paths(&selection.tasks)?;
+        let mut tasks = args.open(hub, ranks, &selection, &paths)?;
         args.check_thinking(&tasks)?;
         if args.predict_only {
             tasks = tasks.into_iter().map(Task::predict_only).collect();
@@ -118,14 +124,15 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
         let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks, &began)?;
         let questions = ranks.at_work().during(|| Questions::new(tasks, selection.groups, options))?;
         if ranks.is_first() {
-            args.warn(&questions);
+            args.remark(&questions);
         }
         let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, began.name()));
         let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
         let settings = args.answering.settings(args.seeds().of_run(began.drawn()).0, log);
         let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let max_length = answers.max_length();
-        let answered = questions.ask(&mut answers.with_progress(bar(ranks)))?;
+        let mut answers = if args.is_quiet() { answers } else { answers.with_progress(bar(ranks)) };
+        let answered = questions.ask(&mut answers)?;
         let report = || {
             let samples = output.as_ref().filter(|_| args.log_samples || args.predict_only);
             let write = |run: &TaskRun| match samples {
@@ -135,7 +142,7 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
             let runs = questions.score(&answered, args.bootstrap_iters, write)?;
             let mut results = questions.results(&runs, &answered)?;
             results.run = args.about(&lm, chat.as_ref(), max_length, &began)?;
-            args.report(&results, &runs, output.as_ref())
+            args.report(&results, &runs, &questions, output.as_ref())
         };
         ranks.first_does(report)
     })
@@ -178,8 +185,19 @@ impl Run {
         self.verbosity
     }
 
-    /// Says what has no effect, and what is asked if that is wanted.
-    fn warn(&self, questions: &Questions) {
+    /// Tells whether stderr has errors only.
+    fn is_quiet(&self) -> bool {
+        self.verbosity == tracing::Level::ERROR
+    }
+
+    /// Lists the tasks' data, warns of options without effect, and prints the first prompts if that is wanted.
+    fn remark(&self, questions: &Questions) {
+        if !self.is_quiet() {
+            questions.data().for_each(|line| eprintln!("{line}"));
+        }
+        if self.limit.is_some() {
+            tracing::warn!("{LIMIT_WARNING}");
+        }
         let said = self.foreign.without_effect().into_iter().map(str::to_owned);
         said.chain(questions.warnings()).for_each(|warning| tracing::warn!("{warning}"));
         if self.prompts.enable_thinking == Some(true) && self.answering.think_end_token.is_none() {
@@ -224,6 +242,18 @@ impl Run {
         all.into_iter().filter(|(key, value)| key == "peft" || is_given(value)).collect()
     }
 
+    /// Returns the given keys of `model_args`, and other options of the model, for the line above the table.
+    fn given_model_args(&self) -> Map<String, Json> {
+        let more = json!({
+            "revision": self.model.compute.revision,
+            "dtype": self.model.compute.dtype.in_torch(),
+            "max_length": self.answering.max_length,
+            "add_bos_token": self.answering.add_bos_token,
+        });
+        let more = more.as_object().cloned().unwrap_or_default();
+        self.model_args().into_iter().chain(more).filter(|(_, value)| !value.is_null()).collect()
+    }
+
     fn select(&self) -> Result<Selection> {
         let selection = self.source.registry()?.select(&self.tasks.join(","))?;
         let runs_code = selection.tasks.iter().find(|task| task.unsafe_code);
@@ -239,11 +269,10 @@ impl Run {
     }
 
     /// Loads the documents of all tasks, after one rank has downloaded them.
-    fn open(&self, hub: &Hub, ranks: &Ranks, selection: &Selection) -> Result<Vec<Task>> {
-        let paths = self.prompts.data_paths()?;
+    fn open(&self, hub: &Hub, ranks: &Ranks, selection: &Selection, paths: &DataPaths) -> Result<Vec<Task>> {
         let Prompts { num_fewshot, compat, .. } = self.prompts;
         let options = PromptOptions { num_fewshot, compat: compat.is_some(), ..PromptOptions::default() };
-        let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
+        let open = |config| Ok(Task::open(hub, config, paths, &options)?);
         ranks.in_turn(|| selection.tasks.iter().cloned().map(open).collect())
     }
 
@@ -267,7 +296,9 @@ impl Run {
     ) -> Result<Vec<PromptOptions<'a>>> {
         let mut samples = self.samples.as_deref().map(read_samples).transpose()?.unwrap_or_default();
         let fewshot_seed = self.seeds().of_run(began.drawn()).1;
-        let all = PromptOptions { fewshot_seed, limit: self.limit, ..self.prompts.options(chat)? };
+        let confirm_run_unsafe_code = self.confirm_run_unsafe_code;
+        let limit = self.limit.map(Limit::value);
+        let all = PromptOptions { fewshot_seed, limit, confirm_run_unsafe_code, ..self.prompts.options(chat)? };
         let of_task = |task: &Task| PromptOptions { samples: samples.remove(&task.config().task), ..all.clone() };
         let options = tasks.iter().map(of_task).collect();
         match samples.keys().next() {
@@ -316,7 +347,13 @@ impl Run {
         ))
     }
 
-    fn report(&self, results: &Results, runs: &[TaskRun], output: Option<&Output>) -> Result<()> {
+    fn report(
+        &self,
+        results: &Results,
+        runs: &[TaskRun],
+        questions: &Questions,
+        output: Option<&Output>,
+    ) -> Result<()> {
         if let Some(output) = output {
             let path = output.write_results(results)?;
             eprintln!("{}", path.display());
@@ -330,11 +367,21 @@ impl Run {
         if self.show_config {
             answer(&serde_json::to_string_pretty(results)?)?;
         }
-        answer(&format!(
-            "{}\n\n{}",
-            format!("{}\n{}", table(results), groups_table(results)).trim_end(),
-            counts(results)
-        ))
+        let tables = format!("{}\n{}", table(results), groups_table(results));
+        let notes: Vec<String> = std::iter::once(counts(results)).chain(questions.fewshot_notes()).collect();
+        answer(&format!("{}\n{}\n\n{}", header(&self.header()?), tables.trim_end(), notes.join("\n")))
+    }
+
+    /// The options that stand above the table.
+    fn header(&self) -> Result<Header> {
+        let gen_kwargs = key_values("--gen-kwargs", &self.prompts.gen_kwargs);
+        Ok(Header {
+            model_args: self.given_model_args(),
+            gen_kwargs: gen_kwargs.map_err(|problem| anyhow!("failed to print the results: {problem}"))?,
+            limit: self.limit.map(|limit| limit.to_string()),
+            num_fewshot: self.prompts.num_fewshot,
+            batch_size: self.answering.batch_size(),
+        })
     }
 }
 

@@ -14,7 +14,7 @@ use super::tasks::{Prompts, TaskSource};
 use crate::answer::encode::{Encoder, NoTokens, Pair};
 use crate::exit::ExitCode;
 use crate::request::Request;
-use crate::task::{ChatStyle, Instance, PromptOptions, Task, TaskConfig};
+use crate::task::{ChatStyle, DataPaths, Instance, PromptOptions, Task, TaskConfig};
 
 #[derive(Debug, Args)]
 pub(super) struct Show {
@@ -42,6 +42,8 @@ pub(super) struct Show {
 const MAX_GEN_TOKS: usize = 256;
 
 pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
+    let selection = args.source.registry()?.select(&args.tasks)?;
+    let paths = args.prompts.data_paths(&selection.tasks)?;
     let folder = args.model.as_ref().map(|model| hub.model(model, None, ModelPart::WithoutWeights)).transpose()?;
     let tokenizer = folder.map(Tokenizer::from_directory).transpose()?;
     let template = tokenizer
@@ -53,10 +55,9 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
         .transpose()?;
     let template = template.as_ref().map(|template| template as &dyn ChatStyle);
     let options = PromptOptions { samples: Some(vec![args.doc]), ..args.prompts.options(template)? };
-    let selection = args.source.registry()?.select(&args.tasks)?;
     let mut shown = Vec::new();
     for config in selection.tasks {
-        shown.push(show(args, hub, config, &options, tokenizer.as_ref())?);
+        shown.push(show(args, hub, (config, &paths), &options, tokenizer.as_ref())?);
     }
     match args.json {
         true => answer(&serde_json::to_string_pretty(&shown)?),
@@ -67,13 +68,13 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
 fn show(
     args: &Show,
     hub: &Hub,
-    config: TaskConfig,
+    (config, paths): (TaskConfig, &DataPaths),
     options: &PromptOptions,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<Json> {
     // In lm-eval's way the examples depend on all documents before.
     let before = PromptOptions { samples: Some((0..=args.doc).collect()), ..options.clone() };
-    let task = Task::open(hub, config, &args.prompts.data_paths()?, options)?;
+    let task = Task::open(hub, config, paths, options)?;
     let n = task.docs().len();
     if args.doc >= n {
         let problem = format!("failed to show {}: it has {n} documents, from 0 on", task.config().task);
@@ -87,6 +88,8 @@ fn show(
         "task": task.config().task,
         "doc_id": args.doc,
         "n_docs": n,
+        "data": task.data(),
+        "files": task.data().to_string(),
         "num_fewshot": task.num_fewshot(options),
         "doc": task.docs()[args.doc],
         "target": task.target(args.doc)?,
@@ -183,11 +186,12 @@ fn request(instance: &Instance, tokens: Option<&Tokens>) -> Result<Json> {
 fn text(task: &Json, with_tokens: bool) -> String {
     let field = |value: &Json, key: &str| value[key].as_str().unwrap_or_default().to_owned();
     let mut out = format!(
-        "{}: document {} of {}, {} examples\n",
+        "{}: document {} of {}, {} examples\n{}\n",
         field(task, "task"),
         task["doc_id"],
         task["n_docs"],
-        task["num_fewshot"]
+        task["num_fewshot"],
+        field(task, "files")
     );
     let requests = task["requests"].as_array().map(Vec::as_slice).unwrap_or_default();
     for (i, request) in requests.iter().enumerate() {

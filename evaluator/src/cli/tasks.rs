@@ -9,7 +9,7 @@ use serde_json::Value as Json;
 
 use super::key_values::key_values;
 use crate::exit::ExitCode;
-use crate::task::{ChatStyle, DataPaths, PromptOptions, Registry, allow_other_python};
+use crate::task::{ChatStyle, DataPaths, PromptOptions, Registry, TaskConfig, allow_other_python};
 
 /// Where tasks are looked for.
 #[derive(Debug, Args)]
@@ -25,8 +25,9 @@ pub(super) struct TaskSource {
 /// How prompts are written.
 #[derive(Debug, Args)]
 pub(super) struct Prompts {
-    /// Where a task's data are, instead of where its file says: a file (all of it is the split that is evaluated), a
-    /// folder or pattern of files named after their splits, or a Hub id. TASK may be a pattern such as 'mmlu_*'
+    /// Data of a task, instead of what its file names: a file (all of it is the evaluated split), a folder with a file for
+    /// each split (virology_test.csv, arc_easy/test.jsonl, test.jsonl), a pattern, or a Hub id. TASK may be a pattern such
+    /// as 'mmlu_*'
     #[arg(long, value_name = "TASK=PATH")]
     pub(super) data: Vec<String>,
     /// How many examples stand before a question; a task that insists on none has none
@@ -95,8 +96,9 @@ impl Prompts {
         Ok(given.into_iter().fold(template, |template, (name, value)| template.with_variable(name, value)))
     }
 
-    pub(super) fn data_paths(&self) -> Result<DataPaths> {
-        Ok(DataPaths::parse(&self.data)?)
+    /// Reads `--data` for the selected tasks.
+    pub(super) fn data_paths(&self, tasks: &[TaskConfig]) -> Result<DataPaths> {
+        Ok(DataPaths::read("--data", &self.data, tasks)?)
     }
 
     /// What the tasks are told. `chat` is the model's template, if there is one.

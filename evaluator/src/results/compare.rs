@@ -9,6 +9,7 @@ use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use super::paired::{IntervalBy, paired};
+use crate::output::sanitized_task;
 use crate::task::{Aggregation, Score, usual_aggregation};
 
 /// The records of one task of a run.
@@ -258,7 +259,8 @@ impl MetricsOfTask {
         let Some((task, time)) = task_of(&file.path) else { return Self::default() };
         let results = fs::read(file.path.with_file_name(format!("results_{time}.json"))).ok();
         let results: Option<Json> = results.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-        let of = |key: &str| results.as_ref()?.get(key)?.get(&task).cloned();
+        let is_it = |(name, _): &(&String, &Json)| sanitized_task(name) == task;
+        let of = |key: &str| results.as_ref()?.get(key)?.as_object()?.iter().find(is_it).map(|(_, own)| own.clone());
         let listed = of("configs").and_then(|config| config.get("metric_list")?.as_array().cloned());
         let higher_is_better = of("higher_is_better").and_then(|directions| directions.as_object().cloned());
         Self { listed: listed.unwrap_or_default(), higher_is_better: higher_is_better.unwrap_or_default() }

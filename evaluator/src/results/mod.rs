@@ -3,6 +3,7 @@
 
 mod compare;
 mod groups;
+mod header;
 mod paired;
 mod report;
 mod schema;
@@ -10,6 +11,7 @@ mod table;
 
 pub use compare::{Comparison, Flip, LeftOut, MetricDifference, SampleFile, compare};
 pub use groups::assemble;
+pub use header::{Header, header};
 pub use paired::IntervalBy;
 pub use report::{Report, comparison_page};
 pub use schema::{Results, TaskRun, TaskScore};

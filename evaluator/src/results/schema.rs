@@ -27,6 +27,9 @@ pub struct Results {
     /// The scores of those groups that have any.
     #[serde(skip_serializing_if = "Map::is_empty")]
     pub groups: Map<String, Json>,
+    /// The files and the number of documents of each task, which lm-eval does not list.
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    pub data: Map<String, Json>,
     /// What each group holds.
     pub group_subtasks: Map<String, Json>,
     /// The configuration of each task.

@@ -1,10 +1,14 @@
 //! A task with its documents at hand: what it asks of a model.
 
+use std::fmt;
+
 use candlewick_text::hub::Hub;
+use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use super::config::{OutputType, TaskConfig};
-use super::data::{self, DataPaths, Split};
+use super::data::{self, Split, SplitData};
+use super::data_paths::DataPaths;
 use super::error::TaskError;
 use super::fewshot::{Asking, Draws, Sampler};
 use super::field::{Reader, as_index};
@@ -15,7 +19,7 @@ use super::native::{self, Doc};
 use super::prompt::{ChatStyle, Style, Turn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
-use super::shots::{Shots, shots};
+use super::shots::{FewshotData, Shots, shots};
 use crate::request::Request;
 
 /// What a run wants of its tasks' prompts.
@@ -74,6 +78,36 @@ pub struct Task {
     pub(crate) process_results: Option<native::ProcessResults>,
 }
 
+/// The files that a task's documents are from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TaskData {
+    /// The evaluated split.
+    #[serde(flatten)]
+    pub evaluated: SplitData,
+    /// The split of the examples, if there are any from a split.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fewshot: Option<FewshotData>,
+}
+
+impl TaskData {
+    /// Returns a warning about examples from the evaluated split.
+    pub fn fewshot_note(&self) -> Option<String> {
+        let split = &self.evaluated.split;
+        let is_evaluated_split = self.fewshot.as_ref().is_some_and(|fewshot| fewshot.is_evaluated_split);
+        is_evaluated_split.then(|| format!("its few-shot examples come from the evaluated split ({split})"))
+    }
+}
+
+impl fmt::Display for TaskData {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.evaluated)?;
+        match &self.fewshot {
+            Some(fewshot) => write!(f, ", examples: {}", fewshot.of),
+            None => Ok(()),
+        }
+    }
+}
+
 /// How an example is written.
 struct Shot {
     text: Reader,
@@ -102,7 +136,7 @@ impl Task {
             prefix: reader(&fewshot.gen_prefix)?,
         };
         let mut task = Self {
-            shots: shots(hub, &config, paths, options)?,
+            shots: shots(hub, &config, &eval, paths, options)?,
             doc_to_text: reader(&config.doc_to_text)?.ok_or_else(missing)?,
             doc_to_target: reader(&config.doc_to_target)?.ok_or_else(missing)?,
             doc_to_choice: reader(&config.doc_to_choice)?,
@@ -127,6 +161,11 @@ impl Task {
     /// The documents that can be asked about.
     pub fn docs(&self) -> &[Doc] {
         self.eval.docs()
+    }
+
+    /// Returns the files of the evaluated split and of that of the examples.
+    pub fn data(&self) -> TaskData {
+        TaskData { evaluated: self.eval.data(), fewshot: self.shots.data.clone() }
     }
 
     /// How many examples stand before a question: what the run says, unless the task insists on none.
@@ -261,7 +300,7 @@ impl Task {
         if n == 0 {
             return Ok(before);
         }
-        let Shots { docs, rows, leave_out } = &self.shots;
+        let Shots { docs, rows, leave_out, .. } = &self.shots;
         let sampler = Sampler { docs, is_first_n: config.is_first_n, leaves_out: *leave_out, rows };
         for shot in sampler.sample(draws, n, Asking { doc_id, row: self.eval.row(doc_id), doc })? {
             before.extend(self.example(shot)?);

@@ -208,7 +208,7 @@ impl TaskConfig {
         let process_results = function(&keys, "process_results")?;
         let field = |key| field(&keys, key);
         let config = Self {
-            task: keys.required_text("task")?,
+            task: task_name(&keys)?,
             alias: keys.text("task_alias")?,
             tags: keys.texts("tag")?.unwrap_or_default(),
             output_type,
@@ -424,6 +424,19 @@ fn field(keys: &Keys, key: &str) -> Result<Option<Field>, Fault> {
         }
         _ => return Err(wrong(entry, "a column, a template, a constant or a !function")),
     }))
+}
+
+/// The most bytes of a task's name: names of files hold it.
+const MAX_NAME: usize = 180;
+
+fn task_name(keys: &Keys) -> Result<String, Fault> {
+    let name = keys.required_text("task")?;
+    let problem = match name.len() {
+        0 => "task: the name is empty; write one".to_owned(),
+        1..=MAX_NAME => return Ok(name),
+        n => format!("task: the name has {n} bytes; at most {MAX_NAME} fit into names of files"),
+    };
+    Err(keys.get("task").map_or_else(|| keys.fault(&problem), |entry| Fault::at(entry.node.place.clone(), &problem)))
 }
 
 fn function(keys: &Keys, key: &str) -> Result<Option<Function>, Fault> {

@@ -1,50 +1,44 @@
 //! Where a task's documents come from: the Hub, or files on this machine, by `dataset_path` and `dataset_kwargs` or by what
 //! the command line says instead.
 
+use std::fmt;
 use std::path::Path;
 
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::source::{ReadOptions, Source, Spec, SplitPart};
-use globset::GlobBuilder;
+use candlewick_text::source::{FileRule, ReadOptions, Source, Spec, SplitPart, named};
+use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use super::config::{DatasetConfig, TaskConfig};
+use super::data_paths::DataPaths;
 use super::error::{Fault, TaskError, did_you_mean};
 use super::mersenne::Random;
 use super::native::{Doc, ProcessDocs};
 
-/// Says that the data of some tasks are elsewhere: `TASK=PATH`, where TASK may be a pattern.
-#[derive(Clone, Debug, Default)]
-pub struct DataPaths(Vec<(String, String)>);
-
 /// The documents of one split, in order.
 pub(crate) struct Split {
+    name: String,
     docs: Vec<Doc>,
     rows: Vec<usize>,
     source: Box<dyn Source>,
 }
 
-impl DataPaths {
-    /// Reads `TASK=PATH` words.
-    pub fn parse(words: &[String]) -> Result<Self, TaskError> {
-        let pair = |word: &String| match word.split_once('=') {
-            Some((task, path)) if !task.is_empty() && !path.is_empty() => Ok((task.to_owned(), path.to_owned())),
-            _ => Err(TaskError::Selection(format!("{word:?} does not say whose data are where; write TASK=PATH"))),
-        };
-        words.iter().map(pair).collect::<Result<_, _>>().map(Self)
-    }
+/// A split as results list it: its files, and its documents after the task's own selection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct SplitData {
+    /// The split's name in the task.
+    pub split: String,
+    /// Paths, or paths in a data set of the Hub.
+    pub files: Vec<String>,
+    /// The number of documents.
+    pub documents: usize,
+}
 
-    /// Whether one file stands for all splits of a task.
-    pub(crate) fn is_one_file(&self, task: &str) -> bool {
-        self.of(task).is_some_and(|path| Path::new(path).is_file())
-    }
-
-    /// The last path that is meant for a task.
-    fn of(&self, task: &str) -> Option<&str> {
-        let is_meant = |pattern: &str| {
-            pattern == task || GlobBuilder::new(pattern).build().is_ok_and(|glob| glob.compile_matcher().is_match(task))
-        };
-        self.0.iter().rev().find(|(pattern, _)| is_meant(pattern)).map(|(_, path)| path.as_str())
+impl fmt::Display for SplitData {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { split, files, documents } = self;
+        let plural = if *documents == 1 { "" } else { "s" };
+        write!(f, "{split} = {} ({documents} document{plural})", named(files))
     }
 }
 
@@ -52,6 +46,12 @@ impl Split {
     /// The documents.
     pub(crate) fn docs(&self) -> &[Doc] {
         &self.docs
+    }
+
+    /// Describes the split for results and messages.
+    pub(crate) fn data(&self) -> SplitData {
+        let files = self.source.files().full_paths();
+        SplitData { split: self.name.clone(), files, documents: self.docs.len() }
     }
 
     /// The documents alone.
@@ -84,7 +84,7 @@ pub(crate) fn open(
     process: Option<ProcessDocs>,
 ) -> Result<Split, TaskError> {
     let request = match paths.of(&config.task) {
-        Some(path) => elsewhere(path, &config.dataset, split),
+        Some(path) => DatasetRequest { files: paths.file_rule(config), ..elsewhere(path, &config.dataset, split) },
         None => as_written(&config.dataset, split)?,
     };
     let task = || config.task.clone();
@@ -99,7 +99,7 @@ pub(crate) fn open(
         problem,
     })?;
     let (rows, docs) = docs.into_iter().unzip();
-    Ok(Split { docs, rows, source })
+    Ok(Split { name: split.to_owned(), docs, rows, source })
 }
 
 /// A file holds the one split that is asked for; a folder or a data set of the Hub has splits.
@@ -107,7 +107,8 @@ fn elsewhere(path: &str, dataset: &DatasetConfig, split: &str) -> DatasetRequest
     let is_file = Path::new(path).is_file();
     let part = SplitPart { split: split.to_owned(), slice: Default::default() };
     let parts = if is_file { Vec::new() } else { vec![part] };
-    let below = |name: &String| !Path::new(path).exists() || Path::new(path).join(name).is_dir();
+    let is_card = || Path::new(path).join("README.md").is_file();
+    let below = |name: &String| !Path::new(path).exists() || is_card() && Path::new(path).join(name).is_dir();
     DatasetRequest {
         spec: Spec { name: path.to_owned(), parts },
         config: dataset.name.clone().filter(below),
@@ -124,6 +125,7 @@ fn request(path: &str) -> DatasetRequest {
         default_split: String::new(),
         split_mapping: Vec::new(),
         data_files: Vec::new(),
+        files: FileRule::All,
         read: ReadOptions::default(),
     }
 }

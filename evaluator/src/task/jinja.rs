@@ -1,11 +1,16 @@
 //! The templates of task files: Jinja set up as lm-eval sets it up, with Python's methods and Python's way of printing.
 
 mod concat;
+mod limits;
+
+use std::sync::Arc;
 
 use minijinja::value::{Serde, ValueKind, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat;
 use serde_json::Value as Json;
+
+use limits::{LimitedText, add_template, check_replace, check_size, too_large};
 
 use super::native::Doc;
 use super::python::pattern::{Found, Pattern};
@@ -14,7 +19,7 @@ use super::python::{repr, text};
 /// A compiled template.
 #[derive(Clone, Debug)]
 pub(crate) struct Template {
-    environment: Environment<'static>,
+    environment: Arc<Environment<'static>>,
 }
 
 const NAME: &str = "field";
@@ -32,20 +37,25 @@ impl Template {
         environment.add_filter("regex_replace", regex_replace);
         environment.add_filter("string", string);
         let source = concat::with_python_texts(source);
-        environment.add_template_owned(NAME, source).map_err(|error| describe(&error))?;
-        Ok(Self { environment })
+        let environment = add_template(environment, NAME, source).map_err(|error| describe(&error))?;
+        Ok(Self { environment: Arc::new(environment) })
     }
 
     /// Renders with the columns of a document as variables.
     pub(crate) fn render(&self, doc: &Doc) -> Result<String, String> {
         let template = self.environment.get_template(NAME).map_err(|error| describe(&error))?;
-        template.render(Value::from(Serde(doc))).map_err(|error| {
+        let mut text = LimitedText::default();
+        let rendered = template.render_captured_to(Value::from(Serde(doc)), &mut text).map(drop);
+        rendered.map_err(|error| {
             let columns: Vec<&str> = doc.keys().map(String::as_str).collect();
             match error.kind() {
                 ErrorKind::UndefinedError => format!("{}; columns are {}", describe(&error), columns.join(", ")),
+                ErrorKind::WriteFailure => too_large(),
+                ErrorKind::OutOfFuel => "it takes too many steps; shorten its loops".to_owned(),
                 _ => describe(&error),
             }
-        })
+        })?;
+        String::from_utf8(text.0).map_err(|error| error.to_string())
     }
 }
 
@@ -71,7 +81,9 @@ fn string(value: Value) -> Result<String, Error> {
     if value.is_undefined() {
         return Err(Error::from(ErrorKind::UndefinedError));
     }
-    Ok(repr::str(&json(&value)))
+    let text = repr::str(&json(&value));
+    check_size(Some(text.len()))?;
+    Ok(text)
 }
 
 fn json(value: &Value) -> Json {
@@ -138,6 +150,9 @@ fn method(state: &mut State<'_, '_>, value: &Value, name: &str, args: &[Value]) 
 }
 
 fn text_method(value: &str, name: &str, args: &[Value]) -> Result<Option<Value>, Error> {
+    if let ("replace", [from, to, ..]) = (name, args) {
+        check_replace(value, from.as_str().unwrap_or_default(), to.as_str().unwrap_or_default())?;
+    }
     Ok(Some(match (name, args.len()) {
         ("strip", 0) => Value::from(text::strip(value)),
         ("lstrip", 0) => Value::from(text::lstrip(value)),
@@ -166,6 +181,7 @@ fn text_method(value: &str, name: &str, args: &[Value]) -> Result<Option<Value>,
         }
         ("zfill", _) => {
             let (width,): (usize,) = from_args(args)?;
+            check_size(Some(width))?;
             Value::from(format!("{}{value}", "0".repeat(width.saturating_sub(text::len(value)))))
         }
         _ => return Ok(None),
@@ -242,5 +258,40 @@ mod tests {
         assert!(error.contains("columns are question"), "{error}");
         assert!(render("{{ a", json!({})).is_err());
         assert!(render("{{ x.index('C') }}", json!({"x": ["A"]})).unwrap_err().contains("'C' is not in the list"));
+    }
+
+    #[test]
+    fn a_template_that_never_ends_is_stopped() {
+        let loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}";
+        assert!(render(loops, json!({})).unwrap_err().contains("too many steps"));
+        check("{% for i in range(10000) %}{{ '' if i else 'x' }}{% endfor %}", json!({}), "x");
+    }
+
+    #[test]
+    fn a_text_that_grows_too_large_is_stopped() {
+        let doc = json!({"text": "a".repeat(1 << 20)});
+        for source in [
+            "{% for i in range(100) %}{{ text }}{% endfor %}",
+            "{{ 'x'.zfill(3000000000) }}",
+            "{{ text.replace('a', text) }}",
+            "{{ text|replace('', text) }}",
+            "{{ text|indent(2000000000) }}{{ 'a'|indent(width=99999999999, first=true) }}",
+            "{% set ns = namespace(t=text) %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
+        ] {
+            let error = render(source, doc.clone()).unwrap_err();
+            assert!(error.contains("more than the 64 MiB"), "{source}: {error}");
+        }
+        check(
+            "{{ 'ab'|replace('b', 'c') }}{{ 'ab'.replace('', '-') }}{{ 'a\nb'|indent(1) }}",
+            json!({}),
+            "ac-a-b-a\n b",
+        );
+    }
+
+    #[test]
+    fn deep_nesting_is_read_or_refused() {
+        let nots = |n: usize| format!("{{{{ {} 1 }}}}", "not ".repeat(n));
+        check(&nots(10_000), json!({}), "True");
+        assert!(render(&nots(50_000), json!({})).unwrap_err().contains("more than the 65536"));
     }
 }

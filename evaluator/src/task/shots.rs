@@ -1,10 +1,12 @@
 //! The documents that examples are chosen from: where they are, and whether a document may be among its own.
 
 use candlewick_text::hub::Hub;
+use serde::Serialize;
 
 use super::ask::PromptOptions;
 use super::config::{Samples, TaskConfig};
-use super::data::{self, DataPaths};
+use super::data::{self, Split, SplitData};
+use super::data_paths::DataPaths;
 use super::error::TaskError;
 use super::native::{self, Doc};
 
@@ -16,12 +18,25 @@ pub(super) struct Shots {
     pub(super) rows: Vec<usize>,
     /// Whether a document may be among its own examples.
     pub(super) leave_out: bool,
+    /// The split that they are from; `None` for examples that the task file holds.
+    pub(super) data: Option<FewshotData>,
 }
 
-/// The documents that examples are chosen from, if there are to be any.
+/// The split that a task's examples are chosen from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct FewshotData {
+    /// The split.
+    #[serde(flatten)]
+    pub of: SplitData,
+    /// Set if that is the split that is evaluated.
+    pub is_evaluated_split: bool,
+}
+
+/// The documents that examples are chosen from, if there are to be any. `eval` is the split that is evaluated.
 pub(super) fn shots(
     hub: &Hub,
     config: &TaskConfig,
+    eval: &Split,
     paths: &DataPaths,
     options: &PromptOptions,
 ) -> Result<Shots, TaskError> {
@@ -46,15 +61,28 @@ pub(super) fn shots(
             (split.map_or_else(|| config.eval_split(), Ok)?, &config.process_docs)
         }
     };
+    check_one_file(config, split, paths)?;
     let process = process.as_ref().map(native::process_docs).transpose()?;
     let opened = data::open(hub, config, split, paths, process)?;
+    let of = opened.data();
+    let is_evaluated_split = split == config.eval_split()? || !of.files.is_empty() && of.files == eval.data().files;
     // lm-eval looks at what is written only, and may show a document as its own example.
-    let leave_out = match options.compat {
-        true => fewshot.split == config.test_split,
-        false => split == config.eval_split()? || paths.is_one_file(&config.task),
-    };
+    let leave_out = if options.compat { fewshot.split == config.test_split } else { is_evaluated_split };
     let rows = if options.compat || !leave_out { Vec::new() } else { opened.rows().to_vec() };
-    Ok(picked(Shots { docs: opened.into_docs(), rows, leave_out }, config, options))
+    let data = Some(FewshotData { of, is_evaluated_split });
+    Ok(picked(Shots { docs: opened.into_docs(), rows, leave_out, data }, config, options))
+}
+
+/// Refuses a single file for a task whose examples come from another split: they would come from the evaluated documents.
+fn check_one_file(config: &TaskConfig, split: &str, paths: &DataPaths) -> Result<(), TaskError> {
+    let (task, evaluated) = (&config.task, config.eval_split()?);
+    match paths.one_file(task).filter(|_| split != evaluated) {
+        None => Ok(()),
+        Some(given) => Err(TaskError::Selection(format!(
+            "{given} is one file, evaluated as {evaluated:?}, and the examples of {task} come from {split:?}; name a folder \
+             with files for both, such as {evaluated}.jsonl and {split}.jsonl, or ask for 0 examples"
+        ))),
+    }
 }
 
 /// The documents that `fewshot_indices` names.

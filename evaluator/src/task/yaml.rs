@@ -1,6 +1,7 @@
 //! A task's YAML as a tree in which every key and value knows its file, line and column, with `!function` kept apart from
 //! text. Scalars are typed as PyYAML types them, by YAML 1.1.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -126,7 +127,9 @@ impl Reader<'_> {
             (None, Raw::Scalar(value)) => self.scalar(value, &place),
             (None, Raw::List(items)) => Value::List(items.into_iter().map(|i| self.node(i)).collect::<Result<_, _>>()?),
             (None, Raw::Map(entries)) => {
-                Value::Map(entries.into_iter().map(|e| self.entry(e)).collect::<Result<_, _>>()?)
+                let entries = entries.into_iter().map(|e| self.entry(e)).collect::<Result<Vec<_>, _>>()?;
+                check_keys(&entries)?;
+                Value::Map(entries)
             }
             (Some("!function"), Raw::Scalar(Value::Text(name))) => Value::Function(name.trim().to_owned()),
             (Some(tag), _) => return Err(Fault::at(place, format!("unknown tag `{tag}`; the only one is !function"))),
@@ -155,6 +158,18 @@ impl Reader<'_> {
             other => other,
         }
     }
+}
+
+/// Refuses a key that comes twice: PyYAML takes the last, other readers the first.
+fn check_keys(entries: &[Entry]) -> Result<(), Fault> {
+    let mut seen: HashMap<&str, &Entry> = HashMap::new();
+    for entry in entries {
+        if let Some(first) = seen.insert(&entry.key, entry) {
+            let message = format!("`{}` is given twice, first in line {}; remove one", entry.key, first.place.line);
+            return Err(Fault::at(entry.place.clone(), message));
+        }
+    }
+    Ok(())
 }
 
 impl<'de> Deserialize<'de> for Key {
@@ -221,5 +236,29 @@ impl<'de> Visitor<'de> for RawVisitor {
             entries.push(entry);
         }
         Ok(Raw::Map(entries))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Json, String> {
+        let node = Node::parse(Path::new("task.yaml"), text);
+        node.map(|node| node.json()).map_err(|fault| fault.to_string())
+    }
+
+    #[test]
+    fn a_key_that_comes_twice_is_refused() {
+        let error = parse("task: a\nnum_fewshot: 3\nnum_fewshot: 0\n").unwrap_err();
+        assert_eq!(error, "task.yaml:3:1: `num_fewshot` is given twice, first in line 2; remove one");
+        assert!(parse("a:\n  - {b: 1, c: 2, b: 3}\n").unwrap_err().contains("`b` is given twice"));
+    }
+
+    #[test]
+    fn a_key_beside_a_merged_map_wins() {
+        let merged = parse("a: &a {k: 1, l: 1}\nb:\n  <<: *a\n  k: 2\n").unwrap();
+        assert_eq!(merged["b"], serde_json::json!({"k": 2, "l": 1}));
     }
 }

@@ -44,6 +44,7 @@ impl Opener<'_> {
         let format = Format::find(&self.format_request(plan, &request), &*source)?;
         self.renderer.check(name, &format)?;
         let rows = chosen(plan, source.len())?;
+        notes.extend(source.files().choice().map(|choice| format!("{name}: {choice}")));
         notes.push(format!("{name}: {}; {}", format.describe(), of_rows(rows.len(), source.len())));
         let key = self
             .renderer

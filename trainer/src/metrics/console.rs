@@ -4,6 +4,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::sync::LazyLock;
 
+use evaluator::progress::ProgressLines;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use super::format::{clock, duration, exponent, gigabytes, quantity, tflops};
@@ -64,6 +65,13 @@ impl Terminal {
     pub fn advance_to(&self, step: usize, loss: f64) {
         self.bar.set_message(format!("loss {loss:.4}"));
         self.bar.set_position(step as u64);
+    }
+
+    /// Starts to print a line from time to time about work that takes long; `None` if nothing is to be printed.
+    pub fn progress(&self, what: &str, unit: &'static str) -> Option<ProgressLines> {
+        let terminal = self.clone();
+        let print = move |line: String| terminal.line(&line);
+        (self.console != Console::Quiet).then(|| ProgressLines::new(what, unit, print))
     }
 
     /// Removes the bar.

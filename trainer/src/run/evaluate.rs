@@ -72,18 +72,22 @@ impl Session<'_> {
         let (rank, n_ranks) = ranks.seat;
         let mut stream = EvalStream::new(eval.clone(), &plan.data);
         // Every rank takes its turn as often, if need be with nothing: all have their part in what others compute.
-        let rounds = stream.n_batches().div_ceil(n_ranks);
+        let n_batches = stream.n_batches();
+        let rounds = n_batches.div_ceil(n_ranks);
         let mut sums = HeldOutSums::default();
-        for _ in 0..rounds {
+        let progress = self.reporter.terminal().progress("held-out loss", "micro-batches");
+        for round in 0..rounds {
+            progress.iter().for_each(|lines| lines.set(round * n_ranks, n_batches));
             if self.asked_to_stop()?.is_some() {
                 return Ok(Ended::Stopped);
             }
-            let round: Vec<Batch> = stream.by_ref().take(n_ranks).collect();
-            let own = round.into_iter().nth(rank).unwrap_or_else(Batch::filler);
+            let batches: Vec<Batch> = stream.by_ref().take(n_ranks).collect();
+            let own = batches.into_iter().nth(rank).unwrap_or_else(Batch::filler);
             let n_targets = if ranks.counts() { own.n_targets } else { 0 };
             sums.add(engine, &step::micro(&own, engine)?, n_targets)?;
         }
         let HeldOut { loss, n_targets } = sums.over_ranks(engine.group())?;
+        drop(progress);
         let Cursor { epoch, step: iter, .. } = *self.stream.cursor();
         let eval_time = started.elapsed().as_secs_f64();
         let record = EvalRecord { epoch, iter, loss, n_targets: n_targets as u64, eval_time };
@@ -102,7 +106,10 @@ impl Session<'_> {
         let Run { assets, engine, ranks, scores, stop, .. } = self.run;
         let folders = [Some(assets.tokenizer.directory()), assets.model_folder.as_deref()];
         let voice = Voice::new(engine, &assets.tokenizer, folders.into_iter().flatten());
-        let asked = tasks.ask(voice, ranks, stop).context("failed to ask the tasks of eval.tasks")?;
+        let progress = self.reporter.terminal().progress("eval.tasks", "requests");
+        let asked =
+            tasks.ask(voice, ranks, stop, progress.as_ref()).context("failed to ask the tasks of eval.tasks")?;
+        drop(progress);
         let Some(values) = asked else { return Ok(Ended::Stopped) };
         let is_of_a_task = !["", HELD_OUT].contains(&scores.metric.as_str());
         if is_of_a_task && !values.contains_key(&scores.metric) {

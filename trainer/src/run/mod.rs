@@ -124,6 +124,7 @@ fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<
     let chat = ranks.share(tasks::chat(plan, &assets))?;
     let tasks = open_in_turn(plan, selection, chat.as_ref(), hub, ranks)?;
     let Built { engine, notes, peak } = build::engine(plan, &assets, ranks)?;
+    let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
     // Until here a signal ends the process at once: there is nothing to save.
     let stop = StopRequests::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);

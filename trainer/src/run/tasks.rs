@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candlewick_text::hub::Hub;
-use evaluator::answer::{AnswerSettings, LmAnswers, Stopped};
+use evaluator::answer::{AnswerSettings, LmAnswers, Progress, Stopped};
 use evaluator::chat::Chat;
 use evaluator::exit::ExitCode;
 use evaluator::lm::Voice;
 use evaluator::parts::Crew;
+use evaluator::progress::ProgressLines;
 use evaluator::questions::Questions;
 use evaluator::task::{ChatStyle, DataPaths, PromptOptions, Registry, Selection, Task, TaskConfig};
 
@@ -44,6 +45,7 @@ pub(super) fn chat(plan: &Plan, assets: &Assets) -> Result<Option<Chat>> {
 pub(super) fn select(plan: &Plan) -> Result<Option<Selection>> {
     let Some(tasks) = &plan.tasks else { return Ok(None) };
     let selection = Registry::load(&tasks.include_path)?.select(&tasks.tasks.join(","))?;
+    data_paths(tasks, &selection)?;
     let runs_code = selection.tasks.iter().find(|task| task.unsafe_code).filter(|_| !tasks.confirm_run_unsafe_code);
     match runs_code {
         None => Ok(Some(selection)),
@@ -52,6 +54,10 @@ pub(super) fn select(plan: &Plan) -> Result<Option<Selection>> {
             Err(anyhow!("failed to start: {} {problem}", task.task).context(ExitCode::Usage))
         }
     }
+}
+
+fn data_paths(plan: &TasksPlan, selection: &Selection) -> Result<DataPaths> {
+    Ok(DataPaths::read("eval.data", &plan.data, &selection.tasks)?)
 }
 
 /// Fails if the tasks of a plan, or the metric that says which save is the best, are unknown. No data are read.
@@ -117,11 +123,16 @@ impl<'a> Tasks<'a> {
             confirm_run_unsafe_code: plan.confirm_run_unsafe_code,
             ..PromptOptions::default()
         };
-        let paths = DataPaths::parse(&plan.data)?;
+        let paths = data_paths(plan, &selection)?;
         let open = |config| Ok(Task::open(hub, config, &paths, &options)?);
         let tasks = selection.tasks.into_iter().map(open).collect::<Result<Vec<Task>>>()?;
         let options = vec![options; tasks.len()];
         Ok(Self { plan, in_shares, questions: Questions::new(tasks, selection.groups, options)? })
+    }
+
+    /// Describes the data of each task, and names those whose examples come from the evaluated split.
+    pub(super) fn notes(&self) -> Vec<String> {
+        self.questions.data().chain(self.questions.fewshot_notes()).collect()
     }
 
     fn crew(&self, ranks: &Ranks) -> Crew {
@@ -129,15 +140,23 @@ impl<'a> Tasks<'a> {
     }
 
     /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; nothing if somebody
-    /// asks for a stop in between. All ranks call it.
-    pub(super) fn ask(&self, voice: Voice, ranks: &Ranks, stop: &StopRequests) -> Result<Option<Values>> {
+    /// asks for a stop in between. `progress` shows how many requests are answered. All ranks call it.
+    pub(super) fn ask(
+        &self,
+        voice: Voice,
+        ranks: &Ranks,
+        stop: &StopRequests,
+        progress: Option<&ProgressLines>,
+    ) -> Result<Option<Values>> {
         let settings = AnswerSettings {
             max_length: self.plan.max_length,
             max_gen_toks: self.plan.max_gen_toks,
             batch_size: self.plan.batch_size,
             ..AnswerSettings::default()
         };
-        let mut answers = LmAnswers::of(voice, settings, self.crew(ranks))?.with_stop(|| stop.poll().is_some());
+        let show = |shown: Progress| progress.iter().for_each(|lines| lines.set(shown.n_done, shown.n_all));
+        let answers = LmAnswers::of(voice, settings, self.crew(ranks))?.with_progress(show);
+        let mut answers = answers.with_stop(|| stop.poll().is_some());
         let answered = match self.questions.ask(&mut answers) {
             Err(error) if error.is::<Stopped>() => return Ok(None),
             answered => answered?,

@@ -5,8 +5,8 @@ use std::path::Path;
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::format::known_split_mapping;
 use crate::source::{
-    Card, Kind, LocalRequest, ReadOptions, Source, Spec, SplitPart, SplitQuery, choose, join, open_files, open_local,
-    patterns_of, slice,
+    Card, FileRule, Kind, LocalRequest, ReadOptions, Source, SourceFiles, Spec, SplitPart, SplitQuery, WithFiles,
+    choose, data_files, join, open_files, open_local, patterns_of, slice,
 };
 
 /// A data set and the rows wanted of it.
@@ -24,6 +24,8 @@ pub struct DatasetRequest {
     pub split_mapping: Vec<(String, String)>,
     /// Patterns that name the files outright, each for one split or for any.
     pub data_files: Vec<(Option<String>, String)>,
+    /// The files of a folder on this machine that make a split.
+    pub files: FileRule,
     /// How files are read.
     pub read: ReadOptions,
 }
@@ -38,6 +40,7 @@ impl DatasetRequest {
             default_split: default_split.to_owned(),
             split_mapping: Vec::new(),
             data_files: Vec::new(),
+            files: FileRule::default(),
             read: ReadOptions::default(),
         })
     }
@@ -75,6 +78,7 @@ impl DatasetRequest {
             default_split: self.mapped(&self.default_split),
             data_files: self.data_files.clone(),
             is_pattern_list: self.is_loader(),
+            files: self.files.clone(),
             read: self.read.clone(),
         }
     }
@@ -110,18 +114,24 @@ impl Hub {
         let card = self.card(listing);
         let mut sources = Vec::new();
         for part in request.parts() {
-            let data_files = patterns_of(&request.data_files, &part.split).map_err(|problem| listing.unfit(problem))?;
+            let patterns = patterns_of(&request.data_files, &part.split).map_err(|problem| listing.unfit(problem))?;
             let query = SplitQuery {
                 split: &part.split,
                 is_default: request.spec.parts.is_empty(),
                 config: request.config.as_deref(),
-                data_files: &data_files,
+                data_files: &patterns,
             };
             let selection =
                 choose(&listing.paths(), card.as_ref(), &query).map_err(|problem| listing.unfit(problem))?;
             selection.warn_of_stand_in(&request.spec.name, &query);
-            let files = self.fetch(listing, &selection.files)?;
-            sources.push(slice(open_files(&files, &request.read)?, &part)?);
+            let inner = open_files(&self.fetch(listing, &selection.files)?, &request.read)?;
+            let files = SourceFiles {
+                place: Some(request.spec.name.clone()),
+                paths: selection.files,
+                n_available: data_files(listing.paths()).len(),
+                split: Some(selection.split),
+            };
+            sources.push(slice(Box::new(WithFiles { inner, files }), &part)?);
         }
         Ok(join(sources))
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Row, Source, SourceError};
+use super::{Row, Source, SourceError, SourceFiles};
 
 /// Several sources, one after another.
 pub struct Joined {
@@ -42,6 +42,9 @@ impl Source for Joined {
         let (part, row_idx) = self.find(row_idx);
         part.locate(row_idx)
     }
+    fn files(&self) -> SourceFiles {
+        SourceFiles::of_all(self.parts.iter().map(AsRef::as_ref))
+    }
 }
 
 /// The rows of a range of another source.
@@ -67,5 +70,8 @@ impl Source for Sliced {
     }
     fn locate(&self, row_idx: usize) -> String {
         self.inner.locate(self.range.start + row_idx)
+    }
+    fn files(&self) -> SourceFiles {
+        self.inner.files()
     }
 }

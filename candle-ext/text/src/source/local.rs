@@ -3,8 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use super::kind::open_file;
-use super::splits::{SplitQuery, choose, matching, patterns_of};
-use super::{Card, Joined, ReadOptions, Sliced, Source, SourceError, SplitPart};
+use super::one_file::{FileNames, Unnamed, choose_one, of_split};
+use super::splits::{Selection, SplitQuery, choose, matching, patterns_of};
+use super::{Card, Joined, ReadOptions, Sliced, Source, SourceError, SourceFiles, SplitPart, WithFiles};
 
 /// A data set on this machine and the rows wanted of it.
 #[derive(Debug, Clone, Default)]
@@ -21,8 +22,20 @@ pub struct LocalRequest {
     pub data_files: Vec<(Option<String>, String)>,
     /// The patterns are all there is: they are paths of their own, and `path` is none.
     pub is_pattern_list: bool,
+    /// The files of a folder that make a split.
+    pub files: FileRule,
     /// How the files are read.
     pub read: ReadOptions,
+}
+
+/// The files of a folder or a pattern that make a split.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum FileRule {
+    /// All that name the split, as `datasets` takes them.
+    #[default]
+    All,
+    /// One file or one set of shards, by these names; of a pattern all files that name the split.
+    One(FileNames),
 }
 
 /// How deep a folder is searched for files.
@@ -37,7 +50,7 @@ pub fn open_local(request: &LocalRequest) -> Result<Box<dyn Source>, SourceError
         let files = if request.is_pattern_list {
             let patterns = patterns_of(&request.data_files, &part.split)
                 .map_err(|problem| SourceError::choice(&request.path, problem))?;
-            patterns.iter().map(|pattern| expand(pattern)).collect::<Result<Vec<_>, _>>()?.concat()
+            of_themselves(patterns.iter().map(|pattern| expand(pattern)).collect::<Result<Vec<_>, _>>()?.concat())
         } else if path.is_dir() {
             files_of_split(path, &part.split, request)?
         } else if path.exists() {
@@ -46,11 +59,13 @@ pub fn open_local(request: &LocalRequest) -> Result<Box<dyn Source>, SourceError
                 return Err(SourceError::choice(&request.path, problem));
             }
             check_split_of_file(path, part, request)?;
-            vec![path.to_owned()]
+            of_themselves(vec![path.to_owned()])
         } else {
-            expand(&request.path)?
+            files_of_pattern(&part.split, request)?
         };
-        slice(open_files(&files, &request.read)?, part)
+        let paths: Vec<PathBuf> = files.full_paths().into_iter().map(PathBuf::from).collect();
+        let inner = open_files(&paths, &request.read)?;
+        slice(Box::new(WithFiles { inner, files }), part)
     });
     Ok(join(sources.collect::<Result<_, _>>()?))
 }
@@ -108,20 +123,48 @@ fn walk(folder: &Path, prefix: &str, depth: usize, paths: &mut Vec<String>) -> R
     Ok(())
 }
 
-fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<Vec<PathBuf>, SourceError> {
-    let data_files =
-        patterns_of(&request.data_files, split).map_err(|problem| SourceError::choice(folder.display(), problem))?;
+/// Files that were named outright.
+fn of_themselves(files: Vec<PathBuf>) -> SourceFiles {
+    let paths: Vec<String> = files.iter().map(|file| file.to_string_lossy().into_owned()).collect();
+    SourceFiles { n_available: paths.len(), paths, ..SourceFiles::default() }
+}
+
+fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<SourceFiles, SourceError> {
+    let wrong = |problem| SourceError::choice(folder.display(), problem);
+    let data_files = patterns_of(&request.data_files, split).map_err(wrong)?;
     let card = std::fs::read_to_string(folder.join("README.md")).ok();
+    let card = card.as_deref().and_then(Card::parse);
     let query = SplitQuery {
         split,
         is_default: request.parts.is_empty(),
         config: request.config.as_deref(),
         data_files: &data_files,
     };
-    let selection = choose(&list(folder)?, card.as_deref().and_then(Card::parse).as_ref(), &query)
-        .map_err(|problem| SourceError::choice(folder.display(), problem))?;
+    let paths = list(folder)?;
+    let usable = super::data_files(paths.iter().cloned());
+    let selection = match &request.files {
+        FileRule::One(names) if card.is_none() && data_files.is_empty() && !usable.is_empty() => {
+            choose_one(&usable, &query, names)
+        }
+        _ => choose(&paths, card.as_ref(), &query),
+    };
+    let selection = selection.map_err(wrong)?;
     selection.warn_of_stand_in(folder.display(), &query);
-    Ok(selection.files.iter().map(|file| folder.join(file)).collect())
+    let Selection { files: paths, split } = selection;
+    let place = Some(folder.display().to_string());
+    Ok(SourceFiles { place, paths, n_available: usable.len(), split: Some(split) })
+}
+
+fn files_of_pattern(split: &str, request: &LocalRequest) -> Result<SourceFiles, SourceError> {
+    let found = of_themselves(expand(&request.path)?);
+    let query = SplitQuery { split, is_default: false, config: None, data_files: &[] };
+    let selection = match &request.files {
+        FileRule::All => return Ok(found),
+        FileRule::One(names) if names.unnamed == Unnamed::None => choose_one(&found.paths, &query, names),
+        FileRule::One(_) => of_split(&found.paths, &query),
+    };
+    let Selection { files: paths, split } = selection.map_err(|problem| SourceError::choice(&request.path, problem))?;
+    Ok(SourceFiles { paths, split: Some(split), ..found })
 }
 
 fn check_split_of_file(path: &Path, part: &SplitPart, request: &LocalRequest) -> Result<(), SourceError> {

@@ -6,12 +6,14 @@
 mod cards;
 mod csv_file;
 mod error;
+mod files;
 mod joined;
 mod json_file;
 mod json_lines;
 mod kind;
 mod local;
 mod mapped;
+mod one_file;
 mod parquet_file;
 mod parquet_groups;
 mod parquet_values;
@@ -22,13 +24,16 @@ mod text_file;
 
 pub use cards::Card;
 pub use error::SourceError;
+pub use files::{SourceFiles, named};
 pub use joined::{Joined, Sliced};
 pub use kind::{Kind, data_files};
-pub use local::{LocalRequest, open_files, open_local};
+pub use local::{FileRule, LocalRequest, open_files, open_local};
+pub use one_file::{FileNames, Unnamed, name_words};
 pub use spec::{Bound, Slice, Spec, SplitPart};
 pub use splits::{Selection, SplitQuery, choose};
 pub use text_file::SampleBy;
 
+pub(crate) use files::WithFiles;
 pub(crate) use local::{join, slice};
 pub(crate) use splits::patterns_of;
 
@@ -45,6 +50,11 @@ pub trait Source: Send + Sync {
 
     /// Says where row `row_idx` stands, for messages: `train.jsonl:17`.
     fn locate(&self, row_idx: usize) -> String;
+
+    /// Returns the files that the rows are in, as far as they are known.
+    fn files(&self) -> SourceFiles {
+        SourceFiles::default()
+    }
 
     /// Says whether there are no rows at all.
     fn is_empty(&self) -> bool {

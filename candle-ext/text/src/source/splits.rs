@@ -146,7 +146,7 @@ fn by_names(files: &[String], query: &SplitQuery) -> Result<Selection, String> {
 
 /// The name among `names` that is meant: as written, by another spelling, or for the default
 /// `eval` whatever the data set keeps for evaluation.
-fn pick<'a>(names: &[&'a str], query: &SplitQuery) -> Result<&'a str, String> {
+pub(super) fn pick<'a>(names: &[&'a str], query: &SplitQuery) -> Result<&'a str, String> {
     let find = |wanted: &str| names.iter().copied().find(|name| *name == wanted);
     let other =
         || canonical(query.split).and_then(|wanted| names.iter().copied().find(|name| canonical(name) == Some(wanted)));
@@ -181,7 +181,7 @@ fn below_config(files: Vec<String>, config: Option<&str>) -> Result<Vec<String>,
 }
 
 /// The split a file belongs to, if its name says so.
-fn label(path: &str) -> Option<String> {
+pub(super) fn label(path: &str) -> Option<String> {
     let own = own_name(path);
     if shard(path).is_some() {
         return Some(canonical(own).map_or_else(|| own.to_owned(), str::to_owned));
@@ -194,12 +194,12 @@ fn word_label(name: &str) -> Option<&'static str> {
     name.split(|c: char| "-._ ".contains(c) || c.is_ascii_digit()).find_map(canonical)
 }
 
-fn canonical(word: &str) -> Option<&'static str> {
+pub(super) fn canonical(word: &str) -> Option<&'static str> {
     SPELLINGS.iter().find(|(_, words)| words.contains(&word)).map(|(name, _)| *name)
 }
 
 /// A file's name without folders, ending and shard number.
-fn own_name(path: &str) -> &str {
+pub(super) fn own_name(path: &str) -> &str {
     let stem = stem(path);
     shard(path).map_or(stem, |(name, ..)| name)
 }
@@ -210,7 +210,7 @@ fn stem(path: &str) -> &str {
 }
 
 /// `name-00001-of-00003` as its name, number and count.
-fn shard(path: &str) -> Option<(&str, usize, usize)> {
+pub(super) fn shard(path: &str) -> Option<(&str, usize, usize)> {
     let mut parts = stem(path).rsplitn(2, "-of-");
     let (count, rest) = (parts.next()?, parts.next()?);
     let (name, number) = rest.rsplit_once('-')?;
@@ -222,7 +222,7 @@ fn shard(path: &str) -> Option<(&str, usize, usize)> {
 }
 
 /// Says which shard is missing when names promise more files than there are.
-fn check_shards(files: &[String]) -> Result<(), String> {
+pub(super) fn check_shards(files: &[String]) -> Result<(), String> {
     for path in files {
         let Some((_, _, count)) = shard(path) else { continue };
         let folder = path.rsplit_once('/').map_or("", |(folder, _)| folder);
@@ -258,7 +258,7 @@ fn nothing_to_read(paths: &[String]) -> String {
     format!("no .json, .jsonl, .parquet, .csv or .txt file is in it, only: {}", some(paths))
 }
 
-fn some(files: &[String]) -> String {
+pub(super) fn some(files: &[String]) -> String {
     let shown = files.iter().take(8).map(String::as_str).collect::<Vec<_>>().join(", ");
     match files.len() {
         0 => "nothing".into(),

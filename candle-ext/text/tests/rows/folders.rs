@@ -46,6 +46,22 @@ fn a_folder_is_its_files_of_a_split_in_order() {
 }
 
 #[test]
+fn a_source_names_the_files_that_it_reads() {
+    let folder = splits();
+    let choice = |spec: &str| {
+        let text = folder.path(spec).display().to_string();
+        let spec = Spec::parse(&text, |path| std::path::Path::new(path).exists()).unwrap();
+        let (path, parts, default_split) = (spec.name, spec.parts, "train".to_owned());
+        let source = open_local(&LocalRequest { path, parts, default_split, ..LocalRequest::default() }).unwrap();
+        folder.short(source.files().choice().unwrap_or_default())
+    };
+    assert_eq!(choice(""), "2 of 3 files: train-1.jsonl, train-2.json (split train)");
+    assert_eq!(choice(":test+train[:1]"), "3 of 3 files: test.jsonl, train-1.jsonl, train-2.json (split test+train)");
+    assert_eq!(choice("train*"), "2 of 2 files: train-1.jsonl, train-2.json");
+    assert_eq!(choice("test.jsonl"), "");
+}
+
+#[test]
 fn a_pattern_is_the_files_that_match() {
     let folder = splits();
     assert_eq!(open(&folder, "train*", "train").unwrap(), [row(1), row(2), row(3)]);

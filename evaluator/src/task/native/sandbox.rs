@@ -1,47 +1,36 @@
-//! Runs a Python program that nobody has read: in a child without our environment, in an empty folder, without network
-//! where the kernel allows to take it away, with limits on time, memory and files. It can still read what the user can.
+//! Runs a Python program that nobody has read: in a child without our environment, in an empty folder, with limits on time,
+//! memory, files and processes, and without network where the kernel takes it away. The child can read what the user can.
+//!
+//! `sandbox.py` starts the program, ends all that it leaves behind, and reports. A program that searches its own process for
+//! the way to report can still deceive it.
 
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
-/// What a program may take, as in the package evaluate.
+/// Time and memory of a program, as in the package evaluate.
 const SECONDS: u64 = 3;
 const BYTES: u64 = 4 << 30;
+/// Processes and threads beyond those that the user has already.
+const PROCESSES: u64 = 64;
+/// Time of the supervisor on top: its start, and the end of processes that a program left behind.
+const GRACE: Duration = Duration::from_secs(5);
 
-/// Sets the limits, runs the program, and answers with the word that it got if the program came to its end.
-const RUNNER: &str = r#"
-import os, resource, signal, sys
-word = sys.stdin.readline().strip()
-program = sys.stdin.read()
-answer = os.dup(1)
-null = os.open(os.devnull, os.O_RDWR)
-for n in (0, 1, 2):
-    os.dup2(null, n)
-seconds, size = int(sys.argv[1]), int(sys.argv[2])
-for kind, most in (("CPU", seconds + 1), ("AS", size), ("FSIZE", 16 << 20), ("CORE", 0)):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + kind), (most, most))
-try:
-    import ctypes
-    ctypes.CDLL(None).unshare(0x10000000 | 0x40000000)
-except Exception:
-    pass
-signal.setitimer(signal.ITIMER_REAL, seconds)
-try:
-    exec(compile(program, "program", "exec"), {"__name__": "program"})
-except BaseException:
-    os._exit(1)
-os.write(answer, word.encode())
-os._exit(0)
-"#;
+/// Starts the program and reports its word on stdout if the program came to its end.
+const SUPERVISOR: &str = include_str!("sandbox.py");
+/// The supervisor's exit code for a program that failed.
+const FAILED: i32 = 10;
 
-/// Whether a program runs to its end without an exception. An error is one of ours, not of the program.
+/// Runs a program and returns true if it comes to its end without an exception. An error is one of ours, not of the program.
 pub(super) fn passes(program: &str) -> Result<bool, String> {
     let folder = tempfile::tempdir().map_err(|error| format!("failed to make a folder for a program: {error}"))?;
     let word = format!("passed-{:016x}", nonce());
     let mut child = Command::new("python3")
-        .args(["-I", "-c", RUNNER, &SECONDS.to_string(), &BYTES.to_string()])
+        .args(["-I", "-c", SUPERVISOR])
+        .args([SECONDS, BYTES, PROCESSES].map(|limit| limit.to_string()))
         .current_dir(folder.path())
         .env_clear()
         .env("PATH", std::env::var_os("PATH").unwrap_or_default())
@@ -55,26 +44,41 @@ pub(super) fn passes(program: &str) -> Result<bool, String> {
         // A child that is gone already has failed.
         let _ = write!(stdin, "{word}\n{program}");
     }
-    wait(&mut child)?;
-    let mut answer = String::new();
-    if let Some(mut stdout) = child.stdout.take() {
-        let _ = stdout.read_to_string(&mut answer);
+    let status = wait(&mut child)?;
+    match status.code() {
+        Some(0) => Ok(child.stdout.take().is_some_and(|stdout| read(stdout) == word.as_bytes())),
+        // Ended by a signal, ours or the program's.
+        Some(FAILED) | None => Ok(false),
+        Some(code) => Err(format!(
+            "failed to prepare a process for a program of the model (exit code {code} of python3); the limits of this shell \
+             (ulimit -a) may be too low"
+        )),
     }
-    Ok(answer == word)
 }
 
-/// Waits for the child's end, and ends it with all its children when time is over.
-fn wait(child: &mut Child) -> Result<(), String> {
-    let deadline = Instant::now() + Duration::from_secs(SECONDS + 2);
+/// Reads the supervisor's report. A process that still holds the pipe is not waited for.
+fn read(stdout: ChildStdout) -> Vec<u8> {
+    let (send, answer) = mpsc::channel();
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = stdout.take(64).read_to_end(&mut bytes);
+        let _ = send.send(bytes);
+    });
+    answer.recv_timeout(Duration::from_secs(1)).unwrap_or_default()
+}
+
+/// Waits for the supervisor's end, and ends its process group when time is over.
+fn wait(child: &mut Child) -> Result<ExitStatus, String> {
+    let deadline = Instant::now() + Duration::from_secs(SECONDS) + GRACE;
     let failed = |error: std::io::Error| format!("failed to wait for a program: {error}");
     while child.try_wait().map_err(failed)?.is_none() && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(5));
+        thread::sleep(Duration::from_millis(5));
     }
     if let Some(group) = rustix::process::Pid::from_raw(child.id() as i32) {
-        // What the program left behind; nothing, as a rule.
+        // Nothing is left there, as a rule.
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
-    child.wait().map(|_| ()).map_err(failed)
+    child.wait().map_err(failed)
 }
 
 /// A number that a program cannot guess.
@@ -111,6 +115,39 @@ mod tests {
         assert!(!passes("x = bytearray(8 << 30)").unwrap());
         assert!(!passes("import time\ntime.sleep(60)").unwrap());
         assert!(passes("import os\nassert 'HOME' not in os.environ").unwrap());
+        assert!(passes("import resource as r\nassert r.getrlimit(r.RLIMIT_NPROC)[0] < 1 << 20").unwrap());
         assert!(began.elapsed() < Duration::from_secs(30));
+    }
+
+    #[test]
+    fn a_program_does_not_find_the_word_among_the_supervisors_names() {
+        if Command::new("python3").arg("-V").output().is_err() {
+            return;
+        }
+        let forged = "import __main__, os\nos.write(__main__.answer, __main__.word.encode())\nos._exit(0)";
+        assert!(!passes(forged).unwrap());
+        assert!(!passes("import os\nos.write(1, b'passed')\nos.write(2, b'passed')\nos._exit(0)").unwrap());
+    }
+
+    /// A process in a session of its own is out of reach of its group's end.
+    #[test]
+    fn what_a_program_leaves_behind_ends_with_it() {
+        if Command::new("python3").arg("-V").output().is_err() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let escape = format!(
+            "import os, socket, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        \
+             s = socket.socket(socket.AF_UNIX)\n        s.connect({path:?})\n        time.sleep(3600)\n    os._exit(0)\n\
+             os.wait()\ntime.sleep(0.5)"
+        );
+        let began = Instant::now();
+        assert!(passes(&escape).unwrap());
+        assert!(began.elapsed() < Duration::from_secs(SECONDS) + 2 * GRACE);
+        let (mut left_behind, _) = listener.accept().unwrap();
+        left_behind.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        assert_eq!(left_behind.read(&mut [0]).unwrap(), 0);
     }
 }

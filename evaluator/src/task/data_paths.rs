@@ -1,0 +1,182 @@
+//! Data that a user names for some tasks, instead of what their files name: `TASK=PATH`, where TASK may be a pattern.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use candlewick_text::source::{FileNames, FileRule, Unnamed, name_words};
+use globset::GlobBuilder;
+
+use super::config::{DatasetConfig, TaskConfig};
+use super::error::{TaskError, did_you_mean};
+
+/// Data of tasks, as a user names them.
+#[derive(Clone, Debug, Default)]
+pub struct DataPaths {
+    /// The option or the key that names them, for messages.
+    option: String,
+    entries: Vec<DataPath>,
+}
+
+/// One `TASK=PATH`.
+#[derive(Clone, Debug)]
+struct DataPath {
+    task: String,
+    path: String,
+    /// Set if tasks of several data sets have their data there.
+    is_shared: bool,
+}
+
+/// The most task names that a message lists.
+const MAX_LISTED: usize = 8;
+
+impl DataPaths {
+    /// Reads `TASK=PATH` words for `tasks`. `option` stands in messages: the option or key that holds the words. A word that
+    /// fits none of the tasks is an error.
+    pub fn read(option: &str, words: &[String], tasks: &[TaskConfig]) -> Result<Self, TaskError> {
+        let entries = words.iter().map(|word| DataPath::read(option, word, tasks)).collect::<Result<_, _>>()?;
+        let mut paths = Self { option: option.to_owned(), entries };
+        let served = |entry: &DataPath| {
+            let own = tasks.iter().filter(|task| paths.entry_of(&task.task).is_some_and(|own| own.is_same(entry)));
+            own.map(|task| (&task.dataset.path, &task.dataset.name)).collect::<BTreeSet<_>>().len()
+        };
+        let shared: Vec<bool> = paths.entries.iter().map(|entry| served(entry) > 1).collect();
+        paths.entries.iter_mut().zip(shared).for_each(|(entry, is_shared)| entry.is_shared = is_shared);
+        Ok(paths)
+    }
+
+    /// Returns the path for a task: the last that is meant for it.
+    pub(super) fn of(&self, task: &str) -> Option<&str> {
+        self.entry_of(task).map(|entry| entry.path.as_str())
+    }
+
+    /// Returns the single file that stands in for a task's data, as `--data TASK=FILE`.
+    pub(super) fn one_file(&self, task: &str) -> Option<String> {
+        let path = self.of(task).filter(|path| Path::new(path).is_file())?;
+        Some(format!("{} {task}={path}", self.option))
+    }
+
+    /// Returns the rule for the file that holds a split of a task.
+    pub(super) fn file_rule(&self, config: &TaskConfig) -> FileRule {
+        let Some(entry) = self.entry_of(&config.task) else { return FileRule::All };
+        let unnamed = match (entry.is_shared, entry.task == config.task) {
+            (true, _) => Unnamed::None,
+            (false, true) => Unnamed::Lone,
+            (false, false) => Unnamed::PlainLone,
+        };
+        let remedy = format!("{} {}=FILE", self.option, config.task);
+        FileRule::One(FileNames { unnamed, remedy, ..file_names(&config.task, &config.dataset) })
+    }
+
+    fn entry_of(&self, task: &str) -> Option<&DataPath> {
+        self.entries.iter().rev().find(|entry| entry.is_for(task))
+    }
+}
+
+impl DataPath {
+    fn read(option: &str, word: &str, tasks: &[TaskConfig]) -> Result<Self, TaskError> {
+        let entry = match word.split_once('=') {
+            Some((task, path)) if !task.is_empty() && !path.is_empty() => {
+                Self { task: task.to_owned(), path: path.to_owned(), is_shared: false }
+            }
+            _ => {
+                return Err(TaskError::Selection(format!(
+                    "{option} {word:?} names no task or no path; write TASK=PATH"
+                )));
+            }
+        };
+        match tasks.iter().any(|task| entry.is_for(&task.task)) {
+            true => Ok(entry),
+            false => Err(TaskError::Selection(unmatched(option, &entry.task, tasks))),
+        }
+    }
+
+    fn is_for(&self, task: &str) -> bool {
+        self.task == task
+            || GlobBuilder::new(&self.task).build().is_ok_and(|glob| glob.compile_matcher().is_match(task))
+    }
+
+    fn is_same(&self, other: &Self) -> bool {
+        std::ptr::eq(self, other)
+    }
+}
+
+fn unmatched(option: &str, name: &str, tasks: &[TaskConfig]) -> String {
+    let names = || tasks.iter().map(|task| task.task.as_str());
+    let is_group = names().any(|task| task.strip_prefix(name).is_some_and(|rest| rest.starts_with('_')));
+    let near = did_you_mean(name, names());
+    let advice = if is_group {
+        format!("; write '{name}_*' for the tasks of that name")
+    } else if near.is_empty() {
+        let more = tasks.len().saturating_sub(MAX_LISTED);
+        let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+        format!("; selected are {}{more}", names().take(MAX_LISTED).collect::<Vec<_>>().join(", "))
+    } else {
+        near
+    };
+    format!("{option} {name}: no selected task has that name{advice}")
+}
+
+/// Returns the names by which the files of a task are recognised.
+fn file_names(task: &str, dataset: &DatasetConfig) -> FileNames {
+    let family = dataset.path.as_deref().and_then(|path| path.trim_end_matches('/').rsplit('/').next());
+    let mut own = vec![task.to_owned()];
+    own.extend(dataset.name.clone());
+    let words = name_words(task);
+    let prefix = name_words(family.unwrap_or_default());
+    let rest = words.strip_prefix(prefix.as_slice()).filter(|rest| !rest.is_empty()).map(|rest| rest.join("_"));
+    own.extend(rest.filter(|rest| !own.contains(rest)));
+    FileNames { own, family: family.map(str::to_owned), ..FileNames::default() }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::task::Registry;
+
+    fn tasks(names: &str) -> Vec<TaskConfig> {
+        Registry::load(&[]).unwrap().select(names).unwrap().tasks
+    }
+
+    fn rules(selected: &str, words: &[&str]) -> Vec<FileNames> {
+        let tasks = tasks(selected);
+        let words: Vec<String> = words.iter().map(ToString::to_string).collect();
+        let paths = DataPaths::read("--data", &words, &tasks).unwrap();
+        let rule = |task: &TaskConfig| match paths.file_rule(task) {
+            FileRule::One(names) => names,
+            FileRule::All => FileNames::default(),
+        };
+        tasks.iter().map(rule).collect()
+    }
+
+    #[test]
+    fn a_tasks_files_have_its_name_or_that_of_its_data() {
+        let names = rules("mmlu_virology", &["mmlu_virology=x"]).remove(0);
+        assert_eq!(names.own, ["mmlu_virology", "virology"]);
+        assert_eq!((names.family.as_deref(), names.unnamed), (Some("mmlu"), Unnamed::Lone));
+        assert_eq!(rules("arc_easy", &["arc_easy=x"])[0].own, ["arc_easy", "ARC-Easy"]);
+        assert_eq!(rules("mmlu_pro_biology", &["*=x"])[0].own, ["mmlu_pro_biology", "biology"]);
+    }
+
+    #[test]
+    fn a_pattern_for_several_data_sets_needs_files_with_their_names() {
+        let unnamed = |selected: &str, words: &[&str]| -> Vec<Unnamed> {
+            rules(selected, words).into_iter().map(|names| names.unnamed).collect()
+        };
+        assert_eq!(unnamed("arc_easy,arc_challenge", &["arc_*=x"]), [Unnamed::None; 2]);
+        assert_eq!(unnamed("gsm8k,gsm8k_cot_zeroshot", &["gsm8k*=x"]), [Unnamed::PlainLone; 2]);
+        assert_eq!(unnamed("arc_easy,arc_challenge", &["arc_*=x", "arc_easy=y"]), [Unnamed::Lone, Unnamed::PlainLone]);
+    }
+
+    #[test]
+    fn a_word_for_no_selected_task_is_refused() {
+        let refused = |selected: &str, word: &str| {
+            DataPaths::read("--data", &[word.to_owned()], &tasks(selected)).unwrap_err().to_string()
+        };
+        let near = refused("arc_easy,piqa", "arc-easy=x");
+        assert!(near.ends_with("--data arc-easy: no selected task has that name; did you mean `arc_easy`?"), "{near}");
+        assert!(refused("mmlu", "mmlu=x").contains("write 'mmlu_*' for the tasks of that name"));
+        assert!(refused("piqa,boolq", "hellaswag=x").ends_with("; selected are piqa, boolq"));
+        assert!(refused("piqa", "piqa").contains("write TASK=PATH"));
+    }
+}

@@ -1,0 +1,97 @@
+//! Limits of a task's templates: their length, the work of one rendering, and the size of a text.
+
+use std::io::{self, Write};
+use std::thread;
+
+use minijinja::value::{Kwargs, StringInput};
+use minijinja::{Environment, Error, State, Value, filters};
+
+use super::invalid;
+
+/// The most bytes of a template. lm-eval's longest has 9 KB.
+const MAX_SOURCE: usize = 64 << 10;
+/// The stack for reading a template: room for [`MAX_SOURCE`] of nested operators.
+const STACK: usize = 256 << 20;
+/// The most instructions of a rendering.
+const FUEL: u64 = 20_000_000;
+/// The most bytes of a text.
+const MAX_TEXT: usize = 64 << 20;
+
+/// Adds a template to an environment and limits its renderings.
+pub(super) fn add_template(
+    mut environment: Environment<'static>,
+    name: &'static str,
+    source: String,
+) -> Result<Environment<'static>, Error> {
+    if source.len() > MAX_SOURCE {
+        let n = source.len();
+        return Err(invalid(format!("the template has {n} bytes, more than the {MAX_SOURCE} that are allowed")));
+    }
+    environment.set_fuel(Some(FUEL));
+    environment.add_filter("replace", replace);
+    environment.add_filter("indent", indent);
+    // Reading and dropping what was read go as deep as the template nests.
+    let read = move || environment.add_template_owned(name, source).map(|()| environment);
+    let thread = thread::Builder::new().stack_size(STACK).spawn(read);
+    let joined = thread.map_err(|error| invalid(format!("no thread to read it on: {error}")))?.join();
+    joined.unwrap_or_else(|_| Err(invalid("the template cannot be read")))
+}
+
+/// A text that may not grow beyond [`MAX_TEXT`].
+#[derive(Default)]
+pub(super) struct LimitedText(pub(super) Vec<u8>);
+
+impl Write for LimitedText {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match check_size(Some(self.0.len() + bytes.len())) {
+            Ok(()) => self.0.write(bytes),
+            Err(error) => Err(io::Error::other(error.to_string())),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Fails if a text would have more than [`MAX_TEXT`] bytes; `None` is a number beyond all.
+pub(super) fn check_size(n_bytes: Option<usize>) -> Result<(), Error> {
+    match n_bytes {
+        Some(n) if n <= MAX_TEXT => Ok(()),
+        _ => Err(invalid(too_large())),
+    }
+}
+
+/// Describes a text of more than [`MAX_TEXT`] bytes.
+pub(super) fn too_large() -> String {
+    format!("a text has more than the {} MiB that are allowed", MAX_TEXT >> 20)
+}
+
+/// Checks the size of what `text.replace(from, to)` returns.
+pub(super) fn check_replace(text: &str, from: &str, to: &str) -> Result<(), Error> {
+    let n_found = if from.is_empty() { text.chars().count() + 1 } else { text.matches(from).count() };
+    check_size(n_found.checked_mul(to.len()).and_then(|added| added.checked_add(text.len())))
+}
+
+fn replace(
+    state: &mut State<'_, '_>,
+    text: StringInput<'_>,
+    from: StringInput<'_>,
+    to: StringInput<'_>,
+) -> Result<Value, Error> {
+    check_replace(text.as_str(), from.as_str(), to.as_str())?;
+    filters::replace(state, text, from, to)
+}
+
+fn indent(
+    text: StringInput<'_>,
+    width: Option<usize>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    options: Kwargs,
+) -> Result<Value, Error> {
+    let n_lines = text.as_str().split('\n').count();
+    let wanted = width.or(options.peek::<Option<usize>>("width")?).unwrap_or(4);
+    check_size(wanted.checked_mul(n_lines))?;
+    filters::indent(text, width, first, blank, options)
+}
