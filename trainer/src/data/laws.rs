@@ -174,7 +174,7 @@ proptest! {
         let plan = DataPlan { overlong, ..plan };
         let dataset = cut(of_lengths(&lengths), &plan, plan.drop_last).unwrap();
         let counts = Counts::of(&dataset);
-        let Counts { read, kept, truncated, dropped, supervised, masked, sequences } = counts;
+        let Counts { read, kept, truncated, dropped, supervised, masked, sequences, .. } = counts;
         prop_assert_eq!(read.samples, lengths.len() as u64);
         prop_assert_eq!(read.tokens, lengths.iter().sum::<usize>() as u64);
         prop_assert_eq!(read.tokens, kept.tokens + truncated.tokens + dropped.tokens);

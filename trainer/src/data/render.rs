@@ -1,8 +1,10 @@
 //! Rows become samples, many at a time.
 
+use candlewick_text::findings::Finding;
 use candlewick_text::format::{Document, Format, Purpose};
 use candlewick_text::render::{
-    EmptyThink, RenderError, RenderOptions, Sample, Targets, render_chat, render_completion, render_text,
+    EmptyAnswers, EmptyThink, RenderError, RenderOptions, Sample, Targets, TextSpecials, render_chat,
+    render_completion, render_text,
 };
 use candlewick_text::source::Source;
 use candlewick_text::template::ChatTemplate;
@@ -55,10 +57,13 @@ impl<'a> Renderer<'a> {
         let key = key
             .with("the type", format!("{:?}", self.plan.kind))
             .with("the tokenizer", &*self.tokenizer_key)
-            .with("the chat template", &*self.template_key);
+            .with("the chat template", &*self.template_key)
+            .with("add_bos_token", format!("{:?}", self.plan.add_bos_token))
+            .with("add_eos_token", self.plan.add_eos_token.to_string());
         match self.plan.kind {
             Kind::Causal => key,
             Kind::Sft => key
+                .with("train_on_empty_answers", self.plan.train_on_empty_answers.to_string())
                 .with("mask_inputs", self.plan.mask_inputs.to_string())
                 .with("ignore_empty_think", self.plan.ignore_empty_think.to_string()),
         }
@@ -91,16 +96,23 @@ impl<'a> Renderer<'a> {
 
     fn row(&self, source: &dyn Source, format: &Format, row: usize) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
-        self.document(document)
-            .map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
+        let has_written_roles = matches!(format, Format::Messages(_) | Format::Pairs(_));
+        let is_odd = matches!(&document, Document::Conversation(chat) if chat.has_unknown_role());
+        let sample = self.document(document);
+        let mut sample =
+            sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })?;
+        if has_written_roles && is_odd {
+            sample.findings.insert(Finding::UnknownRole);
+        }
+        Ok(sample)
     }
 
     fn document(&self, document: Document) -> Result<Sample, RenderError> {
         let document = if self.template.is_some() { document.into_chat() } else { document };
         let mut sample = match (&document, &self.template) {
-            (Document::Text(text), _) => render_text(self.tokenizer, text)?,
+            (Document::Text(text), _) => render_text(self.tokenizer, text, self.options().specials)?,
             (Document::PromptCompletion { prompt, completion }, _) => {
-                render_completion(self.tokenizer, prompt, completion)?
+                render_completion(self.tokenizer, prompt, completion, self.options())?
             }
             (Document::Conversation(chat), Some(template)) => {
                 render_chat(self.tokenizer, template, chat, self.options())?
@@ -132,7 +144,10 @@ impl<'a> Renderer<'a> {
 
     fn options(&self) -> RenderOptions {
         let empty_think = if self.plan.ignore_empty_think { EmptyThink::Ignore } else { EmptyThink::Learn };
-        RenderOptions { targets: self.targets(), empty_think }
+        let empty_answers = if self.plan.train_on_empty_answers { EmptyAnswers::Learn } else { EmptyAnswers::Ignore };
+        let DataPlan { add_bos_token, add_eos_token, .. } = *self.plan;
+        let specials = TextSpecials { add_bos_token, add_eos_token };
+        RenderOptions { targets: self.targets(), empty_think, empty_answers, specials }
     }
 
     fn targets(&self) -> Targets {

@@ -38,7 +38,6 @@ pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
             return Ok(code);
         }
     };
-    session.print_ledger();
     if let (End::Horizon, Some(generate)) = (end, &session.run.plan.generate) {
         session.reporter.terminal().finish();
         samples(session, generate)?;

@@ -142,7 +142,9 @@ impl<'a> Session<'a> {
         let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
-        terminal.line(&prepared.ledger.to_string());
+        if resumed.is_none_or(|resumed| resumed.run.step < self.stream.total_steps()) {
+            terminal.line(&prepared.ledger.to_string());
+        }
         if let Some(Resumed { run, dir, .. }) = resumed {
             let (epoch, iter, resume_time) = (run.epoch, run.step, resume_time.as_secs_f64());
             self.reporter.resume(&ResumeRecord { epoch, iter, resumed_from: dir.clone(), resume_time });
@@ -160,11 +162,6 @@ impl<'a> Session<'a> {
             report.resumed_from = resumed.map(|resumed| resumed.dir.clone());
         })?;
         Ok(())
-    }
-
-    /// Prints where every token went.
-    pub(super) fn print_ledger(&self) {
-        self.reporter.terminal().line(&self.ledger().to_string());
     }
 
     fn ledger(&self) -> Ledger {

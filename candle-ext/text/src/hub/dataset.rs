@@ -5,8 +5,8 @@ use std::path::Path;
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::format::known_split_mapping;
 use crate::source::{
-    Card, Kind, LocalRequest, ReadOptions, Source, Spec, SplitPart, SplitQuery, choose, join, open_files, open_local,
-    patterns_of, slice,
+    Card, Kind, LocalRequest, ReadOptions, Source, Spec, SplitPart, SplitQuery, choose, join, near_sibling, open_files,
+    open_local, patterns_of, slice,
 };
 
 /// A data set and the rows wanted of it.
@@ -84,7 +84,7 @@ impl DatasetRequest {
         !self.data_files.is_empty() && ["json", "csv", "parquet", "text"].contains(&self.spec.name.as_str())
     }
 
-    /// A name that can only be meant for this machine.
+    /// A name that can only be meant for this machine, or that a folder here nearly has.
     fn is_local(&self) -> bool {
         let name = &self.spec.name;
         self.is_loader()
@@ -92,6 +92,8 @@ impl DatasetRequest {
             || name.starts_with(['.', '/', '~'])
             || name.contains(['*', '?', '[', '{'])
             || Kind::of(name).is_some()
+            || name.matches('/').count() > 1
+            || (name.contains('/') && near_sibling(Path::new(name)).is_some())
     }
 }
 
