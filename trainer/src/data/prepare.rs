@@ -43,6 +43,7 @@ pub fn prepare(
     let mut notes = Vec::new();
     let template_name =
         template.as_ref().map_or_else(String::new, |template| format!("chat template {}", template.name()));
+    let template_name = &*template_name;
     let (train, eval) = threads(plan)?.install(|| {
         let renderer = Renderer::new(plan, tokenizer, template);
         let opener = Opener { renderer, cache: Cache::open(&plan.cache_dir)?, hub };
@@ -58,21 +59,22 @@ pub fn prepare(
     }
     let pad_id = tokenizer.pad().map_or(0, |pad| pad.id);
     let (train, eval) = split(plan, train, eval, pad_id)?;
-    let odd = |dataset, which| Oddities { dataset, which, plan, template: &template_name };
-    odd(&train, "training").refuse_unrendered()?;
-    eval.iter().try_for_each(|eval| odd(eval, "evaluation").refuse_unrendered())?;
+    Oddities { dataset: &train, which: "training", plan, template: template_name }.refuse_unrendered()?;
+    if let Some(eval) = &eval {
+        Oddities { dataset: eval, which: "evaluation", plan, template: template_name }.refuse_unrendered()?;
+    }
     let train = cut(train, plan, plan.drop_last)?;
     let eval = eval.map(|eval| cut(eval, plan, false)).transpose()?;
 
     let counts = Counts::of(&train);
-    notes.extend(odd(&train, "training").warnings(&counts));
+    notes.extend(Oddities { dataset: &train, which: "training", plan, template: template_name }.warnings(&counts));
     let check = Check { dataset: &train, counts: &counts, kind: plan.kind, tokenizer };
     notes.extend(check.train()?);
     let mut ledger = Ledger { train: counts, ..Ledger::default() };
     if let Some(eval) = &eval {
         let counts = Counts::of(eval);
         Check { dataset: eval, counts: &counts, kind: plan.kind, tokenizer }.eval()?;
-        notes.extend(odd(eval, "evaluation").warnings(&counts));
+        notes.extend(Oddities { dataset: eval, which: "evaluation", plan, template: template_name }.warnings(&counts));
         ledger.eval = Some(counts);
     }
     if plan.packing != Packing::Off {
