@@ -6,9 +6,9 @@
 //! An entry is made under another name and renamed when it is complete and on the disk, so that a
 //! run that is killed, or two that start together, leave no half of one.
 
-use std::fs::{DirBuilder, File};
+use std::fs::{DirBuilder, File, Permissions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,8 +69,10 @@ impl Cache {
         fill: impl FnOnce(&mut StoreWriter, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<(), DataError>,
     ) -> Result<Arc<Store>, DataError> {
         let failed = |source| self.failed(source);
-        let unfinished =
-            tempfile::Builder::new().prefix(".").suffix(UNFINISHED).tempdir_in(&self.folder).map_err(failed)?;
+        let private = Permissions::from_mode(0o700);
+        let mut builder = tempfile::Builder::new();
+        let unfinished = builder.prefix(".").suffix(UNFINISHED).permissions(private);
+        let unfinished = unfinished.tempdir_in(&self.folder).map_err(failed)?;
         let mut writer = StoreWriter::create(unfinished.path()).map_err(failed)?;
         fill(&mut writer, &failed)?;
         writer.finish().map_err(failed)?;
