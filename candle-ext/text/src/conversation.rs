@@ -28,7 +28,7 @@ impl Conversation {
         Self { tools: Some(tools), ..self }
     }
 
-    /// Whether a message has a role that chat templates do not know.
+    /// Returns true if a message has a role that chat templates do not know.
     pub fn has_unknown_role(&self) -> bool {
         self.messages.iter().any(|message| !ROLES.contains(&message.role()))
     }
@@ -126,7 +126,7 @@ impl Message {
         self.0.get("weight").and_then(Json::as_f64) != Some(0.0)
     }
 
-    /// Whether it calls a tool.
+    /// Returns true if it calls a tool.
     pub fn has_tool_calls(&self) -> bool {
         self.0.get("tool_calls").and_then(Json::as_array).is_some_and(|calls| !calls.is_empty())
     }
@@ -137,7 +137,7 @@ impl Message {
         texts.into_iter().find(|text| !text.trim().is_empty())
     }
 
-    /// Whether the content is missing or blank.
+    /// Returns true if the content is missing or blank.
     pub fn is_blank(&self) -> bool {
         match self.0.get("content") {
             None | Some(Json::Null) => true,
@@ -147,7 +147,7 @@ impl Message {
         }
     }
 
-    /// Whether it is an assistant's message with nothing in it: no content, tool call or reasoning.
+    /// Returns true for an assistant's message without content, tool calls and reasoning.
     pub fn is_empty_answer(&self) -> bool {
         self.is_assistant() && self.is_blank() && !self.has_tool_calls() && self.reasoning().is_none()
     }

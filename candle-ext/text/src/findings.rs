@@ -39,7 +39,7 @@ impl Findings {
         self.0 |= other.0;
     }
 
-    /// Whether an oddity is in the set.
+    /// Returns true if the set holds an oddity.
     pub fn contains(self, finding: Finding) -> bool {
         self.0 & finding.bit() != 0
     }

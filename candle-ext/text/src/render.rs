@@ -14,7 +14,7 @@ pub struct Sample {
     pub ids: Vec<u32>,
     /// `is_target[i]`: the model must learn to predict token `i`. As long as `ids`.
     pub is_target: Vec<bool>,
-    /// What is odd about the row.
+    /// The oddities of the row.
     pub findings: Findings,
 }
 
@@ -73,7 +73,7 @@ pub enum EmptyThink {
     Ignore,
 }
 
-/// What to do with an assistant message that has no content, tool calls or reasoning.
+/// The handling of an assistant message that has no content, tool calls or reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum EmptyAnswers {
     /// Its end of turn is no target.
@@ -86,9 +86,9 @@ pub enum EmptyAnswers {
 /// The special tokens around a text that no chat template renders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextSpecials {
-    /// Whether BOS stands before the text. `None`: as the tokenizer adds it.
+    /// Puts BOS before the text. `None`: as the tokenizer adds it.
     pub add_bos_token: Option<bool>,
-    /// Whether EOS stands after the text. It separates documents.
+    /// Puts EOS after the text. It separates documents.
     pub add_eos_token: bool,
 }
 
@@ -98,16 +98,16 @@ impl Default for TextSpecials {
     }
 }
 
-/// How documents become samples.
+/// The options of rendering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct RenderOptions {
     /// Which tokens are targets.
     pub targets: Targets,
     /// Whether an empty thought is one.
     pub empty_think: EmptyThink,
-    /// Whether an empty answer is one.
+    /// The handling of empty answers.
     pub empty_answers: EmptyAnswers,
-    /// What stands around texts without a template.
+    /// The special tokens around texts without a template.
     pub specials: TextSpecials,
 }
 
@@ -186,7 +186,7 @@ pub fn render_chat(
     Ok(sample)
 }
 
-/// What is odd about a conversation under this template, and which messages have nothing to learn and why.
+/// Finds the oddities of a conversation under this template, and for each message the reason not to learn it.
 fn examine(template: &ChatTemplate, chat: &Conversation) -> (Findings, Vec<Option<Finding>>) {
     let unrendered = template.unrendered(chat);
     let mut findings = Findings::default();

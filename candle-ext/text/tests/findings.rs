@@ -1,4 +1,4 @@
-//! What a template does not render, and answers with nothing in them, on the stock templates of three families.
+//! Unrendered tool calls and empty answers, on the stock templates of three families.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::path::PathBuf;

@@ -53,7 +53,7 @@ impl Check<'_> {
         self.start_is_single()
     }
 
-    /// What to do about data without targets.
+    /// Returns the advice for data without targets.
     fn what_to_learn(&self) -> String {
         let roles = count_roles(self.dataset, 0..self.dataset.n_samples());
         match self.kind {

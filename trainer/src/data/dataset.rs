@@ -68,7 +68,7 @@ impl SampleRef<'_> {
         self.span.clone().map(|token| self.store.is_target(token))
     }
 
-    /// Whether any token is learned.
+    /// Returns true if any token is learned.
     pub fn has_targets(&self) -> bool {
         self.is_target().skip(1).any(|is_target| is_target)
     }
@@ -145,7 +145,7 @@ impl Dataset {
         Self { pieces, fixed_rows, ..self }
     }
 
-    /// What is odd about a sample.
+    /// Returns the oddities of a sample.
     pub(crate) fn findings(&self, sample: usize) -> Findings {
         let (part, local) = self.find(sample);
         part.store.findings(local)

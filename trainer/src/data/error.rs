@@ -80,7 +80,7 @@ pub enum DataError {
         total: usize,
         /// `training` or `evaluation`.
         which: &'static str,
-        /// Where the template is from.
+        /// The origin of the template.
         template: String,
         /// The first row.
         place: String,

@@ -37,7 +37,7 @@ pub struct Counts {
     pub masked: Count,
     /// Sequences that the kept samples make.
     pub sequences: u64,
-    /// Of the dropped: samples without a target in what `max_length` leaves of them.
+    /// Dropped samples without a target in what `max_length` leaves of them.
     #[serde(default)]
     pub without_targets: Count,
     /// Samples with an empty answer.

@@ -19,7 +19,7 @@ pub(crate) struct Oddities<'a> {
     /// `training` or `evaluation`.
     pub(crate) which: &'static str,
     pub(crate) plan: &'a DataPlan,
-    /// Where the chat template is from.
+    /// The origin of the chat template.
     pub(crate) template: &'a str,
 }
 

@@ -40,11 +40,11 @@ pub struct DataPlan {
     pub ignore_empty_think: bool,
     /// Learn to write an empty answer where the data have one.
     pub train_on_empty_answers: bool,
-    /// What becomes of rows with tool calls that the chat template does not render.
+    /// The handling of rows with tool calls that the chat template does not render.
     pub unrendered_tool_calls: UnrenderedToolCalls,
-    /// Whether BOS begins a text that no template renders. `None`: as the tokenizer adds it.
+    /// Puts BOS before a text that no template renders. `None`: as the tokenizer adds it.
     pub add_bos_token: Option<bool>,
-    /// Whether EOS ends a text that no template renders.
+    /// Puts EOS after a text that no template renders.
     pub add_eos_token: bool,
     /// Rows in a micro-batch.
     pub micro_batch_size: usize,
@@ -90,7 +90,7 @@ pub struct SourcePlan {
     /// The key of a `.json` object that holds the list of rows.
     #[serde(default)]
     pub field: Option<String>,
-    /// What a row of a `.txt` file is: `line`, `paragraph` or `document`. `None`: a document of [`Kind::Causal`], else
+    /// The rows of a `.txt` file: `line`, `paragraph` or `document`. `None`: a document of [`Kind::Causal`], else
     /// a line.
     #[serde(default)]
     pub sample_by: Option<String>,
@@ -148,7 +148,7 @@ pub enum Overlong {
     Split,
 }
 
-/// What becomes of rows with tool calls that the chat template does not render.
+/// The handling of rows with tool calls that the chat template does not render.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UnrenderedToolCalls {

@@ -65,7 +65,7 @@ impl Store {
         self.entry(sample, 1) & ROW
     }
 
-    /// What is odd about a sample.
+    /// Returns the oddities of a sample.
     pub(crate) fn findings(&self, sample: usize) -> Findings {
         Findings::from_bits((self.entry(sample, 1) >> ROW_BITS) as u32)
     }

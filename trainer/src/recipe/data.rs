@@ -31,7 +31,7 @@ pub struct Data {
     pub train_eval_split: Option<(HumanFloat, HumanFloat)>,
     /// The longest row in tokens. Default: the model config's `max_position_embeddings`.
     pub max_length: Option<HumanInt>,
-    /// What becomes of samples longer than `max_length`: `error` (the run is refused with the three longest; default
+    /// The handling of samples longer than `max_length`: `error` (the run is refused with the three longest; default
     /// of `sft`), `truncate`, `drop` or `split` (into samples of `max_length`; default of `causal`). Packed causal data
     /// are always split.
     pub overlong: Option<Overlong>,
@@ -56,7 +56,7 @@ pub struct Data {
     pub ignore_empty_think: Option<bool>,
     /// Learns to write an empty answer where the data have one. Default false: such a turn is not learned.
     pub train_on_empty_answers: Option<bool>,
-    /// What becomes of rows with tool calls that the chat template does not render: `error` (default: the run is
+    /// The handling of rows with tool calls that the chat template does not render: `error` (default: the run is
     /// refused with their number and the first row), `drop` (the rows are left out) or `mask` (the rows stay, and these
     /// turns are not learned).
     pub unrendered_tool_calls: Option<UnrenderedToolCalls>,
@@ -75,7 +75,7 @@ pub struct Data {
     pub dl_num_workers: Option<HumanInt>,
     /// Seeds the split, the shuffle and the packing. Default 42.
     pub seed: Option<HumanInt>,
-    /// Where tokens are kept between runs. Default `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
+    /// The folder that keeps tokens between runs. Default `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
     pub cache_dir: Option<String>,
     /// Accepted; `auto`, `local` and `shared` are the same to one process.
     pub cache_fs_type: Option<CacheFs>,
@@ -117,7 +117,7 @@ pub enum Overlong {
     Split,
 }
 
-/// What becomes of rows with tool calls that the chat template does not render.
+/// The handling of rows with tool calls that the chat template does not render.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum UnrenderedToolCalls {

@@ -83,12 +83,12 @@ impl Roles {
         }
     }
 
-    /// Whether there are any.
+    /// Returns true if there are no roles.
     pub fn is_empty(&self) -> bool {
         self.counts.is_empty()
     }
 
-    /// Whether one of them is the assistant's.
+    /// Returns true if one of them is the assistant's.
     pub fn has_assistant(&self) -> bool {
         self.counts.iter().any(|(role, _)| role_of_alias(role) == Some("assistant"))
     }

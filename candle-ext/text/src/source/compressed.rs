@@ -11,7 +11,7 @@ const UNCHECKED_BYTES: u64 = 1 << 30;
 /// Text shrinks 3 to 20 times. A file of nothing but zeros shrinks a thousand times.
 const MAX_RATIO: u64 = 200;
 
-/// How a file is compressed.
+/// A kind of compression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Compression {
     Gzip,

@@ -99,7 +99,7 @@ struct Walk {
 }
 
 impl Walk {
-    /// Whether a folder is new. One that holds the root is not: a link upwards would take in its neighbours.
+    /// Returns true for a new folder. One above the root is never new: a link upwards would take in its neighbours.
     fn enters(&mut self, folder: &Path) -> bool {
         let Ok(real) = folder.canonicalize() else { return false };
         let is_above = self.root.starts_with(&real) && self.root != real;

@@ -53,7 +53,7 @@ impl Write for Output {
     }
 }
 
-/// What the errors of these bounds mean to a user.
+/// Puts the errors of these bounds into words.
 pub(super) fn explain(error: &Error) -> Option<String> {
     match error.kind() {
         ErrorKind::OutOfFuel => Some(format!("it takes more than {FUEL} instructions; a loop may be endless")),

@@ -1,4 +1,4 @@
-//! Which tool calls, tools and reasoning of a conversation a chat template renders.
+//! Detection of tool calls, tools and reasoning that a chat template does not render.
 //!
 //! A template may read a key and print nothing of it, so reading is no evidence. The conversation
 //! is rendered once more with markers in the values in question, and the markers are looked for.
@@ -8,7 +8,7 @@ use serde_json::{Value as Json, json};
 use super::{ChatTemplate, Ending};
 use crate::conversation::{Conversation, Message};
 
-/// What a rendering lacks of its conversation.
+/// The parts of a conversation that its rendering lacks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unrendered {
     /// Messages with a tool call that is not rendered.
@@ -46,7 +46,8 @@ impl ChatTemplate {
         }
     }
 
-    /// Whether the template renders the reasoning of a last answer. Many leave out that of earlier ones by design.
+    /// Returns true if the template renders the reasoning of a last answer. Many leave out that of earlier ones by
+    /// design.
     pub fn renders_reasoning(&self) -> bool {
         *self.renders_reasoning.get_or_init(|| {
             let answer = Message::new("assistant", "answer").with("reasoning_content", json!("thought"));

@@ -40,7 +40,7 @@ pub struct Tokenizer {
     templates: Vec<NamedTemplate>,
 }
 
-/// Whether encoding adds what transformers' `tokenizer(text)` adds (BOS, for many).
+/// The special tokens that encoding adds: those of transformers' `tokenizer(text)` (BOS, for many), or none.
 ///
 /// That is what the post-processor of tokenizer.json says, and before it `add_bos_token` and `add_eos_token` of
 /// tokenizer_config.json.
