@@ -187,7 +187,7 @@ enum SourceForms {
 #[allow(dead_code, reason = "only its schema is used")]
 enum Sources {
     /// One source.
-    One(DataSource),
+    One(Box<DataSource>),
     /// Several sources.
     Many(Vec<DataSource>),
 }
