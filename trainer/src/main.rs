@@ -8,6 +8,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 fn main() -> ExitCode {
     evaluator::allocator::keep_memory();
     evaluator::cores::share_cores();
+    candlewick_text::source::report_shortened_files();
     candlewick_ops::join_compute_threads();
     trainer::cli::main()
 }

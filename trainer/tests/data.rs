@@ -10,7 +10,7 @@ use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde_json::{Map, json};
 use trainer::data::{
     Cursor, DataError, DataPlan, Dataset, Horizon, Kind, Order, Overlong, Packing, Padding, Prepared, Sampling,
-    SourcePlan, Stream, prepare,
+    SourcePlan, Stream, UnrenderedToolCalls, prepare,
 };
 
 const CHATML: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n\
@@ -77,6 +77,10 @@ impl Bench {
             order: Order::Sequential,
             mask_inputs: true,
             ignore_empty_think: false,
+            train_on_empty_answers: false,
+            unrendered_tool_calls: UnrenderedToolCalls::Error,
+            add_bos_token: None,
+            add_eos_token: true,
             micro_batch_size: 1,
             gradient_accumulation_steps: 1,
             data_ranks: 1,
@@ -350,8 +354,8 @@ fn causal_rows_are_exactly_as_long_as_they_may_be() {
         ..bench.plan(bench.write("train.jsonl", &rows))
     };
     let prepared = bench.prepare(&plan).unwrap();
-    // <s> before and <|im_end|> behind each text.
-    let n_tokens: usize = texts.iter().map(|text| text.len() + 2).sum();
+    // <|im_end|> stands after each text; the tokenizer adds no <s>.
+    let n_tokens: usize = texts.iter().map(|text| text.len() + 1).sum();
     assert_eq!(prepared.train.n_tokens() as usize, n_tokens);
     let mut stream = Stream::new(prepared.train, plan, Cursor::default()).unwrap();
     let mut lengths = Vec::new();
@@ -401,5 +405,146 @@ fn a_data_set_that_is_nowhere_is_an_error() {
     for name in ["nobody/nothing", "missing.jsonl"] {
         let message = bench.prepare(&bench.plan(source(Path::new(name)))).unwrap_err().to_string();
         assert!(message.contains(name), "{message}");
+    }
+}
+
+fn messages(messages: serde_json::Value) -> String {
+    json!({"messages": messages}).to_string()
+}
+
+fn with_call(content: serde_json::Value) -> String {
+    messages(json!([
+        {"role": "user", "content": "Oslo?"},
+        {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "Rain."},
+    ]))
+}
+
+#[test]
+fn tool_calls_that_are_not_rendered_are_refused_left_out_or_masked() {
+    let bench = Bench::new();
+    let rows = [chat("a", "b"), with_call(json!(null)), chat("c", "d"), with_call(json!("Let me look."))];
+    let message = bench.refusal(&rows);
+    let place = format!("{}:2", bench.path("train.jsonl").display());
+    for want in ["render 2 of 4 training samples", "chat template test template", &place, "data.unrendered_tool_calls"]
+    {
+        assert!(message.contains(want), "{want:?} is not in {message}");
+    }
+    let prepare = |unrendered_tool_calls| {
+        let plan = bench.plan(bench.write("train.jsonl", &rows));
+        bench.prepare(&DataPlan { unrendered_tool_calls, ..plan }).unwrap()
+    };
+    let dropped = prepare(UnrenderedToolCalls::Drop);
+    assert_eq!(dropped.train.len(), 2);
+    assert_eq!((dropped.ledger.train.unrendered_tool_calls.samples, dropped.ledger.train.dropped.samples), (2, 2));
+    let masked = prepare(UnrenderedToolCalls::Mask);
+    assert_eq!(masked.train.len(), 4);
+    let shown = bench.shown(&masked.train);
+    assert_eq!(shown[1].matches('[').count(), 1, "{}", shown[1]);
+    assert!(shown[1].contains("[Rain.<|im_end|>]") && !shown[3].contains("[Let me"), "{shown:?}");
+    let notes = masked.notes.join("\n");
+    assert!(notes.contains(&format!("warning: 2 of 4 training samples hold tool calls that chat template test template does not render, the first at {place}: these turns are not learned")), "{notes}");
+    // Tokens from the cache warn as fresh ones do.
+    let again = prepare(UnrenderedToolCalls::Mask).notes.join("\n");
+    assert!(again.contains("tokens from the cache") && again.contains("warning: 2 of 4"), "{again}");
+}
+
+#[test]
+fn empty_answers_and_rows_without_any_are_counted_and_not_trained_on() {
+    let bench = Bench::new();
+    let rows = [
+        chat("a", "b"),
+        chat("c", ""),
+        messages(json!([{"role": "user", "content": "anyone?"}])),
+        messages(json!([{"role": "user", "content": "e"}, {"role": "assistant", "content": null},
+                        {"role": "user", "content": "f"}, {"role": "assistant", "content": "g"}])),
+    ];
+    let plan = bench.plan(bench.write("train.jsonl", &rows));
+    let prepared = bench.prepare(&plan).unwrap();
+    let counts = prepared.ledger.train;
+    assert_eq!((prepared.train.len(), counts.kept.samples), (2, 2));
+    assert_eq!((counts.empty_answers.samples, counts.without_targets.samples, counts.dropped.samples), (2, 2, 2));
+    let file = bench.path("train.jsonl").display().to_string();
+    let notes = prepared.notes.join("\n");
+    assert!(notes.contains(&format!("2 of 4 training samples hold an empty answer, the first at {file}:2")), "{notes}");
+    assert!(notes.contains(&format!("2 of 4 training samples have no targets, the first at {file}:2")), "{notes}");
+    let printed = prepared.ledger.to_string();
+    assert!(printed.contains("train without targets") && !printed.contains("train truncated"), "{printed}");
+    let mut stream = Stream::new(prepared.train, plan.clone(), Cursor::default()).unwrap();
+    while let Some(step) = stream.next_step() {
+        assert!(step.n_targets > 0);
+    }
+
+    let learned = bench.prepare(&DataPlan { train_on_empty_answers: true, ..plan }).unwrap();
+    assert_eq!(learned.ledger.train.without_targets.samples, 1);
+    assert!(bench.shown(&learned.train)[1].ends_with("assistant\n[<|im_end|>]\n"));
+}
+
+#[test]
+fn answers_cut_off_by_max_length_are_no_steps() {
+    let bench = Bench::new();
+    let rows = [chat("a", "b"), chat(&"long ".repeat(50), "d")];
+    let plan =
+        DataPlan { overlong: Overlong::Truncate, max_length: 100, ..bench.plan(bench.write("train.jsonl", &rows)) };
+    let prepared = bench.prepare(&plan).unwrap();
+    assert_eq!(prepared.train.len(), 1);
+    assert_eq!(prepared.ledger.train.dropped.samples, 1);
+}
+
+#[test]
+fn roles_that_are_not_learned_are_named_with_a_mapping() {
+    let bench = Bench::new();
+    let own = messages(json!([{"role": "interviewer", "content": "a"}, {"role": "guest", "content": "b"}]));
+    let message = bench.refusal(&[own.clone(), own.clone()]);
+    let mapping = "role_mapping: {user: messages.role.interviewer, assistant: messages.role.guest}";
+    for want in ["Roles: interviewer 2, guest 2; none is assistant", mapping] {
+        assert!(message.contains(want), "{want:?} is not in {message}");
+    }
+    let mixed = messages(json!([{"role": "moderator", "content": "a"}, {"role": "user", "content": "b"},
+                                {"role": "assistant", "content": "c"}]));
+    let prepared = bench.prepare(&bench.plan(bench.write("train.jsonl", &[chat("a", "b"), mixed]))).unwrap();
+    let notes = prepared.notes.join("\n");
+    assert!(notes.contains("1 of 2 training samples hold roles that chat templates do not know"), "{notes}");
+    assert!(notes.contains("(roles: moderator 1, user 1, assistant 1)"), "{notes}");
+}
+
+#[test]
+fn a_text_file_is_one_document_of_causal_data() {
+    let bench = Bench::new();
+    std::fs::write(bench.path("play.txt"), "ROMEO:\nWhat, ho!\n\nJULIET:\nHo.\n").unwrap();
+    let causal = |sample_by: Option<&str>, packing| DataPlan {
+        kind: Kind::Causal,
+        packing,
+        overlong: Overlong::Split,
+        max_length: 16,
+        ..bench.plan(SourcePlan { sample_by: sample_by.map(str::to_owned), ..source(&bench.path("play.txt")) })
+    };
+    let shown = |sample_by, packing| bench.shown(&bench.prepare(&causal(sample_by, packing)).unwrap().train).concat();
+    let whole = "ROMEO:\nWhat, ho!\n\nJULIET:\nHo.\n<|im_end|>";
+    for packing in [Packing::Off, Packing::Exact] {
+        assert_eq!(shown(None, packing).replace(['[', ']'], ""), whole);
+    }
+    let lines = shown(Some("line"), Packing::Exact).replace(['[', ']'], "");
+    assert_eq!(lines, "ROMEO:<|im_end|>What, ho!<|im_end|>JULIET:<|im_end|>Ho.<|im_end|>");
+    let bare = DataPlan { add_bos_token: Some(true), add_eos_token: false, ..causal(None, Packing::Exact) };
+    let bare = bench.shown(&bench.prepare(&bare).unwrap().train).concat();
+    assert_eq!(bare.replace(['[', ']'], ""), format!("<s>{}", whole.trim_end_matches("<|im_end|>")));
+}
+
+#[test]
+fn a_mistyped_path_is_named_before_the_hub_is_asked() {
+    let bench = Bench::new();
+    bench.write("chats.jsonl", &chats(1));
+    std::fs::create_dir(bench.path("mine")).unwrap();
+    let message = |name: &str| {
+        let source = SourcePlan { name_or_path: bench.path(name).display().to_string(), ..source(Path::new("x")) };
+        bench.prepare(&bench.plan(source)).unwrap_err().to_string()
+    };
+    for (name, want) in
+        [("chat.jsonl", "did you mean"), ("mime", "mine?"), ("mine/none", "there is no such file or folder")]
+    {
+        let message = message(name);
+        assert!(message.contains(want) && !message.contains("Hub"), "{message}");
     }
 }

@@ -162,7 +162,7 @@ fn a_wrong_type_says_what_was_expected_and_what_was_found() {
     check("tokenizer:\nepochs: 1\n", &["tokenizer: expected a map, found nothing (null)"]);
     check("model: {name_or_path: 7}", &["model.name_or_path: expected text, found the integer 7", "put it in quotes"]);
     check("overfit_first_batch: 2\n", &["overfit_first_batch: expected true or false, found the integer 2"]);
-    check("data: {sources: a}", &["data.sources: expected a list, found the text \"a\""]);
+    check("data: {sources: 3}", &["data.sources: expected a list of sources, or one source", "found the integer"]);
     check("data: {sources: [[a]]}", &["data.sources.0: expected text (a name", "found a list"]);
     check("checkpoint: here\n", &["checkpoint: expected a list of maps, one map, or none"]);
     check("model: {config: 3}", &["model.config: expected a map (the config itself) or the path"]);

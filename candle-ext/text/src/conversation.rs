@@ -28,6 +28,11 @@ impl Conversation {
         Self { tools: Some(tools), ..self }
     }
 
+    /// Returns true if a message has a role that chat templates do not know.
+    pub fn has_unknown_role(&self) -> bool {
+        self.messages.iter().any(|message| !ROLES.contains(&message.role()))
+    }
+
     /// Whether any message is the assistant's, that is, whether there is something to learn.
     pub fn has_assistant(&self) -> bool {
         self.messages.iter().any(Message::is_assistant)
@@ -39,6 +44,12 @@ impl Conversation {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(transparent)]
 pub struct Message(Map<String, Json>);
+
+/// The keys of reasoning that is kept apart from the content.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+/// Roles that chat templates know.
+const ROLES: [&str; 9] =
+    ["system", "developer", "user", "assistant", "tool", "function", "ipython", "observation", "tool_response"];
 
 /// Why a JSON object is not a message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -113,6 +124,32 @@ impl Message {
     /// Whether an assistant's message is something to learn: it is, unless its `weight` is 0.
     pub fn is_learned(&self) -> bool {
         self.0.get("weight").and_then(Json::as_f64) != Some(0.0)
+    }
+
+    /// Returns true if it calls a tool.
+    pub fn has_tool_calls(&self) -> bool {
+        self.0.get("tool_calls").and_then(Json::as_array).is_some_and(|calls| !calls.is_empty())
+    }
+
+    /// The reasoning that is kept apart from the content, under one of its three names.
+    pub fn reasoning(&self) -> Option<&str> {
+        let texts = REASONING.iter().filter_map(|key| self.0.get(*key)?.as_str());
+        texts.into_iter().find(|text| !text.trim().is_empty())
+    }
+
+    /// Returns true if the content is missing or blank.
+    pub fn is_blank(&self) -> bool {
+        match self.0.get("content") {
+            None | Some(Json::Null) => true,
+            Some(Json::String(text)) => text.trim().is_empty(),
+            Some(Json::Array(parts)) => parts.is_empty(),
+            Some(_) => false,
+        }
+    }
+
+    /// Returns true for an assistant's message without content, tool calls and reasoning.
+    pub fn is_empty_answer(&self) -> bool {
+        self.is_assistant() && self.is_blank() && !self.has_tool_calls() && self.reasoning().is_none()
     }
 
     /// Every key of the message, in order.

@@ -1,8 +1,10 @@
 //! Hub access, tokenizers, chat templates, conversations, data sources.
 
 pub mod conversation;
+pub mod findings;
 pub mod format;
 pub mod hub;
+mod panics;
 pub mod render;
 pub mod source;
 pub mod template;

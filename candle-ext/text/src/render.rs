@@ -4,9 +4,10 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use crate::conversation::{Conversation, Message};
+use crate::findings::{Finding, Findings};
 use crate::format::Document;
 use crate::template::{ChatTemplate, Ending, Span, TemplateError};
-use crate::tokenizer::{Specials, Tokenizer, TokenizerError};
+use crate::tokenizer::{Encoded, Specials, Tokenizer, TokenizerError};
 
 /// What the model reads, and which of it the model must learn to say.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -15,6 +16,8 @@ pub struct Sample {
     pub ids: Vec<u32>,
     /// `is_target[i]`: the model must learn to predict token `i`. As long as `ids`.
     pub is_target: Vec<bool>,
+    /// The oddities of the row.
+    pub findings: Findings,
 }
 
 impl Sample {
@@ -25,13 +28,13 @@ impl Sample {
 
     /// A sequence in which every token is a target.
     pub fn all_targets(ids: Vec<u32>) -> Self {
-        Self { is_target: vec![true; ids.len()], ids }
+        Self { is_target: vec![true; ids.len()], ids, ..Self::default() }
     }
 
     /// The sequence in slices of at most `max_length` tokens.
     pub fn slices(&self, max_length: usize) -> impl Iterator<Item = Self> {
         let pieces = self.ids.chunks(max_length).zip(self.is_target.chunks(max_length));
-        pieces.map(|(ids, is_target)| Self { ids: ids.to_vec(), is_target: is_target.to_vec() })
+        pieces.map(|(ids, is_target)| Self { ids: ids.to_vec(), is_target: is_target.to_vec(), ..Self::default() })
     }
 
     /// Whether there is no token.
@@ -83,13 +86,42 @@ pub enum EmptyThink {
     Ignore,
 }
 
-/// How chats become samples.
+/// The handling of an assistant message that has no content, tool calls or reasoning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum EmptyAnswers {
+    /// Its end of turn is no target.
+    #[default]
+    Ignore,
+    /// The model learns to write an empty answer (`train_on_empty_answers: true`).
+    Learn,
+}
+
+/// The special tokens around a text that no chat template renders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TextSpecials {
+    /// Puts BOS before the text. `None`: as the tokenizer adds it.
+    pub add_bos_token: Option<bool>,
+    /// Puts EOS after the text. It separates documents.
+    pub add_eos_token: bool,
+}
+
+impl Default for TextSpecials {
+    fn default() -> Self {
+        Self { add_bos_token: None, add_eos_token: true }
+    }
+}
+
+/// The options of rendering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct RenderOptions {
     /// Which tokens are targets.
     pub targets: Targets,
     /// Whether an empty thought is one.
     pub empty_think: EmptyThink,
+    /// The handling of empty answers.
+    pub empty_answers: EmptyAnswers,
+    /// The special tokens around texts without a template.
+    pub specials: TextSpecials,
 }
 
 /// Why something could not be turned into ids.
@@ -100,7 +132,7 @@ pub enum RenderError {
     Template(#[from] TemplateError),
     /// A turn is not to be learned, and it is not known which of the text it is.
     #[error(
-        "leave out message {message} (weight 0): chat template {template} has generation blocks that are \
+        "leave out message {message} (it is empty, not rendered or of weight 0): chat template {template} has generation blocks that are \
          not printed in their own message's turn; put each inside the loop over the messages"
     )]
     Weight {
@@ -112,6 +144,18 @@ pub enum RenderError {
     /// A chat, and nothing to print it with.
     #[error("render a chat: {} has no chat template; use the model's chat version, or put a chat_template.jinja there", .0.display())]
     NoTemplate(PathBuf),
+    /// A token is asked for that the tokenizer does not name.
+    #[error("add BOS to a text: the tokenizer names no bos_token; remove `data.add_bos_token`")]
+    NoBos,
+    /// Text is dropped.
+    #[error(
+        "tokenize {text:?}: the tokenizer has no token for any of its characters; the vocabulary of its \
+         tokenizer.json may be empty or of another model"
+    )]
+    NoTokens {
+        /// The beginning of the text.
+        text: String,
+    },
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
@@ -127,8 +171,10 @@ pub fn render_document(
 ) -> Result<Sample, RenderError> {
     let document = if template.is_some() { document.into_chat() } else { document };
     let mut sample = match (&document, template) {
-        (Document::Text(text), _) => render_text(tokenizer, text)?,
-        (Document::PromptCompletion { prompt, completion }, _) => render_completion(tokenizer, prompt, completion)?,
+        (Document::Text(text), _) => render_text(tokenizer, text, options.specials)?,
+        (Document::PromptCompletion { prompt, completion }, _) => {
+            render_completion(tokenizer, prompt, completion, options)?
+        }
         (Document::Conversation(chat), Some(template)) => render_chat(tokenizer, template, chat, options)?,
         (Document::Conversation(_), None) => return Err(RenderError::NoTemplate(tokenizer.directory().to_owned())),
     };
@@ -146,13 +192,25 @@ pub fn render_chat(
     chat: &Conversation,
     options: RenderOptions,
 ) -> Result<Sample, RenderError> {
+    let (mut findings, lost) = examine(template, chat);
     if options.targets == Targets::Everything {
         let text = template.render(chat, Ending::Closed)?;
         let ids = tokenizer.encode(&text, Specials::Omit)?;
-        return Ok(Sample { is_target: vec![true; ids.len()], ids });
+        return Ok(Sample { is_target: vec![true; ids.len()], ids, findings });
     }
+    let is_empty = |idx: usize| lost[idx] == Some(Finding::EmptyAnswer) && chat.messages[idx].is_learned();
+    if (0..lost.len()).any(is_empty) {
+        findings.insert(Finding::EmptyAnswer);
+    }
+    let is_learned = |idx: usize| {
+        let is_kept = match lost[idx] {
+            Some(Finding::EmptyAnswer) => options.empty_answers == EmptyAnswers::Learn,
+            lost => lost.is_none(),
+        };
+        is_kept && chat.messages[idx].is_learned()
+    };
     let rendered = template.render_turns(chat)?;
-    let mut spans = learned_spans(template, chat, rendered.spans)?;
+    let mut spans = learned_spans(template, chat, rendered.spans, is_learned)?;
     if options.targets == Targets::LastAssistant {
         keep_last_turn(&mut spans);
     }
@@ -162,18 +220,56 @@ pub fn render_chat(
             range.start += empty_think_len(&rendered.text[range.clone()]);
         }
     }
-    Ok(mark(tokenizer, &rendered.text, &ranges)?)
+    let mut sample = mark(tokenizer, &rendered.text, &ranges)?;
+    sample.findings.extend(findings);
+    Ok(sample)
 }
 
-/// Without the turns of weight 0.
-fn learned_spans(template: &ChatTemplate, chat: &Conversation, mut spans: Vec<Span>) -> Result<Vec<Span>, RenderError> {
-    let is_left_out = |message: &Message| message.is_assistant() && !message.is_learned();
-    let Some(message) = chat.messages.iter().position(is_left_out) else { return Ok(spans) };
+/// Finds the oddities of a conversation under this template, and for each message the reason not to learn it.
+fn examine(template: &ChatTemplate, chat: &Conversation) -> (Findings, Vec<Option<Finding>>) {
+    let unrendered = template.unrendered(chat);
+    let mut findings = Findings::default();
+    if unrendered.tools {
+        findings.insert(Finding::ToolsNotRendered);
+    }
+    if !unrendered.reasoning.is_empty() && !template.renders_reasoning() {
+        findings.insert(Finding::ReasoningNotRendered);
+    }
+    let nothing = |(idx, message): (usize, &Message)| {
+        let is_bare = message.is_blank() && !message.has_tool_calls();
+        match () {
+            () if !message.is_assistant() => None,
+            () if unrendered.tool_calls.contains(&idx) => Some(Finding::AnswerNotRendered),
+            () if message.is_empty_answer() => Some(Finding::EmptyAnswer),
+            () if is_bare && unrendered.reasoning.contains(&idx) => match template.renders_reasoning() {
+                // It is an earlier answer, whose reasoning the template leaves out by design.
+                true => Some(Finding::EmptyAnswer),
+                false => Some(Finding::AnswerNotRendered),
+            },
+            () => None,
+        }
+    };
+    let lost: Vec<_> = chat.messages.iter().enumerate().map(nothing).collect();
+    if lost.contains(&Some(Finding::AnswerNotRendered)) {
+        findings.insert(Finding::AnswerNotRendered);
+    }
+    (findings, lost)
+}
+
+/// Keeps the spans of the messages that are learned.
+fn learned_spans(
+    template: &ChatTemplate,
+    chat: &Conversation,
+    mut spans: Vec<Span>,
+    is_learned: impl Fn(usize) -> bool,
+) -> Result<Vec<Span>, RenderError> {
+    let left_out = (0..chat.messages.len()).find(|idx| chat.messages[*idx].is_assistant() && !is_learned(*idx));
+    let Some(message) = left_out else { return Ok(spans) };
     let is_an_answer = |span: &Span| span.message.is_some_and(|message| chat.messages[message].is_assistant());
     if !spans.iter().all(is_an_answer) {
         return Err(RenderError::Weight { message, template: template.name().to_owned() });
     }
-    spans.retain(|span| span.message.is_some_and(|message| chat.messages[message].is_learned()));
+    spans.retain(|span| span.message.is_some_and(&is_learned));
     Ok(spans)
 }
 
@@ -195,36 +291,89 @@ pub fn render_prompt(
     Ok(tokenizer.encode(&text, Specials::Omit)?)
 }
 
-/// Plain text: BOS and EOS around it where the tokenizer has them, all but BOS a target.
-pub fn render_text(tokenizer: &Tokenizer, text: &str) -> Result<Sample, RenderError> {
-    render_completion(tokenizer, "", text)
+/// Renders plain text: all of it is a target, and EOS after it. A blank text has no tokens.
+pub fn render_text(tokenizer: &Tokenizer, text: &str, specials: TextSpecials) -> Result<Sample, RenderError> {
+    if text.trim().is_empty() {
+        return Ok(Sample::default());
+    }
+    let ids = tokenizer.encode(text, Specials::Omit)?;
+    if ids.is_empty() {
+        return Err(no_tokens(text));
+    }
+    surround(tokenizer, Sample { is_target: vec![true; ids.len()], ids, ..Sample::default() }, specials)
 }
 
-/// A prompt and its completion for a model without a chat template: BOS, both texts as one, EOS;
-/// the completion and EOS are targets.
-pub fn render_completion(tokenizer: &Tokenizer, prompt: &str, completion: &str) -> Result<Sample, RenderError> {
+/// Renders a prompt and its completion for a model without a chat template: BOS, both texts as one, EOS.
+/// The completion and EOS are targets. After an empty completion nothing is, unless the options say so.
+pub fn render_completion(
+    tokenizer: &Tokenizer,
+    prompt: &str,
+    completion: &str,
+    options: RenderOptions,
+) -> Result<Sample, RenderError> {
     let text = [prompt, completion].concat();
-    let mut sample = mark(tokenizer, &text, std::slice::from_ref(&(prompt.len()..text.len())))?;
-    if let Some(bos) = tokenizer.leading_bos() {
-        sample.ids.insert(0, bos.id);
-        sample.is_target.insert(0, false);
-    }
-    if let Some(eos) = tokenizer.eos() {
-        sample.ids.push(eos.id);
-        sample.is_target.push(true);
+    let sample = mark(tokenizer, &text, std::slice::from_ref(&(prompt.len()..text.len())))?;
+    let mut sample = surround(tokenizer, sample, options.specials)?;
+    if completion.trim().is_empty() {
+        sample.findings.insert(Finding::EmptyAnswer);
+        if options.empty_answers == EmptyAnswers::Ignore {
+            sample.is_target.fill(false);
+        }
     }
     Ok(sample)
 }
 
-/// Tokenizes a text; the tokens that touch a span are targets. Spans are in order and disjoint.
-fn mark(tokenizer: &Tokenizer, text: &str, spans: &[Range<usize>]) -> Result<Sample, TokenizerError> {
-    let encoded = tokenizer.encode_with_offsets(text)?;
-    let touches = |token: &Range<usize>| {
-        let span_idx = spans.partition_point(|span| span.end <= token.start);
-        spans.get(span_idx).is_some_and(|span| span.start < token.end)
+/// Puts BOS, which is no target, and EOS, which is one, around a text.
+fn surround(tokenizer: &Tokenizer, sample: Sample, specials: TextSpecials) -> Result<Sample, RenderError> {
+    let own = tokenizer.added_tokens();
+    let before = match specials.add_bos_token {
+        None => own.before.clone(),
+        Some(false) => Vec::new(),
+        Some(true) => vec![tokenizer.bos().ok_or(RenderError::NoBos)?.id],
     };
-    let is_target = encoded.offsets.iter().map(touches).collect();
-    Ok(Sample { ids: encoded.ids, is_target })
+    let after = match (specials.add_eos_token, tokenizer.eos()) {
+        (true, Some(eos)) if own.after.is_empty() => vec![eos.id],
+        (true, _) => own.after.clone(),
+        (false, _) => Vec::new(),
+    };
+    let (n_before, n_after) = (before.len(), after.len());
+    Ok(Sample {
+        ids: [before, sample.ids, after].concat(),
+        is_target: [vec![false; n_before], sample.is_target, vec![true; n_after]].concat(),
+        findings: sample.findings,
+    })
+}
+
+/// Tokenizes a text; the tokens that touch a span are targets. Spans are in order and disjoint.
+fn mark(tokenizer: &Tokenizer, text: &str, spans: &[Range<usize>]) -> Result<Sample, RenderError> {
+    let encoded = tokenizer.encode_with_offsets(text)?;
+    refuse_dropped_text(tokenizer, text, &encoded)?;
+    let touched = |token: &Range<usize>| {
+        let span_idx = spans.partition_point(|span| span.end <= token.start);
+        spans.get(span_idx).filter(|span| span.start < token.end)
+    };
+    let mut findings = Findings::default();
+    let is_merged =
+        |token: &Range<usize>| touched(token).is_some_and(|span| token.start < span.start && span.start > 0);
+    if encoded.offsets.iter().any(is_merged) {
+        findings.insert(Finding::MergedBoundary);
+    }
+    let is_target = encoded.offsets.iter().map(|token| touched(token).is_some()).collect();
+    Ok(Sample { ids: encoded.ids, is_target, findings })
+}
+
+/// Refuses a text of which only special tokens are left.
+fn refuse_dropped_text(tokenizer: &Tokenizer, text: &str, encoded: &Encoded) -> Result<(), RenderError> {
+    if encoded.ids.iter().any(|id| !tokenizer.is_special(*id)) {
+        return Ok(());
+    }
+    let specials = encoded.ids.iter().filter_map(|id| tokenizer.id_to_token(*id));
+    let rest = specials.fold(text.to_owned(), |rest, special| rest.replacen(&special, "", 1));
+    if rest.contains(char::is_alphanumeric) { Err(no_tokens(rest.trim())) } else { Ok(()) }
+}
+
+fn no_tokens(text: &str) -> RenderError {
+    RenderError::NoTokens { text: text.chars().take(40).collect() }
 }
 
 /// The length of a leading `<think>`, white space, `</think>` and white space.

@@ -232,3 +232,35 @@ fn tools_choose_their_own_template() {
     let chat = chat.with_tools(json!([{}]));
     assert_eq!(template.render(&chat, Ending::Closed).unwrap(), "1 tools y");
 }
+
+#[track_caller]
+fn refused(source: &str, want: &str) {
+    let chat = Conversation::new([Message::new("user", "x")]);
+    let rendered = ChatTemplate::new("test", source).and_then(|template| template.render(&chat, Ending::Closed));
+    let error = rendered.unwrap_err().to_string();
+    assert!(error.contains(want), "{want:?} is not in {error:.300}");
+}
+
+#[test]
+fn a_template_may_not_take_for_ever_or_print_without_end() {
+    let loops = "{% for a in range(100000) %}{% for b in range(100000) %}{{ '' }}{% endfor %}{% endfor %}";
+    refused(loops, "it takes more than 50000000 instructions");
+    let text = "x".repeat(100_000);
+    refused(&format!("{{% for a in range(100000) %}}{text}{{% endfor %}}"), "it prints more than 64 MiB");
+    refused(&format!("{{{{ strftime_now('%Y' * {}) }}}}", 100_000), "strftime_now: the format has");
+    refused(&"x".repeat(300_000), "over the limit of 262144");
+}
+
+#[test]
+fn nesting_does_not_exhaust_the_stack() {
+    let chat = Conversation::new([Message::new("user", "x")]);
+    for source in [
+        format!("{{{{ {}1 }}}}", "not ".repeat(50_000)),
+        format!("{{{{ 1{} }}}}", "+1".repeat(50_000)),
+        format!("{{{{ x{} }}}}", ".a".repeat(50_000)),
+        format!("{{{{ {}1{} }}}}", "(".repeat(50_000), ")".repeat(50_000)),
+    ] {
+        let template = ChatTemplate::new("test", &source);
+        let _ = template.map(|template| template.render(&chat, Ending::Closed));
+    }
+}

@@ -108,11 +108,20 @@ fn ids_come_with_and_without_specials_and_back() {
 }
 
 #[test]
-fn bos_leads_unless_the_config_says_no() {
-    let config = |add: Json| json!({"bos_token": "<s>", "add_bos_token": add});
-    for (add, want) in [(json!(true), true), (json!(null), true), (json!(false), false)] {
-        let tokenizer = load(&[("tokenizer_config.json", config(add))]);
-        assert_eq!(tokenizer.leading_bos().is_some(), want);
+fn the_config_decides_on_bos_and_eos_before_the_post_processor_does() {
+    for (config, want) in [
+        (json!({}), vec![0, 3]),
+        (json!({"add_bos_token": true}), vec![0, 3]),
+        (json!({"add_bos_token": false}), vec![3]),
+        (json!({"add_eos_token": true}), vec![0, 3, 1]),
+        (json!({"add_bos_token": false, "add_eos_token": true}), vec![3, 1]),
+    ] {
+        let mut config = config;
+        config["bos_token"] = json!("<s>");
+        config["eos_token"] = json!("</s>");
+        let tokenizer = load(&[("tokenizer_config.json", config.clone())]);
+        assert_eq!(tokenizer.encode("hello", Specials::Add).unwrap(), want, "{config}");
+        assert_eq!(tokenizer.encode("hello", Specials::Omit).unwrap(), [3], "{config}");
     }
 }
 
@@ -207,6 +216,23 @@ fn a_tokenizer_file_that_never_ends_is_refused() {
 }
 
 #[test]
+fn files_that_make_the_tokenizers_crate_panic_are_refused() {
+    let mut json = tokenizer_json();
+    json["post_processor"]["special_tokens"] = json!({});
+    refused(&[("tokenizer.json", json)], &["parse ", "tokenizer.json: "]);
+
+    for content in ["", "x"] {
+        let mut json = tokenizer_json();
+        json["normalizer"] = json!({"type": "Replace", "pattern": {"Regex": ""}, "content": content});
+        let Ok(tokenizer) = Tokenizer::from_directory(folder(&[("tokenizer.json", json)]).path()) else { continue };
+        for text in ["hello", "", "é world"] {
+            let _ = tokenizer.encode(text, Specials::Add);
+            let _ = tokenizer.encode_with_offsets(text);
+        }
+    }
+}
+
+#[test]
 fn the_stops_of_a_model_are_added_to_those_of_an_adapters_tokenizer() {
     let adapter = folder(&[("tokenizer_config.json", json!({"eos_token": "</s>"}))]);
     let model = folder(&[
@@ -215,4 +241,21 @@ fn the_stops_of_a_model_are_added_to_those_of_an_adapters_tokenizer() {
     ]);
     let tokenizer = Tokenizer::from_directory(adapter.path()).unwrap().with_stops_of(model.path()).unwrap();
     assert_eq!(tokenizer.eos_ids().iter().copied().collect::<Vec<_>>(), [1, 4, 5]);
+}
+
+#[test]
+fn an_added_token_has_the_id_that_the_file_says() {
+    let mut json = tokenizer_json();
+    json["added_tokens"][3]["id"] = json!(5000);
+    json["added_tokens"][3]["content"] = json!("<new>");
+    refused(&[("tokenizer.json", json)], &["added token \"<new>\" has id 5000, and its place"]);
+}
+
+#[test]
+fn a_pipe_is_no_tokenizer() {
+    let folder = folder(&[]);
+    let path = folder.path().join("tokenizer_config.json");
+    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let error = Tokenizer::from_directory(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("it is a pipe, a device or a folder"), "{error}");
 }

@@ -3,11 +3,10 @@
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
-use candlewick_text::format::{Document, Format, FormatRequest};
+use candlewick_text::format::{Format, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, render_document};
-use candlewick_text::source::Source;
-use candlewick_text::tokenizer::Specials;
+use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_document};
+use candlewick_text::source::{SampleBy, Source};
 use clap::{ArgAction, Args, ValueEnum};
 use serde_json::json;
 
@@ -42,6 +41,16 @@ pub(super) struct Perplexity {
     /// Leave out an empty <think></think> before an answer, as `data.ignore_empty_think` of a recipe
     #[arg(long)]
     ignore_empty_think: bool,
+    /// Put BOS before each plain text, as `data.add_bos_token` of a recipe [default: as the tokenizer]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    add_bos_token: Option<bool>,
+    /// Put EOS after each plain text and count it, as `data.add_eos_token` of a recipe
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true",
+          action = ArgAction::Set)]
+    add_eos_token: bool,
+    /// The rows of a .txt file: line, paragraph or document
+    #[arg(long, value_name = "UNIT", default_value = "line")]
+    sample_by: SampleBy,
     /// The treatment of a row that is longer than the model's context
     #[arg(long, value_enum, default_value_t = Truncation::Error)]
     truncation: Truncation,
@@ -66,7 +75,8 @@ enum Truncation {
 }
 
 pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
-    let request = DatasetRequest::parse(&args.data, "test")?;
+    let mut request = DatasetRequest::parse(&args.data, "test")?;
+    request.read.sample_by = args.sample_by;
     let source = hub.dataset(&request)?;
     let format = Format::find(&args.format_request(&request), &*source)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
@@ -116,15 +126,15 @@ impl Perplexity {
         RenderOptions {
             targets: if self.mask_inputs { Targets::Assistant } else { Targets::Everything },
             empty_think: if self.ignore_empty_think { EmptyThink::Ignore } else { EmptyThink::Learn },
+            specials: TextSpecials { add_bos_token: self.add_bos_token, add_eos_token: self.add_eos_token },
+            ..RenderOptions::default()
         }
     }
 
     /// The sequences of one row: one, unless it is longer than the context.
     fn samples(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Vec<Sample>> {
-        let sample = match format.read(source, row_idx)? {
-            Document::Text(text) => Sample::all_targets(lm.tokenizer().encode(&text, Specials::Add)?),
-            document => render_document(lm.tokenizer(), lm.template(), document, self.render_options())?,
-        };
+        let document = format.read(source, row_idx)?;
+        let sample = render_document(lm.tokenizer(), lm.template(), document, self.render_options())?;
         let fits = sample.len() <= lm.context();
         Ok(match self.truncation {
             Truncation::Drop if !fits => Vec::new(),

@@ -13,7 +13,7 @@ use super::python::text::is_digit;
 #[derive(Clone, Debug)]
 pub(crate) enum Reader {
     Column(String),
-    Template(Template),
+    Template(Box<Template>),
     Constant(Json),
     Native(FieldFunction),
 }
@@ -24,7 +24,8 @@ impl Reader {
         Ok(match field {
             Field::Template(text, _) if columns.contains_key(text) => Self::Column(text.clone()),
             Field::Template(text, place) => {
-                Self::Template(Template::new(text).map_err(|problem| Fault::at(place.clone(), problem))?)
+                let template = Template::new(text).map_err(|problem| Fault::at(place.clone(), problem))?;
+                Self::Template(Box::new(template))
             }
             Field::Constant(value) => Self::Constant(value.clone()),
             Field::Function(function) => Self::Native(native::field(function)?),

@@ -61,7 +61,7 @@ fn open_everything(plan: &Plan) -> Result<()> {
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() })?;
     Assets::find(plan, &hub, Began::now())?;
     for source in sources(plan) {
-        crate::data::open(source, &hub)?;
+        crate::data::open(source, plan.data.kind, &hub)?;
     }
     Ok(())
 }

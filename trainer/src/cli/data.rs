@@ -13,7 +13,7 @@ use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::run::{Began, prepare_data};
 
-/// Prepares the data of `plan` and prints the ledger, or the first `n_steps` steps.
+/// Prepares the data of `plan` and prints the token statistics, or the first `n_steps` steps.
 pub(super) fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCode> {
     let (assets, prepared) = prepare_data(plan, hub, Began::now())?;
     let mut out = io::stdout().lock();
@@ -73,7 +73,7 @@ fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -
     for i in range.clone() {
         let ends = i + 1 == range.end || is_target(i + 1) != is_target(start);
         if ends {
-            let piece = tokenizer.decode(&batch.ids[start..=i], Specials::Add).unwrap_or_default();
+            let piece = printable(&tokenizer.decode(&batch.ids[start..=i], Specials::Add).unwrap_or_default());
             text += &if is_target(start) { format!("[[{piece}]]") } else { piece };
             start = i + 1;
         }
@@ -81,8 +81,29 @@ fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -
     text
 }
 
+/// The text with control characters escaped, which a terminal would obey. Line breaks and tabs stay.
+fn printable(text: &str) -> String {
+    let escape = |letter: char| match letter {
+        '\n' | '\t' => letter.to_string(),
+        _ if letter.is_control() => letter.escape_default().to_string(),
+        _ => letter.to_string(),
+    };
+    text.chars().map(escape).collect()
+}
+
 fn to_json(step: &Step) -> serde_json::Value {
     let batch = |batch: &Batch| json!({"ids": batch.ids, "targets": batch.targets, "cu_seqlens": batch.cu_seqlens});
     let micro_batches: Vec<_> = step.micro_batches.iter().map(batch).collect();
     json!({"epoch": step.epoch, "n_targets": step.n_targets, "micro_batches": micro_batches})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_are_escaped() {
+        assert_eq!(printable("a\tb\nc é"), "a\tb\nc é");
+        assert_eq!(printable("\u{1b}]0;title\u{7}\u{9b}2J\r"), "\\u{1b}]0;title\\u{7}\\u{9b}2J\\r");
+    }
 }

@@ -1,10 +1,14 @@
 //! Stores kept between runs, a folder each, named by what they were made of.
 //!
+//! The folder and its entries are their owner's alone: data are private, and what an entry holds is trained on. An
+//! entry of another user is refused, and one whose bytes have changed since is made anew.
+//!
 //! An entry is made under another name and renamed when it is complete and on the disk, so that a
 //! run that is killed, or two that start together, leave no half of one.
 
-use std::fs::File;
+use std::fs::{DirBuilder, File, Permissions};
 use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,6 +18,7 @@ use super::key::Key;
 use super::store::{Store, StoreWriter};
 
 const KEY_FILE: &str = "key.json";
+const CHECKSUM_FILE: &str = "checksum";
 const UNFINISHED: &str = ".incomplete";
 
 /// A folder of stores.
@@ -31,7 +36,8 @@ pub(crate) enum Found {
 impl Cache {
     pub(crate) fn open(folder: &Path) -> Result<Self, DataError> {
         let cache = Self { folder: folder.to_owned() };
-        std::fs::create_dir_all(folder).map_err(|source| cache.failed(source))?;
+        let create = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        create.map_err(|source| cache.failed(source))?;
         remove_abandoned(folder);
         Ok(cache)
     }
@@ -44,15 +50,16 @@ impl Cache {
         self.folder.join(format!("{}-{}", shown.trim_matches(['-', '.']), &key.digest()[..16]))
     }
 
-    pub(crate) fn find(&self, key: &Key) -> Found {
+    pub(crate) fn find(&self, key: &Key) -> Result<Found, DataError> {
         let path = self.path(key);
         if !path.exists() {
-            return Found::Miss(self.why_missing(key));
+            return Ok(Found::Miss(self.why_missing(key)));
         }
-        match Store::open(&path) {
+        refuse_foreign(&path).map_err(|source| DataError::Cache { path: path.clone(), source })?;
+        Ok(match open(&path) {
             Ok(store) => Found::Hit(Arc::new(store)),
             Err(error) => Found::Miss(format!("the entry is damaged ({error})")),
-        }
+        })
     }
 
     /// Keeps what `fill` writes.
@@ -62,16 +69,20 @@ impl Cache {
         fill: impl FnOnce(&mut StoreWriter, &(dyn Fn(io::Error) -> DataError + Sync)) -> Result<(), DataError>,
     ) -> Result<Arc<Store>, DataError> {
         let failed = |source| self.failed(source);
-        let unfinished =
-            tempfile::Builder::new().prefix(".").suffix(UNFINISHED).tempdir_in(&self.folder).map_err(failed)?;
+        let private = Permissions::from_mode(0o700);
+        let mut builder = tempfile::Builder::new();
+        let unfinished = builder.prefix(".").suffix(UNFINISHED).permissions(private);
+        let unfinished = unfinished.tempdir_in(&self.folder).map_err(failed)?;
         let mut writer = StoreWriter::create(unfinished.path()).map_err(failed)?;
         fill(&mut writer, &failed)?;
         writer.finish().map_err(failed)?;
         let parts = serde_json::to_vec_pretty(key).map_err(|error| failed(error.into()))?;
         std::fs::write(unfinished.path().join(KEY_FILE), parts).map_err(failed)?;
+        let checksum = Store::open(unfinished.path()).map_err(failed)?.checksum();
+        std::fs::write(unfinished.path().join(CHECKSUM_FILE), checksum).map_err(failed)?;
         let path = self.path(key);
         sync(unfinished.path()).and_then(|()| put_in_place(unfinished.path(), &path)).map_err(failed)?;
-        Store::open(&path).map(Arc::new).map_err(failed)
+        open(&path).map(Arc::new).map_err(failed)
     }
 
     /// Compares with the nearest entry of the same data set.
@@ -100,6 +111,36 @@ impl Cache {
     }
 }
 
+/// The cache of a user: `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
+pub fn default_cache_dir() -> PathBuf {
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
+    cache.unwrap_or_else(std::env::temp_dir).join("candlewick/tokens")
+}
+
+/// Opens an entry and checks its bytes.
+fn open(path: &Path) -> io::Result<Store> {
+    let store = Store::open(path)?;
+    match std::fs::read_to_string(path.join(CHECKSUM_FILE))? == store.checksum() {
+        true => Ok(store),
+        false => Err(io::Error::new(io::ErrorKind::InvalidData, "its checksum is another one")),
+    }
+}
+
+/// Refuses an entry that another user wrote or could have.
+fn refuse_foreign(path: &Path) -> io::Result<()> {
+    // SAFETY: geteuid(2) cannot fail and touches no memory.
+    let own = unsafe { libc::geteuid() };
+    for entry in std::fs::read_dir(path)?.flatten().map(|entry| entry.path()).chain([path.to_owned()]) {
+        let owner = std::fs::symlink_metadata(&entry)?.uid();
+        if owner != own && owner != 0 {
+            let message = format!("{} belongs to another user (uid {owner})", entry.display());
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, message));
+        }
+    }
+    Ok(())
+}
+
 /// Removes what runs that were killed left unfinished: entries that nobody has written to for a day.
 fn remove_abandoned(folder: &Path) {
     const ABANDONED: Duration = Duration::from_secs(24 * 3600);
@@ -126,12 +167,12 @@ fn sync(folder: &Path) -> io::Result<()> {
 }
 
 fn put_in_place(unfinished: &Path, path: &Path) -> io::Result<()> {
-    if path.exists() && Store::open(path).is_err() {
+    if path.exists() && open(path).is_err() {
         std::fs::remove_dir_all(path)?;
     }
     match std::fs::rename(unfinished, path) {
         // Another run was faster; the content is the same.
-        Err(_) if Store::open(path).is_ok() => Ok(()),
+        Err(_) if open(path).is_ok() => Ok(()),
         renamed => renamed,
     }
 }
@@ -139,19 +180,24 @@ fn put_in_place(unfinished: &Path, path: &Path) -> io::Result<()> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use candlewick_text::render::Sample;
+
     use super::*;
 
     fn key(tokenizer: &str) -> Key {
         Key::new("data/train.jsonl").with("the rows", "1").with("the tokenizer", tokenizer)
     }
 
+    fn sample(ids: &[u32]) -> Sample {
+        Sample { ids: ids.to_vec(), is_target: vec![true; ids.len()], ..Sample::default() }
+    }
+
     fn write(cache: &Cache, key: &Key, ids: &[u32]) -> Result<Arc<Store>, DataError> {
-        let is_target = vec![true; ids.len()];
-        cache.write(key, |writer, failed| writer.push(0, ids, &is_target).map_err(failed))
+        cache.write(key, |writer, failed| writer.push(0, &sample(ids)).map_err(failed))
     }
 
     fn why(cache: &Cache, key: &Key) -> String {
-        match cache.find(key) {
+        match cache.find(key).unwrap() {
             Found::Hit(_) => "hit".into(),
             Found::Miss(why) => why,
         }
@@ -172,6 +218,44 @@ mod tests {
         assert_eq!(why(&cache, &key("b")), "changed since they were kept: the tokenizer");
         let other = key("b").with("sample_count", "3");
         assert_eq!(why(&cache, &other), "changed since they were kept: sample_count, the tokenizer");
+    }
+
+    #[test]
+    fn a_changed_byte_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::open(folder.path()).unwrap();
+        write(&cache, &key("a"), &[1, 2]).unwrap();
+        let ids = cache.path(&key("a")).join("ids");
+        let mut bytes = std::fs::read(&ids).unwrap();
+        bytes[0] ^= 1;
+        std::fs::write(&ids, bytes).unwrap();
+        assert!(why(&cache, &key("a")).contains("its checksum is another one"), "{}", why(&cache, &key("a")));
+        assert_eq!(write(&cache, &key("a"), &[1, 2]).unwrap().n_tokens(), 2);
+        assert_eq!(why(&cache, &key("a")), "hit");
+    }
+
+    #[test]
+    fn a_new_folder_is_its_owners_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("candlewick/tokens");
+        let cache = Cache::open(&path).unwrap();
+        write(&cache, &key("a"), &[1, 2]).unwrap();
+        for private in [&path, &cache.path(&key("a"))] {
+            assert_eq!(std::fs::metadata(private).unwrap().mode() & 0o777, 0o700, "{}", private.display());
+        }
+    }
+
+    /// Only the superuser can give a file away.
+    #[test]
+    fn an_entry_of_another_user_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::open(folder.path()).unwrap();
+        write(&cache, &key("a"), &[1, 2]).unwrap();
+        if std::os::unix::fs::chown(cache.path(&key("a")).join("ids"), Some(65_534), None).is_err() {
+            return;
+        }
+        let error = cache.find(&key("a")).err().unwrap().to_string();
+        assert!(error.contains("ids belongs to another user (uid 65534)"), "{error}");
     }
 
     #[test]
@@ -217,7 +301,7 @@ mod tests {
         let cache = Cache::open(folder.path()).unwrap();
         let store = cache.write(&key("a"), |writer, failed| {
             write(&cache, &key("a"), &[1, 2])?;
-            writer.push(0, &[1, 2], &[true; 2]).map_err(failed)
+            writer.push(0, &sample(&[1, 2])).map_err(failed)
         });
         assert_eq!(store.unwrap().n_tokens(), 2);
         assert_eq!(names(folder.path()).len(), 1);

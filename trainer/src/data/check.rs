@@ -6,6 +6,7 @@ use candlewick_text::tokenizer::Tokenizer;
 use super::DataError;
 use super::dataset::Dataset;
 use super::ledger::Counts;
+use super::oddities::count_roles;
 use super::plan::Kind;
 
 /// What is checked, and what it is for.
@@ -20,7 +21,7 @@ impl Check<'_> {
     /// Refuses training data; says what is odd about those that are accepted.
     pub(crate) fn train(&self) -> Result<Vec<String>, DataError> {
         self.common("training")?;
-        let mut notes = self.odd();
+        let mut notes = Vec::new();
         match self.kind {
             Kind::Sft => {
                 self.end_is_a_target()?;
@@ -40,24 +41,31 @@ impl Check<'_> {
     }
 
     fn common(&self, which: &'static str) -> Result<(), DataError> {
-        let Counts { read, kept, dropped, supervised, .. } = *self.counts;
+        let Counts { read, kept, dropped, without_targets, .. } = *self.counts;
+        if kept.tokens == 0 && without_targets.samples > 0 {
+            let (n_tokens, place, fix) = (read.tokens, self.dataset.place_of_sample(0), self.what_to_learn());
+            return Err(DataError::NothingSupervised { which, n_tokens, place, fix });
+        }
         if kept.tokens == 0 {
             let why = format!("{} samples read, {} dropped", read.samples, dropped.samples);
             return Err(DataError::Empty { which, why });
         }
-        self.start_is_single()?;
-        if supervised.tokens == 0 {
-            let fix = match self.kind {
-                Kind::Sft => {
-                    "Check that the rows have assistant messages (a role_mapping may be missing) and \
-                     that max_length does not cut them off"
-                }
-                Kind::Causal => "Every text is shorter than two tokens: check the column",
-            };
-            let place = self.dataset.locate(0);
-            return Err(DataError::NothingSupervised { which, n_tokens: kept.tokens, place, fix });
+        self.start_is_single()
+    }
+
+    /// Returns the advice for data without targets.
+    fn what_to_learn(&self) -> String {
+        let roles = count_roles(self.dataset, 0..self.dataset.n_samples());
+        match self.kind {
+            Kind::Causal => "Every text is shorter than two tokens: check the column".into(),
+            Kind::Sft if !roles.is_empty() && !roles.has_assistant() => {
+                let mapping = roles.mapping().map(|mapping| format!(": write {mapping}")).unwrap_or_default();
+                format!("Roles: {roles}; none is assistant. Name the roles in the source{mapping}")
+            }
+            Kind::Sft => "Check that the rows have assistant messages that are not empty (a role_mapping may be \
+                          missing) and that max_length does not cut them off"
+                .into(),
         }
-        Ok(())
     }
 
     fn start_is_single(&self) -> Result<(), DataError> {
@@ -105,19 +113,13 @@ impl Check<'_> {
         ))
     }
 
-    fn odd(&self) -> Vec<String> {
-        let Counts { kept, masked, .. } = self.counts;
-        let note = format!("{} of {} samples teach nothing", masked.samples, kept.samples);
-        if masked.samples > 0 { vec![note] } else { Vec::new() }
-    }
-
     /// The sequences with what is learned of them: never the first token.
     fn learned(&self) -> impl Iterator<Item = Sample> + '_ {
         (0..self.dataset.len()).map(|index| {
             let sample = self.dataset.get(index);
             let mut is_target: Vec<bool> = sample.is_target().collect();
             is_target[..1].fill(false);
-            Sample { ids: sample.ids().collect(), is_target }
+            Sample { ids: sample.ids().collect(), is_target, ..Sample::default() }
         })
     }
 

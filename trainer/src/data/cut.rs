@@ -1,16 +1,19 @@
 //! Samples become sequences: no longer than a row, or exactly as long.
 
+use candlewick_text::findings::Finding;
+
 use super::DataError;
 use super::dataset::{Dataset, Piece};
 use super::error::OverlongSamples;
 use super::order::{Purpose, generator, identity, permutation};
 use super::pack;
-use super::plan::{DataPlan, Order, Overlong, Packing};
+use super::plan::{DataPlan, Order, Overlong, Packing, UnrenderedToolCalls};
 
-/// Cuts samples into sequences no longer than a row, or into exact rows.
+/// Cuts samples into sequences no longer than a row, or into exact rows. Samples that the plan drops, and what has no
+/// targets, are left out.
 pub(crate) fn cut(dataset: Dataset, plan: &DataPlan, drop_last: bool) -> Result<Dataset, DataError> {
     if plan.packing != Packing::Exact {
-        let pieces = fit(&dataset, plan.max_length, plan.overlong)?;
+        let pieces = fit(&dataset, plan)?;
         return Ok(dataset.with_pieces(pieces, None));
     }
     let n_samples = dataset.n_samples();
@@ -19,6 +22,7 @@ pub(crate) fn cut(dataset: Dataset, plan: &DataPlan, drop_last: bool) -> Result<
         _ => permutation(n_samples, generator(plan.seed, Purpose::Samples, 0, 0)),
     };
     let samples = order.iter().map(|&sample| dataset.whole(sample as usize));
+    let samples = samples.filter(|whole| is_wanted(&dataset, plan, whole) && has_targets(&dataset, whole));
     let (mut pieces, mut ends) = pack::exact(samples, plan.max_length);
     let last = ends.len().checked_sub(2).map_or(0, |before| ends[before]);
     let n_last: usize = pieces[last..].iter().map(|piece| piece.len as usize).sum();
@@ -29,18 +33,32 @@ pub(crate) fn cut(dataset: Dataset, plan: &DataPlan, drop_last: bool) -> Result<
     Ok(dataset.with_pieces(pieces, Some(ends)))
 }
 
-/// Cuts, leaves out or refuses the samples longer than `max_length`. Empty samples are left out.
-fn fit(dataset: &Dataset, max_length: usize, policy: Overlong) -> Result<Vec<Piece>, DataError> {
-    if policy == Overlong::Error {
+/// Cuts, leaves out or refuses the samples longer than `max_length`.
+fn fit(dataset: &Dataset, plan: &DataPlan) -> Result<Vec<Piece>, DataError> {
+    let max_length = plan.max_length;
+    if plan.overlong == Overlong::Error {
         refuse_overlong(dataset, max_length)?;
     }
     let whole = (0..dataset.n_samples()).map(|sample| dataset.whole(sample));
-    Ok(match policy {
-        Overlong::Error => whole.filter(|piece| piece.len > 0).collect(),
-        Overlong::Drop => whole.filter(|piece| (1..=max_length).contains(&(piece.len as usize))).collect(),
-        Overlong::Truncate => whole.filter_map(|piece| slices(piece, max_length).next()).collect(),
-        Overlong::Split => whole.flat_map(|piece| slices(piece, max_length)).collect(),
-    })
+    let wanted = whole.filter(|whole| is_wanted(dataset, plan, whole));
+    let mut pieces: Vec<Piece> = match plan.overlong {
+        Overlong::Error => wanted.collect(),
+        Overlong::Drop => wanted.filter(|piece| piece.len as usize <= max_length).collect(),
+        Overlong::Truncate => wanted.filter_map(|piece| slices(piece, max_length).next()).collect(),
+        Overlong::Split => wanted.flat_map(|piece| slices(piece, max_length)).collect(),
+    };
+    pieces.retain(|piece| has_targets(dataset, piece));
+    Ok(pieces)
+}
+
+fn is_wanted(dataset: &Dataset, plan: &DataPlan, whole: &Piece) -> bool {
+    let is_unrendered = || dataset.findings(whole.sample as usize).contains(Finding::AnswerNotRendered);
+    plan.unrendered_tool_calls != UnrenderedToolCalls::Drop || !is_unrendered()
+}
+
+/// A step of pieces without targets would have no loss, and would decay the weights all the same.
+fn has_targets(dataset: &Dataset, piece: &Piece) -> bool {
+    dataset.sequence(piece).has_targets()
 }
 
 /// Slices of `max_length` and a rest.

@@ -4,7 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candlewick_text::source::Source;
+use candlewick_text::findings::Findings;
+use candlewick_text::source::{Row, Source, SourceError};
 
 use super::store::Store;
 
@@ -67,6 +68,11 @@ impl SampleRef<'_> {
         self.span.clone().map(|token| self.store.is_target(token))
     }
 
+    /// Returns true if any token is learned.
+    pub fn has_targets(&self) -> bool {
+        self.is_target().skip(1).any(|is_target| is_target)
+    }
+
     /// Counts the tokens that are learned. The first has nothing before it to predict it from.
     pub fn n_targets(&self) -> usize {
         self.is_target().skip(1).filter(|is_target| *is_target).count()
@@ -86,10 +92,7 @@ impl Dataset {
 
     /// The sequence at `index`.
     pub fn get(&self, index: usize) -> SampleRef<'_> {
-        let piece = self.pieces[index];
-        let (part, local) = self.find(piece.sample as usize);
-        let start = part.store.span(local).start + piece.start as usize;
-        SampleRef { store: &part.store, span: start..start + piece.len as usize }
+        self.sequence(&self.pieces[index])
     }
 
     /// Counts the tokens of the sequence at `index`.
@@ -140,6 +143,25 @@ impl Dataset {
     /// The same samples cut in another way.
     pub(crate) fn with_pieces(self, pieces: Vec<Piece>, fixed_rows: Option<Vec<usize>>) -> Self {
         Self { pieces, fixed_rows, ..self }
+    }
+
+    /// Returns the oddities of a sample.
+    pub(crate) fn findings(&self, sample: usize) -> Findings {
+        let (part, local) = self.find(sample);
+        part.store.findings(local)
+    }
+
+    /// The row that a sample was made of.
+    pub(crate) fn row_of_sample(&self, sample: usize) -> Result<Row, SourceError> {
+        let (part, local) = self.find(sample);
+        part.source.row(part.store.row(local))
+    }
+
+    /// The tokens of a piece.
+    pub(crate) fn sequence(&self, piece: &Piece) -> SampleRef<'_> {
+        let (part, local) = self.find(piece.sample as usize);
+        let start = part.store.span(local).start + piece.start as usize;
+        SampleRef { store: &part.store, span: start..start + piece.len as usize }
     }
 
     pub(crate) fn n_samples(&self) -> usize {

@@ -69,6 +69,22 @@ pub enum DataError {
         /// Rows a step takes.
         needed: usize,
     },
+    /// Rows hold tool calls that the chat template does not render.
+    #[error(
+        "render {n_samples} of {total} {which} samples: {template} does not render their tool calls (or an answer that is all reasoning), the first at {place}. Use a chat template that prints `tool_calls`, or set `data.unrendered_tool_calls` to drop (leave the rows out) or mask (do not learn these turns)"
+    )]
+    Unrendered {
+        /// Samples with such calls.
+        n_samples: usize,
+        /// All samples.
+        total: usize,
+        /// `training` or `evaluation`.
+        which: &'static str,
+        /// The origin of the template.
+        template: String,
+        /// The first row.
+        place: String,
+    },
     /// No token is a target.
     #[error(
         "find something to learn: not one of {n_tokens} {which} tokens is a target. The first row is {place}. {fix}"
@@ -81,7 +97,7 @@ pub enum DataError {
         /// The first row.
         place: String,
         /// What to do.
-        fix: &'static str,
+        fix: String,
     },
     /// No end of turn is ever a target.
     #[error(

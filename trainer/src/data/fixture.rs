@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use candlewick_text::render::Sample;
 use candlewick_text::source::{Row, Source, SourceError};
 
 use super::dataset::{Dataset, Part};
-use super::plan::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding};
+use super::plan::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding, UnrenderedToolCalls};
 use super::store::{Store, StoreWriter};
 
 /// Rows that only know where they stand.
@@ -29,7 +30,8 @@ pub(crate) fn dataset(samples: &[(Vec<u32>, Vec<bool>)]) -> Dataset {
     let folder = tempfile::tempdir().unwrap();
     let mut writer = StoreWriter::create(folder.path()).unwrap();
     for (row, (ids, is_target)) in samples.iter().enumerate() {
-        writer.push(row, ids, is_target).unwrap();
+        let sample = Sample { ids: ids.clone(), is_target: is_target.clone(), ..Sample::default() };
+        writer.push(row as u32, &sample).unwrap();
     }
     writer.finish().unwrap();
     let store = Arc::new(Store::open(folder.path()).unwrap());
@@ -65,6 +67,10 @@ pub(crate) fn plan() -> DataPlan {
         order: Order::Shuffle,
         mask_inputs: true,
         ignore_empty_think: false,
+        train_on_empty_answers: false,
+        unrendered_tool_calls: UnrenderedToolCalls::Error,
+        add_bos_token: None,
+        add_eos_token: true,
         micro_batch_size: 1,
         gradient_accumulation_steps: 1,
         data_ranks: 1,

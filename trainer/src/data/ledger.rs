@@ -1,7 +1,8 @@
-//! Where every token went.
+//! Token statistics: where every token of a run went.
 
 use std::fmt;
 
+use candlewick_text::findings::{Finding, Findings};
 use serde::{Deserialize, Serialize};
 
 use super::batch::Step;
@@ -36,6 +37,18 @@ pub struct Counts {
     pub masked: Count,
     /// Sequences that the kept samples make.
     pub sequences: u64,
+    /// Dropped samples without a target in what `max_length` leaves of them.
+    #[serde(default)]
+    pub without_targets: Count,
+    /// Samples with an empty answer.
+    #[serde(default)]
+    pub empty_answers: Count,
+    /// Samples with tool calls that the chat template does not render.
+    #[serde(default)]
+    pub unrendered_tool_calls: Count,
+    /// Samples with a target that begins in the prompt.
+    #[serde(default)]
+    pub merged_boundaries: Count,
 }
 
 /// Samples and tokens.
@@ -92,9 +105,26 @@ impl Counts {
             supervised[piece.sample as usize] += dataset.get(index).n_targets();
         }
         for sample in 0..dataset.n_samples() {
-            counts.add(dataset.sample_length(sample), kept[sample], supervised[sample]);
+            let n_tokens = dataset.sample_length(sample);
+            counts.add(n_tokens, kept[sample], supervised[sample]);
+            counts.add_findings(n_tokens, dataset.findings(sample));
+            if kept[sample] == 0 && !dataset.sequence(&dataset.whole(sample)).has_targets() {
+                counts.without_targets.add(n_tokens);
+            }
         }
         counts
+    }
+
+    fn add_findings(&mut self, n_tokens: usize, findings: Findings) {
+        for (finding, count) in [
+            (Finding::EmptyAnswer, &mut self.empty_answers),
+            (Finding::AnswerNotRendered, &mut self.unrendered_tool_calls),
+            (Finding::MergedBoundary, &mut self.merged_boundaries),
+        ] {
+            if findings.contains(finding) {
+                count.add(n_tokens);
+            }
+        }
     }
 
     fn add(&mut self, read: usize, kept: usize, supervised: usize) {
@@ -116,7 +146,7 @@ impl Counts {
 
 impl fmt::Display for Ledger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:<18}{:>12}{:>16}", "ledger", "samples", "tokens")?;
+        writeln!(f, "{:<24}{:>12}{:>16}", "token statistics", "samples", "tokens")?;
         self.train.write(f, "train")?;
         if let Some(eval) = &self.eval {
             eval.write(f, "eval")?;
@@ -137,6 +167,10 @@ impl Counts {
             ("kept", self.kept),
             ("supervised", self.supervised),
             ("masked", self.masked),
+            ("without targets", self.without_targets),
+            ("empty answers", self.empty_answers),
+            ("unrendered calls", self.unrendered_tool_calls),
+            ("merged prompts", self.merged_boundaries),
         ];
         lines.into_iter().try_for_each(|(what, count)| line(f, name, what, count))
     }
@@ -145,15 +179,21 @@ impl Counts {
 impl Seen {
     fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         line(f, "steps", "read", self.read)?;
-        writeln!(f, "{:<30}{:>16}", "steps supervised", grouped(self.supervised))?;
-        writeln!(f, "{:<30}{:>16}", "steps padded", grouped(self.padded))?;
+        for (what, n_tokens) in [("supervised", self.supervised), ("padded", self.padded)] {
+            if n_tokens > 0 {
+                writeln!(f, "{:<36}{:>16}", format!("steps {what}"), grouped(n_tokens))?;
+            }
+        }
         line(f, "steps", "left over", self.left_over)
     }
 }
 
 fn line(f: &mut fmt::Formatter<'_>, name: &str, what: &str, count: Count) -> fmt::Result {
+    if count == Count::default() {
+        return Ok(());
+    }
     let (samples, tokens) = (grouped(count.samples), grouped(count.tokens));
-    writeln!(f, "{:<18}{samples:>12}{tokens:>16}", format!("{name} {what}"))
+    writeln!(f, "{:<24}{samples:>12}{tokens:>16}", format!("{name} {what}"))
 }
 
 fn grouped(n: u64) -> String {
@@ -177,21 +217,22 @@ mod tests {
             supervised: Count { samples: 7470, tokens: 800_000 },
             masked: Count { samples: 0, tokens: 430_000 },
             sequences: 7470,
+            empty_answers: Count { samples: 3, tokens: 900 },
+            ..Counts::default()
         };
         let seen = Seen { steps: 1, supervised: 99, padded: 1024, ..Seen::default() };
         let ledger = Ledger { train, eval: None, seen };
         insta::assert_snapshot!(ledger, @r"
-        ledger                 samples          tokens
-        train read               7,473       1,234,567
-        train truncated              2              67
-        train dropped                3           4,500
-        train kept               7,470       1,230,000
-        train supervised         7,470         800,000
-        train masked                 0         430,000
-        steps read                   0               0
-        steps supervised                            99
-        steps padded                             1,024
-        steps left over              0               0
+        token statistics             samples          tokens
+        train read                     7,473       1,234,567
+        train truncated                    2              67
+        train dropped                      3           4,500
+        train kept                     7,470       1,230,000
+        train supervised               7,470         800,000
+        train masked                       0         430,000
+        train empty answers                3             900
+        steps supervised                                  99
+        steps padded                                   1,024
         ");
     }
 

@@ -38,6 +38,14 @@ pub struct DataPlan {
     pub mask_inputs: bool,
     /// Do not learn from an empty `<think></think>` at the start of an assistant's turn.
     pub ignore_empty_think: bool,
+    /// Learn to write an empty answer where the data have one.
+    pub train_on_empty_answers: bool,
+    /// The handling of rows with tool calls that the chat template does not render.
+    pub unrendered_tool_calls: UnrenderedToolCalls,
+    /// Puts BOS before a text that no template renders. `None`: as the tokenizer adds it.
+    pub add_bos_token: Option<bool>,
+    /// Puts EOS after a text that no template renders.
+    pub add_eos_token: bool,
     /// Rows in a micro-batch.
     pub micro_batch_size: usize,
     /// Micro-batches in a step, on each data rank.
@@ -82,7 +90,8 @@ pub struct SourcePlan {
     /// The key of a `.json` object that holds the list of rows.
     #[serde(default)]
     pub field: Option<String>,
-    /// What a row of a `.txt` file is: `line` (if `None`), `paragraph` or `document`.
+    /// The rows of a `.txt` file: `line`, `paragraph` or `document`. `None`: a document of [`Kind::Causal`], else
+    /// a line.
     #[serde(default)]
     pub sample_by: Option<String>,
     /// What stands between the columns of a `.csv` file.
@@ -137,6 +146,18 @@ pub enum Overlong {
     Drop,
     /// The sample becomes several of the longest length and a rest.
     Split,
+}
+
+/// The handling of rows with tool calls that the chat template does not render.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum UnrenderedToolCalls {
+    /// The run is refused, with their number and the first row.
+    Error,
+    /// The rows are left out.
+    Drop,
+    /// The rows stay, and the turns with these calls are not learned.
+    Mask,
 }
 
 /// Whether several samples share a row.

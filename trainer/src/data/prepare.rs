@@ -12,6 +12,7 @@ use super::check::Check;
 use super::cut::cut;
 use super::dataset::{Dataset, Part};
 use super::ledger::{Counts, Ledger};
+use super::oddities::Oddities;
 use super::order::{Purpose, generator, permutation};
 use super::plan::{DataPlan, Packing, SourcePlan};
 use super::render::Renderer;
@@ -40,6 +41,9 @@ pub fn prepare(
     hub: &Hub,
 ) -> Result<Prepared, DataError> {
     let mut notes = Vec::new();
+    let template_name =
+        template.as_ref().map_or_else(String::new, |template| format!("chat template {}", template.name()));
+    let template_name = &*template_name;
     let (train, eval) = threads(plan)?.install(|| {
         let renderer = Renderer::new(plan, tokenizer, template);
         let opener = Opener { renderer, cache: Cache::open(&plan.cache_dir)?, hub };
@@ -55,16 +59,22 @@ pub fn prepare(
     }
     let pad_id = tokenizer.pad().map_or(0, |pad| pad.id);
     let (train, eval) = split(plan, train, eval, pad_id)?;
+    Oddities { dataset: &train, which: "training", plan, template: template_name }.refuse_unrendered()?;
+    if let Some(eval) = &eval {
+        Oddities { dataset: eval, which: "evaluation", plan, template: template_name }.refuse_unrendered()?;
+    }
     let train = cut(train, plan, plan.drop_last)?;
     let eval = eval.map(|eval| cut(eval, plan, false)).transpose()?;
 
     let counts = Counts::of(&train);
+    notes.extend(Oddities { dataset: &train, which: "training", plan, template: template_name }.warnings(&counts));
     let check = Check { dataset: &train, counts: &counts, kind: plan.kind, tokenizer };
     notes.extend(check.train()?);
     let mut ledger = Ledger { train: counts, ..Ledger::default() };
     if let Some(eval) = &eval {
         let counts = Counts::of(eval);
         Check { dataset: eval, counts: &counts, kind: plan.kind, tokenizer }.eval()?;
+        notes.extend(Oddities { dataset: eval, which: "evaluation", plan, template: template_name }.warnings(&counts));
         ledger.eval = Some(counts);
     }
     if plan.packing != Packing::Off {

@@ -1,7 +1,10 @@
 //! Rows become samples, many at a time.
 
+use candlewick_text::findings::Finding;
 use candlewick_text::format::{Document, Format, Purpose};
-use candlewick_text::render::{EmptyThink, RenderError, RenderOptions, Sample, Targets, render_document};
+use candlewick_text::render::{
+    EmptyAnswers, EmptyThink, RenderError, RenderOptions, Sample, Targets, TextSpecials, render_document,
+};
 use candlewick_text::source::Source;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
@@ -53,10 +56,13 @@ impl<'a> Renderer<'a> {
         let key = key
             .with("the type", format!("{:?}", self.plan.kind))
             .with("the tokenizer", &*self.tokenizer_key)
-            .with("the chat template", &*self.template_key);
+            .with("the chat template", &*self.template_key)
+            .with("add_bos_token", format!("{:?}", self.plan.add_bos_token))
+            .with("add_eos_token", self.plan.add_eos_token.to_string());
         match self.plan.kind {
             Kind::Causal => key,
             Kind::Sft => key
+                .with("train_on_empty_answers", self.plan.train_on_empty_answers.to_string())
                 .with("mask_inputs", self.plan.mask_inputs.to_string())
                 .with("ignore_empty_think", self.plan.ignore_empty_think.to_string()),
         }
@@ -89,8 +95,15 @@ impl<'a> Renderer<'a> {
 
     fn row(&self, source: &dyn Source, format: &Format, row: usize) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
-        self.document(document)
-            .map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
+        let has_written_roles = matches!(format, Format::Messages(_) | Format::Pairs(_));
+        let is_odd = matches!(&document, Document::Conversation(chat) if chat.has_unknown_role());
+        let sample = self.document(document);
+        let mut sample =
+            sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })?;
+        if has_written_roles && is_odd {
+            sample.findings.insert(Finding::UnknownRole);
+        }
+        Ok(sample)
     }
 
     fn document(&self, document: Document) -> Result<Sample, RenderError> {
@@ -114,7 +127,10 @@ impl<'a> Renderer<'a> {
 
     fn options(&self) -> RenderOptions {
         let empty_think = if self.plan.ignore_empty_think { EmptyThink::Ignore } else { EmptyThink::Learn };
-        RenderOptions { targets: self.targets(), empty_think }
+        let empty_answers = if self.plan.train_on_empty_answers { EmptyAnswers::Learn } else { EmptyAnswers::Ignore };
+        let DataPlan { add_bos_token, add_eos_token, .. } = *self.plan;
+        let specials = TextSpecials { add_bos_token, add_eos_token };
+        RenderOptions { targets: self.targets(), empty_think, empty_answers, specials }
     }
 
     fn targets(&self) -> Targets {

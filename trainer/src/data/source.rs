@@ -11,7 +11,7 @@ use super::cache::{Cache, Found};
 use super::dataset::Part;
 use super::key::{self, Key};
 use super::order::{Purpose, draw, generator, identity};
-use super::plan::{Sampling, SourcePlan};
+use super::plan::{Kind, Sampling, SourcePlan};
 use super::render::Renderer;
 use super::store::Store;
 
@@ -23,8 +23,8 @@ pub(crate) enum Split {
 }
 
 /// Opens a source for a look at it: as training data would be, or where there is none of that split, as evaluation data.
-pub fn open(plan: &SourcePlan, hub: &Hub) -> Result<Arc<dyn Source>, DataError> {
-    let as_split = |split| Ok::<_, DataError>(hub.dataset(&request(plan, split)?)?.into());
+pub fn open(plan: &SourcePlan, kind: Kind, hub: &Hub) -> Result<Arc<dyn Source>, DataError> {
+    let as_split = |split| Ok::<_, DataError>(hub.dataset(&request(plan, kind, split)?)?.into());
     as_split(Split::Train).or_else(|error| as_split(Split::Eval).map_err(|_| error))
 }
 
@@ -39,7 +39,7 @@ impl Opener<'_> {
     /// A source's samples, rendered now or before.
     pub(crate) fn tokens(&self, plan: &SourcePlan, split: Split, notes: &mut Vec<String>) -> Result<Part, DataError> {
         let name = &plan.name_or_path;
-        let request = request(plan, split)?;
+        let request = request(plan, self.renderer.plan.kind, split)?;
         let source: Arc<dyn Source> = self.hub.dataset(&request)?.into();
         let format = Format::find(&self.format_request(plan, &request), &*source)?;
         self.renderer.check(name, &format)?;
@@ -51,7 +51,7 @@ impl Opener<'_> {
             .add_to(Key::new(name))
             .with("the rows", key::of_rows(&*source, &rows)?)
             .with("the format", format!("{format:?}"));
-        let store = match self.cache.find(&key) {
+        let store = match self.cache.find(&key)? {
             Found::Hit(store) => {
                 let path = self.cache.path(&key);
                 notes.push(format!("{name}: tokens from the cache, {}", path.display()));
@@ -69,9 +69,8 @@ impl Opener<'_> {
             return Err(DataError::NotCached { name, path, why });
         }
         let store = self.cache.write(key, |writer, failed| {
-            self.renderer.render(rows.source, &rows.format, &rows.rows, |row, sample| {
-                writer.push(row as usize, &sample.ids, &sample.is_target).map_err(failed)
-            })
+            self.renderer
+                .render(rows.source, &rows.format, &rows.rows, |row, sample| writer.push(row, sample).map_err(failed))
         })?;
         let n_tokens = store.n_tokens();
         notes.push(format!("{name}: {n_tokens} tokens kept in {} ({why})", path.display()));
@@ -102,7 +101,7 @@ fn of_rows(chosen: usize, all: usize) -> String {
     if chosen == all { format!("{all} rows") } else { format!("{chosen} of {all} rows") }
 }
 
-fn request(plan: &SourcePlan, split: Split) -> Result<DatasetRequest, DataError> {
+fn request(plan: &SourcePlan, kind: Kind, split: Split) -> Result<DatasetRequest, DataError> {
     let default_split = match split {
         Split::Train => "train",
         Split::Eval => "eval",
@@ -115,8 +114,12 @@ fn request(plan: &SourcePlan, split: Split) -> Result<DatasetRequest, DataError>
         }
         request.spec.parts = SplitPart::parse_all(split)?;
     }
+    let sample_by = match kind {
+        Kind::Causal => SampleBy::Document,
+        Kind::Sft => SampleBy::default(),
+    };
     let read = ReadOptions {
-        sample_by: plan.sample_by.as_deref().map_or(Ok(SampleBy::default()), str::parse)?,
+        sample_by: plan.sample_by.as_deref().map_or(Ok(sample_by), str::parse)?,
         field: plan.field.clone(),
         delimiter: plan.delimiter,
     };

@@ -2,7 +2,8 @@
 //! index. A store is written once, in order, and never changed.
 //!
 //! `ids`: u32, little-endian. `targets`: bit `i % 8` of byte `i / 8` belongs to token `i`.
-//! `index`: two u64 a sample, the end of its tokens and the number of its row in the source.
+//! `index`: two u64 a sample, the end of its tokens, and the number of its row in the source with its findings in
+//! the upper half.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -10,12 +11,17 @@ use std::ops::Range;
 use std::path::Path;
 
 use candlewick_model::checkpoint::little_endian;
+use candlewick_text::findings::Findings;
+use candlewick_text::render::Sample;
 use memmap2::Mmap;
 
 const IDS: &str = "ids";
 const TARGETS: &str = "targets";
 const INDEX: &str = "index";
 const INDEX_ENTRY: usize = 16;
+/// Sources have fewer rows than this many bits count.
+const ROW_BITS: u32 = 32;
+const ROW: usize = (1 << ROW_BITS) - 1;
 
 /// One source's samples.
 #[derive(Debug)]
@@ -56,7 +62,12 @@ impl Store {
 
     /// The row of the source that a sample was made of.
     pub(crate) fn row(&self, sample: usize) -> usize {
-        self.entry(sample, 1)
+        self.entry(sample, 1) & ROW
+    }
+
+    /// Returns the oddities of a sample.
+    pub(crate) fn findings(&self, sample: usize) -> Findings {
+        Findings::from_bits((self.entry(sample, 1) >> ROW_BITS) as u32)
     }
 
     pub(crate) fn ids(&self, span: Range<usize>) -> impl ExactSizeIterator<Item = u32> + '_ {
@@ -66,6 +77,15 @@ impl Store {
 
     pub(crate) fn is_target(&self, token: usize) -> bool {
         self.targets[token / 8] >> (token % 8) & 1 == 1
+    }
+
+    /// Hashes all bytes.
+    pub(crate) fn checksum(&self) -> String {
+        let mut hash = blake3::Hasher::new();
+        for map in [&self.ids, &self.targets, &self.index] {
+            hash.update(&(map.len() as u64).to_le_bytes()).update(map);
+        }
+        hash.finalize().to_string()
     }
 
     fn entry(&self, sample: usize, column: usize) -> usize {
@@ -109,12 +129,14 @@ impl StoreWriter {
         Ok(Self { ids: create(IDS)?, targets: create(TARGETS)?, index: create(INDEX)?, n_tokens: 0, bits: 0 })
     }
 
-    pub(crate) fn push(&mut self, row: usize, ids: &[u32], is_target: &[bool]) -> io::Result<()> {
+    pub(crate) fn push(&mut self, row: u32, sample: &Sample) -> io::Result<()> {
+        let Sample { ids, is_target, findings } = sample;
         assert_eq!(ids.len(), is_target.len(), "each token is a target or is not");
         self.ids.write_all(&little_endian(ids))?;
         is_target.iter().try_for_each(|&is_target| self.push_bit(is_target))?;
         self.index.write_all(&self.n_tokens.to_le_bytes())?;
-        self.index.write_all(&(row as u64).to_le_bytes())
+        let row = u64::from(row) | u64::from(findings.bits()) << ROW_BITS;
+        self.index.write_all(&row.to_le_bytes())
     }
 
     /// Writes what is still held back.
@@ -148,13 +170,15 @@ fn map(path: &Path) -> io::Result<Mmap> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use candlewick_text::findings::Finding;
+
     use super::*;
 
     fn written(samples: &[(usize, Vec<u32>, Vec<bool>)]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let mut writer = StoreWriter::create(folder.path()).unwrap();
         for (row, ids, is_target) in samples {
-            writer.push(*row, ids, is_target).unwrap();
+            writer.push(*row as u32, &sample(ids, is_target)).unwrap();
         }
         writer.finish().unwrap();
         folder
@@ -180,6 +204,24 @@ mod tests {
                 assert_eq!(&span.map(|t| store.is_target(t)).collect::<Vec<_>>(), is_target);
             }
         }
+    }
+
+    fn sample(ids: &[u32], is_target: &[bool]) -> Sample {
+        Sample { ids: ids.to_vec(), is_target: is_target.to_vec(), ..Sample::default() }
+    }
+
+    #[test]
+    fn findings_stand_beside_the_row() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writer = StoreWriter::create(folder.path()).unwrap();
+        let mut odd = sample(&[1, 2], &[false, true]);
+        odd.findings.insert(Finding::MergedBoundary);
+        writer.push(u32::MAX, &odd).unwrap();
+        writer.push(7, &sample(&[3], &[true])).unwrap();
+        writer.finish().unwrap();
+        let store = Store::open(folder.path()).unwrap();
+        assert_eq!((store.row(0), store.row(1)), (u32::MAX as usize, 7));
+        assert_eq!((store.findings(0), store.findings(1)), (odd.findings, Findings::default()));
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! The data, and how they become steps.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::resolver::Resolver;
 use super::sources;
 use super::{ModelPlan, TokenizerPlan};
-use crate::data::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding};
+use crate::data::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding, UnrenderedToolCalls, default_cache_dir};
 use crate::recipe::{self, DataType, Origin, PadTo};
 
 pub(super) fn resolve(
@@ -20,7 +20,7 @@ pub(super) fn resolve(
     let (sources, eval_sources, eval_fraction) = sources::resolve(resolver, kind);
     let max_length = max_length(resolver, model);
     let packing = packing(resolver, kind);
-    let overlong = overlong(resolver, packing);
+    let overlong = overlong(resolver, kind, packing);
     let order = match resolver.pick("data.order", data.order, recipe::Order::Shuffle) {
         recipe::Order::Shuffle => Order::Shuffle,
         recipe::Order::Sequential => Order::Sequential,
@@ -41,6 +41,10 @@ pub(super) fn resolve(
         order,
         mask_inputs: resolver.pick("data.mask_inputs", data.mask_inputs, true),
         ignore_empty_think: resolver.pick("data.ignore_empty_think", data.ignore_empty_think, false),
+        train_on_empty_answers: resolver.pick("data.train_on_empty_answers", data.train_on_empty_answers, false),
+        unrendered_tool_calls: unrendered_tool_calls(resolver),
+        add_bos_token: add_bos_token(resolver),
+        add_eos_token: resolver.pick("data.add_eos_token", data.add_eos_token, true),
         micro_batch_size,
         gradient_accumulation_steps,
         data_ranks,
@@ -48,7 +52,7 @@ pub(super) fn resolve(
         horizon: horizon(resolver),
         overfit_first_batch: resolver.pick("overfit_first_batch", recipe.overfit_first_batch, false),
         seed: resolver.count("data.seed", data.seed, 42) as u64,
-        cache_dir: PathBuf::from(resolver.pick("data.cache_dir", data.cache_dir.clone(), "/tmp/".into())),
+        cache_dir: cache_dir(resolver),
         fail_on_missing_cache: resolver.pick("data.fail_on_missing_cache", data.fail_on_missing_cache, false),
         num_proc: num_proc(resolver),
         template_kwargs: tokenizer.chat_template_kwargs.clone(),
@@ -118,7 +122,7 @@ fn packing(resolver: &mut Resolver, kind: Kind) -> Packing {
     }
 }
 
-fn overlong(resolver: &mut Resolver, packing: Packing) -> Overlong {
+fn overlong(resolver: &mut Resolver, kind: Kind, packing: Packing) -> Overlong {
     let data = &resolver.recipe().data;
     let asked = data.overlong.map(|asked| match asked {
         recipe::Overlong::Error => Overlong::Error,
@@ -152,7 +156,48 @@ fn overlong(resolver: &mut Resolver, packing: Packing) -> Overlong {
         (None, Some(_)) => resolver.loaded.origin(&["data.filter_samples"]),
         (None, None) => Origin::Default,
     };
-    resolver.record("data.overlong", asked.or(filtered).unwrap_or(Overlong::Error), origin)
+    let default = match kind {
+        Kind::Sft => Overlong::Error,
+        Kind::Causal => Overlong::Split,
+    };
+    resolver.record("data.overlong", asked.or(filtered).unwrap_or(default), origin)
+}
+
+fn cache_dir(resolver: &mut Resolver) -> PathBuf {
+    const KEY: &str = "data.cache_dir";
+    let given = resolver.recipe().data.cache_dir.clone();
+    let Some(given) = given else {
+        let folder = default_cache_dir();
+        let home = std::env::var_os("HOME").map(PathBuf::from);
+        let below_home = home.and_then(|home| folder.strip_prefix(home).ok().map(|rest| Path::new("~").join(rest)));
+        resolver.record(KEY, below_home.unwrap_or_else(|| folder.clone()), Origin::Default);
+        return folder;
+    };
+    PathBuf::from(resolver.pick(KEY, Some(given), String::new()))
+}
+
+fn unrendered_tool_calls(resolver: &mut Resolver) -> UnrenderedToolCalls {
+    const KEY: &str = "data.unrendered_tool_calls";
+    let given = resolver.recipe().data.unrendered_tool_calls;
+    match resolver.pick(KEY, given, recipe::UnrenderedToolCalls::Error) {
+        recipe::UnrenderedToolCalls::Error => UnrenderedToolCalls::Error,
+        recipe::UnrenderedToolCalls::Drop => UnrenderedToolCalls::Drop,
+        recipe::UnrenderedToolCalls::Mask => UnrenderedToolCalls::Mask,
+    }
+}
+
+/// `None`: as the tokenizer adds it.
+fn add_bos_token(resolver: &mut Resolver) -> Option<bool> {
+    const KEY: &str = "data.add_bos_token";
+    let given = resolver.recipe().data.add_bos_token;
+    match given {
+        Some(_) => resolver.pick(KEY, given, false),
+        None => {
+            resolver.record(KEY, "as the tokenizer", Origin::Default);
+            return None;
+        }
+    };
+    given
 }
 
 fn fuse_positions(resolver: &mut Resolver, packing: Packing) -> f64 {

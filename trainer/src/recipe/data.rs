@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::fmt;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator};
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer, StrDeserializer};
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize as DeriveDeserialize, Serialize};
 
 use super::model::Free;
@@ -18,17 +18,22 @@ pub struct Data {
     /// Default: that of the run's `type`.
     #[serde(rename = "type")]
     pub kind: Option<DataType>,
-    /// The training data: names (`name`, `name:split`, `name:split[10:20]`) or maps.
+    /// The training data: a name (`name`, `name:split`, `name:split[10:20]`), a map, or a list of them.
+    #[serde(deserialize_with = "one_source_or_many")]
+    #[schemars(with = "Sources")]
     pub sources: Vec<DataSource>,
     /// The evaluation data. Needs `eval_interval`.
+    #[serde(deserialize_with = "one_source_or_many")]
+    #[schemars(with = "Sources")]
     pub eval_sources: Vec<DataSource>,
     /// How much of `sources` is trained on and how much is held out for evaluation; sums to 1. Excludes
     /// `eval_sources`. Default `[1.0, 0.0]`.
     pub train_eval_split: Option<(HumanFloat, HumanFloat)>,
     /// The longest row in tokens. Default: the model config's `max_position_embeddings`.
     pub max_length: Option<HumanInt>,
-    /// What becomes of samples longer than `max_length`: `error` (default: the run is refused with the three longest),
-    /// `truncate`, `drop` or `split`. Packed causal data are always sliced to length.
+    /// The handling of samples longer than `max_length`: `error` (the run is refused with the three longest; default
+    /// of `sft`), `truncate`, `drop` or `split` (into samples of `max_length`; default of `causal`). Packed causal data
+    /// are always split.
     pub overlong: Option<Overlong>,
     /// ArcticTraining's spelling: an explicit `true` is `overlong: drop`.
     pub filter_samples: Option<bool>,
@@ -49,6 +54,16 @@ pub struct Data {
     pub mask_inputs: Option<bool>,
     /// Does not learn from an empty `<think></think>` at the start of an assistant's turn. Default false.
     pub ignore_empty_think: Option<bool>,
+    /// Learns to write an empty answer where the data have one. Default false: such a turn is not learned.
+    pub train_on_empty_answers: Option<bool>,
+    /// The handling of rows with tool calls that the chat template does not render: `error` (default: the run is
+    /// refused with their number and the first row), `drop` (the rows are left out) or `mask` (the rows stay, and these
+    /// turns are not learned).
+    pub unrendered_tool_calls: Option<UnrenderedToolCalls>,
+    /// Puts BOS before a text that no chat template renders (`type: causal`). Default: as the tokenizer adds it.
+    pub add_bos_token: Option<bool>,
+    /// Puts EOS after a text that no chat template renders (`type: causal`); it separates documents. Default true.
+    pub add_eos_token: Option<bool>,
     /// What rows are padded to: `none` (default: rows are not padded, attention reads each at its own length),
     /// `div_length` or `max_length`. Setting `div_length` implies it.
     pub pad_to: Option<PadTo>,
@@ -60,7 +75,7 @@ pub struct Data {
     pub dl_num_workers: Option<HumanInt>,
     /// Seeds the split, the shuffle and the packing. Default 42.
     pub seed: Option<HumanInt>,
-    /// Where tokens are kept between runs. Default `/tmp/`.
+    /// The folder that keeps tokens between runs. Default `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
     pub cache_dir: Option<String>,
     /// Accepted; `auto`, `local` and `shared` are the same to one process.
     pub cache_fs_type: Option<CacheFs>,
@@ -100,6 +115,18 @@ pub enum Overlong {
     Drop,
     /// They become several samples.
     Split,
+}
+
+/// The handling of rows with tool calls that the chat template does not render.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum UnrenderedToolCalls {
+    /// The run is refused.
+    Error,
+    /// They are left out.
+    Drop,
+    /// They stay, and the turns with these calls are not learned.
+    Mask,
 }
 
 /// The order of an epoch's rows.
@@ -154,6 +181,17 @@ enum SourceForms {
     Map(Box<SourceMap>),
 }
 
+/// The two ways to write sources.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "only its schema is used")]
+enum Sources {
+    /// One source.
+    One(Box<DataSource>),
+    /// Several sources.
+    Many(Vec<DataSource>),
+}
+
 /// One data set with its options.
 #[derive(Clone, Debug, Default, PartialEq, DeriveDeserialize, Serialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -180,7 +218,7 @@ pub struct SourceMap {
     pub process: Option<bool>,
     /// Arguments of `datasets.load_dataset`: `name` (as `subset`), `data_files` (patterns, or a map from splits to them;
     /// with `name_or_path: json`, `csv`, `parquet` or `text` they are paths of their own), `field` (json), `sample_by`
-    /// (text: line, paragraph or document), `delimiter` or `sep` (csv). `verification_mode`, `trust_remote_code`,
+    /// (text: line, paragraph or document; default document with `type: causal`, else line), `delimiter` or `sep` (csv). `verification_mode`, `trust_remote_code`,
     /// `num_proc` and `keep_in_memory` change nothing here.
     pub kwargs: Free,
     /// Split names by their usual names: `{train: train_sft}`.
@@ -265,6 +303,28 @@ impl<'de> Deserialize<'de> for Pairs {
         }
         deserializer.deserialize_map(InOrder)
     }
+}
+
+/// Reads a list of sources, or one source that stands for a list of one.
+fn one_source_or_many<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<DataSource>, D::Error> {
+    struct OneOf;
+    impl<'de> Visitor<'de> for OneOf {
+        type Value = Vec<DataSource>;
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str("a list of sources, or one source: text (a name such as `name:split`) or a map")
+        }
+        fn visit_str<E: serde::de::Error>(self, name: &str) -> Result<Self::Value, E> {
+            DataSource::deserialize(StrDeserializer::new(name)).map(|source| vec![source])
+        }
+        fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+            DataSource::deserialize(MapAccessDeserializer::new(map)).map(|source| vec![source])
+        }
+        fn visit_seq<A: SeqAccess<'de>>(self, sources: A) -> Result<Self::Value, A::Error> {
+            Vec::deserialize(SeqAccessDeserializer::new(sources))
+        }
+    }
+    deserializer.deserialize_any(OneOf)
 }
 
 /// Reads a list, one item that stands for a list of one, or `none` for an empty list.

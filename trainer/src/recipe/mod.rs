@@ -21,7 +21,9 @@ mod schema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use data::{CacheFs, Data, DataSource, DataType, Order, Overlong, PadTo, Pairs, SourceMap, SourceType};
+pub use data::{
+    CacheFs, Data, DataSource, DataType, Order, Overlong, PadTo, Pairs, SourceMap, SourceType, UnrenderedToolCalls,
+};
 pub use error::{Fault, RecipeError, Source};
 pub use eval::Eval;
 pub(crate) use keys::{foreign as foreign_key, of_option as key_of_option};

@@ -41,7 +41,6 @@ pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
             return Ok(code);
         }
     };
-    session.print_ledger();
     log_skipped(session);
     log_saved(session);
     if let (End::Horizon, Some(generate)) = (end, &session.run.plan.generate) {

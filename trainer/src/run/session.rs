@@ -145,7 +145,9 @@ impl<'a> Session<'a> {
         let (terminal, prepared) = (self.reporter.terminal().clone(), self.run.prepared);
         let notes: Vec<String> = prepared.notes.iter().chain(self.run.notes).cloned().collect();
         notes.iter().for_each(|note| terminal.line(note));
-        terminal.line(&prepared.ledger.to_string());
+        if resumed.is_none_or(|resumed| resumed.run.step < self.stream.total_steps()) {
+            terminal.line(&prepared.ledger.to_string());
+        }
         let plan = self.run.plan;
         plan.steps(&self.stream).iter().for_each(|line| terminal.line(line));
         plan.parameters().iter().for_each(|text| terminal.line(&format!("parameters: {text}")));
@@ -169,11 +171,6 @@ impl<'a> Session<'a> {
             report.resumed_from = resumed.map(|resumed| resumed.dir.clone());
         })?;
         Ok(())
-    }
-
-    /// Prints where every token went.
-    pub(super) fn print_ledger(&self) {
-        self.reporter.terminal().line(&self.ledger().to_string());
     }
 
     fn ledger(&self) -> Ledger {

@@ -52,6 +52,9 @@ fn overlong_samples_are_an_error_unless_the_recipe_says_otherwise() {
         &["data.overlong=truncate", "data.filter_samples=true"],
         &["data.filter_samples contradicts data.overlong"],
     );
+    assert_eq!(plan(&["type=causal"]).data.overlong, Overlong::Split);
+    assert_eq!(plan(&["type=causal", "data.pack_samples=false"]).data.overlong, Overlong::Split);
+    assert_eq!(plan(&["type=causal", "data.pack_samples=false", "data.overlong=error"]).data.overlong, Overlong::Error);
     refused(&["type=causal", "data.overlong=drop"], &["rows of exactly max_length are cut"]);
 }
 
@@ -122,4 +125,28 @@ fn the_arguments_of_load_dataset_are_read() {
     ] {
         refused(&[&format!("data.sources.0.kwargs={argument}")], &[want]);
     }
+}
+
+#[test]
+fn one_source_needs_no_list() {
+    let names = |overrides: &[&str]| -> Vec<String> {
+        plan(overrides).data.sources.into_iter().map(|source| source.name_or_path).collect()
+    };
+    assert_eq!(names(&["data.sources=chats.jsonl"]), ["chats.jsonl"]);
+    assert_eq!(names(&["data.sources={name_or_path: chats.jsonl, format: messages}"]), ["chats.jsonl"]);
+    assert_eq!(names(&["data.sources=[a.jsonl, b.jsonl]"]), ["a.jsonl", "b.jsonl"]);
+    let eval = plan(&["data.eval_sources=b.jsonl", "eval_interval=1"]).data.eval_sources;
+    assert_eq!(eval[0].name_or_path, "b.jsonl");
+    refused(&["data.sources=3"], &["expected a list of sources, or one source"]);
+    refused(&["data.sources={nmae: a}"], &["nmae"]);
+}
+
+#[test]
+fn special_tokens_of_texts_follow_the_tokenizer_unless_given() {
+    let specials = |overrides: &[&str]| {
+        let data = plan(overrides).data;
+        (data.add_bos_token, data.add_eos_token)
+    };
+    assert_eq!(specials(&["type=causal"]), (None, true));
+    assert_eq!(specials(&["type=causal", "data.add_bos_token=true", "data.add_eos_token=false"]), (Some(true), false));
 }

@@ -9,6 +9,26 @@ use crate::source::Row;
 /// Columns that hold the tools a conversation was offered.
 const TOOL_COLUMNS: [&str; 2] = ["tools", "functions"];
 
+/// Names of speakers and the roles they mean.
+const ALIASES: [(&str, &[&str]); 4] = [
+    ("system", &["system"]),
+    ("user", &["human", "user"]),
+    ("assistant", &["gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"]),
+    ("tool", &["tool", "observation", "tool_response", "function_response", "function-response"]),
+];
+
+/// The role that a speaker's name means, whatever its case.
+pub(crate) fn role_of_alias(name: &str) -> Option<&'static str> {
+    let wanted = name.to_ascii_lowercase();
+    ALIASES.iter().find(|(_, names)| names.contains(&wanted.as_str())).map(|(role, _)| *role)
+}
+
+/// Every known name of a speaker.
+pub(crate) fn known_names() -> String {
+    let names: Vec<_> = ALIASES.iter().flat_map(|(_, names)| *names).copied().collect();
+    names.join(", ")
+}
+
 /// Puts a conversation together with the row's `system` text and tool definitions.
 pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conversation, Fault> {
     let system = optional_text(row, "system").unwrap_or_default();
@@ -36,15 +56,23 @@ pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, Fault> {
     }
 }
 
-/// One message's fields, made regular: no null fields, text parts joined into one text, one name
-/// for the weight.
-pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, Fault> {
-    let is_assistant = fields.get("role").is_some_and(|role| role == "assistant");
+/// One message's fields, made regular: usual names for user and assistant, no null fields, text parts joined into
+/// one text, one name for the weight. An answer of null is an empty text.
+pub(crate) fn message(column: &str, message_idx: usize, mut fields: Map<String, Value>) -> Result<Message, Fault> {
+    let role = fields.get("role").and_then(Value::as_str).and_then(role_of_alias);
+    if let Some(role) = role.filter(|role| ["user", "assistant"].contains(role)) {
+        fields.insert("role".into(), role.into());
+    }
+    let is_assistant = role == Some("assistant");
+    let has_calls = fields.get("tool_calls").is_some_and(|calls| !is_nothing(calls));
     let mut clean = Map::new();
     for (key, value) in fields {
         match key.as_str() {
+            "content" if value.is_null() && is_assistant && !has_calls => {
+                clean.insert(key, "".into());
+            }
             "content" => {
-                clean.insert(key, join_parts(value));
+                clean.insert(key, join_parts(value).map_err(|fault| fault.within(column, message_idx))?);
             }
             "train" | "training" | "loss_weight" | "weight" => {
                 if is_assistant && !is_learned(&value).ok_or_else(|| no_weight(column, message_idx, &key, &value))? {
@@ -58,7 +86,7 @@ pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Valu
         }
     }
     Message::from_fields(clean).map_err(|error| {
-        let fix = "correct the row, or say with role_mapping and content_key where roles and texts are";
+        let fix = "correct the row, or name the roles with role_mapping and the key of the text with content_key";
         let reason = error.to_string();
         let reason = reason.strip_prefix("read a message: ").unwrap_or(&reason);
         Fault::new(format!("column `{column}`, item {message_idx}: {reason}"), fix)
@@ -118,18 +146,30 @@ fn definition(tool: Value) -> Value {
     }
 }
 
-/// A list of text parts as one text; anything else as it is.
-fn join_parts(content: Value) -> Value {
-    let Value::Array(parts) = &content else { return content };
-    let text_of = |part: &Value| {
-        let is_text = part.get("type").is_none_or(|kind| kind == "text");
-        let text = part.get("text").or_else(|| part.get("value")).and_then(Value::as_str);
-        text.filter(|_| is_text).map(str::to_owned)
+/// A list of text parts as one text; anything else as it is. Other parts are refused.
+fn join_parts(content: Value) -> Result<Value, Fault> {
+    let Value::Array(parts) = &content else { return Ok(content) };
+    let texts = parts.iter().enumerate().map(|(idx, part)| text_of_part(part).ok_or_else(|| no_text(idx, part)));
+    Ok(Value::String(texts.collect::<Result<Vec<_>, _>>()?.concat()))
+}
+
+fn text_of_part(part: &Value) -> Option<&str> {
+    let is_text = part.get("type").is_none_or(|kind| kind == "text");
+    let text = part.get("text").or_else(|| part.get("value")).and_then(Value::as_str);
+    part.as_str().or(text.filter(|_| is_text))
+}
+
+/// Images are tell-tale by the part's type or by its keys.
+fn no_text(part_idx: usize, part: &Value) -> Fault {
+    let kind = part.get("type").and_then(Value::as_str).unwrap_or("unknown");
+    let has = |word: &str| kind.contains(word) || part.get(word).is_some() || part.get(format!("{word}_url")).is_some();
+    let media = ["image", "audio", "video"].into_iter().find(|word| has(word));
+    let problem = match media {
+        Some("audio") => format!("part {part_idx} of `content` is audio ({kind}); audio is not supported"),
+        Some(media) => format!("part {part_idx} of `content` is {media} ({kind}); {media}s are not supported"),
+        None => format!("part {part_idx} of `content` is of type {kind:?}; only text is supported"),
     };
-    match parts.iter().map(text_of).collect::<Option<Vec<_>>>() {
-        Some(texts) if !texts.is_empty() => Value::String(texts.concat()),
-        _ => content,
-    }
+    Fault::new(problem, "keep only the parts of type text, or delete the row")
 }
 
 fn is_nothing(value: &Value) -> bool {

@@ -2,6 +2,8 @@
 
 use serde_json::Value;
 
+use super::error::type_name;
+use super::hints;
 use super::known::known_role_mapping;
 use super::{Alpaca, Format, FormatError, Messages, Pairs, RoleMapping, ShareGpt, TextColumn};
 use crate::source::{Row, Source};
@@ -163,8 +165,8 @@ impl Sight {
             problem,
             columns: self.columns.join(", "),
             help: "known: messages (role, content), sharegpt (from, value), alpaca (instruction, \
-                   input, output), prompt and completion (also question and answer), text; or say \
-                   it: role_mapping: {user: COLUMN, assistant: COLUMN}, or column: COLUMN for \
+                   input, output), prompt and completion (also question and answer), text; or name \
+                   the columns: role_mapping: {user: COLUMN, assistant: COLUMN}, or column: COLUMN for \
                    plain text"
                 .into(),
         }
@@ -215,7 +217,24 @@ fn by_sight(sight: &Sight) -> Result<Format, FormatError> {
     if sight.has("text") {
         return Ok(text_in("text"));
     }
+    if let Some(problem) = nearly_chat(sight) {
+        return Err(sight.unknown(problem));
+    }
     Err(sight.unknown(format!("its columns are of no known format{}", nearest(sight))))
+}
+
+/// A list in a chat's column whose items lack what messages have.
+fn nearly_chat(sight: &Sight) -> Option<String> {
+    let (column, items) = CHAT_COLUMNS.iter().find_map(|column| Some((*column, sight.value(column)?.as_array()?)))?;
+    let problem = match items.first()? {
+        Value::Object(item) => {
+            let keys: Vec<&str> = item.keys().map(String::as_str).collect();
+            format!("item 0 of `{column}` has no `role` (its keys: {})", keys.join(", "))
+        }
+        other => format!("item 0 of `{column}` is {}, expected a message {{role, content}}", type_name(other)),
+    };
+    let paste = hints::mapping(column, items).map(|mapping| format!("; to read it: {mapping}"));
+    Some(problem + &paste.unwrap_or_default())
 }
 
 /// The column that would do if another stood beside it, or is nearly one that would.
@@ -311,8 +330,11 @@ fn text_in(column: &str) -> Format {
 
 fn mapped(sight: &Sight, roles: &[(String, String)], content_key: Option<&str>) -> Result<Format, FormatError> {
     let mapping = RoleMapping::new(roles, content_key)?;
-    for column in mapping.columns() {
-        sight.require(column)?;
+    if let Some(missing) = mapping.columns().find(|column| !sight.has(column)) {
+        let paste = sight.rows.iter().find_map(hints::mapping_of_row);
+        let paste = paste.map(|mapping| format!("; for the list that is there write {mapping}"));
+        let problem = format!("role_mapping: there is no column {missing:?}{}", sight.near(missing));
+        return Err(sight.unknown(problem + &paste.unwrap_or_default()));
     }
     Ok(Format::Mapped(mapping))
 }

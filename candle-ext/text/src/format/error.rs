@@ -56,6 +56,11 @@ impl Fault {
         Self { problem: problem.into(), fix: fix.into() }
     }
 
+    /// Adds the list's column and the item.
+    pub(crate) fn within(self, column: &str, item_idx: usize) -> Self {
+        Self { problem: format!("column `{column}`, item {item_idx}: {}", self.problem), ..self }
+    }
+
     /// `column` holds something else than `expected`.
     pub(crate) fn type_of(column: &str, found: Option<&Value>, expected: &str) -> Self {
         let found = found.map_or("missing".to_owned(), type_name);

@@ -3,8 +3,9 @@
 use serde_json::{Map, Value};
 
 use super::Document;
-use super::chat::{calls_in_text, conversation, list, message, object};
+use super::chat::{calls_in_text, conversation, known_names, list, message, object, role_of_alias};
 use super::error::{Fault, type_name};
+use super::hints;
 use crate::conversation::Message;
 use crate::source::Row;
 
@@ -15,20 +16,20 @@ pub struct ShareGpt {
     pub column: String,
 }
 
-/// The names in `from` and the roles they mean.
-const ROLES: [(&str, &[&str]); 4] = [
-    ("system", &["system"]),
-    ("user", &["human", "user"]),
-    ("assistant", &["gpt", "assistant", "chatgpt", "bing", "bard", "bot", "model"]),
-    ("tool", &["tool", "observation", "tool_response", "function_response", "function-response"]),
-];
+const MAP_IT: &str = "correct the row, or name the roles in the recipe with role_mapping";
 const CALLS: [&str; 4] = ["function_call", "function-call", "tool_call", "tool_calls"];
 
 impl ShareGpt {
     pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
-        let items = list(row, &self.column)?.into_iter().enumerate();
-        let messages =
-            items.map(|(idx, item)| self.turn(idx, object(&self.column, idx, item)?)).collect::<Result<_, _>>()?;
+        let items = list(row, &self.column)?;
+        let turn = |(idx, item): (usize, &Value)| self.turn(idx, object(&self.column, idx, item.clone())?);
+        let messages: Result<_, Fault> = items.iter().enumerate().map(turn).collect();
+        let messages = messages.map_err(|fault| match hints::mapping(&self.column, &items) {
+            Some(mapping) if fault.fix == MAP_IT => {
+                Fault { fix: format!("correct the row, or write {mapping}"), ..fault }
+            }
+            _ => fault,
+        })?;
         Ok(Document::Conversation(conversation(row, messages)?))
     }
 
@@ -54,17 +55,13 @@ impl ShareGpt {
     }
 
     fn role(&self, idx: usize, from: &str) -> Result<&'static str, Fault> {
-        let wanted = from.to_ascii_lowercase();
-        let found = ROLES.iter().find(|(_, names)| names.contains(&wanted.as_str()));
-        found.map(|(role, _)| *role).ok_or_else(|| {
-            let known: Vec<_> = ROLES.iter().flat_map(|(_, names)| *names).copied().collect();
+        role_of_alias(from).ok_or_else(|| {
             let problem = format!(
                 "column `{}`, item {idx}: `from` is {from:?}, expected one of {}, function_call",
                 self.column,
-                known.join(", ")
+                known_names()
             );
-            let fix = format!("correct the row, or map it: role_mapping: {{user: {}.from.{from}}}", self.column);
-            Fault::new(problem, fix)
+            Fault::new(problem, MAP_IT)
         })
     }
 

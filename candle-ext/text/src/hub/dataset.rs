@@ -6,7 +6,7 @@ use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::format::known_split_mapping;
 use crate::source::{
     Card, FileRule, Kind, LocalRequest, ReadOptions, Source, SourceFiles, Spec, SplitPart, SplitQuery, WithFiles,
-    choose, data_files, join, open_files, open_local, patterns_of, slice,
+    choose, data_files, join, near_sibling, open_files, open_local, patterns_of, slice,
 };
 
 /// A data set and the rows wanted of it.
@@ -88,7 +88,7 @@ impl DatasetRequest {
         !self.data_files.is_empty() && ["json", "csv", "parquet", "text"].contains(&self.spec.name.as_str())
     }
 
-    /// A name that can only be meant for this machine.
+    /// A name that can only be meant for this machine, or that a folder here nearly has.
     fn is_local(&self) -> bool {
         let name = &self.spec.name;
         self.is_loader()
@@ -96,6 +96,8 @@ impl DatasetRequest {
             || name.starts_with(['.', '/', '~'])
             || name.contains(['*', '?', '[', '{'])
             || Kind::of(name).is_some()
+            || name.matches('/').count() > 1
+            || (name.contains('/') && near_sibling(Path::new(name)).is_some())
     }
 }
 

@@ -24,7 +24,10 @@ pub enum Kind {
     Text,
 }
 
-const COMPRESSED: [&str; 5] = ["gz", "zst", "bz2", "xz", "zip"];
+/// Endings of compressed files that are unpacked.
+const UNPACKED: [&str; 2] = ["gz", "zst"];
+/// Endings of those that are not.
+const PACKED: [&str; 3] = ["bz2", "xz", "zip"];
 /// Facts about a data set, not its rows.
 const METADATA: [&str; 7] = [
     "dataset_infos.json",
@@ -37,9 +40,11 @@ const METADATA: [&str; 7] = [
 ];
 
 impl Kind {
-    /// Tells the kind by the name's ending.
+    /// Tells the kind by the name's ending, behind which `.gz` or `.zst` may stand.
     pub fn of(path: &str) -> Option<Self> {
+        let is_packed = is_packed(path);
         match ending(path).as_str() {
+            "parquet" | "pq" if is_packed => None,
             "json" | "jsonl" | "ndjson" => Some(Self::Json),
             "parquet" | "pq" => Some(Self::Parquet),
             "csv" | "tsv" => Some(Self::Csv),
@@ -105,19 +110,25 @@ fn open_json(path: &Path, options: &ReadOptions) -> Result<Box<dyn Source>, Sour
 
 fn unknown(path: &Path) -> SourceError {
     let ending = ending(&path.to_string_lossy());
-    let problem = if COMPRESSED.contains(&ending.as_str()) {
+    let problem = if PACKED.contains(&ending.as_str()) {
         format!("it is compressed ({ending}); unpack it first")
     } else if ending == "arrow" {
         "Arrow files are not read; write the data set with to_parquet or to_json".to_owned()
     } else {
-        "rows are read from .json, .jsonl, .parquet, .csv, .tsv and .txt files".to_owned()
+        "rows are read from .json, .jsonl, .parquet, .csv, .tsv and .txt files (.gz and .zst too)".to_owned()
     };
     SourceError::choice(path.display(), problem)
 }
 
+/// The ending of a file's name, of the unpacked file if it is compressed.
 fn ending(path: &str) -> String {
     let name = path.rsplit('/').next().unwrap_or(path);
+    let name = if is_packed(name) { name.rsplit_once('.').map_or(name, |(unpacked, _)| unpacked) } else { name };
     name.rsplit_once('.').map_or(String::new(), |(_, ending)| ending.to_ascii_lowercase())
+}
+
+fn is_packed(path: &str) -> bool {
+    path.rsplit_once('.').is_some_and(|(_, ending)| UNPACKED.contains(&ending.to_ascii_lowercase().as_str()))
 }
 
 fn is_metadata(path: &str) -> bool {

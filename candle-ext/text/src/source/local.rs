@@ -1,5 +1,6 @@
 //! Data sets on this machine: a file, a folder, or a pattern.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::kind::open_file;
@@ -98,29 +99,49 @@ pub(crate) fn join(mut parts: Vec<Box<dyn Source>>) -> Box<dyn Source> {
 
 /// All files below a folder, relative to it, sorted, with `/`.
 pub(crate) fn list(folder: &Path) -> Result<Vec<String>, SourceError> {
-    let mut paths = Vec::new();
-    walk(folder, "", MAX_DEPTH, &mut paths)?;
-    paths.sort();
-    Ok(paths)
+    let mut walk = Walk { root: folder.canonicalize().map_err(|e| SourceError::io(folder, e))?, ..Walk::default() };
+    walk.folder(folder, "", MAX_DEPTH)?;
+    walk.paths.sort();
+    Ok(walk.paths)
 }
 
-fn walk(folder: &Path, prefix: &str, depth: usize, paths: &mut Vec<String>) -> Result<(), SourceError> {
-    for entry in std::fs::read_dir(folder).map_err(|e| SourceError::io(folder, e))? {
-        let entry = entry.map_err(|e| SourceError::io(folder, e))?;
-        let name = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with('.') {
-            continue;
-        }
-        let path = entry.path();
-        if path.is_dir() {
-            if depth > 0 {
-                walk(&path, &format!("{prefix}{name}/"), depth - 1, paths)?;
-            }
-        } else {
-            paths.push(format!("{prefix}{name}"));
-        }
+/// A search for files that enters each folder once, by whatever links it is reached.
+#[derive(Default)]
+struct Walk {
+    root: PathBuf,
+    entered: HashSet<PathBuf>,
+    paths: Vec<String>,
+}
+
+impl Walk {
+    /// Returns true for a new folder. One above the root is never new: a link upwards would take in its neighbours.
+    fn enters(&mut self, folder: &Path) -> bool {
+        let Ok(real) = folder.canonicalize() else { return false };
+        let is_above = self.root.starts_with(&real) && self.root != real;
+        !is_above && self.entered.insert(real)
     }
-    Ok(())
+
+    fn folder(&mut self, folder: &Path, prefix: &str, depth: usize) -> Result<(), SourceError> {
+        if !self.enters(folder) {
+            return Ok(());
+        }
+        for entry in std::fs::read_dir(folder).map_err(|e| SourceError::io(folder, e))? {
+            let entry = entry.map_err(|e| SourceError::io(folder, e))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.starts_with('.') {
+                continue;
+            }
+            let path = entry.path();
+            if path.is_dir() {
+                if depth > 0 {
+                    self.folder(&path, &format!("{prefix}{name}/"), depth - 1)?;
+                }
+            } else {
+                self.paths.push(format!("{prefix}{name}"));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Files that were named outright.
@@ -208,22 +229,27 @@ fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
 
 /// Says that a path is not there, and what stands beside it that looks like it.
 fn missing(path: &Path) -> String {
-    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let folder = match path.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    };
-    let Ok(entries) = std::fs::read_dir(folder) else {
-        return format!("there is no folder {}", folder.display());
-    };
-    let near = entries
-        .flatten()
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .map(|other| (strsim::jaro_winkler(&other, &name), other))
-        .filter(|(score, _)| *score > 0.8)
-        .max_by(|a, b| a.0.total_cmp(&b.0));
-    match near {
-        Some((_, other)) => format!("there is no such file; did you mean {other}?"),
+    if std::fs::read_dir(folder_of(path)).is_err() {
+        return format!("there is no folder {}", folder_of(path).display());
+    }
+    match near_sibling(path) {
+        Some(other) => format!("there is no such file or folder; did you mean {}?", other.display()),
         None => "there is no such file or folder".into(),
     }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
+}
+
+/// The file or folder whose name is nearest to that of a path that is missing.
+pub(crate) fn near_sibling(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.to_string_lossy().into_owned();
+    let entries = std::fs::read_dir(folder_of(path)).ok()?.flatten();
+    let near = entries.filter_map(|entry| {
+        let other = entry.file_name().to_string_lossy().into_owned();
+        Some((strsim::jaro_winkler(&other, &name), other)).filter(|(score, _)| *score > 0.8)
+    });
+    let (_, other) = near.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    Some(path.with_file_name(other))
 }

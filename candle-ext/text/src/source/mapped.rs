@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
-use super::SourceError;
+use super::{SourceError, compressed};
 
 const UTF8_MARK: &[u8] = &[0xEF, 0xBB, 0xBF];
 
@@ -17,15 +17,15 @@ pub(crate) struct Mapped {
 }
 
 impl Mapped {
-    /// Maps `path`. Refuses UTF-16 and UTF-32, skips the mark of UTF-8.
+    /// Maps `path`, unpacked if it is compressed. Refuses UTF-16 and UTF-32, skips the mark of UTF-8.
     pub(crate) fn open(path: &Path) -> Result<Self, SourceError> {
-        let file = File::open(path).map_err(|e| SourceError::io(path, e))?;
+        let file = open_regular(path)?;
+        let file = compressed::unpacked(path, &file)?.unwrap_or(file);
         let n_bytes = file.metadata().map_err(|e| SourceError::io(path, e))?.len();
         let map = match n_bytes {
             0 => None,
-            // SAFETY: the map is read-only and private to this value. A file that another process
-            // shortens while we read it ends this process, as it would any reader of a map; data
-            // sets are not rewritten under a running job.
+            // SAFETY: the map is read-only and private to this value. A file that another process shortens while we
+            // read it ends this process with SIGBUS, which `bus_error` reports.
             _ => Some(unsafe { Mmap::map(&file) }.map_err(|e| SourceError::io(path, e))?),
         };
         let mut mapped = Self { path: path.to_owned(), map, body: 0 };
@@ -62,6 +62,16 @@ impl Mapped {
         let rest = &self.bytes()[start..];
         trim_return(&rest[..find_break(rest).unwrap_or(rest.len())])
     }
+}
+
+/// Opens a regular file. A pipe or a device may never end.
+pub(crate) fn open_regular(path: &Path) -> Result<File, SourceError> {
+    let is_file = std::fs::metadata(path).map_err(|e| SourceError::io(path, e))?.is_file();
+    if !is_file {
+        let problem = "it is a pipe, a device or a folder, not a regular file";
+        return Err(SourceError::bad(path.display(), problem, "write the rows to a file first"));
+    }
+    File::open(path).map_err(|e| SourceError::io(path, e))
 }
 
 pub(crate) fn find_break(bytes: &[u8]) -> Option<usize> {

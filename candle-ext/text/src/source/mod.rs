@@ -3,7 +3,9 @@
 //! A [`Source`] hands out a row as a JSON object and says where it came from. It knows nothing of
 //! chat formats (see [`crate::format`]) or of the Hub (see [`crate::hub`]).
 
+mod bus_error;
 mod cards;
+mod compressed;
 mod csv_file;
 mod error;
 mod files;
@@ -22,6 +24,7 @@ mod splits;
 mod strict;
 mod text_file;
 
+pub use bus_error::report_shortened_files;
 pub use cards::Card;
 pub use error::SourceError;
 pub use files::{SourceFiles, named};
@@ -34,7 +37,7 @@ pub use splits::{Selection, SplitQuery, choose};
 pub use text_file::SampleBy;
 
 pub(crate) use files::WithFiles;
-pub(crate) use local::{join, slice};
+pub(crate) use local::{join, near_sibling, slice};
 pub(crate) use splits::patterns_of;
 
 /// One row: column names to values, in the file's order.

@@ -4,16 +4,17 @@
 //! compact JSON (see `parquet_groups`); reading in order decodes each group once.
 
 use std::fs::File;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
+use super::mapped::open_regular;
 use super::parquet_groups::{Group, Groups};
 use super::parquet_values::{object, unreadable};
 use super::strict::parse_row;
 use super::{Row, Source, SourceError};
+use crate::panics::caught;
 
 pub(crate) struct ParquetFile {
     path: PathBuf,
@@ -33,7 +34,7 @@ const DAMAGED: &str = "the file is damaged or of an unread type: write it again"
 
 impl ParquetFile {
     pub(crate) fn open(path: &Path) -> Result<Self, SourceError> {
-        let file = File::open(path).map_err(|e| SourceError::io(path, e))?;
+        let file = open_regular(path)?;
         let reader = guarded(|| Ok(SerializedFileReader::new(file)?)).map_err(|fault| {
             let fix = "it may be cut short or not be Parquet at all: fetch or write it again";
             SourceError::bad(path.display(), fault.problem, fix)
@@ -121,5 +122,5 @@ impl From<ParquetError> for Fault {
 /// The record API panics on schemas and pages that make no sense; that is an error like any other.
 fn guarded<T>(read: impl FnOnce() -> Result<T, Fault>) -> Result<T, Fault> {
     let panicked = |_| Err(Fault { problem: "its schema or its pages make no sense".into(), fix: DAMAGED });
-    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(panicked)
+    caught(read).unwrap_or_else(panicked)
 }

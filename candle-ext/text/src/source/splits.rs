@@ -247,7 +247,7 @@ fn nothing_to_read(paths: &[String]) -> String {
                 to_json instead"
             .into();
     }
-    if paths.iter().any(|p| p.ends_with(".gz") || p.ends_with(".zst") || p.ends_with(".zip")) {
+    if paths.iter().any(|p| [".gz", ".zst", ".zip", ".xz", ".bz2"].iter().any(|ending| p.ends_with(ending))) {
         return format!("its files are compressed ({}); unpack them first", some(paths));
     }
     if paths.iter().any(|path| path.ends_with(".py")) {
@@ -344,7 +344,8 @@ mod tests {
     fn mixed_kinds_scripts_and_archives_are_explained() {
         refused(&["train.jsonl", "train.parquet"], "train", "mixes 1 json and 1 parquet");
         refused(&["data.py"], "train", "Python script");
-        refused(&["train.jsonl.gz"], "train", "compressed");
+        refused(&["train.jsonl.xz"], "train", "compressed");
+        check(&["train.jsonl.gz", "test.csv.zst"], "train", &["train.jsonl.gz"]);
         refused(&["data-00000-of-00001.arrow", "state.json"], "train", "save_to_disk");
     }
 

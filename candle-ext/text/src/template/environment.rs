@@ -7,13 +7,17 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters
 use minijinja_contrib::pycompat;
 
 use super::clock::Clock;
-use super::{json, markers};
+use super::{json, limits, markers};
+
+/// Bytes of a date's format.
+const MAX_DATE_FORMAT: usize = 1000;
 
 /// An environment without templates.
 pub(super) fn environment(clock: Clock) -> Environment<'static> {
     let mut environment = Environment::new();
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     environment.set_syntax(syntax.expect("the default delimiters differ from each other"));
+    environment.set_fuel(Some(limits::FUEL));
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", json::tojson);
@@ -31,6 +35,12 @@ pub(super) fn environment(clock: Clock) -> Environment<'static> {
 /// Makes `strftime_now` tell this clock's time.
 pub(super) fn set_clock(environment: &mut Environment<'_>, clock: Clock) {
     environment.add_function("strftime_now", move |format: &str| {
+        if format.len() > MAX_DATE_FORMAT {
+            return Err(invalid(format!(
+                "strftime_now: the format has {} bytes, the limit is {MAX_DATE_FORMAT}",
+                format.len()
+            )));
+        }
         clock
             .format(format)
             .map_err(|directive| invalid(format!("strftime_now does not know the directive `%{directive}`")))

@@ -13,11 +13,14 @@
 mod arguments;
 mod clock;
 mod environment;
+mod fallback;
 mod identity;
 mod json;
+mod limits;
 mod markers;
 mod source;
 mod turns;
+mod unrendered;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -34,6 +37,7 @@ use turns::{Frame, Piece, Probe, Prompts};
 
 pub use clock::Clock;
 pub use turns::TurnError;
+pub use unrendered::Unrendered;
 
 /// A compiled chat template with the values it prints besides the messages.
 pub struct ChatTemplate {
@@ -43,6 +47,7 @@ pub struct ChatTemplate {
     variables: Map<String, Json>,
     has_generation: bool,
     frame: OnceLock<Frame>,
+    renders_reasoning: OnceLock<bool>,
     with_tools: Option<Box<ChatTemplate>>,
 }
 
@@ -116,6 +121,18 @@ pub enum TemplateError {
     },
 }
 
+impl TemplateError {
+    /// Adds the cause to what the template engine says.
+    fn because(self, cause: Option<String>) -> Self {
+        match (self, cause) {
+            (Self::Render { name, line, message }, Some(cause)) => {
+                Self::Render { name, line, message: format!("{cause} ({message})") }
+            }
+            (error, _) => error,
+        }
+    }
+}
+
 const TEXT: &str = "text";
 /// With marks at turns and at generation blocks.
 const MARKED: &str = "marked";
@@ -128,6 +145,10 @@ impl ChatTemplate {
         let name = name.into();
         // Jinja reads every kind of line end as "\n".
         let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        if source.len() > limits::MAX_SOURCE {
+            let message = format!("it has {} bytes, over the limit of {}", source.len(), limits::MAX_SOURCE);
+            return Err(TemplateError::Syntax { name, line: 1, message });
+        }
         let has_generation = source::has_generation(&source);
         let mut environment = environment::environment(Clock::System);
         let syntax = |error: minijinja::Error| TemplateError::Syntax {
@@ -135,11 +156,23 @@ impl ChatTemplate {
             line: error.line().unwrap_or(1),
             message: describe(&error),
         };
-        environment.add_template_owned(TEXT, source::plain(&source)).map_err(syntax)?;
-        environment.add_template_owned(MARKED, source::with_loop_marks(&source)).map_err(syntax)?;
-        environment.add_template_owned(BLOCKS, source::with_generation_marks(&source)).map_err(syntax)?;
-        let (variables, frame, with_tools) = (Map::new(), OnceLock::new(), None);
-        Ok(Self { name, source, environment, variables, has_generation, frame, with_tools })
+        for (text, source) in [
+            (TEXT, source::plain(&source)),
+            (MARKED, source::with_loop_marks(&source)),
+            (BLOCKS, source::with_generation_marks(&source)),
+        ] {
+            limits::add_template(&mut environment, text, source).map_err(syntax)?;
+        }
+        Ok(Self {
+            name,
+            source,
+            environment,
+            variables: Map::new(),
+            has_generation,
+            frame: OnceLock::new(),
+            renders_reasoning: OnceLock::new(),
+            with_tools: None,
+        })
     }
 
     /// Uses another template for conversations that offer tools.
@@ -156,6 +189,7 @@ impl ChatTemplate {
         self.with_tools = with_tools.map(|it| Box::new(it.with_variable(name.clone(), value.clone())));
         self.variables.insert(name, value);
         self.frame = OnceLock::new();
+        self.renders_reasoning = OnceLock::new();
         self
     }
 
@@ -182,8 +216,8 @@ impl ChatTemplate {
         self.has_generation
     }
 
-    /// Prints a conversation. The arguments of tool calls are given as they are; only a template that
-    /// cannot print JSON text is given the object that it means.
+    /// Prints a conversation as it is. A template that fails on it is given the objects that arguments of tool
+    /// calls mean, and empty texts for missing contents.
     pub fn render(&self, chat: &Conversation, ending: Ending) -> Result<String, TemplateError> {
         Ok(self.print(chat, ending)?.1)
     }
@@ -209,9 +243,12 @@ impl ChatTemplate {
             Ok(text) => return Ok((Cow::Borrowed(chat), text)),
             Err(error) => error,
         };
-        let Some(chat) = arguments::as_objects(chat) else { return Err(error) };
-        let text = template.run(TEXT, template.context(&chat, ending, None)).map_err(|_| error)?;
-        Ok((Cow::Owned(chat), text))
+        for form in fallback::forms(chat) {
+            if let Ok(text) = template.run(TEXT, template.context(&form, ending, None)) {
+                return Ok((Cow::Owned(form), text));
+            }
+        }
+        Err(error.because(fallback::odd_content(chat)))
     }
 
     fn for_chat(&self, chat: &Conversation) -> &ChatTemplate {
@@ -237,8 +274,14 @@ impl ChatTemplate {
         let frame = self.frame()?;
         let mut spans: Vec<Span> = Vec::new();
         for (message, _) in chat.messages.iter().enumerate().filter(|(_, m)| m.is_assistant()) {
-            let piece = piece_of(pieces, message).map_err(|reason| self.unclear(reason))?;
-            let range = frame.written(text, piece).map_err(|reason| self.unclear(reason))?;
+            let piece = match piece_of(pieces, message) {
+                Err(TurnError::Missing { .. }) if chat.messages[message].is_empty_answer() => continue,
+                piece => piece.map_err(|reason| self.unclear(reason))?,
+            };
+            let range = match frame.written(text, piece) {
+                Err(TurnError::Missing { .. }) if chat.messages[message].is_empty_answer() => continue,
+                written => written.map_err(|reason| self.unclear(reason))?,
+            };
             if spans.last().is_some_and(|last| last.range.end > range.start) {
                 return Err(self.unclear(TurnError::Scattered { message }));
             }
@@ -317,8 +360,10 @@ impl ChatTemplate {
     }
 
     fn run(&self, template: &str, context: Value) -> Result<String, TemplateError> {
-        let rendered = self.environment.get_template(template).and_then(|it| it.render(context));
-        rendered.map_err(|error| TemplateError::Render {
+        let mut output = limits::Output::default();
+        let template = self.environment.get_template(template);
+        let rendered = template.and_then(|it| it.render_captured_to(context, &mut output).map(|_| ()));
+        rendered.map(|()| output.into_text()).map_err(|error| TemplateError::Render {
             name: self.name.clone(),
             line: error.line().unwrap_or(1),
             message: describe(&error),
@@ -363,6 +408,9 @@ fn fields_for_template(fields: &Map<String, Json>) -> Map<String, Json> {
 }
 
 fn describe(error: &minijinja::Error) -> String {
+    if let Some(limit) = limits::explain(error) {
+        return limit;
+    }
     match error.detail() {
         Some(detail) => detail.to_owned(),
         None => error.kind().to_string(),

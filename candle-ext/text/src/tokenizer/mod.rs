@@ -16,11 +16,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
+use crate::panics::caught;
 use crate::template::{ChatTemplate, TemplateError};
 use files::NamedTemplate;
 use words::Words;
 
-pub use special::SpecialToken;
+pub use special::{AddedTokens, SpecialToken};
 
 /// Text to ids and back, with the special tokens' roles.
 pub struct Tokenizer {
@@ -35,11 +36,14 @@ pub struct Tokenizer {
     unk: Option<SpecialToken>,
     eos_ids: BTreeSet<u32>,
     special_ids: BTreeSet<u32>,
-    add_bos: Option<bool>,
+    added: AddedTokens,
     templates: Vec<NamedTemplate>,
 }
 
-/// Whether encoding adds what the tokenizer's post-processor adds (BOS, for many).
+/// The special tokens that encoding adds: those of transformers' `tokenizer(text)` (BOS, for many), or none.
+///
+/// That is what the post-processor of tokenizer.json says, and before it `add_bos_token` and `add_eos_token` of
+/// tokenizer_config.json.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Specials {
     /// Adds them.
@@ -169,6 +173,16 @@ impl Tokenizer {
         let (bos, eos, unk) = (find("bos_token")?, find("eos_token")?, find("unk_token")?);
         let pad = find("pad_token")?.or_else(|| eos.clone());
 
+        let around = caught(|| AddedTokens::of(&inner, bos.as_ref()).map_err(|error| error.to_string()));
+        let mut around = around.and_then(|around| around).map_err(|message| TokenizerError::Content {
+            path: directory.join("tokenizer.json"),
+            message: format!("it cannot encode a text: {message}"),
+        })?;
+        let ids =
+            |token: &Option<SpecialToken>, is_added: bool| token.iter().filter(|_| is_added).map(|it| it.id).collect();
+        around.before = named.add_bos.map_or(around.before, |is_added| ids(&bos, is_added));
+        around.after = named.add_eos.map_or(around.after, |is_added| ids(&eos, is_added));
+
         let mut eos_ids = special::eos_ids(directory)?;
         eos_ids.extend(eos.as_ref().map(|eos| eos.id));
         let added = inner.get_added_tokens_decoder();
@@ -177,7 +191,7 @@ impl Tokenizer {
             special_ids: special_ids.collect(),
             templates: files::chat_templates(directory, &config)?,
             directory: directory.to_owned(),
-            add_bos: named.add_bos,
+            added: around,
             named: named.tokens,
             words: Words::of(&inner),
             inner,
@@ -244,21 +258,46 @@ impl Tokenizer {
 
     /// The ids of a text. Special tokens written out in it become their ids.
     pub fn encode(&self, text: &str, specials: Specials) -> Result<Vec<u32>, TokenizerError> {
-        let words = self.words.as_ref().filter(|_| specials == Specials::Omit);
-        let mut ids = Vec::new();
-        match words.and_then(|words| words.encode(&self.inner, text, |id, _, _| ids.push(id))) {
-            Some(()) => Ok(ids),
-            None => self.encode_by_the_book(text, specials),
-        }
+        self.caught("encode", || self.encode_uncaught(text, specials))?
     }
 
-    fn encode_by_the_book(&self, text: &str, specials: Specials) -> Result<Vec<u32>, TokenizerError> {
-        let encoding = self.inner.encode_fast(text, specials == Specials::Add);
+    /// Some tokenizer.json files make the tokenizers crate panic.
+    fn caught<T>(&self, action: &'static str, run: impl FnOnce() -> T) -> Result<T, TokenizerError> {
+        let (directory, message) = match caught(run) {
+            Ok(result) => return Ok(result),
+            Err(panic) => (self.directory.clone(), format!("its tokenizer.json makes no sense ({panic})")),
+        };
+        Err(TokenizerError::Run { directory, action, message })
+    }
+
+    fn encode_uncaught(&self, text: &str, specials: Specials) -> Result<Vec<u32>, TokenizerError> {
+        let mut ids = match specials {
+            Specials::Add => self.added.before.clone(),
+            Specials::Omit => Vec::new(),
+        };
+        let n_before = ids.len();
+        let words = self.words.as_ref();
+        if words.and_then(|words| words.encode(&self.inner, text, |id, _, _| ids.push(id))).is_none() {
+            ids.truncate(n_before);
+            ids.extend(self.encode_by_the_book(text)?);
+        }
+        if specials == Specials::Add {
+            ids.extend(&self.added.after);
+        }
+        Ok(ids)
+    }
+
+    fn encode_by_the_book(&self, text: &str) -> Result<Vec<u32>, TokenizerError> {
+        let encoding = self.inner.encode_fast(text, false);
         Ok(encoding.map_err(|error| self.refused("encode", error))?.get_ids().to_vec())
     }
 
     /// The ids of a text without added specials, and the bytes each stands for.
     pub fn encode_with_offsets(&self, text: &str) -> Result<Encoded, TokenizerError> {
+        self.caught("encode", || self.encode_with_offsets_uncaught(text))?
+    }
+
+    fn encode_with_offsets_uncaught(&self, text: &str) -> Result<Encoded, TokenizerError> {
         let mut covering = Covering::default();
         let words = self.words.as_ref();
         match words.and_then(|words| words.encode(&self.inner, text, |id, from, to| covering.push(id, from, to))) {
@@ -277,7 +316,7 @@ impl Tokenizer {
 
     /// The text of ids, with special tokens written out or left out.
     pub fn decode(&self, ids: &[u32], specials: Specials) -> Result<String, TokenizerError> {
-        let text = self.inner.decode(ids, specials == Specials::Omit);
+        let text = self.caught("decode", || self.inner.decode(ids, specials == Specials::Omit))?;
         text.map_err(|error| self.refused("decode", error))
     }
 
@@ -337,9 +376,9 @@ impl Tokenizer {
         self.special_ids.contains(&id)
     }
 
-    /// The token that is to begin plain text: BOS, unless `add_bos_token` is false.
-    pub fn leading_bos(&self) -> Option<&SpecialToken> {
-        self.bos.as_ref().filter(|_| self.add_bos != Some(false))
+    /// The special tokens that it puts around a text ([`Specials::Add`]).
+    pub fn added_tokens(&self) -> &AddedTokens {
+        &self.added
     }
 
     /// Whether a sample begins with BOS twice: once from its text, once added.
@@ -375,7 +414,23 @@ fn load(directory: &Path) -> Result<tokenizers::Tokenizer, TokenizerError> {
             *value = Json::Null;
         }
     }
-    serde_json::from_value(json).map_err(|error| content(error.to_string()))
+    let ids = added_ids(&json);
+    let read = caught(|| serde_json::from_value(json).map_err(|error| error.to_string()));
+    let inner: tokenizers::Tokenizer = read.and_then(|read| read).map_err(content)?;
+    // The tokenizers crate gives an added token the next free id and logs a line.
+    for (text, id) in ids {
+        let own = inner.token_to_id(&text);
+        if own.is_some_and(|own| u64::from(own) != id) {
+            let own = own.unwrap_or_default();
+            return Err(content(format!("added token {text:?} has id {id}, and its place in the vocabulary is {own}")));
+        }
+    }
+    Ok(inner)
+}
+
+fn added_ids(json: &Json) -> Vec<(String, u64)> {
+    let added = json.get("added_tokens").and_then(Json::as_array).into_iter().flatten();
+    added.filter_map(|token| Some((token.get("content")?.as_str()?.to_owned(), token.get("id")?.as_u64()?))).collect()
 }
 
 fn what_is_there(directory: &Path) -> &'static str {

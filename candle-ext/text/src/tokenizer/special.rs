@@ -16,11 +16,34 @@ pub struct SpecialToken {
     pub id: u32,
 }
 
+/// The special tokens that a tokenizer puts around a text.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AddedTokens {
+    /// The ids before the text, usually BOS or none.
+    pub before: Vec<u32>,
+    /// The ids after the text.
+    pub after: Vec<u32>,
+}
+
+impl AddedTokens {
+    /// Reads off what the post-processor puts around a text. Of no text, BOS and what is before it stand before.
+    pub(super) fn of(inner: &tokenizers::Tokenizer, bos: Option<&SpecialToken>) -> tokenizers::Result<Self> {
+        let ids = |text: &str, adds: bool| Ok::<_, tokenizers::Error>(inner.encode(text, adds)?.get_ids().to_vec());
+        let (own, all) = (ids("a", false)?, ids("a", true)?);
+        let start = match own.is_empty() {
+            true => bos.and_then(|bos| all.iter().position(|id| *id == bos.id)).map_or(0, |at| at + 1),
+            false => all.windows(own.len()).position(|window| window == own).unwrap_or(0),
+        };
+        Ok(Self { before: all[..start].to_vec(), after: all[(start + own.len()).min(all.len())..].to_vec() })
+    }
+}
+
 /// What the folder's files say of special tokens, not yet looked up.
 pub(super) struct Named {
     /// Every `*_token` by key, in the order of the files. Templates see them all.
     pub(super) tokens: Vec<(String, String)>,
     pub(super) add_bos: Option<bool>,
+    pub(super) add_eos: Option<bool>,
 }
 
 impl Named {
@@ -38,7 +61,8 @@ impl Named {
                 tokens.push((key.clone(), text.to_owned()));
             }
         }
-        Self { tokens, add_bos: config.get("add_bos_token").and_then(Json::as_bool) }
+        let flag = |key: &str| config.get(key).and_then(Json::as_bool);
+        Self { tokens, add_bos: flag("add_bos_token"), add_eos: flag("add_eos_token") }
     }
 
     pub(super) fn text(&self, key: &str) -> Option<&str> {

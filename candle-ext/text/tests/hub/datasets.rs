@@ -157,7 +157,7 @@ fn a_path_that_exists_wins_and_a_path_that_does_not_is_no_id() {
     std::fs::write(&file, rows(3, "own")).unwrap();
     let spec = format!("{}:train[1:]", file.display());
     assert_eq!(texts(&*open(&bench.hub(), &spec).unwrap()), ["own 1", "own 2"]);
-    refused(&bench.hub(), &folder.path().join("owm.jsonl").display().to_string(), "did you mean own.jsonl?");
+    refused(&bench.hub(), &folder.path().join("owm.jsonl").display().to_string(), "own.jsonl?");
     refused(&bench.hub(), "data/nothing.jsonl", "no folder data");
     assert!(bench.server.log().is_empty());
 }

@@ -1,5 +1,7 @@
 //! Each kind of file: what it reads as, and what it says when it is broken.
 
+use std::io::Write;
+
 use candlewick_text::source::{ReadOptions, SampleBy};
 
 use super::{Folder, show};
@@ -148,7 +150,76 @@ fn text_by_line_paragraph_and_document() {
 
 #[test]
 fn other_files_are_explained() {
-    refused("a.jsonl.gz", b"x", "it is compressed (gz); unpack it first");
+    refused("a.jsonl.xz", b"x", "it is compressed (xz); unpack it first");
+    refused("a.parquet.gz", b"x", "rows are read from .json");
     refused("a.arrow", b"x", "Arrow files are not read");
     refused("a.docx", b"x", "rows are read from .json");
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    encoder.write_all(bytes).unwrap();
+    encoder.finish().unwrap()
+}
+
+#[test]
+fn compressed_files_are_read_as_what_they_hold() {
+    let lines = b"{\"a\":1}\n\n{\"a\":2}\n";
+    let rows = [r#"{"a":1}"#, r#"{"a":2}"#];
+    check("a.jsonl.gz", &gzip(lines), &rows);
+    check("a.jsonl.zst", &zstd::encode_all(&lines[..], 3).unwrap(), &rows);
+    check("a.json.gz", &gzip(b"[{\"a\":1},{\"a\":2}]"), &rows);
+    check("a.csv.gz", &gzip(b"a\n1\n"), &[r#"{"a":"1"}"#]);
+    check("a.txt.GZ", &gzip(b"x\ny\n"), &[r#"{"text":"x"}"#, r#"{"text":"y"}"#]);
+    // Two members are one file, as gzip has it; and the name does not matter.
+    check("a.jsonl.gz", &[gzip(b"{\"a\":1}\n"), gzip(b"{\"a\":2}\n")].concat(), &rows);
+    check("a.jsonl", &gzip(lines), &rows);
+}
+
+#[test]
+fn a_broken_row_of_a_compressed_file_has_its_line() {
+    refused("a.jsonl.gz", &gzip(b"{\"a\":1}\n{\"a\":\n"), "read a.jsonl.gz:2: the row breaks off");
+    let cut = gzip(&b"{\"a\":1}\n".repeat(99));
+    refused("a.jsonl.gz", &cut[..cut.len() / 2], "read a.jsonl.gz: it cannot be unpacked");
+    refused("a.jsonl.zst", &[0x28, 0xB5, 0x2F, 0xFD, 1, 2, 3], "a.jsonl.zst: it cannot be unpacked");
+}
+
+/// A gigabyte of zeros is a megabyte of gzip.
+#[test]
+fn a_file_that_unpacks_to_far_too_much_is_refused() {
+    let bomb = gzip(&vec![0; 1 << 20]).repeat(1100);
+    refused("a.jsonl.gz", &bomb, "it unpacks to more than 200 times its size");
+}
+
+#[test]
+fn a_pipe_is_no_data_file() {
+    let folder = Folder::new(&[]);
+    let path = folder.path("a.jsonl");
+    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    let error = folder.open("a.jsonl", &ReadOptions::default()).err().unwrap();
+    assert!(error.contains("it is a pipe, a device or a folder"), "{error}");
+}
+
+/// The test runs itself: the second process shortens a file that it reads.
+#[test]
+fn a_file_that_is_shortened_while_it_is_read_is_named() {
+    const VARIABLE: &str = "CANDLEWICK_SHORTENED_FILE";
+    if let Some(path) = std::env::var_os(VARIABLE) {
+        candlewick_text::source::report_shortened_files();
+        let source = candlewick_text::source::open_files(&[path.clone().into()], &ReadOptions::default()).unwrap();
+        std::fs::File::options().write(true).open(path).unwrap().set_len(0).unwrap();
+        let _ = source.row(20_000);
+        unreachable!("reading beyond the end of a mapped file raises SIGBUS");
+    }
+    let folder = Folder::new(&[("rows.jsonl", &b"{\"a\":1}\n".repeat(30_000))]);
+    let own = std::env::current_exe().unwrap();
+    let name = "files::a_file_that_is_shortened_while_it_is_read_is_named";
+    let output = std::process::Command::new(own)
+        .args([name, "--exact", "--nocapture"])
+        .env(VARIABLE, folder.path("rows.jsonl"))
+        .output()
+        .unwrap();
+    let stderr = folder.short(String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(3), "{stderr}");
+    assert!(stderr.contains("failed to read a mapped file: rows.jsonl was shortened while it was read"), "{stderr}");
 }

@@ -137,3 +137,18 @@ fn rows_that_stand_in_for_an_evaluation_split_are_told_of() {
     assert_eq!(told(&bare, "train"), "");
     assert_eq!(told(&splits(), "eval"), "");
 }
+
+#[test]
+fn a_folder_is_read_once_by_whatever_links() {
+    let folder = Folder::new(&[("data/a/train.jsonl", b"{\"a\":1}\n"), ("train.jsonl", b"{\"a\":2}\n")]);
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, folder.path(name)).unwrap();
+    link(".", "data/loop");
+    link("a", "data/b");
+    link("../..", "data/a/above");
+    assert_eq!(open(&folder, "data", "train").unwrap(), [row(1)]);
+    // A link to a folder elsewhere is followed, as one to a file is.
+    link("../data/a", "data/c");
+    std::fs::create_dir(folder.path("other")).unwrap();
+    link("../data/a", "other/there");
+    assert_eq!(open(&folder, "other", "train").unwrap(), [row(1)]);
+}

@@ -341,3 +341,69 @@ fn a_later_row_is_blamed_by_its_own_line() {
          the right column in the recipe"
     );
 }
+
+#[test]
+fn speakers_of_messages_have_their_usual_names() {
+    let row = r#"{"messages":[{"role":"human","content":"hi"},{"role":"Bot","content":"yo"},{"role":"User","content":"hi"},{"role":"model","content":"yo"}]}"#;
+    check(row, &["reads as messages: messages", USER, ASSISTANT, USER, ASSISTANT]);
+}
+
+#[test]
+fn a_null_answer_is_an_empty_one() {
+    let row = format!("{{\"messages\":[{USER},{{\"role\":\"assistant\",\"content\":null}}]}}");
+    check(&row, &["reads as messages: messages", USER, r#"{"role":"assistant","content":""}"#]);
+    refused(r#"{"messages":[{"role":"user","content":null}]}"#, &request(), &["item 0: ", "`content` is null"]);
+}
+
+#[test]
+fn parts_that_are_no_text_are_named() {
+    for (part, want) in [
+        (r#"{"type":"image_url","image_url":{"url":"x"}}"#, "part 1 of `content` is image (image_url); images are not"),
+        (r#"{"type":"image"}"#, "images are not supported"),
+        (r#"{"type":"input_audio","input_audio":{}}"#, "is audio (input_audio); audio is not supported"),
+        (r#"{"type":"file"}"#, "is of type \"file\"; only text is supported"),
+    ] {
+        let row = format!(
+            "{{\"messages\":[{{\"role\":\"user\",\"content\":[{{\"type\":\"text\",\"text\":\"a\"}},{part}]}},{ASSISTANT}]}}"
+        );
+        refused(&row, &request(), &["column `messages`, item 0: part 1", want]);
+    }
+}
+
+/// Reads a row as an error's mapping proposes.
+#[track_caller]
+fn paste(row: &str, error_of: &FormatRequest, mapping: &[(&str, &str)], content_key: Option<&str>, want: &str) {
+    let pairs: Vec<String> = mapping.iter().map(|(role, path)| format!("{role}: {path}")).collect();
+    let key = content_key.map(|key| format!(", content_key: {key}")).unwrap_or_default();
+    refused(row, error_of, &[&format!("role_mapping: {{{}}}{key}", pairs.join(", "))]);
+    let request = FormatRequest { content_key: content_key.map(str::to_owned), ..roles(mapping) };
+    let read = read(row, &request).unwrap();
+    assert!(read.ends_with(want), "{read}");
+}
+
+#[test]
+fn errors_propose_mappings_that_work() {
+    let chat = format!("{USER}\n{ASSISTANT}");
+    let row = r#"{"dialog":[{"speaker":"anna","utterance":"hi"},{"speaker":"otto","utterance":"yo"}]}"#;
+    let mapping = [("user", "dialog.speaker.anna"), ("assistant", "dialog.speaker.otto")];
+    paste(row, &request(), &mapping, Some("utterance"), &chat);
+    refused(row, &request(), &["item 0 of `dialog` has no `role` (its keys: speaker, utterance)"]);
+
+    let row = r#"{"messages":[{"role":"human","content":"hi"},{"role":"bot","content":"yo"}]}"#;
+    let mapping = [("user", "messages.role.human"), ("assistant", "messages.role.bot")];
+    paste(row, &roles(&[("user", "human"), ("assistant", "bot")]), &mapping, None, &chat);
+    paste(row, &roles(&[("human", "user"), ("bot", "assistant")]), &mapping, None, &chat);
+
+    let row = r#"{"conversations":[{"from":"moderator","value":"hi"},{"from":"guest","value":"yo"}]}"#;
+    let mapping = [("user", "conversations.from.moderator"), ("assistant", "conversations.from.guest")];
+    paste(row, &request(), &mapping, None, &chat);
+}
+
+#[test]
+fn a_message_without_a_role_is_the_cause() {
+    refused(
+        r#"{"messages":[{"content":"q"},{"content":"a"}]}"#,
+        &request(),
+        &["item 0 of `messages` has no `role` (its keys: content)"],
+    );
+}

@@ -1,0 +1,71 @@
+//! Oddities of a rendered row that a user has to know of.
+
+/// One oddity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Finding {
+    /// An assistant message without content, tool calls or reasoning.
+    EmptyAnswer,
+    /// Tool calls, or an answer that is all reasoning, that the chat template does not render.
+    AnswerNotRendered,
+    /// Tool definitions that the chat template does not render.
+    ToolsNotRendered,
+    /// Reasoning that the chat template never renders.
+    ReasoningNotRendered,
+    /// A first target token that begins in the prompt: generation never produces it.
+    MergedBoundary,
+    /// A role that chat templates do not know.
+    UnknownRole,
+}
+
+/// A set of oddities.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Findings(u32);
+
+impl Finding {
+    fn bit(self) -> u32 {
+        1 << self as u8
+    }
+}
+
+impl Findings {
+    /// Adds an oddity.
+    pub fn insert(&mut self, finding: Finding) {
+        self.0 |= finding.bit();
+    }
+
+    /// Adds all oddities of another set.
+    pub fn extend(&mut self, other: Self) {
+        self.0 |= other.0;
+    }
+
+    /// Returns true if the set holds an oddity.
+    pub fn contains(self, finding: Finding) -> bool {
+        self.0 & finding.bit() != 0
+    }
+
+    /// Returns the set as a number, for storage.
+    pub fn bits(self) -> u32 {
+        self.0
+    }
+
+    /// Reads a set that [`Findings::bits`] wrote.
+    pub fn from_bits(bits: u32) -> Self {
+        Self(bits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stored_set_is_read_back() {
+        let mut findings = Findings::default();
+        findings.insert(Finding::MergedBoundary);
+        findings.insert(Finding::EmptyAnswer);
+        let read = Findings::from_bits(findings.bits());
+        assert!(read.contains(Finding::EmptyAnswer) && read.contains(Finding::MergedBoundary));
+        assert!(!read.contains(Finding::UnknownRole) && !read.contains(Finding::AnswerNotRendered));
+    }
+}

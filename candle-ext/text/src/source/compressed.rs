@@ -1,0 +1,75 @@
+//! Compressed data files, unpacked into an unnamed temporary file.
+
+use std::fs::File;
+use std::io::{self, BufReader, Read, Write};
+use std::path::Path;
+
+use super::SourceError;
+
+/// A file that grows beyond this is checked for its ratio.
+const UNCHECKED_BYTES: u64 = 1 << 30;
+/// Text shrinks 3 to 20 times. A file of nothing but zeros shrinks a thousand times.
+const MAX_RATIO: u64 = 200;
+
+/// A kind of compression.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Compression {
+    Gzip,
+    Zstd,
+}
+
+/// Unpacks `file` if it is compressed with gzip or zstd, which its first bytes tell. `None`: it is not.
+///
+/// The unpacked file lies in the folder of temporary files and vanishes with the process.
+pub(super) fn unpacked(path: &Path, file: &File) -> Result<Option<File>, SourceError> {
+    let failed = |error| SourceError::io(path, error);
+    let mut head = [0; 4];
+    let n_read = read_head(file, &mut head).map_err(failed)?;
+    let compression = match &head[..n_read] {
+        [0x1F, 0x8B, ..] => Compression::Gzip,
+        [0x28, 0xB5, 0x2F, 0xFD] => Compression::Zstd,
+        _ => return Ok(None),
+    };
+    let n_packed = file.metadata().map_err(failed)?.len();
+    let reader: Box<dyn Read> = match compression {
+        Compression::Gzip => Box::new(flate2::read::MultiGzDecoder::new(BufReader::new(file))),
+        Compression::Zstd => Box::new(zstd::stream::read::Decoder::new(file).map_err(failed)?),
+    };
+    let mut unpacked = tempfile::tempfile().map_err(|error| no_room(path, &error))?;
+    copy(path, reader, &mut unpacked, (n_packed * MAX_RATIO).max(UNCHECKED_BYTES))?;
+    Ok(Some(unpacked))
+}
+
+fn read_head(mut file: &File, head: &mut [u8]) -> io::Result<usize> {
+    use std::io::{Seek, SeekFrom};
+    let n_read = file.take(head.len() as u64).read(head)?;
+    file.seek(SeekFrom::Start(0))?;
+    Ok(n_read)
+}
+
+fn copy(path: &Path, mut reader: impl Read, unpacked: &mut File, limit: u64) -> Result<(), SourceError> {
+    let mut chunk = vec![0; 1 << 18];
+    let mut n_bytes = 0;
+    loop {
+        let n_read = reader.read(&mut chunk).map_err(|error| broken(path, &error))?;
+        n_bytes += n_read as u64;
+        if n_read == 0 {
+            return Ok(());
+        }
+        if n_bytes > limit {
+            let problem = format!("it unpacks to more than {MAX_RATIO} times its size");
+            return Err(SourceError::bad(path.display(), problem, "unpack it by hand if that is right"));
+        }
+        unpacked.write_all(&chunk[..n_read]).map_err(|error| no_room(path, &error))?;
+    }
+}
+
+fn broken(path: &Path, error: &io::Error) -> SourceError {
+    SourceError::bad(path.display(), format!("it cannot be unpacked ({error})"), "fetch or write the file again")
+}
+
+fn no_room(path: &Path, error: &io::Error) -> SourceError {
+    let folder = std::env::temp_dir();
+    let problem = format!("it cannot be unpacked into {} ({error})", folder.display());
+    SourceError::bad(path.display(), problem, "set TMPDIR to a folder on a disk with room, or unpack it by hand")
+}

@@ -1,0 +1,63 @@
+//! Bounds on what a chat template may cost: a template comes with a model, from anywhere.
+
+use std::io::{self, Write};
+use std::thread;
+
+use minijinja::{Environment, Error, ErrorKind};
+
+/// Instructions of one rendering. A chat of a thousand messages takes some hundred thousand.
+pub(super) const FUEL: u64 = 50_000_000;
+/// Bytes of one rendering.
+const MAX_OUTPUT: usize = 64 << 20;
+/// Bytes of a source. The longest templates in use have 20,000.
+pub(super) const MAX_SOURCE: usize = 256 << 10;
+
+/// Parses a template on a thread whose stack suffices for a source of nothing but nesting.
+pub(super) fn add_template(
+    environment: &mut Environment<'static>,
+    name: &'static str,
+    source: String,
+) -> Result<(), Error> {
+    // Two bytes open a level, and a level takes up to 8 KiB of stack in a build for debugging.
+    let stack = (8 << 20) + source.len() / 2 * (8 << 10);
+    let parse = || environment.add_template_owned(name, source);
+    let no_thread =
+        |error: io::Error| Error::new(ErrorKind::InvalidOperation, format!("no thread to parse it: {error}"));
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().stack_size(stack).spawn_scoped(scope, parse).map_err(no_thread)?;
+        thread.join().unwrap_or_else(|_| Err(Error::new(ErrorKind::SyntaxError, "the parser gave up on it")))
+    })
+}
+
+/// Text that ends in an error where it grows too long.
+#[derive(Default)]
+pub(super) struct Output(Vec<u8>);
+
+impl Output {
+    pub(super) fn into_text(self) -> String {
+        String::from_utf8_lossy(&self.0).into_owned()
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_OUTPUT {
+            return Err(io::Error::other("the output is too long"));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Puts the errors of these bounds into words.
+pub(super) fn explain(error: &Error) -> Option<String> {
+    match error.kind() {
+        ErrorKind::OutOfFuel => Some(format!("it takes more than {FUEL} instructions; a loop may be endless")),
+        ErrorKind::WriteFailure => Some(format!("it prints more than {} MiB", MAX_OUTPUT >> 20)),
+        _ => None,
+    }
+}

@@ -1,0 +1,113 @@
+//! Detection of tool calls, tools and reasoning that a chat template does not render.
+//!
+//! A template may read a key and print nothing of it, so reading is no evidence. The conversation
+//! is rendered once more with markers in the values in question, and the markers are looked for.
+
+use serde_json::{Value as Json, json};
+
+use super::{ChatTemplate, Ending};
+use crate::conversation::{Conversation, Message};
+
+/// The parts of a conversation that its rendering lacks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unrendered {
+    /// Messages with a tool call that is not rendered.
+    pub tool_calls: Vec<usize>,
+    /// Messages with reasoning that is not rendered.
+    pub reasoning: Vec<usize>,
+    /// Tool definitions are offered and not rendered.
+    pub tools: bool,
+}
+
+impl ChatTemplate {
+    /// Finds the tool calls, tools and reasoning that a rendering of this conversation lacks.
+    ///
+    /// A template that refuses the markers is taken to render everything, because it looked at them.
+    pub fn unrendered(&self, chat: &Conversation) -> Unrendered {
+        let has_tools = chat.tools.as_ref().is_some_and(Json::is_array);
+        let is_probed = |message: &Message| message.has_tool_calls() || message.reasoning().is_some();
+        if !has_tools && !chat.messages.iter().any(is_probed) {
+            return Unrendered::default();
+        }
+        let Ok(text) = self.render(&marked(chat), Ending::Closed) else { return Unrendered::default() };
+        let lacks = |what: &str, message: usize| !text.contains(&marker(what, message));
+        let messages = || chat.messages.iter().enumerate();
+        let n_calls = |message: &Message| calls(message).filter(|call| name_of(call).is_some()).count();
+        Unrendered {
+            tool_calls: messages()
+                .filter(|(idx, message)| (0..n_calls(message)).any(|call| lacks(&format!("call{call}"), *idx)))
+                .map(|(idx, _)| idx)
+                .collect(),
+            reasoning: messages()
+                .filter(|(idx, message)| message.reasoning().is_some() && lacks("reasoning", *idx))
+                .map(|(idx, _)| idx)
+                .collect(),
+            tools: has_tools && lacks("tool", 0),
+        }
+    }
+
+    /// Returns true if the template renders the reasoning of a last answer. Many leave out that of earlier ones by
+    /// design.
+    pub fn renders_reasoning(&self) -> bool {
+        *self.renders_reasoning.get_or_init(|| {
+            let answer = Message::new("assistant", "answer").with("reasoning_content", json!("thought"));
+            let chat = Conversation::new([Message::new("user", "question"), answer]);
+            self.unrendered(&chat).reasoning.is_empty()
+        })
+    }
+}
+
+fn marker(what: &str, message: usize) -> String {
+    format!("candlewick{what}of{message}marker")
+}
+
+/// The conversation with a marker in each value in question.
+fn marked(chat: &Conversation) -> Conversation {
+    let messages = chat.messages.iter().enumerate().map(|(idx, message)| {
+        let fields = message.fields().iter();
+        fields.fold(message.clone(), |marked, (key, value)| marked.with(key.clone(), marked_field(idx, key, value)))
+    });
+    let messages = messages.collect();
+    let tools = chat.tools.clone().map(|mut tools| {
+        if let Some(list) = tools.as_array_mut() {
+            let name = marker("tool", 0);
+            list.push(json!({"type": "function", "function": {"name": name, "description": name,
+                             "parameters": {"type": "object", "properties": {}, "required": []}}}));
+        }
+        tools
+    });
+    Conversation { messages, tools }
+}
+
+fn marked_field(message: usize, key: &str, value: &Json) -> Json {
+    match (key, value) {
+        ("reasoning_content" | "reasoning" | "thinking", Json::String(text)) => {
+            json!(format!("{text} {}", marker("reasoning", message)))
+        }
+        ("tool_calls", Json::Array(calls)) => {
+            let mut n_named = 0;
+            let mark = |mut call: Json| {
+                if let Some(Json::String(name)) = name_slot(&mut call) {
+                    name.push_str(&marker(&format!("call{n_named}"), message));
+                    n_named += 1;
+                }
+                call
+            };
+            calls.iter().cloned().map(mark).collect()
+        }
+        _ => value.clone(),
+    }
+}
+
+fn calls(message: &Message) -> impl Iterator<Item = &Json> {
+    message.fields().get("tool_calls").and_then(Json::as_array).into_iter().flatten()
+}
+
+fn name_of(call: &Json) -> Option<&str> {
+    call.get("function").unwrap_or(call).get("name")?.as_str()
+}
+
+fn name_slot(call: &mut Json) -> Option<&mut Json> {
+    let call = if call.get("function").is_some() { &mut call["function"] } else { call };
+    call.get_mut("name")
+}

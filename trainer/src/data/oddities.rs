@@ -1,0 +1,116 @@
+//! Warnings about rows that are rendered otherwise than their author may think.
+
+use std::fmt::Display;
+
+use candlewick_text::findings::Finding;
+use candlewick_text::format::Roles;
+
+use super::DataError;
+use super::dataset::Dataset;
+use super::ledger::Counts;
+use super::plan::{DataPlan, UnrenderedToolCalls};
+
+/// Rows that are read to count their roles.
+const ROWS_READ: usize = 1000;
+
+/// A data set before it is cut.
+pub(crate) struct Oddities<'a> {
+    pub(crate) dataset: &'a Dataset,
+    /// `training` or `evaluation`.
+    pub(crate) which: &'static str,
+    pub(crate) plan: &'a DataPlan,
+    /// The origin of the chat template.
+    pub(crate) template: &'a str,
+}
+
+impl Oddities<'_> {
+    /// Refuses rows with tool calls that are not rendered, unless the plan says what becomes of them.
+    pub(crate) fn refuse_unrendered(&self) -> Result<(), DataError> {
+        let mut found = self.samples(Finding::AnswerNotRendered);
+        let Some(first) = found.next().filter(|_| self.plan.unrendered_tool_calls == UnrenderedToolCalls::Error) else {
+            return Ok(());
+        };
+        Err(DataError::Unrendered {
+            n_samples: 1 + found.count(),
+            total: self.dataset.n_samples(),
+            which: self.which,
+            template: self.template.to_owned(),
+            place: self.dataset.place_of_sample(first),
+        })
+    }
+
+    /// Warns of each oddity once, with the number of samples and the first row.
+    pub(crate) fn warnings(&self, counts: &Counts) -> Vec<String> {
+        let template = self.template;
+        let calls_advice = match self.plan.unrendered_tool_calls {
+            UnrenderedToolCalls::Drop => "these rows are left out",
+            _ => "these turns are not learned",
+        };
+        let empty_advice = match self.plan.train_on_empty_answers {
+            true => "the end of these turns is learned",
+            false => "these turns are not learned; `data.train_on_empty_answers: true` trains on them",
+        };
+        let warnings = [
+            (Finding::AnswerNotRendered, format!("hold tool calls that {template} does not render"), calls_advice),
+            (
+                Finding::ToolsNotRendered,
+                format!("offer tools that {template} does not render"),
+                "use a chat template that prints `tools`",
+            ),
+            (
+                Finding::ReasoningNotRendered,
+                format!("hold reasoning that {template} never renders"),
+                "only the rest of the answer is learned; use a chat template that prints `reasoning_content`",
+            ),
+            (Finding::EmptyAnswer, "hold an empty answer".to_owned(), empty_advice),
+            (
+                Finding::MergedBoundary,
+                "hold an answer whose first token begins in the prompt".to_owned(),
+                "generation never produces that token; begin answers without white space",
+            ),
+        ];
+        let warnings = warnings.into_iter().filter_map(|(finding, what, advice)| self.warning(finding, &what, advice));
+        warnings.chain(self.without_targets(counts)).chain(self.unknown_roles()).collect()
+    }
+
+    fn warning(&self, finding: Finding, what: &str, advice: impl Display) -> Option<String> {
+        let mut found = self.samples(finding);
+        let first = found.next()?;
+        let n_found = 1 + found.count();
+        let (total, which, place) = (self.dataset.n_samples(), self.which, self.dataset.place_of_sample(first));
+        Some(format!("warning: {n_found} of {total} {which} samples {what}, the first at {place}: {advice}"))
+    }
+
+    fn without_targets(&self, counts: &Counts) -> Option<String> {
+        let has_none = |sample: &usize| !self.dataset.sequence(&self.dataset.whole(*sample)).has_targets();
+        let first = (0..self.dataset.n_samples()).find(has_none).filter(|_| counts.without_targets.samples > 0)?;
+        let (n_found, total) = (counts.without_targets.samples, counts.read.samples);
+        let (which, place) = (self.which, self.dataset.place_of_sample(first));
+        Some(format!(
+            "warning: {n_found} of {total} {which} samples have no targets, the first at {place}: they are left out"
+        ))
+    }
+
+    fn unknown_roles(&self) -> Option<String> {
+        let roles = count_roles(self.dataset, self.samples(Finding::UnknownRole));
+        let mapping = roles.mapping().map(|mapping| format!("; to change that: {mapping}")).unwrap_or_default();
+        let advice = format!("only the assistant is learned (roles: {roles}){mapping}");
+        self.warning(Finding::UnknownRole, "hold roles that chat templates do not know", advice)
+    }
+
+    fn samples(&self, finding: Finding) -> impl Iterator<Item = usize> + '_ {
+        (0..self.dataset.n_samples()).filter(move |sample| self.dataset.findings(*sample).contains(finding))
+    }
+}
+
+/// Counts the roles in the rows of the first of these samples.
+pub(crate) fn count_roles(dataset: &Dataset, samples: impl Iterator<Item = usize>) -> Roles {
+    let mut roles = Roles::default();
+    for sample in samples.take(ROWS_READ) {
+        // A row that could be rendered can be read; a file that has gone since is no reason to fail here.
+        if let Ok(row) = dataset.row_of_sample(sample) {
+            roles.count(&row);
+        }
+    }
+    roles
+}
