@@ -26,7 +26,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::cores::choose_product;
 use crate::error_file;
-use crate::exit::{ExitCode, classify, completions, parse_arguments_from, report};
+use crate::exit::{ExitCode, backtrace, classify, completions, parse_arguments_from, report};
 use model::Model;
 
 pub use chat::{ChatOptions, chat};
@@ -135,7 +135,8 @@ pub fn main() -> ExitCode {
     match run(&cli.command) {
         Ok(()) => ExitCode::Ok,
         Err(error) => {
-            let report = report(&error);
+            let trace = if level == tracing::Level::DEBUG { backtrace(&error) } else { String::new() };
+            let report = report(&error) + &trace;
             error_file::write(report.trim_end());
             eprint!("{report}");
             classify(&error)

@@ -127,7 +127,7 @@ pub fn completions<C: clap::CommandFactory>(shell: clap_complete::Shell) -> Stri
     String::from_utf8_lossy(&script).into_owned()
 }
 
-/// Writes an error and its causes, each once. A backtrace follows only if RUST_BACKTRACE asks for one.
+/// Writes an error and its causes, each once.
 pub fn report(error: &anyhow::Error) -> String {
     let mut text = String::from("error: ");
     // An exit code that the error carries is no cause.
@@ -143,10 +143,15 @@ pub fn report(error: &anyhow::Error) -> String {
         }
     }
     text.push('\n');
-    if error.backtrace().status() == BacktraceStatus::Captured {
-        let _ = writeln!(text, "\n{}", error.backtrace());
-    }
     text
+}
+
+/// Writes the backtrace of an error, if RUST_BACKTRACE asked for one: for developers, on request.
+pub fn backtrace(error: &anyhow::Error) -> String {
+    match error.backtrace().status() {
+        BacktraceStatus::Captured => format!("\n{}\n", error.backtrace()),
+        _ => String::new(),
+    }
 }
 
 impl fmt::Display for ExitCode {

@@ -70,7 +70,13 @@ fn curve(name: &str, kernel: &str, n_threads: usize) -> Vec<[f64; 2]> {
     let folder = tempfile::tempdir().unwrap();
     let at = folder.path().display();
     let mut trainer = Command::new(cargo_bin("trainer"));
-    trainer.current_dir(root()).args(["-q", "train", &format!("tests/golden/{name}.yaml"), "device=cpu"]);
+    trainer.current_dir(root()).args([
+        "-q",
+        "train",
+        &format!("tests/golden/{name}.yaml"),
+        "device=cpu",
+        "checkpoint=none",
+    ]);
     trainer.args([format!("output_dir={at}"), format!("data.cache_dir={at}/cache")]);
     trainer.env("CANDLEWICK_CPU_PRODUCT", kernel);
     let output = trainer.env("RAYON_NUM_THREADS", n_threads.to_string()).output().unwrap();

@@ -245,6 +245,29 @@ fn the_perplexity_of_chats_is_the_held_out_loss_of_training() {
 }
 
 #[test]
+fn the_perplexity_of_a_text_is_the_held_out_loss_of_causal_training() {
+    let room = Room::shared();
+    room.write("corpus.txt", &"The wolf says yes.\n\nA cloud comes after 3.\n".repeat(40));
+    let model = json!({"dtype": "f32", "name_or_path": room.path("full")});
+    let recipe = json!({
+        "type": "causal", "output_dir": room.path("causal"), "train_iters": 1, "device": "cpu", "model": model,
+        "data": {
+            "sources": [room.path("corpus.txt")], "eval_sources": [room.path("corpus.txt")], "max_length": 128,
+            "cache_dir": room.path("cache"),
+        },
+        "optimizer": {"learning_rate": 1e-3},
+    });
+    room.write("causal.yaml", &recipe.to_string());
+    ok(room.run("trainer", &["-q", "train", "causal.yaml"], ""));
+    let words = ["--model", "causal", "--data", "corpus.txt", "--sample-by", "document", "--truncation", "split"];
+    let measured = room.perplexity(&[&words[..], &["--add-eos-token"]].concat());
+    let (loss, want) = (measured["loss"].as_f64().unwrap(), room.eval_loss("causal"));
+    assert!((loss - want).abs() < 1e-6, "{loss} {want}");
+    assert_eq!(measured["rows"], 1);
+    assert!(measured["tokens"].as_u64() > room.perplexity(&words)["tokens"].as_u64());
+}
+
+#[test]
 fn a_row_longer_than_the_context_is_named_unless_it_may_be_cut() {
     let room = Room::shared();
     let row =

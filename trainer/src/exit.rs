@@ -27,13 +27,6 @@ pub fn report(error: &anyhow::Error) -> String {
     if completes { text.replacen("error: ", "error: failed to ", 1) } else { text }
 }
 
-/// Writes an error as [`report`] does, without the backtrace that RUST_BACKTRACE adds.
-pub fn brief_report(error: &anyhow::Error) -> String {
-    let report = report(error);
-    let backtrace = format!("\n{}\n", error.backtrace());
-    report.strip_suffix(&backtrace).map_or(report.clone(), str::to_owned)
-}
-
 /// Finds the exit code of an error: the one that it carries, or that of the part that failed.
 pub fn classify(error: &anyhow::Error) -> ExitCode {
     classify_by(error, |error| own_code(error).or_else(|| code_of(error)))

@@ -3,7 +3,7 @@
 use trainer::exit::ExitCode;
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: evaluator::allocator::Allocator = evaluator::allocator::Allocator;
 
 fn main() -> ExitCode {
     evaluator::allocator::keep_memory();

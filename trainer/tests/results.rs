@@ -131,7 +131,10 @@ fn a_link_out_of_the_models_folder_is_not_exported() {
     run.write("secret", "root:x");
     std::os::unix::fs::symlink(run.path().join("secret"), model.join("vocab.json")).unwrap();
     let key = format!("model={{name_or_path: {}, dtype: f32}}", model.display());
-    refused(&run, &[&key, "checkpoint.0.auto_resume=false"], 6, &["vocab.json", "outside of its folder"]);
+    // An export takes the files of the tokenizer.
+    let tokenizer = format!("tokenizer.name_or_path={}", model.display());
+    let overrides = [key.as_str(), &tokenizer, "checkpoint.0.auto_resume=false"];
+    refused(&run, &overrides, 6, &["vocab.json", "outside of its folder"]);
     assert!(!run.has_exports());
 }
 

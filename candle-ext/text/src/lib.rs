@@ -1,6 +1,7 @@
 //! Hub access, tokenizers, chat templates, conversations, data sources.
 
 pub mod conversation;
+pub mod files;
 pub mod findings;
 pub mod format;
 pub mod hub;

@@ -1,10 +1,11 @@
 //! `evaluator answer`: requests in, answers out, a line of JSON each.
 
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_text::files::{MAX_GENERATED_BYTES, read_any_text};
 use candlewick_text::hub::Hub;
 use clap::Args;
 use serde::Deserialize;
@@ -99,13 +100,7 @@ impl From<Line> for Request {
 
 /// Reads requests. Lines without anything are skipped.
 fn read(path: &Path) -> Result<Vec<Request>> {
-    let text = match path.to_str() {
-        Some("-") => {
-            let mut text = String::new();
-            io::stdin().read_to_string(&mut text).map(|_| text)
-        }
-        _ => fs::read_to_string(path),
-    };
+    let text = read_any_text(path, MAX_GENERATED_BYTES);
     let text = text.with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let parse = |(i, line): (usize, &str)| {

@@ -1,12 +1,11 @@
 //! `evaluator generate`: answers to prompts and conversations.
 
-use std::fs;
-use std::io::Read;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_any_text};
 use candlewick_text::hub::Hub;
 use candlewick_text::template::{ChatTemplate, Ending};
 use clap::Args;
@@ -167,12 +166,6 @@ fn read_conversations(path: &Path) -> Result<Vec<Conversation>> {
 }
 
 fn read(path: &Path) -> Result<String> {
-    let read = || match path == Path::new("-") {
-        false => fs::read_to_string(path),
-        true => {
-            let mut text = String::new();
-            std::io::stdin().lock().read_to_string(&mut text).map(|_| text)
-        }
-    };
-    read().with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)
+    let text = read_any_text(path, MAX_WRITTEN_BYTES);
+    text.with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)
 }

@@ -215,7 +215,7 @@ impl TaskConfig {
             version: keys.map("metadata")?.and_then(|m| m.get("version").cloned()).unwrap_or(Json::Null),
             num_fewshot: keys.count("num_fewshot")?,
             unsafe_code: keys.flag("unsafe_code", false)?,
-            repeats: keys.count("repeats")?.unwrap_or(1).max(1),
+            repeats: keys.count_to("repeats", MAX_REPEATS)?.unwrap_or(1).max(1),
             dataset: DatasetConfig {
                 path: keys.text("dataset_path")?,
                 name: keys.text("dataset_name")?,
@@ -425,6 +425,9 @@ fn field(keys: &Keys, key: &str) -> Result<Option<Field>, Fault> {
         _ => return Err(wrong(entry, "a column, a template, a constant or a !function")),
     }))
 }
+
+/// The most answers to a document. All requests of a run are in memory at once.
+const MAX_REPEATS: usize = 10_000;
 
 /// The most bytes of a task's name: names of files hold it.
 const MAX_NAME: usize = 180;

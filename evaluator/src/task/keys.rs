@@ -83,6 +83,15 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// Reads a count of at most `most`.
+    pub(crate) fn count_to(&self, key: &str, most: usize) -> Result<Option<usize>, Fault> {
+        let count = self.count(key)?;
+        match (self.get(key), count) {
+            (Some(entry), Some(count)) if count > most => Err(wrong(entry, &format!("at most {most}"))),
+            _ => Ok(count),
+        }
+    }
+
     pub(crate) fn integer(&self, key: &str) -> Result<Option<i64>, Fault> {
         let Some(entry) = self.get(key) else { return Ok(None) };
         match &entry.node.value {

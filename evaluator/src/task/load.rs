@@ -4,6 +4,8 @@
 
 use std::path::{Path, PathBuf};
 
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text};
+
 use super::error::{Fault, TaskError};
 use super::keys::wrong;
 use super::yaml::{Entry, Node, Value};
@@ -70,7 +72,8 @@ fn collect(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), 
 
 /// The configurations of a file with its includes merged.
 fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
-    let text = std::fs::read_to_string(path).map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
+    let text =
+        read_regular_text(path, MAX_WRITTEN_BYTES).map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
     let whole = Node::parse(path, &text)?;
     documents(whole).into_iter().map(|node| included(node, depth)).collect()
 }

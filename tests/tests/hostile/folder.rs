@@ -47,8 +47,13 @@ impl Folder {
 
     /// Runs a program in the folder. The first word is its name.
     pub(crate) fn run(&self, words: &[&str]) -> Result<Output, String> {
+        self.run_within(MEMORY, words)
+    }
+
+    /// Runs a program with an address space of so many KiB.
+    pub(crate) fn run_within(&self, memory: &str, words: &[&str]) -> Result<Output, String> {
         let mut command = Command::new("sh");
-        command.args(["-c", "ulimit -v $0; exec \"$@\"", MEMORY]).arg(cargo_bin(words[0]));
+        command.args(["-c", "ulimit -v $0; exec \"$@\"", memory]).arg(cargo_bin(words[0]));
         command.args(&words[1..]).current_dir(self.folder.path().join("used"));
         command.env("HF_HUB_OFFLINE", "1").env("RAYON_NUM_THREADS", "2").env("HOME", self.folder.path());
         for name in ["RANK", "WORLD_SIZE", "RUST_BACKTRACE", "RUST_LOG", "XDG_CACHE_HOME"] {
@@ -104,6 +109,9 @@ fn write_model(folder: &Path) {
     let export = Export { folder: &folder.join("model"), config, companions, dtype, shard_bytes };
     export.save(model.base_params(), random).unwrap();
     fs::write(folder.join("model/generation_config.json"), r#"{"eos_token_id": 0}"#).unwrap();
+    let config: serde_json::Value =
+        serde_json::from_slice(&fs::read(folder.join("model/tokenizer_config.json")).unwrap()).unwrap();
+    fs::write(folder.join("model/chat_template.jinja"), config["chat_template"].as_str().unwrap()).unwrap();
     AdapterFolder::save(&folder.join("adapter"), &model, dtype, companions, random).unwrap();
 }
 

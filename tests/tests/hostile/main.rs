@@ -91,3 +91,18 @@ fn hostile_contents_are_refused() {
     let folder = Folder::new();
     report(&table::ATTACKS.iter().filter_map(|attack| check_attack(&folder, attack)).collect::<Vec<_>>());
 }
+
+#[test]
+fn hostile_memory_limit_is_exit_code_4() {
+    let folder = Folder::new();
+    let words = ["evaluator", "generate", "--model", "model", "--prompt", "Say yes."];
+    let faults: Vec<_> = ["150000", "250000", "400000"]
+        .into_iter()
+        .filter_map(|memory| {
+            let output = folder.run_within(memory, &words);
+            let fits = output.as_ref().is_ok_and(|output| output.status.success());
+            if fits { None } else { fault_of(output, &[4], &["memory"]).map(|fault| format!("{memory} KiB: {fault}")) }
+        })
+        .collect();
+    report(&faults);
+}

@@ -60,13 +60,15 @@ pub(crate) const FILES: &[File] = &[
     file("model", "model/model.safetensors", SCORE, &[6], &[]),
     // Any text is a template: what is cut or nested may still print something.
     file("model", "model/chat_template.jinja", GENERATE, &[3], &["empty", "cut", "deep"]),
-    file("adapter", "adapter/adapter_config.json", ADAPTED, &[6], &[]),
+    file("adapter", "adapter/adapter_config.json", ADAPTED, &[3, 6], &[]),
     file("adapter", "adapter/adapter_model.safetensors", ADAPTED, &[6], &[]),
     file("data", "chats.jsonl", TRAIN, &[3], &[]),
     file("data", "questions.jsonl", RUN, &[3], &[]),
-    file("data", "requests.jsonl", ANSWER, &[2, 3], &["empty"]),
-    file("recipe", "recipe.yaml", CHECK, &[2], &["cut"]),
-    file("task", "task.yaml", RUN, &[2, 3], &["cut"]),
+    // A pipe is read until its writer ends.
+    file("data", "requests.jsonl", ANSWER, &[2, 3], &["empty", "fifo"]),
+    file("recipe", "recipe.yaml", CHECK, &[2], &["cut", "fifo"]),
+    // A folder is searched for tasks.
+    file("task", "task.yaml", RUN, &[2, 3], &["cut", "folder"]),
 ];
 
 pub(crate) const ATTACKS: &[Attack] = &[
@@ -86,13 +88,14 @@ pub(crate) const ATTACKS: &[Attack] = &[
             write(path, &format!("{{% set ns = namespace(t='xxxxxxxx') %}}{body}{{{{ ns.t }}}}"));
         },
         command: GENERATE,
-        code: 3,
-        words: &["chat template"],
+        // The template engine has no limit on a text in memory.
+        code: 4,
+        words: &["memory ran out"],
     },
     Attack {
-        name: "a template of 50,000 nots",
+        name: "a template of 100,000 nots",
         path: "model/chat_template.jinja",
-        apply: |path| write(path, &format!("{{{{ {}1 }}}}", "not ".repeat(50_000))),
+        apply: |path| write(path, &format!("{{{{ {}1 }}}}", "not ".repeat(100_000))),
         command: GENERATE,
         code: 3,
         words: &["chat template"],
@@ -129,16 +132,16 @@ pub(crate) const ATTACKS: &[Attack] = &[
         path: "task.yaml",
         apply: |path| append(path, "num_fewshot: 1\nnum_fewshot: 0\n"),
         command: RUN,
-        code: 3,
+        code: 2,
         words: &["num_fewshot", "task.yaml"],
     },
     Attack {
-        name: "a task whose name is a path",
+        name: "a task that asks a billion times",
         path: "task.yaml",
-        apply: |path| write(path, &fs::read_to_string(path).unwrap().replace("task: choose", "task: ../choose")),
-        command: &["evaluator", "run", "--model", "model", "--tasks", "../choose", "--include-path", "task.yaml"],
-        code: 3,
-        words: &["../choose"],
+        apply: |path| append(path, "repeats: 1000000000\n"),
+        command: RUN,
+        code: 2,
+        words: &["repeats", "task.yaml"],
     },
     Attack {
         name: "a recipe with a key twice",

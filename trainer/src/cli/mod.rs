@@ -19,10 +19,10 @@ use candlewick_comm::place::{Place, Source};
 use clap::error::{ContextKind, ContextValue};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use evaluator::error_file;
-use evaluator::exit::completions;
+use evaluator::exit::{backtrace, completions};
 use evaluator::ranks::place;
 
-use crate::exit::{ExitCode, brief_report, classify, report};
+use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
 use crate::plan::{LoggerPlan, Machines, Seat};
 use crate::recipe::{RecipeError, key_of_option};
@@ -308,7 +308,8 @@ pub fn main() -> ExitCode {
             let code = classify(&error);
             let verbose = cli.verbosity.verbose;
             let error = detailed(error, verbose);
-            let report = if verbose > 1 { report(&error) } else { brief_report(&error) };
+            let trace = if verbose > 1 { backtrace(&error) } else { String::new() };
+            let report = report(&error) + &trace;
             error_file::write(report.trim_end());
             // A reader that has gone away is no failure.
             let _ = std::io::stderr().write_all(report.as_bytes());

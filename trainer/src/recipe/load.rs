@@ -4,6 +4,8 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_any};
+
 use super::decode::decode;
 use super::error::{Fault, RecipeError, Source, did_you_mean};
 use super::node::{Mark, Node, Value, quoted};
@@ -38,7 +40,8 @@ impl Loaded {
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self, RecipeError> {
         let source = Source { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
         let unreadable = |message: String| RecipeError::new(Arc::new(source.clone()), vec![Fault::new(None, message)]);
-        let bytes = std::fs::read(path).map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
+        let bytes = read_any(path, MAX_WRITTEN_BYTES)
+            .map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
         let text = String::from_utf8(bytes).map_err(|error| {
             let line = error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
             unreadable(format!("the recipe is not UTF-8 text: line {line} has other bytes"))

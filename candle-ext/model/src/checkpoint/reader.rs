@@ -15,6 +15,7 @@ use super::{
     header::{self, Entry},
     index,
 };
+use crate::config::json::read_bytes;
 use crate::{ModelError, ParamSpec};
 
 /// The safetensors files of a folder.
@@ -53,7 +54,7 @@ impl Checkpoint {
     }
 
     fn open_shards(folder: &Path, index_path: &Path) -> Result<Self, ModelError> {
-        let bytes = std::fs::read(index_path).map_err(ModelError::io("read", index_path))?;
+        let bytes = read_bytes(index_path)?;
         let weight_map = index::parse(index_path, &bytes)?;
         let mut checkpoint = Self::empty(folder);
         for file in weight_map.values().collect::<BTreeSet<_>>() {
@@ -82,6 +83,10 @@ impl Checkpoint {
     }
 
     fn map(&mut self, path: PathBuf) -> Result<Vec<Entry>, ModelError> {
+        // To open a pipe waits for its writer.
+        if std::fs::metadata(&path).is_ok_and(|file| !file.is_file()) {
+            return Err(ModelError::malformed(&path, "it is no regular file"));
+        }
         let file = File::open(&path).map_err(ModelError::io("open", &path))?;
         // SAFETY: the map is read-only and private to this process. A file that another process shortens meanwhile ends
         // this one with SIGBUS, as for every program that maps its input; saves never shorten a file in place.

@@ -85,6 +85,11 @@ const MOST_BYTES: u64 = 1 << 26;
 /// The object in a JSON file; an error names the file, the line and the column. A pipe or a device, which may never end, is
 /// refused.
 pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
+    parse_object(path, &read_bytes(path)?)
+}
+
+/// Reads a small regular file.
+pub(crate) fn read_bytes(path: &Path) -> Result<Vec<u8>, ModelError> {
     let file = std::fs::metadata(path).map_err(ModelError::io("read", path))?;
     if !file.is_file() {
         return Err(ModelError::malformed(path, "it is no regular file"));
@@ -93,8 +98,7 @@ pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError>
         let problem = format!("it has {} bytes, and at most {MOST_BYTES} are read", file.len());
         return Err(ModelError::malformed(path, problem));
     }
-    let bytes = std::fs::read(path).map_err(ModelError::io("read", path))?;
-    parse_object(path, &bytes)
+    std::fs::read(path).map_err(ModelError::io("read", path))
 }
 
 /// The object in a JSON file's bytes.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json};
 
 use super::TokenizerError;
+use crate::files::{MAX_GENERATED_BYTES, read_regular};
 
 /// A chat template's name (`default`, `tool_use`, ...), the file it stands in, and its source.
 #[derive(Clone, Debug)]
@@ -17,7 +18,7 @@ pub(super) struct NamedTemplate {
 
 /// Reads a text file; `None` where there is none. A pipe or a device, which may never end, is refused.
 pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
-    match read_bounded(path) {
+    match read_regular(path, MAX_GENERATED_BYTES) {
         Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|error| TokenizerError::Content {
             path: path.to_owned(),
             message: format!("not UTF-8 at byte {}", error.utf8_error().valid_up_to()),
@@ -25,21 +26,6 @@ pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(source) => Err(TokenizerError::Read { path: path.to_owned(), source }),
     }
-}
-
-/// The longest file of a tokenizer in bytes. The largest vocabularies in use take 35 MB.
-const MAX_BYTES: u64 = 1 << 30;
-
-/// Reads a regular file of a bounded length: a pipe or a device may never end.
-fn read_bounded(path: &Path) -> std::io::Result<Vec<u8>> {
-    let metadata = std::fs::metadata(path)?;
-    if !metadata.is_file() {
-        return Err(std::io::Error::other("it is a pipe, a device or a folder, not a regular file"));
-    }
-    if metadata.len() > MAX_BYTES {
-        return Err(std::io::Error::other(format!("it has {} bytes, over the limit of {MAX_BYTES}", metadata.len())));
-    }
-    std::fs::read(path)
 }
 
 /// Reads a file that holds a JSON object; an empty one where there is no file.

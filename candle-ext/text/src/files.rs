@@ -1,0 +1,92 @@
+//! Whole files, with a limit on their bytes. A foreign file may be a pipe, a device or a link to one, and never end.
+
+use std::fs::{File, Metadata, metadata};
+use std::io::{self, Read};
+use std::path::Path;
+
+/// The most bytes of a file that a person writes: a recipe, a task, a list of messages.
+pub const MAX_WRITTEN_BYTES: u64 = 64 << 20;
+/// The most bytes of a file that a program writes: a vocabulary, a list of requests. The largest vocabularies in use take
+/// 35 MB.
+pub const MAX_GENERATED_BYTES: u64 = 1 << 30;
+
+/// Reads a regular file of at most `most` bytes.
+///
+/// # Errors
+/// If it cannot be read, is a folder, a pipe or a device, or has more bytes.
+pub fn read_regular(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    require_regular(&metadata(path)?)?;
+    read_to_end(File::open(path)?, most)
+}
+
+/// Reads a UTF-8 text of at most `most` bytes from a regular file.
+///
+/// # Errors
+/// As [`read_regular`], and if it is not UTF-8.
+pub fn read_regular_text(path: &Path, most: u64) -> io::Result<String> {
+    text_of(read_regular(path, most)?)
+}
+
+/// Reads at most `most` bytes from a file or a pipe: shells pass a pipe for `<(command)`.
+///
+/// # Errors
+/// If it cannot be read, or has more bytes.
+pub fn read_any(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    read_to_end(File::open(path)?, most)
+}
+
+/// Reads a UTF-8 text of at most `most` bytes from a file or a pipe, or from the standard input for the path `-`.
+///
+/// # Errors
+/// As [`read_any`], and if it is not UTF-8.
+pub fn read_any_text(path: &Path, most: u64) -> io::Result<String> {
+    match path == Path::new("-") {
+        true => text_of(read_to_end(io::stdin().lock(), most)?),
+        false => text_of(read_any(path, most)?),
+    }
+}
+
+fn require_regular(metadata: &Metadata) -> io::Result<()> {
+    match metadata.is_file() {
+        true => Ok(()),
+        false => Err(io::Error::other("it is a pipe, a device or a folder, not a regular file")),
+    }
+}
+
+fn read_to_end(from: impl Read, most: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    from.take(most + 1).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 > most {
+        false => Ok(bytes),
+        true => Err(io::Error::other(format!("it has more than {most} bytes"))),
+    }
+}
+
+fn text_of(bytes: Vec<u8>) -> io::Result<String> {
+    let message = |at: usize| format!("it is not UTF-8 text: byte {at} is the first that is none");
+    String::from_utf8(bytes).map_err(|error| io::Error::other(message(error.utf8_error().valid_up_to())))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_without_end_is_refused() {
+        let zero = Path::new("/dev/zero");
+        assert!(read_regular(zero, 10).unwrap_err().to_string().contains("a device"));
+        assert_eq!(read_any(zero, 10).unwrap_err().to_string(), "it has more than 10 bytes");
+    }
+
+    #[test]
+    fn a_file_of_the_limit_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        std::fs::write(&path, "0123456789").unwrap();
+        assert_eq!(read_regular_text(&path, 10).unwrap(), "0123456789");
+        assert!(read_regular(&path, 9).is_err());
+        std::fs::write(&path, b"ab\xff").unwrap();
+        assert!(read_any_text(&path, 10).unwrap_err().to_string().contains("byte 2"));
+    }
+}
