@@ -247,7 +247,7 @@ fn the_perplexity_of_chats_is_the_held_out_loss_of_training() {
 #[test]
 fn the_perplexity_of_a_text_is_the_held_out_loss_of_causal_training() {
     let room = Room::shared();
-    room.write("corpus.txt", &"The wolf says yes.\n\nA cloud comes after 3.\n".repeat(40));
+    room.write("corpus.txt", &"The wolf says yes.\n\nA cloud comes after 3.\n".repeat(37));
     let model = json!({"dtype": "f32", "name_or_path": room.path("full")});
     let recipe = json!({
         "type": "causal", "output_dir": room.path("causal"), "train_iters": 1, "device": "cpu", "model": model,

@@ -85,7 +85,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
         path: "model/chat_template.jinja",
         apply: |path| {
             let body = "{% set ns.t = ns.t ~ ns.t %}".repeat(60);
-            write(path, &format!("{{% set ns = namespace(t='xxxxxxxx') %}}{body}{{{{ ns.t }}}}"));
+            write(path, format!("{{% set ns = namespace(t='xxxxxxxx') %}}{body}{{{{ ns.t }}}}"));
         },
         command: GENERATE,
         // The template engine has no limit on a text in memory.
@@ -95,7 +95,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     Attack {
         name: "a template of 100,000 nots",
         path: "model/chat_template.jinja",
-        apply: |path| write(path, &format!("{{{{ {}1 }}}}", "not ".repeat(100_000))),
+        apply: |path| write(path, format!("{{{{ {}1 }}}}", "not ".repeat(100_000))),
         command: GENERATE,
         code: 3,
         words: &["chat template"],
