@@ -6,6 +6,8 @@ use anyhow::{Context, Result};
 use crate::exit::ExitCode;
 use crate::ranks::place;
 
+/// The threads that any machine may start.
+const MOST_THREADS: usize = 256;
 /// What rayon and candle ask.
 const VARIABLE: &str = "RAYON_NUM_THREADS";
 
@@ -13,6 +15,7 @@ const VARIABLE: &str = "RAYON_NUM_THREADS";
 /// as it has cores of its own, or as is its share of all. RAYON_NUM_THREADS, if it is set, is left alone. Called before the
 /// process has a second thread.
 pub fn share_cores() {
+    limit_threads();
     // A place that makes no sense is an error later.
     let n_processes = place().map_or(1, |place| place.local_world_size);
     if n_processes < 2 || std::env::var_os(VARIABLE).is_some() {
@@ -26,6 +29,17 @@ pub fn share_cores() {
     // SAFETY: there is no other thread yet that could read the environment. candle asks this variable at every product, so
     // that no pool of ours could say it.
     unsafe { std::env::set_var(VARIABLE, n_threads.to_string()) };
+}
+
+/// Lowers an absurd RAYON_NUM_THREADS: to start 100,000 threads takes half a minute, and no machine has the cores.
+fn limit_threads() {
+    let Some(asked) = std::env::var(VARIABLE).ok().and_then(|text| text.parse::<usize>().ok()) else { return };
+    let most = MOST_THREADS.max(2 * std::thread::available_parallelism().map_or(1, usize::from));
+    if asked > most {
+        eprintln!("{VARIABLE}={asked}: {most} threads are started");
+        // SAFETY: there is no other thread yet that could read the environment.
+        unsafe { std::env::set_var(VARIABLE, most.to_string()) };
+    }
 }
 
 /// Lets the kernel that CANDLEWICK_CPU_PRODUCT names compute f32 products: where results must be those of another processor.

@@ -161,6 +161,20 @@ fn what_cannot_fit_is_not_begun() {
 }
 
 #[test]
+fn an_estimate_without_a_way_to_fit_names_the_other_methods() {
+    let output = Run::new().command("estimate", &["model.config.hidden_size=8192"]).output().unwrap();
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(!table.contains("LoRA"), "{table}");
+    let big = ["num_hidden_layers=4000", "hidden_size=8192", "intermediate_size=32768"];
+    let big = big.map(|key| format!("model.config.{key}"));
+    let output = Run::new().command("estimate", &big.each_ref().map(String::as_str)).output().unwrap();
+    let table = String::from_utf8_lossy(&output.stdout).into_owned();
+    for words in ["LoRA (`model.peft_config`)", "not available yet: quantised base weights (QLoRA)"] {
+        assert!(table.contains(words), "no {words:?} in:\n{table}");
+    }
+}
+
+#[test]
 fn a_resume_with_other_data_names_the_file_and_both_ways_out() {
     let run = Run::new();
     run.train_ok(&["exit_iteration=5"]);

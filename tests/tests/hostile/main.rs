@@ -106,3 +106,13 @@ fn hostile_memory_limit_is_exit_code_4() {
         .collect();
     report(&faults);
 }
+
+#[test]
+fn hostile_number_of_threads_is_lowered() {
+    let folder = Folder::new();
+    let mut command = std::process::Command::new(assert_cmd::cargo::cargo_bin("evaluator"));
+    command.args(["score", "--model", "model", "--text", "Say yes."]).current_dir(folder.path(""));
+    let output = command.env("RAYON_NUM_THREADS", "100000").env("HF_HUB_OFFLINE", "1").output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && stderr.contains("RAYON_NUM_THREADS=100000: 256 threads"), "{stderr}");
+}

@@ -31,7 +31,7 @@ pub enum DataError {
         problem: String,
     },
     /// The token cache cannot be written or read.
-    #[error("keep tokens in {path}: {source}; free some space there or set `data.cache_dir`", path = path.display())]
+    #[error("keep tokens in {path}: {source}; set `data.cache_dir` to a folder that can be written and has free space", path = path.display())]
     Cache {
         /// The folder.
         path: PathBuf,

@@ -230,7 +230,18 @@ impl Report {
             let note = if advice.same_result { "" } else { "; changes results by rounding" };
             writeln!(f, "  {}: {}, {fits}{short}{note}", written(pairs(&advice.set)), bytes(advice.peak_bytes))?;
         }
-        Ok(())
+        self.other_ways(f)
+    }
+
+    /// Writes the methods that no switch of the recipe stands for, where none of the switches is enough.
+    fn other_ways(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.advice.is_empty() || self.advice.iter().any(|advice| advice.fits) {
+            return Ok(());
+        }
+        if self.n_trained == self.n_parameters {
+            writeln!(f, "  LoRA (`model.peft_config`) has no gradients and moments of the frozen weights")?;
+        }
+        writeln!(f, "  not available yet: quantised base weights (QLoRA)")
     }
 }
 

@@ -94,6 +94,8 @@ impl DatasetRequest {
         self.is_loader()
             || Path::new(name).exists()
             || name.starts_with(['.', '/', '~'])
+            // A link that leads nowhere is meant as a file, too.
+            || std::fs::symlink_metadata(name).is_ok()
             || name.contains(['*', '?', '[', '{'])
             || Kind::of(name).is_some()
             || name.matches('/').count() > 1
