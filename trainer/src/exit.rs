@@ -9,7 +9,7 @@ use crate::checkpoint::CheckpointError;
 use crate::data::DataError;
 use crate::plan::KnownError;
 use crate::recipe::RecipeError;
-use crate::run::{AllSkipped, NonFinite};
+use crate::run::{AllStepsSkipped, NonFinite};
 use crate::schedule::ScheduleError;
 
 pub use evaluator::exit::ExitCode;
@@ -50,7 +50,7 @@ fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     let codes = [
         (error.is::<RecipeError>(), ExitCode::Usage),
         (error.is::<DataError>(), ExitCode::Data),
-        (error.is::<NonFinite>() || error.is::<AllSkipped>(), ExitCode::NonFinite),
+        (error.is::<NonFinite>() || error.is::<AllStepsSkipped>(), ExitCode::NonFinite),
         (error.is::<CheckpointError>(), ExitCode::Checkpoint),
         (error.is::<ScheduleError>(), ExitCode::Usage),
     ];

@@ -14,7 +14,7 @@ pub const MAX_GENERATED_BYTES: u64 = 1 << 30;
 ///
 /// # Errors
 /// If it cannot be read, is a folder, a pipe or a device, or has more bytes.
-pub fn read_regular(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+pub fn read_regular_file(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     require_regular(&metadata(path)?)?;
     read_to_end(File::open(path)?, most)
 }
@@ -22,27 +22,27 @@ pub fn read_regular(path: &Path, most: u64) -> io::Result<Vec<u8>> {
 /// Reads a UTF-8 text of at most `most` bytes from a regular file.
 ///
 /// # Errors
-/// As [`read_regular`], and if it is not UTF-8.
-pub fn read_regular_text(path: &Path, most: u64) -> io::Result<String> {
-    text_of(read_regular(path, most)?)
+/// As [`read_regular_file`], and if it is not UTF-8.
+pub fn read_regular_text_file(path: &Path, most: u64) -> io::Result<String> {
+    text_of(read_regular_file(path, most)?)
 }
 
 /// Reads at most `most` bytes from a file or a pipe: shells pass a pipe for `<(command)`.
 ///
 /// # Errors
 /// If it cannot be read, or has more bytes.
-pub fn read_any(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+pub fn read_file_or_pipe(path: &Path, most: u64) -> io::Result<Vec<u8>> {
     read_to_end(File::open(path)?, most)
 }
 
 /// Reads a UTF-8 text of at most `most` bytes from a file or a pipe, or from the standard input for the path `-`.
 ///
 /// # Errors
-/// As [`read_any`], and if it is not UTF-8.
-pub fn read_any_text(path: &Path, most: u64) -> io::Result<String> {
+/// As [`read_file_or_pipe`], and if it is not UTF-8.
+pub fn read_text_or_stdin(path: &Path, most: u64) -> io::Result<String> {
     match path == Path::new("-") {
         true => text_of(read_to_end(io::stdin().lock(), most)?),
-        false => text_of(read_any(path, most)?),
+        false => text_of(read_file_or_pipe(path, most)?),
     }
 }
 
@@ -75,8 +75,8 @@ mod tests {
     #[test]
     fn a_file_without_end_is_refused() {
         let zero = Path::new("/dev/zero");
-        assert!(read_regular(zero, 10).unwrap_err().to_string().contains("a device"));
-        assert_eq!(read_any(zero, 10).unwrap_err().to_string(), "it has more than 10 bytes");
+        assert!(read_regular_file(zero, 10).unwrap_err().to_string().contains("a device"));
+        assert_eq!(read_file_or_pipe(zero, 10).unwrap_err().to_string(), "it has more than 10 bytes");
     }
 
     #[test]
@@ -84,9 +84,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         std::fs::write(&path, "0123456789").unwrap();
-        assert_eq!(read_regular_text(&path, 10).unwrap(), "0123456789");
-        assert!(read_regular(&path, 9).is_err());
+        assert_eq!(read_regular_text_file(&path, 10).unwrap(), "0123456789");
+        assert!(read_regular_file(&path, 9).is_err());
         std::fs::write(&path, b"ab\xff").unwrap();
-        assert!(read_any_text(&path, 10).unwrap_err().to_string().contains("byte 2"));
+        assert!(read_text_or_stdin(&path, 10).unwrap_err().to_string().contains("byte 2"));
     }
 }

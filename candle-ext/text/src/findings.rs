@@ -9,7 +9,7 @@ pub enum Finding {
     /// Tool calls, or an answer that is all reasoning, that the chat template does not render.
     AnswerNotRendered,
     /// Tool definitions that the chat template does not render.
-    ToolsNotRendered,
+    ToolDefinitionsNotRendered,
     /// Reasoning that the chat template never renders.
     ReasoningNotRendered,
     /// A first target token that begins in the prompt: generation never produces it.

@@ -230,7 +230,7 @@ fn examine(template: &ChatTemplate, chat: &Conversation) -> (Findings, Vec<Optio
     let unrendered = template.unrendered(chat);
     let mut findings = Findings::default();
     if unrendered.tools {
-        findings.insert(Finding::ToolsNotRendered);
+        findings.insert(Finding::ToolDefinitionsNotRendered);
     }
     if !unrendered.reasoning.is_empty() && !template.renders_reasoning() {
         findings.insert(Finding::ReasoningNotRendered);

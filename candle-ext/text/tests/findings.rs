@@ -37,7 +37,7 @@ impl Family {
         let all = [
             Finding::EmptyAnswer,
             Finding::AnswerNotRendered,
-            Finding::ToolsNotRendered,
+            Finding::ToolDefinitionsNotRendered,
             Finding::ReasoningNotRendered,
             Finding::MergedBoundary,
         ];
@@ -75,7 +75,7 @@ fn tool_calls_that_a_template_does_not_render_are_found_and_not_learned() {
     let smollm = Family::new("smollm2");
     smollm.check(&chat, &[Finding::AnswerNotRendered], "Rain.<|im_end|>");
     let offered = chat.clone().with_tools(tools());
-    smollm.check(&offered, &[Finding::AnswerNotRendered, Finding::ToolsNotRendered], "Rain.<|im_end|>");
+    smollm.check(&offered, &[Finding::AnswerNotRendered, Finding::ToolDefinitionsNotRendered], "Rain.<|im_end|>");
     let learned = "<tool_call>\n{\"name\": \"weather\", \"arguments\": \"{\\\"city\\\": \\\"Oslo\\\"}\"}\n</tool_call>\
                    <|im_end|>Rain.<|im_end|>";
     Family::new("qwen2_5").check(&chat, &[], learned);
@@ -110,7 +110,7 @@ fn reading_tool_calls_is_not_rendering_them() {
 #[test]
 fn tools_that_a_template_does_not_render_are_found() {
     let chat = Conversation::new([user("hi"), assistant("ho")]).with_tools(tools());
-    Family::new("smollm2").check(&chat, &[Finding::ToolsNotRendered], "ho<|im_end|>");
+    Family::new("smollm2").check(&chat, &[Finding::ToolDefinitionsNotRendered], "ho<|im_end|>");
     Family::new("qwen2_5").check(&chat, &[], "ho<|im_end|>");
 }
 

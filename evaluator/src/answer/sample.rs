@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value};
@@ -48,8 +48,9 @@ impl Defaults {
         if !path.exists() {
             return Ok(Self::default());
         }
-        let read =
-            || -> Result<Map<String, Value>> { Ok(serde_json::from_slice(&read_regular(&path, MAX_WRITTEN_BYTES)?)?) };
+        let read = || -> Result<Map<String, Value>> {
+            Ok(serde_json::from_slice(&read_regular_file(&path, MAX_WRITTEN_BYTES)?)?)
+        };
         let config = read().with_context(|| format!("failed to read {}", path.display()))?;
         for (key, harmless) in UNKNOWN {
             if let Some(value) = config.get(key).and_then(Value::as_f64).filter(|value| *value != harmless) {

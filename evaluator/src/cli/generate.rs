@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_any_text};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_text_or_stdin};
 use candlewick_text::hub::Hub;
 use candlewick_text::template::{ChatTemplate, Ending};
 use clap::Args;
@@ -166,6 +166,6 @@ fn read_conversations(path: &Path) -> Result<Vec<Conversation>> {
 }
 
 fn read(path: &Path) -> Result<String> {
-    let text = read_any_text(path, MAX_WRITTEN_BYTES);
+    let text = read_text_or_stdin(path, MAX_WRITTEN_BYTES);
     text.with_context(|| format!("failed to read {}", path.display())).context(ExitCode::Data)
 }

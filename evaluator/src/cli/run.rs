@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_any_text};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_text_or_stdin};
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
 use clap::Args;
@@ -400,7 +400,9 @@ fn command() -> String {
 fn read_samples(text: &str) -> Result<std::collections::HashMap<String, Vec<usize>>> {
     let json = match text.trim_start().starts_with('{') {
         true => text.to_owned(),
-        false => read_any_text(Path::new(text), MAX_WRITTEN_BYTES).with_context(|| format!("failed to read {text}"))?,
+        false => {
+            read_text_or_stdin(Path::new(text), MAX_WRITTEN_BYTES).with_context(|| format!("failed to read {text}"))?
+        }
     };
     let samples = serde_json::from_str(&json);
     samples.map_err(|error| {

@@ -215,7 +215,7 @@ impl TaskConfig {
             version: keys.map("metadata")?.and_then(|m| m.get("version").cloned()).unwrap_or(Json::Null),
             num_fewshot: keys.count("num_fewshot")?,
             unsafe_code: keys.flag("unsafe_code", false)?,
-            repeats: keys.count_to("repeats", MAX_REPEATS)?.unwrap_or(1).max(1),
+            repeats: keys.count_up_to("repeats", MAX_REPEATS)?.unwrap_or(1).max(1),
             dataset: DatasetConfig {
                 path: keys.text("dataset_path")?,
                 name: keys.text("dataset_name")?,

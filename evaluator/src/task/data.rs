@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::Path;
 
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::source::{FileRule, ReadOptions, Source, Spec, SplitPart, named};
+use candlewick_text::source::{FileSelector, ReadOptions, Source, Spec, SplitPart, named};
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
@@ -125,7 +125,7 @@ fn request(path: &str) -> DatasetRequest {
         default_split: String::new(),
         split_mapping: Vec::new(),
         data_files: Vec::new(),
-        files: FileRule::All,
+        files: FileSelector::All,
         read: ReadOptions::default(),
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use candlewick_text::source::{FileNames, FileRule, Unnamed, name_words};
+use candlewick_text::source::{FileNames, FileSelector, Unnamed, name_words};
 use globset::GlobBuilder;
 
 use super::config::{DatasetConfig, TaskConfig};
@@ -56,15 +56,15 @@ impl DataPaths {
     }
 
     /// Returns the rule for the file that holds a split of a task.
-    pub(super) fn file_rule(&self, config: &TaskConfig) -> FileRule {
-        let Some(entry) = self.entry_of(&config.task) else { return FileRule::All };
+    pub(super) fn file_rule(&self, config: &TaskConfig) -> FileSelector {
+        let Some(entry) = self.entry_of(&config.task) else { return FileSelector::All };
         let unnamed = match (entry.is_shared, entry.task == config.task) {
             (true, _) => Unnamed::None,
             (false, true) => Unnamed::Lone,
             (false, false) => Unnamed::PlainLone,
         };
         let remedy = format!("{} {}=FILE", self.option, config.task);
-        FileRule::One(FileNames { unnamed, remedy, ..file_names(&config.task, &config.dataset) })
+        FileSelector::One(FileNames { unnamed, remedy, ..file_names(&config.task, &config.dataset) })
     }
 
     fn entry_of(&self, task: &str) -> Option<&DataPath> {
@@ -143,8 +143,8 @@ mod tests {
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
         let paths = DataPaths::read("--data", &words, &tasks).unwrap();
         let rule = |task: &TaskConfig| match paths.file_rule(task) {
-            FileRule::One(names) => names,
-            FileRule::All => FileNames::default(),
+            FileSelector::One(names) => names,
+            FileSelector::All => FileNames::default(),
         };
         tasks.iter().map(rule).collect()
     }

@@ -84,7 +84,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Reads a count of at most `most`.
-    pub(crate) fn count_to(&self, key: &str, most: usize) -> Result<Option<usize>, Fault> {
+    pub(crate) fn count_up_to(&self, key: &str, most: usize) -> Result<Option<usize>, Fault> {
         let count = self.count(key)?;
         match (self.get(key), count) {
             (Some(entry), Some(count)) if count > most => Err(wrong(entry, &format!("at most {most}"))),

@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
 
 use super::error::{Fault, TaskError};
 use super::keys::wrong;
@@ -72,8 +72,8 @@ fn collect(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), 
 
 /// The configurations of a file with its includes merged.
 fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
-    let text =
-        read_regular_text(path, MAX_WRITTEN_BYTES).map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
+    let text = read_regular_text_file(path, MAX_WRITTEN_BYTES)
+        .map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
     let whole = Node::parse(path, &text)?;
     documents(whole).into_iter().map(|node| included(node, depth)).collect()
 }

@@ -12,14 +12,14 @@ const LATEST: &str = "latest";
 /// Points `latest` to the finished checkpoint `dir`, beside it. A reader finds the old target or the new one.
 ///
 /// A file system without links costs a warning only: nothing that this program does needs the link.
-pub fn link_latest(dir: &Path) {
+pub fn update_latest_link(dir: &Path) {
     if let Err(error) = replace(dir) {
         tracing::warn!("failed to point the link {LATEST} to {}: {error}", dir.display());
     }
 }
 
 /// Removes the link of a folder if the checkpoint that it names was moved away.
-pub(super) fn unlink_stale(output_dir: &Path) -> io::Result<()> {
+pub(super) fn remove_dangling_link(output_dir: &Path) -> io::Result<()> {
     let link = output_dir.join(LATEST);
     let is_stale = fs::symlink_metadata(&link).is_ok_and(|found| found.is_symlink()) && !link.exists();
     if is_stale { fs::remove_file(link) } else { Ok(()) }
@@ -51,7 +51,7 @@ mod tests {
         let folder = root.path().join("model");
         for name in ["global_step_5", "global_step_10"] {
             fs::create_dir_all(folder.join(name)).unwrap();
-            link_latest(&folder.join(name));
+            update_latest_link(&folder.join(name));
             assert_eq!(fs::read_link(folder.join(LATEST)).unwrap(), Path::new(name));
         }
         fs::rename(&folder, root.path().join("moved")).unwrap();
@@ -62,12 +62,12 @@ mod tests {
     fn a_folder_or_file_of_that_name_is_left_alone() {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir_all(root.path().join("latest/mine")).unwrap();
-        link_latest(&root.path().join("global_step_5"));
+        update_latest_link(&root.path().join("global_step_5"));
         assert!(root.path().join("latest/mine").is_dir());
         assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1);
         fs::remove_dir_all(root.path().join("latest")).unwrap();
         fs::write(root.path().join("latest"), "mine").unwrap();
-        link_latest(&root.path().join("global_step_5"));
+        update_latest_link(&root.path().join("global_step_5"));
         assert_eq!(fs::read_to_string(root.path().join("latest")).unwrap(), "mine");
     }
 
@@ -75,11 +75,11 @@ mod tests {
     fn a_link_to_a_checkpoint_that_was_moved_goes() {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir_all(root.path().join("global_step_5")).unwrap();
-        link_latest(&root.path().join("global_step_5"));
-        unlink_stale(root.path()).unwrap();
+        update_latest_link(&root.path().join("global_step_5"));
+        remove_dangling_link(root.path()).unwrap();
         assert!(root.path().join("latest").is_dir());
         fs::remove_dir(root.path().join("global_step_5")).unwrap();
-        unlink_stale(root.path()).unwrap();
+        remove_dangling_link(root.path()).unwrap();
         assert!(fs::symlink_metadata(root.path().join("latest")).is_err());
     }
 }

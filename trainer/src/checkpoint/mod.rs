@@ -37,7 +37,7 @@ pub use disk::{PlannedSaves, bytes_needed, free_bytes, preflight};
 pub use error::CheckpointError;
 pub use find::{Complete, Search, Skipped, newest_complete, search};
 pub use fingerprint::Fingerprint;
-pub use latest::link_latest;
+pub use latest::update_latest_link;
 pub use load::{Resumed, resume};
 pub use manifest::{FileEntry, Manifest, TensorEntry};
 pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_foreign, refuse_occupied};

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
-use super::latest::unlink_stale;
+use super::latest::remove_dangling_link;
 use super::manifest::{MANIFEST, STATE};
 use super::plan::{Kind, Tag};
 
@@ -88,7 +88,7 @@ pub fn move_aside(
         let to = folder.join(dir.file_name().unwrap_or_default());
         fs::rename(dir, to).map_err(CheckpointError::io("move aside", dir))?;
     }
-    unlink_stale(output_dir).map_err(CheckpointError::io("remove the link `latest` of", output_dir))?;
+    remove_dangling_link(output_dir).map_err(CheckpointError::io("remove the link `latest` of", output_dir))?;
     Ok(Some((folder, others.len())))
 }
 

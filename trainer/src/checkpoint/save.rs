@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::crew::{Crew, at_work, first, together};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
-use super::latest::link_latest;
+use super::latest::update_latest_link;
 use super::manifest::{FileEntry, MANIFEST, Manifest, STATE, TensorEntry};
 use super::owner::refuse_foreign;
 use super::plan::{CheckpointPlan, Tag};
@@ -73,7 +73,7 @@ pub(crate) fn save_with(
                 let n_bytes = finish(storage, &temporary, run, shares)
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
-                link_latest(&dir);
+                update_latest_link(&dir);
                 let prune = |keep| plan.retention(keep, run).prune_with(storage, tag);
                 Ok((n_bytes, plan.keep.map_or(Ok(Vec::new()), prune)?))
             })

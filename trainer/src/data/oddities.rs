@@ -53,7 +53,7 @@ impl Oddities<'_> {
         let warnings = [
             (Finding::AnswerNotRendered, format!("hold tool calls that {template} does not render"), calls_advice),
             (
-                Finding::ToolsNotRendered,
+                Finding::ToolDefinitionsNotRendered,
                 format!("offer tools that {template} does not render"),
                 "use a chat template that prints `tools`",
             ),

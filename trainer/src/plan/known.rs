@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candlewick_comm::{Engine, Host};
 use candlewick_model::{Config, ModelError};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file};
 use candlewick_text::hub::{Contents, Hub, HubError, HubSettings, LocalModel, ModelPart, local_model};
 use evaluator::task::{OutputType, Registry, TaskConfig};
 
@@ -210,7 +210,7 @@ fn read_file(path: &str) -> Result<Config, ModelError> {
         return Config::read(&path);
     }
     let read = |source| ModelError::Io { doing: "read", path: path.clone(), source };
-    let bytes = read_regular(&path, MAX_WRITTEN_BYTES).map_err(read)?;
+    let bytes = read_regular_file(&path, MAX_WRITTEN_BYTES).map_err(read)?;
     let value = serde_json::from_slice(&bytes)
         .map_err(|error| ModelError::Malformed { path: path.clone(), problem: format!("not JSON: {error}") })?;
     Config::from_json(value).map_err(|source| ModelError::In { path: path.clone(), source: Box::new(source) })

@@ -4,12 +4,12 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_any};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_file_or_pipe};
 
 use super::decode::decode;
 use super::error::{Fault, RecipeError, Source, did_you_mean};
 use super::node::{Mark, Node, Value, quoted};
-use super::{Recipe, overrides};
+use super::{Recipe, home, overrides};
 
 /// A recipe, and where each of its keys was written.
 #[derive(Clone, Debug)]
@@ -40,7 +40,7 @@ impl Loaded {
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self, RecipeError> {
         let source = Source { path: path.to_owned(), text: String::new(), arguments: arguments.to_vec() };
         let unreadable = |message: String| RecipeError::new(Arc::new(source.clone()), vec![Fault::new(None, message)]);
-        let bytes = read_any(path, MAX_WRITTEN_BYTES)
+        let bytes = read_file_or_pipe(path, MAX_WRITTEN_BYTES)
             .map_err(|error| unreadable(format!("cannot read the recipe: {error}")))?;
         let text = String::from_utf8(bytes).map_err(|error| {
             let line = error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
@@ -61,6 +61,9 @@ impl Loaded {
             tree.value = Value::Map(Vec::new());
         }
         overrides::apply_all(&mut tree, arguments).map_err(&fail)?;
+        if let Ok(home) = std::env::var("HOME") {
+            home::expand(&mut tree, &home);
+        }
         check_type(&tree).map_err(&fail)?;
         let recipe = decode(&tree).map_err(&fail)?;
         Ok(Self { recipe, tree, source: source.clone() })

@@ -7,6 +7,7 @@ mod decode;
 mod error;
 mod eval;
 mod foreign;
+mod home;
 mod keys;
 mod load;
 mod model;

@@ -72,6 +72,14 @@ impl HumanInt {
     }
 }
 
+/// Fails with the bound where a number is whole and too large; other faults are told by their type.
+fn refuse_too_large<E: de::Error>(value: f64) -> Result<(), E> {
+    match value > LARGEST {
+        true => Err(E::custom(format!("the number {value:e} is too large; the largest is 2^53"))),
+        false => Ok(()),
+    }
+}
+
 struct IntVisitor;
 
 impl Visitor<'_> for IntVisitor {
@@ -81,6 +89,7 @@ impl Visitor<'_> for IntVisitor {
         f.write_str("a whole number of at least 0 (such as 1000, 1_000, 10^3, 1e3, 1K or 1Ki)")
     }
     fn visit_u64<E: de::Error>(self, value: u64) -> Result<HumanInt, E> {
+        refuse_too_large(value as f64)?;
         HumanInt::from_f64(value as f64)
             .filter(|_| value as f64 <= LARGEST)
             .map(|_| HumanInt(value as usize))
@@ -90,9 +99,11 @@ impl Visitor<'_> for IntVisitor {
         Err(E::invalid_value(de::Unexpected::Signed(value), &self))
     }
     fn visit_f64<E: de::Error>(self, value: f64) -> Result<HumanInt, E> {
+        refuse_too_large(value)?;
         HumanInt::from_f64(value).ok_or_else(|| E::invalid_value(de::Unexpected::Float(value), &self))
     }
     fn visit_str<E: de::Error>(self, text: &str) -> Result<HumanInt, E> {
+        refuse_too_large(parse_number(text).unwrap_or(0.0))?;
         parse_number(text)
             .and_then(HumanInt::from_f64)
             .ok_or_else(|| E::invalid_value(de::Unexpected::Str(text), &self))

@@ -38,7 +38,7 @@ use crate::signals::{Stop, StopRequests};
 pub use assets::Assets;
 pub(crate) use build::residency;
 pub use connect::connect;
-pub use step::{AllSkipped, NonFinite};
+pub use step::{AllStepsSkipped, NonFinite};
 pub use tasks::check_tasks;
 
 use build::Built;

@@ -16,8 +16,8 @@ use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{
     CheckpointError, CheckpointPlan, EXPORT_MARK, ExportMark, Fingerprint, Kind, Moment, PlannedSaves, Resumed,
-    RunState, Saved, TrainState, bytes_needed, link_latest, move_aside, newest_complete, preflight, refuse_foreign,
-    refuse_occupied, resume, save,
+    RunState, Saved, TrainState, bytes_needed, move_aside, newest_complete, preflight, refuse_foreign, refuse_occupied,
+    resume, save, update_latest_link,
 };
 use crate::data::Stream;
 use crate::plan::Plan;
@@ -42,13 +42,13 @@ pub(super) enum Outcome {
     /// It was there already.
     Known,
     /// It is on disk.
-    Saved(Written),
+    Saved(SavedCheckpoint),
     /// It is on its way there.
     UnderWay,
 }
 
 /// A checkpoint on disk.
-pub(super) struct Written {
+pub(super) struct SavedCheckpoint {
     pub(super) dir: PathBuf,
     /// Older ones that `keep` deleted.
     pub(super) removed: Vec<PathBuf>,
@@ -199,7 +199,7 @@ impl<'a> Saves<'a> {
             Kind::Sharded => {
                 let Saved { dir, removed, .. } =
                     save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?;
-                Outcome::Saved(Written { dir, removed })
+                Outcome::Saved(SavedCheckpoint { dir, removed })
             }
             Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, &state)?),
         };
@@ -231,7 +231,7 @@ impl<'a> Saves<'a> {
 
     /// Writes the weights alone: a model folder, or an adapter folder if only an adapter is trained. The first rank writes;
     /// the others go through all weights with it, of which each may have a share.
-    fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<Written> {
+    fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<SavedCheckpoint> {
         let mut masters = self.run.engine.store().masters();
         let written = match self.run.ranks.is_first() {
             true => self.write_weights(checkpoint, state, &mut masters),
@@ -240,7 +240,7 @@ impl<'a> Saves<'a> {
         // A write that failed must not leave the others waiting. A gather that failed has: they hear of it from the world.
         masters.try_for_each(|master| master.map(drop)).context("failed to gather the weights")?;
         let removed = self.run.ranks.share(written)?;
-        Ok(Written { dir: checkpoint.dir(state.tag()), removed })
+        Ok(SavedCheckpoint { dir: checkpoint.dir(state.tag()), removed })
     }
 
     fn write_weights<'m>(
@@ -276,7 +276,7 @@ impl<'a> Saves<'a> {
             let export = Export { folder: &dir, config, companions, dtype, shard_bytes };
             export.save(model.base_params(), fetch).context("failed to write the weights")?;
         }
-        link_latest(&dir);
+        update_latest_link(&dir);
         let prune = |keep| checkpoint.retention(keep, state).prune(state.tag());
         Ok(checkpoint.keep.map_or(Ok(Vec::new()), prune)?)
     }

@@ -23,8 +23,8 @@ use crate::recipe::OnNonfinite;
 use crate::signals::{Stop, StopRequests};
 
 use super::background::Done;
-use super::saves::{self, Saves, Written};
-use super::step::{self, AllSkipped, Launched, Outcome, Update};
+use super::saves::{self, SavedCheckpoint, Saves};
+use super::step::{self, AllStepsSkipped, Launched, Outcome, Update};
 use super::tasks::Tasks;
 use super::{Assets, Began, Ranks};
 
@@ -317,7 +317,7 @@ impl<'a> Session<'a> {
         self.settle(0)?;
         let n_steps = self.stream.cursor().step;
         if n_steps > 0 && self.progress.n_skipped >= n_steps {
-            return Err(AllSkipped { n_steps }.into());
+            return Err(AllStepsSkipped { n_steps }.into());
         }
         Ok(())
     }
@@ -370,7 +370,7 @@ impl<'a> Session<'a> {
             let before = self.progress.before + self.started.elapsed();
             let progress = Progress { before, ..self.progress.clone() };
             let started = Instant::now();
-            if let saves::Outcome::Saved(Written { dir: saved, removed }) =
+            if let saves::Outcome::Saved(SavedCheckpoint { dir: saved, removed }) =
                 self.saves.save(checkpoint, &self.stream, progress)?
             {
                 let Cursor { epoch, step: iter, .. } = *self.stream.cursor();

@@ -46,7 +46,7 @@ pub struct NonFinite {
     "failed to train: the loss or the gradient was not finite in every one of {n_steps} steps, and all were skipped; nothing was \
      exported. Look at the weights and the data, or lower the learning rate"
 )]
-pub struct AllSkipped {
+pub struct AllStepsSkipped {
     pub(super) n_steps: usize,
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::format::known_split_mapping;
 use crate::source::{
-    Card, FileRule, Kind, LocalRequest, ReadOptions, Source, SourceFiles, Spec, SplitPart, SplitQuery, WithFiles,
+    Card, FileSelector, Kind, LocalRequest, ReadOptions, Source, SourceFiles, Spec, SplitPart, SplitQuery, WithFiles,
     choose, data_files, join, near_sibling, open_files, open_local, patterns_of, slice,
 };
 
@@ -25,7 +25,7 @@ pub struct DatasetRequest {
     /// Patterns that name the files outright, each for one split or for any.
     pub data_files: Vec<(Option<String>, String)>,
     /// The files of a folder on this machine that make a split.
-    pub files: FileRule,
+    pub files: FileSelector,
     /// How files are read.
     pub read: ReadOptions,
 }
@@ -40,7 +40,7 @@ impl DatasetRequest {
             default_split: default_split.to_owned(),
             split_mapping: Vec::new(),
             data_files: Vec::new(),
-            files: FileRule::default(),
+            files: FileSelector::default(),
             read: ReadOptions::default(),
         })
     }

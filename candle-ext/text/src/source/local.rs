@@ -24,14 +24,14 @@ pub struct LocalRequest {
     /// The patterns are all there is: they are paths of their own, and `path` is none.
     pub is_pattern_list: bool,
     /// The files of a folder that make a split.
-    pub files: FileRule,
+    pub files: FileSelector,
     /// How the files are read.
     pub read: ReadOptions,
 }
 
 /// The files of a folder or a pattern that make a split.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum FileRule {
+pub enum FileSelector {
     /// All that name the split, as `datasets` takes them.
     #[default]
     All,
@@ -164,7 +164,7 @@ fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<
     let paths = list(folder)?;
     let usable = super::data_files(paths.iter().cloned());
     let selection = match &request.files {
-        FileRule::One(names) if card.is_none() && data_files.is_empty() && !usable.is_empty() => {
+        FileSelector::One(names) if card.is_none() && data_files.is_empty() && !usable.is_empty() => {
             choose_one(&usable, &query, names)
         }
         _ => choose(&paths, card.as_ref(), &query),
@@ -180,9 +180,9 @@ fn files_of_pattern(split: &str, request: &LocalRequest) -> Result<SourceFiles, 
     let found = of_themselves(expand(&request.path)?);
     let query = SplitQuery { split, is_default: false, config: None, data_files: &[] };
     let selection = match &request.files {
-        FileRule::All => return Ok(found),
-        FileRule::One(names) if names.unnamed == Unnamed::None => choose_one(&found.paths, &query, names),
-        FileRule::One(_) => of_split(&found.paths, &query),
+        FileSelector::All => return Ok(found),
+        FileSelector::One(names) if names.unnamed == Unnamed::None => choose_one(&found.paths, &query, names),
+        FileSelector::One(_) => of_split(&found.paths, &query),
     };
     let Selection { files: paths, split } = selection.map_err(|problem| SourceError::choice(&request.path, problem))?;
     Ok(SourceFiles { paths, split: Some(split), ..found })
@@ -229,6 +229,9 @@ fn expand(pattern: &str) -> Result<Vec<PathBuf>, SourceError> {
 
 /// Says that a path is not there, and what stands beside it that looks like it.
 fn missing(path: &Path) -> String {
+    if std::fs::symlink_metadata(path).is_ok() {
+        return "it is a link that leads nowhere".into();
+    }
     if std::fs::read_dir(folder_of(path)).is_err() {
         return format!("there is no folder {}", folder_of(path).display());
     }

@@ -30,7 +30,7 @@ pub use error::SourceError;
 pub use files::{SourceFiles, named};
 pub use joined::{Joined, Sliced};
 pub use kind::{Kind, data_files};
-pub use local::{FileRule, LocalRequest, open_files, open_local};
+pub use local::{FileSelector, LocalRequest, open_files, open_local};
 pub use one_file::{FileNames, Unnamed, name_words};
 pub use spec::{Bound, Slice, Spec, SplitPart};
 pub use splits::{Selection, SplitQuery, choose};

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json};
 
 use super::TokenizerError;
-use crate::files::{MAX_GENERATED_BYTES, read_regular};
+use crate::files::{MAX_GENERATED_BYTES, read_regular_file};
 
 /// A chat template's name (`default`, `tool_use`, ...), the file it stands in, and its source.
 #[derive(Clone, Debug)]
@@ -18,7 +18,7 @@ pub(super) struct NamedTemplate {
 
 /// Reads a text file; `None` where there is none. A pipe or a device, which may never end, is refused.
 pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
-    match read_regular(path, MAX_GENERATED_BYTES) {
+    match read_regular_file(path, MAX_GENERATED_BYTES) {
         Ok(bytes) => String::from_utf8(bytes).map(Some).map_err(|error| TokenizerError::Content {
             path: path.to_owned(),
             message: format!("not UTF-8 at byte {}", error.utf8_error().valid_up_to()),

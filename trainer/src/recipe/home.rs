@@ -1,0 +1,80 @@
+//! `~/` at the beginning of a path in a recipe: no shell expands it there.
+
+use super::node::{Entry, Node, Value};
+
+/// The keys whose texts, lists of texts or maps to texts are paths.
+const PATHS: [&str; 13] = [
+    "adapter_name_or_path",
+    "cache_dir",
+    "chat_template",
+    "config",
+    "data_files",
+    "eval_sources",
+    "include_path",
+    "kill_switch_path",
+    "mem_profiler_dir",
+    "name_or_path",
+    "output_dir",
+    "sources",
+    "train_log_metrics_path",
+];
+
+/// Puts the home folder in the place of `~` in every path of a recipe.
+pub(super) fn expand(tree: &mut Node, home: &str) {
+    match &mut tree.value {
+        Value::Map(entries) => entries.iter_mut().for_each(|entry| expand_entry(entry, home)),
+        Value::List(items) => items.iter_mut().for_each(|item| expand(item, home)),
+        _ => {}
+    }
+}
+
+fn expand_entry(entry: &mut Entry, home: &str) {
+    expand(&mut entry.node, home);
+    // `eval.data` maps tasks to paths, the section `data` is a map of keys.
+    if PATHS.contains(&entry.key.as_str()) || entry.key == "data" {
+        expand_texts(&mut entry.node, home);
+    }
+}
+
+fn expand_texts(node: &mut Node, home: &str) {
+    match &mut node.value {
+        Value::Str(text) => {
+            if let Some(rest) = text.strip_prefix("~/") {
+                *text = format!("{home}/{rest}");
+            }
+        }
+        Value::List(items) => items.iter_mut().for_each(|item| expand_texts(item, home)),
+        Value::Map(entries) => entries.iter_mut().for_each(|entry| {
+            if let Value::Str(_) = entry.node.value {
+                expand_texts(&mut entry.node, home);
+            }
+        }),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_expanded_and_other_texts_are_not() {
+        let text = "output_dir: ~/runs\ndata:\n  sources: [~/a.jsonl, {name_or_path: ~/b}, c~/d]\neval:\n  data: {arc: ~/arc}\n\
+                    generate:\n  prompts: [~/x]\ncheckpoint: [{output_dir: ~/m}]\n";
+        let mut tree = Node::parse(text).unwrap();
+        expand(&mut tree, "/home/me");
+        let at = |key: &str| tree.at(key).unwrap().0.value.clone();
+        for (key, want) in [
+            ("output_dir", "/home/me/runs"),
+            ("data.sources.0", "/home/me/a.jsonl"),
+            ("data.sources.1.name_or_path", "/home/me/b"),
+            ("data.sources.2", "c~/d"),
+            ("eval.data.arc", "/home/me/arc"),
+            ("generate.prompts.0", "~/x"),
+            ("checkpoint.0.output_dir", "/home/me/m"),
+        ] {
+            assert_eq!(at(key), Value::Str(want.into()), "{key}");
+        }
+    }
+}
