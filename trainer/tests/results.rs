@@ -161,6 +161,19 @@ fn what_cannot_fit_is_not_begun() {
 }
 
 #[test]
+fn a_run_of_which_no_checkpoint_was_due_saves_its_last_step() {
+    let run = Run::new();
+    let entry = |every: usize| format!("checkpoint={{type: huggingface, output_dir: hf, save_every_n_steps: {every}}}");
+    let output = run.train(&["train_iters=3", &entry(50)]);
+    said(&output, &["no checkpoint was due", "the model is in "]);
+    assert_eq!(steps(&run, "hf"), [3]);
+
+    let run = Run::new();
+    said(&run.train(&["train_iters=3", &entry(2)]), &["steps 3 to 3 are in no checkpoint"]);
+    assert_eq!(steps(&run, "hf"), [2]);
+}
+
+#[test]
 fn an_estimate_without_a_way_to_fit_names_the_other_methods() {
     let output = Run::new().command("estimate", &["model.config.hidden_size=8192"]).output().unwrap();
     let table = String::from_utf8_lossy(&output.stdout).into_owned();

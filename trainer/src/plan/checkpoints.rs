@@ -129,7 +129,9 @@ fn checkpoint_plan(resolver: &mut Resolver, path: &str, checkpoint: &Checkpoint)
         resolver.wrong(&[&key], format!("{key}: expected at least 1, found 0"));
     }
     if plan.save_every_n_steps == 0 && plan.save_every_n_epochs == 0 && !plan.save_end_of_training {
-        resolver.note(format!("{path} saves only when the run is asked to stop: no save_* key is set"));
+        resolver.note(format!(
+            "{path} has no save_* key: it saves when the run is asked to stop, and at the end if nothing else was saved"
+        ));
     }
     plan
 }

@@ -23,7 +23,9 @@ pub(super) fn resolve(resolver: &mut Resolver, kind: Kind) -> (Vec<SourcePlan>, 
 fn list(resolver: &mut Resolver, key: &str, given: &[DataSource], kind: Kind) -> Vec<SourcePlan> {
     let mut plans = Vec::with_capacity(given.len());
     for (idx, source) in given.iter().enumerate() {
-        let path = format!("{key}.{idx}");
+        // One source may stand without a list around it.
+        let item = format!("{key}.{idx}");
+        let path = if resolver.loaded.is_set(&item) { item } else { key.to_owned() };
         let plan = one(resolver, &path, &source.0, kind);
         let origin = resolver.loaded.origin(&[&path]);
         resolver.record(&path, plan.name_or_path.clone(), origin);

@@ -63,16 +63,16 @@ mod tests {
         let text = "output_dir: ~/runs\ndata:\n  sources: [~/a.jsonl, {name_or_path: ~/b}, c~/d]\neval:\n  data: {arc: ~/arc}\n\
                     generate:\n  prompts: [~/x]\ncheckpoint: [{output_dir: ~/m}]\n";
         let mut tree = Node::parse(text).unwrap();
-        expand(&mut tree, "/home/me");
+        expand(&mut tree, "/users/me");
         let at = |key: &str| tree.at(key).unwrap().0.value.clone();
         for (key, want) in [
-            ("output_dir", "/home/me/runs"),
-            ("data.sources.0", "/home/me/a.jsonl"),
-            ("data.sources.1.name_or_path", "/home/me/b"),
+            ("output_dir", "/users/me/runs"),
+            ("data.sources.0", "/users/me/a.jsonl"),
+            ("data.sources.1.name_or_path", "/users/me/b"),
             ("data.sources.2", "c~/d"),
-            ("eval.data.arc", "/home/me/arc"),
+            ("eval.data.arc", "/users/me/arc"),
             ("generate.prompts.0", "~/x"),
-            ("checkpoint.0.output_dir", "/home/me/m"),
+            ("checkpoint.0.output_dir", "/users/me/m"),
         ] {
             assert_eq!(at(key), Value::Str(want.into()), "{key}");
         }

@@ -21,7 +21,10 @@ use super::session::{Run, Session, Stopped};
 /// Settles a run that ended as `end` says, and returns its exit code.
 pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {
     let code = match end {
-        End::Horizon => ExitCode::Ok,
+        End::Horizon => {
+            session.save_unsaved()?;
+            ExitCode::Ok
+        }
         End::Exit(_) | End::Stop(Stop::KillSwitch(_)) => {
             let n_saves = session.save_early_end()?;
             let what = if n_saves > 0 { "" } else { "; nothing was saved" };
@@ -66,6 +69,15 @@ fn log_saved(session: &Session) {
     let terminal = session.reporter.terminal();
     if session.run.plan.checkpoints.is_empty() {
         terminal.line("nothing was saved: the run has no checkpoint");
+    }
+    if let Some(step) = session.saves.newest_step()
+        && step < session.stream.cursor().step
+    {
+        terminal.line(&format!(
+            "steps {} to {} are in no checkpoint; `save_end_of_training: true` saves the last one",
+            step + 1,
+            session.stream.cursor().step
+        ));
     }
     let what = if session.run.plan.model.adapter.is_some() { "adapter" } else { "model" };
     session.saves.exported().for_each(|dir| terminal.line(&format!("the {what} is in {}", dir.display())));

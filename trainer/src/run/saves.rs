@@ -160,6 +160,11 @@ impl<'a> Saves<'a> {
         Ok(())
     }
 
+    /// Returns the newest step that this run saved, or that it was resumed from.
+    pub(super) fn newest_step(&self) -> Option<usize> {
+        self.last.values().map(|(step, _)| *step).max()
+    }
+
     /// Returns the newest folder of each entry of the plan that exports weights.
     pub(super) fn exported(&self) -> impl Iterator<Item = &Path> {
         let newest = self.last.iter().filter(|((kind, _), _)| *kind == Kind::HuggingFace);

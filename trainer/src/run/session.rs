@@ -341,6 +341,18 @@ impl<'a> Session<'a> {
         self.save_all(|plan| missing.contains(&plan)).map(drop)
     }
 
+    /// Saves by every checkpoint of the plan if the run has ended and none of them was due: no training is thrown away.
+    pub(super) fn save_unsaved(&mut self) -> Result<()> {
+        if self.saves.newest_step().is_some() || self.run.plan.checkpoints.is_empty() || self.stream.cursor().step == 0
+        {
+            return Ok(());
+        }
+        self.refuse_untrained()?;
+        self.reporter.terminal().line("no checkpoint was due in this run: the last step is saved");
+        self.save_all(|_| true)?;
+        self.settle_saves(true)
+    }
+
     /// Saves everything that a run which ends early is worth: what a later start needs, and what the end would export.
     pub(super) fn save_early_end(&mut self) -> Result<usize> {
         self.refuse_untrained()?;
