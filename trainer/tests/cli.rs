@@ -160,11 +160,14 @@ fn a_wrong_command_line_exits_with_2() {
         room.check(
             &[&["train", "r.yaml"], arguments].concat(),
             2,
-            &format!("keys of the recipe stand behind it: {want}"),
+            &format!("write keys of the recipe after it: {want}"),
         );
     }
     room.check(&["check", "r.yaml", "-v", "epochz=1"], 2, "top-level keys: type,");
     room.check(&["check"], 2, "<RECIPE>");
+    // merge takes no recipe.
+    let output = room.run(&["merge", "--lr", "3"]);
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("keys of the recipe"));
 }
 
 #[test]

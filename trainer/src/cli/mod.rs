@@ -320,7 +320,9 @@ pub fn main() -> ExitCode {
 
 /// Prints clap's error. An option that is a key of the recipe gets a tip with the form of such keys.
 fn refuse(mut error: clap::Error) -> ExitCode {
-    if let Some(tip) = error.get(ContextKind::InvalidArg).and_then(|option| key_tip(&option.to_string())) {
+    let takes_keys = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains("[KEY=VALUE]"));
+    let option = error.get(ContextKind::InvalidArg).filter(|_| takes_keys);
+    if let Some(tip) = option.and_then(|option| key_tip(&option.to_string())) {
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     }
     // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
@@ -336,7 +338,7 @@ fn key_tip(option: &str) -> Option<String> {
         Some((_, value)) => Some(value.to_owned()),
         None => arguments.next().filter(|next| !next.starts_with('-')),
     };
-    Some(format!("keys of the recipe stand behind it: {key}={}", value.as_deref().unwrap_or("VALUE")))
+    Some(format!("write keys of the recipe after it: {key}={}", value.as_deref().unwrap_or("VALUE")))
 }
 
 /// Adds the long notes of a recipe's error, which `-v` shows.
