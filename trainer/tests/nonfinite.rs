@@ -76,7 +76,8 @@ fn a_run_of_which_every_step_is_skipped_fails_and_exports_nothing() {
     let row = std::fs::read_to_string(run.path().join("train.jsonl")).unwrap().lines().last().unwrap().to_owned();
     run.write("train.jsonl", &row);
     std::fs::remove_dir_all(run.path().join("hf")).unwrap();
-    let output = run.train(&[&model, &micro, "train_iters=2", "on_nonfinite=skip"]);
+    let interval = "checkpoint.1.save_every_n_steps=1";
+    let output = run.train(&[&model, &micro, "train_iters=2", "on_nonfinite=skip", interval]);
     let said = stderr(&output);
     assert_eq!(output.status.code(), Some(i32::from(trainer::exit::ExitCode::NonFinite as u8)), "{said}");
     assert!(said.contains("in every one of 2 steps"), "{said}");

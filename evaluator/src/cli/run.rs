@@ -1,5 +1,6 @@
 //! `evaluator run`: tasks asked of a model, in the words of lm-eval's command line.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -22,7 +23,7 @@ use crate::answer::LmAnswers;
 use crate::chat::Chat;
 use crate::exit::ExitCode;
 use crate::lm::Lm;
-use crate::output::Output;
+use crate::output::{Output, sanitized_task};
 use crate::questions::Questions;
 use crate::ranks::{Ranks, together};
 use crate::results::{Header, Report, Results, TaskRun, counts, groups_table, header, table};
@@ -265,6 +266,7 @@ impl Run {
             )
             .context(ExitCode::Usage)
         );
+        refuse_equal_file_names(&selection)?;
         Ok(selection)
     }
 
@@ -394,6 +396,23 @@ fn command() -> String {
     };
     let words = std::env::args_os().skip(1).map(|word| quoted(word.to_string_lossy().into_owned()));
     std::iter::once("evaluator".to_owned()).chain(words).collect::<Vec<_>>().join(" ")
+}
+
+/// Fails if two tasks would write their samples to one file.
+fn refuse_equal_file_names(selection: &Selection) -> Result<()> {
+    let mut names = BTreeMap::new();
+    for task in selection.tasks.iter().map(|task| &task.task) {
+        let other = names.insert(sanitized_task(task), task).filter(|other| *other != task);
+        ensure!(
+            other.is_none(),
+            anyhow!(
+                "failed to start: the tasks {:?} and {task:?} have one name in names of files; rename one",
+                other.map_or("", String::as_str)
+            )
+            .context(ExitCode::Usage)
+        );
+    }
+    Ok(())
 }
 
 /// Reads `{task: [documents]}`, given as JSON or as the path of a file.

@@ -144,6 +144,31 @@ pub(crate) const ATTACKS: &[Attack] = &[
         words: &["repeats", "task.yaml"],
     },
     Attack {
+        name: "two tasks with one name of files",
+        path: "task.yaml",
+        apply: |path| {
+            let task = fs::read_to_string(path).unwrap();
+            for (file, name) in [("a.yaml", "a/b"), ("b.yaml", "a b")] {
+                write(&path.with_file_name(file), task.replace("task: choose", &format!("task: {name}")));
+            }
+        },
+        command: &["evaluator", "run", "--model", "model", "--tasks", "a.yaml,b.yaml"],
+        code: 2,
+        words: &["\"a/b\"", "\"a b\""],
+    },
+    Attack {
+        name: "a folder in the place of a run's lock",
+        path: "recipe.yaml",
+        apply: |path| {
+            let folder = path.with_file_name("run");
+            fs::create_dir(&folder).unwrap();
+            fs::create_dir(folder.join(".lock")).unwrap();
+        },
+        command: TRAIN,
+        code: 6,
+        words: &[".lock", "no regular file"],
+    },
+    Attack {
         name: "a recipe with a key twice",
         path: "recipe.yaml",
         apply: |path| append(path, "train_iters: 2\n"),

@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file};
 use serde::{Deserialize, Serialize};
 
 use super::error::CheckpointError;
@@ -47,7 +48,11 @@ impl Kind {
         });
         let began = |bytes: Vec<u8>| serde_json::from_slice(&bytes).ok().map(|Began { began }| began);
         let is_damaged = || self == Kind::Sharded && dir.join(STATE).is_file();
-        fs::read(mark).ok().and_then(began).or_else(|| is_damaged().then_some(0)).filter(|_| is_folder)
+        read_regular_file(&mark, MAX_WRITTEN_BYTES)
+            .ok()
+            .and_then(began)
+            .or_else(|| is_damaged().then_some(0))
+            .filter(|_| is_folder)
     }
 
     /// Lists everything in a folder that has the name of a checkpoint, files and links included.

@@ -35,6 +35,10 @@ fn lock_folder(folder: PathBuf) -> Result<Option<File>> {
     let path = folder.join(NAME);
     let open = || File::options().create(true).write(true).truncate(false).open(&path);
     let failed = |source: io::Error| CheckpointError::Io { action: "lock", path: path.clone(), source };
+    // To open a pipe waits for its reader.
+    if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
+        return Err(failed(io::Error::other("it is no regular file; remove it")).into());
+    }
     let file = open().map_err(failed)?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),

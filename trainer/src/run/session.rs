@@ -309,17 +309,23 @@ impl<'a> Session<'a> {
         if moment.end_of_training {
             self.refuse_untrained()?;
         }
-        self.save_all(|checkpoint| checkpoint.due(moment)).map(drop)
+        let is_due_now = self.run.plan.checkpoints.iter().any(|checkpoint| checkpoint.due(moment));
+        let is_trained = !is_due_now || self.is_trained()?;
+        let is_worth_it = |plan: &CheckpointPlan| is_trained || plan.kind == Kind::Sharded;
+        self.save_all(|checkpoint| checkpoint.due(moment) && is_worth_it(checkpoint)).map(drop)
+    }
+
+    /// Tells whether a step was applied, or none was due yet.
+    fn is_trained(&mut self) -> Result<bool> {
+        self.settle(0)?;
+        let n_steps = self.stream.cursor().step;
+        Ok(n_steps == 0 || self.progress.n_skipped < n_steps)
     }
 
     /// Fails if every step so far was skipped: the weights are those of the start.
     fn refuse_untrained(&mut self) -> Result<()> {
-        self.settle(0)?;
         let n_steps = self.stream.cursor().step;
-        if n_steps > 0 && self.progress.n_skipped >= n_steps {
-            return Err(AllStepsSkipped { n_steps }.into());
-        }
-        Ok(())
+        if self.is_trained()? { Ok(()) } else { Err(AllStepsSkipped { n_steps }.into()) }
     }
 
     pub(super) fn moment(&self) -> Moment {

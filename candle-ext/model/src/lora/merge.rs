@@ -56,7 +56,8 @@ impl Merge<'_> {
             shard_bytes: self.shard_bytes,
         };
         export.save(source.model.base_params(), |param| source.merged(param).map_err(candle_core::Error::wrap))?;
-        self.verify(&source, dtype)
+        // The folder was empty before: a model that is not what it should be does not stay.
+        self.verify(&source, dtype).inspect_err(|_| drop(std::fs::remove_dir_all(self.output)))
     }
 
     /// The base model, a run's folder or anything else of worth is never written into.
@@ -84,7 +85,7 @@ impl Merge<'_> {
             let wrong = |problem: &str| ModelError::mismatch(self.output, format!("tensor `{}` {problem}", param.name));
             if !square(&found)?.is_finite() {
                 return Err(wrong(&format!(
-                    "has values that are not finite in {dtype:?}; merge with --dtype f32 or bf16"
+                    "has values that are not finite in {dtype:?}; check base and adapter for NaN, or merge with --dtype f32 or bf16"
                 )));
             }
             let want = exact.to_dtype(dtype)?.to_dtype(DType::F32)?;

@@ -71,7 +71,8 @@ pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
     if let Some(contents) = contents_of(path) {
         return Ok(Some(LocalModel { folder: path.to_path_buf(), contents, choice: None }));
     }
-    let parents: Vec<PathBuf> = std::iter::once(path.to_path_buf()).chain(subfolders(path)).collect();
+    let current = subfolders(path).filter(|folder| !is_of_earlier_run(folder));
+    let parents: Vec<PathBuf> = std::iter::once(path.to_path_buf()).chain(current).collect();
     let mut found: Vec<(&PathBuf, Vec<Export>)> = parents.iter().map(|parent| (parent, exports_in(parent))).collect();
     found.retain(|(_, exports)| !exports.is_empty());
     // Exports of the folder itself go before those one level down.
@@ -142,6 +143,11 @@ fn subfolders(folder: &Path) -> impl Iterator<Item = PathBuf> {
     let mut folders: Vec<PathBuf> = entries.filter(is_folder).map(|entry| entry.path()).collect();
     folders.sort();
     folders.into_iter()
+}
+
+/// Tells whether training moved an earlier run's checkpoints into a folder: `run.1`, `run.2`, ...
+fn is_of_earlier_run(folder: &Path) -> bool {
+    name_of(folder).strip_prefix("run.").is_some_and(|number| number.parse::<u32>().is_ok())
 }
 
 fn name_of(folder: &Path) -> String {
