@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
-use candlewick_text::format::{Format, FormatRequest};
+use candlewick_text::findings::Finding;
+use candlewick_text::format::{Document, Format, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_document};
 use candlewick_text::source::{SampleBy, Source};
@@ -11,9 +12,11 @@ use clap::{ArgAction, Args, ValueEnum};
 use serde_json::json;
 
 use super::answer;
+use super::held_out_rows::HeldOutRows;
 use super::model::Model;
 use crate::exit::ExitCode;
 use crate::lm::Lm;
+use crate::progress::ProgressLines;
 
 #[derive(Debug, Args)]
 pub(super) struct Perplexity {
@@ -51,9 +54,12 @@ pub(super) struct Perplexity {
     /// The rows of a .txt file: line, paragraph or document
     #[arg(long, value_name = "UNIT", default_value = "line")]
     sample_by: SampleBy,
-    /// The treatment of a row that is longer than the model's context
+    /// The treatment of a row that is longer than --max-length
     #[arg(long, value_enum, default_value_t = Truncation::Error)]
     truncation: Truncation,
+    /// The most tokens of a sequence, as `data.max_length` of a recipe [default: the model's context]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    max_length: Option<u32>,
     /// The most rows to read
     #[arg(long)]
     limit: Option<usize>,
@@ -70,7 +76,7 @@ enum Truncation {
     Truncate,
     /// The row is left out
     Drop,
-    /// The row is cut into pieces, each with a context of its own
+    /// The row is cut into pieces, each a sequence of its own
     Split,
 }
 
@@ -80,23 +86,26 @@ pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
     let source = hub.dataset(&request)?;
     let format = Format::find(&args.format_request(&request), &*source)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
-    // With --timings stderr is JSON, for programs.
     if !args.timings {
         eprintln!("{}: {}; {n_rows} of {} rows", args.data, format.describe(), source.len());
     }
     let lm = args.model.load(hub)?;
+    let max_length = args.max_length(lm.context())?;
     let began = Instant::now();
-    let rows = (0..n_rows).flat_map(|row_idx| {
-        let place = source.locate(row_idx);
-        let samples = args
-            .samples(&lm, &*source, &format, row_idx)
-            .map_err(|error| error.context(format!("failed to read {place}")));
-        match samples {
-            Ok(samples) => samples.into_iter().map(|sample| Ok((place.clone(), sample))).collect(),
-            Err(error) => vec![Err(error)],
-        }
+    // With --timings stderr is JSON, for programs.
+    let progress = (!args.timings).then(|| ProgressLines::new("perplexity", "sequences", |line| eprintln!("{line}")));
+    let rows = args.rows(&lm, &*source, &format, n_rows, max_length)?;
+    let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
+    rows.refuse_unrendered(&template)?;
+    if !args.timings {
+        rows.warnings(&template).iter().for_each(|warning| eprintln!("{warning}"));
+    }
+    let (n_sequences, n_with_targets) = (rows.sequences.len(), rows.n_rows);
+    let sequences = rows.sequences.into_iter().enumerate().map(|(n_done, sequence)| {
+        progress.iter().for_each(|progress| progress.set(n_done, n_sequences));
+        Ok(sequence)
     });
-    let held_out = lm.held_out(rows)?;
+    let held_out = lm.held_out(sequences)?;
     let eval_time = began.elapsed().as_secs_f64();
     let (loss, n_targets) = (held_out.loss, held_out.n_targets);
     ensure!(
@@ -107,7 +116,10 @@ pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
         let tokens_per_second = n_targets as f64 / eval_time;
         eprintln!("{}", json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second}));
     }
-    answer(&json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_rows}).to_string())
+    answer(
+        &json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_with_targets})
+            .to_string(),
+    )
 }
 
 impl Perplexity {
@@ -131,16 +143,63 @@ impl Perplexity {
         }
     }
 
-    /// The sequences of one row: one, unless it is longer than the context.
-    fn samples(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Vec<Sample>> {
+    /// Returns the most tokens of a sequence.
+    fn max_length(&self, context: usize) -> Result<usize> {
+        let max_length = self.max_length.map_or(context, |max_length| max_length as usize);
+        ensure!(
+            max_length <= context,
+            anyhow!(
+                "failed to start: --max-length {max_length} is longer than the model's context of {context} tokens"
+            )
+            .context(ExitCode::Usage)
+        );
+        Ok(max_length)
+    }
+
+    /// Renders the first `n_rows` rows and cuts those longer than `max_length`.
+    fn rows(
+        &self,
+        lm: &Lm,
+        source: &dyn Source,
+        format: &Format,
+        n_rows: usize,
+        max_length: usize,
+    ) -> Result<HeldOutRows> {
+        let mut rows = HeldOutRows::default();
+        for row_idx in 0..n_rows {
+            let place = source.locate(row_idx);
+            let sample = self.sample(lm, source, format, row_idx);
+            let sample = sample.map_err(|error| error.context(format!("failed to read {place}")))?;
+            let sequences = self.cut(&place, &sample, max_length)?;
+            rows.add(place, &sample, sequences);
+        }
+        Ok(rows)
+    }
+
+    fn sample(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Sample> {
         let document = format.read(source, row_idx)?;
-        let sample = render_document(lm.tokenizer(), lm.template(), document, self.render_options())?;
-        let fits = sample.len() <= lm.context();
+        let has_written_roles = matches!(format, Format::Messages(_) | Format::Pairs(_));
+        let is_odd = matches!(&document, Document::Conversation(chat) if chat.has_unknown_role());
+        let mut sample = render_document(lm.tokenizer(), lm.template(), document, self.render_options())?;
+        if has_written_roles && is_odd {
+            sample.findings.insert(Finding::UnknownRole);
+        }
+        Ok(sample)
+    }
+
+    /// Returns the sequences of one row: one, unless it is longer than `max_length`.
+    fn cut(&self, place: &str, sample: &Sample, max_length: usize) -> Result<Vec<Sample>> {
+        let fits = sample.len() <= max_length;
         Ok(match self.truncation {
+            Truncation::Error if !fits && self.max_length.is_some() => {
+                let problem =
+                    format!("failed to score {place}: it has {} tokens, --max-length is {max_length}", sample.len());
+                return Err(anyhow!(problem).context(ExitCode::Data));
+            }
             Truncation::Drop if !fits => Vec::new(),
-            Truncation::Truncate => sample.slices(lm.context()).take(1).collect(),
-            Truncation::Split => sample.slices(lm.context()).collect(),
-            Truncation::Error | Truncation::Drop => vec![sample],
+            Truncation::Truncate => sample.slices(max_length).take(1).collect(),
+            Truncation::Split => sample.slices(max_length).collect(),
+            Truncation::Error | Truncation::Drop => vec![sample.clone()],
         })
     }
 }
