@@ -315,6 +315,32 @@ fn max_length_limits_the_sequences_of_perplexity() {
     room.refuses(&room.evaluator(&[&data[..], &["129"]].concat(), ""), 2, &["the model's context of 128"]);
 }
 
+#[test]
+fn a_completion_without_a_chat_template_ends_with_eos() {
+    let room = Room::shared();
+    let (chat, plain) = (room.path("full/model/global_step_24"), room.path("no-template"));
+    fs::create_dir(&plain).unwrap();
+    for entry in fs::read_dir(chat).unwrap().map(Result::unwrap) {
+        let name = entry.file_name();
+        if entry.path().is_file() && name != "chat_template.jinja" {
+            fs::copy(entry.path(), plain.join(name)).unwrap();
+        }
+    }
+    let config = plain.join("tokenizer_config.json");
+    let mut tokenizer: Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
+    tokenizer.as_object_mut().unwrap().remove("chat_template");
+    fs::write(config, tokenizer.to_string()).unwrap();
+    room.write("pairs.jsonl", "{\"prompt\": \"The wolf\", \"completion\": \" says yes.\"}\n");
+    room.write("plain.jsonl", "{\"text\": \"The wolf says yes.\"}\n");
+    let tokens = |data: &str, eos: &[&str]| {
+        let arguments = [&["--model", "no-template", "--data", data], eos].concat();
+        room.perplexity(&arguments)["tokens"].as_u64().unwrap()
+    };
+    let without = ["--add-eos-token", "false"];
+    assert_eq!(tokens("pairs.jsonl", &[]), tokens("pairs.jsonl", &without) + 1);
+    assert_eq!(tokens("plain.jsonl", &[]), tokens("plain.jsonl", &without));
+}
+
 /// The prompt of a conversation is the one that the template prints.
 #[test]
 fn system_messages_and_conversations_reach_the_model() {

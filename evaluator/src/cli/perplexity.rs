@@ -47,10 +47,10 @@ pub(super) struct Perplexity {
     /// Put BOS before each plain text, as `data.add_bos_token` of a recipe [default: as the tokenizer]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_bos_token: Option<bool>,
-    /// Put EOS after each plain text and count it, as `data.add_eos_token` of a recipe
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true",
-          action = ArgAction::Set)]
-    add_eos_token: bool,
+    /// Put EOS after each text and count it, as `data.add_eos_token` of a recipe [default: true for a completion, false for
+    /// plain text]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    add_eos_token: Option<bool>,
     /// The rows of a .txt file: line, paragraph or document
     #[arg(long, value_name = "UNIT", default_value = "line")]
     sample_by: SampleBy,
@@ -134,11 +134,13 @@ impl Perplexity {
         }
     }
 
-    fn render_options(&self) -> RenderOptions {
+    fn render_options(&self, document: &Document) -> RenderOptions {
+        let is_completion = matches!(document, Document::PromptCompletion { .. });
+        let add_eos_token = self.add_eos_token.unwrap_or(is_completion);
         RenderOptions {
             targets: if self.mask_inputs { Targets::Assistant } else { Targets::Everything },
             empty_think: if self.ignore_empty_think { EmptyThink::Ignore } else { EmptyThink::Learn },
-            specials: TextSpecials { add_bos_token: self.add_bos_token, add_eos_token: self.add_eos_token },
+            specials: TextSpecials { add_bos_token: self.add_bos_token, add_eos_token },
             ..RenderOptions::default()
         }
     }
@@ -180,7 +182,8 @@ impl Perplexity {
         let document = format.read(source, row_idx)?;
         let has_written_roles = matches!(format, Format::Messages(_) | Format::Pairs(_));
         let is_odd = matches!(&document, Document::Conversation(chat) if chat.has_unknown_role());
-        let mut sample = render_document(lm.tokenizer(), lm.template(), document, self.render_options())?;
+        let options = self.render_options(&document);
+        let mut sample = render_document(lm.tokenizer(), lm.template(), document, options)?;
         if has_written_roles && is_odd {
             sample.findings.insert(Finding::UnknownRole);
         }
