@@ -448,3 +448,8 @@ fn choices_in_a_csv_file_are_a_list_or_an_error() {
     let arguments = ["show", "mmlu_virology", "--num-fewshot", "0", "--data", &broken];
     refused(&arguments, 3, &["broken.csv:2", "column `choices`", "expected a JSON or Python list"]);
 }
+
+#[test]
+fn generate_without_an_input_names_both_options() {
+    refused(&["generate", "--model", "nowhere"], 2, &["--prompt <PROMPT>|--messages <FILE>"]);
+}

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
 use candlewick_text::findings::Finding;
-use candlewick_text::format::{Document, Format, FormatRequest};
+use candlewick_text::format::{Document, Format, FormatError, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_document};
 use candlewick_text::source::{SampleBy, Source};
@@ -84,7 +84,7 @@ pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
     let mut request = DatasetRequest::parse(&args.data, "test")?;
     request.read.sample_by = args.sample_by;
     let source = hub.dataset(&request)?;
-    let format = Format::find(&args.format_request(&request), &*source)?;
+    let format = Format::find(&args.format_request(&request), &*source).map_err(with_options)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
     if !args.timings {
         eprintln!("{}: {}; {n_rows} of {} rows", args.data, format.describe(), source.len());
@@ -179,7 +179,7 @@ impl Perplexity {
     }
 
     fn sample(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Sample> {
-        let document = format.read(source, row_idx)?;
+        let document = format.read(source, row_idx).map_err(with_options)?;
         let has_written_roles = matches!(format, Format::Messages(_) | Format::Pairs(_));
         let is_odd = matches!(&document, Document::Conversation(chat) if chat.has_unknown_role());
         let options = self.render_options(&document);
@@ -211,4 +211,51 @@ fn role_and_path(text: &str) -> Result<(String, String), String> {
     let pair = text.split_once('=').filter(|(role, path)| !role.is_empty() && !path.is_empty());
     let pair = pair.ok_or("expected ROLE=PATH, such as user=question or assistant=messages.role.assistant")?;
     Ok((pair.0.to_owned(), pair.1.to_owned()))
+}
+
+/// Writes the options of this command where an error of the format names keys of a recipe.
+fn with_options(error: FormatError) -> FormatError {
+    match error {
+        FormatError::Unknown { place, problem, columns, help } => {
+            FormatError::Unknown { place, problem: as_options(&problem), columns, help: as_options(&help) }
+        }
+        FormatError::Row { place, format, problem, fix } => {
+            FormatError::Row { place, format, problem: as_options(&problem), fix: as_options(&fix) }
+        }
+        FormatError::Request { key: "role_mapping", problem } => {
+            FormatError::Request { key: "--role-mapping", problem }
+        }
+        other => other,
+    }
+}
+
+/// Replaces `role_mapping: {user: a}` with `--role-mapping user=a`, and `content_key: b` with `--content-key b`.
+fn as_options(text: &str) -> String {
+    const MAPPING: &str = "role_mapping: {";
+    let mut rest = text;
+    let mut changed = String::new();
+    while let Some((before, mapping)) = rest.split_once(MAPPING)
+        && let Some((pairs, after)) = mapping.split_once('}')
+    {
+        let options = pairs.split(", ").map(|pair| format!("--role-mapping {}", pair.replacen(": ", "=", 1)));
+        changed += before;
+        changed += &options.collect::<Vec<_>>().join(" ");
+        rest = after;
+    }
+    changed += rest;
+    changed.replace(", content_key: ", " --content-key ").replace("column: COLUMN", "--column COLUMN")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proposed_mapping_is_written_as_options() {
+        let proposed = "use role_mapping: {user: m.role.a, assistant: m.role.b}, content_key: said";
+        let options = "use --role-mapping user=m.role.a --role-mapping assistant=m.role.b --content-key said";
+        assert_eq!(as_options(proposed), options);
+        assert_eq!(as_options("or column: COLUMN for plain text"), "or --column COLUMN for plain text");
+        assert_eq!(as_options("role_mapping: plain text has no roles"), "role_mapping: plain text has no roles");
+    }
 }
