@@ -6,6 +6,7 @@ mod chat;
 mod compare;
 mod foreign;
 mod generate;
+mod held_out_rows;
 mod key_values;
 mod limit;
 mod ls;

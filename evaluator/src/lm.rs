@@ -185,7 +185,8 @@ impl Lm {
             let folder = self.tokenizer.directory().display();
             format!(
                 "failed to chat: {folder} has no chat template; use the chat version of the model, put a \
-                 chat_template.jinja there, or continue plain text with --raw"
+                 chat_template.jinja there, or continue plain text with `evaluator generate \
+                 --raw`"
             )
         })
     }

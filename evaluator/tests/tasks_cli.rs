@@ -433,3 +433,23 @@ fn a_metric_of_one_right_choice_refuses_several_before_anything_is_asked() {
     let task = file(&folder, "many.yaml", &task);
     refused(&["show", &task], 3, &["test.jsonl:1", "brier_score needs one right choice"]);
 }
+
+#[test]
+fn choices_in_a_csv_file_are_a_list_or_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let csv = |name: &str, choices: &str| {
+        file(&folder, name, &format!("question,subject,choices,answer\nWhich?,virology,\"{choices}\",1\n"))
+    };
+    let show = |path: String| format!("mmlu_virology={path}");
+    let list = show(csv("list.csv", "['red', 'green', 'blue', 'grey']"));
+    let text = said(&["show", "mmlu_virology", "--num-fewshot", "0", "--data", &list]);
+    assert!(text.contains("A. red") && text.contains("D. grey"), "{text}");
+    let broken = show(csv("broken.csv", "red; green; blue; grey"));
+    let arguments = ["show", "mmlu_virology", "--num-fewshot", "0", "--data", &broken];
+    refused(&arguments, 3, &["broken.csv:2", "column `choices`", "expected a JSON or Python list"]);
+}
+
+#[test]
+fn generate_without_an_input_names_both_options() {
+    refused(&["generate", "--model", "nowhere"], 2, &["--prompt <PROMPT>|--messages <FILE>"]);
+}

@@ -283,6 +283,64 @@ fn a_row_longer_than_the_context_is_named_unless_it_may_be_cut() {
     assert!(dropped < cut && cut < split, "{dropped} {cut} {split}");
 }
 
+#[test]
+fn perplexity_reports_the_oddities_that_training_reports() {
+    let room = Room::shared();
+    let row = |answer: &Value| json!({"messages": [{"role": "user", "content": "a"}, answer]}).to_string() + "\n";
+    let empty = row(&json!({"role": "assistant", "content": ""}));
+    room.write("empty.jsonl", &(rows(0..1) + &empty));
+    let output = ok(room.evaluator(&["perplexity", "--model", "full", "--data", "empty.jsonl"], ""));
+    let said = text(&output.stderr);
+    for what in ["hold an empty answer", "have no targets and are left out"] {
+        assert!(said.contains(&format!("warning: 1 of 2 rows {what}, the first at")), "{said}");
+    }
+    assert_eq!(serde_json::from_slice::<Value>(&output.stdout).unwrap()["rows"], 1);
+    let call = json!({"type": "function", "function": {"name": "f", "arguments": {}}});
+    let calls = row(&json!({"role": "assistant", "content": null, "tool_calls": [call]}));
+    room.write("calls.jsonl", &(rows(0..1) + &calls));
+    let refused = room.evaluator(&["perplexity", "--model", "full", "--data", "calls.jsonl"], "");
+    room.refuses(&refused, 3, &["failed to render 1 of 2 rows", "tool calls that chat template", "calls.jsonl:2"]);
+}
+
+#[test]
+fn max_length_limits_the_sequences_of_perplexity() {
+    let room = Room::shared();
+    room.write("words.txt", &"The wolf says yes. ".repeat(60));
+    let words = ["--model", "full", "--data", "words.txt", "--sample-by", "document", "--truncation", "split"];
+    let tokens = |length: &str| room.perplexity(&[&words[..], &["--max-length", length]].concat())["tokens"].as_u64();
+    assert_eq!(tokens("128"), room.perplexity(&words)["tokens"].as_u64());
+    assert!(tokens("32") < tokens("128"), "the first token of a piece has no loss");
+    let data = ["perplexity", "--model", "full", "--data", "words.txt", "--max-length"];
+    room.refuses(&room.evaluator(&[&data[..], &["16"]].concat(), ""), 3, &["words.txt:1", "--max-length is 16"]);
+    room.refuses(&room.evaluator(&[&data[..], &["129"]].concat(), ""), 2, &["the model's context of 128"]);
+}
+
+#[test]
+fn a_completion_without_a_chat_template_ends_with_eos() {
+    let room = Room::shared();
+    let (chat, plain) = (room.path("full/model/global_step_24"), room.path("no-template"));
+    fs::create_dir(&plain).unwrap();
+    for entry in fs::read_dir(chat).unwrap().map(Result::unwrap) {
+        let name = entry.file_name();
+        if entry.path().is_file() && name != "chat_template.jinja" {
+            fs::copy(entry.path(), plain.join(name)).unwrap();
+        }
+    }
+    let config = plain.join("tokenizer_config.json");
+    let mut tokenizer: Value = serde_json::from_str(&fs::read_to_string(&config).unwrap()).unwrap();
+    tokenizer.as_object_mut().unwrap().remove("chat_template");
+    fs::write(config, tokenizer.to_string()).unwrap();
+    room.write("pairs.jsonl", "{\"prompt\": \"The wolf\", \"completion\": \" says yes.\"}\n");
+    room.write("plain.jsonl", "{\"text\": \"The wolf says yes.\"}\n");
+    let tokens = |data: &str, eos: &[&str]| {
+        let arguments = [&["--model", "no-template", "--data", data], eos].concat();
+        room.perplexity(&arguments)["tokens"].as_u64().unwrap()
+    };
+    let without = ["--add-eos-token", "false"];
+    assert_eq!(tokens("pairs.jsonl", &[]), tokens("pairs.jsonl", &without) + 1);
+    assert_eq!(tokens("plain.jsonl", &[]), tokens("plain.jsonl", &without));
+}
+
 /// The prompt of a conversation is the one that the template prints.
 #[test]
 fn system_messages_and_conversations_reach_the_model() {

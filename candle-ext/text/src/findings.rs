@@ -23,6 +23,18 @@ pub enum Finding {
 pub struct Findings(u32);
 
 impl Finding {
+    /// Completes "these rows ...". `template` is the origin of the chat template.
+    pub fn describe(self, template: &str) -> String {
+        match self {
+            Self::EmptyAnswer => "hold an empty answer".to_owned(),
+            Self::AnswerNotRendered => format!("hold tool calls that {template} does not render"),
+            Self::ToolDefinitionsNotRendered => format!("offer tools that {template} does not render"),
+            Self::ReasoningNotRendered => format!("hold reasoning that {template} never renders"),
+            Self::MergedBoundary => "hold an answer whose first token begins in the prompt".to_owned(),
+            Self::UnknownRole => "hold roles that chat templates do not know".to_owned(),
+        }
+    }
+
     fn bit(self) -> u32 {
         1 << self as u8
     }

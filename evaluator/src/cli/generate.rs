@@ -8,7 +8,7 @@ use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_text_or_stdin};
 use candlewick_text::hub::Hub;
 use candlewick_text::template::{ChatTemplate, Ending};
-use clap::Args;
+use clap::{ArgGroup, Args};
 
 use super::answer;
 use super::model::Model;
@@ -18,18 +18,19 @@ use crate::lm::{Answer, Lm};
 use crate::messages::conversations;
 
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("input").required(true))]
 pub(super) struct Generate {
     #[command(flatten)]
     model: Model,
     /// A user's message to answer; several of them are answered one by one; - reads one from stdin
-    #[arg(long, required_unless_present = "messages")]
+    #[arg(long, group = "input")]
     prompt: Vec<String>,
     /// The system message before each prompt or conversation
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
     /// Conversations to answer: a file, or - for stdin. A JSON list of messages, an object with `messages` and perhaps
     /// `tools`, or JSON lines of either
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "raw"])]
+    #[arg(long, value_name = "FILE", group = "input", conflicts_with = "raw")]
     messages: Option<PathBuf>,
     /// Continue the prompt as it stands, without a chat template
     #[arg(long)]

@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
-use candlewick_text::format::{Format, FormatRequest};
+use candlewick_text::findings::Finding;
+use candlewick_text::format::{Document, Format, FormatError, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_document};
 use candlewick_text::source::{SampleBy, Source};
@@ -11,9 +12,11 @@ use clap::{ArgAction, Args, ValueEnum};
 use serde_json::json;
 
 use super::answer;
+use super::held_out_rows::HeldOutRows;
 use super::model::Model;
 use crate::exit::ExitCode;
 use crate::lm::Lm;
+use crate::progress::ProgressLines;
 
 #[derive(Debug, Args)]
 pub(super) struct Perplexity {
@@ -44,16 +47,19 @@ pub(super) struct Perplexity {
     /// Put BOS before each plain text, as `data.add_bos_token` of a recipe [default: as the tokenizer]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_bos_token: Option<bool>,
-    /// Put EOS after each plain text and count it, as `data.add_eos_token` of a recipe
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_value_t = false, default_missing_value = "true",
-          action = ArgAction::Set)]
-    add_eos_token: bool,
+    /// Put EOS after each text and count it, as `data.add_eos_token` of a recipe [default: true for a completion, false for
+    /// plain text]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    add_eos_token: Option<bool>,
     /// The rows of a .txt file: line, paragraph or document
     #[arg(long, value_name = "UNIT", default_value = "line")]
     sample_by: SampleBy,
-    /// The treatment of a row that is longer than the model's context
+    /// The treatment of a row that is longer than --max-length
     #[arg(long, value_enum, default_value_t = Truncation::Error)]
     truncation: Truncation,
+    /// The most tokens of a sequence, as `data.max_length` of a recipe [default: the model's context]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    max_length: Option<u32>,
     /// The most rows to read
     #[arg(long)]
     limit: Option<usize>,
@@ -70,7 +76,7 @@ enum Truncation {
     Truncate,
     /// The row is left out
     Drop,
-    /// The row is cut into pieces, each with a context of its own
+    /// The row is cut into pieces, each a sequence of its own
     Split,
 }
 
@@ -78,25 +84,28 @@ pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
     let mut request = DatasetRequest::parse(&args.data, "test")?;
     request.read.sample_by = args.sample_by;
     let source = hub.dataset(&request)?;
-    let format = Format::find(&args.format_request(&request), &*source)?;
+    let format = Format::find(&args.format_request(&request), &*source).map_err(with_options)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
-    // With --timings stderr is JSON, for programs.
     if !args.timings {
         eprintln!("{}: {}; {n_rows} of {} rows", args.data, format.describe(), source.len());
     }
     let lm = args.model.load(hub)?;
+    let max_length = args.max_length(lm.context())?;
     let began = Instant::now();
-    let rows = (0..n_rows).flat_map(|row_idx| {
-        let place = source.locate(row_idx);
-        let samples = args
-            .samples(&lm, &*source, &format, row_idx)
-            .map_err(|error| error.context(format!("failed to read {place}")));
-        match samples {
-            Ok(samples) => samples.into_iter().map(|sample| Ok((place.clone(), sample))).collect(),
-            Err(error) => vec![Err(error)],
-        }
+    // With --timings stderr is JSON, for programs.
+    let progress = (!args.timings).then(|| ProgressLines::new("perplexity", "sequences", |line| eprintln!("{line}")));
+    let rows = args.rows(&lm, &*source, &format, n_rows, max_length)?;
+    let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
+    rows.refuse_unrendered(&template)?;
+    if !args.timings {
+        rows.warnings(&template).iter().for_each(|warning| eprintln!("{warning}"));
+    }
+    let (n_sequences, n_with_targets) = (rows.sequences.len(), rows.n_rows);
+    let sequences = rows.sequences.into_iter().enumerate().map(|(n_done, sequence)| {
+        progress.iter().for_each(|progress| progress.set(n_done, n_sequences));
+        Ok(sequence)
     });
-    let held_out = lm.held_out(rows)?;
+    let held_out = lm.held_out(sequences)?;
     let eval_time = began.elapsed().as_secs_f64();
     let (loss, n_targets) = (held_out.loss, held_out.n_targets);
     ensure!(
@@ -107,7 +116,10 @@ pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
         let tokens_per_second = n_targets as f64 / eval_time;
         eprintln!("{}", json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second}));
     }
-    answer(&json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_rows}).to_string())
+    answer(
+        &json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_with_targets})
+            .to_string(),
+    )
 }
 
 impl Perplexity {
@@ -122,25 +134,75 @@ impl Perplexity {
         }
     }
 
-    fn render_options(&self) -> RenderOptions {
+    fn render_options(&self, document: &Document) -> RenderOptions {
+        let is_completion = matches!(document, Document::PromptCompletion { .. });
+        let add_eos_token = self.add_eos_token.unwrap_or(is_completion);
         RenderOptions {
             targets: if self.mask_inputs { Targets::Assistant } else { Targets::Everything },
             empty_think: if self.ignore_empty_think { EmptyThink::Ignore } else { EmptyThink::Learn },
-            specials: TextSpecials { add_bos_token: self.add_bos_token, add_eos_token: self.add_eos_token },
+            specials: TextSpecials { add_bos_token: self.add_bos_token, add_eos_token },
             ..RenderOptions::default()
         }
     }
 
-    /// The sequences of one row: one, unless it is longer than the context.
-    fn samples(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Vec<Sample>> {
-        let document = format.read(source, row_idx)?;
-        let sample = render_document(lm.tokenizer(), lm.template(), document, self.render_options())?;
-        let fits = sample.len() <= lm.context();
+    /// Returns the most tokens of a sequence.
+    fn max_length(&self, context: usize) -> Result<usize> {
+        let max_length = self.max_length.map_or(context, |max_length| max_length as usize);
+        ensure!(
+            max_length <= context,
+            anyhow!(
+                "failed to start: --max-length {max_length} is longer than the model's context of {context} tokens"
+            )
+            .context(ExitCode::Usage)
+        );
+        Ok(max_length)
+    }
+
+    /// Renders the first `n_rows` rows and cuts those longer than `max_length`.
+    fn rows(
+        &self,
+        lm: &Lm,
+        source: &dyn Source,
+        format: &Format,
+        n_rows: usize,
+        max_length: usize,
+    ) -> Result<HeldOutRows> {
+        let mut rows = HeldOutRows::default();
+        for row_idx in 0..n_rows {
+            let place = source.locate(row_idx);
+            let sample = self.sample(lm, source, format, row_idx);
+            let sample = sample.map_err(|error| error.context(format!("failed to read {place}")))?;
+            let sequences = self.cut(&place, &sample, max_length)?;
+            rows.add(place, &sample, sequences);
+        }
+        Ok(rows)
+    }
+
+    fn sample(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Sample> {
+        let document = format.read(source, row_idx).map_err(with_options)?;
+        let has_written_roles = matches!(format, Format::Messages(_) | Format::Pairs(_));
+        let is_odd = matches!(&document, Document::Conversation(chat) if chat.has_unknown_role());
+        let options = self.render_options(&document);
+        let mut sample = render_document(lm.tokenizer(), lm.template(), document, options)?;
+        if has_written_roles && is_odd {
+            sample.findings.insert(Finding::UnknownRole);
+        }
+        Ok(sample)
+    }
+
+    /// Returns the sequences of one row: one, unless it is longer than `max_length`.
+    fn cut(&self, place: &str, sample: &Sample, max_length: usize) -> Result<Vec<Sample>> {
+        let fits = sample.len() <= max_length;
         Ok(match self.truncation {
+            Truncation::Error if !fits && self.max_length.is_some() => {
+                let problem =
+                    format!("failed to score {place}: it has {} tokens, --max-length is {max_length}", sample.len());
+                return Err(anyhow!(problem).context(ExitCode::Data));
+            }
             Truncation::Drop if !fits => Vec::new(),
-            Truncation::Truncate => sample.slices(lm.context()).take(1).collect(),
-            Truncation::Split => sample.slices(lm.context()).collect(),
-            Truncation::Error | Truncation::Drop => vec![sample],
+            Truncation::Truncate => sample.slices(max_length).take(1).collect(),
+            Truncation::Split => sample.slices(max_length).collect(),
+            Truncation::Error | Truncation::Drop => vec![sample.clone()],
         })
     }
 }
@@ -149,4 +211,51 @@ fn role_and_path(text: &str) -> Result<(String, String), String> {
     let pair = text.split_once('=').filter(|(role, path)| !role.is_empty() && !path.is_empty());
     let pair = pair.ok_or("expected ROLE=PATH, such as user=question or assistant=messages.role.assistant")?;
     Ok((pair.0.to_owned(), pair.1.to_owned()))
+}
+
+/// Writes the options of this command where an error of the format names keys of a recipe.
+fn with_options(error: FormatError) -> FormatError {
+    match error {
+        FormatError::Unknown { place, problem, columns, help } => {
+            FormatError::Unknown { place, problem: as_options(&problem), columns, help: as_options(&help) }
+        }
+        FormatError::Row { place, format, problem, fix } => {
+            FormatError::Row { place, format, problem: as_options(&problem), fix: as_options(&fix) }
+        }
+        FormatError::Request { key: "role_mapping", problem } => {
+            FormatError::Request { key: "--role-mapping", problem }
+        }
+        other => other,
+    }
+}
+
+/// Replaces `role_mapping: {user: a}` with `--role-mapping user=a`, and `content_key: b` with `--content-key b`.
+fn as_options(text: &str) -> String {
+    const MAPPING: &str = "role_mapping: {";
+    let mut rest = text;
+    let mut changed = String::new();
+    while let Some((before, mapping)) = rest.split_once(MAPPING)
+        && let Some((pairs, after)) = mapping.split_once('}')
+    {
+        let options = pairs.split(", ").map(|pair| format!("--role-mapping {}", pair.replacen(": ", "=", 1)));
+        changed += before;
+        changed += &options.collect::<Vec<_>>().join(" ");
+        rest = after;
+    }
+    changed += rest;
+    changed.replace(", content_key: ", " --content-key ").replace("column: COLUMN", "--column COLUMN")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proposed_mapping_is_written_as_options() {
+        let proposed = "use role_mapping: {user: m.role.a, assistant: m.role.b}, content_key: said";
+        let options = "use --role-mapping user=m.role.a --role-mapping assistant=m.role.b --content-key said";
+        assert_eq!(as_options(proposed), options);
+        assert_eq!(as_options("or column: COLUMN for plain text"), "or --column COLUMN for plain text");
+        assert_eq!(as_options("role_mapping: plain text has no roles"), "role_mapping: plain text has no roles");
+    }
 }

@@ -296,6 +296,17 @@ impl TaskConfig {
         }
     }
 
+    /// Returns true if a multiple-choice task reads a column as a list: by its name, or by the place of an item.
+    pub(crate) fn reads_list_of(&self, column: &str) -> bool {
+        let fewshot = &self.fewshot;
+        let texts = [&self.doc_to_text, &fewshot.doc_to_text].into_iter().flatten();
+        let choices = [&self.doc_to_choice, &fewshot.doc_to_choice].into_iter().flatten();
+        let indexes = |field: &Field| matches!(field, Field::Template(text, _) if text.contains(&format!("{column}[")));
+        let names = |field: &Field| matches!(field, Field::Template(text, _) if text.trim() == column);
+        self.output_type == OutputType::MultipleChoice
+            && (texts.chain(choices.clone()).any(indexes) || choices.into_iter().any(names))
+    }
+
     /// The configuration as the results list it: what was written, with the defaults that lm-eval lists too, and with what the
     /// run says instead.
     pub fn dump(&self, num_fewshot: usize, generation_kwargs: &Map<String, Json>) -> Map<String, Json> {

@@ -14,6 +14,7 @@ use super::data_paths::DataPaths;
 use super::error::{Fault, TaskError, did_you_mean};
 use super::mersenne::Random;
 use super::native::{Doc, ProcessDocs};
+use super::python::literal::literal_eval;
 
 /// The documents of one split, in order.
 pub(crate) struct Split {
@@ -98,8 +99,27 @@ pub(crate) fn open(
         place: source.locate(row),
         problem,
     })?;
-    let (rows, docs) = docs.into_iter().unzip();
+    let (rows, mut docs): (Vec<usize>, Vec<Doc>) = docs.into_iter().unzip();
+    if config.reads_list_of(CHOICES) {
+        for (row, doc) in rows.iter().zip(&mut docs) {
+            let place = || source.locate(*row);
+            read_list(doc, CHOICES).map_err(|problem| TaskError::Document { task: task(), place: place(), problem })?;
+        }
+    }
     Ok(Split { name: split.to_owned(), docs, rows, source })
+}
+
+/// The column of the choices, which CSV files hold as a text.
+const CHOICES: &str = "choices";
+
+/// Reads a list in a column that holds it as text: a JSON list, or a Python literal.
+fn read_list(doc: &mut Doc, column: &str) -> Result<(), String> {
+    let Some(Json::String(text)) = doc.get(column) else { return Ok(()) };
+    let list = serde_json::from_str::<Json>(text).or_else(|_| literal_eval(text)).ok().filter(Json::is_array);
+    let expected = || format!("column `{column}`: expected a JSON or Python list, found the text {text:?}");
+    let list = list.ok_or_else(expected)?;
+    doc.insert(column.to_owned(), list);
+    Ok(())
 }
 
 /// A file holds the one split that is asked for; a folder or a data set of the Hub has splits.
@@ -242,4 +262,24 @@ fn process_all(docs: Vec<Doc>, process: Option<ProcessDocs>) -> Result<Vec<(usiz
 
 fn in_row(row: usize, doc: Result<Doc, String>) -> Result<(usize, Doc), (usize, String)> {
     doc.map(|doc| (row, doc)).map_err(|problem| (row, problem))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_list_that_is_written_as_text_is_read() {
+        let read = |value: Json| {
+            let mut doc = Doc::from_iter([(CHOICES.to_owned(), value)]);
+            read_list(&mut doc, CHOICES).map(|()| doc[CHOICES].clone())
+        };
+        for text in [r#"["a", "b"]"#, "['a', 'b']", "('a', 'b')"] {
+            assert_eq!(read(json!(text)).unwrap(), json!(["a", "b"]), "{text}");
+        }
+        assert_eq!(read(json!(["a"])).unwrap(), json!(["a"]));
+        assert!(read(json!("a;b")).unwrap_err().contains("column `choices`: expected a JSON or Python list"));
+    }
 }

@@ -31,17 +31,41 @@ const MAX_LISTED: usize = 8;
 
 impl DataPaths {
     /// Reads `TASK=PATH` words for `tasks`. `option` stands in messages: the option or key that holds the words. A word that
-    /// fits none of the tasks is an error.
+    /// fits none of the tasks is an error, and so are two words for one TASK, and one file for tasks of several data sets.
     pub fn read(option: &str, words: &[String], tasks: &[TaskConfig]) -> Result<Self, TaskError> {
         let entries = words.iter().map(|word| DataPath::read(option, word, tasks)).collect::<Result<_, _>>()?;
         let mut paths = Self { option: option.to_owned(), entries };
-        let served = |entry: &DataPath| {
-            let own = tasks.iter().filter(|task| paths.entry_of(&task.task).is_some_and(|own| own.is_same(entry)));
-            own.map(|task| (&task.dataset.path, &task.dataset.name)).collect::<BTreeSet<_>>().len()
-        };
-        let shared: Vec<bool> = paths.entries.iter().map(|entry| served(entry) > 1).collect();
+        paths.refuse_repeated()?;
+        let shared = paths.entries.iter().map(|entry| paths.is_shared(entry, tasks)).collect::<Result<Vec<_>, _>>()?;
         paths.entries.iter_mut().zip(shared).for_each(|(entry, is_shared)| entry.is_shared = is_shared);
         Ok(paths)
+    }
+
+    fn refuse_repeated(&self) -> Result<(), TaskError> {
+        let mut seen = BTreeSet::new();
+        match self.entries.iter().find(|entry| !seen.insert(&entry.task)) {
+            Some(DataPath { task, .. }) => {
+                Err(TaskError::Selection(format!("{} {task}: two paths are given; keep one", self.option)))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Returns true if tasks of several data sets have their data at this path. That path cannot be one file.
+    fn is_shared(&self, entry: &DataPath, tasks: &[TaskConfig]) -> Result<bool, TaskError> {
+        let is_own = |task: &&TaskConfig| self.entry_of(&task.task).is_some_and(|own| own.is_same(entry));
+        let served: Vec<&TaskConfig> = tasks.iter().filter(is_own).collect();
+        let datasets: BTreeSet<_> = served.iter().map(|task| (&task.dataset.path, &task.dataset.name)).collect();
+        let is_shared = datasets.len() > 1;
+        if is_shared && Path::new(&entry.path).is_file() {
+            let (option, DataPath { task, path, .. }) = (&self.option, entry);
+            return Err(TaskError::Selection(format!(
+                "{option} {task}={path}: one file is given to tasks of several data sets ({}); name a folder, or write \
+                 {option} TASK=FILE for each",
+                listed(&served)
+            )));
+        }
+        Ok(is_shared)
     }
 
     /// Returns the path for a task: the last that is meant for it.
@@ -103,17 +127,33 @@ impl DataPath {
 fn unmatched(option: &str, name: &str, tasks: &[TaskConfig]) -> String {
     let names = || tasks.iter().map(|task| task.task.as_str());
     let is_group = names().any(|task| task.strip_prefix(name).is_some_and(|rest| rest.starts_with('_')));
-    let near = did_you_mean(name, names());
+    let near = if name.contains('*') { near_pattern(name, tasks) } else { did_you_mean(name, names()) };
     let advice = if is_group {
         format!("; write '{name}_*' for the tasks of that name")
     } else if near.is_empty() {
-        let more = tasks.len().saturating_sub(MAX_LISTED);
-        let more = if more == 0 { String::new() } else { format!(" and {more} more") };
-        format!("; selected are {}{more}", names().take(MAX_LISTED).collect::<Vec<_>>().join(", "))
+        format!("; selected are {}", listed(&tasks.iter().collect::<Vec<_>>()))
     } else {
         near
     };
     format!("{option} {name}: no selected task has that name{advice}")
+}
+
+/// Proposes a pattern such as `mmlu_*` from the first parts of the tasks' names.
+fn near_pattern(pattern: &str, tasks: &[TaskConfig]) -> String {
+    let parts = |task: &TaskConfig| -> Vec<String> {
+        task.task.match_indices('_').map(|(at, _)| format!("{}_*", &task.task[..at])).collect()
+    };
+    let patterns: BTreeSet<String> = tasks.iter().flat_map(parts).collect();
+    did_you_mean(pattern, patterns.iter().map(String::as_str))
+}
+
+fn listed(tasks: &[&TaskConfig]) -> String {
+    let names: Vec<&str> = tasks.iter().take(MAX_LISTED).map(|task| task.task.as_str()).collect();
+    let more = match tasks.len().saturating_sub(MAX_LISTED) {
+        0 => String::new(),
+        n => format!(" and {n} more"),
+    };
+    names.join(", ") + &more
 }
 
 /// Returns the names by which the files of a task are recognised.
@@ -175,8 +215,25 @@ mod tests {
         };
         let near = refused("arc_easy,piqa", "arc-easy=x");
         assert!(near.ends_with("--data arc-easy: no selected task has that name; did you mean `arc_easy`?"), "{near}");
+        let near = refused("mmlu", "mmul_*=x");
+        assert!(near.ends_with("--data mmul_*: no selected task has that name; did you mean `mmlu_*`?"), "{near}");
         assert!(refused("mmlu", "mmlu=x").contains("write 'mmlu_*' for the tasks of that name"));
         assert!(refused("piqa,boolq", "hellaswag=x").ends_with("; selected are piqa, boolq"));
         assert!(refused("piqa", "piqa").contains("write TASK=PATH"));
+    }
+
+    #[test]
+    fn one_file_for_tasks_of_several_data_sets_is_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let read = |selected: &str, words: &[&str]| {
+            let words: Vec<String> = words.iter().map(|word| format!("{word}={}", file.path().display())).collect();
+            DataPaths::read("--data", &words, &tasks(selected)).map_err(|error| error.to_string())
+        };
+        let refused = read("arc_easy,arc_challenge", &["arc_*"]).unwrap_err();
+        assert!(refused.contains("several data sets (arc_easy, arc_challenge)"), "{refused}");
+        assert!(read("arc_easy,arc_challenge", &["arc_*", "arc_easy"]).is_ok());
+        assert!(read("gsm8k,gsm8k_cot_zeroshot", &["gsm8k*"]).is_ok());
+        let refused = read("arc_easy", &["arc_easy", "arc_easy"]).unwrap_err();
+        assert!(refused.contains("--data arc_easy: two paths are given"), "{refused}");
     }
 }

@@ -41,7 +41,6 @@ impl Oddities<'_> {
 
     /// Warns of each oddity once, with the number of samples and the first row.
     pub(crate) fn warnings(&self, counts: &Counts) -> Vec<String> {
-        let template = self.template;
         let calls_advice = match self.plan.unrendered_tool_calls {
             UnrenderedToolCalls::Drop => "these rows are left out",
             _ => "these turns are not learned",
@@ -51,29 +50,21 @@ impl Oddities<'_> {
             false => "these turns are not learned; `data.train_on_empty_answers: true` trains on them",
         };
         let warnings = [
-            (Finding::AnswerNotRendered, format!("hold tool calls that {template} does not render"), calls_advice),
-            (
-                Finding::ToolDefinitionsNotRendered,
-                format!("offer tools that {template} does not render"),
-                "use a chat template that prints `tools`",
-            ),
+            (Finding::AnswerNotRendered, calls_advice),
+            (Finding::ToolDefinitionsNotRendered, "use a chat template that prints `tools`"),
             (
                 Finding::ReasoningNotRendered,
-                format!("hold reasoning that {template} never renders"),
                 "only the rest of the answer is learned; use a chat template that prints `reasoning_content`",
             ),
-            (Finding::EmptyAnswer, "hold an empty answer".to_owned(), empty_advice),
-            (
-                Finding::MergedBoundary,
-                "hold an answer whose first token begins in the prompt".to_owned(),
-                "generation never produces that token; begin answers without white space",
-            ),
+            (Finding::EmptyAnswer, empty_advice),
+            (Finding::MergedBoundary, "generation never produces that token; begin answers without white space"),
         ];
-        let warnings = warnings.into_iter().filter_map(|(finding, what, advice)| self.warning(finding, &what, advice));
+        let warnings = warnings.into_iter().filter_map(|(finding, advice)| self.warning(finding, advice));
         warnings.chain(self.without_targets(counts)).chain(self.unknown_roles()).collect()
     }
 
-    fn warning(&self, finding: Finding, what: &str, advice: impl Display) -> Option<String> {
+    fn warning(&self, finding: Finding, advice: impl Display) -> Option<String> {
+        let what = finding.describe(self.template);
         let mut found = self.samples(finding);
         let first = found.next()?;
         let n_found = 1 + found.count();
@@ -95,7 +86,7 @@ impl Oddities<'_> {
         let roles = count_roles(self.dataset, self.samples(Finding::UnknownRole));
         let mapping = roles.mapping().map(|mapping| format!("; to change that: {mapping}")).unwrap_or_default();
         let advice = format!("only the assistant is learned (roles: {roles}){mapping}");
-        self.warning(Finding::UnknownRole, "hold roles that chat templates do not know", advice)
+        self.warning(Finding::UnknownRole, advice)
     }
 
     fn samples(&self, finding: Finding) -> impl Iterator<Item = usize> + '_ {

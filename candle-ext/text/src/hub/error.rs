@@ -49,8 +49,8 @@ pub enum HubError {
     },
     /// The base model of an adapter that cannot be found.
     #[error(
-        "find the base model of the adapter {}: failed to {source}; the name is base_model_name_or_path of its \
-         adapter_config.json, and --model or --base can give another",
+        "find the base model of the adapter {}: failed to {source}; correct base_model_name_or_path in its \
+         adapter_config.json, or merge the adapter with `trainer merge --base MODEL`",
         adapter.display()
     )]
     Base {
