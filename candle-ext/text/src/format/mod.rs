@@ -16,6 +16,7 @@ mod sharegpt;
 mod text;
 
 pub use alpaca::Alpaca;
+pub use chat::message_from_fields;
 pub use detect::{FormatRequest, Purpose};
 pub use error::FormatError;
 pub use hints::Roles;
