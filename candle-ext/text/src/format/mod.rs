@@ -113,6 +113,11 @@ impl Format {
         })
     }
 
+    /// Returns true if the recipe's mapping names this role.
+    pub fn maps_role(&self, role: &str) -> bool {
+        matches!(self, Self::Mapped(mapping) if mapping.has_role(role))
+    }
+
     fn parse(&self, row: &Row) -> Result<Document, Fault> {
         match self {
             Self::Messages(format) => format.parse(row),
