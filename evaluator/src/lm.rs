@@ -278,7 +278,7 @@ pub fn answer_chat(
     options: &GenerateOptions,
     on_text: &mut OnText,
 ) -> Result<Answer> {
-    let prompt = render_prompt(tokenizer, template, chat)?;
+    let prompt = render_prompt(tokenizer, template, &template.with_argument_objects(chat))?;
     let stop = stops(tokenizer).into_iter().chain(end_of_turn(tokenizer, template)).collect::<Vec<_>>();
     answer(engine, tokenizer, &prompt, &stop, options, on_text)
 }

@@ -2,6 +2,7 @@
 
 use anyhow::{Result, anyhow, bail};
 use candlewick_text::conversation::{Conversation, Message};
+use candlewick_text::format::message_from_fields;
 use serde_json::{Map, Value as Json};
 
 /// Reads the conversations of a text.
@@ -72,7 +73,7 @@ fn message(place: &str, value: Json) -> Result<Message> {
         Json::Object(fields) => fields,
         _ => bail!("{place} is no message: expected {{\"role\": \"user\", \"content\": \"...\"}}"),
     };
-    Message::from_fields(fields).map_err(|error| anyhow!("{place}: failed to {error}"))
+    message_from_fields(fields).map_err(|problem| anyhow!("{place}: {problem}"))
 }
 
 #[cfg(test)]
@@ -116,7 +117,9 @@ mod tests {
             ("{\"role\": \"user\", \"content\": \"a\"}\nhello", "line 2 is not JSON"),
             ("[3]", "item 1 is no conversation"),
             (r#"{"messages": []}"#, "has no messages"),
-            (r#"{"messages": [{"role": "user", "content": 3}]}"#, "message 1: failed to read a user message"),
+            (r#"{"messages": [{"role": "user", "content": 3}]}"#, "message 1: read a user message"),
+            (r#"[{"role": "user", "content": [{"type": "image"}]}]"#, "item 1: part 0 of `content` is image (image)"),
+            (r#"{"role": "user", "content": [{"type": "image"}]}"#, "images are not supported"),
             (r#"{"prompt": "hi"}"#, "expected {\"messages\""),
         ] {
             let error = format!("{:#}", conversations(text).unwrap_err());

@@ -503,10 +503,17 @@ fn roles_that_are_not_learned_are_named_with_a_mapping() {
     }
     let mixed = messages(json!([{"role": "moderator", "content": "a"}, {"role": "user", "content": "b"},
                                 {"role": "assistant", "content": "c"}]));
-    let prepared = bench.prepare(&bench.plan(bench.write("train.jsonl", &[chat("a", "b"), mixed]))).unwrap();
+    let prepared = bench.prepare(&bench.plan(bench.write("train.jsonl", &[chat("a", "b"), mixed.clone()]))).unwrap();
     let notes = prepared.notes.join("\n");
     assert!(notes.contains("1 of 2 training samples hold roles that chat templates do not know"), "{notes}");
     assert!(notes.contains("(roles: moderator 1, user 1, assistant 1)"), "{notes}");
+    let path = bench.write("pasted.jsonl", &[chat("a", "b"), mixed.clone()]);
+    let whole = bench.prepare(&bench.plan(path.clone())).unwrap();
+    let path_of = |role: &str| (role.to_owned(), format!("messages.role.{role}"));
+    let pasted = SourcePlan { role_mapping: vec![path_of("user"), path_of("assistant")], ..path };
+    let pasted = bench.prepare(&bench.plan(pasted)).unwrap();
+    assert_eq!(bench.shown(&pasted.train), bench.shown(&whole.train));
+    assert!(pasted.notes.join("\n").contains("1 of 2 training samples hold roles"), "{:?}", pasted.notes);
 }
 
 #[test]

@@ -28,9 +28,9 @@ impl Conversation {
         Self { tools: Some(tools), ..self }
     }
 
-    /// Returns true if a message has a role that chat templates do not know.
-    pub fn has_unknown_role(&self) -> bool {
-        self.messages.iter().any(|message| !ROLES.contains(&message.role()))
+    /// The roles of messages that chat templates do not know.
+    pub fn unknown_roles(&self) -> impl Iterator<Item = &str> {
+        self.messages.iter().map(Message::role).filter(|role| !ROLES.contains(role))
     }
 
     /// Whether any message is the assistant's, that is, whether there is something to learn.

@@ -175,7 +175,9 @@ pub fn render_document(
         (Document::PromptCompletion { prompt, completion }, _) => {
             render_completion(tokenizer, prompt, completion, options)?
         }
-        (Document::Conversation(chat), Some(template)) => render_chat(tokenizer, template, chat, options)?,
+        (Document::Conversation(chat), Some(template)) => {
+            render_chat(tokenizer, template, &template.with_argument_objects(chat), options)?
+        }
         (Document::Conversation(_), None) => return Err(RenderError::NoTemplate(tokenizer.directory().to_owned())),
     };
     if options.targets == Targets::Everything {

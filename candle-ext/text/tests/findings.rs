@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::findings::Finding;
-use candlewick_text::render::{EmptyAnswers, RenderOptions, Sample, render_chat, render_completion};
+use candlewick_text::format::Document;
+use candlewick_text::render::{EmptyAnswers, RenderOptions, Sample, render_chat, render_completion, render_document};
 use candlewick_text::template::{ChatTemplate, Ending};
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde_json::{Value as Json, json};
@@ -197,4 +198,27 @@ fn a_target_that_begins_in_the_prompt_is_found() {
     assert!(sample.findings.contains(Finding::MergedBoundary));
     let sample = render_completion(&smollm.tokenizer, "The", " cat", RenderOptions::default()).unwrap();
     assert!(!sample.findings.contains(Finding::MergedBoundary));
+}
+
+/// Data sets keep OpenAI's arguments as JSON text, and templates expect objects.
+#[test]
+fn arguments_of_documents_are_encoded_once() {
+    let chat = Conversation::new([user("Oslo?"), call()]);
+    for (name, want) in [
+        ("qwen2_5", r#""arguments": {"city": "Oslo"}}"#),
+        ("llama3_2", r#""parameters": {"city": "Oslo"}}"#),
+        ("qwen3", r#""arguments": {"city": "Oslo"}}"#),
+    ] {
+        let Family { tokenizer, template } = Family::new(name);
+        let document = Document::Conversation(chat.clone());
+        let sample = render_document(&tokenizer, Some(&template), document, RenderOptions::default()).unwrap();
+        let text = tokenizer.decode(&sample.ids, Specials::Add).unwrap();
+        assert!(text.contains(want), "{name}: {text}");
+    }
+    let printed =
+        ChatTemplate::new("raw", "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}");
+    let printed = printed.unwrap();
+    let only_call = Conversation::new([call()]);
+    let text = printed.render(&printed.with_argument_objects(&only_call), Ending::Closed).unwrap();
+    assert_eq!(text, r#"{"city": "Oslo"}"#);
 }

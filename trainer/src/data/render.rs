@@ -95,12 +95,12 @@ impl<'a> Renderer<'a> {
 
     fn row(&self, source: &dyn Source, format: &Format, row: usize) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
-        let has_written_roles = matches!(format, Format::Messages(_) | Format::Pairs(_));
-        let is_odd = matches!(&document, Document::Conversation(chat) if chat.has_unknown_role());
+        let is_unknown = |role: &str| !format.maps_role(role);
+        let is_odd = matches!(&document, Document::Conversation(chat) if chat.unknown_roles().any(is_unknown));
         let sample = self.document(document);
         let mut sample =
             sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })?;
-        if has_written_roles && is_odd {
+        if is_odd {
             sample.findings.insert(Finding::UnknownRole);
         }
         Ok(sample)

@@ -8,6 +8,8 @@ use crate::source::Row;
 
 /// Columns that hold the tools a conversation was offered.
 const TOOL_COLUMNS: [&str; 2] = ["tools", "functions"];
+/// Columns that hold what a text model cannot read.
+const MEDIA_COLUMNS: [&str; 6] = ["images", "image", "videos", "video", "audios", "audio"];
 
 /// Names of speakers and the roles they mean.
 const ALIASES: [(&str, &[&str]); 4] = [
@@ -31,6 +33,7 @@ pub(crate) fn known_names() -> String {
 
 /// Puts a conversation together with the row's `system` text and tool definitions.
 pub(crate) fn conversation(row: &Row, mut messages: Vec<Message>) -> Result<Conversation, Fault> {
+    check_media(row)?;
     let system = optional_text(row, "system").unwrap_or_default();
     let has_system = messages.iter().any(|message| message.role() == "system");
     if !system.is_empty() && !has_system {
@@ -56,14 +59,27 @@ pub(crate) fn list(row: &Row, column: &str) -> Result<Vec<Value>, Fault> {
     }
 }
 
+/// Reads item `message_idx` of a list of messages; a fault names both.
+pub(crate) fn message(column: &str, message_idx: usize, fields: Map<String, Value>) -> Result<Message, Fault> {
+    regular(fields).map_err(|fault| fault.within(column, message_idx))
+}
+
+/// Reads the fields of a message as the rows of a data set are read. The error says what is wrong and what to do.
+pub fn message_from_fields(fields: Map<String, Value>) -> Result<Message, String> {
+    regular(fields).map_err(|fault| format!("{}; {}", fault.problem, fault.fix))
+}
+
 /// One message's fields, made regular: usual names for user and assistant, no null fields, text parts joined into
-/// one text, one name for the weight. An answer of null is an empty text.
-pub(crate) fn message(column: &str, message_idx: usize, mut fields: Map<String, Value>) -> Result<Message, Fault> {
+/// one text, one name for the weight, a `function_call` as `tool_calls`. An answer of null is an empty text.
+fn regular(mut fields: Map<String, Value>) -> Result<Message, Fault> {
     let role = fields.get("role").and_then(Value::as_str).and_then(role_of_alias);
     if let Some(role) = role.filter(|role| ["user", "assistant"].contains(role)) {
         fields.insert("role".into(), role.into());
     }
     let is_assistant = role == Some("assistant");
+    if is_assistant {
+        function_call_as_tool_call(&mut fields);
+    }
     let has_calls = fields.get("tool_calls").is_some_and(|calls| !is_nothing(calls));
     let mut clean = Map::new();
     for (key, value) in fields {
@@ -72,10 +88,10 @@ pub(crate) fn message(column: &str, message_idx: usize, mut fields: Map<String, 
                 clean.insert(key, "".into());
             }
             "content" => {
-                clean.insert(key, join_parts(value).map_err(|fault| fault.within(column, message_idx))?);
+                clean.insert(key, join_parts(value)?);
             }
             "train" | "training" | "loss_weight" | "weight" => {
-                if is_assistant && !is_learned(&value).ok_or_else(|| no_weight(column, message_idx, &key, &value))? {
+                if is_assistant && !is_learned(&value).ok_or_else(|| no_weight(&key, &value))? {
                     clean.insert("weight".into(), json!(0));
                 }
             }
@@ -88,9 +104,40 @@ pub(crate) fn message(column: &str, message_idx: usize, mut fields: Map<String, 
     Message::from_fields(clean).map_err(|error| {
         let fix = "correct the row, or name the roles with role_mapping and the key of the text with content_key";
         let reason = error.to_string();
-        let reason = reason.strip_prefix("read a message: ").unwrap_or(&reason);
-        Fault::new(format!("column `{column}`, item {message_idx}: {reason}"), fix)
+        Fault::new(reason.strip_prefix("read a message: ").unwrap_or(&reason), fix)
     })
+}
+
+/// Rewrites OpenAI's former `function_call` as a list of one tool call.
+fn function_call_as_tool_call(fields: &mut Map<String, Value>) {
+    let has_calls = fields.get("tool_calls").is_some_and(|calls| !is_nothing(calls));
+    let is_call = fields.get("function_call").is_some_and(|call| call.get("name").is_some());
+    if is_call
+        && !has_calls
+        && let Some(call) = fields.shift_remove("function_call")
+    {
+        fields.insert("tool_calls".into(), json!([{"type": "function", "function": call}]));
+    }
+}
+
+/// Refuses a row with images, videos or audio in a column of their own.
+fn check_media(row: &Row) -> Result<(), Fault> {
+    let has_media = |column: &&&str| row.get(**column).is_some_and(|value| !is_empty_media(value));
+    let Some(column) = MEDIA_COLUMNS.iter().find(has_media) else { return Ok(()) };
+    let media = match column.trim_end_matches('s') {
+        "audio" => "audio is".to_owned(),
+        media => format!("{media}s are"),
+    };
+    Err(Fault::new(format!("column `{column}` is not empty; {media} not supported"), "delete the row or the column"))
+}
+
+fn is_empty_media(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::String(text) => text.is_empty(),
+        Value::Array(items) => items.iter().all(is_empty_media),
+        _ => false,
+    }
 }
 
 /// The object in item `item_idx` of a list.
@@ -187,8 +234,7 @@ fn is_learned(weight: &Value) -> Option<bool> {
     }
 }
 
-fn no_weight(column: &str, message_idx: usize, key: &str, value: &Value) -> Fault {
-    let found = type_name(value);
-    let problem = format!("column `{column}`, item {message_idx}: key `{key}` is {found}, expected 0 or 1");
+fn no_weight(key: &str, value: &Value) -> Fault {
+    let problem = format!("key `{key}` is {}, expected 0 or 1", type_name(value));
     Fault::new(problem, "write 1 where the answer is to be learned and 0 where it is only context")
 }

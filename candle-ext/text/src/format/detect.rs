@@ -336,5 +336,9 @@ fn mapped(sight: &Sight, roles: &[(String, String)], content_key: Option<&str>) 
         let problem = format!("role_mapping: there is no column {missing:?}{}", sight.near(missing));
         return Err(sight.unknown(problem + &paste.unwrap_or_default()));
     }
+    for (path, found) in mapping.unused(&sight.rows) {
+        let (n_rows, found) = (sight.rows.len(), found.join(", "));
+        tracing::warn!("role_mapping: {path} names no message of the first {n_rows} rows; their roles are {found}");
+    }
     Ok(Format::Mapped(mapping))
 }

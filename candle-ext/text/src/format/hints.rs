@@ -69,11 +69,10 @@ impl Roles {
     /// Counts the roles of a row's messages as they are written.
     pub fn count(&mut self, row: &Row) {
         for (column, value) in row {
-            let Some(items) = value.as_array().filter(|items| items.iter().all(|item| item.get("role").is_some()))
-            else {
-                continue;
-            };
-            for role in items.iter().filter_map(|item| item["role"].as_str()) {
+            let has_key =
+                |key: &&&str| value.as_array().is_some_and(|items| items.iter().all(|item| item.get(**key).is_some()));
+            let (Some(items), Some(key)) = (value.as_array(), ROLE_KEYS[..2].iter().find(has_key)) else { continue };
+            for role in items.iter().filter_map(|item| item[*key].as_str()) {
                 match self.counts.iter_mut().find(|(own, _)| own == role) {
                     Some((_, n)) => *n += 1,
                     None => self.counts.push((role.to_owned(), 1)),

@@ -1,12 +1,14 @@
 //! Roles taken from columns as the recipe's `role_mapping` says.
 //!
 //! A path is a column (`question`), or `list.field.value` (`messages.role.user`): the items of a
-//! list whose field has that value. Items of one list keep the list's order; a role with more
-//! turns than another loses none of them.
+//! list whose field has that value. Items of one list keep the list's order. An item that no path
+//! names keeps its standard role, or is context under its own name.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
+use super::chat::{calls_in_text, conversation, message, object, role_of_alias};
 use super::error::{Fault, type_name};
+use super::sharegpt::CALLS;
 use super::{Document, FormatError};
 use crate::conversation::{Conversation, Message};
 use crate::source::Row;
@@ -63,6 +65,27 @@ impl RoleMapping {
         })
     }
 
+    /// Returns true if the mapping names this role.
+    pub(crate) fn has_role(&self, role: &str) -> bool {
+        self.roles.iter().any(|(own, _)| own == role)
+    }
+
+    /// The mapped names that no item of these rows has, each with the names that the items have.
+    pub(crate) fn unused(&self, rows: &[Row]) -> Vec<(String, Vec<String>)> {
+        let items = self.roles.iter().filter_map(|(role, path)| match path {
+            // A name that means its role anyway is no mistake.
+            RolePath::Items { list, field, value } if role_of_alias(value) != Some(role) => {
+                Some((path, list, field, value))
+            }
+            _ => None,
+        });
+        let unused = items.filter_map(|(path, list, field, value)| {
+            let found = names(rows, list, field);
+            (!found.is_empty() && !found.contains(value)).then(|| (path.to_string(), found))
+        });
+        unused.collect()
+    }
+
     pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {
         let mut messages = Vec::new();
         let mut read: Vec<&str> = Vec::new();
@@ -80,7 +103,10 @@ impl RoleMapping {
             let problem = format!("no message at {}", self.describe().join(", "));
             return Err(Fault::new(problem, format!("the row holds {}", shape(row))));
         }
-        Ok(Document::Conversation(Conversation::new(messages)))
+        Ok(Document::Conversation(match read.is_empty() {
+            true => Conversation::new(messages),
+            false => conversation(row, messages)?,
+        }))
     }
 
     fn turn_in(&self, row: &Row, role: &str, column: &str) -> Result<Option<Message>, Fault> {
@@ -94,17 +120,66 @@ impl RoleMapping {
             Some(Value::Array(items)) => items,
             other => return Err(Fault::type_of(list, other, "a list of objects")),
         };
-        let mut messages = Vec::new();
-        for (idx, item) in items.iter().enumerate() {
-            let Some(role) = self.role_of(list, item) else { continue };
-            let text = plain(self.content(item)).map_err(|found| {
-                let found = type_name(found);
-                let problem = format!("column `{list}`, item {idx}: the content is {found}");
-                Fault::new(problem, "name the text's key with content_key")
-            })?;
-            messages.extend(text.map(|text| Message::new(role, text)));
+        let is_known = |item: &Value| {
+            self.role_of(list, item).is_some() || self.name_of(list, item).is_some_and(|name| is_standard(name))
+        };
+        if !items.iter().any(is_known) {
+            return Ok(Vec::new());
         }
-        Ok(messages)
+        items.iter().enumerate().map(|(idx, item)| self.turn(list, idx, item)).collect()
+    }
+
+    /// One item as a message, with every key that is neither the speaker's nor the text's.
+    fn turn(&self, list: &str, idx: usize, item: &Value) -> Result<Message, Fault> {
+        let mut rest = object(list, idx, item.clone())?;
+        let Some(name) = self.name_of(list, item) else {
+            let fields: Vec<&str> = self.fields_of(list).collect();
+            let problem = format!("column `{list}`, item {idx}: there is no text under {}", fields.join(" or "));
+            return Err(Fault::new(problem, "correct the row, or name the key of the speaker in role_mapping"));
+        };
+        let content = match self.content_key_of(item) {
+            Some(key) => rest.shift_remove(key).unwrap_or_default(),
+            None => Value::Null,
+        };
+        let content = match content {
+            Value::Number(number) => Value::String(number.to_string()),
+            content @ (Value::Null | Value::String(_) | Value::Array(_)) => content,
+            found => {
+                let problem = format!("column `{list}`, item {idx}: the content is {}", type_name(&found));
+                return Err(Fault::new(problem, "name the text's key with content_key"));
+            }
+        };
+        rest.retain(|key, _| !CONTENT_KEYS.contains(&key.as_str()) && self.fields_of(list).all(|field| field != key));
+        let calls = content.as_str().filter(|_| CALLS.contains(&name)).and_then(calls_in_text);
+        let mut turn = Map::new();
+        match (self.role_of(list, item), calls) {
+            (None, Some(calls)) => {
+                turn.insert("role".into(), "assistant".into());
+                turn.insert("content".into(), "".into());
+                turn.insert("tool_calls".into(), calls);
+            }
+            (role, _) => {
+                turn.insert("role".into(), role.or(role_of_alias(name)).unwrap_or(name).into());
+                turn.insert("content".into(), content);
+            }
+        }
+        for (key, value) in rest {
+            turn.entry(key).or_insert(value);
+        }
+        message(list, idx, turn)
+    }
+
+    /// The keys that name the speaker of an item, as the paths into this list have them.
+    fn fields_of<'a>(&'a self, list: &'a str) -> impl Iterator<Item = &'a str> {
+        self.roles.iter().filter_map(move |(_, path)| match path {
+            RolePath::Items { list: own, field, .. } if own == list => Some(field.as_str()),
+            _ => None,
+        })
+    }
+
+    /// The speaker of an item as the row names it.
+    fn name_of<'a>(&self, list: &str, item: &'a Value) -> Option<&'a str> {
+        self.fields_of(list).find_map(|field| item.get(field)?.as_str())
     }
 
     fn role_of(&self, list: &str, item: &Value) -> Option<&str> {
@@ -117,10 +192,11 @@ impl RoleMapping {
         self.roles.iter().find(|(_, path)| is_at(path)).map(|(role, _)| role.as_str())
     }
 
-    fn content<'a>(&self, item: &'a Value) -> Option<&'a Value> {
+    fn content_key_of(&self, item: &Value) -> Option<&str> {
+        let has_text = |key: &&&str| item.get(**key).is_some_and(|content| !content.is_null());
         match &self.content_key {
-            Some(key) => item.get(key),
-            None => CONTENT_KEYS.iter().find_map(|key| item.get(*key).filter(|content| !content.is_null())),
+            Some(key) => Some(key),
+            None => CONTENT_KEYS.iter().find(has_text).copied(),
         }
     }
 }
@@ -153,6 +229,23 @@ impl std::fmt::Display for RolePath {
     }
 }
 
+/// Returns true for a name that has a role without a mapping.
+fn is_standard(name: &str) -> bool {
+    role_of_alias(name).is_some() || CALLS.contains(&name)
+}
+
+/// The speakers that the items of a list have in these rows.
+fn names(rows: &[Row], list: &str, field: &str) -> Vec<String> {
+    let items = rows.iter().filter_map(|row| row.get(list)?.as_array()).flatten();
+    let mut names: Vec<String> = Vec::new();
+    for name in items.filter_map(|item| item.get(field)?.as_str()) {
+        if !names.iter().any(|own| own == name) {
+            names.push(name.to_owned());
+        }
+    }
+    names
+}
+
 /// A text or a number as text; `None` for nothing; the value itself if it is neither.
 fn plain(value: Option<&Value>) -> Result<Option<String>, &Value> {
     match value {
@@ -175,4 +268,22 @@ fn shape(row: &Row) -> String {
         }
     });
     columns.collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_mapped_name_that_no_message_has_is_found() {
+        let row = json!({"c": [{"role": "anna", "content": "hi"}, {"role": "assistant", "content": "yo"}]});
+        let rows = [row.as_object().unwrap().clone()];
+        let roles = [("user", "c.role.ana"), ("system", "c.role.system"), ("assistant", "c.role.assistant")];
+        let roles = roles.map(|(role, path)| (role.to_owned(), path.to_owned()));
+        let unused = RoleMapping::new(&roles, None).unwrap().unused(&rows);
+        assert_eq!(unused, [("c.role.ana".to_owned(), vec!["anna".to_owned(), "assistant".to_owned()])]);
+    }
 }

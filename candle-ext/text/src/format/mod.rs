@@ -16,6 +16,7 @@ mod sharegpt;
 mod text;
 
 pub use alpaca::Alpaca;
+pub use chat::message_from_fields;
 pub use detect::{FormatRequest, Purpose};
 pub use error::FormatError;
 pub use hints::Roles;
@@ -110,6 +111,11 @@ impl Format {
             problem: fault.problem,
             fix: fault.fix,
         })
+    }
+
+    /// Returns true if the recipe's mapping names this role.
+    pub fn maps_role(&self, role: &str) -> bool {
+        matches!(self, Self::Mapped(mapping) if mapping.has_role(role))
     }
 
     fn parse(&self, row: &Row) -> Result<Document, Fault> {

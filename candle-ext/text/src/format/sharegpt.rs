@@ -17,7 +17,8 @@ pub struct ShareGpt {
 }
 
 const MAP_IT: &str = "correct the row, or name the roles in the recipe with role_mapping";
-const CALLS: [&str; 4] = ["function_call", "function-call", "tool_call", "tool_calls"];
+/// Speakers whose text is a tool call.
+pub(super) const CALLS: [&str; 4] = ["function_call", "function-call", "tool_call", "tool_calls"];
 
 impl ShareGpt {
     pub(crate) fn parse(&self, row: &Row) -> Result<Document, Fault> {

@@ -100,6 +100,7 @@ impl DatasetRequest {
             || Kind::of(name).is_some()
             || name.matches('/').count() > 1
             || (name.contains('/') && near_sibling(Path::new(name)).is_some())
+            || is_near_data_file(Path::new("."), name)
     }
 }
 
@@ -111,7 +112,15 @@ impl Hub {
         }
         let repo = RepoId::parse(RepoKind::Dataset, &request.spec.name)?;
         let revision = request.revision.as_deref().unwrap_or("main");
-        self.with_listing(&repo, revision, |listing| self.rows(listing, request))
+        let rows = self.with_listing(&repo, revision, |listing| self.rows(listing, request));
+        rows.map_err(|error| match error {
+            HubError::Unreachable { endpoint, reason } => {
+                let name = &request.spec.name;
+                let reason = format!("{reason} (and no file or folder here has the name {name})");
+                HubError::Unreachable { endpoint, reason }
+            }
+            error => error,
+        })
     }
 
     fn rows(&self, listing: &Listing, request: &DatasetRequest) -> Result<Box<dyn Source>, HubError> {
@@ -146,5 +155,39 @@ impl Hub {
         let places = listing.has(&readme).then(|| self.fetch(listing, &[readme]))?;
         let place = places.inspect_err(|error| tracing::warn!("the README is left aside: {error}")).ok()?.remove(0);
         Card::parse(&std::fs::read_to_string(place).ok()?)
+    }
+}
+
+/// Returns true if `name`, an ending included, is very near to the name of a data file in `folder`.
+fn is_near_data_file(folder: &Path, name: &str) -> bool {
+    // A Hub id seldom has an ending, and `gsm8k` beside `gsm8k.jsonl` may mean the Hub's.
+    if name.contains('/') || !name.contains('.') {
+        return false;
+    }
+    let Ok(entries) = std::fs::read_dir(folder) else { return false };
+    let others = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    others.filter(|other| Kind::of(other).is_some()).any(|other| strsim::jaro_winkler(&other, name) > 0.9)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mistyped_data_file_is_not_taken_for_a_hub_id() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["id.jsonl", "gsm8k_test.jsonl", "notes.md"] {
+            std::fs::write(folder.path().join(name), "").unwrap();
+        }
+        for (name, want) in [
+            ("id.jsnl", true),
+            ("gsm8k_tset.jsonl", true),
+            ("gsm8k_test", false),
+            ("notes.mdd", false),
+            ("owner/id.jsnl", false),
+        ] {
+            assert_eq!(is_near_data_file(folder.path(), name), want, "{name}");
+        }
     }
 }

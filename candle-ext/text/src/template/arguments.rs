@@ -1,8 +1,30 @@
 //! The arguments of tool calls, which data sets keep as objects or as JSON text.
 
+use std::borrow::Cow;
+
 use serde_json::Value as Json;
 
+use super::{ChatTemplate, Ending};
 use crate::conversation::{Conversation, Message};
+
+impl ChatTemplate {
+    /// Returns the conversation with arguments of tool calls as objects if this template encodes JSON text twice.
+    ///
+    /// OpenAI writes `"arguments": "{\"x\": 1}"`, and `arguments | tojson` prints that with escaped quotes. A template
+    /// that prints texts as they are keeps the text of the row.
+    pub fn with_argument_objects<'a>(&self, chat: &'a Conversation) -> Cow<'a, Conversation> {
+        let Some(objects) = as_objects(chat) else { return Cow::Borrowed(chat) };
+        let texts: Vec<String> = chat.messages.iter().flat_map(encoded).collect();
+        let n_encoded = |chat: &Conversation| {
+            let text = self.render(chat, Ending::Closed).ok()?;
+            Some(texts.iter().map(|encoded| text.matches(encoded).count()).sum::<usize>())
+        };
+        match (n_encoded(chat), n_encoded(&objects)) {
+            (Some(as_text), Some(as_objects)) if as_text > as_objects => Cow::Owned(objects),
+            _ => Cow::Borrowed(chat),
+        }
+    }
+}
 
 /// The conversation with objects where arguments were JSON text, if there are any such.
 pub(super) fn as_objects(chat: &Conversation) -> Option<Conversation> {
@@ -26,6 +48,13 @@ fn message(message: &Message) -> Option<Message> {
         }
     }
     has_changed.then(|| message.clone().with("tool_calls", calls))
+}
+
+/// The message's arguments that are JSON text, each as a JSON string.
+fn encoded(message: &Message) -> Vec<String> {
+    let calls = message.fields().get("tool_calls").and_then(Json::as_array).into_iter().flatten();
+    let arguments = calls.filter_map(|call| call.get("function").unwrap_or(call).get("arguments"));
+    arguments.filter(|arguments| object(arguments).is_some()).map(Json::to_string).collect()
 }
 
 fn object(arguments: &Json) -> Option<Json> {

@@ -1,6 +1,6 @@
 //! Which files of a data set make a split, through the Hub and from the cache.
 
-use candlewick_text::hub::{DatasetRequest, Hub};
+use candlewick_text::hub::{DatasetRequest, Hub, HubSettings};
 use candlewick_text::source::Source;
 
 use super::Bench;
@@ -167,4 +167,12 @@ fn an_empty_file_is_told() {
     let repo = Repo::new("datasets/tiny/none", &[("train.jsonl", "\n\n")]);
     let bench = Bench::new(HubServer::start([repo]));
     refused(&bench.hub(), "tiny/none", "there are no rows in it");
+}
+
+#[test]
+fn out_of_reach_says_that_no_file_has_the_name() {
+    let bench = Bench::new(HubServer::start([by_name()]));
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let settings = HubSettings { endpoint: format!("http://{port}"), ..bench.settings() };
+    refused(&Hub::new(settings).unwrap(), "tiny/rows", "no file or folder here has the name tiny/rows");
 }

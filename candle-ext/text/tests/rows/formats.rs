@@ -184,7 +184,8 @@ fn role_mapping_from_columns_and_from_lists() {
     assert!(numbers.ends_with("{\"role\":\"assistant\",\"content\":\"2.5\"}"), "{numbers}");
 
     let paths = roles(&[("user", "c.from.human"), ("assistant", "c.from.gpt"), ("assistant", "a")]);
-    let row = r#"{"c":[{"from":"human","value":"hi"},{"from":"note","value":"-"},{"from":"gpt","value":"yo"},{"from":"human","value":"hi"}],"a":"yo"}"#;
+    let row =
+        r#"{"c":[{"from":"human","value":"hi"},{"from":"gpt","value":"yo"},{"from":"human","value":"hi"}],"a":"yo"}"#;
     let read = read(row, &paths).unwrap();
     assert!(read.ends_with(&[USER, ASSISTANT, USER, ASSISTANT].join("\n")), "{read}");
 }
@@ -406,4 +407,57 @@ fn a_message_without_a_role_is_the_cause() {
         &request(),
         &["item 0 of `messages` has no `role` (its keys: content)"],
     );
+}
+
+#[test]
+fn role_mapping_keeps_turns_that_it_does_not_name() {
+    let row = r#"{"messages":[{"role":"system","content":"s"},{"role":"user","content":"hi"},{"role":"assistant","content":null,"tool_calls":[{"function":{"name":"f","arguments":{}}}]},{"role":"tool","content":"2"},{"role":"moderator","content":"m"},{"role":"assistant","content":"yo"}],"tools":[{"name":"f"}]}"#;
+    let want = [
+        r#"{"role":"system","content":"s"}"#,
+        USER,
+        r#"{"role":"assistant","content":null,"tool_calls":[{"function":{"name":"f","arguments":{}}}]}"#,
+        r#"{"role":"tool","content":"2"}"#,
+        r#"{"role":"moderator","content":"m"}"#,
+        ASSISTANT,
+        r#"tools [{"type":"function","function":{"name":"f"}}]"#,
+    ];
+    let assistant = ("assistant", "messages.role.assistant");
+    for user in ["messages.role.user", "messages.role.usr"] {
+        let read = read(row, &roles(&[("user", user), assistant])).unwrap();
+        assert!(read.ends_with(&want.join("\n")), "{read}");
+    }
+    let row = r#"{"c":[{"from":"anna","value":"hi"},{"from":"function_call","value":"{\"name\":\"f\"}"},{"from":"observation","value":"2"},{"from":"gpt","value":"yo"}]}"#;
+    let call = r#"{"role":"assistant","content":"","tool_calls":[{"type":"function","function":{"name":"f"}}]}"#;
+    let read = read(row, &roles(&[("user", "c.from.anna")])).unwrap();
+    assert!(read.ends_with(&[USER, call, r#"{"role":"tool","content":"2"}"#, ASSISTANT].join("\n")), "{read}");
+}
+
+#[test]
+fn rows_with_images_in_a_column_are_refused() {
+    let turns = r#"[{"from":"human","value":"<image>hi"},{"from":"gpt","value":"yo"}]"#;
+    for (column, value, want) in [
+        ("images", r#"["a.png"]"#, "column `images` is not empty; images are not supported"),
+        ("image", r#""a.png""#, "column `image` is not empty; images are not supported"),
+        ("videos", r#"["a.mp4"]"#, "videos are not supported"),
+        ("audios", r#"["a.wav"]"#, "audio is not supported"),
+    ] {
+        let row = format!("{{\"conversations\":{turns},\"{column}\":{value}}}");
+        refused(&row, &request(), &["read a.jsonl:1 as sharegpt", want]);
+        let row = format!("{{\"messages\":[{USER},{ASSISTANT}],\"{column}\":{value}}}");
+        refused(&row, &request(), &["read a.jsonl:1 as messages", want]);
+    }
+    let row = format!("{{\"messages\":[{USER},{ASSISTANT}],\"images\":[],\"image\":null}}");
+    check(&row, &["reads as messages: messages", USER, ASSISTANT]);
+}
+
+#[test]
+fn a_function_call_is_a_tool_call() {
+    let call = r#"{"name":"f","arguments":"{}"}"#;
+    let row = format!(
+        "{{\"messages\":[{USER},{{\"role\":\"assistant\",\"content\":null,\"function_call\":{call}}},\
+         {{\"role\":\"assistant\",\"content\":\"yo\",\"function_call\":null}}]}}"
+    );
+    let want =
+        format!(r#"{{"role":"assistant","content":null,"tool_calls":[{{"type":"function","function":{call}}}]}}"#);
+    check(&row, &["reads as messages: messages", USER, &want, ASSISTANT]);
 }
