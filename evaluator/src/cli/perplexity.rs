@@ -180,11 +180,10 @@ impl Perplexity {
 
     fn sample(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Sample> {
         let document = format.read(source, row_idx).map_err(with_options)?;
-        let has_written_roles = matches!(format, Format::Messages(_) | Format::Pairs(_));
-        let is_odd = matches!(&document, Document::Conversation(chat) if chat.has_unknown_role());
+        let is_odd = format.has_unknown_role(&document);
         let options = self.render_options(&document);
         let mut sample = render_document(lm.tokenizer(), lm.template(), document, options)?;
-        if has_written_roles && is_odd {
+        if is_odd {
             sample.findings.insert(Finding::UnknownRole);
         }
         Ok(sample)

@@ -95,8 +95,7 @@ impl<'a> Renderer<'a> {
 
     fn row(&self, source: &dyn Source, format: &Format, row: usize) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
-        let is_unknown = |role: &str| !format.maps_role(role);
-        let is_odd = matches!(&document, Document::Conversation(chat) if chat.unknown_roles().any(is_unknown));
+        let is_odd = format.has_unknown_role(&document);
         let sample = self.document(document);
         let mut sample =
             sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })?;

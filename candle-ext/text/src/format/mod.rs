@@ -113,8 +113,14 @@ impl Format {
         })
     }
 
+    /// Tells whether a document has a role that neither this format's mapping nor the chat templates know.
+    pub fn has_unknown_role(&self, document: &Document) -> bool {
+        let is_unknown = |role: &str| !self.maps_role(role);
+        matches!(document, Document::Conversation(chat) if chat.unknown_roles().any(is_unknown))
+    }
+
     /// Returns true if the recipe's mapping names this role.
-    pub fn maps_role(&self, role: &str) -> bool {
+    fn maps_role(&self, role: &str) -> bool {
         matches!(self, Self::Mapped(mapping) if mapping.has_role(role))
     }
 
