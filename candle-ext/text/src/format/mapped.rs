@@ -120,9 +120,8 @@ impl RoleMapping {
             Some(Value::Array(items)) => items,
             other => return Err(Fault::type_of(list, other, "a list of objects")),
         };
-        let is_known = |item: &Value| {
-            self.role_of(list, item).is_some() || self.name_of(list, item).is_some_and(|name| is_standard(name))
-        };
+        let is_known =
+            |item: &Value| self.role_of(list, item).is_some() || self.name_of(list, item).is_some_and(is_standard);
         if !items.iter().any(is_known) {
             return Ok(Vec::new());
         }
