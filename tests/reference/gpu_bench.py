@@ -35,6 +35,20 @@ SHAPES = {
                      vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
                      tie_word_embeddings=True),
 }
+LLAMA_8B = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=4096, intermediate_size=14336,
+                num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+                max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False)
+QWEN_7B = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=3584, intermediate_size=18944,
+               num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064,
+               max_position_embeddings=32768, rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=False)
+BF16_STATE = {"deepspeed": {"bf16": {"bf16_optimizer_states": True}}}
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.1, "target_modules": "all-linear"}
+# Larger models, by name only: the config, the recipe's keys, and a published mark in tokens/s of one H100 with its source.
+LARGE = {
+    "8B-bf16-moments": (LLAMA_8B, BF16_STATE, 6667, "torchtitan, full fine-tuning with FSDP and torch.compile, bf16"),
+    "8B-LoRA": (LLAMA_8B, {"model": {"peft_config": LORA}}, 12473, "NeMo Automodel, LoRA of rank 16"),
+    "7B-LoRA": (QWEN_7B, {"model": {"peft_config": LORA}}, 14110, "NeMo Automodel, LoRA of rank 16"),
+}
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             head_dim=16, vocab_size=600)
 
@@ -47,10 +61,10 @@ def n_weights(c: dict) -> int:
     return c["num_hidden_layers"] * (attention + 3 * d * c["intermediate_size"]) + c["vocab_size"] * d
 
 
-def flops_per_token(c: dict, length: int) -> float:
+def flops_per_token(c: dict, length: int, per_weight: int) -> float:
     heads = c["num_attention_heads"]
     head_dim = c.get("head_dim", c["hidden_size"] // heads)
-    return 6 * n_weights(c) + 6 * c["num_hidden_layers"] * heads * head_dim * length
+    return per_weight * n_weights(c) + 6 * c["num_hidden_layers"] * heads * head_dim * length
 
 
 def widths(c: dict) -> tuple:
@@ -67,13 +81,25 @@ def torch_recomputes(c: dict, job: dict, memory_bytes: int) -> bool:
     return 18 * n_weights(c) + a_token * job["length"] + logits + 2 * GIB > memory_bytes
 
 
+def state_bytes(keys: dict) -> int:
+    """Bytes of a weight with its gradient, master and moments."""
+    if "peft_config" in keys.get("model", {}):
+        return 2
+    return 14 if "deepspeed" in keys else 18
+
+
+def flops_per_weight(keys: dict) -> int:
+    """Forward, dx and dw; a frozen weight has no dw."""
+    return 4 if "peft_config" in keys.get("model", {}) else 6
+
+
 def modes(c: dict, job: dict, memory_bytes: int) -> list:
     """Our values of activation_checkpoint that may fit, the fastest first. Of a block the tape keeps the residual stream twice,
     queries and keys before and after they are turned (and normalised), values and outputs, gate and up."""
     q, k = widths(c)
     a_block = 2 * job["length"] * (2 * c["hidden_size"] + 3 * (q + k) + 2 * c["intermediate_size"])
     # Logits in f32 and their gradients of a chunk, and what libraries take.
-    others = 18 * n_weights(c) + 5 * GIB
+    others = state_bytes(job["keys"]) * n_weights(c) + 5 * GIB
     fit = [mode for mode, share in (("none", 1.0), ({"every": 2}, 0.5))
            if others + share * c["num_hidden_layers"] * a_block < memory_bytes]
     return [*fit, "full"]
@@ -107,25 +133,34 @@ def ours(job: dict, seconds: float) -> dict:
     raise RuntimeError("no mode to run in")
 
 
+def words(n: int) -> str:
+    draw = random.Random(n)
+    return " ".join(str(draw.randrange(10**6)) for _ in range(n))
+
+
+def recipe_of(job: dict, mode, folder: Path, texts: list[str]) -> Path:
+    """Writes a recipe that trains on these documents; its run lies in folder/run."""
+    text, recipe, keys = folder / "text.jsonl", folder / "recipe.yaml", dict(job["keys"])
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe.write_text(json.dumps({
+        "type": "causal", "device": job["device"], "output_dir": str(folder / "run"),
+        "model": {"config": job["config"], "dtype": "bf16", "activation_checkpoint": mode, **keys.pop("model", {})},
+        "tokenizer": {"name_or_path": "recipes/quickstart/tokenizer"},
+        "data": {"sources": [str(text)], "max_length": job["length"], "cache_dir": str(folder / "cache"),
+                 **keys.pop("data", {})},
+        "gradient_accumulation_steps": job["rows"], "train_iters": job["steps"], "train_log_iter_interval": 1,
+        "optimizer": {"learning_rate": 1e-4}, "checkpoint": "none", **keys,
+    }))
+    return recipe
+
+
 def trained(job: dict, mode, seconds: float) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = random.Random(1)
-        text = folder / "text.jsonl"
+        run = folder / "run"
         # One document is many rows long: nearly every row is one sequence.
         n_words = job["length"] * job["rows"] * job["steps"]
-        text.write_text("".join(json.dumps({"text": " ".join(str(words.randrange(10**6)) for _ in range(n_words // 4))})
-                                + "\n" for _ in range(4)))
-        run, recipe = folder / "run", folder / "recipe.yaml"
-        recipe.write_text(json.dumps({
-            "type": "causal", "device": job["device"], "output_dir": str(run),
-            "model": {"config": job["config"], "dtype": "bf16",
-                      "activation_checkpoint": mode},
-            "tokenizer": {"name_or_path": "recipes/quickstart/tokenizer"},
-            "data": {"sources": [str(text)], "max_length": job["length"], "cache_dir": str(folder / "cache")},
-            "gradient_accumulation_steps": job["rows"], "train_iters": job["steps"], "train_log_iter_interval": 1,
-            "optimizer": {"learning_rate": 1e-4}, "checkpoint": "none",
-        }))
+        recipe = recipe_of(job, mode, folder, [words(n_words // 4 + i) for i in range(4)])
         cut_off = None
         try:
             call([job["trainer"], "-q", "train", str(recipe)], seconds)
@@ -168,12 +203,14 @@ def memory_of(trainer: str) -> int:
 def line(row: dict, side: str) -> str:
     result = row[side]
     if "error" in result:
-        return f"{row['name']:14} {side:15} {result['error'][:300]}"
+        return f"{row['name']:15} {side:15} {result['error'][:300]}"
     used = result.get("device_used_bytes") or 0
     how = [result["model"]] if "model" in result else [note for note in result.get("notes", []) if "attention" in note]
     if row["recompute"] if "model" in result else result.get("mode", "none") != "none":
         how.append("recomputes" if "model" in result else f"recomputes: {result['mode']}")
-    return (f"{row['name']:14} {side:15} {result['tokens_per_second']:9,.0f} tokens/s  MFU {result['mfu']:6.1%}  "
+    if side == "ours" and row.get("mark"):
+        how.append(f"{result['tokens_per_second'] / row['mark']:.2f} of {row['mark']:,} ({row['mark_source']})")
+    return (f"{row['name']:15} {side:15} {result['tokens_per_second']:9,.0f} tokens/s  MFU {result['mfu']:6.1%}  "
             f"{used / GIB:6.1f} GiB  {'; '.join(how)}")
 
 
@@ -184,6 +221,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=350)
     parser.add_argument("--sides", default="ours,torch,torch_compiled", help="what to run, in this order")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="which models; also " + ", ".join(LARGE))
     parser.add_argument("--quick", action="store_true", help="tiny models, to try the script")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
@@ -193,12 +231,16 @@ def main() -> int:
     memory = memory_of(args.trainer)
     old = {row["name"]: row for row in json.loads(args.out.read_text())} if args.out.is_file() else {}
     table = []
-    for name, config in SHAPES.items():
+    cases = {name: (config, {}, None, None) for name, config in SHAPES.items()} | LARGE
+    for name in args.shapes.split(","):
+        config, keys, mark, mark_source = cases[name]
+        mark = None if args.quick else mark
         config = {**config, **(TINY if args.quick else {})}
-        job = {**sizes, "config": config, "device": args.device, "trainer": args.trainer}
+        job = {**sizes, "config": config, "keys": keys, "device": args.device, "trainer": args.trainer}
         job["recompute"], job["modes"] = torch_recomputes(config, job, memory), modes(config, job, memory)
         done = {side: old[name][side] for side in SIDES if side in old.get(name, {})}
-        table.append({"name": name, **sizes, "recompute": job["recompute"], "job": job, **done})
+        table.append({"name": name, **sizes, "recompute": job["recompute"], "mark": mark, "mark_source": mark_source,
+                      "job": job, **done})
     failed = False
     # All of one side before any of the next: a call that is cut off has lost the least.
     for side in args.sides.split(","):
@@ -208,7 +250,8 @@ def main() -> int:
                 if left < 10:
                     raise TimeoutError("no time was left")
                 row[side] = SIDES[side](row["job"], left)
-                per_token = flops_per_token(row["job"]["config"], sizes["length"])
+                job = row["job"]
+                per_token = flops_per_token(job["config"], sizes["length"], flops_per_weight(job["keys"]))
                 row[side]["mfu"] = row[side]["tokens_per_second"] * per_token / PEAK
             except Exception as error:  # A bench that fails is a line of the table.
                 row[side] = {"error": f"{type(error).__name__}: {error}"[:2000]}

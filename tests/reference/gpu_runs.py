@@ -139,6 +139,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--parts", help="the names of the comparisons to make, separated by commas; default all")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller steps, to try the script")
     parser.parse_args(namespace=args)
     args.steps, args.end = (12 if args.quick else 20), time.monotonic() + args.seconds
@@ -160,7 +161,8 @@ def main() -> int:
         for of_mode in MODES:
             parts[of_mode[0]] = lambda of_mode=of_mode: with_plain(*of_mode)
         parts["fp16 that overflows"] = lambda: overflows(folder)
-        for name, run in parts.items():
+        wanted = args.parts.split(",") if args.parts else list(parts)
+        for name, run in ((name, parts[name]) for name in wanted):
             try:
                 if args.end - time.monotonic() < 5:
                     raise TimeoutError("no time was left")

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Prints what `scripts/gpu-check OUT` found, from the files that it left: gpu_summary.py OUT"""
+"""Prints the results of `scripts/gpu-check` as tables, from the files of its parts: gpu_summary.py FOLDER"""
 import json
 import sys
 from pathlib import Path
 
 from gpu_bench import SIDES, line as step_line
+from gpu_long import line as long_line
 from gpu_ops_bench_rows import line as op_line
 from gpu_runs import line as run_line
+from gpu_where import line as where_line
 
 
 def read(path):
@@ -22,27 +24,38 @@ def read(path):
 
 def main():
     out = Path(sys.argv[1])
-    parts, doctor, runs, ops, steps = (
-        read(out / f"{name}.json") for name in ("parts", "doctor", "runs", "ops-bench", "bench"))
-    for gpu in (doctor or {}).get("gpus", []):
+    of = {name: read(out / f"{name}.json") for name in (
+        "parts", "doctor", "first", "runs", "ops-bench", "bench", "tune", "large", "where", "long")}
+    for gpu in (of["doctor"] or {}).get("gpus", []):
         print(f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['memory_bytes'] / 2**30:.0f} GiB")
-    for part in parts or []:
+    for part in of["parts"] or []:
         print(f"{part['result']:4} {part['name']} ({part['seconds']} s)")
-    for name, found in (runs or {}).items():
+    for name, found in [*(of["first"] or {}).items(), *(of["runs"] or {}).items()]:
         print(run_line(name, found))
-    if ops:
-        ceilings = ops["ceilings"]
-        print(f"\nceilings: copies {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, multiplies "
-              f"{ceilings['product_flops_per_second'] / 1e12:.1f} TFLOP/s")
-        for row in ops["rows"]:
-            print(op_line(row))
-        for failed in ops["failed"]:
-            print(f"failed: {failed['case']}: {failed['error']}")
-    print()
-    for row in steps or []:
-        for side in SIDES:
-            if side in row:
-                print(step_line(row, side))
+    if of["ops-bench"]:
+        print_ops(of["ops-bench"])
+    for title in ("bench", "tune", "large"):
+        rows = of[title] or []
+        if rows:
+            print(f"\n{title}:")
+        for row in rows:
+            for side in SIDES:
+                if side in row:
+                    print(step_line(row, side))
+    if of["where"]:
+        print(f"\ntime by {of['where']['by']}:", *map(where_line, of["where"]["rows"][:25]), sep="\n")
+    if of["long"]:
+        print("\nlong:", *map(long_line, of["long"]["steps"]), f"end: {of['long']['end'][:300]}", sep="\n")
+
+
+def print_ops(ops):
+    ceilings = ops["ceilings"]
+    print(f"\nceilings: copies {ceilings['copy_bytes_per_second'] / 1e9:.0f} GB/s, multiplies "
+          f"{ceilings['product_flops_per_second'] / 1e12:.1f} TFLOP/s")
+    for row in ops["rows"]:
+        print(op_line(row))
+    for failed in ops["failed"]:
+        print(f"failed: {failed['case']}: {failed['error']}")
 
 
 if __name__ == "__main__":

@@ -89,20 +89,114 @@ esac
     let found = folder.path().join("path");
     fs::create_dir(&found).unwrap();
     std::os::unix::fs::symlink("/bin/true", found.join("compute-sanitizer")).unwrap();
-    let path = format!("{}:{}", found.display(), std::env::var("PATH").unwrap());
-    let mut check = Command::new("scripts/gpu-check");
-    check.args([&out, &bin]).current_dir(root()).env("PATH", path).env("CUDA_VISIBLE_DEVICES", "");
-    let output = check.output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
+    let check = |options: &[&str]| {
+        let path = format!("{}:{}", found.display(), std::env::var("PATH").unwrap());
+        let mut check = Command::new("scripts/gpu-check");
+        check.args(options).args([&out, &bin]).current_dir(root()).env("PATH", path).env("CUDA_VISIBLE_DEVICES", "");
+        let output = check.output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        (said, output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (said, code, complained) = check(&[]);
     for part in ["doctor", "ops", "comm", "losses", "steps", "ops-bench", "torch's-ops"] {
         assert!(said.contains(&format!("FAIL  {part} (")), "{part}: {said}");
     }
     assert!(said.contains("FAILED: b::two: thread 'b::two' panicked at x.rs:1: relative error 3"), "{said}");
     assert!(said.contains("alone it is right: c::three") && !said.contains("a::one: "), "{said}");
-    assert_eq!(output.status.code(), Some(7), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(code, Some(7), "{said}{complained}");
     let summary = fs::read_to_string(out.join("summary.txt")).unwrap();
     assert!(summary.contains("doctor.json: ") && summary.contains("FAIL ops-bench"), "{summary}");
-    assert!(summary.contains("Qwen3-4B       ours            RuntimeError: exit code 3"), "{summary}");
+    assert!(summary.contains("Qwen3-4B        ours            RuntimeError: exit code 3"), "{summary}");
+    let files = fs::read_dir(&out).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap());
+    let mut files: Vec<String> = files.collect();
+    files.sort();
+    assert_eq!(files, ["doctor.json", "results.tar.gz", "summary.txt"]);
+
+    // The first contact stops where something is wrong.
+    let (said, code, complained) = check(&["--first"]);
+    for part in ["doctor", "smoke", "ops-seed-0", "first-losses"] {
+        assert!(said.contains(&format!("FAIL  {part} (")), "{part}: {said}");
+    }
+    assert!(said.contains("the other parts were not run") && !said.contains("FAIL  ops ("), "{said}");
+    assert_eq!(code, Some(4), "{said}{complained}");
+
+    // A part by its name is alone, and a wrong name is none.
+    let (said, code, _) = check(&["--parts", "where,long"]);
+    assert!(said.contains("FAIL  where (") && said.contains("FAIL  long (") && !said.contains("doctor ("), "{said}");
+    assert_eq!(code, Some(2), "{said}");
+    let (_, code, complained) = check(&["--parts", "wher"]);
+    assert_eq!((code, complained.trim()), (Some(2), "failed: there is no part wher"));
+}
+
+/// `gpu-check --first` where all is well: the other parts follow.
+#[test]
+fn a_first_contact_without_a_failure_goes_on_with_the_other_parts() {
+    let folder = tempfile::tempdir().unwrap();
+    let (bin, out) = (folder.path().join("bin"), folder.path().join("out"));
+    fs::create_dir(&bin).unwrap();
+    let put = |name: &str, program: &str| {
+        fs::write(bin.join(name), program).unwrap();
+        fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+    };
+    let wrapped = format!(
+        "#!/bin/bash\ncase \"$1\" in doctor) echo '{{\"gpus\": []}}' ;; *) exec {} \"$@\" device=cpu {} ;; esac\n",
+        trainer(),
+        "model.config.num_hidden_layers=1 model.config.intermediate_size=128 data.max_length=128 \
+         data.sources=[recipes/quickstart/eval.jsonl] data.eval_sources=[]"
+    );
+    put("trainer", &wrapped.replace("\"$@\" device=cpu", "\"${@//device=cuda/device=cpu}\""));
+    ["ops-test", "comm-test"].iter().for_each(|name| put(name, "#!/bin/bash\nexit 0\n"));
+    ["evaluator", "ops-bench"].iter().for_each(|name| put(name, "#!/bin/bash\nexit 1\n"));
+    let mut check = Command::new("timeout");
+    check.args(["--signal=INT", "60", "scripts/gpu-check", "--first"]).args([&out, &bin]).current_dir(root());
+    let said = String::from_utf8_lossy(&check.output().unwrap().stdout).into_owned();
+    for part in ["doctor", "smoke", "ops-seed-0", "first-losses", "ops"] {
+        assert!(said.contains(&format!("ok  {part} (")), "{part}: {said}");
+    }
+}
+
+#[test]
+fn the_time_of_kernels_is_summed_by_name_and_without_a_profiler_that_of_spans() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out) = (folder.path().join("path"), folder.path().join("where.json"));
+    fs::create_dir(&path).unwrap();
+    let table = r#"#!/bin/bash
+echo '==PROF== Connected to process 1'
+echo '"ID","Kernel Name","gpu__time_duration.sum"'
+echo '"","","ns"'
+echo '"0","gemm(a, b)","1,500"'
+echo '"1","add","1000"'
+echo '"2","gemm(a, b)","500"'
+"#;
+    fs::write(path.join("ncu"), table).unwrap();
+    fs::set_permissions(path.join("ncu"), fs::Permissions::from_mode(0o755)).unwrap();
+    let arguments = [&trainer(), out.to_str().unwrap(), "--device", "cpu", "--quick"];
+    let with_ncu = format!("{}:{}", path.display(), std::env::var("PATH").unwrap());
+    python("gpu_where.py", &arguments, &[("PATH", Path::new(&with_ncu))]);
+    let read = || serde_json::from_slice::<Value>(&fs::read(&out).unwrap()).unwrap();
+    let found = read();
+    assert_eq!((&found["by"], found["rows"].as_array().unwrap().len()), (&"kernel".into(), 2), "{found}");
+    let first = &found["rows"][0];
+    assert_eq!((&first["name"], &first["calls"]), (&"gemm(a, b)".into(), &2.into()), "{found}");
+    assert!((first["seconds"].as_f64().unwrap() - 2e-6).abs() < 1e-12, "{found}");
+
+    python("gpu_where.py", &arguments, &[]);
+    let found = read();
+    assert_eq!(found["by"], "span");
+    let names: Vec<&str> = found["rows"].as_array().unwrap().iter().map(|row| row["name"].as_str().unwrap()).collect();
+    assert!(names.contains(&"linear forward") && names.contains(&"adamw"), "{names:?}");
+}
+
+#[test]
+fn ever_longer_sequences_are_trained_in_one_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("long.json");
+    python("gpu_long.py", &[&trainer(), out.to_str().unwrap(), "--device", "cpu", "--quick"], &[]);
+    let found: Value = serde_json::from_slice(&fs::read(&out).unwrap()).unwrap();
+    let tokens: Vec<u64> =
+        found["steps"].as_array().unwrap().iter().map(|step| step["tokens"].as_u64().unwrap()).collect();
+    assert!(tokens.len() == 3 && tokens.is_sorted() && tokens[2] > 2 * tokens[0], "{found}");
+    assert_eq!(found["end"], "all lengths were trained");
 }
 
 #[test]

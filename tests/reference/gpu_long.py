@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Trains an 8B model on ever longer sequences until memory or time ends: gpu_long.py TRAINER OUT.json [--seconds N]
+
+One process takes one step on each length, so the model is made once. As in ArcticTraining's recipes for one GPU, the inputs of
+blocks and the optimizer are offloaded to the host, MLPs are tiled, and weights, gradients and moments are bf16. OUT holds the
+steps in their order, with tokens, seconds, tokens/s and bytes in use, and the end of the run.
+"""
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from gpu_bench import GIB, LLAMA_8B, TINY, call, recipe_of, words
+
+LENGTHS = [8, 16, 32, 64, 96, 128, 192, 256, 384, 512]
+KEYS = {
+    "tiled_mlp_compute": True,
+    "data": {"order": "sequential", "pack_samples": False, "overlong": "truncate"},
+    "deepspeed": {
+        "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    },
+}
+
+
+def steps_of(run: Path) -> list:
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    records = [record for record in map(json.loads, lines) if "tokens_per_second" in record]
+    return [{"tokens": round(record["seqlen"]), "seconds": record["step_time"],
+             "tokens_per_second": record["tokens_per_second"], "used_bytes": record.get("gpu_used_bytes") or 0}
+            for record in records]
+
+
+def line(step: dict) -> str:
+    return (f"{step['tokens']:8} tokens  {step['tokens_per_second']:9,.0f} tokens/s  {step['seconds']:7.2f} s  "
+            f"{step['used_bytes'] / GIB:6.1f} GiB")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trainer")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
+    args = parser.parse_args()
+    lengths = [64, 128, 256] if args.quick else [1024 * n for n in LENGTHS]
+    config = {**LLAMA_8B, **(TINY if args.quick else {}), "max_position_embeddings": 2 * lengths[-1]}
+    job = {"config": config, "keys": KEYS, "device": args.device, "length": lengths[-1], "rows": 1, "steps": len(lengths)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # A number of six digits has about seven tokens.
+        recipe = recipe_of(job, "offload", folder, [words(length // 7) for length in lengths])
+        try:
+            call([args.trainer, "-q", "train", str(recipe)], args.seconds)
+            end = "all lengths were trained"
+        except (RuntimeError, TimeoutError) as error:
+            end = str(error)[:2000]
+        steps = steps_of(folder / "run")
+    args.out.write_text(json.dumps({"steps": steps, "end": end}, indent=1))
+    for step in steps:
+        print(line(step))
+    print(f"end: {end[:300]}")
+    return 0 if steps else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
