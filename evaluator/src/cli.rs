@@ -137,13 +137,18 @@ pub fn main() -> ExitCode {
         Ok(()) => ExitCode::Ok,
         Err(error) => {
             let trace = if level == tracing::Level::DEBUG { backtrace(&error) } else { String::new() };
-            let report = report(&error) + &trace;
+            let code = classify(&error);
+            let advice = if code == ExitCode::OutOfMemory { OUT_OF_MEMORY } else { "" };
+            let report = report(&error) + advice + &trace;
             error_file::write(report.trim_end());
             eprint!("{report}");
-            classify(&error)
+            code
         }
     }
 }
+
+/// Advice after an allocation that failed.
+const OUT_OF_MEMORY: &str = "Lower --batch-size or --max-length, or set --dtype bf16.\n";
 
 fn run(command: &Command) -> Result<()> {
     choose_product()?;

@@ -72,6 +72,9 @@ pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     if is_text_error(error) {
         return Some(ExitCode::Data);
     }
+    if candlewick_ops::is_out_of_memory(error) {
+        return Some(ExitCode::OutOfMemory);
+    }
     error.downcast_ref::<io::Error>().and_then(io_code)
 }
 
@@ -89,6 +92,7 @@ pub fn model_code(error: &ModelError) -> ExitCode {
     match error {
         ModelError::Key { .. } | ModelError::Unsupported(_) | ModelError::Lora { .. } => ExitCode::Usage,
         ModelError::In { source, .. } => model_code(source),
+        ModelError::Tensor(error) if candlewick_ops::is_out_of_memory(error) => ExitCode::OutOfMemory,
         ModelError::Tensor(_) => ExitCode::Failed,
         _ => ExitCode::Checkpoint,
     }

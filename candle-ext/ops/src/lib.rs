@@ -13,6 +13,7 @@ pub mod bytes;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 mod device;
+mod device_memory;
 mod dot;
 pub mod dropout;
 pub mod embedding;
@@ -42,7 +43,7 @@ pub mod transfer;
 pub mod weight;
 
 #[cfg(feature = "emulate")]
-pub use cuda::emulator::emulate;
+pub use cuda::emulator::{MemoryLimit, emulate, emulate_with_limit};
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub use cuda::poison::poison;
 
@@ -54,6 +55,7 @@ pub use attention::{
     attention, attention_piece, attention_piece_backward,
 };
 pub use bytes::{of_bytes, with_bytes};
+pub use device_memory::{DeviceMemory, device_memory, is_out_of_memory};
 pub use dropout::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
 pub use embedding::{embedding, embedding_part};
 pub use gemm::{choose_cpu_product, cpu_product, cpu_product_rate, cpu_products};

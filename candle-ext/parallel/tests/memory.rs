@@ -20,15 +20,32 @@ const WIDTH: usize = 64;
 /// The bytes of a block's input, the unit of everything here. The MLP is four times as wide.
 const INPUT: usize = N_TOKENS * WIDTH * 4;
 
-/// The most bytes alive during a forward and backward, above what was alive before.
-fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
+fn model() -> Model {
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": N_BLOCKS, "num_attention_heads": 4,
         "vocab_size": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "tie_word_embeddings": true
     });
-    let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
+    Model::new(Config::from_json(config).unwrap(), None).unwrap()
+}
+
+/// The bytes of a store's buffers: those that it tells, and those that it allocated.
+#[track_caller]
+fn check_store_bytes(formats: Formats, n_bytes_of_weight: u64) {
+    let before = ALLOCATOR.current_usage();
+    let store = ParamStore::new(&model(), formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
+    let allocated = (ALLOCATOR.current_usage() - before) as f64;
+    let bytes = store.device_bytes();
+    // Names and shapes are allocated, too.
+    assert!((bytes.total() as f64 / allocated - 1.0).abs() < 0.05, "{bytes:?}, {allocated} allocated");
+    let n_weights = bytes.weights / formats.compute.size_in_bytes() as u64;
+    assert!(bytes.total().abs_diff(n_weights * n_bytes_of_weight) < bytes.total() / 50, "{bytes:?}");
+}
+
+/// The most bytes alive during a forward and backward, above what was alive before.
+fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
+    let model = model();
     let store = ParamStore::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu, Sharing::alone())
         .unwrap();
     let folder = Parking::Folder(std::env::temp_dir());
@@ -49,6 +66,9 @@ fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
 /// One test, because the counters are global.
 #[test]
 fn each_mode_saves_what_it_promises() {
+    check_store_bytes(Formats::computing_in(DType::F32), 16);
+    check_store_bytes(Formats::computing_in(DType::BF16), 18);
+    check_store_bytes(Formats { compute: DType::BF16, masters: DType::BF16, moments: DType::BF16 }, 8);
     let of = |residency, mlp_rows| peak(vec![residency; N_BLOCKS], mlp_rows);
     // Threads and thread-local scratch of the matrix product are made by the first run.
     of(Residency::Keep, MlpRows::Together);

@@ -10,6 +10,7 @@ mod connect;
 mod evaluate;
 mod finish;
 mod lock;
+mod out_of_memory;
 mod ranks;
 mod saves;
 mod session;
@@ -123,19 +124,24 @@ fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<
     let (assets, prepared) = prepare_in_turn(plan, hub, ranks, began)?;
     let chat = ranks.share(tasks::chat(plan, &assets))?;
     let tasks = open_in_turn(plan, selection, chat.as_ref(), hub, ranks)?;
-    let Built { engine, notes, peak } = build::engine(plan, &assets, ranks)?;
+    let explain = |error, parameters| out_of_memory::explain(error, plan, &ranks.device, parameters);
+    let Built { engine, notes, peak } = build::engine(plan, &assets, ranks).map_err(|error| explain(error, None))?;
     let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
     // Until here a signal ends the process at once: there is nothing to save.
     let stop = StopRequests::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
     let (notes, tasks, scores, stop) = (&notes, tasks.as_ref(), &scores, &stop);
     let run = session::Run { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, began, stop };
+    take_steps(run, run_json).map_err(|error| explain(error, Some(engine.store().device_bytes())))
+}
+
+fn take_steps(run: session::Run, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
     session.settle(0)?;
     let code = finish::finish(&mut session, &end)?;
     session.settle_saves(true)?;
-    ranks.share(session.whole_metrics(code))?;
+    run.ranks.share(session.whole_metrics(code))?;
     Ok((code, end.reason()))
 }
 

@@ -95,7 +95,8 @@ fn typed<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<Address> {
 pub(super) fn alloc(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
     fn typed<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaStorage> {
         // SAFETY: nothing reads the elements before a kernel has written them, as `Out::new` demands.
-        let slice = unsafe { device.alloc::<T>(len.max(1))? };
+        let slice = unsafe { device.alloc::<T>(len.max(1)) };
+        let slice = slice.map_err(|error| Error::Msg(format!("allocate {} bytes: {error}", len * size_of::<T>())))?;
         #[cfg(feature = "emulate")]
         super::poison::fill(device, &slice)?;
         Ok(CudaStorage::wrap_cuda_slice(slice, device.clone()))

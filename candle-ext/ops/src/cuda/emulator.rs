@@ -14,9 +14,22 @@ use libloading::Library;
 
 use super::gemm::{Gemm, Matrix};
 use super::{Address, Arg, Blocks, Kernels};
+use crate::DeviceMemory;
 
 thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
+    static LIMIT: Cell<Option<MemoryLimit>> = const { Cell::new(None) };
+}
+
+/// Memory of the emulated device.
+#[derive(Clone, Copy, Debug)]
+pub struct MemoryLimit {
+    /// All bytes of the device.
+    pub total_bytes: u64,
+    /// Returns the bytes in use now.
+    pub in_use: fn() -> u64,
+    /// Returns the most bytes that were in use at once.
+    pub peak: fn() -> u64,
 }
 
 static LIBRARIES: LazyLock<Mutex<HashMap<&'static str, Arc<Library>>>> = LazyLock::new(Mutex::default);
@@ -31,6 +44,24 @@ pub fn emulate<T>(f: impl FnOnce() -> T) -> T {
     }
     let _restore = Restore(ON.replace(true));
     f()
+}
+
+/// Runs `f` as [`emulate`], on a device that has no more memory than `limit`: outputs of ops beyond it fail to allocate.
+pub fn emulate_with_limit<T>(limit: MemoryLimit, f: impl FnOnce() -> T) -> T {
+    struct Restore(Option<MemoryLimit>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            LIMIT.set(self.0);
+        }
+    }
+    let _restore = Restore(LIMIT.replace(Some(limit)));
+    emulate(f)
+}
+
+/// Returns the memory of the emulated device, if it has a limit.
+pub(crate) fn memory() -> Option<DeviceMemory> {
+    let MemoryLimit { total_bytes, peak, .. } = LIMIT.get().filter(|_| is_on())?;
+    Some(DeviceMemory { peak_bytes: peak(), total_bytes })
 }
 
 /// Tells whether this thread is inside of [`emulate`].
@@ -141,7 +172,15 @@ pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
 }
 
 /// Takes room for elements, all of them NaN: one that a kernel forgets to write does not go unnoticed.
+///
+/// # Errors
+///
+/// As CUDA's driver, beyond the limit of [`emulate_with_limit`].
 pub(super) fn alloc(dtype: DType, len: usize) -> Result<CpuStorage> {
+    let n_bytes = (len * dtype.size_in_bytes()) as u64;
+    if LIMIT.get().is_some_and(|limit| (limit.in_use)() + n_bytes > limit.total_bytes) {
+        bail!("allocate {n_bytes} bytes: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")")
+    }
     Ok(match dtype {
         DType::F32 => CpuStorage::F32(vec![f32::NAN; len]),
         DType::BF16 => CpuStorage::BF16(vec![bf16::NAN; len]),

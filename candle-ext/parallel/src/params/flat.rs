@@ -46,6 +46,11 @@ impl Weights {
         Ok(())
     }
 
+    /// Tells whether all of the run is on the device all the time.
+    pub(crate) fn stays(&self) -> bool {
+        self.stays
+    }
+
     fn own_on_device(&self) -> Result<Tensor> {
         if self.own.device().same_device(&self.device) {
             return Ok(self.own.clone());

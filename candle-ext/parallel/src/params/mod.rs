@@ -4,6 +4,7 @@
 //! and AdamW's moments, and a compute copy when that format is another. What an op gets is a zero-copy view. Ranks that see
 //! different data may keep a share of a run each: [`Sharing`] says of what. Masters and moments may lie on the host.
 
+mod bytes;
 mod flat;
 mod reduction;
 mod sharing;
@@ -19,6 +20,7 @@ use candlewick_comm::Reduce;
 use candlewick_model::{Model, ParamSpec, Unit, Weights};
 use candlewick_ops::{AdamW, GradScaler, copy_into};
 
+pub use bytes::StoreBytes;
 pub use sharing::{Sharded, Sharing, Stages};
 
 use reduction::Reductions;
@@ -128,6 +130,12 @@ impl ParamStore {
     /// Allocates the buffers of `model`'s parameters, all zero. [`ParamStore::fill`] sets the weights.
     pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device, sharing: Sharing) -> Result<Self> {
         Self::with_host(model, formats, mode, OnHost::default(), device, sharing)
+    }
+
+    /// Returns the bytes that the parameters take on the device now, by class.
+    pub fn device_bytes(&self) -> StoreBytes {
+        let units = self.units.iter().flatten();
+        units.map(|unit| unit.device_bytes(&self.device)).fold(StoreBytes::default(), StoreBytes::plus)
     }
 
     /// The same with some of them in the host's memory.

@@ -95,7 +95,7 @@ impl Trainable {
     }
 
     /// Whether the ops read what the optimizer updates.
-    fn has_one_copy(&self) -> bool {
+    pub(crate) fn has_one_copy(&self) -> bool {
         self.weights.own.dtype() == self.master.dtype() && self.homes.weights == self.homes.optimizer
     }
 

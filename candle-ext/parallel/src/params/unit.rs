@@ -13,7 +13,7 @@ use candlewick_ops::{Buffer, GradSink, Weight, copy_into};
 use super::flat::Weights;
 use super::sharing::{ALIGNMENT, Sharing};
 use super::trainable::Trainable;
-use super::{Formats, Homes, Mode, ParamState};
+use super::{Formats, Homes, Mode, ParamState, StoreBytes};
 use crate::placement::Place;
 
 pub(crate) struct UnitStore {
@@ -99,6 +99,12 @@ impl UnitStore {
     /// Returns one of them.
     pub(crate) fn weight(&self, name: &str) -> Weight {
         self.slots[name].weight.clone()
+    }
+
+    /// Returns the bytes that the unit takes on `device` now.
+    pub(crate) fn device_bytes(&self, device: &Device) -> StoreBytes {
+        let trainable = self.trainable.as_ref().map(|flat| StoreBytes::of_trainable(flat, device));
+        StoreBytes::of_weights(&self.frozen, device).plus(trainable.unwrap_or_default())
     }
 
     /// The unit's runs of weights.

@@ -1,0 +1,80 @@
+//! Memory of a device: its peak in use, and errors for want of it.
+
+use std::error::Error;
+
+use candle_core::Device;
+
+/// Memory of one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// The most bytes that this process had in use at once.
+    pub peak_bytes: u64,
+    /// All bytes of the device.
+    pub total_bytes: u64,
+}
+
+/// Texts by which CUDA, cuBLAS and cuDNN name an allocation that failed.
+const OUT_OF_MEMORY: [&str; 3] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED"];
+
+/// Tells whether an error, or one of its causes, is an allocation on a device that failed.
+///
+/// Candle and the ops carry the driver's error as text, so the text decides.
+pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
+    let text = error.to_string();
+    OUT_OF_MEMORY.iter().any(|name| text.contains(name)) || error.source().is_some_and(is_out_of_memory)
+}
+
+/// Reads the memory of a device; `None` for the CPU outside of an emulation with a limit.
+pub fn device_memory(device: &Device) -> Option<DeviceMemory> {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => cuda(device).ok(),
+        #[cfg(feature = "emulate")]
+        Device::Cpu => crate::cuda::emulator::memory(),
+        _ => None,
+    }
+}
+
+/// Reads the peak of the pool that every tensor is allocated from.
+#[cfg(feature = "cuda")]
+fn cuda(
+    device: &candle_core::CudaDevice,
+) -> Result<DeviceMemory, candle_core::cuda_backend::cudarc::driver::DriverError> {
+    use candle_core::cuda_backend::cudarc::driver::{result, sys};
+    let stream = device.cuda_stream();
+    stream.context().bind_to_thread()?;
+    let mut peak_bytes = 0u64;
+    let high = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
+    // SAFETY: the device is open, and the attribute is a u64.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(stream.context().cu_device())?;
+        result::mem_pool::get_attribute(pool, high, (&raw mut peak_bytes).cast())?;
+    }
+    let (_, total) = result::mem_get_info()?;
+    Ok(DeviceMemory { peak_bytes, total_bytes: total as u64 })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn a_failed_allocation_is_found_among_the_causes_and_nothing_else_is() {
+        let driver = candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")".into());
+        for (error, want) in [
+            (driver.context("failed to compute the loss"), true),
+            (candle_core::Error::Msg("CUBLAS_STATUS_ALLOC_FAILED".into()), true),
+            (candle_core::Error::wrap(io::Error::other("CUDA_ERROR_OUT_OF_MEMORY")), true),
+            (candle_core::Error::Msg("DriverError(CUDA_ERROR_ILLEGAL_ADDRESS, \"\")".into()), false),
+        ] {
+            assert_eq!(is_out_of_memory(&error), want, "{error}");
+        }
+    }
+
+    #[test]
+    fn the_cpu_has_no_device_memory() {
+        assert_eq!(device_memory(&Device::Cpu), None);
+    }
+}

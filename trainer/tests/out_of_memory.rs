@@ -1,0 +1,61 @@
+//! A run on a device with too little memory, in the emulation of CUDA's kernels. One test: all of its process is counted.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+#[path = "support/estimated.rs"]
+mod estimated;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::Device;
+use candlewick_comm::World;
+use candlewick_ops::{MemoryLimit, emulate_with_limit};
+use candlewick_text::hub::{Hub, HubSettings};
+use estimated::Case;
+use peak_alloc::PeakAlloc;
+use trainer::exit::{ExitCode, classify};
+use trainer::run::{Began, prepare_data, train};
+
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+/// The most bytes that were in use when an op allocated its output.
+static MOST: AtomicU64 = AtomicU64::new(0);
+
+fn in_use() -> u64 {
+    let now = ALLOCATOR.current_usage() as u64;
+    MOST.fetch_max(now, Ordering::Relaxed);
+    now
+}
+
+#[test]
+fn too_little_device_memory_is_exit_code_4_with_bytes_by_class_the_estimate_and_settings_that_need_less() {
+    let width = ["hidden_size=32", "intermediate_size=64", "vocab_size=1024"];
+    let mut arguments: Vec<String> = width.iter().map(|key| format!("model.config.{key}")).collect();
+    arguments.extend(["data.max_length=32".to_owned(), "train_iters=1".to_owned()]);
+    let case = Case::new(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
+    let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() }).unwrap();
+    prepare_data(&case.plan, &hub, Began::now()).unwrap();
+    let run = || train(&case.plan, &hub, &World::solo(), &Device::Cpu);
+    let peak = || ALLOCATOR.peak_usage() as u64;
+    let with_limit = |total_bytes| emulate_with_limit(MemoryLimit { total_bytes, in_use, peak }, run);
+
+    with_limit(u64::MAX).unwrap();
+    // The parameters fit, the activations do not.
+    ALLOCATOR.reset_peak_usage();
+    let error = with_limit(MOST.load(Ordering::Relaxed) - (64 << 10)).unwrap_err();
+    assert_eq!(classify(&error), ExitCode::OutOfMemory, "{error:#}");
+    let report = trainer::exit::report(&error);
+    for words in [
+        "out of memory on cpu: ",
+        " were in use\n  weights ",
+        "\n  gradients ",
+        "\n  optimizer moments ",
+        "\n  activations and scratch ",
+        "\nestimate: memory of ",
+        "model.activation_checkpoint=full: ",
+        "allocate ",
+        "CUDA_ERROR_OUT_OF_MEMORY",
+    ] {
+        assert!(report.contains(words), "{words:?} is missing in:\n{report}");
+    }
+}
