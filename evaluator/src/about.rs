@@ -6,8 +6,8 @@ use sha2::{Digest, Sha256};
 
 use crate::chat::Chat;
 use crate::environment::{environment, git_hash, upper_git_hash};
-use crate::lm::Lm;
 use crate::output::sanitized;
+use candlewick_inference::lm::Lm;
 
 /// What was asked for, as it is reported.
 pub struct About<'a> {

@@ -25,9 +25,10 @@ use candlewick_text::hub::{Hub, HubSettings, QUIET_LIBRARIES};
 use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::cores::choose_product;
-use crate::error_file;
-use crate::exit::{ExitCode, backtrace, classify, completions, parse_arguments_from, report};
+use crate::exit::classify;
+use candlewick_runtime::cores::choose_product;
+use candlewick_runtime::error_file;
+use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
 use model::Model;
 
 pub use chat::{ChatOptions, chat};

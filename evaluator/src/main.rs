@@ -1,13 +1,13 @@
 //! The `evaluator` program. Everything is in the library; here are the allocator and the door.
 
-use evaluator::exit::ExitCode;
+use candlewick_runtime::exit::ExitCode;
 
 #[global_allocator]
-static ALLOCATOR: evaluator::allocator::Allocator = evaluator::allocator::Allocator;
+static ALLOCATOR: candlewick_runtime::allocator::Allocator = candlewick_runtime::allocator::Allocator;
 
 fn main() -> ExitCode {
-    evaluator::allocator::keep_memory();
-    evaluator::cores::share_cores();
+    candlewick_runtime::allocator::keep_memory();
+    candlewick_runtime::cores::share_cores();
     candlewick_text::source::report_shortened_files();
     candlewick_ops::join_compute_threads();
     evaluator::cli::main()

@@ -6,10 +6,10 @@ use std::collections::BTreeSet;
 use anyhow::{Result, ensure};
 use serde_json::{Value as Json, json};
 
-use crate::answer::{Answered, Answers, Unscorable};
-use crate::request::{Request, Response};
 use crate::results::{Results, TaskRun, assemble};
 use crate::task::{Group, Instance, OutputType, PromptOptions, Task};
+use candlewick_inference::answer::{Answered, Answers, Unscorable};
+use candlewick_inference::request::{Request, Response};
 
 /// What tasks ask of a model.
 pub struct Questions<'a> {

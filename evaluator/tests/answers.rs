@@ -11,16 +11,16 @@ use std::time::Duration;
 
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Solo, World, threads};
+use candlewick_inference::answer::encode::Encoder;
+use candlewick_inference::answer::stop::{Stop, ThinkEnd};
+use candlewick_inference::answer::windows::{Scored, windows};
+use candlewick_inference::answer::{AnswerSettings, Answered, Answers, LmAnswers, Progress, Stopped};
+use candlewick_inference::lm::Lm;
+use candlewick_inference::parts::Crew;
+use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_parallel::KvCache;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
-use evaluator::answer::encode::Encoder;
-use evaluator::answer::stop::{Stop, ThinkEnd};
-use evaluator::answer::windows::{Scored, windows};
-use evaluator::answer::{AnswerSettings, Answered, Answers, LmAnswers, Progress, Stopped};
-use evaluator::lm::Lm;
-use evaluator::parts::Crew;
-use evaluator::request::{GenerationSettings, Request, Response};
 use support::CONTEXT;
 
 fn alone() -> Crew {

@@ -4,9 +4,9 @@
 
 mod support;
 
+use candlewick_inference::answer::encode::Encoder;
+use candlewick_inference::answer::windows::{Scored, windows};
 use candlewick_text::tokenizer::Tokenizer;
-use evaluator::answer::encode::Encoder;
-use evaluator::answer::windows::{Scored, windows};
 use serde::Deserialize;
 
 #[derive(Deserialize)]

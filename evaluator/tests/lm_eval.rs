@@ -6,9 +6,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use candlewick_inference::request::{Request, Response};
 use candlewick_text::hub::{Hub, HubSettings};
 use candlewick_text::template::{Ending, TemplateError};
-use evaluator::request::{Request, Response};
 use evaluator::results::{TaskRun, assemble, groups_table, table};
 use evaluator::task::{ChatStyle, DataPaths, Instance, PromptOptions, Registry, Task, TaskConfig};
 use serde_json::{Value as Json, json};

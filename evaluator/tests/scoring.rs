@@ -6,8 +6,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use candlewick_inference::request::{Request, Response};
 use candlewick_text::hub::{Hub, HubSettings};
-use evaluator::request::{Request, Response};
 use evaluator::task::{Counts, DataPaths, Instance, PromptOptions, Registry, Task, TaskError};
 use serde_json::json;
 

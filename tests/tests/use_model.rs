@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use assert_cmd::cargo::cargo_bin;
 use candle_core::{DType, Device};
-use evaluator::lm::Lm;
+use candlewick_inference::lm::Lm;
 use serde_json::{Value, json};
 use suite::root;
 

@@ -17,30 +17,50 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("candlewick-text", &[]),
     ("candlewick-model", &["candlewick-ops"]),
     ("candlewick-parallel", &["candlewick-comm", "candlewick-model", "candlewick-ops"]),
-    ("evaluator", &["candlewick-comm", "candlewick-model", "candlewick-ops", "candlewick-parallel", "candlewick-text"]),
-    (
-        "trainer",
-        &[
-            "candlewick-comm",
-            "candlewick-model",
-            "candlewick-ops",
-            "candlewick-parallel",
-            "candlewick-text",
-            "evaluator",
-        ],
-    ),
-    (
-        "suite",
-        &[
-            "candlewick-comm",
-            "candlewick-model",
-            "candlewick-ops",
-            "candlewick-parallel",
-            "candlewick-text",
-            "evaluator",
-            "trainer",
-        ],
-    ),
+    ("candlewick-runtime", &["candlewick-comm", "candlewick-model", "candlewick-ops", "candlewick-text"]),
+    ("candlewick-inference", INFERENCE),
+    ("evaluator", EVALUATOR),
+    ("trainer", TRAINER),
+    ("suite", SUITE),
+];
+
+const INFERENCE: &[&str] = &[
+    "candlewick-comm",
+    "candlewick-model",
+    "candlewick-ops",
+    "candlewick-parallel",
+    "candlewick-runtime",
+    "candlewick-text",
+];
+const EVALUATOR: &[&str] = &[
+    "candlewick-comm",
+    "candlewick-inference",
+    "candlewick-model",
+    "candlewick-ops",
+    "candlewick-parallel",
+    "candlewick-runtime",
+    "candlewick-text",
+];
+const TRAINER: &[&str] = &[
+    "candlewick-comm",
+    "candlewick-inference",
+    "candlewick-model",
+    "candlewick-ops",
+    "candlewick-parallel",
+    "candlewick-runtime",
+    "candlewick-text",
+    "evaluator",
+];
+const SUITE: &[&str] = &[
+    "candlewick-comm",
+    "candlewick-inference",
+    "candlewick-model",
+    "candlewick-ops",
+    "candlewick-parallel",
+    "candlewick-runtime",
+    "candlewick-text",
+    "evaluator",
+    "trainer",
 ];
 
 struct Dependency {
@@ -138,8 +158,20 @@ fn parallel_has_no_unsafe_code_and_no_family_names() {
 
 #[test]
 fn library_rooms_do_not_read_the_environment() {
-    for room in ["candle-ext/ops/src", "candle-ext/comm/src", "candle-ext/model/src", "candle-ext/parallel/src"] {
-        check_absent(room, &["env::var", "env::args"], "settings arrive as values");
+    for room in ["ops", "comm", "model", "parallel", "inference"] {
+        check_absent(&format!("candle-ext/{room}/src"), &["env::var", "env::args"], "settings arrive as values");
+    }
+}
+
+/// Chats, generation and checkpoints need no task.
+#[test]
+fn the_trainer_uses_the_evaluator_for_benchmark_tasks_only() {
+    let allowed = ["evaluator::task", "evaluator::questions", "evaluator::chat", "evaluator::cli", "evaluator::exit"];
+    for path in rust_files("trainer/src") {
+        for (i, line) in code_of(&path).lines().enumerate().filter(|(_, line)| line.contains("evaluator::")) {
+            let is_allowed = allowed.iter().any(|module| line.contains(module));
+            assert!(is_allowed, "{}:{}: {line}", path.display(), i + 1);
+        }
     }
 }
 

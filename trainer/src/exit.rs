@@ -2,8 +2,9 @@
 
 use std::error::Error as StdError;
 
+use candlewick_runtime::exit::{classify_by, model_code};
 use candlewick_text::hub::HubError;
-use evaluator::exit::{classify_by, code_of, model_code};
+use evaluator::exit::code_of;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::DataError;
@@ -12,7 +13,7 @@ use crate::recipe::RecipeError;
 use crate::run::{AllStepsSkipped, NonFinite};
 use crate::schedule::ScheduleError;
 
-pub use evaluator::exit::ExitCode;
+pub use candlewick_runtime::exit::ExitCode;
 
 /// Writes an error and its causes. Most errors of the program say what could not be done: "keep tokens in /tmp".
 pub fn report(error: &anyhow::Error) -> String {
@@ -23,7 +24,7 @@ pub fn report(error: &anyhow::Error) -> String {
             || error.is::<ScheduleError>()
             || error.is::<HubError>()
     });
-    let text = evaluator::exit::report(error);
+    let text = candlewick_runtime::exit::report(error);
     if completes { text.replacen("error: ", "error: failed to ", 1) } else { text }
 }
 

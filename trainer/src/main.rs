@@ -3,11 +3,11 @@
 use trainer::exit::ExitCode;
 
 #[global_allocator]
-static ALLOCATOR: evaluator::allocator::Allocator = evaluator::allocator::Allocator;
+static ALLOCATOR: candlewick_runtime::allocator::Allocator = candlewick_runtime::allocator::Allocator;
 
 fn main() -> ExitCode {
-    evaluator::allocator::keep_memory();
-    evaluator::cores::share_cores();
+    candlewick_runtime::allocator::keep_memory();
+    candlewick_runtime::cores::share_cores();
     candlewick_text::source::report_shortened_files();
     candlewick_ops::join_compute_threads();
     trainer::cli::main()

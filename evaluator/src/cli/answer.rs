@@ -13,10 +13,11 @@ use serde_json::json;
 
 use super::answering::{Answering, InParts, bar};
 use super::{Model, answer};
-use crate::answer::{Answered, Answers, LmAnswers};
-use crate::exit::ExitCode;
-use crate::ranks::together;
-use crate::request::{GenerationSettings, Request, Response};
+use candlewick_inference::answer::{Answered, Answers, LmAnswers};
+use candlewick_inference::ranks::together;
+use candlewick_inference::request::{GenerationSettings, Request, Response};
+use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::place::place;
 
 #[derive(Debug, Args)]
 pub(super) struct Answer {
@@ -44,13 +45,13 @@ pub(super) struct Answer {
 }
 
 pub(super) fn run(args: &Answer, hub: &Hub) -> Result<()> {
-    together(args.parts.parts(), args.model.compute.device, |ranks, device| {
+    together(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
         let requests = read(&args.requests)?;
         let lm = args.model.load_on(hub, ranks, device)?;
         let settings = args.answering.settings(args.seed, args.use_cache.clone());
         let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let answered = answers.with_progress(bar(ranks)).answer(&requests)?;
-        ranks.first_does(|| write(args.output_path.as_deref(), &answered))
+        ranks.process.on_first_rank(|| write(args.output_path.as_deref(), &answered)).map(drop)
     })
 }
 

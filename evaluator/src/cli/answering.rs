@@ -6,11 +6,11 @@ use std::time::Duration;
 use clap::Args;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::answer::stop::ThinkEnd;
-use crate::answer::{AnswerSettings, Progress};
-use crate::parts::Parts;
-use crate::progress::ProgressLines;
-use crate::ranks::Ranks;
+use candlewick_inference::answer::stop::ThinkEnd;
+use candlewick_inference::answer::{AnswerSettings, Progress};
+use candlewick_inference::parts::Parts;
+use candlewick_inference::ranks::Ranks;
+use candlewick_runtime::progress::ProgressLines;
 
 #[derive(Clone, Debug, Args)]
 pub(super) struct Answering {
@@ -100,7 +100,7 @@ impl Answering {
 /// Shows the progress of the first rank: a bar where stderr is a terminal, else a line from time to time.
 pub(super) fn bar(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
     const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
-    let is_first = ranks.is_first();
+    let is_first = ranks.process.is_first();
     let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
     let style = ProgressStyle::with_template(BAR).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::with_draw_target(Some(0), target).with_style(style);

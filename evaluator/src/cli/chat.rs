@@ -13,9 +13,11 @@ use signal_hook::flag;
 
 use super::generate::Sampling;
 use super::model::Compute;
-use crate::chat_session::{ChatSession, Reply};
-use crate::exit::{ExitCode, classify};
-use crate::generate::FinishReason;
+use candlewick_inference::chat_session::{ChatSession, Reply};
+use candlewick_runtime::exit::ExitCode;
+
+use crate::exit::classify;
+use candlewick_inference::generate::FinishReason;
 
 /// Options of a chat.
 #[derive(Debug, Args)]

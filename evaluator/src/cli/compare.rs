@@ -7,8 +7,8 @@ use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
 use super::answer;
-use crate::exit::ExitCode;
 use crate::results::{Comparison, IntervalBy, LeftOut, MetricDifference, compare, comparison_page};
+use candlewick_runtime::exit::ExitCode;
 
 #[derive(Debug, Args)]
 pub(super) struct Compare {

@@ -4,7 +4,7 @@
 use anyhow::{Result, anyhow};
 use clap::Args;
 
-use crate::exit::ExitCode;
+use candlewick_runtime::exit::ExitCode;
 
 #[derive(Debug, Args)]
 pub(super) struct Foreign {

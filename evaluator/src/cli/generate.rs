@@ -12,10 +12,10 @@ use clap::{ArgGroup, Args};
 
 use super::answer;
 use super::model::Model;
-use crate::exit::ExitCode;
-use crate::generate::{FinishReason, GenerateOptions};
-use crate::lm::{Answer, Lm};
-use crate::messages::conversations;
+use candlewick_inference::generate::{FinishReason, GenerateOptions};
+use candlewick_inference::lm::{Answer, Lm};
+use candlewick_inference::messages::conversations;
+use candlewick_runtime::exit::ExitCode;
 
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("input").required(true))]

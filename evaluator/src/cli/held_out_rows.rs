@@ -4,7 +4,7 @@ use anyhow::{Result, anyhow};
 use candlewick_text::findings::Finding;
 use candlewick_text::render::Sample;
 
-use crate::exit::ExitCode;
+use candlewick_runtime::exit::ExitCode;
 
 /// The oddities that are errors or warnings, in the order of the warnings.
 const FINDINGS: [Finding; 5] = [

@@ -11,10 +11,10 @@ use candlewick_parallel::Groups;
 use candlewick_text::hub::{Hub, HubError, ModelFolders, ModelPart};
 use clap::{Args, ValueEnum};
 
-use crate::exit::ExitCode;
-use crate::lm::Lm;
-use crate::parts::Parts;
-use crate::ranks::Ranks;
+use candlewick_inference::lm::Lm;
+use candlewick_inference::parts::Parts;
+use candlewick_inference::ranks::Ranks;
+use candlewick_runtime::exit::ExitCode;
 
 #[derive(Debug, Args)]
 pub(super) struct Model {
@@ -80,14 +80,16 @@ impl Model {
 
     /// Loads the model on each rank, or its part of it, after one of them has downloaded it.
     pub(super) fn load_on(&self, hub: &Hub, ranks: &Ranks, device: Device) -> Result<Lm> {
-        let folders = ranks.in_turn(|| self.compute.find(&self.model, hub))?;
-        if ranks.is_first() {
+        let folders = ranks.process.one_rank_per_node_first(|| self.compute.find(&self.model, hub))?;
+        if ranks.process.is_first() {
             folders.notes.iter().for_each(|note| eprintln!("{note}"));
         }
-        ranks.share(Config::read(&folders.model).map_err(Into::into).and_then(|config| ranks.parts.check(&config)))?;
+        ranks
+            .process
+            .all_ok(Config::read(&folders.model).map_err(Into::into).and_then(|config| ranks.parts.check(&config)))?;
         let load = || self.compute.load_from(&folders, device, (ranks.parts, &ranks.groups));
         // Ranks that have a model together make groups of their own while they load it, and wait for each other.
-        ranks.share(if ranks.parts.is_whole() { ranks.at_work().during(load) } else { load() })
+        ranks.process.all_ok(if ranks.parts.is_whole() { ranks.process.at_work().during(load) } else { load() })
     }
 }
 

@@ -13,9 +13,9 @@ use serde_json::json;
 use super::answer;
 use super::held_out_rows::HeldOutRows;
 use super::model::Model;
-use crate::exit::ExitCode;
-use crate::lm::Lm;
-use crate::progress::ProgressLines;
+use candlewick_inference::lm::Lm;
+use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::progress::ProgressLines;
 
 #[derive(Debug, Args)]
 pub(super) struct Perplexity {

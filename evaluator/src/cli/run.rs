@@ -19,15 +19,16 @@ use super::seeds::{Seeds, seeds};
 use super::tasks::{Prompts, TaskSource};
 use super::{Model, answer};
 use crate::about::{About, about};
-use crate::answer::LmAnswers;
 use crate::chat::Chat;
-use crate::exit::ExitCode;
-use crate::lm::Lm;
 use crate::output::{Output, sanitized_task};
 use crate::questions::Questions;
-use crate::ranks::{Ranks, together};
 use crate::results::{Header, Report, Results, TaskRun, counts, groups_table, header, table};
 use crate::task::{ChatStyle, DataPaths, OutputType, PromptOptions, Selection, Task};
+use candlewick_inference::answer::LmAnswers;
+use candlewick_inference::lm::Lm;
+use candlewick_inference::ranks::{Ranks, together};
+use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::place::place;
 
 #[derive(Debug, Args)]
 pub(super) struct Run {
@@ -111,7 +112,7 @@ fn level(text: &str) -> Result<tracing::Level, String> {
 
 pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
     args.foreign.check()?;
-    together(args.parts.parts(), args.model.compute.device, |ranks, device| {
+    together(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
         let began = Began::agree(ranks)?;
         let selection = args.select()?;
         let paths = args.prompts.data_paths(&selection.tasks)?;
@@ -123,8 +124,8 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
         let lm = args.model.load_on(hub, ranks, device)?;
         let chat = args.chat(&lm, &began)?;
         let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks, &began)?;
-        let questions = ranks.at_work().during(|| Questions::new(tasks, selection.groups, options))?;
-        if ranks.is_first() {
+        let questions = ranks.process.at_work().during(|| Questions::new(tasks, selection.groups, options))?;
+        if ranks.process.is_first() {
             args.remark(&questions);
         }
         let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, began.name()));
@@ -145,7 +146,7 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
             results.run = args.about(&lm, chat.as_ref(), max_length, &began)?;
             args.report(&results, &runs, &questions, output.as_ref())
         };
-        ranks.first_does(report)
+        ranks.process.on_first_rank(report).map(drop)
     })
 }
 
@@ -158,7 +159,7 @@ struct Began {
 impl Began {
     fn agree(ranks: &Ranks) -> Result<Self> {
         let own = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        let all = candlewick_comm::exchange_bytes(&*ranks.group(), &own.to_le_bytes())?;
+        let all = candlewick_comm::exchange_bytes(&*ranks.process.group(), &own.to_le_bytes())?;
         let first = all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
         let first = first.context("failed to read the first rank's clock")?;
         Ok(Self { since_1970: f64::from_le_bytes(first), clock: Instant::now() })
@@ -275,7 +276,7 @@ impl Run {
         let Prompts { num_fewshot, compat, .. } = self.prompts;
         let options = PromptOptions { num_fewshot, compat: compat.is_some(), ..PromptOptions::default() };
         let open = |config| Ok(Task::open(hub, config, paths, &options)?);
-        ranks.in_turn(|| selection.tasks.iter().cloned().map(open).collect())
+        ranks.process.one_rank_per_node_first(|| selection.tasks.iter().cloned().map(open).collect())
     }
 
     fn chat(&self, lm: &Lm, began: &Began) -> Result<Option<Chat>> {

@@ -11,10 +11,10 @@ use serde_json::{Value as Json, json};
 
 use super::answer;
 use super::tasks::{Prompts, TaskSource};
-use crate::answer::encode::{Encoder, NoTokens, Pair};
-use crate::exit::ExitCode;
-use crate::request::Request;
 use crate::task::{ChatStyle, DataPaths, Instance, PromptOptions, Task, TaskConfig};
+use candlewick_inference::answer::encode::{Encoder, NoTokens, Pair};
+use candlewick_inference::request::Request;
+use candlewick_runtime::exit::ExitCode;
 
 #[derive(Debug, Args)]
 pub(super) struct Show {

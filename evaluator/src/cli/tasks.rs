@@ -8,8 +8,8 @@ use clap::{Args, ValueEnum};
 use serde_json::Value as Json;
 
 use super::key_values::key_values;
-use crate::exit::ExitCode;
 use crate::task::{ChatStyle, DataPaths, PromptOptions, Registry, TaskConfig, allow_other_python};
+use candlewick_runtime::exit::ExitCode;
 
 /// Where tasks are looked for.
 #[derive(Debug, Args)]

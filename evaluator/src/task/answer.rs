@@ -3,7 +3,7 @@
 use serde_json::{Value as Json, json};
 
 use super::python::repr;
-use crate::request::Response;
+use candlewick_inference::request::Response;
 
 /// One answer, perhaps changed by a filter.
 #[derive(Clone, Debug, PartialEq)]

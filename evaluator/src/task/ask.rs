@@ -20,7 +20,7 @@ use super::prompt::{ChatStyle, Style, Turn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
 use super::shots::{FewshotData, Shots, shots};
-use crate::request::Request;
+use candlewick_inference::request::Request;
 
 /// What a run wants of its tasks' prompts.
 #[derive(Clone, Default)]

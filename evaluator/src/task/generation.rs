@@ -4,7 +4,7 @@ use serde_json::{Map, Value as Json};
 
 use super::error::{Fault, did_you_mean};
 use super::yaml::Entry;
-use crate::request::GenerationSettings;
+use candlewick_inference::request::GenerationSettings;
 
 const KNOWN: [&str; 9] = [
     "until",

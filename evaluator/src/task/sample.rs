@@ -9,7 +9,7 @@ use super::metric::Score;
 use super::native::{Doc, hex};
 use super::python::repr;
 use super::score::Asked;
-use crate::request::Request;
+use candlewick_inference::request::Request;
 
 /// What was asked about a document, what was answered, and what that is worth by one filter.
 #[derive(Clone, Debug, PartialEq)]

@@ -13,7 +13,7 @@ use super::metric::{Aggregation, Metric, MetricConfig, Score, stderr};
 use super::native::count_words;
 use super::python::{repr, text};
 use super::sample::{Choices, Sample};
-use crate::request::Response;
+use candlewick_inference::request::Response;
 
 /// What a task's answers are worth.
 #[derive(Clone, Debug, PartialEq)]

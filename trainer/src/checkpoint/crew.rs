@@ -5,8 +5,7 @@ use candlewick_comm::AtWork;
 use super::error::CheckpointError;
 use super::state::StateError;
 
-/// What a rank has to say: some bytes, or why it cannot go on.
-pub type Word = Result<Vec<u8>, String>;
+pub use candlewick_runtime::process_group::Word;
 
 /// One rank of those that save and load together, all from and to one file system.
 pub trait Crew {

@@ -16,11 +16,11 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use candlewick_comm::place::{Place, Source};
+use candlewick_runtime::error_file;
+use candlewick_runtime::exit::{backtrace, completions};
+use candlewick_runtime::place::place;
 use clap::error::{ContextKind, ContextValue};
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use evaluator::error_file;
-use evaluator::exit::{backtrace, completions};
-use evaluator::ranks::place;
 
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Console;
@@ -351,7 +351,7 @@ fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
 }
 
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
-    evaluator::cores::choose_product()?;
+    candlewick_runtime::cores::choose_product()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
         Command::Train(train) => train::run(train, cli.verbosity, &ui),

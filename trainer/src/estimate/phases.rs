@@ -119,7 +119,7 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
 }
 
 /// The store's buffers; on the CPU the zeros of gradients and moments take no memory until they are written. A parameter
-/// is read or drawn in f32 and copied into its place (`evaluator::weights`).
+/// is read or drawn in f32 and copied into its place (`candlewick_inference::weights`).
 fn load(setup: &Setup) -> Account {
     let resident = parameters::resident(setup);
     match setup.place {

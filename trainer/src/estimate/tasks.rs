@@ -1,8 +1,8 @@
-//! Tasks during training: what the evaluator needs while it asks the weights (`evaluator::answer`).
+//! Tasks during training: what the evaluator needs while it asks the weights (`candlewick_inference::answer`).
 //!
 //! Prompts are not looked at: this is the most that batches of them take. t tokens of a forward, p tokens of context
 
-use evaluator::answer::batch::Batching;
+use candlewick_inference::answer::batch::Batching;
 
 use super::account::{Account, Class};
 use super::block::Block;

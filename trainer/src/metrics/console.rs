@@ -4,7 +4,7 @@
 use std::io::{self, IsTerminal, Write};
 use std::sync::LazyLock;
 
-use evaluator::progress::ProgressLines;
+use candlewick_runtime::progress::ProgressLines;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use super::format::{clock, duration, exponent, gigabytes, quantity, tflops};

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::{AtWork, Collective};
+use candlewick_runtime::process_group::exchange_words;
 
-use super::ranks;
 use crate::checkpoint::{
     AT_ONCE, CheckpointError, CheckpointPlan, Crew, Piece, RunState, Saved, StateError, Tag, TensorMeta, TrainState,
     Word, save,
@@ -87,7 +87,7 @@ impl Crew for BackgroundCrew {
     }
 
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
-        ranks::tell(&*self.group, own)
+        Ok(exchange_words(&*self.group, own)?)
     }
 
     fn at_work(&self) -> Option<AtWork> {

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
+use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
 use candlewick_parallel::{Engine, Formats, Groups, Mode, OnHost, ParamStore, Parking, Pipeline, Residency, Sequence};
-use evaluator::weights::{Origin, fill};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;

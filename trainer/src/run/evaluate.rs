@@ -3,10 +3,10 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use candlewick_inference::held_out::{HeldOut, HeldOutSums};
+use candlewick_inference::lm::Voice;
 use candlewick_ops::span;
-use evaluator::exit::ExitCode;
-use evaluator::held_out::{HeldOut, HeldOutSums};
-use evaluator::lm::Voice;
+use candlewick_runtime::exit::ExitCode;
 use serde_json::json;
 
 use crate::data::{Batch, Cursor, EvalStream};

@@ -4,11 +4,11 @@ use std::io::Write;
 use std::ops::ControlFlow;
 
 use anyhow::{Context, Result};
+use candlewick_inference::generate::GenerateOptions;
+use candlewick_inference::lm;
+use candlewick_runtime::exit::ExitCode;
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::tokenizer::Specials;
-use evaluator::exit::ExitCode;
-use evaluator::generate::GenerateOptions;
-use evaluator::lm;
 
 use crate::data::Kind;
 use crate::plan::{GeneratePlan, conversation};
@@ -119,7 +119,7 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
                 return Err(anyhow::anyhow!(problem).context(ExitCode::Data));
             }
         };
-        if !ranks.is_first() {
+        if !ranks.process.is_first() {
             continue;
         }
         writeln!(out, "> {shown}\n{}\n", answer.text.trim()).context("failed to print a sample")?;

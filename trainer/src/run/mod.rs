@@ -24,10 +24,10 @@ use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use candlewick_comm::World;
 use candlewick_ops::span;
+use candlewick_runtime::exit::ExitCode;
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
 use evaluator::chat::Chat;
-use evaluator::exit::ExitCode;
 use evaluator::task::Selection;
 
 use crate::checkpoint::CheckpointError;
@@ -84,8 +84,8 @@ pub fn train(plan: &Plan, hub: &Hub, world: &World, device: &Device) -> Result<E
 /// Trains as one of `ranks`. `run.json` tells the end in any case.
 fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
     let plan = &ranks.agree_on(plan)?;
-    let locks = if ranks.is_first() { lock::lock(plan).map(Some) } else { Ok(None) };
-    let _locks = ranks.share(locks)?;
+    let locks = if ranks.process.is_first() { lock::lock(plan).map(Some) } else { Ok(None) };
+    let _locks = ranks.process.all_ok(locks)?;
     let mut run_json = RunJson::start(&plan.log, serde_json::to_value(plan)?).map_err(|source| {
         let path = plan.log.output_dir.clone().unwrap_or_default();
         CheckpointError::Io { action: "write run.json into", path, source }
@@ -117,13 +117,14 @@ pub fn prepare_data(plan: &Plan, hub: &Hub, began: Began) -> Result<(Assets, Pre
 }
 
 fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
-    ranks.share(refuse_stale_stop(plan))?;
+    ranks.process.all_ok(refuse_stale_stop(plan))?;
     let began = began(plan, ranks)?;
-    let selection = ranks.share(tasks::select(plan))?;
-    let scores = ranks.share(tasks::scores(plan, selection.as_ref()))?;
-    let (assets, prepared) = prepare_in_turn(plan, hub, ranks, began)?;
-    let chat = ranks.share(tasks::chat(plan, &assets))?;
-    let tasks = open_in_turn(plan, selection, chat.as_ref(), hub, ranks)?;
+    let selection = ranks.process.all_ok(tasks::select(plan))?;
+    let scores = ranks.process.all_ok(tasks::scores(plan, selection.as_ref()))?;
+    let (assets, prepared) = ranks.process.one_rank_per_node_first(|| prepare_data(plan, hub, began))?;
+    let chat = ranks.process.all_ok(tasks::chat(plan, &assets))?;
+    let open = || open_tasks(plan, selection.as_ref(), chat.as_ref(), hub);
+    let tasks = ranks.process.one_rank_per_node_first(open)?;
     let explain = |error, parameters| out_of_memory::explain(error, plan, &ranks.device, parameters);
     let Built { engine, notes, peak } = build::engine(plan, &assets, ranks).map_err(|error| explain(error, None))?;
     let notes: Vec<String> = tasks.iter().flat_map(Tasks::notes).chain(notes).collect();
@@ -141,7 +142,7 @@ fn take_steps(run: session::Run, run_json: &mut RunJson) -> Result<(ExitCode, St
     session.settle(0)?;
     let code = finish::finish(&mut session, &end)?;
     session.settle_saves(true)?;
-    run.ranks.share(session.whole_metrics(code))?;
+    run.ranks.process.all_ok(session.whole_metrics(code))?;
     Ok((code, end.reason()))
 }
 
@@ -156,37 +157,20 @@ fn refuse_stale_stop(plan: &Plan) -> Result<()> {
 /// When the run began, for all ranks: a template that prints the date prints one.
 fn began(plan: &Plan, ranks: &Ranks) -> Result<Began> {
     let own = saves::began(plan).map(|began| began.unwrap_or_else(Began::now));
-    let all = ranks.exchange(own.map(|began| began.0.to_le_bytes().to_vec()))?;
+    let all = ranks.process.exchange(own.map(|began| began.0.to_le_bytes().to_vec()))?;
     let first = all[0].as_slice().try_into().context("failed to read the first rank's clock")?;
     Ok(Began(u64::from_le_bytes(first)))
 }
 
-/// Reads the data on one rank of this machine before the others: they find its downloads and tokens in the caches.
-fn prepare_in_turn(plan: &Plan, hub: &Hub, ranks: &Ranks, began: Began) -> Result<(Assets, Prepared)> {
-    let prepare = || ranks.at_work().during(|| prepare_data(plan, hub, began));
-    let first = if ranks.is_first_here() { prepare().map(Some) } else { Ok(None) };
-    match ranks.share(first)? {
-        Some(prepared) => Ok(prepared),
-        None => prepare(),
-    }
-}
-
-/// Reads the documents of tasks on one rank of this machine before the others.
-fn open_in_turn<'a>(
+/// Reads the documents of the plan's tasks.
+fn open_tasks<'a>(
     plan: &'a Plan,
-    selection: Option<Selection>,
+    selection: Option<&Selection>,
     chat: Option<&'a Chat>,
     hub: &Hub,
-    ranks: &Ranks,
 ) -> Result<Option<Tasks<'a>>> {
-    let open = || match (&plan.tasks, selection.clone()) {
-        (Some(_), Some(selection)) => ranks.at_work().during(|| Tasks::open(plan, selection, chat, hub)).map(Some),
-        _ => Ok(None),
-    };
-    match ranks.share(if ranks.is_first_here() { open().map(Some) } else { Ok(None) })? {
-        Some(tasks) => Ok(tasks),
-        None => open(),
-    }
+    let selection = selection.filter(|_| plan.tasks.is_some());
+    selection.map(|selection| Tasks::open(plan, selection.clone(), chat, hub)).transpose()
 }
 
 fn steps(session: &mut Session) -> Result<End> {

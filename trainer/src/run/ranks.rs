@@ -6,8 +6,9 @@ use std::sync::Arc;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{AtWork, Cause, Collective, Failure, Reduce, World, exchange_bytes, is_first_of_machine};
+use candlewick_comm::{AtWork, Cause, Collective, Failure, Reduce, World};
 use candlewick_parallel::Groups;
+use candlewick_runtime::process_group::{ProcessGroup, exchange_words};
 use serde_json::Value;
 
 use super::background::BackgroundCrew;
@@ -19,8 +20,8 @@ use crate::signals::{Signal, Stop};
 
 /// This rank and its groups.
 pub(super) struct Ranks<'w> {
-    world: &'w World,
-    is_first_here: bool,
+    /// All ranks, on the host.
+    pub(super) process: ProcessGroup<'w>,
     /// What this one computes on.
     pub(super) device: Device,
     pub(super) groups: Groups,
@@ -45,34 +46,19 @@ impl<'w> Ranks<'w> {
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let savers = world.group().split("saves", &[(0..world.size()).collect()])?;
-        let is_first_here = is_first_of_machine(&*world.group())?;
-        Ok(Self { world, is_first_here, device, groups, seat: (seat, plan.n_data()), writes, savers })
+        let process = ProcessGroup::new(world)?;
+        Ok(Self { process, device, groups, seat: (seat, plan.n_data()), writes, savers })
     }
 
     /// Returns the crew of saves in the background.
     pub(super) fn savers(&self) -> BackgroundCrew {
-        BackgroundCrew { group: Arc::clone(&self.savers), writes: self.writes, at_work: self.at_work() }
-    }
-
-    /// Returns the group of all ranks, on the host.
-    pub(super) fn world_group(&self) -> Arc<dyn Collective> {
-        self.world.group()
-    }
-
-    /// Tells whether this is the one rank that reports, and writes what is written once.
-    pub(super) fn is_first(&self) -> bool {
-        self.world.rank() == 0
+        BackgroundCrew { group: Arc::clone(&self.savers), writes: self.writes, at_work: self.process.at_work() }
     }
 
     /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
     pub(super) fn counts(&self) -> bool {
         let Groups { context, sequence, stages, .. } = &self.groups;
         [context, sequence, stages].iter().all(|group| group.rank() == 0)
-    }
-
-    /// Tells whether this is the one rank of its machine that reads data before the others.
-    pub(super) fn is_first_here(&self) -> bool {
-        self.is_first_here
     }
 
     /// Whether any rank was asked to stop, and how: a signal counts more than the kill switch. All ranks call it.
@@ -83,7 +69,7 @@ impl<'w> Ranks<'w> {
             Some(Stop::KillSwitch(_)) => 1,
             Some(Stop::Signal(signal)) => 2 + SIGNALS.iter().position(|it| *it == signal).unwrap_or(0) as u32,
         };
-        let code = self.world.group().all_reduce(&Tensor::new(code, &Device::Cpu)?, Reduce::Max)?;
+        let code = self.process.group().all_reduce(&Tensor::new(code, &Device::Cpu)?, Reduce::Max)?;
         Ok(match code.to_scalar::<u32>()? {
             0 => None,
             1 => kill_switch.map(|path| Stop::KillSwitch(path.to_owned())),
@@ -91,23 +77,9 @@ impl<'w> Ranks<'w> {
         })
     }
 
-    /// What keeps the others waiting while this rank does something that takes long.
-    pub(super) fn at_work(&self) -> AtWork {
-        self.world.at_work()
-    }
-
     /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
     pub(super) fn blame(&self, error: Error) -> Error {
-        match Failure::behind(&*error) {
-            // Only what another rank's end has caused here is that rank's failure.
-            Some(failure) => ended_by(failure),
-            // The rank whose error this is tells it.
-            _ if classify(&error) == ExitCode::Peer => error,
-            _ => {
-                self.world.fail(format!("train: {error:#}"));
-                error
-            }
-        }
+        self.process.fail("train", (classify(&error), error), ended_by)
     }
 
     /// Returns the plan of all ranks: what they chose by the memory that each found free is what the one with least of it can
@@ -122,13 +94,13 @@ impl<'w> Ranks<'w> {
     }
 
     fn leanest(&self, own: Activations) -> Result<Activations> {
-        let all = self.exchange(Ok(serde_json::to_vec(&own)?))?;
+        let all = self.process.exchange(Ok(serde_json::to_vec(&own)?))?;
         all.iter().try_fold(own, |leanest, other| Ok(leanest.leaner(serde_json::from_slice(other)?)))
     }
 
     fn check_same(&self, plan: &Plan) -> Result<()> {
         let own = in_common(plan)?.to_string().into_bytes();
-        let all = self.exchange(Ok(own.clone()))?;
+        let all = self.process.exchange(Ok(own.clone()))?;
         let Some(rank) = all.iter().position(|other| *other != own) else { return Ok(()) };
         let found = difference("", &serde_json::from_slice(&own)?, &serde_json::from_slice(&all[rank])?);
         let (key, [ours, theirs]) = found.context("failed to tell two plans apart")?;
@@ -139,39 +111,15 @@ impl<'w> Ranks<'w> {
         );
         Err(error.context(ExitCode::Usage))
     }
-
-    /// Gives every rank what each rank says; if one of them failed, all fail with its reason. All ranks call it.
-    pub(super) fn exchange(&self, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-        let told = self.tell(own.as_ref().map_err(|error| format!("{error:#}")).cloned());
-        own?;
-        let told = told.map_err(Error::from_boxed)?.into_iter().enumerate();
-        told.map(|(rank, word)| word.map_err(|reason| anyhow!("rank {rank}: {reason}").context(ExitCode::Peer)))
-            .collect()
-    }
-
-    /// Passes on what this rank has come to, once no rank has failed; else all fail. All ranks call it.
-    pub(super) fn share<T>(&self, own: Result<T>) -> Result<T> {
-        let (value, told) = match own {
-            Ok(value) => (Some(value), Ok(Vec::new())),
-            Err(error) => (None, Err(error)),
-        };
-        self.exchange(told)?;
-        value.context("failed to say what went wrong")
-    }
-
-    /// Lets the first rank do something, and the others wait until it is done; if it fails, all fail. All ranks call it.
-    pub(super) fn first_does(&self, what: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.share(if self.is_first() { self.at_work().during(what) } else { Ok(()) })
-    }
 }
 
 impl Crew for Ranks<'_> {
     fn rank(&self) -> usize {
-        self.world.rank()
+        self.process.rank()
     }
 
     fn size(&self) -> usize {
-        self.world.size()
+        self.process.size()
     }
 
     fn writes(&self) -> bool {
@@ -179,11 +127,11 @@ impl Crew for Ranks<'_> {
     }
 
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
-        tell(&*self.world.group(), own)
+        Ok(exchange_words(&*self.process.group(), own)?)
     }
 
     fn at_work(&self) -> Option<AtWork> {
-        Some(self.world.at_work())
+        Some(self.process.at_work())
     }
 }
 
@@ -225,20 +173,6 @@ pub(super) fn ended_by(failure: &Failure) -> Error {
     let error =
         anyhow!("failed to {failure}; {advice}. Started again, a run with auto_resume goes on from the newest save");
     error.context(ExitCode::Peer)
-}
-
-/// Gives every rank of a group what each rank says, in rank order.
-pub(super) fn tell(group: &dyn Collective, own: Word) -> Result<Vec<Word>, StateError> {
-    let (mark, bytes) = match own {
-        Ok(bytes) => (b'+', bytes),
-        Err(reason) => (b'-', reason.into_bytes()),
-    };
-    let all = exchange_bytes(group, &[&[mark], bytes.as_slice()].concat())?;
-    let word = |bytes: Vec<u8>| match bytes.split_first() {
-        Some((b'+', said)) => Ok(said.to_vec()),
-        said => Err(String::from_utf8_lossy(said.map_or(&[], |(_, reason)| reason)).into_owned()),
-    };
-    Ok(all.into_iter().map(word).collect())
 }
 
 #[cfg(test)]
@@ -293,19 +227,5 @@ mod tests {
         });
         let (signal, file) = (Stop::Signal(Signal::Terminate), Stop::KillSwitch(switch.to_owned()));
         assert!(heard.iter().all(|heard| *heard == [None, Some(file.clone()), Some(signal.clone())]), "{heard:?}");
-    }
-
-    #[test]
-    fn if_one_fails_all_fail_with_its_reason() {
-        let errors = of_three(|ranks| {
-            let rank = ranks.rank();
-            assert_eq!(ranks.exchange(Ok(vec![rank as u8]))?, [[0], [1], [2]]);
-            let own = if rank == 1 { Err(anyhow!("the disk is full")) } else { Ok(Vec::new()) };
-            Ok(format!("{:#}", ranks.exchange(own).unwrap_err()))
-        });
-        assert_eq!(errors[1], "the disk is full");
-        for other in [&errors[0], &errors[2]] {
-            assert!(other.contains("rank 1: the disk is full"), "{errors:?}");
-        }
     }
 }

@@ -111,14 +111,15 @@ impl<'a> Saves<'a> {
             }
         };
         let planned: Vec<_> = self.run.plan.checkpoints.iter().map(planned).collect();
-        self.run.ranks.first_does(|| {
+        let check = || -> Result<()> {
             preflight(&planned)?;
             let exports = self.run.plan.checkpoints.iter().any(|plan| plan.kind == Kind::HuggingFace);
             if exports {
                 self.companions(&self.folders(), &[]).check()?;
             }
             Ok(())
-        })
+        };
+        self.run.ranks.process.on_first_rank(check).map(drop)
     }
 
     /// Moves the checkpoints of other runs aside, and fails if something else has the name of one that this run will write.
@@ -128,7 +129,7 @@ impl<'a> Saves<'a> {
         let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
         let ends_early = [exit.iteration, exit.iteration_this_run.map(|n| done + n)];
         let mut lines = Vec::new();
-        self.run.ranks.first_does(|| {
+        self.run.ranks.process.on_first_rank(|| {
             for plan in &self.run.plan.checkpoints {
                 self.refuse_in_use(plan)?;
                 // A run may go on from another one's checkpoint, which is among those of steps that are done.
@@ -238,13 +239,13 @@ impl<'a> Saves<'a> {
     /// the others go through all weights with it, of which each may have a share.
     fn export(&self, checkpoint: &CheckpointPlan, state: &RunState) -> Result<SavedCheckpoint> {
         let mut masters = self.run.engine.store().masters();
-        let written = match self.run.ranks.is_first() {
+        let written = match self.run.ranks.process.is_first() {
             true => self.write_weights(checkpoint, state, &mut masters),
             false => Ok(Vec::new()),
         };
         // A write that failed must not leave the others waiting. A gather that failed has: they hear of it from the world.
         masters.try_for_each(|master| master.map(drop)).context("failed to gather the weights")?;
-        let removed = self.run.ranks.share(written)?;
+        let removed = self.run.ranks.process.all_ok(written)?;
         Ok(SavedCheckpoint { dir: checkpoint.dir(state.tag()), removed })
     }
 
@@ -256,7 +257,7 @@ impl<'a> Saves<'a> {
     ) -> Result<Vec<PathBuf>> {
         let dir = checkpoint.dir(state.tag());
         refuse_foreign(checkpoint.kind, &dir, state.began)?;
-        let at_work = self.run.ranks.at_work();
+        let at_work = self.run.ranks.process.at_work();
         let mut working = Some(at_work.begin());
         // Exports are in the order of the model.
         let fetch = |spec: &ParamSpec| {

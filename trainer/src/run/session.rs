@@ -342,7 +342,7 @@ impl<'a> Session<'a> {
         let is_missing = |plan: &CheckpointPlan| !saves::is_of_run(&plan.dir(Tag { step, epoch }), began);
         // The first rank looks for all: by the time that another does, a save may be there.
         let found = self.run.plan.checkpoints.iter().map(|plan| u8::from(plan.due(moment) && is_missing(plan)));
-        let found = self.run.ranks.exchange(Ok(found.collect()))?.swap_remove(0);
+        let found = self.run.ranks.process.exchange(Ok(found.collect()))?.swap_remove(0);
         let checkpoints = self.run.plan.checkpoints.iter().zip(found);
         let missing: Vec<&CheckpointPlan> = checkpoints.filter(|(_, is)| *is == 1).map(|(plan, _)| plan).collect();
         self.save_all(|plan| missing.contains(&plan)).map(drop)

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, ensure};
+use candlewick_inference::answer::{AnswerSettings, LmAnswers, Progress, Stopped};
+use candlewick_inference::lm::Voice;
+use candlewick_inference::parts::Crew;
+use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::progress::ProgressLines;
 use candlewick_text::hub::Hub;
-use evaluator::answer::{AnswerSettings, LmAnswers, Progress, Stopped};
 use evaluator::chat::Chat;
-use evaluator::exit::ExitCode;
-use evaluator::lm::Voice;
-use evaluator::parts::Crew;
-use evaluator::progress::ProgressLines;
 use evaluator::questions::Questions;
 use evaluator::task::{ChatStyle, DataPaths, PromptOptions, Registry, Selection, Task, TaskConfig};
 
@@ -136,7 +136,7 @@ impl<'a> Tasks<'a> {
     }
 
     fn crew(&self, ranks: &Ranks) -> Crew {
-        Crew::of(ranks.world_group(), &ranks.groups, self.in_shares).with_at_work(ranks.at_work())
+        Crew::of(ranks.process.group(), &ranks.groups, self.in_shares).with_at_work(ranks.process.at_work())
     }
 
     /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; nothing if somebody
@@ -165,11 +165,11 @@ impl<'a> Tasks<'a> {
             let runs = self.questions.score(&answered, self.plan.bootstrap_iters, |_| Ok(()))?;
             Ok(self.questions.results(&runs, &answered)?.values())
         };
-        let own = match ranks.is_first() {
-            true => ranks.at_work().during(score).and_then(|values| Ok(serde_json::to_vec(&values)?)),
+        let own = match ranks.process.is_first() {
+            true => ranks.process.at_work().during(score).and_then(|values| Ok(serde_json::to_vec(&values)?)),
             false => Ok(Vec::new()),
         };
-        let told = ranks.exchange(own)?;
+        let told = ranks.process.exchange(own)?;
         Ok(Some(serde_json::from_slice(&told[0]).context("failed to read the first rank's scores")?))
     }
 }

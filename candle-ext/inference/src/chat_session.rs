@@ -4,9 +4,9 @@ use anyhow::{Result, ensure};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::render_prompt;
 
-use crate::exit::ExitCode;
 use crate::generate::GenerateOptions;
 use crate::lm::{Answer, Lm, OnText};
+use candlewick_runtime::exit::ExitCode;
 
 /// A conversation with a model, one turn after the other.
 pub struct ChatSession<'m> {

@@ -13,8 +13,8 @@ use super::score::Score;
 use super::stop::Stop;
 use super::windows::{Scored, windows};
 use super::{AnswerSettings, Unscorable};
-use crate::exit::ExitCode;
 use crate::request::{GenerationSettings, Request, Response};
+use candlewick_runtime::exit::ExitCode;
 
 /// All requests of a call.
 pub(super) struct Plan {

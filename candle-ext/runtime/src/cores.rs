@@ -4,7 +4,7 @@
 use anyhow::{Context, Result};
 
 use crate::exit::ExitCode;
-use crate::ranks::place;
+use crate::place::place;
 
 /// The threads that any machine may start.
 const MOST_THREADS: usize = 256;

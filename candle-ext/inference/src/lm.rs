@@ -19,12 +19,12 @@ use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde::Serialize;
 
-use crate::exit::ExitCode;
 use crate::generate::{FinishReason, GenerateOptions, Generated, Timings, generate};
 use crate::held_out::{HeldOut, HeldOutSums};
 use crate::parts::Parts;
 use crate::text_stream::TextStream;
 use crate::weights::{Origin, fill};
+use candlewick_runtime::exit::ExitCode;
 
 /// A model that answers.
 pub struct Lm {

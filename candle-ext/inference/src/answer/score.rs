@@ -8,7 +8,7 @@ use candlewick_parallel::{Asked, Engine, Path, Run, Until};
 use super::batch::Batching;
 use super::tree::{Node, Tree};
 use super::windows::Scored;
-use crate::exit::ExitCode;
+use candlewick_runtime::exit::ExitCode;
 
 /// How likely the targets of one sequence are together.
 #[derive(Clone, Copy, Debug, PartialEq)]

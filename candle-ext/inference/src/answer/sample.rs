@@ -9,8 +9,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value};
 
-use crate::exit::ExitCode;
 use crate::request::GenerationSettings;
+use candlewick_runtime::exit::ExitCode;
 
 /// What a model's `generation_config.json` says of the choice of tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]

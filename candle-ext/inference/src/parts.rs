@@ -10,7 +10,7 @@ use candlewick_model::Config;
 use candlewick_ops::AttentionHeads;
 use candlewick_parallel::Groups;
 
-use crate::exit::ExitCode;
+use candlewick_runtime::exit::ExitCode;
 
 /// Who has what of a copy of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use candle_transformers::generation::{LogitsProcessor, Sampling};
 use candlewick_parallel::{Engine, KvCache};
 use serde::Serialize;
 
-use crate::exit::ExitCode;
+use candlewick_runtime::exit::ExitCode;
 
 /// The choice of the next token, and the length of the answer.
 #[derive(Clone, Debug)]
@@ -189,7 +189,7 @@ mod tests {
         assert!(check(&[1.0, -2.0, 1e30]).is_ok());
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let error = check(&[1.0, bad, 2.0]).unwrap_err();
-            assert_eq!(crate::exit::classify(&error), ExitCode::NonFinite, "{bad}");
+            assert_eq!(candlewick_runtime::exit::classify(&error), ExitCode::NonFinite, "{bad}");
         }
     }
 
@@ -206,7 +206,7 @@ mod tests {
         ] {
             let error = options.check(100).unwrap_err();
             assert!(format!("{error:#}").contains(want), "{error:#}");
-            assert_eq!(crate::exit::classify(&error), ExitCode::Usage);
+            assert_eq!(candlewick_runtime::exit::classify(&error), ExitCode::Usage);
         }
     }
 }

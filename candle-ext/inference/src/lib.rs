@@ -1,0 +1,16 @@
+//! A loaded model that answers: scores of texts, generation and sampling, chats, and lists of requests on one rank or several.
+//!
+//! [`lm::Lm`] is a model with its tokenizer. [`answer`] answers many requests at once, [`generate`] and [`chat_session`] one at a
+//! time. Nothing here reads the environment or the command line.
+
+pub mod answer;
+pub mod chat_session;
+pub mod generate;
+pub mod held_out;
+pub mod lm;
+pub mod messages;
+pub mod parts;
+pub mod ranks;
+pub mod request;
+pub mod text_stream;
+pub mod weights;

@@ -1,0 +1,66 @@
+//! This process among those that evaluate together.
+
+use anyhow::{Context, Result, anyhow};
+use candle_core::Device;
+use candlewick_comm::place::Place;
+use candlewick_comm::{Engine, Failure, Host, Options, World};
+use candlewick_ops::{DeviceChoice, why_no_gpu};
+use candlewick_parallel::Groups;
+use candlewick_runtime::exit::{ExitCode, classify};
+use candlewick_runtime::process_group::{ProcessGroup, fail};
+
+use crate::parts::{Crew, Parts};
+
+/// This rank and the others.
+pub struct Ranks<'w> {
+    /// All ranks, on the host.
+    pub process: ProcessGroup<'w>,
+    /// The part of a model that each rank has.
+    pub parts: Parts,
+    /// See [`Parts::groups`].
+    pub groups: Groups,
+}
+
+/// Joins the ranks that were started together, does the part of the rank at `place` on the device that `choice` means for it, and
+/// leaves. If it fails, the other ranks fail, too. They share a model as `parts` says.
+pub fn together<T>(
+    place: &Place,
+    parts: Parts,
+    choice: DeviceChoice,
+    part: impl FnOnce(&Ranks, Device) -> Result<T>,
+) -> Result<T> {
+    parts.check_ranks(place.world_size)?;
+    let device = device(choice, place.local_rank).open();
+    let device = device.map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
+    // Ranks with a whole model each tell each other text and numbers, on the host.
+    let engine = match parts.is_whole() || device.is_cpu() {
+        true => Engine::Host(Host::of(place)),
+        false => Engine::Nccl(device.clone()),
+    };
+    let world = World::join(place, &engine, Options::default()).map_err(|error| anyhow!("failed to {error}"))?;
+    let done = Ranks::new(&world, parts).and_then(|ranks| part(&ranks, device));
+    let ended_by = |failure: &Failure| anyhow!("failed to {failure}").context(ExitCode::Peer);
+    let value = done.map_err(|error| fail(&world, "evaluate", (classify(&error), error), ended_by))?;
+    world.leave().context("failed to end together with the other ranks")?;
+    Ok(value)
+}
+
+impl<'w> Ranks<'w> {
+    /// Makes one rank of `world`. All ranks call it.
+    pub fn new(world: &'w World, parts: Parts) -> Result<Self> {
+        Ok(Self { process: ProcessGroup::new(world)?, parts, groups: parts.groups(&*world.group())? })
+    }
+
+    /// Returns the ranks that answer together.
+    pub fn crew(&self) -> Crew {
+        Crew::of(self.process.group(), &self.groups, self.parts.in_shares).with_at_work(self.process.at_work())
+    }
+}
+
+/// The device of one of a machine's ranks: each takes a GPU of its own, unless one is named.
+fn device(choice: DeviceChoice, local_rank: usize) -> DeviceChoice {
+    match choice {
+        DeviceChoice::Auto if why_no_gpu().is_none() => DeviceChoice::Cuda(local_rank),
+        choice => choice,
+    }
+}

@@ -1,0 +1,228 @@
+//! How a Candlewick program ends: the exit codes that scripts and schedulers may rely on, and errors as text.
+
+use std::backtrace::BacktraceStatus;
+use std::error::Error as StdError;
+use std::ffi::OsString;
+use std::fmt::{self, Write as _};
+use std::io;
+use std::process::Termination;
+
+use candlewick_model::ModelError;
+use candlewick_text::format::FormatError;
+use candlewick_text::hub::HubError;
+use candlewick_text::render::RenderError;
+use candlewick_text::source::SourceError;
+use candlewick_text::template::TemplateError;
+use candlewick_text::tokenizer::TokenizerError;
+
+/// Says how a program ended. The numbers are an interface: they do not change.
+///
+/// It is an error too, so that a failure can carry its code up: `error.context(ExitCode::NonFinite)`. A second signal
+/// during a run ends the process at once with 128 + its number; that never comes by here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum ExitCode {
+    /// Everything asked for was done.
+    Ok = 0,
+    /// Something failed that has no code of its own.
+    Failed = 1,
+    /// The command line or the recipe is wrong. Nothing was started.
+    Usage = 2,
+    /// The data, the tokenizer or the chat template are wrong or missing.
+    Data = 3,
+    /// Memory ran out.
+    OutOfMemory = 4,
+    /// A loss or a gradient was not finite.
+    NonFinite = 5,
+    /// A checkpoint cannot be read or written, or the disk is full.
+    Checkpoint = 6,
+    /// Another rank failed, or a collective did.
+    Peer = 7,
+    /// The run was asked to stop and did, with a checkpoint saved. Start it again to go on.
+    Preempted = 75,
+}
+
+/// Finds the exit code of an error: the one that it carries, or that of the part that failed.
+pub fn classify(error: &anyhow::Error) -> ExitCode {
+    classify_by(error, code_of)
+}
+
+/// [`classify`] for a program with errors of its own, which `code_of` knows: it is asked for each cause, the outermost
+/// first.
+pub fn classify_by(error: &anyhow::Error, code_of: impl Fn(&(dyn StdError + 'static)) -> Option<ExitCode>) -> ExitCode {
+    match error.downcast_ref::<ExitCode>() {
+        Some(code) => *code,
+        None => error.chain().find_map(code_of).unwrap_or(ExitCode::Failed),
+    }
+}
+
+/// Finds the exit code of one error, without its causes.
+pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
+    if let Some(code) = error.downcast_ref::<ExitCode>() {
+        return Some(*code);
+    }
+    if let Some(error) = error.downcast_ref::<ModelError>() {
+        return Some(model_code(error));
+    }
+    if is_text_error(error) {
+        return Some(ExitCode::Data);
+    }
+    if candlewick_ops::is_out_of_memory(error) {
+        return Some(ExitCode::OutOfMemory);
+    }
+    error.downcast_ref::<io::Error>().and_then(io_code)
+}
+
+fn is_text_error(error: &(dyn StdError + 'static)) -> bool {
+    error.is::<HubError>()
+        || error.is::<SourceError>()
+        || error.is::<FormatError>()
+        || error.is::<RenderError>()
+        || error.is::<TokenizerError>()
+        || error.is::<TemplateError>()
+}
+
+/// A config is the user's to change, a file of weights is a checkpoint.
+pub fn model_code(error: &ModelError) -> ExitCode {
+    match error {
+        ModelError::Key { .. } | ModelError::Unsupported(_) | ModelError::Lora { .. } => ExitCode::Usage,
+        ModelError::In { source, .. } => model_code(source),
+        ModelError::Tensor(error) if candlewick_ops::is_out_of_memory(error) => ExitCode::OutOfMemory,
+        ModelError::Tensor(_) => ExitCode::Failed,
+        _ => ExitCode::Checkpoint,
+    }
+}
+
+fn io_code(error: &io::Error) -> Option<ExitCode> {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::ReadOnlyFilesystem => {
+            Some(ExitCode::Checkpoint)
+        }
+        io::ErrorKind::OutOfMemory => Some(ExitCode::OutOfMemory),
+        _ => None,
+    }
+}
+
+/// Reads the process's arguments, or prints what clap has to say and returns the code to exit with.
+pub fn parse_arguments<C: clap::Parser>() -> Result<C, ExitCode> {
+    parse_arguments_from(std::env::args_os())
+}
+
+/// The same for other arguments, the first of which is the program.
+pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result<C, ExitCode> {
+    C::try_parse_from(arguments).map_err(|error| {
+        // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
+        let _ = error.print();
+        if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }
+    })
+}
+
+/// Writes the script that completes the commands of `C` in a shell.
+pub fn completions<C: clap::CommandFactory>(shell: clap_complete::Shell) -> String {
+    let mut command = C::command();
+    let name = command.get_name().to_owned();
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut command, name, &mut script);
+    String::from_utf8_lossy(&script).into_owned()
+}
+
+/// Writes an error and its causes, each once.
+pub fn report(error: &anyhow::Error) -> String {
+    let mut text = String::from("error: ");
+    // An exit code that the error carries is no cause.
+    let carried = usize::from(error.downcast_ref::<ExitCode>().is_some());
+    let n_skipped = carried.min(error.chain().count() - 1);
+    for (depth, cause) in error.chain().skip(n_skipped).enumerate() {
+        let cause = cause.to_string();
+        if depth == 0 {
+            text += &cause;
+        } else if !text.contains(&cause) {
+            // Many errors say their cause in their own words already.
+            let _ = write!(text, "\n  because: {}", cause.replace('\n', "\n  "));
+        }
+    }
+    text.push('\n');
+    text
+}
+
+/// Writes the backtrace of an error, if RUST_BACKTRACE asked for one: for developers, on request.
+pub fn backtrace(error: &anyhow::Error) -> String {
+    match error.backtrace().status() {
+        BacktraceStatus::Captured => format!("\n{}\n", error.backtrace()),
+        _ => String::new(),
+    }
+}
+
+impl fmt::Display for ExitCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ExitCode::Ok => "done",
+            ExitCode::Failed => "failed",
+            ExitCode::Usage => "the command line or the recipe is wrong",
+            ExitCode::Data => "the data cannot be used",
+            ExitCode::OutOfMemory => "memory ran out",
+            ExitCode::NonFinite => "a loss or a gradient was not finite",
+            ExitCode::Checkpoint => "a checkpoint cannot be read or written",
+            ExitCode::Peer => "another rank failed",
+            ExitCode::Preempted => "stopped on request, with a checkpoint saved",
+        })
+    }
+}
+
+impl std::error::Error for ExitCode {}
+
+impl From<ExitCode> for std::process::ExitCode {
+    fn from(code: ExitCode) -> Self {
+        std::process::ExitCode::from(code as u8)
+    }
+}
+
+impl Termination for ExitCode {
+    fn report(self) -> std::process::ExitCode {
+        self.into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    #[test]
+    fn the_numbers_are_the_documented_ones() {
+        use ExitCode::*;
+        let codes = [Ok, Failed, Usage, Data, OutOfMemory, NonFinite, Checkpoint, Peer, Preempted];
+        assert_eq!(codes.map(|code| code as u8), [0, 1, 2, 3, 4, 5, 6, 7, 75]);
+    }
+
+    #[track_caller]
+    fn check(error: anyhow::Error, want: ExitCode) {
+        assert_eq!(classify(&error), want, "{error:#}");
+        assert_eq!(classify(&error.context("failed to run")), want);
+    }
+
+    #[test]
+    fn an_error_has_the_code_of_the_part_that_failed() {
+        check(anyhow!("something"), ExitCode::Failed);
+        check(anyhow!("the loss is NaN").context(ExitCode::NonFinite), ExitCode::NonFinite);
+        check(ExitCode::Peer.into(), ExitCode::Peer);
+        check(io::Error::from(io::ErrorKind::StorageFull).into(), ExitCode::Checkpoint);
+        check(io::Error::from(io::ErrorKind::OutOfMemory).into(), ExitCode::OutOfMemory);
+        check(io::Error::from(io::ErrorKind::NotFound).into(), ExitCode::Failed);
+        let unsupported = ModelError::Unsupported("bert".into());
+        check(ModelError::In { path: "config.json".into(), source: Box::new(unsupported) }.into(), ExitCode::Usage);
+        let mismatch = ModelError::Mismatch { folder: "m".into(), problem: "a tensor is missing".into() };
+        check(mismatch.into(), ExitCode::Checkpoint);
+    }
+
+    #[test]
+    fn a_report_says_each_cause_once() {
+        let inner = io::Error::other("the disk is gone");
+        let error = anyhow::Error::new(inner).context("failed to save").context("failed to train: failed to save");
+        assert_eq!(
+            report(&error).lines().take(2).collect::<Vec<_>>(),
+            ["error: failed to train: failed to save", "  because: the disk is gone",]
+        );
+    }
+}

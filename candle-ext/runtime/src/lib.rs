@@ -1,0 +1,12 @@
+//! What the programs share as processes: exit codes and errors as text, the error file of a launcher, the allocator, the cores of
+//! a rank, its place among the ranks, and progress lines.
+//!
+//! This is the one library crate that reads the environment.
+
+pub mod allocator;
+pub mod cores;
+pub mod error_file;
+pub mod exit;
+pub mod place;
+pub mod process_group;
+pub mod progress;
