@@ -26,6 +26,7 @@ pub mod linear_cross_entropy;
 mod nvidia;
 mod once;
 mod product;
+mod replaced;
 pub mod reshape;
 pub mod rms_norm;
 pub mod rope;
@@ -66,6 +67,7 @@ pub use linear_cross_entropy::{
 };
 pub use nvidia::{NvidiaLibrary, nvidia_libraries};
 pub use once::{Outputs, computed_once, keep_outputs};
+pub use replaced::replace_kernels;
 pub use reshape::reshape;
 pub use rms_norm::rms_norm;
 pub use rope::rope;
