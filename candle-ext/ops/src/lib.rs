@@ -78,5 +78,5 @@ pub use swiglu::swiglu;
 pub use tape::{Coming, Grads, Input, Tape, is_tracked, record, record_exchange, untracked};
 pub use threads::{Awake, join_compute_threads, stay_awake};
 pub use tiled::tiled;
-pub use transfer::{HostCopy, Readout, send_into, upload};
+pub use transfer::{HostCopy, Readout, send_into, to_host, upload};
 pub use weight::{Buffer, GradSink, Handle, View, Weight};
