@@ -1,6 +1,9 @@
 //! Compiles the CUDA kernels: with the feature `cuda` one fatbin for each `src/*/kernel.cu`, with `emulate` one shared
 //! library for the CPU; and with `cudnn` the C++ that calls cuDNN. Without any of them it does nothing.
 //!
+//! With kernels it also writes a table of what each of them declares: its threads and the classes of its parameters. The
+//! C++ compiler's preprocessor (CXX) expands the macros for it.
+//!
 //! The C++ needs the headers of cuDNN and its frontend, in the folders of CANDLEWICK_CUDA_HEADERS, which
 //! `scripts/cuda-toolkit --headers` sets. Where that is set to nothing, the C++ is left out: types can be checked, but no
 //! program can be linked.
@@ -10,34 +13,36 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Ampere, with PTX for what comes after it, and Hopper's own instructions.
-const ARCHITECTURES: [&str; 2] =
-    ["-gencode=arch=compute_80,code=[sm_80,compute_80]", "-gencode=arch=compute_90a,code=sm_90a"];
+use parse::Declared;
+
+#[path = "src/cuda/class.rs"]
+mod class;
+#[path = "build/parse.rs"]
+mod parse;
 
 fn main() {
     println!("cargo::rerun-if-changed=src");
     println!("cargo::rerun-if-changed=emulator");
+    println!("cargo::rerun-if-changed=nvcc.options");
+    println!("cargo::rerun-if-env-changed=CXX");
     println!("cargo::rerun-if-env-changed=NVCC");
     println!("cargo::rerun-if-env-changed=CUDA_HOME");
     println!("cargo::rerun-if-env-changed=CANDLEWICK_CUDA_HEADERS");
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let mut kernels: Vec<PathBuf> = std::fs::read_dir("src")
-        .expect("the package has a src folder")
-        .flatten()
-        .map(|entry| entry.path().join("kernel.cu"))
-        .filter(|path| path.is_file())
-        .collect();
-    kernels.sort();
-    if env::var_os("CARGO_FEATURE_CUDA").is_some() {
+    let [cuda, emulated] = ["CARGO_FEATURE_CUDA", "CARGO_FEATURE_EMULATE"].map(|name| env::var_os(name).is_some());
+    if cuda {
         println!("cargo::rustc-env=CANDLEWICK_CUDA_RELEASE={}", release(&nvcc()));
     }
-    for kernel in kernels {
-        let name = kernel.parent().and_then(Path::file_name).expect("a kernel lies in an op's folder");
-        if env::var_os("CARGO_FEATURE_CUDA").is_some() {
-            compile(&nvcc(), &kernel, &out.join(name).with_extension("fatbin"));
+    for op in ops_with_kernels().iter().filter(|_| cuda || emulated) {
+        let kernel = Path::new("src").join(op).join("kernel.cu");
+        let source = preprocessed(&kernel);
+        let kernels = parse::kernels(&source).unwrap_or_else(|error| panic!("{}: {error}", kernel.display()));
+        write(&out.join(op).with_extension("rs"), &table(&kernels));
+        if cuda {
+            compile(&nvcc(), &kernel, &out.join(op).with_extension("fatbin"));
         }
-        if env::var_os("CARGO_FEATURE_EMULATE").is_some() {
-            emulate(&kernel, &out.join(format!("lib{}.so", name.display())));
+        if emulated {
+            emulate(&kernel, &kernels, &source, &out.join(format!("lib{op}.so")));
         }
     }
     if env::var_os("CARGO_FEATURE_CUDNN").is_some() {
@@ -50,11 +55,53 @@ fn main() {
     }
 }
 
+/// Lists the folders of `src` that have a `kernel.cu`.
+fn ops_with_kernels() -> Vec<String> {
+    let folders = fs::read_dir("src").expect("the package has a src folder").flatten();
+    let with_kernels = folders.filter(|folder| folder.path().join("kernel.cu").is_file());
+    let mut ops: Vec<String> = with_kernels.filter_map(|folder| folder.file_name().into_string().ok()).collect();
+    ops.sort();
+    ops
+}
+
+/// Returns the source of kernels with all macros expanded.
+fn preprocessed(kernel: &Path) -> String {
+    let mut command = cxx();
+    command.args(["-E", "-P", "-std=c++17", "-DCANDLEWICK_PREPROCESS", "-Iemulator", "-Isrc/cuda", "-x", "c++"]);
+    let output =
+        command.arg(kernel).output().unwrap_or_else(|error| panic!("failed to run {command:?}: {error}; {CXX}"));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "failed to preprocess: {command:?} ended with {}: {said}", output.status);
+    String::from_utf8(output.stdout).unwrap_or_else(|error| panic!("{}: {error}", kernel.display()))
+}
+
+/// Returns an array of `Signature` for kernels.rs to include.
+fn table(kernels: &[Declared]) -> String {
+    let entry = |kernel: &Declared| {
+        let Declared { name, max_threads, parameters } = kernel;
+        format!("    Signature {{ name: {name:?}, max_threads: {max_threads}, parameters: &{parameters:?} }},\n")
+    };
+    format!("&[\n{}]\n", kernels.iter().map(entry).collect::<String>())
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("failed to read {}: {error}", path.display()))
+}
+
+fn write(path: &Path, text: &str) {
+    fs::write(path, text).unwrap_or_else(|error| panic!("failed to write {}: {error}", path.display()));
+}
+
+fn cxx() -> Command {
+    Command::new(env::var_os("CXX").unwrap_or_else(|| "c++".into()))
+}
+
 fn nvcc() -> PathBuf {
     let from_home = || Some(Path::new(&env::var_os("CUDA_HOME")?).join("bin/nvcc"));
     env::var_os("NVCC").map(PathBuf::from).or_else(from_home).unwrap_or_else(|| "nvcc".into())
 }
 
+const CXX: &str = "it needs a C++ compiler (CXX)";
 const ADVICE: &str = "scripts/cuda-toolkit puts a compiler in place, or build without the cuda feature";
 
 /// The release of CUDA that a compiler belongs to: 13000 is 13.0.
@@ -74,14 +121,34 @@ fn release(nvcc: &Path) -> u32 {
 
 fn compile(nvcc: &Path, kernel: &Path, fatbin: &Path) {
     let mut command = Command::new(nvcc);
-    command.args(["-fatbin", "-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xfatbin=-compress-all", "-Isrc/cuda"]);
-    command.args(ARCHITECTURES).arg("-o").arg(fatbin).arg(kernel);
-    run(command, ADVICE);
+    // scripts/build-kernels takes the same options.
+    command.args(["-fatbin", "--options-file", "nvcc.options", "-Isrc/cuda", "-o"]).arg(fatbin).arg(kernel);
+    let folders = [kernel.parent().expect("a kernel lies in an op's folder"), Path::new("src/cuda")];
+    let mut inputs: Vec<PathBuf> = folders.iter().flat_map(|folder| cuda_sources(folder)).collect();
+    inputs.push("nvcc.options".into());
+    let inputs: Vec<String> = inputs.iter().map(|path| read(path)).collect();
+    run_if_new(command, fatbin, &format!("{}\n{inputs:?}", release(nvcc)), ADVICE);
 }
 
-/// Compiles a kernel and what it needs of CUDA for this machine's processor.
-fn emulate(kernel: &Path, library: &Path) {
-    let mut command = Command::new(env::var_os("CXX").unwrap_or_else(|| "c++".into()));
+/// Lists the CUDA sources of a folder.
+fn cuda_sources(folder: &Path) -> Vec<PathBuf> {
+    let files = fs::read_dir(folder).expect("the folder is in the package").flatten().map(|file| file.path());
+    let mut sources: Vec<PathBuf> =
+        files.filter(|file| file.extension().is_some_and(|ending| ending == "cu" || ending == "cuh")).collect();
+    sources.sort();
+    sources
+}
+
+/// Compiles kernels and what they need of CUDA for this machine's processor, unless it is done.
+fn emulate(kernel: &Path, kernels: &[Declared], source: &str, library: &Path) {
+    let calls = library.with_extension("cpp");
+    let path = fs::canonicalize(kernel).expect("the source is in the package");
+    let mut text = format!("#include {path:?}\n#include <call.h>\n");
+    for Declared { name, parameters, .. } in kernels {
+        let classes: Vec<String> = parameters.iter().map(|class| format!("Class::{class:?}")).collect();
+        text += &format!("CALL({name}, {})\n", classes.join(", "));
+    }
+    let mut command = cxx();
     command.args([
         "-shared",
         "-fPIC",
@@ -95,29 +162,27 @@ fn emulate(kernel: &Path, library: &Path) {
         "-Iemulator",
         "-Isrc/cuda",
     ]);
-    command.arg("-o").arg(library).args(["-x", "c++", "emulator/emulator.cpp"]).arg(kernel);
-    run(command, "it needs a C++ compiler (CXX)");
+    command.arg("-o").arg(library).arg("emulator/emulator.cpp").arg(&calls);
+    let emulator = ["call.h", "emulator.cpp"].map(|file| read(&Path::new("emulator").join(file)));
+    if fs::read_to_string(&calls).ok().as_ref() != Some(&text) {
+        write(&calls, &text);
+    }
+    run_if_new(command, library, &format!("{text}\n{emulator:?}\n{source}"), CXX);
 }
 
 /// Compiles the C++ that calls cuDNN, and links it with the C++ library, both statically: the program then needs neither
 /// to start.
 fn cudnn(folders: &str, out: &Path) {
     let source = Path::new("src/attention/cudnn.cpp");
-    let compiler = env::var_os("CXX").unwrap_or_else(|| "c++".into());
-    let (object, stamp) = (out.join("cudnn.o"), out.join("cudnn.command"));
-    let mut command = Command::new(&compiler);
+    let object = out.join("cudnn.o");
+    let mut command = cxx();
     command.args(["-c", "-O2", "-std=c++20", "-fPIC", "-DNV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING"]);
     let cuda = env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("include"));
     for folder in folders.split(':').map(PathBuf::from).chain(cuda) {
         command.arg("-isystem").arg(folder);
     }
     command.arg("-o").arg(&object).arg(source);
-    // It takes over a minute, and this script runs again whenever any source of the package changes.
-    let wanted = format!("{command:?}\n{}", fs::read_to_string(source).expect("the source is in the package"));
-    if !object.exists() || fs::read_to_string(&stamp).ok().as_ref() != Some(&wanted) {
-        run(command, "it needs a C++ compiler (CXX)");
-        fs::write(&stamp, wanted).expect("OUT_DIR can be written to");
-    }
+    run_if_new(command, &object, &read(source), CXX);
     let archive = out.join("libcandlewick_cudnn.a");
     let _ = fs::remove_file(&archive);
     let mut pack = Command::new("ar");
@@ -125,11 +190,22 @@ fn cudnn(folders: &str, out: &Path) {
     run(pack, "it needs binutils");
     println!("cargo::rustc-link-search=native={}", out.display());
     println!("cargo::rustc-link-lib=static=candlewick_cudnn");
-    let found = Command::new(&compiler).arg("-print-file-name=libstdc++.a").output().expect("it has just compiled");
+    let found = cxx().arg("-print-file-name=libstdc++.a").output().expect("it has just compiled");
     let library = PathBuf::from(String::from_utf8_lossy(&found.stdout).trim());
     let folder = library.parent().filter(|_| library.is_absolute()).expect("the compiler has a static libstdc++.a");
     println!("cargo::rustc-link-search=native={}", folder.display());
     println!("cargo::rustc-link-lib=static=stdc++");
+}
+
+/// Runs a compiler unless `output` is there and came of the same command and inputs: some take over a minute, and this
+/// script runs again whenever any source of the package changes.
+fn run_if_new(command: Command, output: &Path, inputs: &str, advice: &str) {
+    let stamp = output.with_extension("stamp");
+    let wanted = format!("{command:?}\n{inputs}");
+    if !output.exists() || fs::read_to_string(&stamp).ok().as_ref() != Some(&wanted) {
+        run(command, advice);
+        write(&stamp, &wanted);
+    }
 }
 
 fn run(mut command: Command, advice: &str) {

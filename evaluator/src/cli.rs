@@ -26,7 +26,7 @@ use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
-use candlewick_runtime::cores::choose_product;
+use candlewick_runtime::cores::{choose_kernels, choose_product};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
 use model::Model;
@@ -153,6 +153,7 @@ const OUT_OF_MEMORY: &str = "Lower --batch-size or --max-length, or set --dtype 
 
 fn run(command: &Command) -> Result<()> {
     choose_product()?;
+    choose_kernels()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {
         Command::Chat(args) => chat::chat(&args.model, &args.options, &hub),

@@ -8,7 +8,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
-NAMES = ["libcublas.so*", "libcublasLt.so*", "libcurand.so*", "libcudnn.so*", "libnccl.so*"]
+# cuDNN loads NVRTC and CUDA's runtime library, which have folders of their own among the packages for CUDA 12.
+NAMES = [
+    "libcublas.so*", "libcublasLt.so*", "libcurand.so*", "libcudnn.so*", "libnccl.so*", "libnvrtc.so*", "libcudart.so*",
+]
 
 
 def locations(package: str) -> list[Path]:

@@ -217,4 +217,54 @@ fn nvidias_libraries_are_found_wherever_pip_puts_them() {
     assert!(!is_found("nvidia/nothing/lib") && !is_found("torch/lib"), "{}", find());
     put("torch/lib/libcudnn.so.9");
     assert!(is_found("torch/lib"), "{}", find());
+    // As the packages for CUDA 12 have what cuDNN compiles with.
+    put("nvidia/cuda_nvrtc/lib/libnvrtc.so.12");
+    put("nvidia/cuda_runtime/lib/libcudart.so.12");
+    assert!(is_found("nvidia/cuda_nvrtc/lib") && is_found("nvidia/cuda_runtime/lib"), "{}", find());
+}
+
+/// The last lines of `ptxas -v`, for a kernel of one number of registers and bytes of spills.
+fn usage(kernel: &str, registers: usize, spills: usize) -> String {
+    let of = |architecture| {
+        format!(
+            "ptxas info    : Compiling entry function '{kernel}' for '{architecture}'\n\
+             ptxas info    : Function properties for {kernel}\n    \
+             {spills} bytes stack frame, {spills} bytes spill stores, 0 bytes spill loads\n\
+             ptxas info    : Used {registers} registers, used 1 barriers\n"
+        )
+    };
+    of("sm_80") + &of("sm_90a")
+}
+
+#[track_caller]
+fn check_usage(directive: &str, usage: &str, want: Option<&str>) {
+    let folder = tempfile::tempdir().unwrap();
+    let ptx = format!(".visible .entry run(\n\t.param .u64 run_param_0\n)\n{directive}\n{{\n}}\n");
+    fs::write(folder.path().join("op.ptx"), ptx).unwrap();
+    fs::write(folder.path().join("op.usage"), usage).unwrap();
+    let output = Command::new(root().join("scripts/kernel-usage")).arg(folder.path()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.success(), want.is_none(), "{said}");
+    assert!(said.contains(want.unwrap_or_default()), "{said}");
+}
+
+#[test]
+fn a_kernel_that_a_gpu_would_not_launch_or_that_spills_is_an_error() {
+    check_usage(".maxntid 1024, 1, 1", &usage("run", 64, 0), None);
+    check_usage(".maxntid 1024, 1, 1\n.minnctapersm 1", &usage("run", 65, 0), Some("op/run for sm_90a: 65 registers"));
+    check_usage(".maxntid 32, 1, 1", &usage("run", 255, 8), Some("op/run for sm_80: 8 bytes of spills, 0 are listed"));
+    check_usage("", &usage("run", 20, 0), Some("op/run for sm_80: no launch bounds"));
+    check_usage(".maxntid 32, 1, 1", &usage("other", 20, 0), Some("op/run: not compiled for sm_90a"));
+}
+
+#[test]
+fn programs_of_another_commit_are_not_packed() {
+    let folder = tempfile::tempdir().unwrap();
+    let trainer = folder.path().join("trainer");
+    fs::write(&trainer, "#!/bin/bash\necho 'trainer 0.1.0 (0123456789)'\n").unwrap();
+    fs::set_permissions(&trainer, fs::Permissions::from_mode(0o755)).unwrap();
+    let output = Command::new(root().join("scripts/pack-gpu")).arg(folder.path()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("are not of this commit") && said.contains("--any-commit"), "{said}");
+    assert_eq!(output.status.code(), Some(1), "{said}");
 }

@@ -190,6 +190,32 @@ fn unsafe_blocks_say_why_they_are_sound() {
     }
 }
 
+/// A copy to pageable memory may not be done when the driver returns: `to_host` waits for it.
+#[test]
+fn values_leave_a_device_through_to_host() {
+    const READS: &[&str] = &[".to_scalar", ".to_vec0", ".to_vec1", ".to_vec2", ".to_vec3", ".to_device(&Device::Cpu)"];
+    // Those that define it, and the tensors of the CPU that comm exchanges.
+    const EXEMPT: &[&str] =
+        &["candle-ext/ops/src/transfer.rs", "candle-ext/comm/src/staged.rs", "candle-ext/comm/src/lib.rs"];
+    for room in ["candle-ext", "trainer/src", "evaluator/src"] {
+        let is_source = |path: &&std::path::PathBuf| {
+            let path = path.to_string_lossy();
+            path.contains("/src/") && !path.contains("tests") && !EXEMPT.contains(&&*path)
+        };
+        for path in rust_files(room).iter().filter(is_source) {
+            let code = code_of(path);
+            for statement in code.split([';', '{', '}']).filter(|part| READS.iter().any(|read| part.contains(read))) {
+                assert!(
+                    statement.contains("to_host("),
+                    "{}: `{}` reads a tensor; call to_host first",
+                    path.display(),
+                    statement.trim()
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn the_linter_knows_the_functions_that_lose_gradients() {
     let lints = read("clippy.toml");

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Options, World, sum, threads};
 use candlewick_model::{Adapter, Config, MlpRows, Model};
-use candlewick_ops::{AdamW, GradPolicy, GradScaler, Seqs};
+use candlewick_ops::{AdamW, GradPolicy, GradScaler, Seqs, to_host};
 use candlewick_parallel::{Engine, Formats, Groups, LossScale, Micro, Mode, ParamStore, Pipeline, Sequence};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -180,10 +180,10 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         let scale = LossScale::mean_over(n_targets as f64);
         engine.store().zero_grads()?;
         let sums = engine.forward_backward(&micros, &scale, |_| 0)?;
-        let own = sums.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<Result<f64>>()?;
+        let own = sums.iter().map(|sum| Ok(f64::from(to_host(sum)?.to_scalar::<f32>()?))).sum::<Result<f64>>()?;
         losses.push(sum(engine.group(), own)? / n_targets as f64);
         let squares = engine.store().grad_squares()?;
-        norms.push(squares.sum_all()?.to_scalar::<f64>()?.sqrt());
+        norms.push(to_host(&squares.sum_all()?)?.to_scalar::<f64>()?.sqrt());
         scaler.judge(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;
         engine.store().step(&HYPER, &scaler)?;
     }
@@ -200,7 +200,7 @@ fn masters(engine: &Engine) -> Result<BTreeMap<String, Vec<f32>>> {
     for master in engine.store().masters() {
         let (spec, value) = master?;
         if spec.trainable {
-            masters.insert(spec.name.clone(), value.flatten_all()?.to_vec1()?);
+            masters.insert(spec.name.clone(), to_host(&value.flatten_all()?)?.to_vec1()?);
         }
     }
     Ok(masters)

@@ -25,12 +25,17 @@ impl Room {
     }
 
     fn run(&self, arguments: &[&str]) -> Output {
+        self.run_with(arguments, &[])
+    }
+
+    fn run_with(&self, arguments: &[&str], environment: &[(&str, &str)]) -> Output {
         Command::new(env!("CARGO_BIN_EXE_trainer"))
             .args(arguments)
             .current_dir(&self.0)
             .env("HF_HOME", self.0.join("hf"))
             .env("HF_ENDPOINT", "http://127.0.0.1:1")
             .env_remove("RUST_BACKTRACE")
+            .envs(environment.iter().copied())
             .output()
             .unwrap()
     }
@@ -177,6 +182,10 @@ fn questions_about_the_program_exit_with_0() {
     room.check(&["train", "--help"], 0, "Examples:");
     room.check(&["--version"], 0, env!("CARGO_PKG_VERSION"));
     room.check(&["version"], 0, env!("CARGO_PKG_VERSION"));
+    let output = room.run_with(&["version"], &[("CANDLEWICK_KERNELS", "/no/such/folder")]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("CANDLEWICK_KERNELS") && said.contains("/no/such/folder is no folder"), "{said}");
+    assert_eq!(output.status.code(), Some(2), "{said}");
     let output = room.check(&["schema"], 0, "additionalProperties");
     serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap();
 }

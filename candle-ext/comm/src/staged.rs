@@ -30,6 +30,13 @@ impl Staged {
     }
 }
 
+/// Copies a tensor to the host and waits for the copy: the driver may return before it has written pageable memory.
+pub(crate) fn to_host(x: &Tensor) -> candle_core::Result<Tensor> {
+    let here = x.to_device(&Device::Cpu)?;
+    x.device().synchronize()?;
+    Ok(here)
+}
+
 /// The way between a device and the host.
 trait Route: Send + Sync {
     /// Returns a copy of `x` on the host.
@@ -47,7 +54,7 @@ impl Route for Copying {
         match x.device() {
             Device::Cpu => Ok(x.detach()),
             // Of a view, candle would copy the whole buffer that it looks into.
-            _ => Ok(x.detach().force_contiguous()?.to_device(&Device::Cpu)?),
+            _ => Ok(to_host(&x.detach().force_contiguous()?)?),
         }
     }
 

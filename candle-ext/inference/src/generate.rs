@@ -6,6 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::Tensor;
 use candle_transformers::generation::{LogitsProcessor, Sampling};
+use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, KvCache};
 use serde::Serialize;
 
@@ -125,7 +126,7 @@ fn check_prompt(prompt: &[u32], context: usize) -> Result<()> {
 /// Refuses logits of which one is NaN or infinite: a token chosen from them means nothing.
 pub(crate) fn check_finite(logits: &Tensor) -> Result<()> {
     // One value that is not finite makes the sum so, and a sum is all that leaves a GPU.
-    let sum = logits.sum_all()?.to_scalar::<f32>()?;
+    let sum = to_host(&logits.sum_all()?)?.to_scalar::<f32>()?;
     ensure!(
         sum.is_finite(),
         anyhow!(

@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Degrees, Mesh};
 use candlewick_comm::{AtWork, Collective, Reduce, Solo};
 use candlewick_model::Config;
-use candlewick_ops::AttentionHeads;
+use candlewick_ops::{AttentionHeads, to_host};
 use candlewick_parallel::Groups;
 
 use candlewick_runtime::exit::ExitCode;
@@ -155,6 +155,6 @@ impl Crew {
             return Ok(own);
         }
         let all = self.copy.all_reduce(&Tensor::new(u32::from(own), &Device::Cpu)?, Reduce::Max)?;
-        Ok(all.to_scalar::<u32>()? > 0)
+        Ok(to_host(&all)?.to_scalar::<u32>()? > 0)
     }
 }

@@ -40,8 +40,8 @@ struct Block {
     ucontext_t beginning;
     jmp_buf scheduler;
     unsigned current;
-    void (*kernel)(void*);
-    void* arguments;
+    void (*kernel)(const uint64_t*);
+    const uint64_t* arguments;
 };
 
 thread_local Block* block;
@@ -154,9 +154,9 @@ uint64_t* emulated_lanes() {
     return &block->lanes[(threadIdx.x / 32 * 2 + is_odd) * 32];
 }
 
-extern "C" __attribute__((visibility("default"))) bool emulate(void (*kernel)(void*), void* arguments,
-                                                               const unsigned grid[3], unsigned threads,
-                                                               unsigned shared_bytes) {
+extern "C" __attribute__((visibility("default"))) bool emulate(void (*kernel)(const uint64_t*),
+                                                               const uint64_t* arguments, const unsigned grid[3],
+                                                               unsigned threads, unsigned shared_bytes) {
     Block own;
     own.fibers.resize(threads);
     own.lanes.resize((threads + 31) / 32 * 64);

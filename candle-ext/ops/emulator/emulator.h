@@ -11,13 +11,16 @@
 #include <cstring>
 #include <vector>
 
-#define __global__ __attribute__((visibility("default")))
+// build.rs reads kernels and their launch bounds from the preprocessed source.
+#ifndef CANDLEWICK_PREPROCESS
+#define __global__
+#define __launch_bounds__(...)
+#endif
 #define __device__
 #define __host__
 #define __shared__ static thread_local
 #define __restrict__
 #define __forceinline__ inline
-#define __launch_bounds__(...)
 
 struct dim3 {
     unsigned x, y, z;

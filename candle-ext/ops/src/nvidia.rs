@@ -25,13 +25,16 @@ struct File {
     needed: Option<[&'static str; 2]>,
 }
 
-/// What a run on a GPU loads. candle opens a device with cuBLAS and cuRAND, and cuBLAS loads cuBLASLt.
+/// What a run on a GPU loads. candle opens a device with cuBLAS and cuRAND, cuBLAS loads cuBLASLt, and cuDNN loads NVRTC,
+/// with which it compiles kernels, and CUDA's runtime library.
 #[cfg(any(feature = "cuda", test))]
-const FILES: [File; 6] = [
+const FILES: [File; 8] = [
     File { name: "cuBLASLt", file: "libcublasLt.so", needed: Some(["nvidia-cublas", "nvidia-cublas-cu12"]) },
     File { name: "cuBLAS", file: "libcublas.so", needed: Some(["nvidia-cublas", "nvidia-cublas-cu12"]) },
     File { name: "cuRAND", file: "libcurand.so", needed: Some(["nvidia-curand", "nvidia-curand-cu12"]) },
     File { name: "cuDNN", file: "libcudnn.so", needed: None },
+    File { name: "NVRTC", file: "libnvrtc.so", needed: None },
+    File { name: "CUDA runtime", file: "libcudart.so", needed: None },
     File { name: "NCCL", file: "libnccl.so", needed: None },
     File { name: "NVML", file: "libnvidia-ml.so", needed: None },
 ];

@@ -21,6 +21,16 @@ pub(crate) fn upload_table<T: WithDType>(values: &[T], shape: impl Into<Shape>, 
     }
 }
 
+/// Copies a tensor to the host and waits for the copy.
+///
+/// candle reads what it copies from a device (`to_vec1`, `to_scalar` and their like) as soon as the driver returns. The driver
+/// may return before it has written pageable memory: so it does where the device uses the host's page tables, on Grace.
+pub fn to_host(x: &Tensor) -> Result<Tensor> {
+    let here = x.to_device(&Device::Cpu)?;
+    x.device().synchronize()?;
+    Ok(here)
+}
+
 /// Numbers on their way from a device.
 pub struct Readout(Way);
 
@@ -39,7 +49,7 @@ impl Readout {
         Ok(Self(match x.device() {
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => Way::OnCuda(crate::cuda::transfer::Readback::start(&x.contiguous()?, device)?),
-            _ => Way::Here(x.to_vec1()?),
+            _ => Way::Here(to_host(x)?.to_vec1()?),
         }))
     }
 

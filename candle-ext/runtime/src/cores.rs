@@ -51,6 +51,15 @@ pub fn choose_product() -> Result<()> {
     chosen.map_err(anyhow::Error::from).context(format!("failed to heed {PRODUCT}")).context(ExitCode::Usage)
 }
 
+/// Lets the CUDA kernels in the folder that CANDLEWICK_KERNELS names replace those of this program. Called before anything is
+/// computed.
+pub fn choose_kernels() -> Result<()> {
+    const KERNELS: &str = "CANDLEWICK_KERNELS";
+    let Some(folder) = std::env::var_os(KERNELS).filter(|folder| !folder.is_empty()) else { return Ok(()) };
+    let replaced = candlewick_ops::replace_kernels(folder.as_ref());
+    replaced.map_err(anyhow::Error::from).context(format!("failed to heed {KERNELS}")).context(ExitCode::Usage)
+}
+
 /// How many threads one of `n` processes computes on, of `available` cores. `cores` are those that the process is bound to and
 /// those that the machine has: who is bound to fewer was given its part, but perhaps together with others.
 fn share(n: usize, available: usize, cores: Option<(usize, usize)>) -> usize {

@@ -86,7 +86,7 @@ impl Findings {
 
     fn table(&self) -> String {
         let mut rows = vec![
-            ("version".to_owned(), self.versions.candlewick.to_owned()),
+            ("version".to_owned(), self.versions.to_string()),
             ("system".to_owned(), self.host.system.clone()),
             ("processor".to_owned(), self.host.cpu.clone().unwrap_or_else(|| "unknown".into())),
             ("threads".to_owned(), self.host.n_cpus.to_string()),

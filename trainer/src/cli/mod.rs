@@ -14,6 +14,7 @@ mod ui;
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use candlewick_comm::place::{Place, Source};
 use candlewick_runtime::error_file;
@@ -23,16 +24,19 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::exit::{ExitCode, classify, report};
-use crate::metrics::Console;
+use crate::metrics::{Console, Versions};
 use crate::plan::{LoggerPlan, Machines, Seat};
 use crate::recipe::{RecipeError, key_of_option};
 
 use profile::Sort;
 pub use ui::Ui;
 
+/// The version and, where the build names it, the commit.
+static VERSION: LazyLock<String> = LazyLock::new(|| Versions::this().to_string());
+
 /// Trains language models from recipes.
 #[derive(Debug, Parser)]
-#[command(name = "trainer", version, propagate_version = true, after_long_help = EXAMPLES)]
+#[command(name = "trainer", version = &**VERSION, propagate_version = true, after_long_help = EXAMPLES)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -352,6 +356,7 @@ fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
 
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     candlewick_runtime::cores::choose_product()?;
+    candlewick_runtime::cores::choose_kernels()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
         Command::Train(train) => train::run(train, cli.verbosity, &ui),
@@ -377,7 +382,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Doctor { json } => doctor::run(if *json { Format::Json } else { Format::Text }, &ui),
         Command::Schema => ui.answer(&format!("{:#}", crate::recipe::json_schema())),
         Command::Completions { shell } => ui.answer(completions::<Cli>(*shell).trim_end()),
-        Command::Version => ui.answer(&format!("trainer {}", env!("CARGO_PKG_VERSION"))),
+        Command::Version => ui.answer(&format!("trainer {}", *VERSION)),
     }
 }
 

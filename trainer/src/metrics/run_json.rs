@@ -1,6 +1,7 @@
 //! run.json: what ran, on what, how it ended. Replaced as a whole at every change, so that a
 //! reader never sees half of it.
 
+use std::fmt;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -135,6 +136,13 @@ impl Versions {
     }
 }
 
+impl fmt::Display for Versions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.candlewick)?;
+        self.commit.map_or(Ok(()), |commit| write!(f, " ({commit})"))
+    }
+}
+
 impl Host {
     /// Describes this machine.
     pub fn this() -> Self {
@@ -221,6 +229,12 @@ mod tests {
         for (seconds, want) in cases {
             assert_eq!(utc(UNIX_EPOCH + Duration::from_secs(seconds)), want);
         }
+    }
+
+    #[test]
+    fn a_version_names_the_commit_where_it_is_known() {
+        let text = |commit| Versions { candlewick: "0.1.0", commit }.to_string();
+        assert_eq!([text(None), text(Some("12ab-dirty"))], ["0.1.0", "0.1.0 (12ab-dirty)"]);
     }
 
     #[test]

@@ -7,6 +7,7 @@ use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{AtWork, Cause, Collective, Failure, Reduce, World};
+use candlewick_ops::to_host;
 use candlewick_parallel::Groups;
 use candlewick_runtime::process_group::{ProcessGroup, exchange_words};
 use serde_json::Value;
@@ -70,7 +71,7 @@ impl<'w> Ranks<'w> {
             Some(Stop::Signal(signal)) => 2 + SIGNALS.iter().position(|it| *it == signal).unwrap_or(0) as u32,
         };
         let code = self.process.group().all_reduce(&Tensor::new(code, &Device::Cpu)?, Reduce::Max)?;
-        Ok(match code.to_scalar::<u32>()? {
+        Ok(match to_host(&code)?.to_scalar::<u32>()? {
             0 => None,
             1 => kill_switch.map(|path| Stop::KillSwitch(path.to_owned())),
             code => Some(Stop::Signal(SIGNALS[code as usize - 2])),

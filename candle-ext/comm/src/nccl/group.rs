@@ -20,6 +20,7 @@ use crate::fabric::{Alarm, Trouble};
 use crate::group::digest;
 use crate::herald::Herald;
 use crate::staff::Staff;
+use crate::staged::to_host;
 use crate::{Call, Collective, Error, Op, Pending, Reduce, Result, Solo};
 
 /// How many numbers say what a tensor is that is sent to a rank which does not know it.
@@ -314,7 +315,7 @@ fn swap_heads(
     let done = worker.put(call, ready, &steps, tensors)?;
     let Some((head, from)) = coming else { return Ok(None) };
     worker.await_done(call, &done)?;
-    let words = head.to_device(&Device::Cpu)?.to_vec1::<i64>()?;
+    let words = to_host(&head)?.to_vec1::<i64>()?;
     let Some((dtype, shape)) = read_head(&words) else {
         let who = worker.herald.who(worker.members[from]);
         return Err(Trouble::Mismatch(from, format!("{who} does not send a tensor")));
@@ -370,7 +371,11 @@ fn arrive(
     device.cuda_stream().wait(&done).map_err(candle_core::Error::wrap)?;
     let is_empty = tensors[0].elem_count() == 0;
     let y = if is_empty { tensors[0].clone() } else { finish(tensors)? };
-    let y = if is_empty && to.is_cpu() { Tensor::zeros(y.dims(), y.dtype(), to)? } else { y.to_device(to)? };
+    let y = match to {
+        _ if is_empty && to.is_cpu() => Tensor::zeros(y.dims(), y.dtype(), to)?,
+        Device::Cpu => to_host(&y)?,
+        _ => y.to_device(to)?,
+    };
     // What was stopped on the device has left nothing there.
     herald.failure().map_or(Ok(y), |failure| Err(failure.into()))
 }

@@ -5,6 +5,7 @@ use std::mem::take;
 
 use anyhow::{Context, Result};
 use candle_core::{D, Tensor};
+use candlewick_ops::to_host;
 use candlewick_parallel::{Engine, Growth, KvPool, Regions};
 use candlewick_text::tokenizer::Tokenizer;
 
@@ -240,9 +241,9 @@ impl State<'_, '_> {
 /// The next token of each text, by the logits in the first rows.
 fn choose(texts: &mut [Text], logits: &Tensor) -> Result<Vec<u32>> {
     if texts.iter().all(|text| text.chooser.takes_likeliest()) {
-        return Ok(logits.argmax(D::Minus1)?.to_vec1()?);
+        return Ok(to_host(&logits.argmax(D::Minus1)?)?.to_vec1()?);
     }
-    let rows = logits.to_vec2::<f32>()?;
+    let rows = to_host(logits)?.to_vec2::<f32>()?;
     let choose = |(text, mut logits): (&mut Text, Vec<f32>)| {
         let token = text.chooser.choose(&mut logits, &text.seen);
         text.seen.insert(token);

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use bytemuck::NoUninit;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use candlewick_ops::to_host;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
@@ -74,7 +75,7 @@ pub(super) fn encode(
     let tensor = match tensor.device() {
         Device::Cpu => tensor.contiguous()?,
         // Of a view of a GPU's buffer, candle would copy all of it.
-        _ => tensor.force_contiguous()?.to_device(&Device::Cpu)?,
+        _ => to_host(&tensor.force_contiguous()?)?,
     };
     let (storage, layout) = tensor.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
+use candlewick_ops::to_host;
 
 use super::{Adapter, AdapterFolder};
 use crate::{
@@ -148,6 +149,6 @@ impl Source {
 
 /// The sum of the squares, in f64 from row to row.
 fn square(tensor: &Tensor) -> Result<f64, ModelError> {
-    let values = tensor.flatten_all()?.to_vec1::<f32>()?;
+    let values = to_host(&tensor.flatten_all()?)?.to_vec1::<f32>()?;
     Ok(values.iter().map(|value| f64::from(*value) * f64::from(*value)).sum())
 }

@@ -45,10 +45,10 @@ __device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long
     }
 }
 
-#define KERNEL(M, master_suffix, T, copy_suffix, S, moments)                                                       \
-    extern "C" __global__ void step_##master_suffix##_##copy_suffix##_##moments(                                   \
-        M* master, const M* grad, S* mean, S* square, T* copy, const float* scaler, long long n, float lr,         \
-        float shrink, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float eps) {         \
+#define STEP(M, master_suffix, T, copy_suffix, S, moments)                                                         \
+    KERNEL(256) step_##master_suffix##_##copy_suffix##_##moments(M* master, const M* grad, S* mean, S* square,     \
+            T* copy, const float* scaler, long long n, float lr, float shrink, float beta1, float one_minus_beta1, \
+            float beta2, float one_minus_beta2, float eps) {                                                       \
         if (scaler[OUTCOME] != APPLIED) return;                                                                    \
         const Factors factors = {scaler[FACTOR], shrink,           beta1,             one_minus_beta1,             \
                                  beta2,          one_minus_beta2,  lr * scaler[STEP], eps * scaler[ROOT]};         \
@@ -58,9 +58,9 @@ __device__ void step(M* master, const M* grad, S* mean, S* square, T* copy, long
             step<1>(master, grad, mean, square, copy, n, factors);                                                 \
         }                                                                                                          \
     }
-#define KERNELS(T, suffix)                               \
-    KERNEL(float, f32, T, suffix, float, f32)            \
-    KERNEL(float, f32, T, suffix, __nv_bfloat16, bf16)
+#define KERNELS(T, suffix)                  \
+    STEP(float, f32, T, suffix, float, f32) \
+    STEP(float, f32, T, suffix, __nv_bfloat16, bf16)
 FOR_EACH_FLOAT(KERNELS)
-KERNEL(__nv_bfloat16, bf16, __nv_bfloat16, bf16, float, f32)
-KERNEL(__nv_bfloat16, bf16, __nv_bfloat16, bf16, __nv_bfloat16, bf16)
+STEP(__nv_bfloat16, bf16, __nv_bfloat16, bf16, float, f32)
+STEP(__nv_bfloat16, bf16, __nv_bfloat16, bf16, __nv_bfloat16, bf16)

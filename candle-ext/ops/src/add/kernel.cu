@@ -12,9 +12,9 @@ template <int W, typename T> __device__ void add(const T* a, const T* b, T* y, l
     }
 }
 
-#define KERNELS(T, suffix)                                                                             \
-    extern "C" __global__ void add_##suffix(const T* a, const T* b, T* y, long long n) {               \
-        if (is_wide<T>(n, a, b, y)) add<WIDE<T>>(a, b, y, n);                                          \
-        else add<1>(a, b, y, n);                                                                       \
+#define KERNELS(T, suffix)                                                \
+    KERNEL(256) add_##suffix(const T* a, const T* b, T* y, long long n) { \
+        if (is_wide<T>(n, a, b, y)) add<WIDE<T>>(a, b, y, n);             \
+        else add<1>(a, b, y, n);                                          \
     }
 FOR_EACH_FLOAT(KERNELS)

@@ -30,12 +30,11 @@ template <int DIM, typename T> __device__ void grad_q(const Saved<T>& saved, T* 
     };
 
     Matrix<DIM> out;
-    Range visible[4];
+    const auto visible = [&](int row) { return view.keys_of(min(first + own_row + row, last) / heads.group); };
     float row_lse[4], row_delta[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int row = min(first + own_row + out.row_of(i), last);
-        visible[i] = view.keys_of(row / heads.group);
         row_lse[i] = rows.lse.data[rows.lse.offset(row)] * LOG2_E;
         row_delta[i] = rows.delta.data[rows.delta.offset(row)];
     }
@@ -125,13 +124,12 @@ template <int DIM, typename T> __device__ void grad_kv(const Saved<T>& saved, T*
     };
 
     Matrix<DIM> sums;
-    Range seen_by[4];  // rows that see the thread's keys
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int key = min(first + own_key + sums.row_of(i), last);
+    // Rows that see a key.
+    const auto seen_by = [&](int row) -> Range {
+        const int key = min(first + own_key + row, last);
         const Range queries = view.queries_of(key, key);
-        seen_by[i] = {queries.start * heads.group, queries.end * heads.group};
-    }
+        return {queries.start * heads.group, queries.end * heads.group};
+    };
 
     const Range by_first = view.queries_of(first, first), by_last = view.queries_of(last, last);
     const int end = by_last.end * heads.group;

@@ -69,9 +69,7 @@ __device__ void forward(const T* q, const T* k, const T* v, T* o, float* lse, co
 
     Matrix<DIM> out;
     Softmax softmax{problem.scale * LOG2_E};
-    Range visible[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) visible[i] = view.keys_of(min(first + own_row + out.row_of(i), last) / heads.group);
+    const auto visible = [&](int row) { return view.keys_of(min(first + own_row + row, last) / heads.group); };
 
     const Range of_first = view.keys_of(first / heads.group), of_last = view.keys_of(last / heads.group);
     if (of_first.start < of_last.end) {

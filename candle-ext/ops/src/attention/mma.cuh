@@ -57,7 +57,12 @@ __device__ __forceinline__ void stage(const Tile<T, DIM>& to, const Rows<const T
     static_assert(ROWS * GROUPS % THREADS == 0);
 #pragma unroll
     for (int i = 0; i < ROWS * GROUPS / THREADS; ++i) {
-        const int at = i * THREADS + threadIdx.x, row = at / GROUPS, column = at % GROUPS * 8;
+        // In PERIOD steps the block takes whole rows. The compiler shall know it: what differs from step to step takes
+        // registers.
+        constexpr int PERIOD = GROUPS % 3 == 0 ? 3 : 1;
+        static_assert(PERIOD * THREADS % GROUPS == 0);
+        const int at = i % PERIOD * THREADS + threadIdx.x, column = at % GROUPS * 8;
+        const int row = at / GROUPS + i / PERIOD * (PERIOD * THREADS / GROUPS);
         const T* from = rows.data + rows.offset(first + row) + column;
         copy_async<16>(to.at(row, column), from, first + row < rows.n && column < rows.dim);
     }
@@ -124,14 +129,16 @@ __device__ __forceinline__ void add_product(Matrix<DIM>& sums, const Matrix<TERM
     }
 }
 
-// Leaves of the scores of columns from `first` on those that the thread's rows see.
-template <int COLUMNS>
-__device__ __forceinline__ void hide(Matrix<COLUMNS>& scores, const Range (&visible)[4], int first) {
+// Leaves of the scores of columns from `first` on those that the thread's rows see: `visible(row)` says which. It is asked
+// anew for each tile, since few are cut, and what it says takes registers.
+template <int COLUMNS, typename F>
+__device__ __forceinline__ void hide(Matrix<COLUMNS>& scores, const F& visible, int first) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+        const Range range = visible(scores.row_of(i));
 #pragma unroll
         for (int j = 0; j < COLUMNS / 4; ++j) {
-            if (!visible[i].holds(first + scores.column_of(j))) scores.at[i][j] = -INFINITY;
+            if (!range.holds(first + scores.column_of(j))) scores.at[i][j] = -INFINITY;
         }
     }
 }

@@ -7,6 +7,10 @@
 
 typedef unsigned int uint;
 
+// Begins a kernel: KERNEL(threads) name(parameters) {...}. `threads` is a number, the most that a launch may ask for in a
+// block; the fewest blocks of a multiprocessor may follow. build.rs reads the number and the parameters.
+#define KERNEL(...) extern "C" __global__ void __launch_bounds__(__VA_ARGS__)
+
 // Every kernel has these three forms: X(float, f32) and so on.
 #define FOR_EACH_FLOAT(X) \
     X(float, f32)         \

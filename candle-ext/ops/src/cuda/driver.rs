@@ -5,14 +5,15 @@ use std::fmt::Display;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
+use candle_core::cuda_backend::cudarc::driver::sys::{self, CUfunction_attribute};
 use candle_core::cuda_backend::cudarc::driver::{CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDType, DeviceId};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 
-use super::{Address, Arg, Blocks, Kernels};
+use super::{Address, Arg, Blocks, Class, Kernels, Signature};
+use crate::replaced;
 
 /// Shared memory that a block gets without asking for it beforehand.
 const UNASKED_SHARED_BYTES: usize = 48 << 10;
@@ -65,11 +66,54 @@ fn module(kernels: &Kernels, device: &CudaDevice) -> Result<Arc<CudaModule>> {
     if let Some(module) = modules.get(&(device.id(), kernels.op)) {
         return Ok(module.clone());
     }
-    let loaded = device.cuda_stream().context().load_module(Ptx::from_binary(kernels.fatbin.to_vec()));
+    let replaced = replaced::fatbin(kernels.op)?;
+    let is_replaced = replaced.is_some();
+    let fatbin = replaced.unwrap_or_else(|| kernels.fatbin.to_vec());
+    let loaded = device.cuda_stream().context().load_module(Ptx::from_binary(fatbin));
     let module =
         loaded.map_err(|error| Error::Msg(format!("{}: CUDA cannot load its kernels: {error}", kernels.op)))?;
+    // Tests check all kernels, and those of another build must fit this one.
+    if is_replaced || cfg!(feature = "emulate") {
+        for signature in kernels.signatures {
+            check_sizes(kernels.op, signature, &module)?;
+        }
+    }
     modules.insert((device.id(), kernels.op), module.clone());
     Ok(module)
+}
+
+/// Fails unless the compiled kernel has parameters of the declared sizes.
+fn check_sizes(op: &str, signature: &Signature, module: &Arc<CudaModule>) -> Result<()> {
+    let Signature { name, parameters, .. } = signature;
+    let failed = |error: &dyn Display| Error::Msg(format!("{op}: CUDA failed to look at {name}: {error}"));
+    let function = module.load_function(name).map_err(|error| failed(&error))?;
+    let mut sizes = Vec::new();
+    for index in 0.. {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: the function is loaded, and both numbers can be written.
+        let result = unsafe { sys::cuFuncGetParamInfo(function.cu_function(), index, &raw mut offset, &raw mut size) };
+        match result {
+            sys::CUresult::CUDA_SUCCESS => sizes.push(size),
+            // There are no more.
+            sys::CUresult::CUDA_ERROR_INVALID_VALUE => break,
+            error => return Err(failed(&format!("{error:?}"))),
+        }
+    }
+    let wanted: Vec<usize> = parameters.iter().map(|class| bytes_of(*class)).collect();
+    if sizes != wanted {
+        bail!(
+            "{op}: {name} was compiled with parameters of {sizes:?} bytes, and this program passes {wanted:?}: compile it \
+               from the program's own commit with scripts/build-kernels"
+        )
+    }
+    Ok(())
+}
+
+fn bytes_of(class: Class) -> usize {
+    match class {
+        Class::Int32 | Class::Float32 => 4,
+        Class::Pointer | Class::Int64 | Class::Float64 => 8,
+    }
 }
 
 /// Where a storage begins.

@@ -3,7 +3,6 @@
 
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::ffi::c_void;
 use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
 use std::slice;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -69,36 +68,8 @@ pub(crate) fn is_on() -> bool {
     ON.get()
 }
 
-/// In the C ABI of x86-64 and aarch64, integers and floats travel in registers of their own, each in order: a call with
-/// all integers first is the same call; a float and a double fill the same registers. Integers beyond the registers lie on the stack in order, and no float does.
-#[rustfmt::skip]
-type Kernel = unsafe extern "C" fn(
-    u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64,
-    f64, f64, f64, f64, f64, f64, f64, f64,
-);
-
-const MAX_INTEGERS: usize = 14;
-const MAX_FLOATS: usize = 8;
-
-struct Call {
-    kernel: Kernel,
-    integers: [u64; MAX_INTEGERS],
-    floats: [f64; MAX_FLOATS],
-}
-
-/// # Safety
-///
-/// `call` must point to a [`Call`] whose arguments are the kernel's.
-unsafe extern "C" fn run(call: *mut c_void) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let Call { kernel, integers: i, floats: f } = &*call.cast::<Call>();
-        kernel(
-            i[0], i[1], i[2], i[3], i[4], i[5], i[6], i[7], i[8], i[9], i[10], i[11], i[12], i[13], f[0], f[1], f[2],
-            f[3], f[4], f[5], f[6], f[7],
-        );
-    }
-}
+/// A kernel's `call_NAME`: it reads each parameter, by its type, from eight bytes of its own.
+type Call = unsafe extern "C" fn(*const u64);
 
 /// See [`Kernels::launch`].
 ///
@@ -106,44 +77,34 @@ unsafe extern "C" fn run(call: *mut c_void) {
 ///
 /// As there.
 pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
-    type Emulate = unsafe extern "C" fn(unsafe extern "C" fn(*mut c_void), *mut c_void, *const u32, u32, u32) -> bool;
+    type Emulate = unsafe extern "C" fn(Call, *const u64, *const u32, u32, u32) -> bool;
     let library = library(kernels)?;
     let failed = |error: libloading::Error| Error::Msg(format!("{}: {name}: {error}", kernels.op));
-    // SAFETY: the library is built from `emulator.cpp` and the op's kernel.cu, whose kernels have this ABI.
-    let (emulate, kernel) = unsafe {
+    // SAFETY: the library is built from `emulator.cpp` and `call.h`, whose functions have these types.
+    let (emulate, call) = unsafe {
         let emulate = library.get::<Emulate>(b"emulate").map_err(failed)?;
-        (emulate, library.get::<Kernel>(name.as_bytes()).map_err(failed)?)
+        (emulate, library.get::<Call>(format!("call_{name}").as_bytes()).map_err(failed)?)
     };
-    let mut call = Call { kernel: *kernel, integers: [0; MAX_INTEGERS], floats: [0.0; MAX_FLOATS] };
-    let (mut n_integers, mut n_floats) = (0, 0);
-    for arg in args {
-        let integer = match *arg {
-            Arg::Address(value) | Arg::U64(value) => value,
-            Arg::I64(value) => value.cast_unsigned(),
-            Arg::I32(value) => i64::from(value).cast_unsigned(),
-            Arg::F32(value) => {
-                // A float fills the lower half of a register.
-                call.floats[n_floats] = f64::from_bits(u64::from(value.to_bits()));
-                n_floats += 1;
-                continue;
-            }
-            Arg::F64(value) => {
-                call.floats[n_floats] = value;
-                n_floats += 1;
-                continue;
-            }
-        };
-        call.integers[n_integers] = integer;
-        n_integers += 1;
-    }
+    let arguments: Vec<u64> = args.iter().map(bytes).collect();
     let Blocks { grid, threads, shared_bytes } = blocks;
     let grid = grid.map(|n| n as u32);
-    // SAFETY: the caller answers for the arguments; `call` outlives the run.
-    let ended = unsafe { emulate(run, (&raw mut call).cast(), grid.as_ptr(), threads as u32, shared_bytes as u32) };
+    // SAFETY: the caller answers for the arguments, whose number and classes were checked; they outlive the run.
+    let ended = unsafe { emulate(*call, arguments.as_ptr(), grid.as_ptr(), threads as u32, shared_bytes as u32) };
     if !ended {
         bail!("{}: the threads of {name} wait for each other for ever", kernels.op)
     }
     Ok(())
+}
+
+/// Returns the bytes of an argument, the first four of them where it has no more: processors here are little-endian.
+fn bytes(arg: &Arg) -> u64 {
+    match *arg {
+        Arg::Address(value) | Arg::U64(value) => value,
+        Arg::I64(value) => value.cast_unsigned(),
+        Arg::I32(value) => value.cast_unsigned().into(),
+        Arg::F32(value) => value.to_bits().into(),
+        Arg::F64(value) => value.to_bits(),
+    }
 }
 
 fn library(kernels: &Kernels) -> Result<Arc<Library>> {

@@ -5,6 +5,8 @@
 //!
 //! With the feature `emulate` the same kernels also run on the CPU, over tensors there: see [`emulator`].
 
+mod check;
+mod class;
 pub(crate) mod columns;
 #[cfg(feature = "cuda")]
 mod cublas_lt;
@@ -20,6 +22,9 @@ pub(crate) mod transfer;
 
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+
+pub(crate) use check::Signature;
+pub(crate) use class::Class;
 
 /// Threads of a block that walks a flat buffer.
 pub(crate) const FLAT_THREADS: usize = 256;
@@ -40,6 +45,8 @@ pub(crate) enum Gpu<'a> {
 pub(crate) struct Kernels {
     /// The op's name.
     pub(crate) op: &'static str,
+    /// The parameters and threads of each kernel, by its name in ascending order. build.rs reads them from the source.
+    pub(crate) signatures: &'static [Signature],
     /// Compiled for GPUs.
     #[cfg(feature = "cuda")]
     pub(crate) fatbin: &'static [u8],
@@ -53,6 +60,11 @@ macro_rules! kernels {
     ($op:literal) => {
         static KERNELS: $crate::cuda::Kernels = $crate::cuda::Kernels {
             op: $op,
+            signatures: {
+                #[allow(unused_imports, reason = "no op has parameters of every class")]
+                use $crate::cuda::{Class::*, Signature};
+                include!(concat!(env!("OUT_DIR"), "/", $op, ".rs"))
+            },
             #[cfg(feature = "cuda")]
             fatbin: include_bytes!(concat!(env!("OUT_DIR"), "/", $op, ".fatbin")),
             #[cfg(feature = "emulate")]
@@ -79,6 +91,18 @@ pub(crate) enum Arg {
     F64(f64),
 }
 
+impl Arg {
+    fn class(&self) -> Class {
+        match self {
+            Self::Address(_) => Class::Pointer,
+            Self::I32(_) => Class::Int32,
+            Self::I64(_) | Self::U64(_) => Class::Int64,
+            Self::F32(_) => Class::Float32,
+            Self::F64(_) => Class::Float64,
+        }
+    }
+}
+
 /// A grid of blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Blocks {
@@ -94,8 +118,8 @@ impl Kernels {
     ///
     /// # Safety
     ///
-    /// `args` must be the kernel's parameters, in order and of its types, and every address among them good for what
-    /// the kernel reads and writes.
+    /// `args` must be the kernel's parameters in order, and every address among them good for what the kernel reads and
+    /// writes. Their number and classes are checked.
     pub(crate) unsafe fn launch(
         &self,
         gpu: Gpu,
@@ -114,7 +138,8 @@ impl Kernels {
     ///
     /// As for [`Kernels::launch`]; and the kernel must need no more shared memory.
     pub(crate) unsafe fn launch_blocks(&self, gpu: Gpu, name: &str, blocks: Blocks, args: &[Arg]) -> Result<()> {
-        let Blocks { grid, .. } = blocks;
+        let Blocks { grid, threads, .. } = blocks;
+        self.signature(name)?.check(self.op, threads, args)?;
         if grid.contains(&0) {
             return Ok(());
         }
@@ -230,3 +255,7 @@ pub(crate) fn same_dtype(op: &str, x: &Tensor, w: &Tensor) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "../../build/parse.rs"]
+mod parse;

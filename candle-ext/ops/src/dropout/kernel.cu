@@ -25,11 +25,10 @@ __device__ void apply(const T* x, T* y, long long n, long long width, long long 
     }
 }
 
-#define KERNELS(T, suffix)                                                                           \
-    extern "C" __global__ void apply_##suffix(const T* x, T* y, long long n, long long width, long long stride, \
-                                              unsigned long long key, unsigned long long threshold,  \
-                                              float scale) {                                         \
-        if (is_wide<T>(width, x, y)) apply<WIDE<T>>(x, y, n, width, stride, key, threshold, scale);  \
-        else apply<1>(x, y, n, width, stride, key, threshold, scale);                                \
+#define KERNELS(T, suffix)                                                                          \
+    KERNEL(256) apply_##suffix(const T* x, T* y, long long n, long long width, long long stride,    \
+            unsigned long long key, unsigned long long threshold, float scale) {                    \
+        if (is_wide<T>(width, x, y)) apply<WIDE<T>>(x, y, n, width, stride, key, threshold, scale); \
+        else apply<1>(x, y, n, width, stride, key, threshold, scale);                               \
     }
 FOR_EACH_FLOAT(KERNELS)

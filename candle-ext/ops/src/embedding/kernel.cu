@@ -30,7 +30,7 @@ __device__ void gather(const uint* ids, const T* w, T* y, uint v, int d) {
 
 // keys [t], sorted within each tile: a block's threads have a key each and count the smaller ones. Padding, and ids that are
 // not in the table, become v, which is less than 2^(32 - TILE_BITS).
-extern "C" __global__ void sort_tiles(const uint* ids, Key* keys, long long t, int v, uint padding) {
+KERNEL(512) sort_tiles(const uint* ids, Key* keys, long long t, int v, uint padding) {
     __shared__ Pack<uint, 4> tile[TILE / 4];
     const long long first = static_cast<long long>(blockIdx.x) * TILE;
     const uint self = threadIdx.x;
@@ -52,7 +52,7 @@ extern "C" __global__ void sort_tiles(const uint* ids, Key* keys, long long t, i
 }
 
 // Merges each FAN_IN neighbouring sorted runs of `from`, a thread for each key: it goes behind the smaller keys of all.
-extern "C" __global__ void merge_runs(const Key* from, Key* to, long long t, long long run) {
+KERNEL(256) merge_runs(const Key* from, Key* to, long long t, long long run) {
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= t) return;
     const Key key = from[i];
@@ -116,17 +116,16 @@ __device__ __forceinline__ void add_rows(const Key* keys, const T* dy, G* dw, lo
     }
 }
 
-#define ADD_ROWS(T, suffix, G, grad)                                                                                 \
-    extern "C" __global__ void add_rows_##suffix##_##grad(const Key* keys, const T* dy, G* dw, long long t, int v,   \
-                                                          int d) {                                                   \
-        if (is_wide<T>(d, dy) && is_wide<G>(d, dw)) add_rows<WIDE<T>>(keys, dy, dw, t, v, d);                        \
-        else add_rows<1>(keys, dy, dw, t, v, d);                                                                     \
+#define ADD_ROWS(T, suffix, G, grad)                                                                             \
+    KERNEL(128, 10) add_rows_##suffix##_##grad(const Key* keys, const T* dy, G* dw, long long t, int v, int d) { \
+        if (is_wide<T>(d, dy) && is_wide<G>(d, dw)) add_rows<WIDE<T>>(keys, dy, dw, t, v, d);                    \
+        else add_rows<1>(keys, dy, dw, t, v, d);                                                                 \
     }
-#define KERNELS(T, suffix)                                                                                           \
-    extern "C" __global__ void gather_##suffix(const uint* ids, const T* w, T* y, int v, int d) {                    \
-        if (is_wide<T>(d, w, y)) gather<WIDE<T>>(ids, w, y, v, d);                                                   \
-        else gather<1>(ids, w, y, v, d);                                                                             \
-    }                                                                                                                \
-    ADD_ROWS(T, suffix, float, f32)                                                                                  \
+#define KERNELS(T, suffix)                                                          \
+    KERNEL(1024) gather_##suffix(const uint* ids, const T* w, T* y, int v, int d) { \
+        if (is_wide<T>(d, w, y)) gather<WIDE<T>>(ids, w, y, v, d);                  \
+        else gather<1>(ids, w, y, v, d);                                            \
+    }                                                                               \
+    ADD_ROWS(T, suffix, float, f32)                                                 \
     ADD_ROWS(T, suffix, __nv_bfloat16, bf16)
 FOR_EACH_FLOAT(KERNELS)

@@ -35,9 +35,9 @@ __device__ __forceinline__ void decide(float* state, double norm, bool is_loss_f
     }
 }
 
-extern "C" __global__ void judge(float* state, const double* squares, const float* losses, int n_squares, int n_losses,
-                                 int halts, int window, int hysteresis, double max_norm, double beta1, double beta2,
-                                 double min_scale, double max_scale) {
+KERNEL(32) judge(float* state, const double* squares, const float* losses, int n_squares, int n_losses, int halts,
+        int window, int hysteresis, double max_norm, double beta1, double beta2, double min_scale,
+        double max_scale) {
     double sum = 0.0;
     int n_bad = 0;
     for (int i = threadIdx.x; i < n_squares; i += 32) sum += squares[i];

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::device::on_device;
 use crate::floats::FloatsMut;
 use crate::storage::{host, update};
+use crate::transfer::to_host;
 
 /// The factor on losses that keeps small gradients from vanishing in half precision, by DeepSpeed's rules.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -172,8 +173,8 @@ impl GradScaler {
 
     /// Returns the decision for what is updated on the host; nothing if there is no update. Waits for the device.
     pub fn on_host(&self) -> Result<Option<Self>> {
-        let here = Self { policy: self.policy, state: self.state.to_device(&Device::Cpu)? };
-        let applies = Verdict::read(&here.state.to_vec1()?).outcome == Outcome::Applied;
+        let here = Self { policy: self.policy, state: to_host(&self.state)? };
+        let applies = Verdict::read(&to_host(&here.state)?.to_vec1()?).outcome == Outcome::Applied;
         Ok(applies.then_some(here))
     }
 

@@ -3,13 +3,15 @@
 
 // Threads of a block that sums.
 constexpr int THREADS = 256;
+// Packs that a thread of `sum_squares` has on their way at once.
+constexpr int LOADS = 4;
 
 // x = 0 for n elements of two bytes
 template <int W> __device__ void zero(uint16_t* x, long long n) {
     for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) store(x + i, Pack<uint16_t, W>{});
 }
 
-extern "C" __global__ void zero_16_bits(uint16_t* x, long long n) {
+KERNEL(256) zero_16_bits(uint16_t* x, long long n) {
     if (is_wide<uint16_t>(n, x)) zero<WIDE<uint16_t>>(x, n);
     else zero<1>(x, n);
 }
@@ -39,15 +41,25 @@ __device__ __forceinline__ double sum_block(double x) {
     return sum;
 }
 
-// parts[block] = the sum of squares of the elements that the block visits
+// parts[block] = the sum of squares of the elements that the block visits. A thread loads LOADS packs before it adds the
+// first; it adds them in the order of their addresses.
 template <int W, typename T> __device__ void sum_squares(const T* x, double* parts, long long n) {
+    const long long step = flat_step<W>();
     double sum = 0.0;
-    for (long long i = flat_begin<W>(); i < n; i += flat_step<W>()) {
-        const auto pack = load<W>(x + i);
+    for (long long i = flat_begin<W>(); i < n; i += LOADS * step) {
+        Pack<T, W> packs[LOADS];
 #pragma unroll
-        for (int j = 0; j < W; ++j) {
-            const double value = widen(pack.at[j]);
-            sum += value * value;
+        for (int k = 0; k < LOADS; ++k) {
+            if (i + k * step < n) packs[k] = load<W>(x + i + k * step);
+        }
+#pragma unroll
+        for (int k = 0; k < LOADS; ++k) {
+            if (i + k * step >= n) continue;
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+                const double value = widen(packs[k].at[j]);
+                sum += value * value;
+            }
         }
     }
     sum = sum_block(sum);
@@ -55,7 +67,7 @@ template <int W, typename T> __device__ void sum_squares(const T* x, double* par
 }
 
 // total = the sum over n parts, by one block
-extern "C" __global__ void add_parts(const double* parts, double* total, int n) {
+KERNEL(256) add_parts(const double* parts, double* total, int n) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += parts[i];
     sum = sum_block(sum);
@@ -63,18 +75,18 @@ extern "C" __global__ void add_parts(const double* parts, double* total, int n) 
 }
 
 // Packs fit both formats.
-#define COPY(S, from, T, to)                                                                      \
-    extern "C" __global__ void copy_##from##_##to(const S* src, T* dst, long long n) {            \
-        constexpr int W = WIDE<S> < WIDE<T> ? WIDE<S> : WIDE<T>;                                  \
-        if (n % W == 0 && is_wide<S>(0, src) && is_wide<T>(0, dst)) copy<W>(dst, src, n);         \
-        else copy<1>(dst, src, n);                                                                \
+#define COPY(S, from, T, to)                                                              \
+    KERNEL(256) copy_##from##_##to(const S* src, T* dst, long long n) {                   \
+        constexpr int W = WIDE<S> < WIDE<T> ? WIDE<S> : WIDE<T>;                          \
+        if (n % W == 0 && is_wide<S>(0, src) && is_wide<T>(0, dst)) copy<W>(dst, src, n); \
+        else copy<1>(dst, src, n);                                                        \
     }
-#define KERNELS(T, suffix)                                                                        \
-    COPY(T, suffix, float, f32)                                                                   \
-    COPY(T, suffix, __nv_bfloat16, bf16)                                                          \
-    COPY(T, suffix, __half, f16)                                                                  \
-    extern "C" __global__ void sum_squares_##suffix(const T* x, double* parts, long long n) {     \
-        if (is_wide<T>(n, x)) sum_squares<WIDE<T>>(x, parts, n);                                  \
-        else sum_squares<1>(x, parts, n);                                                         \
+#define KERNELS(T, suffix)                                                     \
+    COPY(T, suffix, float, f32)                                                \
+    COPY(T, suffix, __nv_bfloat16, bf16)                                       \
+    COPY(T, suffix, __half, f16)                                               \
+    KERNEL(256) sum_squares_##suffix(const T* x, double* parts, long long n) { \
+        if (is_wide<T>(n, x)) sum_squares<WIDE<T>>(x, parts, n);               \
+        else sum_squares<1>(x, parts, n);                                      \
     }
 FOR_EACH_FLOAT(KERNELS)

@@ -10,6 +10,7 @@ use crate::floats::{Floats, FloatsMut};
 use crate::gemm::Old;
 use crate::product::{self, Dims};
 use crate::simd::vectorised;
+use crate::transfer::to_host;
 
 /// Elements of the logits that exist at once, at most: 256 MiB.
 const LOGITS: usize = 1 << 26;
@@ -129,8 +130,8 @@ impl Head<'_> {
             .collect();
         let by_kind: Vec<f32> = (0..3).flat_map(|kind| known.iter().map(move |of_token| of_token[kind])).collect();
         let merged = part.merge(&Tensor::from_vec(by_kind, (3, n), &Device::Cpu)?)?;
-        losses.copy_from_slice(&merged.loss.to_vec1::<f32>()?);
-        let (max, sum) = (merged.max.to_vec1::<f32>()?, merged.sum.to_vec1::<f32>()?);
+        losses.copy_from_slice(&to_host(&merged.loss)?.to_vec1::<f32>()?);
+        let (max, sum) = (to_host(&merged.max)?.to_vec1::<f32>()?, to_host(&merged.sum)?.to_vec1::<f32>()?);
         Ok((0..n).map(|i| (known[i][0] - max[i]).exp() / sum[i]).collect())
     }
 

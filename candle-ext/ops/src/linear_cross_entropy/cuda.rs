@@ -6,7 +6,7 @@ use super::part::VocabPart;
 use super::{Reduction, Sizes, Target, TokenScores};
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
-use crate::transfer::upload;
+use crate::transfer::{to_host, upload};
 
 kernels!("linear_cross_entropy");
 
@@ -218,7 +218,8 @@ impl<'a> Head<'a> {
             // SAFETY: there are chunk.len rows of logits, and as many classes, losses and marks from its start on.
             unsafe { KERNELS.launch(self.gpu, "scores", [chunk.len, 1, 1], THREADS, &args)? };
         }
-        let (losses, is_top) = (losses.into_tensor(n).to_vec1::<f32>()?, is_top.into_tensor(n).to_vec1::<f32>()?);
+        let [losses, is_top] = [losses, is_top].map(|x| to_host(&x.into_tensor(n))?.to_vec1::<f32>());
+        let (losses, is_top) = (losses?, is_top?);
         Ok(losses.into_iter().zip(is_top).map(|(loss, is_top)| (-loss, is_top != 0.0)).collect())
     }
 

@@ -80,15 +80,14 @@ __device__ __forceinline__ void write_gradients(const float* logits, T* d_logits
 }
 
 // loss = log sum exp(logits) - logits[class]
-extern "C" __global__ void losses(const float* logits, const unsigned* classes, float* loss, int v, int stride) {
+KERNEL(1024) losses(const float* logits, const unsigned* classes, float* loss, int v, int stride) {
     logits += static_cast<long long>(blockIdx.x) * stride;
     const auto [largest, sum] = max_and_sum(logits, v);
     if (threadIdx.x == 0) loss[blockIdx.x] = largest - logits[classes[blockIdx.x]] + logf(sum);
 }
 
 // As losses; and whether the class is the first of those with the largest logit.
-extern "C" __global__ void scores(const float* logits, const unsigned* classes, float* loss, float* is_top, int v,
-                                  int stride) {
+KERNEL(1024) scores(const float* logits, const unsigned* classes, float* loss, float* is_top, int v, int stride) {
     __shared__ int is_beaten;
     logits += static_cast<long long>(blockIdx.x) * stride;
     const int target = classes[blockIdx.x];
@@ -123,8 +122,7 @@ __device__ void gradients(const float* logits, const unsigned* classes, const fl
 
 // Of a part of the vocabulary, [3, n]: the largest logit, the sum of exp(logit - largest), and the logit of the class, or
 // 0 if another part has it: then the class is no row.
-extern "C" __global__ void known(const float* logits, const unsigned* classes, float* numbers, int n, int v,
-                                 int stride) {
+KERNEL(1024) known(const float* logits, const unsigned* classes, float* numbers, int n, int v, int stride) {
     logits += static_cast<long long>(blockIdx.x) * stride;
     const auto [largest, sum] = max_and_sum(logits, v);
     if (threadIdx.x > 0) return;
@@ -157,7 +155,7 @@ template <typename T> __device__ void scatter(const T* from, const unsigned* row
 }
 
 // total = scale * the sum of losses, in f64 and by one block, so that the order is fixed
-extern "C" __global__ void total(const float* loss, float* sum_of_losses, int n, float scale) {
+KERNEL(256) total(const float* loss, float* sum_of_losses, int n, float scale) {
     __shared__ double of_thread[256];
     double sum = 0.0;
     for (int i = threadIdx.x; i < n; i += 256) sum += loss[i];
@@ -169,21 +167,19 @@ extern "C" __global__ void total(const float* loss, float* sum_of_losses, int n,
     if (threadIdx.x == 0) *sum_of_losses = static_cast<float>(of_thread[0] * scale);
 }
 
-#define KERNELS(T, suffix)                                                                                        \
-    extern "C" __global__ void gradients_##suffix(const float* logits, const unsigned* classes,                   \
-                                                  const float* weights, float* loss, T* d_logits, int v,          \
-                                                  int stride) {                                                   \
-        gradients<T>(logits, classes, weights, loss, d_logits, v, stride);                                        \
-    }                                                                                                             \
-    extern "C" __global__ void part_gradients_##suffix(const float* logits, const unsigned* classes,              \
-                                                       const float* weights, const float* largest,                \
-                                                       const float* sums, T* d_logits, int v, int stride) {       \
-        part_gradients<T>(logits, classes, weights, largest, sums, d_logits, v, stride);                          \
-    }                                                                                                             \
-    extern "C" __global__ void gather_##suffix(const T* from, const unsigned* rows, T* to, int d) {               \
-        gather<T>(from, rows, to, d);                                                                             \
-    }                                                                                                             \
-    extern "C" __global__ void scatter_##suffix(const T* from, const unsigned* rows, T* to, int d) {              \
-        scatter<T>(from, rows, to, d);                                                                            \
+#define KERNELS(T, suffix)                                                                                   \
+    KERNEL(1024) gradients_##suffix(const float* logits, const unsigned* classes, const float* weights,      \
+            float* loss, T* d_logits, int v, int stride) {                                                   \
+        gradients<T>(logits, classes, weights, loss, d_logits, v, stride);                                   \
+    }                                                                                                        \
+    KERNEL(1024) part_gradients_##suffix(const float* logits, const unsigned* classes, const float* weights, \
+            const float* largest, const float* sums, T* d_logits, int v, int stride) {                       \
+        part_gradients<T>(logits, classes, weights, largest, sums, d_logits, v, stride);                     \
+    }                                                                                                        \
+    KERNEL(256) gather_##suffix(const T* from, const unsigned* rows, T* to, int d) {                         \
+        gather<T>(from, rows, to, d);                                                                        \
+    }                                                                                                        \
+    KERNEL(256) scatter_##suffix(const T* from, const unsigned* rows, T* to, int d) {                        \
+        scatter<T>(from, rows, to, d);                                                                       \
     }
 FOR_EACH_FLOAT(KERNELS)

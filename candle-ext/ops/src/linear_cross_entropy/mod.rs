@@ -14,6 +14,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::transfer::to_host;
 use crate::weight::GradSink;
 use crate::weight::Weight;
 
@@ -113,7 +114,7 @@ fn run(
     on_device!("linear_cross_entropy", x, {
         cpu => {
             if let Upstream::Scaled(_, factor) = upstream {
-                let factor = factor.to_scalar::<f32>()?;
+                let factor = to_host(factor)?.to_scalar::<f32>()?;
                 weights.iter_mut().for_each(|weight| *weight *= factor);
             }
             let weights = wants_dx.then_some(weights.as_slice());
@@ -232,7 +233,7 @@ fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy, part: Op
 /// The tokens that count. A target outside the vocabulary is an error. They are read on the host, where the data are
 /// made: leave them there, and no device has to be waited for.
 fn supervised(targets: &Tensor, spec: &CrossEntropy, v: usize) -> Result<Vec<Target>> {
-    let targets = targets.to_device(&Device::Cpu)?.contiguous()?;
+    let targets = to_host(targets)?.contiguous()?;
     let targets = host("linear_cross_entropy", &targets)?;
     let counted = targets.slice::<i64>()?.iter().enumerate();
     counted
@@ -266,7 +267,7 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>,
                     [t]
                 )
             }
-            let rows = rows.to_device(&Device::Cpu)?.contiguous()?;
+            let rows = to_host(rows)?.contiguous()?;
             let rows = host("linear_cross_entropy", &rows)?;
             let rows = rows.slice::<f32>()?;
             Ok(targets.iter().map(|target| rows[target.row]).collect())

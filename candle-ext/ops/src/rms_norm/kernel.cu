@@ -218,36 +218,34 @@ __device__ __forceinline__ void backward_long(const T* x, const T* w, const T* d
     }
 }
 
-#define ADD_PARTS(G, suffix)                                                                                    \
-    extern "C" __global__ void add_parts_##suffix(const float* partial, G* dw, int n_parts, int d) {         \
-        add_parts_to(dw, partial, n_parts, d);                                                               \
+#define ADD_PARTS(G, suffix)                                                          \
+    KERNEL(256) add_parts_##suffix(const float* partial, G* dw, int n_parts, int d) { \
+        add_parts_to(dw, partial, n_parts, d);                                        \
     }
 FOR_EACH_GRAD(ADD_PARTS)
 
-#define LONG(T, suffix)                                                                                              \
-    extern "C" __global__ void forward_long_##suffix(const T* x, const T* w, T* y, float* rstd, int d, float eps) {  \
-        forward_long<T>(x, w, y, rstd, d, eps);                                                                      \
-    }                                                                                                                \
-    extern "C" __global__ void backward_long_##suffix(const T* x, const T* w, const T* dy, const float* rstd,        \
-                                                      const T* plus, T* dx, float* partial, int t, int d) {          \
-        backward_long<T>(x, w, dy, rstd, plus, dx, partial, t, d);                                                   \
+#define LONG(T, suffix)                                                                                        \
+    KERNEL(1024) forward_long_##suffix(const T* x, const T* w, T* y, float* rstd, int d, float eps) {          \
+        forward_long<T>(x, w, y, rstd, d, eps);                                                                \
+    }                                                                                                          \
+    KERNEL(1024) backward_long_##suffix(const T* x, const T* w, const T* dy, const float* rstd, const T* plus, \
+            T* dx, float* partial, int t, int d) {                                                             \
+        backward_long<T>(x, w, dy, rstd, plus, dx, partial, t, d);                                             \
     }
 FOR_EACH_FLOAT(LONG)
 
-#define PACKS(P, T, suffix)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(512) forward_##P##_##suffix(const T* x, const T* w, T* y,           \
-                                                                             float* rstd, int t, int d, int lanes,   \
-                                                                             float eps) {                            \
-        forward<P, WIDE<T>>(x, w, y, rstd, t, d, lanes, eps);                                                        \
-    }                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(P == 4 ? 512 : 256) backward_##P##_##suffix(                                       \
-        const T* x, const T* w, const T* dy, const float* rstd, const T* plus, T* dx, float* partial, int t, int d,  \
-        int lanes) {                                                                                                 \
-        backward<P, WIDE<T>>(x, w, dy, rstd, plus, dx, partial, t, d, lanes);                                        \
+#define PACKS(P, backward_threads, T, suffix)                                                                \
+    KERNEL(512) forward_##P##_##suffix(const T* x, const T* w, T* y, float* rstd, int t, int d, int lanes,   \
+            float eps) {                                                                                     \
+        forward<P, WIDE<T>>(x, w, y, rstd, t, d, lanes, eps);                                                \
+    }                                                                                                        \
+    KERNEL(backward_threads) backward_##P##_##suffix(const T* x, const T* w, const T* dy, const float* rstd, \
+            const T* plus, T* dx, float* partial, int t, int d, int lanes) {                                 \
+        backward<P, WIDE<T>>(x, w, dy, rstd, plus, dx, partial, t, d, lanes);                                \
     }
-#define PACKS_1(T, suffix) PACKS(1, T, suffix)
-#define PACKS_2(T, suffix) PACKS(2, T, suffix)
-#define PACKS_4(T, suffix) PACKS(4, T, suffix)
+#define PACKS_1(T, suffix) PACKS(1, 256, T, suffix)
+#define PACKS_2(T, suffix) PACKS(2, 256, T, suffix)
+#define PACKS_4(T, suffix) PACKS(4, 512, T, suffix)
 FOR_EACH_FLOAT(PACKS_1)
 FOR_EACH_FLOAT(PACKS_2)
 FOR_EACH_FLOAT(PACKS_4)

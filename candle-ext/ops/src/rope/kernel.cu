@@ -24,13 +24,12 @@ __device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int
     }
 }
 
-#define KERNELS(T, suffix)                                                                                       \
-    extern "C" __global__ void rotate_##suffix(const T* x, const float* cos, const float* sin, T* y, int h,      \
-                                               int k, float sign) {                                              \
-        if (is_wide<T>(k / 2, x, y) && is_wide<float>(k / 2, cos, sin)) {                                        \
-            rotate<WIDE<T>>(x, cos, sin, y, h, k, sign);                                                         \
-        } else {                                                                                                 \
-            rotate<1>(x, cos, sin, y, h, k, sign);                                                               \
-        }                                                                                                        \
+#define KERNELS(T, suffix)                                                                                        \
+    KERNEL(256) rotate_##suffix(const T* x, const float* cos, const float* sin, T* y, int h, int k, float sign) { \
+        if (is_wide<T>(k / 2, x, y) && is_wide<float>(k / 2, cos, sin)) {                                         \
+            rotate<WIDE<T>>(x, cos, sin, y, h, k, sign);                                                          \
+        } else {                                                                                                  \
+            rotate<1>(x, cos, sin, y, h, k, sign);                                                                \
+        }                                                                                                         \
     }
 FOR_EACH_FLOAT(KERNELS)

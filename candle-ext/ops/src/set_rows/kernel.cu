@@ -6,8 +6,8 @@ template <typename T> __device__ void set_rows(const T* from, const unsigned* ro
     copy_row(from + static_cast<long long>(blockIdx.x) * d, to + static_cast<long long>(rows[blockIdx.x]) * d, d);
 }
 
-#define KERNELS(T, suffix)                                                                                        \
-    extern "C" __global__ void set_rows_##suffix(const T* from, const unsigned* rows, T* to, int d) {             \
-        set_rows<T>(from, rows, to, d);                                                                           \
+#define KERNELS(T, suffix)                                                             \
+    KERNEL(128) set_rows_##suffix(const T* from, const unsigned* rows, T* to, int d) { \
+        set_rows<T>(from, rows, to, d);                                                \
     }
 FOR_EACH_FLOAT(KERNELS)

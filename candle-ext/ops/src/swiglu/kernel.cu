@@ -36,14 +36,13 @@ __device__ void backward(const T* gate, const T* up, const T* dy, T* d_gate, T* 
     }
 }
 
-#define KERNELS(T, suffix)                                                                                      \
-    extern "C" __global__ void forward_##suffix(const T* gate, const T* up, T* y, long long n) {                \
-        if (is_wide<T>(n, gate, up, y)) forward<WIDE<T>>(gate, up, y, n);                                       \
-        else forward<1>(gate, up, y, n);                                                                        \
-    }                                                                                                           \
-    extern "C" __global__ void backward_##suffix(const T* gate, const T* up, const T* dy, T* d_gate, T* d_up,   \
-                                                 long long n) {                                                 \
-        if (is_wide<T>(n, gate, up, dy, d_gate, d_up)) backward<WIDE<T>>(gate, up, dy, d_gate, d_up, n);        \
-        else backward<1>(gate, up, dy, d_gate, d_up, n);                                                        \
+#define KERNELS(T, suffix)                                                                                    \
+    KERNEL(256) forward_##suffix(const T* gate, const T* up, T* y, long long n) {                             \
+        if (is_wide<T>(n, gate, up, y)) forward<WIDE<T>>(gate, up, y, n);                                     \
+        else forward<1>(gate, up, y, n);                                                                      \
+    }                                                                                                         \
+    KERNEL(256) backward_##suffix(const T* gate, const T* up, const T* dy, T* d_gate, T* d_up, long long n) { \
+        if (is_wide<T>(n, gate, up, dy, d_gate, d_up)) backward<WIDE<T>>(gate, up, dy, d_gate, d_up, n);      \
+        else backward<1>(gate, up, dy, d_gate, d_up, n);                                                      \
     }
 FOR_EACH_FLOAT(KERNELS)

@@ -107,8 +107,12 @@ pub(crate) fn tape(inputs: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Ta
 
 /// Opened once, as a run opens it.
 #[cfg(feature = "cuda")]
-static GPU: LazyLock<Device> =
-    LazyLock::new(|| candlewick_ops::DeviceChoice::Cuda(0).open().expect("tests with the feature cuda need a GPU"));
+static GPU: LazyLock<Device> = LazyLock::new(|| {
+    if let Some(folder) = std::env::var_os("CANDLEWICK_KERNELS") {
+        candlewick_ops::replace_kernels(folder.as_ref()).unwrap();
+    }
+    candlewick_ops::DeviceChoice::Cuda(0).open().expect("tests with the feature cuda need a GPU")
+});
 
 /// Where an op is computed: every test that runs in one of these runs in all that the build and the machine have.
 #[derive(Clone, Debug)]

@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::Seams;
-use candlewick_ops::{Reduction, Rows, Seqs, TokenScores, Upstream, span, token_scores};
+use candlewick_ops::{Reduction, Rows, Seqs, TokenScores, Upstream, span, to_host, token_scores};
 
 use super::{Engine, Micro};
 use crate::placement::Norms;
@@ -34,7 +34,7 @@ impl Engine {
     /// not know them](Engine::knows_losses). Records nothing.
     pub fn loss(&self, micro: &Micro) -> Result<f64> {
         match self.evaluate(&*micro.padded(self.multiple())?, Reduction::Sum)? {
-            Some(loss) => loss.to_dtype(DType::F64)?.to_scalar(),
+            Some(loss) => to_host(&loss.to_dtype(DType::F64)?)?.to_scalar(),
             None => Ok(0.0),
         }
     }
@@ -47,7 +47,7 @@ impl Engine {
         let Some(own) = self.evaluate(&padded, Reduction::None)? else { return Ok(vec![0.0; n_tokens]) };
         let n_padded = padded.seqs.n_tokens();
         let all = self.sequence.as_ref().map(|sequence| sequence.join(&own, n_padded)).transpose()?;
-        all.unwrap_or(own).narrow(0, 0, n_tokens)?.to_vec1()
+        to_host(&all.unwrap_or(own).narrow(0, 0, n_tokens)?)?.to_vec1()
     }
 
     /// The loss of as many tokens as ranks can share evenly.
@@ -119,8 +119,8 @@ impl Engine {
         };
         let marks = scores.is_top.iter().map(|is_top| f32::from(u8::from(*is_top)));
         let numbers: Vec<f32> = scores.logprobs.iter().copied().chain(marks).collect();
-        let all =
-            self.told_by_last_stage(&Tensor::from_vec(numbers, (2, ids.len()), &self.device)?)?.to_vec2::<f32>()?;
+        let all = self.told_by_last_stage(&Tensor::from_vec(numbers, (2, ids.len()), &self.device)?)?;
+        let all = to_host(&all)?.to_vec2::<f32>()?;
         let n = asked.len();
         Ok(TokenScores {
             logprobs: all[0][..n].to_vec(),
@@ -138,7 +138,8 @@ impl Engine {
     ) -> Result<TokenScores> {
         let mut scores = TokenScores::default();
         for (i, ids) in ids.chunks(chunk).enumerate() {
-            let logits = self.logits_of_rows(&normed.narrow(0, i * chunk, ids.len())?, weights)?.to_vec2::<f32>()?;
+            let logits = self.logits_of_rows(&normed.narrow(0, i * chunk, ids.len())?, weights)?;
+            let logits = to_host(&logits)?.to_vec2::<f32>()?;
             for (logits, id) in logits.iter().zip(ids) {
                 let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 let sum: f32 = logits.iter().map(|logit| (logit - max).exp()).sum();
