@@ -6,11 +6,14 @@
 //! are carried over the GPU.
 //!
 //! Where this differs from the other engines: NCCL adds in its own order, the same on all ranks but not that of the ranks;
-//! what does not fit together is found out by the time-out; and that counts for an operation as a whole, from when this
-//! rank's part of it was ready. Sums of f16 and bf16 are taken in f32, in tensors twice as large.
+//! collectives that do not fit together are found out by the time-out; and that counts for an operation as a whole, from when
+//! this rank's part of it was ready. A tensor of another dtype or shape than its receiver expects is found out by the
+//! description that travels with it, after the exchange or while it hangs, so that no exchange waits for a description.
+//! Sums of f16 and bf16 are taken in f32, in tensors twice as large.
 
 mod api;
 mod communicator;
+mod description;
 mod group;
 mod memory;
 mod worker;

@@ -11,12 +11,18 @@ use candle_core::{CudaDevice, Tensor};
 
 use super::api::UniqueId;
 use super::communicator::{Communicator, Step, unique_id};
+use super::description::decode;
+use super::memory::read_words;
+use crate::call::tensor;
 use crate::fabric::{Alarm, Trouble};
 use crate::herald::Herald;
-use crate::{Call, Failure, Result, store};
+use crate::{Call, Failure, Recv, Result, store};
 
 /// How often is looked at what is under way.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// How often a tensor that does not arrive is compared with its description, which may have.
+const COMPARE_EVERY: Duration = Duration::from_secs(1);
 
 /// How long what was stopped may take to end on the device.
 const STOP_WITHIN: Duration = Duration::from_secs(5);
@@ -34,6 +40,8 @@ pub(super) struct Worker {
     pub(super) herald: Arc<Herald>,
     pub(super) device: CudaDevice,
     stream: Arc<CudaStream>,
+    /// The stream by which the host reads what has arrived, whatever the group's has to do.
+    reads: Arc<CudaStream>,
     /// `None` once it was stopped.
     communicator: Option<Communicator>,
     under_way: VecDeque<UnderWay>,
@@ -49,6 +57,32 @@ struct UnderWay {
     since: Option<Instant>,
     /// What it reads and writes.
     tensors: Vec<Tensor>,
+    expected: Option<Expected>,
+    /// How long the others are waited for before the next comparison.
+    compare_after: Duration,
+}
+
+/// An operation to put onto the stream.
+pub(super) struct Launch {
+    /// When what it needs is there.
+    pub(super) ready: CudaEvent,
+    pub(super) steps: Vec<Step>,
+    /// All that the steps read and write.
+    pub(super) tensors: Vec<Tensor>,
+    pub(super) expected: Option<Expected>,
+}
+
+/// A tensor to receive, and where its sender's description of it arrives.
+pub(super) struct Expected {
+    pub(super) recv: Recv,
+    pub(super) description: Tensor,
+}
+
+/// How much of a sender's description has arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Described {
+    InFull,
+    Perhaps,
 }
 
 impl Worker {
@@ -61,13 +95,14 @@ impl Worker {
         members: &[usize],
     ) -> Result<Self, Trouble> {
         let me = members.iter().position(|rank| *rank == herald.rank()).expect("who opens a group is in it");
-        let stream = device.cuda_stream().context().new_stream().map_err(cuda)?;
+        let context = Arc::clone(device.cuda_stream().context());
+        let (stream, reads) = (context.new_stream().map_err(cuda)?, context.new_stream().map_err(cuda)?);
         stream.context().bind_to_thread().map_err(cuda)?;
         let unique_id = meet(herald, id, me)?;
         let communicator = Communicator::start(me, members.len(), unique_id).map_err(Trouble::Own)?;
         let (id, members, under_way) = (id.to_owned(), members.to_vec(), VecDeque::new());
         let (herald, device, communicator) = (Arc::clone(herald), device.clone(), Some(communicator));
-        let worker = Self { id, group, members, me, herald, device, stream, communicator, under_way };
+        let worker = Self { id, group, members, me, herald, device, stream, reads, communicator, under_way };
         worker.await_communicator(|| {
             Some(Trouble::Own("NCCL has not connected the ranks within the time-out".to_owned()))
         })?;
@@ -106,24 +141,20 @@ impl Worker {
         done.map_err(|trouble| self.fail(call, trouble).into())
     }
 
-    /// Puts `steps` onto the stream, to begin when `ready`; returns what tells that they are done. `tensors` are all that
-    /// they read and write: they are kept until then.
-    pub(super) fn put(
-        &mut self,
-        call: &Call,
-        ready: CudaEvent,
-        steps: &[Step],
-        tensors: Vec<Tensor>,
-    ) -> Result<Arc<CudaEvent>, Trouble> {
+    /// Puts an operation onto the stream; returns what tells that it is done. Its tensors are kept until then.
+    pub(super) fn put(&mut self, call: &Call, launch: Launch) -> Result<Arc<CudaEvent>, Trouble> {
+        let Launch { ready, steps, tensors, expected } = launch;
         self.stream.wait(&ready).map_err(cuda)?;
         let stream = self.stream.cu_stream().cast();
         let communicator = self.communicator.as_ref().ok_or_else(|| Trouble::Own("NCCL was stopped".to_owned()))?;
         // SAFETY: the stream is of the communicator's device; the steps' addresses are those of `tensors`, which are kept in
         // `under_way` until `done`.
-        let put = unsafe { communicator.put(stream, steps) }.map_err(Trouble::Own);
+        let put = unsafe { communicator.put(stream, &steps) }.map_err(Trouble::Own);
         let put = put.and_then(|()| self.await_communicator(|| self.late(call)));
         let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
-        self.under_way.push_back(UnderWay { call: call.clone(), ready, done: Arc::clone(&done), since: None, tensors });
+        let (call, done_here) = (call.clone(), Arc::clone(&done));
+        let (since, compare_after) = (None, COMPARE_EVERY);
+        self.under_way.push_back(UnderWay { call, ready, done: done_here, since, tensors, expected, compare_after });
         put.map(|()| done)
     }
 
@@ -166,35 +197,60 @@ impl Worker {
         Ok(())
     }
 
-    /// Lets go of what is done, and ends the world for what does not get done.
+    /// Lets go of what is done, and ends the world for what went wrong or does not get done.
     fn look(&mut self) {
-        while let Some(first) = self.under_way.front_mut() {
-            match first.done.try_is_complete() {
-                Ok(true) => drop(self.under_way.pop_front()),
-                Ok(false) => {
-                    if first.since.is_none() && first.ready.is_complete() {
-                        first.since = Some(Instant::now());
-                    }
-                    break;
-                }
-                Err(error) => {
-                    let call = first.call.clone();
-                    self.fail(&call, cuda(error));
-                    break;
-                }
+        while let Some(mut first) = self.under_way.pop_front() {
+            let looked = self.look_at(&mut first);
+            if let Ok(true) = looked {
+                continue;
             }
+            let call = first.call.clone();
+            self.under_way.push_front(first);
+            if let Err(trouble) = looked {
+                self.fail(&call, trouble);
+            }
+            return;
         }
-        let Some(first) = self.under_way.front() else { return };
-        let is_late = first.since.is_some_and(|since| since.elapsed() > self.herald.timeout());
-        let trouble = match self.check() {
-            Err(trouble) => Some(trouble),
-            Ok(_) if is_late => self.late(&first.call),
-            Ok(_) => None,
+    }
+
+    /// Returns whether the oldest call under way is done.
+    fn look_at(&self, first: &mut UnderWay) -> Result<bool, Trouble> {
+        if first.done.try_is_complete().map_err(cuda)? {
+            first.expected.as_ref().map_or(Ok(()), |expected| self.compare(expected, Described::InFull))?;
+            return Ok(true);
+        }
+        self.check()?;
+        if first.since.is_none() && first.ready.is_complete() {
+            first.since = Some(Instant::now());
+        }
+        let waited = first.since.map_or(Duration::ZERO, |since| since.elapsed());
+        if waited > first.compare_after
+            && let Some(expected) = &first.expected
+        {
+            first.compare_after += COMPARE_EVERY;
+            self.compare(expected, Described::Perhaps)?;
+        }
+        if waited > self.herald.timeout()
+            && let Some(trouble) = self.late(&first.call)
+            // To find out who is late takes a while, in which it may have come.
+            && !first.done.is_complete()
+        {
+            return Err(trouble);
+        }
+        Ok(false)
+    }
+
+    /// Fails if a sender describes another tensor than this rank expects.
+    fn compare(&self, expected: &Expected, described: Described) -> Result<(), Trouble> {
+        let Expected { recv, description } = expected;
+        let sent = match decode(&read_words(&self.reads, description)?) {
+            Some((dtype, shape)) if recv.fits(Some(dtype), &shape) => return Ok(()),
+            Some((dtype, shape)) => tensor(dtype, &shape),
+            None if described == Described::Perhaps => return Ok(()),
+            None => "what is no tensor".to_owned(),
         };
-        let has_come = is_late && self.check().is_ok() && first.done.is_complete();
-        let Some(trouble) = trouble.filter(|_| !has_come) else { return };
-        let call = first.call.clone();
-        self.fail(&call, trouble);
+        let [sender, receiver] = [recv.from, self.me].map(|rank| self.herald.who(self.members[rank]));
+        Err(Trouble::Mismatch(recv.from, format!("{sender} sends {sent}, {receiver} expects {recv}")))
     }
 
     /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
