@@ -5,8 +5,12 @@
 
 mod cases;
 mod gpus;
+#[path = "nccl/launches.rs"]
+mod launches;
 #[path = "nccl/send_recv.rs"]
 mod send_recv;
+#[path = "gpus/stand_in.rs"]
+mod stand_in;
 #[path = "cases/through.rs"]
 mod through;
 

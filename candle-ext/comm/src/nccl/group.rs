@@ -12,6 +12,7 @@ use candle_core::{CudaDevice, DType, Device, Tensor};
 use super::api::number_of;
 use super::communicator::Step;
 use super::description::{self, Descriptions};
+use super::launch_order::{LaunchOrder, Ticket};
 use super::memory::{address, room};
 use super::worker::{Expected, Job, Launch, Worker};
 use crate::arguments;
@@ -32,6 +33,8 @@ pub(super) struct Group {
     journal: Journal,
     queue: Mutex<Queue>,
     descriptions: Mutex<Descriptions>,
+    /// Shared by the groups of the device.
+    order: Arc<LaunchOrder>,
     staff: Arc<Staff>,
 }
 
@@ -59,29 +62,31 @@ impl Group {
     pub(super) fn new(worker: Worker, device: &Device, journal: Journal, staff: Arc<Staff>) -> Result<Self> {
         let Device::Cuda(device) = device else { unreachable!("the world was joined with a GPU") };
         let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
-        let herald = Arc::clone(&worker.herald);
+        let (herald, order) = (Arc::clone(&worker.rank.herald), Arc::clone(&worker.rank.order));
         let (jobs, received) = channel();
         staff.hire(format!("comm-{name}"), move || worker.run(&received)).map_err(candle_core::Error::wrap)?;
         let queue = Mutex::new(Queue { jobs, n_calls: 0, n_sends: 0 });
         let (device, descriptions) = (device.clone(), Mutex::default());
-        Ok(Self { name, rank, size, device, herald, journal, queue, descriptions, staff })
+        Ok(Self { name, rank, size, device, herald, journal, queue, descriptions, order, staff })
     }
 
     fn start<T: Send + 'static>(
         &self,
         op: Op,
         x: Option<&Tensor>,
-        body: impl FnOnce(&mut Worker, &Call) -> Result<T, Trouble> + Send + 'static,
+        body: impl FnOnce(&mut Worker, &Call, Ticket) -> Result<T, Trouble> + Send + 'static,
     ) -> Result<Pending<T>> {
+        // The group's calls have their tickets in the order in which its thread gets them.
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
         let call = Call::new(&self.name, *count, op, x);
         self.journal.note(&call);
+        let ticket = self.order.ticket();
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
             // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
-            let _ = sender.send(worker.carry_out(&call, |worker| body(worker, &call)));
+            let _ = sender.send(worker.carry_out(&call, |worker| body(worker, &call, ticket)));
         });
         queue.jobs.send(job).expect("the thread ends when the group is dropped");
         Ok(pending)
@@ -97,9 +102,9 @@ impl Group {
     ) -> Result<Pending> {
         let ready = self.ready()?;
         let Plan { steps, inputs, outputs } = plan;
-        let coming = self.start(op, Some(x), move |worker, call| {
+        let coming = self.start(op, Some(x), move |worker, call, ticket| {
             let tensors = inputs.into_iter().chain(outputs.iter().cloned()).collect();
-            let done = worker.put(call, Launch { ready, steps, tensors, expected: None })?;
+            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected: None })?;
             Ok(Coming { tensors: outputs, done })
         })?;
         let (device, herald, to) = (self.device.clone(), Arc::clone(&self.herald), x.device().clone());
@@ -251,8 +256,8 @@ impl Collective for Group {
         let (y, expected) = recv.map(|recv| self.receives(recv, &mut steps, &mut tensors)).transpose()?.unzip();
         // Neither waits for what this rank computes after the call.
         let ready = self.ready()?;
-        let received = self.start(op, x, move |worker, call| {
-            let done = worker.put(call, Launch { ready, steps, tensors, expected })?;
+        let received = self.start(op, x, move |worker, call, ticket| {
+            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected })?;
             Ok(y.map(|y| Coming { tensors: vec![y], done }))
         })?;
         let (device, herald) = (self.device.clone(), Arc::clone(&self.herald));
@@ -263,10 +268,10 @@ impl Collective for Group {
     fn barrier(&self) -> Result<()> {
         let one = Tensor::zeros(1, DType::U8, &Device::Cuda(self.device.clone()))?;
         let out = self.room(DType::U8, &[1])?;
-        let (step, ready) = (reduce(&one, &out, Reduce::Sum)?, self.ready()?);
-        let done = self.start(Op::Barrier, None, move |worker, call| {
-            let done =
-                worker.put(call, Launch { ready, steps: vec![step], tensors: vec![one, out], expected: None })?;
+        let (steps, ready) = (vec![reduce(&one, &out, Reduce::Sum)?], self.ready()?);
+        let done = self.start(Op::Barrier, None, move |worker, call, ticket| {
+            let tensors = vec![one, out];
+            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected: None })?;
             worker.await_done(call, &done)
         });
         done?.wait()
@@ -275,9 +280,11 @@ impl Collective for Group {
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
         let index = arguments::list_of(lists, self.rank, self.size)?;
         let (list, digest, name) = (lists[index].clone(), digest(lists), Arc::from(name));
-        let made = self.start(Op::Split, None, move |worker, call| {
+        let made = self.start(Op::Split, None, move |worker, call, ticket| {
             let id = format!("{}/{}", worker.id, call.number);
             agree(worker, call, &id, digest)?;
+            // To connect is like to launch: NCCL waits for the other ranks, and may wait for the device.
+            worker.await_turn(&ticket)?;
             part(worker, &format!("{id}.{index}"), name, &list)
         })?;
         match made.wait()? {
@@ -296,19 +303,19 @@ fn part(of: &Worker, id: &str, name: Arc<str>, list: &[usize]) -> Result<Option<
         return Ok(None);
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
-    let opened = Worker::open(&of.herald, &of.device, id, name, &members);
+    let opened = Worker::open(&of.rank, id, name, &members);
     opened.map(Some).map_err(|trouble| trouble.map_ranks(|rank| list[rank]))
 }
 
 /// Makes sure that all ranks give the same lists.
 fn agree(worker: &Worker, call: &Call, id: &str, digest: u64) -> Result<(), Trouble> {
     let own = digest.to_le_bytes();
-    let store = worker.herald.store()?;
+    let store = worker.rank.herald.store()?;
     let first = store.compare_set(&format!("split/{id}"), &[], &own);
     match first.map_err(|error| Trouble::Own(error.to_string()))? == own {
         true => Ok(()),
         false => {
-            let who = worker.herald.who(worker.members[worker.me]);
+            let who = worker.rank.herald.who(worker.members[worker.me]);
             Err(Trouble::Mismatch(worker.me, format!("{who} calls {call} with other lists than another rank")))
         }
     }

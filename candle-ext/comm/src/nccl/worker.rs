@@ -12,6 +12,7 @@ use candle_core::{CudaDevice, Tensor};
 use super::api::UniqueId;
 use super::communicator::{Communicator, Step, unique_id};
 use super::description::decode;
+use super::launch_order::{LaunchOrder, Ticket};
 use super::memory::read_words;
 use crate::call::tensor;
 use crate::fabric::{Alarm, Trouble};
@@ -29,6 +30,14 @@ const STOP_WITHIN: Duration = Duration::from_secs(5);
 
 pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
+/// What all groups of a rank share.
+#[derive(Clone)]
+pub(super) struct Rank {
+    pub(super) herald: Arc<Herald>,
+    pub(super) device: CudaDevice,
+    pub(super) order: Arc<LaunchOrder>,
+}
+
 /// What the thread owns.
 pub(super) struct Worker {
     /// Names the group in the store; unique in the world.
@@ -37,8 +46,7 @@ pub(super) struct Worker {
     /// The world ranks of the group's ranks.
     pub(super) members: Vec<usize>,
     pub(super) me: usize,
-    pub(super) herald: Arc<Herald>,
-    pub(super) device: CudaDevice,
+    pub(super) rank: Rank,
     stream: Arc<CudaStream>,
     /// The stream by which the host reads what has arrived, whatever the group's has to do.
     reads: Arc<CudaStream>,
@@ -87,22 +95,17 @@ enum Described {
 
 impl Worker {
     /// Connects the ranks `members`, which all call this with the same `id`, never used before.
-    pub(super) fn open(
-        herald: &Arc<Herald>,
-        device: &CudaDevice,
-        id: &str,
-        group: Arc<str>,
-        members: &[usize],
-    ) -> Result<Self, Trouble> {
-        let me = members.iter().position(|rank| *rank == herald.rank()).expect("who opens a group is in it");
-        let context = Arc::clone(device.cuda_stream().context());
+    pub(super) fn open(rank: &Rank, id: &str, group: Arc<str>, members: &[usize]) -> Result<Self, Trouble> {
+        let own = rank.herald.rank();
+        let me = members.iter().position(|rank| *rank == own).expect("who opens a group is in it");
+        let context = Arc::clone(rank.device.cuda_stream().context());
         let (stream, reads) = (context.new_stream().map_err(cuda)?, context.new_stream().map_err(cuda)?);
         stream.context().bind_to_thread().map_err(cuda)?;
-        let unique_id = meet(herald, id, me)?;
+        let unique_id = meet(&rank.herald, id, me)?;
         let communicator = Communicator::start(me, members.len(), unique_id).map_err(Trouble::Own)?;
         let (id, members, under_way) = (id.to_owned(), members.to_vec(), VecDeque::new());
-        let (herald, device, communicator) = (Arc::clone(herald), device.clone(), Some(communicator));
-        let worker = Self { id, group, members, me, herald, device, stream, reads, communicator, under_way };
+        let (rank, communicator) = (rank.clone(), Some(communicator));
+        let worker = Self { id, group, members, me, rank, stream, reads, communicator, under_way };
         worker.await_communicator(|| {
             Some(Trouble::Own("NCCL has not connected the ranks within the time-out".to_owned()))
         })?;
@@ -133,17 +136,26 @@ impl Worker {
         call: &Call,
         body: impl FnOnce(&mut Self) -> Result<T, Trouble>,
     ) -> Result<T> {
-        if let Some(failure) = self.herald.failure() {
+        if let Some(failure) = self.rank.herald.failure() {
             return Err(failure.into());
         }
-        self.herald.begin(&self.id, call);
+        self.rank.herald.begin(&self.id, call);
         let done = self.stream.context().bind_to_thread().map_err(cuda).and_then(|()| body(self));
         done.map_err(|trouble| self.fail(call, trouble).into())
     }
 
+    /// Waits until all calls before the ticket's have launched, in whatever group.
+    pub(super) fn await_turn(&self, ticket: &Ticket) -> Result<(), Trouble> {
+        while !ticket.await_turn(LOOK_EVERY) {
+            self.check()?;
+        }
+        Ok(())
+    }
+
     /// Puts an operation onto the stream; returns what tells that it is done. Its tensors are kept until then.
-    pub(super) fn put(&mut self, call: &Call, launch: Launch) -> Result<Arc<CudaEvent>, Trouble> {
+    pub(super) fn put(&mut self, call: &Call, ticket: Ticket, launch: Launch) -> Result<Arc<CudaEvent>, Trouble> {
         let Launch { ready, steps, tensors, expected } = launch;
+        self.await_turn(&ticket)?;
         self.stream.wait(&ready).map_err(cuda)?;
         let stream = self.stream.cu_stream().cast();
         let communicator = self.communicator.as_ref().ok_or_else(|| Trouble::Own("NCCL was stopped".to_owned()))?;
@@ -151,6 +163,7 @@ impl Worker {
         // `under_way` until `done`.
         let put = unsafe { communicator.put(stream, &steps) }.map_err(Trouble::Own);
         let put = put.and_then(|()| self.await_communicator(|| self.late(call)));
+        drop(ticket);
         let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
         let (call, done_here) = (call.clone(), Arc::clone(&done));
         let (since, compare_after) = (None, COMPARE_EVERY);
@@ -163,7 +176,7 @@ impl Worker {
         let began = Instant::now();
         while !done.try_is_complete().map_err(cuda)? {
             self.check()?;
-            if began.elapsed() > self.herald.timeout()
+            if began.elapsed() > self.rank.herald.timeout()
                 && let Some(trouble) = self.late(call)
                 // To find out who is late takes a while, in which it may have come.
                 && !done.try_is_complete().map_err(cuda)?
@@ -177,7 +190,7 @@ impl Worker {
 
     /// Fails if the world has ended, or NCCL has given up.
     fn check(&self) -> Result<bool, Trouble> {
-        match (self.herald.failure(), &self.communicator) {
+        match (self.rank.herald.failure(), &self.communicator) {
             (Some(failure), _) => Err(Trouble::Failed(failure)),
             (None, Some(communicator)) => communicator.is_ready().map_err(Trouble::Own),
             (None, None) => Ok(true),
@@ -187,7 +200,7 @@ impl Worker {
     fn await_communicator(&self, late: impl Fn() -> Option<Trouble>) -> Result<(), Trouble> {
         let began = Instant::now();
         while !self.check()? {
-            if began.elapsed() > self.herald.timeout()
+            if began.elapsed() > self.rank.herald.timeout()
                 && let Some(trouble) = late()
             {
                 return Err(trouble);
@@ -230,7 +243,7 @@ impl Worker {
             first.compare_after += COMPARE_EVERY;
             self.compare(expected, Described::Perhaps)?;
         }
-        if waited > self.herald.timeout()
+        if waited > self.rank.herald.timeout()
             && let Some(trouble) = self.late(&first.call)
             // To find out who is late takes a while, in which it may have come.
             && !first.done.is_complete()
@@ -249,19 +262,19 @@ impl Worker {
             None if described == Described::Perhaps => return Ok(()),
             None => "what is no tensor".to_owned(),
         };
-        let [sender, receiver] = [recv.from, self.me].map(|rank| self.herald.who(self.members[rank]));
+        let [sender, receiver] = [recv.from, self.me].map(|rank| self.rank.herald.who(self.members[rank]));
         Err(Trouble::Mismatch(recv.from, format!("{sender} sends {sent}, {receiver} expects {recv}")))
     }
 
     /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
     fn fail(&mut self, call: &Call, trouble: Trouble) -> Failure {
-        let failure = match trouble.tell(&*self.herald, &self.members) {
+        let failure = match trouble.tell(&*self.rank.herald, &self.members) {
             Err(failure) => failure,
             Ok((rank, cause, what)) => {
-                let (group, members, seen_by) = (&self.group, &self.members, self.herald.rank());
+                let (group, members, seen_by) = (&self.group, &self.members, self.rank.herald.rank());
                 let message =
                     format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
-                self.herald.fail(Failure { rank, cause, message })
+                self.rank.herald.fail(Failure { rank, cause, message })
             }
         };
         self.stop();
@@ -285,7 +298,7 @@ impl Worker {
     }
 
     fn late(&self, call: &Call) -> Option<Trouble> {
-        self.herald.late(&self.id, &self.members, call, self.herald.timeout())
+        self.rank.herald.late(&self.id, &self.members, call, self.rank.herald.timeout())
     }
 
     /// Ends the communicator; what other ranks still read from this one is sent before.
@@ -295,7 +308,7 @@ impl Worker {
         if self.stream.context().bind_to_thread().is_err() || communicator.finalize().is_err() {
             return;
         }
-        while self.herald.failure().is_none() && began.elapsed() < self.herald.timeout() {
+        while self.rank.herald.failure().is_none() && began.elapsed() < self.rank.herald.timeout() {
             match communicator.is_ready() {
                 Ok(true) => return communicator.destroy(),
                 Ok(false) => thread::sleep(LOOK_EVERY),
