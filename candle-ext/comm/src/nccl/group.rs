@@ -303,8 +303,13 @@ fn part(of: &Worker, id: &str, name: Arc<str>, list: &[usize]) -> Result<Option<
         return Ok(None);
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
-    let opened = Worker::open(&of.rank, id, name, &members);
-    opened.map(Some).map_err(|trouble| trouble.map_ranks(|rank| list[rank]))
+    let opened = Worker::open(&of.rank, id, Arc::clone(&name), &members);
+    let connecting = |what| format!("connect group {name} of ranks {members:?}: {what}");
+    opened.map(Some).map_err(|trouble| match trouble.map_ranks(|rank| list[rank]) {
+        Trouble::Own(what) => Trouble::Own(connecting(what)),
+        Trouble::Overdue(rank, what) => Trouble::Overdue(rank, connecting(what)),
+        other => other,
+    })
 }
 
 /// Makes sure that all ranks give the same lists.

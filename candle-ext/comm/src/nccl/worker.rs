@@ -14,10 +14,9 @@ use super::communicator::{Communicator, Step, unique_id};
 use super::description::decode;
 use super::launch_order::{LaunchOrder, Ticket};
 use super::memory::read_words;
-use crate::call::tensor;
 use crate::fabric::{Alarm, Trouble};
 use crate::herald::Herald;
-use crate::{Call, Failure, Recv, Result, store};
+use crate::{Call, Cause, Failure, Recv, Result, store};
 
 /// How often is looked at what is under way.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -101,7 +100,7 @@ impl Worker {
         let context = Arc::clone(rank.device.cuda_stream().context());
         let (stream, reads) = (context.new_stream().map_err(cuda)?, context.new_stream().map_err(cuda)?);
         stream.context().bind_to_thread().map_err(cuda)?;
-        let unique_id = meet(&rank.herald, id, me)?;
+        let unique_id = meet(&rank.herald, id, members)?;
         let communicator = Communicator::start(me, members.len(), unique_id).map_err(Trouble::Own)?;
         let (id, members, under_way) = (id.to_owned(), members.to_vec(), VecDeque::new());
         let (rank, communicator) = (rank.clone(), Some(communicator));
@@ -256,14 +255,14 @@ impl Worker {
     /// Fails if a sender describes another tensor than this rank expects.
     fn compare(&self, expected: &Expected, described: Described) -> Result<(), Trouble> {
         let Expected { recv, description } = expected;
-        let sent = match decode(&read_words(&self.reads, description)?) {
-            Some((dtype, shape)) if recv.fits(Some(dtype), &shape) => return Ok(()),
-            Some((dtype, shape)) => tensor(dtype, &shape),
-            None if described == Described::Perhaps => return Ok(()),
-            None => "what is no tensor".to_owned(),
-        };
-        let [sender, receiver] = [recv.from, self.me].map(|rank| self.rank.herald.who(self.members[rank]));
-        Err(Trouble::Mismatch(recv.from, format!("{sender} sends {sent}, {receiver} expects {recv}")))
+        let sent = decode(&read_words(&self.reads, description)?);
+        let sent = sent.as_ref().map(|(dtype, shape)| (*dtype, shape.as_slice()));
+        let is_missing = sent.is_none() && described == Described::Perhaps;
+        if is_missing || sent.is_some_and(|(dtype, shape)| recv.fits(Some(dtype), shape)) {
+            return Ok(());
+        }
+        let ends = [recv.from, self.me].map(|rank| self.rank.herald.who(self.members[rank]));
+        Err(Trouble::Mismatch(recv.from, recv.unlike(sent, ends)))
     }
 
     /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
@@ -301,35 +300,49 @@ impl Worker {
         self.rank.herald.late(&self.id, &self.members, call, self.rank.herald.timeout())
     }
 
-    /// Ends the communicator; what other ranks still read from this one is sent before.
+    /// Closes the group. A failure to do so ends the world.
     fn close(mut self) {
-        let Some(communicator) = self.communicator.take() else { return };
-        let began = Instant::now();
-        if self.stream.context().bind_to_thread().is_err() || communicator.finalize().is_err() {
-            return;
-        }
-        while self.rank.herald.failure().is_none() && began.elapsed() < self.rank.herald.timeout() {
-            match communicator.is_ready() {
-                Ok(true) => return communicator.destroy(),
-                Ok(false) => thread::sleep(LOOK_EVERY),
-                Err(_) => return,
+        let (herald, communicator) = (Arc::clone(&self.rank.herald), self.communicator.take());
+        let Some(communicator) = communicator.filter(|_| herald.failure().is_none()) else { return };
+        let Err(what) = self.end(communicator) else { return };
+        let (rank, group, members) = (herald.rank(), &self.group, &self.members);
+        let message = format!("close group {group} of ranks {members:?}: {}: {what}", herald.who(rank));
+        herald.fail(Failure { rank, cause: Cause::Told, message });
+    }
+
+    /// Ends the communicator; what other ranks still read from this one is sent before.
+    fn end(&self, communicator: Communicator) -> Result<(), String> {
+        self.stream.context().bind_to_thread().map_err(|error| format!("CUDA: {error}"))?;
+        communicator.finalize()?;
+        let (began, timeout) = (Instant::now(), self.rank.herald.timeout());
+        while !communicator.is_ready()? {
+            if self.rank.herald.failure().is_some() {
+                return Ok(());
             }
+            if began.elapsed() > timeout {
+                return Err(format!("NCCL has not sent within {timeout:?} what other ranks wait for"));
+            }
+            thread::sleep(LOOK_EVERY);
         }
+        communicator.destroy()
     }
 }
 
 /// Gives the ranks of a new group what they know each other by: the first hands it out.
-fn meet(herald: &Herald, id: &str, me: usize) -> Result<UniqueId, Trouble> {
+fn meet(herald: &Herald, id: &str, members: &[usize]) -> Result<UniqueId, Trouble> {
     let (store, key) = (herald.store()?, format!("id/{id}"));
     let lost = |error: store::Error| Trouble::Own(error.to_string());
-    if me == 0 {
+    if members[0] == herald.rank() {
         let unique_id = unique_id().map_err(Trouble::Own)?;
         store.set(&key, &unique_id.0).map_err(lost)?;
         return Ok(unique_id);
     }
     match store.wait_for(&[&key], herald.timeout()) {
         Ok(()) => {}
-        Err(store::Error::Timeout { timeout, .. }) => return Err(Trouble::Late(vec![0], timeout)),
+        Err(store::Error::Timeout { timeout, .. }) => {
+            let what = format!("{} has not made NCCL's id within {timeout:?}", herald.who(members[0]));
+            return Err(Trouble::Overdue(0, what));
+        }
         Err(error) => return Err(lost(error)),
     }
     let bytes = store.get(&key).map_err(lost)?;

@@ -1,6 +1,6 @@
-//! What the stand-in for NCCL says of its launches.
+//! What the stand-in for NCCL says of its launches, and the failures that tests ask it for.
 
-use std::ffi::c_int;
+use std::ffi::{CString, c_char, c_int};
 
 use libloading::{Library, Symbol};
 
@@ -28,5 +28,15 @@ impl StandIn {
         assert!(n <= numbers.len(), "{n} launches: more than this test reads");
         numbers.truncate(n);
         numbers
+    }
+
+    /// Lets the next call of an NCCL function fail, whoever makes it.
+    pub(crate) fn fail_next(&self, function: &str) {
+        // SAFETY: it has this type.
+        let fail_next: Symbol<unsafe extern "C" fn(*const c_char)> =
+            unsafe { self.0.get(b"stand_in_fail_next\0") }.unwrap();
+        let function = CString::new(function).unwrap();
+        // SAFETY: it copies a text that ends with a zero.
+        unsafe { fail_next(function.as_ptr()) };
     }
 }

@@ -1,4 +1,4 @@
-//! What NCCL is asked to launch, as its stand-in tells.
+//! Launches in their order, and groups that cannot be made or closed, as the stand-in for NCCL tells.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use candlewick_comm::{Collective, Error, Recv, Reduce, Result, World};
 
 use crate::stand_in::StandIn;
-use crate::{PATIENT, ones, run};
+use crate::{PATIENT, failure, ones, run};
 
 /// Each launch takes another time, and each group has a thread of its own.
 #[test]
@@ -28,6 +28,41 @@ fn groups_launch_in_the_order_of_the_calls() {
     let want: Vec<u64> = launched[0][..2].iter().chain(&launched[0][..1]).copied().cycle().take(60).collect();
     assert_ne!(want[0], want[1]);
     assert_eq!(launched, [want.clone(), want]);
+}
+
+/// The failure that ends a world in which a function of NCCL fails while a group is made, used and closed.
+#[track_caller]
+fn check(function: &str, want: [&str; 2]) {
+    let Some(stand_in) = StandIn::open() else { return };
+    let ended = failure(2, PATIENT, |world, device| {
+        world.group().barrier()?;
+        if world.rank() == 0 {
+            stand_in.fail_next(function);
+        }
+        world.group().barrier()?;
+        let pair = world.group().split("pair", &[vec![0, 1]])?;
+        pair.all_reduce(&ones(device), Reduce::Sum)?;
+        drop(pair);
+        Err(world.await_failure(PATIENT.timeout).expect("one of the ranks ends the world").into())
+    });
+    let said = ended.unwrap().0;
+    assert!(said.starts_with(want[0]) && said.contains(want[1]), "{said}");
+}
+
+#[test]
+fn a_group_that_cannot_be_closed_is_named() {
+    let want = ["close group pair of ranks [0, 1]: rank ", "): NCCL: refused by the stand-in for NCCL"];
+    check("ncclCommDestroy", want);
+    check("ncclCommFinalize", want);
+}
+
+#[test]
+fn a_group_that_cannot_be_connected_is_named() {
+    let want = [
+        "finish split 3 in group world of ranks [0, 1]: rank ",
+        "): connect group pair of ranks [0, 1]: NCCL: refused",
+    ];
+    check("ncclCommInitRankConfig", want);
 }
 
 /// The sends and receives of a stage of three, one forward and one backward in turn, each edge and direction a group of its own.
