@@ -6,11 +6,7 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread;
-use std::time::{Duration, Instant};
-
-/// How long a thread asks again and again before it sleeps: about as long as a launch takes.
-const SPIN: Duration = Duration::from_micros(100);
+use std::time::Duration;
 
 /// The tickets of a device.
 #[derive(Default)]
@@ -39,16 +35,8 @@ impl LaunchOrder {
 impl Ticket {
     /// Waits for its turn for as long as `within`; returns whether it has come.
     pub(super) fn await_turn(&self, within: Duration) -> bool {
-        let began = Instant::now();
-        while began.elapsed() < SPIN.min(within) {
-            if self.has_turn() {
-                return true;
-            }
-            thread::yield_now();
-        }
         let dropped = self.order.dropped.lock().unwrap_or_else(PoisonError::into_inner);
-        let left = within.saturating_sub(began.elapsed());
-        drop(self.order.changed.wait_timeout_while(dropped, left, |_| !self.has_turn()));
+        drop(self.order.changed.wait_timeout_while(dropped, within, |_| !self.has_turn()));
         self.has_turn()
     }
 
@@ -72,6 +60,8 @@ impl Drop for Ticket {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     const SOON: Duration = Duration::from_millis(1);

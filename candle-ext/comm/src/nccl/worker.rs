@@ -1,6 +1,7 @@
 //! A group's own thread: puts calls onto the group's stream one after another, and watches them to their end.
 
 use std::collections::VecDeque;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
@@ -20,6 +21,9 @@ use crate::{Call, Cause, Failure, Recv, Result, store};
 
 /// How often is looked at what is under way.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// How long the thread sleeps between two looks at a launch, which takes some tens of microseconds, or at a barrier.
+const SHORTLY: Duration = Duration::from_micros(20);
 
 /// How often a tensor that does not arrive is compared with its description, which may have.
 const COMPARE_EVERY: Duration = Duration::from_secs(1);
@@ -113,6 +117,8 @@ impl Worker {
 
     /// Carries out jobs until there can be no more and all that was put onto the stream is done.
     pub(super) fn run(mut self, jobs: &Receiver<Job>) {
+        // Linux otherwise ends a sleep up to 50 us late.
+        let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         loop {
             let job = match self.under_way.is_empty() {
                 true => jobs.recv().map_err(RecvTimeoutError::from),
@@ -182,7 +188,7 @@ impl Worker {
             {
                 return Err(trouble);
             }
-            thread::yield_now();
+            thread::sleep(SHORTLY);
         }
         Ok(())
     }
@@ -204,7 +210,7 @@ impl Worker {
             {
                 return Err(trouble);
             }
-            thread::sleep(LOOK_EVERY / 20);
+            thread::sleep(SHORTLY);
         }
         Ok(())
     }
