@@ -290,7 +290,7 @@ impl fmt::Display for Report {
 mod tests {
     use std::path::Path;
 
-    use candlewick_comm::{Pending, Reduce, Result, Solo};
+    use candlewick_comm::{Pending, Recv, Reduce, Result, Solo};
 
     use super::*;
     use crate::metrics::Console;
@@ -337,9 +337,9 @@ mod tests {
             &self,
             x: Option<&Tensor>,
             to: Option<usize>,
-            from: Option<usize>,
+            recv: Option<Recv>,
         ) -> Result<Pending<Option<Tensor>>> {
-            self.0.start_send_recv(x, to, from)
+            self.0.start_send_recv(x, to, recv)
         }
 
         fn barrier(&self) -> Result<()> {

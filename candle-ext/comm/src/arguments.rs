@@ -1,9 +1,9 @@
 //! What every engine asks of a call before anything is sent.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use crate::element::DTYPES;
-use crate::{Error, Result};
+use crate::{Error, Recv, Result};
 
 /// The most dims that a message's head has room for.
 pub(crate) const MAX_DIMS: usize = 8;
@@ -22,19 +22,19 @@ pub(crate) fn device(op: &'static str, device: &Device) -> Result<()> {
 /// Checks that `x` can be sent between processes without a GPU.
 pub(crate) fn travels(op: &'static str, x: &Tensor) -> Result<()> {
     device(op, x.device())?;
-    form(op, x)
+    form(op, x.dtype(), x.dims())
 }
 
-/// Checks that a message's head can tell of `x`.
-pub(crate) fn form(op: &'static str, x: &Tensor) -> Result<()> {
-    if !DTYPES.contains(&x.dtype()) {
+/// Checks that a message's head can tell of a tensor.
+pub(crate) fn form(op: &'static str, dtype: DType, shape: &[usize]) -> Result<()> {
+    if !DTYPES.contains(&dtype) {
         return Err(wrong(
             op,
-            format!("{} does not travel; {} do", x.dtype().as_str(), DTYPES.map(|d| d.as_str()).join(", ")),
+            format!("{} does not travel; {} do", dtype.as_str(), DTYPES.map(|d| d.as_str()).join(", ")),
         ));
     }
-    if x.rank() > MAX_DIMS {
-        return Err(wrong(op, format!("{} dims, at most {MAX_DIMS} travel", x.rank())));
+    if shape.len() > MAX_DIMS {
+        return Err(wrong(op, format!("{} dims, at most {MAX_DIMS} travel", shape.len())));
     }
     Ok(())
 }
@@ -84,19 +84,29 @@ pub(crate) fn peer(op: &'static str, peer: usize, size: usize) -> Result<()> {
     Ok(())
 }
 
-/// Checks that what is sent has a receiver, and that neither end is this rank itself.
-pub(crate) fn pair(x: Option<&Tensor>, to: Option<usize>, from: Option<usize>, rank: usize, size: usize) -> Result<()> {
-    for other in [to, from].into_iter().flatten() {
+/// Checks that what is sent has a receiver, that what is received can be, and that neither end is this rank itself.
+pub(crate) fn pair(x: Option<&Tensor>, to: Option<usize>, recv: Option<&Recv>, rank: usize, size: usize) -> Result<()> {
+    for other in to.into_iter().chain(recv.map(|recv| recv.from)) {
         peer("send_recv", other, size)?;
         if other == rank {
             return Err(wrong("send_recv", format!("rank {rank} with itself")));
         }
     }
+    recv.map_or(Ok(()), receivable)?;
     match (x, to) {
         (Some(_), None) => Err(wrong("send_recv", "a tensor and nobody to send it to".to_owned())),
         (None, Some(to)) => Err(wrong("send_recv", format!("nothing to send to rank {to}"))),
         _ => Ok(()),
     }
+}
+
+fn receivable(recv: &Recv) -> Result<()> {
+    form("send_recv", recv.dtype, &recv.shape)?;
+    let n_bytes = recv.shape.iter().try_fold(recv.dtype.size_in_bytes(), |n, dim| n.checked_mul(*dim));
+    if n_bytes.is_none_or(|n_bytes| n_bytes > isize::MAX as usize) {
+        return Err(wrong("send_recv", format!("{recv} to receive does not fit into memory")));
+    }
+    Ok(())
 }
 
 /// Checks that `lists` hold each rank of the group once, and returns the index of the list that holds `rank`.

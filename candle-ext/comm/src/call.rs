@@ -90,19 +90,25 @@ impl fmt::Display for Call {
         let detail = match self.op {
             Op::AllReduce(op) => Some(format!("{op:?}").to_lowercase()),
             Op::Broadcast { root } => Some(format!("from rank {root}")),
-            Op::SendRecv { to, from } => Some(ends(to, from)),
+            Op::SendRecv { to, from } => ends(to, from),
             _ => None,
         };
-        let tensor = self.dtype.map(|dtype| format!("{} {:?}", dtype.as_str(), self.shape));
+        let tensor = self.dtype.map(|dtype| tensor(dtype, &self.shape));
         let inside: Vec<String> = detail.into_iter().chain(tensor).collect();
         if inside.is_empty() { Ok(()) } else { write!(f, " ({})", inside.join(", ")) }
     }
 }
 
-fn ends(to: Option<usize>, from: Option<usize>) -> String {
+/// Formats a dtype and a shape: `f32 [3, 4]`.
+pub(crate) fn tensor(dtype: DType, shape: &[usize]) -> String {
+    format!("{} {shape:?}", dtype.as_str())
+}
+
+fn ends(to: Option<usize>, from: Option<usize>) -> Option<String> {
     let to = to.map(|rank| format!("to rank {rank}"));
     let from = from.map(|rank| format!("from rank {rank}"));
-    to.into_iter().chain(from).collect::<Vec<_>>().join(", ")
+    let ends: Vec<String> = to.into_iter().chain(from).collect();
+    (!ends.is_empty()).then(|| ends.join(", "))
 }
 
 /// The calls of one rank to all its groups, in their order; shared by the groups.

@@ -27,6 +27,7 @@ pub mod nccl;
 mod panic;
 mod pending;
 pub mod place;
+mod recv;
 mod signs;
 mod solo;
 mod staff;
@@ -49,6 +50,7 @@ pub use error::{Cause, Error, Failure, Result};
 pub use join::{Engine, Host};
 pub use machine::is_first_of_machine;
 pub use pending::Pending;
+pub use recv::Recv;
 pub use solo::Solo;
 pub use staged::Staged;
 pub use world::{Options, World};
@@ -102,7 +104,7 @@ pub trait Collective: Send + Sync {
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
-        from: Option<usize>,
+        recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>>;
 
     /// Returns when every rank has called it.
@@ -140,11 +142,11 @@ pub trait Collective: Send + Sync {
         self.start_broadcast(x, root)?.wait()
     }
 
-    /// Sends `x` to one rank, receives from one, or both at once. Only these ranks call it. The receiver learns shape
-    /// and dtype from the sender. A large send returns when the receiver takes it: order sends and receives so that
-    /// they meet. Returns `None` if `from` is `None`.
-    fn send_recv(&self, x: Option<&Tensor>, to: Option<usize>, from: Option<usize>) -> Result<Option<Tensor>> {
-        self.start_send_recv(x, to, from)?.wait()
+    /// Sends `x` to one rank, receives from one, or both at once. Only these ranks call it. A tensor of another dtype or
+    /// shape than `recv` says ends the world. A large send returns when the receiver takes it: order sends and receives so
+    /// that they meet. Returns `None` if `recv` is `None`.
+    fn send_recv(&self, x: Option<&Tensor>, to: Option<usize>, recv: Option<Recv>) -> Result<Option<Tensor>> {
+        self.start_send_recv(x, to, recv)?.wait()
     }
 }
 

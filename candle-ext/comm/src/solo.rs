@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use crate::{Collective, Error, Pending, Reduce, Result, arguments};
+use crate::{Collective, Error, Pending, Recv, Reduce, Result, arguments};
 
 /// A group of one rank: everything is already where it should be. A result shares the storage of the tensor it was
 /// called with, and is that tensor itself where that has no gradient.
@@ -56,9 +56,9 @@ impl Collective for Solo {
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
-        from: Option<usize>,
+        recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>> {
-        arguments::pair(x, to, from, 0, 1)?;
+        arguments::pair(x, to, recv.as_ref(), 0, 1)?;
         Ok(Pending::ready(None))
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
-use crate::{Collective, Pending, Reduce, Result};
+use crate::{Collective, Pending, Recv, Reduce, Result};
 
 /// A group that takes tensors of any device. A result lies where the tensor lay that it was called with; what comes from
 /// another rank without one lies on the group's own device.
@@ -100,11 +100,11 @@ impl Collective for Staged {
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
-        from: Option<usize>,
+        recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>> {
         let (route, device) = (Arc::clone(&self.route), x.map_or(&self.device, Tensor::device).clone());
         let x = x.map(|x| self.route.down(x)).transpose()?;
-        let received = self.group.start_send_recv(x.as_ref(), to, from)?;
+        let received = self.group.start_send_recv(x.as_ref(), to, recv)?;
         Ok(received.then(move |y| y.map(|y| route.up(y, &device)).transpose()))
     }
 

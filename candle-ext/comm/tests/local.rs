@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::store::{Client, Server};
-use candlewick_comm::{Error, Options, Reduce, Result, World, local};
+use candlewick_comm::{Error, Options, Recv, Reduce, Result, World, local};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, kill_process, setrlimit};
 
 const PATIENT: Duration = Duration::from_secs(60);
@@ -105,7 +105,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
             match world.rank() {
                 3 => kill_process(rustix::process::getpid(), Signal::KILL).unwrap(),
                 2 => part.barrier()?,
-                1 => group.send_recv(None, None, Some(2)).map(drop)?,
+                1 => group.send_recv(None, None, Some(Recv::like(&x, 2))).map(drop)?,
                 _ => part.barrier()?,
             }
         }
@@ -118,7 +118,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
                 assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
             }
             if world.rank() == 1 {
-                group.send_recv(None, None, Some(2))?;
+                group.send_recv(None, None, Some(Recv::like(&x, 2)))?;
             }
             part.barrier()?;
             if world.rank() == 2 {

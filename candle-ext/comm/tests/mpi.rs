@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::place::{Place, Source};
-use candlewick_comm::{Engine, Error, Host, Options, Reduce, Result, Staged, World};
+use candlewick_comm::{Engine, Error, Host, Options, Recv, Reduce, Result, Staged, World};
 use rustix::process::{Signal, getpid, kill_process};
 
 const PATIENT: Duration = Duration::from_secs(60);
@@ -103,9 +103,9 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         }
         // The last rank keeps the first waiting by way of the one between.
         "work-chain" => match world.rank() {
-            0 => drop(group.send_recv(None, None, Some(1))?),
+            0 => drop(group.send_recv(None, None, Some(Recv::like(&x, 1)))?),
             1 => {
-                let x = group.send_recv(None, None, Some(2))?;
+                let x = group.send_recv(None, None, Some(Recv::like(&x, 2)))?;
                 group.send_recv(x.as_ref(), Some(0), None)?;
             }
             _ => {

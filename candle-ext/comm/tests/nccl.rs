@@ -5,6 +5,12 @@
 
 mod cases;
 mod gpus;
+#[path = "nccl/launches.rs"]
+mod launches;
+#[path = "nccl/send_recv.rs"]
+mod send_recv;
+#[path = "gpus/stand_in.rs"]
+mod stand_in;
 #[path = "cases/through.rs"]
 mod through;
 
@@ -15,7 +21,7 @@ use std::time::{Duration, Instant};
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::store::{Client, Server};
-use candlewick_comm::{Error, Options, Reduce, Result, World, nccl, threads};
+use candlewick_comm::{Error, Options, Recv, Reduce, Result, World, nccl, threads};
 use gpus::{n_gpus, on, open};
 
 const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: true };
@@ -166,7 +172,7 @@ fn a_rank_that_fails_ends_those_who_do_not_wait_for_it() {
         let part = world.group().split("pair", &[vec![0, 1], vec![2, 3]])?;
         match world.rank() {
             3 => return Err(Error::Tensor(candle_core::Error::Msg("read row 17".to_owned()))),
-            1 => world.group().send_recv(None, None, Some(2)).map(drop)?,
+            1 => world.group().send_recv(None, None, Some(Recv::like(&ones(device), 2))).map(drop)?,
             _ => part.all_reduce(&ones(device), Reduce::Sum).map(drop)?,
         }
         Ok(())

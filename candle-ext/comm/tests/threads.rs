@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::threads::run;
-use candlewick_comm::{Call, Collective, Error, Op, Options, Reduce, Result, Solo, World};
+use candlewick_comm::{Call, Collective, Error, Op, Options, Recv, Reduce, Result, Solo, World};
 
 /// Long enough for any machine; what is meant to time out says so.
 const PATIENT: Options = Options { timeout: Duration::from_secs(60), record: false };
@@ -49,6 +49,10 @@ fn eight_ranks_do_all() {
 
 fn ones(shape: &[usize]) -> Tensor {
     Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap()
+}
+
+fn ones_from(from: usize, shape: &[usize]) -> Recv {
+    Recv::like(&ones(shape), from)
 }
 
 /// Runs ranks of which some fail, sooner than a patient one times out; returns the one failure that all of these report.
@@ -132,8 +136,31 @@ fn every_difference_is_a_mismatch() {
     });
     mismatch("rank 0 calls barrier 1, rank 1 calls send_recv 1 (from rank 0)", |g| match g.rank() {
         0 => g.barrier(),
-        _ => g.send_recv(None, None, Some(0)).map(drop),
+        _ => g.send_recv(None, None, Some(ones_from(0, &[2]))).map(drop),
     });
+    mismatch("rank 0 calls send_recv 1 (f32 [3]), rank 1 calls barrier 1", |g| match g.rank() {
+        0 => g.send_recv(Some(&ones(&[3])), Some(1), None).map(drop),
+        _ => g.barrier(),
+    });
+}
+
+#[test]
+fn a_tensor_of_another_dtype_or_shape_than_expected_is_named() {
+    let check = |sent: Tensor, dtype: DType, shape: &[usize]| {
+        let (sent_shape, expected) = (sent.dims(), dtype.as_str());
+        let what = format!(": rank 0 sends f32 {sent_shape:?}, rank 1 expects {expected} {shape:?} (seen by rank 1)");
+        mismatch(&what, |g| match g.rank() {
+            0 => g.send_recv(Some(&sent), Some(1), None).and_then(|_| g.barrier()),
+            _ => g.send_recv(None, None, Some(Recv { from: 0, dtype, shape: shape.to_vec() })).map(drop),
+        });
+    };
+    check(ones(&[2, 3]), DType::F32, &[3, 2]);
+    check(ones(&[3]), DType::F32, &[4]);
+    check(ones(&[0]), DType::F32, &[]);
+    check(ones(&[3]), DType::U32, &[3]);
+    // Larger than what travels with a head.
+    check(ones(&[40_000]), DType::F32, &[30_000]);
+    check(ones(&[3]), DType::F32, &[30_000]);
 }
 
 #[test]
@@ -208,9 +235,9 @@ fn a_rank_at_work_is_waited_for_by_way_of_others() {
     let done = run(3, HASTY, |world| {
         let group = world.group();
         match world.rank() {
-            0 => group.send_recv(None, None, Some(1)).map(drop),
+            0 => group.send_recv(None, None, Some(ones_from(1, &[3]))).map(drop),
             1 => {
-                let x = group.send_recv(None, None, Some(2))?;
+                let x = group.send_recv(None, None, Some(ones_from(2, &[3])))?;
                 group.send_recv(x.as_ref(), Some(0), None).map(drop)
             }
             _ => {
@@ -325,6 +352,7 @@ fn a_failed_world_stays_failed() {
 fn a_call_that_makes_no_sense_costs_nothing() {
     let refused = |group: &dyn Collective| {
         let word = |done: Result<Tensor>| done.unwrap_err().to_string();
+        let too_large = Recv { from: 1, dtype: DType::F32, shape: vec![1 << 32, 1 << 30] };
         [
             word(group.all_gather(&ones(&[]))),
             word(group.reduce_scatter(&ones(&[3]))),
@@ -336,7 +364,9 @@ fn a_call_that_makes_no_sense_costs_nothing() {
             word(group.all_reduce(&ones(&[1; 9]), Reduce::Sum)),
             group.send_recv(Some(&ones(&[1])), None, None).unwrap_err().to_string(),
             group.send_recv(None, Some(1 - group.rank()), None).unwrap_err().to_string(),
-            group.send_recv(None, None, Some(group.rank())).unwrap_err().to_string(),
+            group.send_recv(None, None, Some(ones_from(group.rank(), &[3]))).unwrap_err().to_string(),
+            group.send_recv(None, None, Some(ones_from(1, &[1; 9]))).unwrap_err().to_string(),
+            group.send_recv(None, None, Some(too_large)).unwrap_err().to_string(),
             group.split("part", &[vec![0]]).err().unwrap().to_string(),
         ]
     };
@@ -356,6 +386,8 @@ fn a_call_that_makes_no_sense_costs_nothing() {
         "call send_recv: a tensor and nobody to send it to",
         "call send_recv: nothing to send to rank 1",
         "call send_recv: rank 0 with itself",
+        "call send_recv: 9 dims, at most 8 travel",
+        "call send_recv: f32 [4294967296, 1073741824] to receive does not fit into memory",
         "call split: [[0]] does not hold each of 2 ranks once",
     ];
     assert_eq!(words.unwrap()[0], want);

@@ -19,6 +19,11 @@ pub trait Seams {
         Ok(x.clone())
     }
 
+    /// Returns the number of ranks that share the tokens outside of branches.
+    fn token_parts(&self) -> usize {
+        1
+    }
+
     /// Which part of its input a branch's last matrix has here.
     fn columns(&self) -> Columns {
         Columns::ALL

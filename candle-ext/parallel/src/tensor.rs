@@ -97,6 +97,10 @@ impl Seams for Shared<'_> {
         self.tensor.enter(x)
     }
 
+    fn token_parts(&self) -> usize {
+        self.tensor.token_parts()
+    }
+
     fn columns(&self) -> Columns {
         Columns { part: self.tensor.ranks.rank(), n_parts: self.tensor.ranks.size() }
     }

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use candlewick_comm::{Call, Collective, Pending, Reduce, Result, Solo};
+use candlewick_comm::{Call, Collective, Pending, Recv, Reduce, Result, Solo};
 
 /// Over which losses and counts are summed. It stays honest: a lie has to show in gradients or weights.
 const LOSSES: &str = "pp-dp_replicate-dp_shard-cp-sp";
@@ -95,11 +95,11 @@ impl Collective for Lying {
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
-        from: Option<usize>,
+        recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>> {
         match x.filter(|_| self.lies("send_recv")) {
-            Some(x) => self.group.start_send_recv(Some(&x.zeros_like()?), to, from),
-            None => self.group.start_send_recv(x, to, from),
+            Some(x) => self.group.start_send_recv(Some(&x.zeros_like()?), to, recv),
+            None => self.group.start_send_recv(x, to, recv),
         }
     }
 

@@ -105,14 +105,6 @@ impl Head {
         Call { group: Arc::clone(group), number: self.number, op, dtype, shape: self.shape() }
     }
 
-    /// Returns the length of the sender's tensor; none if there can be no such tensor.
-    pub(super) fn n_bytes(&self) -> Option<usize> {
-        let dtype = DTYPES.get(self.dtype.checked_sub(1)? as usize)?;
-        let dims = self.dims.get(..usize::try_from(self.n_dims).ok()?)?;
-        let n_bytes = dims.iter().try_fold(dtype.size_in_bytes() as u64, |n, dim| n.checked_mul(*dim))?;
-        usize::try_from(n_bytes).ok().filter(|n| *n <= isize::MAX as usize)
-    }
-
     fn shape(&self) -> Vec<usize> {
         self.dims.iter().take(self.n_dims as usize).map(|dim| *dim as usize).collect()
     }
@@ -182,16 +174,5 @@ mod tests {
         assert!(!check(Op::AllGather, &[2]).fits(&check(Op::AllGather, &[2, 0])));
         assert!(!check(Op::AllReduce(Reduce::Sum), &[2]).fits(&check(Op::AllReduce(Reduce::Max), &[2])));
         assert!(!check(Op::Broadcast { root: 0 }, &[2]).fits(&check(Op::Broadcast { root: 1 }, &[2])));
-    }
-
-    #[test]
-    fn a_tensor_that_cannot_be_has_no_length() {
-        let head = check(Op::SendRecv { to: None, from: None }, &[2, 3]);
-        assert_eq!(head.n_bytes(), Some(12));
-        assert_eq!(Head { dtype: 0, ..head }.n_bytes(), None);
-        assert_eq!(Head { dtype: 8, ..head }.n_bytes(), None);
-        assert_eq!(Head { n_dims: 9, ..head }.n_bytes(), None);
-        assert_eq!(Head { dims: [u64::MAX; MAX_DIMS], ..head }.n_bytes(), None);
-        assert_eq!(Head { dims: [1 << 62; MAX_DIMS], n_dims: 1, ..head }.n_bytes(), None);
     }
 }

@@ -14,7 +14,7 @@ use candle_core::{Device, Tensor};
 use crate::call::Journal;
 use crate::fabric::{Fabric, Trouble};
 use crate::staff::Staff;
-use crate::{Call, Collective, Failure, Op, Pending, Reduce, Result, Solo, arguments};
+use crate::{Call, Collective, Failure, Op, Pending, Recv, Reduce, Result, Solo, arguments};
 use exchange::Scratch;
 use worker::{Metered, Worker};
 
@@ -141,15 +141,15 @@ impl Collective for Group {
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
-        from: Option<usize>,
+        recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>> {
-        arguments::pair(x, to, from, self.rank, self.size)?;
+        arguments::pair(x, to, recv.as_ref(), self.rank, self.size)?;
         if let Some(x) = x {
             arguments::travels("send_recv", x)?;
         }
-        let going = x.map(Tensor::detach).zip(to);
+        let (going, from) = (x.map(Tensor::detach).zip(to), recv.as_ref().map(|recv| recv.from));
         self.start(Op::SendRecv { to, from }, x, move |worker, call| {
-            worker.send_recv(call, going.as_ref().map(|(x, to)| (x, *to)), from)
+            worker.send_recv(call, going.as_ref().map(|(x, to)| (x, *to)), recv.as_ref())
         })
     }
 

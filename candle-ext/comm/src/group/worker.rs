@@ -12,7 +12,7 @@ use crate::call::span;
 use crate::element::{Element, Source, combine, tensor, with_type};
 use crate::fabric::{Fabric, Links, Trouble};
 use crate::panic::said;
-use crate::{Call, Failure, Op, Reduce, Result};
+use crate::{Call, Failure, Op, Recv, Reduce, Result};
 
 /// What the thread owns.
 pub(super) struct Worker {
@@ -149,25 +149,24 @@ impl Worker {
         &mut self,
         call: &Call,
         x: Option<(&Tensor, usize)>,
-        from: Option<usize>,
+        recv: Option<&Recv>,
     ) -> Result<Option<Tensor>, Trouble> {
         let going = x.map(|(x, to)| Source::new(x).map(|x| (x, to))).transpose()?;
-        let coming = self.swap_openings(call, going.as_ref(), from)?;
+        let coming = self.swap_openings(call, going.as_ref(), recv)?;
         let mut lengths = [vec![0; self.members.len()], vec![0; self.members.len()]];
         if let Some((x, to)) = going.as_ref().filter(|(x, _)| x.n_bytes() > SMALL_BYTES) {
             lengths[0][*to] = x.n_bytes();
         }
-        let Some((opening, from)) = coming.zip(from) else {
+        let Some((opening, recv)) = coming.zip(recv) else {
             self.swap_tensors(going.as_ref(), &lengths, &mut [])?;
             return Ok(None);
         };
-        let theirs = Head::of(&opening).call(&self.group);
-        let made = made_of_bytes(dtype(&theirs), &theirs.shape, |out| {
+        let made = made_of_bytes(recv.dtype, &recv.shape, |out| {
             if out.len() <= SMALL_BYTES {
                 out.copy_from_slice(small(&opening, out.len()));
                 return self.swap_tensors(going.as_ref(), &lengths, &mut []);
             }
-            lengths[1][from] = out.len();
+            lengths[1][recv.from] = out.len();
             self.swap_tensors(going.as_ref(), &lengths, out)
         });
         made.map(Some)
@@ -226,35 +225,41 @@ impl Worker {
         Err(Trouble::Mismatch(other, what))
     }
 
-    /// Of the two ranks of a send only the sender tells its call; the receiver is given it.
+    /// Of the two ranks of a send only the sender tells its call; the receiver compares it with what it expects.
     fn swap_openings(
         &mut self,
         call: &Call,
         going: Option<&(Source, usize)>,
-        from: Option<usize>,
+        recv: Option<&Recv>,
     ) -> Result<Option<Opening>, Trouble> {
         let number = going.map_or(0, |(_, to)| self.n_sent[*to] + 1);
         let told = opening(&Head::new(call, 0).with_number(number), going.map(|(x, _)| x))?;
         let mut heard = Head::default().open();
-        let (mut send, mut recv) = self.nothing();
+        let (mut send, mut inboxes) = self.nothing();
         if let Some((_, to)) = going {
             self.n_sent[*to] += 1;
             send[*to] = cast_slice(&told);
         }
-        if let Some(from) = from {
-            self.n_received[from] += 1;
-            recv[from] = cast_slice_mut(&mut heard);
+        if let Some(Recv { from, .. }) = recv {
+            self.n_received[*from] += 1;
+            inboxes[*from] = cast_slice_mut(&mut heard);
         }
-        self.links.exchange(&send, &mut recv)?;
-        let Some(from) = from else { return Ok(None) };
-        let head = Head::of(&heard);
-        let theirs = head.call(&self.group);
-        let meant = matches!(theirs.op, Op::SendRecv { .. }) && theirs.number == self.n_received[from];
-        if meant && head.n_bytes().is_some() {
-            return Ok(Some(heard));
-        }
-        let what = format!("{} calls {theirs}, {} calls {call}", self.who(from), self.who(self.me));
-        Err(Trouble::Mismatch(from, what))
+        self.links.exchange(&send, &mut inboxes)?;
+        let Some(recv) = recv else { return Ok(None) };
+        self.compare_send(call, &Head::of(&heard), recv)?;
+        Ok(Some(heard))
+    }
+
+    fn compare_send(&self, call: &Call, sent: &Head, recv: &Recv) -> Result<(), Trouble> {
+        let theirs = sent.call(&self.group);
+        let [sender, receiver] = [recv.from, self.me].map(|rank| self.who(rank));
+        let is_meant = matches!(theirs.op, Op::SendRecv { .. }) && theirs.number == self.n_received[recv.from];
+        let what = match is_meant {
+            true if recv.fits(theirs.dtype, &theirs.shape) => return Ok(()),
+            true => recv.unlike(theirs.dtype.map(|dtype| (dtype, &*theirs.shape)), [sender, receiver]),
+            false => format!("{sender} calls {theirs}, {receiver} calls {call}"),
+        };
+        Err(Trouble::Mismatch(recv.from, what))
     }
 
     fn swap_tensors(

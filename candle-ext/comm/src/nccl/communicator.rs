@@ -117,10 +117,14 @@ impl Communicator {
     }
 
     /// Frees it after [`finalize`](Self::finalize).
-    pub(super) fn destroy(self) {
-        // SAFETY: the handle is one of NCCL's and not used again.
-        unsafe { (self.nccl.comm_destroy)(self.handle) };
+    pub(super) fn destroy(self) -> Result<(), String> {
+        let Self { nccl, handle } = self;
         std::mem::forget(self);
+        // SAFETY: the handle is one of NCCL's and not used again.
+        match unsafe { (nccl.comm_destroy)(handle) } {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            error => Err(nccl.explain(error, null_mut())),
+        }
     }
 
     fn taken(&self, result: c_int) -> Result<(), String> {

@@ -11,20 +11,18 @@ use candle_core::{CudaDevice, DType, Device, Tensor};
 
 use super::api::number_of;
 use super::communicator::Step;
+use super::description::{self, Descriptions};
+use super::launch_order::{LaunchOrder, Ticket};
 use super::memory::{address, room};
-use super::worker::{Job, Worker, cuda};
-use crate::arguments::{self, MAX_DIMS};
+use super::worker::{Expected, Job, Launch, Worker};
+use crate::arguments;
 use crate::call::Journal;
-use crate::element::DTYPES;
 use crate::fabric::{Alarm, Trouble};
 use crate::group::digest;
 use crate::herald::Herald;
 use crate::staff::Staff;
 use crate::staged::to_host;
-use crate::{Call, Collective, Error, Op, Pending, Reduce, Result, Solo};
-
-/// How many numbers say what a tensor is that is sent to a rank which does not know it.
-const HEAD_WORDS: usize = 2 + MAX_DIMS;
+use crate::{Call, Collective, Error, Op, Pending, Recv, Reduce, Result, Solo};
 
 /// See [`Collective`].
 pub(super) struct Group {
@@ -35,6 +33,9 @@ pub(super) struct Group {
     herald: Arc<Herald>,
     journal: Journal,
     queue: Mutex<Queue>,
+    descriptions: Mutex<Descriptions>,
+    /// Shared by the groups of the device.
+    order: Arc<LaunchOrder>,
     staff: Arc<Staff>,
 }
 
@@ -62,28 +63,31 @@ impl Group {
     pub(super) fn new(worker: Worker, device: &Device, journal: Journal, staff: Arc<Staff>) -> Result<Self> {
         let Device::Cuda(device) = device else { unreachable!("the world was joined with a GPU") };
         let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
-        let herald = Arc::clone(&worker.herald);
+        let (herald, order) = (Arc::clone(&worker.rank.herald), Arc::clone(&worker.rank.order));
         let (jobs, received) = channel();
         staff.hire(format!("comm-{name}"), move || worker.run(&received)).map_err(candle_core::Error::wrap)?;
         let queue = Mutex::new(Queue { jobs, n_calls: 0, n_sends: 0 });
-        Ok(Self { name, rank, size, device: device.clone(), herald, journal, queue, staff })
+        let (device, descriptions) = (device.clone(), Mutex::default());
+        Ok(Self { name, rank, size, device, herald, journal, queue, descriptions, order, staff })
     }
 
     fn start<T: Send + 'static>(
         &self,
         op: Op,
         x: Option<&Tensor>,
-        body: impl FnOnce(&mut Worker, &Call) -> Result<T, Trouble> + Send + 'static,
+        body: impl FnOnce(&mut Worker, &Call, Ticket) -> Result<T, Trouble> + Send + 'static,
     ) -> Result<Pending<T>> {
+        // The group's calls have their tickets in the order in which its thread gets them.
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
         let call = Call::new(&self.name, *count, op, x);
         self.journal.note(&call);
+        let ticket = self.order.ticket();
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
             // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
-            let _ = sender.send(worker.carry_out(&call, |worker| body(worker, &call)));
+            let _ = sender.send(worker.carry_out(&call, |worker| body(worker, &call, ticket)));
         });
         queue.jobs.send(job).expect("the thread ends when the group is dropped");
         Ok(pending)
@@ -99,9 +103,9 @@ impl Group {
     ) -> Result<Pending> {
         let ready = self.ready()?;
         let Plan { steps, inputs, outputs } = plan;
-        let coming = self.start(op, Some(x), move |worker, call| {
+        let coming = self.start(op, Some(x), move |worker, call, ticket| {
             let tensors = inputs.into_iter().chain(outputs.iter().cloned()).collect();
-            let done = worker.put(call, ready, &steps, tensors)?;
+            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected: None })?;
             Ok(Coming { tensors: outputs, done })
         })?;
         let (device, herald, to) = (self.device.clone(), Arc::clone(&self.herald), x.device().clone());
@@ -116,7 +120,7 @@ impl Group {
     /// Brings `x` onto the device, in order.
     fn bring(&self, op: &'static str, x: &Tensor) -> Result<Tensor> {
         self.check_place(op, x.device())?;
-        arguments::form(op, x)?;
+        arguments::form(op, x.dtype(), x.dims())?;
         if x.elem_count() == 0 {
             return self.room(x.dtype(), x.dims());
         }
@@ -136,6 +140,24 @@ impl Group {
 
     fn room(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         Ok(room(&self.device, dtype, shape)?)
+    }
+
+    /// Describes `x` to its receiver and sends it.
+    fn sends(&self, x: Tensor, to: usize) -> Result<(Vec<Step>, Vec<Tensor>)> {
+        let described = self.descriptions.lock().unwrap_or_else(PoisonError::into_inner).of(&x)?;
+        let mut steps = vec![send(&described, to)?];
+        steps.extend((x.elem_count() > 0).then(|| send(&x, to)).transpose()?);
+        Ok((steps, vec![described, x]))
+    }
+
+    /// Receives a tensor and its description; returns where the tensor arrives.
+    fn receives(&self, recv: Recv, steps: &mut Vec<Step>, tensors: &mut Vec<Tensor>) -> Result<(Tensor, Expected)> {
+        let description = description::room(&Device::Cuda(self.device.clone()))?;
+        let y = self.room(recv.dtype, &recv.shape)?;
+        steps.push(receive(&description, recv.from)?);
+        steps.extend((y.elem_count() > 0).then(|| receive(&y, recv.from)).transpose()?);
+        tensors.extend([description.clone(), y.clone()]);
+        Ok((y, Expected { recv, description }))
     }
 
     /// The largest or smallest elements; where any is a NaN, which NCCL's comparisons pass over, a NaN.
@@ -226,16 +248,18 @@ impl Collective for Group {
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
-        from: Option<usize>,
+        recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>> {
-        arguments::pair(x, to, from, self.rank, self.size)?;
+        arguments::pair(x, to, recv.as_ref(), self.rank, self.size)?;
+        let op = Op::SendRecv { to, from: recv.as_ref().map(|recv| recv.from) };
         let own = x.map(|x| self.bring("send_recv", x)).transpose()?;
-        let going = own.zip(to).map(|(x, to)| Ok::<_, Error>((head(&x, &self.device)?, x, to))).transpose()?;
-        let coming = from.map(|from| Ok::<_, Error>((self.room(DType::I64, &[HEAD_WORDS])?, from))).transpose()?;
+        let (mut steps, mut tensors) = own.zip(to).map_or(Ok(Default::default()), |(x, to)| self.sends(x, to))?;
+        let (y, expected) = recv.map(|recv| self.receives(recv, &mut steps, &mut tensors)).transpose()?.unzip();
+        // Neither waits for what this rank computes after the call.
         let ready = self.ready()?;
-        let received = self.start(Op::SendRecv { to, from }, x, move |worker, call| {
-            let theirs = swap_heads(worker, call, ready, going.as_ref(), coming)?;
-            swap_tensors(worker, call, going, theirs)
+        let received = self.start(op, x, move |worker, call, ticket| {
+            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected })?;
+            Ok(y.map(|y| Coming { tensors: vec![y], done }))
         })?;
         let (device, herald) = (self.device.clone(), Arc::clone(&self.herald));
         let to = x.map_or_else(|| Device::Cuda(self.device.clone()), |x| x.device().clone());
@@ -245,9 +269,10 @@ impl Collective for Group {
     fn barrier(&self) -> Result<()> {
         let one = Tensor::zeros(1, DType::U8, &Device::Cuda(self.device.clone()))?;
         let out = self.room(DType::U8, &[1])?;
-        let (step, ready) = (reduce(&one, &out, Reduce::Sum)?, self.ready()?);
-        let done = self.start(Op::Barrier, None, move |worker, call| {
-            let done = worker.put(call, ready, &[step], vec![one, out])?;
+        let (steps, ready) = (vec![reduce(&one, &out, Reduce::Sum)?], self.ready()?);
+        let done = self.start(Op::Barrier, None, move |worker, call, ticket| {
+            let tensors = vec![one, out];
+            let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected: None })?;
             worker.await_done(call, &done)
         });
         done?.wait()
@@ -256,9 +281,11 @@ impl Collective for Group {
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
         let index = arguments::list_of(lists, self.rank, self.size)?;
         let (list, digest, name) = (lists[index].clone(), digest(lists), Arc::from(name));
-        let made = self.start(Op::Split, None, move |worker, call| {
+        let made = self.start(Op::Split, None, move |worker, call, ticket| {
             let id = format!("{}/{}", worker.id, call.number);
             agree(worker, call, &id, digest)?;
+            // To connect is like to launch: NCCL waits for the other ranks, and may wait for the device.
+            worker.await_turn(&ticket)?;
             part(worker, &format!("{id}.{index}"), name, &list)
         })?;
         match made.wait()? {
@@ -277,86 +304,27 @@ fn part(of: &Worker, id: &str, name: Arc<str>, list: &[usize]) -> Result<Option<
         return Ok(None);
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
-    let opened = Worker::open(&of.herald, &of.device, id, name, &members);
-    opened.map(Some).map_err(|trouble| trouble.map_ranks(|rank| list[rank]))
+    let opened = Worker::open(&of.rank, id, Arc::clone(&name), &members);
+    let connecting = |what| format!("connect group {name} of ranks {members:?}: {what}");
+    opened.map(Some).map_err(|trouble| match trouble.map_ranks(|rank| list[rank]) {
+        Trouble::Own(what) => Trouble::Own(connecting(what)),
+        Trouble::Overdue(rank, what) => Trouble::Overdue(rank, connecting(what)),
+        other => other,
+    })
 }
 
 /// Makes sure that all ranks give the same lists.
 fn agree(worker: &Worker, call: &Call, id: &str, digest: u64) -> Result<(), Trouble> {
     let own = digest.to_le_bytes();
-    let store = worker.herald.store()?;
+    let store = worker.rank.herald.store()?;
     let first = store.compare_set(&format!("split/{id}"), &[], &own);
     match first.map_err(|error| Trouble::Own(error.to_string()))? == own {
         true => Ok(()),
         false => {
-            let who = worker.herald.who(worker.members[worker.me]);
+            let who = worker.rank.herald.who(worker.members[worker.me]);
             Err(Trouble::Mismatch(worker.me, format!("{who} calls {call} with other lists than another rank")))
         }
     }
-}
-
-/// Tells the receiver of a tensor what it is, and hears the same of the one that is coming.
-fn swap_heads(
-    worker: &mut Worker,
-    call: &Call,
-    ready: CudaEvent,
-    going: Option<&(Tensor, Tensor, usize)>,
-    coming: Option<(Tensor, usize)>,
-) -> Result<Option<(Tensor, usize)>, Trouble> {
-    let (mut steps, mut tensors) = (Vec::new(), Vec::new());
-    if let Some((head, _, to)) = going {
-        steps.push(send(head, *to)?);
-        tensors.push(head.clone());
-    }
-    if let Some((room, from)) = &coming {
-        steps.push(receive(room, *from)?);
-        tensors.push(room.clone());
-    }
-    let done = worker.put(call, ready, &steps, tensors)?;
-    let Some((head, from)) = coming else { return Ok(None) };
-    worker.await_done(call, &done)?;
-    let words = to_host(&head)?.to_vec1::<i64>()?;
-    let Some((dtype, shape)) = read_head(&words) else {
-        let who = worker.herald.who(worker.members[from]);
-        return Err(Trouble::Mismatch(from, format!("{who} does not send a tensor")));
-    };
-    Ok(Some((room(&worker.device, dtype, &shape)?, from)))
-}
-
-fn swap_tensors(
-    worker: &mut Worker,
-    call: &Call,
-    going: Option<(Tensor, Tensor, usize)>,
-    coming: Option<(Tensor, usize)>,
-) -> Result<Option<Coming>, Trouble> {
-    let (mut steps, mut tensors) = (Vec::new(), Vec::new());
-    if let Some((_, x, to)) = going {
-        steps.push(send(&x, to)?);
-        tensors.push(x);
-    }
-    if let Some((y, from)) = &coming {
-        steps.push(receive(y, *from)?);
-        tensors.push(y.clone());
-    }
-    steps.retain(|step| !matches!(step, Step::Send { n: 0, .. } | Step::Receive { n: 0, .. }));
-    let ready = worker.device.cuda_stream().record_event(None).map_err(cuda)?;
-    let done = worker.put(call, ready, &steps, tensors)?;
-    Ok(coming.map(|(y, _)| Coming { tensors: vec![y], done }))
-}
-
-/// Says what `x` is, in numbers on the device.
-fn head(x: &Tensor, device: &CudaDevice) -> Result<Tensor> {
-    let mut words = vec![0; HEAD_WORDS];
-    words[0] = DTYPES.iter().position(|dtype| *dtype == x.dtype()).map_or(0, |at| at as i64 + 1);
-    words[1] = x.rank() as i64;
-    words[2..].iter_mut().zip(x.dims()).for_each(|(word, dim)| *word = *dim as i64);
-    Ok(Tensor::from_vec(words, HEAD_WORDS, &Device::Cuda(device.clone()))?)
-}
-
-fn read_head(words: &[i64]) -> Option<(DType, Vec<usize>)> {
-    let dtype = *DTYPES.get(usize::try_from(words[0] - 1).ok()?)?;
-    let dims = words[2..].get(..usize::try_from(words[1]).ok()?)?;
-    Some((dtype, dims.iter().map(|dim| usize::try_from(*dim).ok()).collect::<Option<_>>()?))
 }
 
 /// Makes a result of what has come, for those who use it on the device after now, or on the host.
@@ -395,11 +363,11 @@ fn reduce(from: &Tensor, to: &Tensor, op: Reduce) -> Result<Step> {
     Ok(Step::AllReduce { from: address(from)?, to: address(to)?, n, dtype, op })
 }
 
-fn send(x: &Tensor, peer: usize) -> Result<Step, Trouble> {
+fn send(x: &Tensor, peer: usize) -> Result<Step> {
     Ok(Step::Send { from: address(x)?, n: x.elem_count(), dtype: number(x), peer })
 }
 
-fn receive(y: &Tensor, peer: usize) -> Result<Step, Trouble> {
+fn receive(y: &Tensor, peer: usize) -> Result<Step> {
     Ok(Step::Receive { to: address(y)?, n: y.elem_count(), dtype: number(y), peer })
 }
 

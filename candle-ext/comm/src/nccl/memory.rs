@@ -1,12 +1,13 @@
 //! Where tensors lie on the device, and room for new ones.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaDType;
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DeviceRepr};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, DType, Result, Storage, Tensor, bail};
+use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, Storage, Tensor, bail};
 
 use crate::element::with_type;
 
@@ -36,6 +37,15 @@ pub(super) fn address(x: &Tensor) -> Result<Address> {
     let Storage::Cuda(storage) = &*storage else { bail!("want a tensor on a GPU") };
     let base = with_type!(storage.dtype(), T => base::<T>(storage)?);
     Ok(Address(base + (start * x.dtype().size_in_bytes()) as u64))
+}
+
+/// Copies the elements of a whole tensor to the host by way of `stream`, whatever the tensor's own stream has to do.
+pub(super) fn read_words(stream: &Arc<CudaStream>, x: &Tensor) -> Result<Vec<i64>> {
+    let (storage, _) = x.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else { bail!("want a tensor on a GPU") };
+    let words = stream.clone_dtoh(storage.as_cuda_slice::<i64>()?).map_err(Error::wrap)?;
+    stream.synchronize().map_err(Error::wrap)?;
+    Ok(words)
 }
 
 fn base<T: CudaDType + DeviceRepr>(storage: &CudaStorage) -> Result<u64> {

@@ -3,15 +3,21 @@
 //! All ranks meet in a [`store`](crate::store): it hands out NCCL's ids, and is where a failure is told and a silent rank
 //! found out. Each group is a communicator of NCCL's with a stream and a thread of its own. What is started waits on the
 //! device for what it needs, and what comes after waits on the device for its result: the host goes on. Tensors of the CPU
-//! are carried over the GPU.
+//! are carried over the GPU. The groups of a device launch in the order of the calls, so that ranks which call their groups in
+//! one order launch in one order. NCCL connects two ranks in the first launch that needs it: such a launch waits for the other
+//! rank's, and later calls of this rank, to any group, wait for it.
 //!
 //! Where this differs from the other engines: NCCL adds in its own order, the same on all ranks but not that of the ranks;
-//! what does not fit together is found out by the time-out; and that counts for an operation as a whole, from when this
-//! rank's part of it was ready. Sums of f16 and bf16 are taken in f32, in tensors twice as large.
+//! collectives that do not fit together are found out by the time-out; and that counts for an operation as a whole, from when
+//! this rank's part of it was ready. A tensor of another dtype or shape than its receiver expects is found out by the
+//! description that travels with it, after the exchange or while it hangs, so that no exchange waits for a description.
+//! Sums of f16 and bf16 are taken in f32, in tensors twice as large.
 
 mod api;
 mod communicator;
+mod description;
 mod group;
+mod launch_order;
 mod memory;
 mod worker;
 
@@ -27,7 +33,7 @@ use crate::staff::Staff;
 use crate::store::{self, Client, Server};
 use crate::{Error, Options, Result, World};
 use group::Group;
-use worker::Worker;
+use worker::{Rank, Worker};
 
 /// Joins the world of `size` ranks that meet in `store`, as rank `rank` with the GPU `device`; returns when all have joined,
 /// and fails if they have not within `options.timeout`. One rank is a world, too. `host` is the store, if this rank has it:
@@ -56,7 +62,9 @@ pub fn join(
     let others = meeting.meet(&own)?;
     let herald = Arc::new(Herald::start(&meeting.store, rank, others, host, options.timeout)?);
     let (staff, journal) = (Arc::<Staff>::default(), Journal::new(options.record));
-    let worker = Worker::open(&herald, cuda, "world", "world".into(), &(0..size).collect::<Vec<_>>());
+    let (everyone, order) = ((0..size).collect::<Vec<_>>(), Arc::default());
+    let shared = Rank { herald: Arc::clone(&herald), device: cuda.clone(), order };
+    let worker = Worker::open(&shared, "world", "world".into(), &everyone);
     let worker = worker.map_err(|trouble| herald.unconnected(trouble))?;
     let group = Group::new(worker, device, journal.clone(), Arc::clone(&staff))?;
     Ok(World::of(Arc::new(group), herald, options.timeout, staff, journal))

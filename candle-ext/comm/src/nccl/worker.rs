@@ -1,6 +1,7 @@
 //! A group's own thread: puts calls onto the group's stream one after another, and watches them to their end.
 
 use std::collections::VecDeque;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
@@ -11,17 +12,34 @@ use candle_core::{CudaDevice, Tensor};
 
 use super::api::UniqueId;
 use super::communicator::{Communicator, Step, unique_id};
+use super::description::decode;
+use super::launch_order::{LaunchOrder, Ticket};
+use super::memory::read_words;
 use crate::fabric::{Alarm, Trouble};
 use crate::herald::Herald;
-use crate::{Call, Failure, Result, store};
+use crate::{Call, Cause, Failure, Recv, Result, store};
 
 /// How often is looked at what is under way.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
+
+/// How long the thread sleeps between two looks at a launch, which takes some tens of microseconds, or at a barrier.
+const SHORTLY: Duration = Duration::from_micros(20);
+
+/// How often a tensor that does not arrive is compared with its description, which may have.
+const COMPARE_EVERY: Duration = Duration::from_secs(1);
 
 /// How long what was stopped may take to end on the device.
 const STOP_WITHIN: Duration = Duration::from_secs(5);
 
 pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
+
+/// What all groups of a rank share.
+#[derive(Clone)]
+pub(super) struct Rank {
+    pub(super) herald: Arc<Herald>,
+    pub(super) device: CudaDevice,
+    pub(super) order: Arc<LaunchOrder>,
+}
 
 /// What the thread owns.
 pub(super) struct Worker {
@@ -31,9 +49,10 @@ pub(super) struct Worker {
     /// The world ranks of the group's ranks.
     pub(super) members: Vec<usize>,
     pub(super) me: usize,
-    pub(super) herald: Arc<Herald>,
-    pub(super) device: CudaDevice,
+    pub(super) rank: Rank,
     stream: Arc<CudaStream>,
+    /// The stream by which the host reads what has arrived, whatever the group's has to do.
+    reads: Arc<CudaStream>,
     /// `None` once it was stopped.
     communicator: Option<Communicator>,
     under_way: VecDeque<UnderWay>,
@@ -49,25 +68,47 @@ struct UnderWay {
     since: Option<Instant>,
     /// What it reads and writes.
     tensors: Vec<Tensor>,
+    expected: Option<Expected>,
+    /// How long the others are waited for before the next comparison.
+    compare_after: Duration,
+}
+
+/// An operation to put onto the stream.
+pub(super) struct Launch {
+    /// When what it needs is there.
+    pub(super) ready: CudaEvent,
+    pub(super) steps: Vec<Step>,
+    /// All that the steps read and write.
+    pub(super) tensors: Vec<Tensor>,
+    pub(super) expected: Option<Expected>,
+}
+
+/// A tensor to receive, and where its sender's description of it arrives.
+pub(super) struct Expected {
+    pub(super) recv: Recv,
+    pub(super) description: Tensor,
+}
+
+/// How much of a sender's description has arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Described {
+    InFull,
+    Perhaps,
 }
 
 impl Worker {
     /// Connects the ranks `members`, which all call this with the same `id`, never used before.
-    pub(super) fn open(
-        herald: &Arc<Herald>,
-        device: &CudaDevice,
-        id: &str,
-        group: Arc<str>,
-        members: &[usize],
-    ) -> Result<Self, Trouble> {
-        let me = members.iter().position(|rank| *rank == herald.rank()).expect("who opens a group is in it");
-        let stream = device.cuda_stream().context().new_stream().map_err(cuda)?;
+    pub(super) fn open(rank: &Rank, id: &str, group: Arc<str>, members: &[usize]) -> Result<Self, Trouble> {
+        let own = rank.herald.rank();
+        let me = members.iter().position(|rank| *rank == own).expect("who opens a group is in it");
+        let context = Arc::clone(rank.device.cuda_stream().context());
+        let (stream, reads) = (context.new_stream().map_err(cuda)?, context.new_stream().map_err(cuda)?);
         stream.context().bind_to_thread().map_err(cuda)?;
-        let unique_id = meet(herald, id, me)?;
+        let unique_id = meet(&rank.herald, id, members)?;
         let communicator = Communicator::start(me, members.len(), unique_id).map_err(Trouble::Own)?;
         let (id, members, under_way) = (id.to_owned(), members.to_vec(), VecDeque::new());
-        let (herald, device, communicator) = (Arc::clone(herald), device.clone(), Some(communicator));
-        let worker = Self { id, group, members, me, herald, device, stream, communicator, under_way };
+        let (rank, communicator) = (rank.clone(), Some(communicator));
+        let worker = Self { id, group, members, me, rank, stream, reads, communicator, under_way };
         worker.await_communicator(|| {
             Some(Trouble::Own("NCCL has not connected the ranks within the time-out".to_owned()))
         })?;
@@ -76,6 +117,8 @@ impl Worker {
 
     /// Carries out jobs until there can be no more and all that was put onto the stream is done.
     pub(super) fn run(mut self, jobs: &Receiver<Job>) {
+        // Linux otherwise ends a sleep up to 50 us late.
+        let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
         loop {
             let job = match self.under_way.is_empty() {
                 true => jobs.recv().map_err(RecvTimeoutError::from),
@@ -98,32 +141,38 @@ impl Worker {
         call: &Call,
         body: impl FnOnce(&mut Self) -> Result<T, Trouble>,
     ) -> Result<T> {
-        if let Some(failure) = self.herald.failure() {
+        if let Some(failure) = self.rank.herald.failure() {
             return Err(failure.into());
         }
-        self.herald.begin(&self.id, call);
+        self.rank.herald.begin(&self.id, call);
         let done = self.stream.context().bind_to_thread().map_err(cuda).and_then(|()| body(self));
         done.map_err(|trouble| self.fail(call, trouble).into())
     }
 
-    /// Puts `steps` onto the stream, to begin when `ready`; returns what tells that they are done. `tensors` are all that
-    /// they read and write: they are kept until then.
-    pub(super) fn put(
-        &mut self,
-        call: &Call,
-        ready: CudaEvent,
-        steps: &[Step],
-        tensors: Vec<Tensor>,
-    ) -> Result<Arc<CudaEvent>, Trouble> {
+    /// Waits until all calls before the ticket's have launched, in whatever group.
+    pub(super) fn await_turn(&self, ticket: &Ticket) -> Result<(), Trouble> {
+        while !ticket.await_turn(LOOK_EVERY) {
+            self.check()?;
+        }
+        Ok(())
+    }
+
+    /// Puts an operation onto the stream; returns what tells that it is done. Its tensors are kept until then.
+    pub(super) fn put(&mut self, call: &Call, ticket: Ticket, launch: Launch) -> Result<Arc<CudaEvent>, Trouble> {
+        let Launch { ready, steps, tensors, expected } = launch;
+        self.await_turn(&ticket)?;
         self.stream.wait(&ready).map_err(cuda)?;
         let stream = self.stream.cu_stream().cast();
         let communicator = self.communicator.as_ref().ok_or_else(|| Trouble::Own("NCCL was stopped".to_owned()))?;
         // SAFETY: the stream is of the communicator's device; the steps' addresses are those of `tensors`, which are kept in
         // `under_way` until `done`.
-        let put = unsafe { communicator.put(stream, steps) }.map_err(Trouble::Own);
+        let put = unsafe { communicator.put(stream, &steps) }.map_err(Trouble::Own);
         let put = put.and_then(|()| self.await_communicator(|| self.late(call)));
+        drop(ticket);
         let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
-        self.under_way.push_back(UnderWay { call: call.clone(), ready, done: Arc::clone(&done), since: None, tensors });
+        let (call, done_here) = (call.clone(), Arc::clone(&done));
+        let (since, compare_after) = (None, COMPARE_EVERY);
+        self.under_way.push_back(UnderWay { call, ready, done: done_here, since, tensors, expected, compare_after });
         put.map(|()| done)
     }
 
@@ -132,21 +181,21 @@ impl Worker {
         let began = Instant::now();
         while !done.try_is_complete().map_err(cuda)? {
             self.check()?;
-            if began.elapsed() > self.herald.timeout()
+            if began.elapsed() > self.rank.herald.timeout()
                 && let Some(trouble) = self.late(call)
                 // To find out who is late takes a while, in which it may have come.
                 && !done.try_is_complete().map_err(cuda)?
             {
                 return Err(trouble);
             }
-            thread::yield_now();
+            thread::sleep(SHORTLY);
         }
         Ok(())
     }
 
     /// Fails if the world has ended, or NCCL has given up.
     fn check(&self) -> Result<bool, Trouble> {
-        match (self.herald.failure(), &self.communicator) {
+        match (self.rank.herald.failure(), &self.communicator) {
             (Some(failure), _) => Err(Trouble::Failed(failure)),
             (None, Some(communicator)) => communicator.is_ready().map_err(Trouble::Own),
             (None, None) => Ok(true),
@@ -156,56 +205,81 @@ impl Worker {
     fn await_communicator(&self, late: impl Fn() -> Option<Trouble>) -> Result<(), Trouble> {
         let began = Instant::now();
         while !self.check()? {
-            if began.elapsed() > self.herald.timeout()
+            if began.elapsed() > self.rank.herald.timeout()
                 && let Some(trouble) = late()
             {
                 return Err(trouble);
             }
-            thread::sleep(LOOK_EVERY / 20);
+            thread::sleep(SHORTLY);
         }
         Ok(())
     }
 
-    /// Lets go of what is done, and ends the world for what does not get done.
+    /// Lets go of what is done, and ends the world for what went wrong or does not get done.
     fn look(&mut self) {
-        while let Some(first) = self.under_way.front_mut() {
-            match first.done.try_is_complete() {
-                Ok(true) => drop(self.under_way.pop_front()),
-                Ok(false) => {
-                    if first.since.is_none() && first.ready.is_complete() {
-                        first.since = Some(Instant::now());
-                    }
-                    break;
-                }
-                Err(error) => {
-                    let call = first.call.clone();
-                    self.fail(&call, cuda(error));
-                    break;
-                }
+        while let Some(mut first) = self.under_way.pop_front() {
+            let looked = self.look_at(&mut first);
+            if let Ok(true) = looked {
+                continue;
             }
+            let call = first.call.clone();
+            self.under_way.push_front(first);
+            if let Err(trouble) = looked {
+                self.fail(&call, trouble);
+            }
+            return;
         }
-        let Some(first) = self.under_way.front() else { return };
-        let is_late = first.since.is_some_and(|since| since.elapsed() > self.herald.timeout());
-        let trouble = match self.check() {
-            Err(trouble) => Some(trouble),
-            Ok(_) if is_late => self.late(&first.call),
-            Ok(_) => None,
-        };
-        let has_come = is_late && self.check().is_ok() && first.done.is_complete();
-        let Some(trouble) = trouble.filter(|_| !has_come) else { return };
-        let call = first.call.clone();
-        self.fail(&call, trouble);
+    }
+
+    /// Returns whether the oldest call under way is done.
+    fn look_at(&self, first: &mut UnderWay) -> Result<bool, Trouble> {
+        if first.done.try_is_complete().map_err(cuda)? {
+            first.expected.as_ref().map_or(Ok(()), |expected| self.compare(expected, Described::InFull))?;
+            return Ok(true);
+        }
+        self.check()?;
+        if first.since.is_none() && first.ready.is_complete() {
+            first.since = Some(Instant::now());
+        }
+        let waited = first.since.map_or(Duration::ZERO, |since| since.elapsed());
+        if waited > first.compare_after
+            && let Some(expected) = &first.expected
+        {
+            first.compare_after += COMPARE_EVERY;
+            self.compare(expected, Described::Perhaps)?;
+        }
+        if waited > self.rank.herald.timeout()
+            && let Some(trouble) = self.late(&first.call)
+            // To find out who is late takes a while, in which it may have come.
+            && !first.done.is_complete()
+        {
+            return Err(trouble);
+        }
+        Ok(false)
+    }
+
+    /// Fails if a sender describes another tensor than this rank expects.
+    fn compare(&self, expected: &Expected, described: Described) -> Result<(), Trouble> {
+        let Expected { recv, description } = expected;
+        let sent = decode(&read_words(&self.reads, description)?);
+        let sent = sent.as_ref().map(|(dtype, shape)| (*dtype, shape.as_slice()));
+        let is_missing = sent.is_none() && described == Described::Perhaps;
+        if is_missing || sent.is_some_and(|(dtype, shape)| recv.fits(Some(dtype), shape)) {
+            return Ok(());
+        }
+        let ends = [recv.from, self.me].map(|rank| self.rank.herald.who(self.members[rank]));
+        Err(Trouble::Mismatch(recv.from, recv.unlike(sent, ends)))
     }
 
     /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
     fn fail(&mut self, call: &Call, trouble: Trouble) -> Failure {
-        let failure = match trouble.tell(&*self.herald, &self.members) {
+        let failure = match trouble.tell(&*self.rank.herald, &self.members) {
             Err(failure) => failure,
             Ok((rank, cause, what)) => {
-                let (group, members, seen_by) = (&self.group, &self.members, self.herald.rank());
+                let (group, members, seen_by) = (&self.group, &self.members, self.rank.herald.rank());
                 let message =
                     format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
-                self.herald.fail(Failure { rank, cause, message })
+                self.rank.herald.fail(Failure { rank, cause, message })
             }
         };
         self.stop();
@@ -229,38 +303,52 @@ impl Worker {
     }
 
     fn late(&self, call: &Call) -> Option<Trouble> {
-        self.herald.late(&self.id, &self.members, call, self.herald.timeout())
+        self.rank.herald.late(&self.id, &self.members, call, self.rank.herald.timeout())
+    }
+
+    /// Closes the group. A failure to do so ends the world.
+    fn close(mut self) {
+        let (herald, communicator) = (Arc::clone(&self.rank.herald), self.communicator.take());
+        let Some(communicator) = communicator.filter(|_| herald.failure().is_none()) else { return };
+        let Err(what) = self.end(communicator) else { return };
+        let (rank, group, members) = (herald.rank(), &self.group, &self.members);
+        let message = format!("close group {group} of ranks {members:?}: {}: {what}", herald.who(rank));
+        herald.fail(Failure { rank, cause: Cause::Told, message });
     }
 
     /// Ends the communicator; what other ranks still read from this one is sent before.
-    fn close(mut self) {
-        let Some(communicator) = self.communicator.take() else { return };
-        let began = Instant::now();
-        if self.stream.context().bind_to_thread().is_err() || communicator.finalize().is_err() {
-            return;
-        }
-        while self.herald.failure().is_none() && began.elapsed() < self.herald.timeout() {
-            match communicator.is_ready() {
-                Ok(true) => return communicator.destroy(),
-                Ok(false) => thread::sleep(LOOK_EVERY),
-                Err(_) => return,
+    fn end(&self, communicator: Communicator) -> Result<(), String> {
+        self.stream.context().bind_to_thread().map_err(|error| format!("CUDA: {error}"))?;
+        communicator.finalize()?;
+        let (began, timeout) = (Instant::now(), self.rank.herald.timeout());
+        while !communicator.is_ready()? {
+            if self.rank.herald.failure().is_some() {
+                return Ok(());
             }
+            if began.elapsed() > timeout {
+                return Err(format!("NCCL has not sent within {timeout:?} what other ranks wait for"));
+            }
+            thread::sleep(LOOK_EVERY);
         }
+        communicator.destroy()
     }
 }
 
 /// Gives the ranks of a new group what they know each other by: the first hands it out.
-fn meet(herald: &Herald, id: &str, me: usize) -> Result<UniqueId, Trouble> {
+fn meet(herald: &Herald, id: &str, members: &[usize]) -> Result<UniqueId, Trouble> {
     let (store, key) = (herald.store()?, format!("id/{id}"));
     let lost = |error: store::Error| Trouble::Own(error.to_string());
-    if me == 0 {
+    if members[0] == herald.rank() {
         let unique_id = unique_id().map_err(Trouble::Own)?;
         store.set(&key, &unique_id.0).map_err(lost)?;
         return Ok(unique_id);
     }
     match store.wait_for(&[&key], herald.timeout()) {
         Ok(()) => {}
-        Err(store::Error::Timeout { timeout, .. }) => return Err(Trouble::Late(vec![0], timeout)),
+        Err(store::Error::Timeout { timeout, .. }) => {
+            let what = format!("{} has not made NCCL's id within {timeout:?}", herald.who(members[0]));
+            return Err(Trouble::Overdue(0, what));
+        }
         Err(error) => return Err(lost(error)),
     }
     let bytes = store.get(&key).map_err(lost)?;

@@ -4,7 +4,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_comm::{Collective, Reduce, Result};
+use candlewick_comm::{Collective, Recv, Reduce, Result};
 
 pub(crate) const DTYPES: [DType; 7] =
     [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U8, DType::U32, DType::I64];
@@ -176,10 +176,11 @@ fn ring(group: &dyn Collective, dtype: DType) -> Result<()> {
         assert!(group.send_recv(None, None, None)?.is_none());
         return Ok(());
     }
-    // The receiver learns the shape, which differs from rank to rank.
+    // The shape differs from rank to rank, and one is empty.
     let (next, last) = ((me + 1) % n, (me + n - 1) % n);
-    let got = group.send_recv(Some(&input(me, dtype, &[me, 2])), Some(next), Some(last))?;
-    same(&got.unwrap(), &input(last, dtype, &[last, 2]), "send_recv around");
+    let want = input(last, dtype, &[last, 2]);
+    let got = group.send_recv(Some(&input(me, dtype, &[me, 2])), Some(next), Some(Recv::like(&want, last)))?;
+    same(&got.unwrap(), &want, "send_recv around");
     Ok(())
 }
 
@@ -190,12 +191,13 @@ fn pairs(group: &dyn Collective) -> Result<()> {
     }
     // Both ways at once in different dtypes, larger than any buffer between the two; then one way.
     let large = |rank: usize| input(rank, [DType::F32, DType::BF16][rank], &[1 << 18]);
-    let got = group.send_recv(Some(&large(me)), Some(1 - me), Some(1 - me))?.unwrap();
-    same(&got, &large(1 - me), "send_recv between");
+    let want = large(1 - me);
+    let got = group.send_recv(Some(&large(me)), Some(1 - me), Some(Recv::like(&want, 1 - me)))?.unwrap();
+    same(&got, &want, "send_recv between");
     let scalar = input(0, DType::F64, &[]);
     match me {
         0 => assert!(group.send_recv(Some(&scalar), Some(1), None)?.is_none()),
-        _ => same(&group.send_recv(None, None, Some(0))?.unwrap(), &scalar, "send_recv one way"),
+        _ => same(&group.send_recv(None, None, Some(Recv::like(&scalar, 0)))?.unwrap(), &scalar, "send_recv one way"),
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use candlewick_comm::{Collective, Pending, Reduce, Result};
+use candlewick_comm::{Collective, Pending, Recv, Reduce, Result};
 
 type Before = Arc<dyn Fn(&Tensor) -> Result<Tensor> + Send + Sync>;
 type After = Arc<dyn Fn(Tensor) -> Result<Tensor> + Send + Sync>;
@@ -67,10 +67,10 @@ impl Collective for Through {
         &self,
         x: Option<&Tensor>,
         to: Option<usize>,
-        from: Option<usize>,
+        recv: Option<Recv>,
     ) -> Result<Pending<Option<Tensor>>> {
         let (x, after) = (x.map(|x| (self.before)(x)).transpose()?, Arc::clone(&self.after));
-        Ok(self.group.start_send_recv(x.as_ref(), to, from)?.then(move |y| y.map(|y| after(y)).transpose()))
+        Ok(self.group.start_send_recv(x.as_ref(), to, recv)?.then(move |y| y.map(|y| after(y)).transpose()))
     }
 
     fn barrier(&self) -> Result<()> {

@@ -244,6 +244,10 @@ Result cuStreamDestroy_v2(Stream *stream) {
     return SUCCESS;
 }
 Result cuStreamSynchronize(Stream *stream) { return drain(stream), SUCCESS; }
+// Compute that takes as long as the function does.
+Result cuLaunchHostFunc(Stream *stream, void (*function)(void *), void *argument) {
+    return put(stream, [=] { function(argument); }), SUCCESS;
+}
 Result cuStreamIsCapturing(Stream *, int *status) { return *status = 0, SUCCESS; }
 
 Result cuEventCreate(Event **event, unsigned) { return current ? (*event = new Event, SUCCESS) : INVALID_CONTEXT; }

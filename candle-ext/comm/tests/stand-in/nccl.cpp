@@ -1,11 +1,18 @@
 // Stands in for NCCL between threads of one process: communicators that do not block the host, and operations that wait on
-// their streams for the other ranks, for ever if need be: until they are aborted. Sums are taken in the order of the ranks. What
-// NCCL leaves undefined is refused here: a call while the last one is under way, and one from a thread whose device is another.
+// their streams for the other ranks, for ever if need be: until they are aborted. An operation is put onto its stream some time
+// after the call has returned; the first one of a communicator, and the first one between two ranks, when the others have called,
+// too: that is when NCCL connects them. Sums are taken in the order of the ranks. What NCCL leaves undefined is refused here: a
+// call while the last one is under way, and one from a thread whose device is another.
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "machine.h"
@@ -15,9 +22,7 @@ using namespace machine;
 
 namespace {
 
-constexpr int SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7;
-// What a call that does not block goes on with after it has returned.
-constexpr auto LINGERS = std::chrono::microseconds(300);
+constexpr int SUCCESS = 0, UNHANDLED_CUDA_ERROR = 1, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7;
 
 enum class Kind { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, SEND, RECEIVE };
 
@@ -36,6 +41,8 @@ struct Step {
     }
 };
 
+constexpr int EVERYONE = -1;
+
 // One operation of all ranks.
 struct Meeting {
     std::map<int, Step> steps;
@@ -50,7 +57,10 @@ struct Letter {
 
 // What the ranks of a communicator share.
 struct World {
+    uint64_t number;
     int n_joined = 0;
+    // Who has called: a rank, and the other rank of a send or receive, or EVERYONE.
+    std::set<std::pair<int, int>> called;
     std::map<uint64_t, Meeting> meetings;
     std::map<std::pair<int, int>, std::deque<std::shared_ptr<Letter>>> letters;
 };
@@ -58,20 +68,36 @@ struct World {
 struct Communicator {
     std::shared_ptr<World> world;
     int rank, size, device;
-    bool is_aborted = false, is_finalized = false;
+    bool is_aborted = false, is_finalized = false, is_launching = false;
     uint64_t n_operations = 0;
     size_t n_under_way = 0;
-    std::chrono::steady_clock::time_point busy_until{};
 
     bool is_ready() const {
-        return world->n_joined == size && std::chrono::steady_clock::now() >= busy_until &&
-               (!is_finalized || n_under_way == 0);
+        return world->n_joined == size && !is_launching && (!is_finalized || n_under_way == 0);
     }
 };
 
 using Handle = std::shared_ptr<Communicator> *;
 
 std::map<std::string, std::weak_ptr<World>> &worlds = *new std::map<std::string, std::weak_ptr<World>>;
+
+// The numbers of the communicators that have launched an operation on each device.
+std::map<int, std::vector<uint64_t>> &launches = *new std::map<int, std::vector<uint64_t>>;
+// The function that fails when it is called next.
+std::string &failing = *new std::string;
+
+bool is_to_fail(const char *function) {
+    std::lock_guard held(lock);
+    return failing == function && (failing.clear(), true);
+}
+
+// Each launch takes another time, unless the variable says it.
+std::chrono::microseconds launch_time() {
+    static const char *fixed = getenv("STAND_IN_LAUNCH_US");
+    static std::atomic<uint32_t> state{1};
+    uint32_t random = state = state * 1664525 + 1013904223;
+    return std::chrono::microseconds(fixed ? atoi(fixed) : 20 + random / 65536 % 300);
+}
 
 thread_local int n_groups = 0;
 thread_local std::vector<std::pair<Stream *, Step>> group;
@@ -85,6 +111,8 @@ size_t size_of(int dtype) {
         default: return 8;
     }
 }
+
+size_t n_bytes(const Step &step) { return step.n * size_of(step.dtype); }
 
 template <class T>
 void reduce(const std::vector<const char *> &from, std::vector<char> &to, size_t n, int op) {
@@ -169,10 +197,10 @@ void post(Communicator &own, const std::vector<Step> &steps) {
         if (step.kind == Kind::RECEIVE) {
             auto &box = own.world->letters[{step.peer, own.rank}];
             changed.wait(held, [&] {
-                return own.is_aborted || (!box.empty() && box[0]->step.n == step.n && box[0]->step.dtype == step.dtype);
+                return own.is_aborted || (!box.empty() && n_bytes(box[0]->step) == n_bytes(step));
             });
             if (own.is_aborted) break;
-            memcpy(step.to, box[0]->step.from, step.n * size_of(step.dtype));
+            memcpy(step.to, box[0]->step.from, n_bytes(step));
             box[0]->is_read = true;
             box.pop_front();
             changed.notify_all();
@@ -187,6 +215,62 @@ void post(Communicator &own, const std::vector<Step> &steps) {
                 break;
             }
     }
+}
+
+bool is_letter(const Step &step) { return step.kind == Kind::SEND || step.kind == Kind::RECEIVE; }
+
+using Group = std::vector<std::pair<Stream *, Step>>;
+
+// Waits until those have called whom this rank has not met before.
+void connect(Communicator &own, const Group &steps) {
+    auto &called = own.world->called;
+    std::unique_lock held(lock);
+    for (auto &[_, step] : steps) called.insert({own.rank, is_letter(step) ? step.peer : EVERYONE});
+    changed.notify_all();
+    auto is_met = [&](const Step &step) {
+        if (is_letter(step)) return called.count({step.peer, own.rank}) > 0;
+        for (int rank = 0; rank < own.size; rank++)
+            if (!called.count({rank, EVERYONE})) return false;
+        return true;
+    };
+    changed.wait(held, [&] {
+        if (own.is_aborted) return true;
+        for (auto &[_, step] : steps)
+            if (!is_met(step)) return false;
+        return true;
+    });
+}
+
+void start(std::shared_ptr<Communicator> own, Stream *stream, std::function<void(Communicator &)> what) {
+    {
+        std::lock_guard held(lock);
+        own->n_under_way++;
+        launches[own->device].push_back(own->world->number);
+    }
+    put(stream, [own, what] {
+        what(*own);
+        std::lock_guard held(lock);
+        own->n_under_way--;
+        changed.notify_all();
+    });
+}
+
+void launch(std::shared_ptr<Communicator> own, const Group &steps) {
+    std::this_thread::sleep_for(launch_time());
+    connect(*own, steps);
+    std::map<Stream *, std::vector<Step>> letters;
+    for (auto &[stream, step] : steps) {
+        if (is_letter(step)) {
+            letters[stream].push_back(step);
+        } else {
+            start(own, stream, [step = step, number = own->n_operations++](auto &own) { meet(own, number, step); });
+        }
+    }
+    for (auto &[stream, steps] : letters) start(own, stream, [steps = steps](auto &own) { post(own, steps); });
+    std::lock_guard held(lock);
+    own->is_launching = false;
+    own->n_under_way--;
+    changed.notify_all();
 }
 
 int take(Handle handle, Stream *stream, Step step) {
@@ -229,10 +313,12 @@ int ncclGetUniqueId(Id *id) {
 int ncclCommInitRankConfig(Handle *handle, int size, Id id, int rank, const Config *config) {
     bool is_known = config->size >= sizeof *config && config->magic == 0xcafebeef && config->version >= 21400;
     if (!is_known || config->blocking != 0 || rank < 0 || rank >= size || current_device() < 0) return INVALID_ARGUMENT;
+    if (is_to_fail("ncclCommInitRankConfig")) return UNHANDLED_CUDA_ERROR;
     std::lock_guard held(lock);
     auto &known = worlds[{id.bytes, sizeof id.bytes}];
     auto world = known.lock();
     if (!world) known = world = std::make_shared<World>();
+    memcpy(&world->number, id.bytes, sizeof world->number);
     world->n_joined++;
     *handle = new std::shared_ptr<Communicator>(new Communicator{world, rank, size, current_device()});
     changed.notify_all();
@@ -251,29 +337,13 @@ int ncclGroupEnd() {
     if (--n_groups > 0 || !group_of) return SUCCESS;
     auto own = std::move(group_of);
     group_of = nullptr;
-    auto start = [&](Stream *stream, std::function<void(Communicator &)> what) {
-        {
-            std::lock_guard held(lock);
-            own->n_under_way++;
-            own->busy_until = std::chrono::steady_clock::now() + LINGERS;
-        }
-        put(stream, [own, what] {
-            what(*own);
-            std::lock_guard held(lock);
-            own->n_under_way--;
-            changed.notify_all();
-        });
-    };
-    std::map<Stream *, std::vector<Step>> letters;
-    for (auto &[stream, step] : group) {
-        if (step.kind == Kind::SEND || step.kind == Kind::RECEIVE) {
-            letters[stream].push_back(step);
-        } else {
-            start(stream, [step = step, number = own->n_operations++](auto &own) { meet(own, number, step); });
-        }
+    {
+        std::lock_guard held(lock);
+        own->is_launching = true;
+        own->n_under_way++;
     }
+    std::thread([own, steps = std::move(group)] { launch(own, steps); }).detach();
     group.clear();
-    for (auto &[stream, steps] : letters) start(stream, [steps = steps](auto &own) { post(own, steps); });
     return IN_PROGRESS;
 }
 
@@ -297,11 +367,13 @@ int ncclRecv(char *to, size_t n, int dtype, int peer, Handle handle, Stream *str
 }
 
 int ncclCommFinalize(Handle handle) {
+    if (is_to_fail("ncclCommFinalize")) return UNHANDLED_CUDA_ERROR;
     std::lock_guard held(lock);
     return (*handle)->is_finalized = true, IN_PROGRESS;
 }
 
 int ncclCommDestroy(Handle handle) {
+    if (is_to_fail("ncclCommDestroy")) return UNHANDLED_CUDA_ERROR;
     {
         std::lock_guard held(lock);
         if (!(*handle)->is_finalized || (*handle)->n_under_way > 0) return INVALID_USAGE;
@@ -317,5 +389,19 @@ int ncclCommAbort(Handle handle) {
         changed.wait(held, [=] { return (*handle)->n_under_way == 0; });
     }
     return delete handle, SUCCESS;
+}
+
+// For tests: writes up to `n_most` numbers of the communicators that have launched on a device, and returns how many have.
+size_t stand_in_launches(int device, uint64_t *numbers, size_t n_most) {
+    std::lock_guard held(lock);
+    auto &all = launches[device];
+    std::copy_n(all.begin(), std::min(n_most, all.size()), numbers);
+    return all.size();
+}
+
+// For tests: lets the next call of an NCCL function fail.
+void stand_in_fail_next(const char *function) {
+    std::lock_guard held(lock);
+    failing = function;
 }
 }

@@ -193,7 +193,7 @@ impl Engine {
         for chunk in 0..layout.n_chunks() {
             let mut x = match layout.is_first(stage, chunk) {
                 true => self.model.embed(&self.store.fetch(0)?, ids, seams)?,
-                false => self.pipeline.receive_activation()?,
+                false => self.pipeline.receive_activation(self.hidden_states(positions.len(), seams))?,
             };
             self.store.release(0);
             for block_idx in layout.blocks(stage, chunk) {

@@ -20,7 +20,7 @@ use candlewick_ops::{
 
 use crate::offload::Parking;
 use crate::params::ParamStore;
-use crate::pipeline::Pipeline;
+use crate::pipeline::{HiddenStates, Pipeline};
 use crate::sequence::{Part, Sequence};
 use crate::tensor::{Shared, TensorRanks};
 
@@ -212,6 +212,12 @@ impl Engine {
             None => f(attend),
             Some(tensor) => f(&Shared { tensor, n_vocab: self.model.config().vocab_size(), attend }),
         }
+    }
+
+    /// Describes what blocks read and give of so many tokens of this rank: [t/n, d].
+    fn hidden_states(&self, n_tokens: usize, seams: &dyn Seams) -> HiddenStates {
+        let shape = vec![n_tokens / seams.token_parts(), self.model.config().hidden_size()];
+        HiddenStates { dtype: self.store.compute_dtype(), shape }
     }
 
     /// What the blocks of a forward have in common, outside of training.

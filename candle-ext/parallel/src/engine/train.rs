@@ -127,7 +127,10 @@ impl Engine {
                 let x = tape.output().clone();
                 (Some(tape), x)
             }
-            false => (None, self.pipeline.receive_activation()?),
+            false => {
+                let expected = self.hidden_states(micro.positions.len(), seams);
+                (None, self.pipeline.receive_activation(expected)?)
+            }
         };
         let run = layout.blocks(stage, chunk);
         let mut blocks = Vec::with_capacity(run.len());
@@ -156,7 +159,10 @@ impl Engine {
         let cx = self.training_cx(of_micro, seams);
         let mut dx = match dy {
             Some(dy) => dy,
-            None => self.pipeline.receive_gradient()?,
+            None => {
+                let expected = self.hidden_states(of_micro.part.micro.positions.len(), seams);
+                self.pipeline.receive_gradient(expected)?
+            }
         };
         let run = self.pipeline.layout().blocks(self.pipeline.stage(), turn.pass.chunk);
         for (block_idx, keep) in run.zip(blocks).rev() {

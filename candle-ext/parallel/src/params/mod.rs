@@ -174,6 +174,11 @@ impl ParamStore {
         Ok(Self { specs, units, formats, mode, sharing, device: device.clone(), reductions: Mutex::default() })
     }
 
+    /// Returns the dtype of the weights that ops read.
+    pub(crate) fn compute_dtype(&self) -> DType {
+        self.formats.compute
+    }
+
     /// Sets every parameter that this stage has from `source`, which gives all of it in any float dtype. All ranks call it.
     pub fn fill<E: From<candle_core::Error>>(
         &self,

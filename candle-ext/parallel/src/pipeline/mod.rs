@@ -6,8 +6,8 @@ mod schedule;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::{Result, Tensor, bail};
-use candlewick_comm::{Collective, Pending, Solo};
+use candle_core::{DType, Result, Tensor, bail};
+use candlewick_comm::{Collective, Pending, Recv, Solo};
 
 pub use layout::Layout;
 pub use schedule::{Action, Pass, Schedule, Timetable};
@@ -21,6 +21,13 @@ pub struct Pipeline {
     gradients: Ways,
     /// What is on its way to neighbours.
     sent: Mutex<VecDeque<Pending<Option<Tensor>>>>,
+}
+
+/// The dtype and shape of the hidden states that stages send each other, and of their gradients.
+#[derive(Clone, Debug)]
+pub(crate) struct HiddenStates {
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
 }
 
 /// The groups of two, this stage and a neighbour, in which tensors of one kind travel in one direction. So no stage waits with
@@ -81,8 +88,8 @@ impl Pipeline {
     }
 
     /// Waits for what the run before gave.
-    pub(crate) fn receive_activation(&self) -> Result<Tensor> {
-        receive(&*self.activations.from_previous, FROM)
+    pub(crate) fn receive_activation(&self, expected: HiddenStates) -> Result<Tensor> {
+        receive(&*self.activations.from_previous, FROM, expected)
     }
 
     /// Hands the gradient of what a run read to the one before.
@@ -91,8 +98,8 @@ impl Pipeline {
     }
 
     /// Waits for the gradient of what a run gave.
-    pub(crate) fn receive_gradient(&self) -> Result<Tensor> {
-        receive(&*self.gradients.to_next, TO)
+    pub(crate) fn receive_gradient(&self, expected: HiddenStates) -> Result<Tensor> {
+        receive(&*self.gradients.to_next, TO, expected)
     }
 
     /// Waits until all that was sent is received.
@@ -118,8 +125,8 @@ impl Pipeline {
     }
 }
 
-fn receive(way: &dyn Collective, from: usize) -> Result<Tensor> {
-    match way.send_recv(None, None, Some(from))? {
+fn receive(way: &dyn Collective, from: usize, HiddenStates { dtype, shape }: HiddenStates) -> Result<Tensor> {
+    match way.send_recv(None, None, Some(Recv { from, dtype, shape }))? {
         Some(x) => Ok(x),
         None => bail!("a stage of a pipeline was sent nothing"),
     }
@@ -162,9 +169,10 @@ mod tests {
                 let own = Tensor::new(world.rank() as f32, &Device::Cpu)?;
                 pipeline.send_activation(&own)?;
                 pipeline.send_gradient(&own)?;
-                let heard = [pipeline.receive_activation()?.to_scalar()?, pipeline.receive_gradient()?.to_scalar()?];
+                let scalar = || HiddenStates { dtype: DType::F32, shape: vec![] };
+                let heard = [pipeline.receive_activation(scalar())?, pipeline.receive_gradient(scalar())?];
                 pipeline.finish()?;
-                Ok(heard)
+                Ok([heard[0].to_scalar()?, heard[1].to_scalar()?])
             });
             let want: Vec<_> = (0..n).map(|rank| [((rank + n - 1) % n) as f32, ((rank + 1) % n) as f32]).collect();
             assert_eq!(heard.unwrap(), want);

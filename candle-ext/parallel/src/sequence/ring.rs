@@ -12,7 +12,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_comm::{Collective, Pending};
+use candlewick_comm::{Collective, Pending, Recv};
 use candlewick_ops::{
     self as ops, AttentionSpec, Partial, Piece, PieceInputs, Seqs, attention_piece, attention_piece_backward,
     computed_once, record,
@@ -130,7 +130,7 @@ impl Ring {
                 attention_piece_backward(&inputs, piece, &course.spec, [&rows(&dq)?, &dk, &dv])?;
             }
             if !is_own {
-                let before = going_home.replace(self.start_home(round, sums)?);
+                let before = going_home.replace(self.start_home(round, sums, &own)?);
                 add_arrived(&mut own, before)?;
             }
             Ok(())
@@ -163,16 +163,19 @@ impl Ring {
         let seen = seen(&round.work);
         let one = |chunk: usize| {
             let x = round.sent[chunk].then_some(&kv[chunk]);
-            self.ranks.start_send_recv(x, x.map(|_| round.to), seen[chunk].then_some(round.from))
+            // Chunks of one place are of one size on all ranks.
+            let recv = seen[chunk].then(|| Recv::like(&kv[chunk], round.from));
+            self.ranks.start_send_recv(x, x.map(|_| round.to), recv)
         };
         Ok([one(0)?, one(1)?])
     }
 
     /// Starts to send the gradients of what was seen to its rank, and to receive those of this rank's chunks.
-    fn start_home(&self, round: &Round, sums: Chunks<Tensor>) -> Result<Coming> {
+    fn start_home(&self, round: &Round, sums: Chunks<Tensor>, own: &[Tensor; 2]) -> Result<Coming> {
         let one = |chunk: usize| {
             let x = sums[chunk].as_ref();
-            self.ranks.start_send_recv(x, x.map(|_| round.from), round.sent[chunk].then_some(round.to))
+            let recv = round.sent[chunk].then(|| Recv::like(&own[chunk], round.to));
+            self.ranks.start_send_recv(x, x.map(|_| round.from), recv)
         };
         Ok([one(0)?, one(1)?])
     }
