@@ -8,6 +8,7 @@ static ALLOCATOR: evaluator::allocator::Allocator = evaluator::allocator::Alloca
 fn main() -> ExitCode {
     evaluator::allocator::keep_memory();
     evaluator::cores::share_cores();
+    evaluator::cores::load_kernels_at_start();
     candlewick_text::source::report_shortened_files();
     candlewick_ops::join_compute_threads();
     trainer::cli::main()
