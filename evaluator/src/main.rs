@@ -1,13 +1,16 @@
-//! The `evaluator` program. Everything is in the library; here are the allocator and the door.
+//! The `evaluator` program: the allocator, the settings of the process, and the command line of the library.
 
+use candlewick_runtime::allocator::{Allocator, keep_memory};
+use candlewick_runtime::cores::{load_kernels_at_start, share_cores};
 use candlewick_runtime::exit::ExitCode;
 
 #[global_allocator]
-static ALLOCATOR: candlewick_runtime::allocator::Allocator = candlewick_runtime::allocator::Allocator;
+static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
-    candlewick_runtime::allocator::keep_memory();
-    candlewick_runtime::cores::share_cores();
+    keep_memory();
+    share_cores();
+    load_kernels_at_start();
     candlewick_text::source::report_shortened_files();
     candlewick_ops::join_compute_threads();
     evaluator::cli::main()

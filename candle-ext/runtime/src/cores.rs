@@ -1,7 +1,10 @@
 //! What a process computes with: how many cores if it has others beside it (the launcher decides it; for those that torchrun,
-//! MPI or Slurm starts, it is decided here), and which kernel.
+//! MPI or Slurm starts, it is decided here), which kernel, and when CUDA loads its kernels.
+
+use std::ffi::OsString;
 
 use anyhow::{Context, Result};
+use candlewick_comm::Engine;
 
 use crate::exit::ExitCode;
 use crate::place::place;
@@ -40,6 +43,23 @@ fn limit_threads() {
         // SAFETY: there is no other thread yet that could read the environment.
         unsafe { std::env::set_var(VARIABLE, most.to_string()) };
     }
+}
+
+/// Sets CUDA_MODULE_LOADING=EAGER if this process is one of several that NCCL may connect. CUDA otherwise loads a kernel at its
+/// first launch, which may wait for all that the device does: for an operation of NCCL's that waits for another rank, which
+/// may wait for this one. The variable, if it is set, is left alone. Called before the process has a second thread.
+pub fn load_kernels_at_start() {
+    const LOADING: &str = "CUDA_MODULE_LOADING";
+    let n_ranks = place().map_or(1, |place| place.world_size);
+    if let Some(loading) = module_loading(n_ranks, std::env::var_os(LOADING)).filter(|_| Engine::HAS_NCCL) {
+        // SAFETY: there is no other thread yet that could read the environment. The driver reads it when it is started.
+        unsafe { std::env::set_var(LOADING, loading) };
+    }
+}
+
+/// Returns the value that CUDA_MODULE_LOADING needs for one of `n_ranks` ranks, unless the user has set it.
+fn module_loading(n_ranks: usize, of_user: Option<OsString>) -> Option<&'static str> {
+    (n_ranks > 1 && of_user.is_none()).then_some("EAGER")
 }
 
 /// Lets the kernel that CANDLEWICK_CPU_PRODUCT names compute f32 products: where results must be those of another processor.
@@ -97,6 +117,13 @@ mod tests {
         ] {
             assert_eq!(share(n, available, cores), want, "{n} {available} {cores:?}");
         }
+    }
+
+    #[test]
+    fn kernels_are_loaded_at_start_where_ranks_may_wait_for_each_other() {
+        assert_eq!(module_loading(1, None), None);
+        assert_eq!(module_loading(2, None), Some("EAGER"));
+        assert_eq!(module_loading(2, Some("LAZY".into())), None);
     }
 
     #[test]

@@ -225,7 +225,7 @@ impl Worker {
         Err(Trouble::Mismatch(other, what))
     }
 
-    /// Of the two ranks of a send only the sender tells its call; the receiver compares it with what it expects.
+    /// Exchanges the openings of a send: only the sender tells its call, and the receiver compares it with what it expects.
     fn swap_openings(
         &mut self,
         call: &Call,

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use crate::arguments::MAX_DIMS;
 use crate::element::DTYPES;
 
-/// How many words a description has: the dtype, the number of dims, the dims, and a checksum.
+/// The number of words of a description: the dtype, the number of dims, the dims, and a checksum.
 pub(super) const WORDS: usize = 3 + MAX_DIMS;
 
 /// The descriptions that are kept on the device: models send tensors of few shapes.

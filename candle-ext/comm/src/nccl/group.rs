@@ -142,7 +142,7 @@ impl Group {
         Ok(room(&self.device, dtype, shape)?)
     }
 
-    /// Describes `x` to its receiver and sends it.
+    /// Returns the steps that describe `x` to its receiver and send it, and the tensors that they read.
     fn sends(&self, x: Tensor, to: usize) -> Result<(Vec<Step>, Vec<Tensor>)> {
         let described = self.descriptions.lock().unwrap_or_else(PoisonError::into_inner).of(&x)?;
         let mut steps = vec![send(&described, to)?];
@@ -150,7 +150,7 @@ impl Group {
         Ok((steps, vec![described, x]))
     }
 
-    /// Receives a tensor and its description; returns where the tensor arrives.
+    /// Adds the steps that receive a tensor and its description; returns where the tensor arrives.
     fn receives(&self, recv: Recv, steps: &mut Vec<Step>, tensors: &mut Vec<Tensor>) -> Result<(Tensor, Expected)> {
         let description = description::room(&Device::Cuda(self.device.clone()))?;
         let y = self.room(recv.dtype, &recv.shape)?;

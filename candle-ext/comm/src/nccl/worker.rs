@@ -22,10 +22,10 @@ use crate::{Call, Cause, Failure, Recv, Result, store};
 /// How often is looked at what is under way.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 
-/// How long the thread sleeps between two looks at a launch, which takes some tens of microseconds, or at a barrier.
+/// The sleep between two looks at a launch, which takes some tens of microseconds, or at a barrier.
 const SHORTLY: Duration = Duration::from_micros(20);
 
-/// How often a tensor that does not arrive is compared with its description, which may have.
+/// The time between two comparisons of a tensor that does not arrive with its description, which may have.
 const COMPARE_EVERY: Duration = Duration::from_secs(1);
 
 /// How long what was stopped may take to end on the device.
@@ -33,7 +33,7 @@ const STOP_WITHIN: Duration = Duration::from_secs(5);
 
 pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
-/// What all groups of a rank share.
+/// The state that all groups of a rank share.
 #[derive(Clone)]
 pub(super) struct Rank {
     pub(super) herald: Arc<Herald>,
@@ -69,13 +69,13 @@ struct UnderWay {
     /// What it reads and writes.
     tensors: Vec<Tensor>,
     expected: Option<Expected>,
-    /// How long the others are waited for before the next comparison.
+    /// The wait for the others before the next comparison.
     compare_after: Duration,
 }
 
 /// An operation to put onto the stream.
 pub(super) struct Launch {
-    /// When what it needs is there.
+    /// The event after which all that it needs is there.
     pub(super) ready: CudaEvent,
     pub(super) steps: Vec<Step>,
     /// All that the steps read and write.
@@ -89,7 +89,7 @@ pub(super) struct Expected {
     pub(super) description: Tensor,
 }
 
-/// How much of a sender's description has arrived.
+/// The part of a sender's description that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Described {
     InFull,

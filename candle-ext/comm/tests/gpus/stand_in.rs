@@ -1,4 +1,4 @@
-//! What the stand-in for NCCL says of its launches, and the failures that tests ask it for.
+//! The launches of the stand-in for NCCL, and the failures that tests ask it for.
 
 use std::ffi::{CString, c_char, c_int};
 

@@ -11,7 +11,7 @@ use candlewick_comm::{Recv, Result, World};
 
 use crate::{PATIENT, failure, run};
 
-/// How long compute lasts that nobody ends.
+/// The time that compute lasts which nobody ends.
 const LONGEST: Duration = Duration::from_secs(5);
 
 unsafe extern "C" fn await_end(end: *mut c_void) {

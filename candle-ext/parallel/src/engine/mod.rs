@@ -214,7 +214,7 @@ impl Engine {
         }
     }
 
-    /// Describes what blocks read and give of so many tokens of this rank: [t/n, d].
+    /// Describes the hidden states of `n_tokens` tokens of this rank between blocks: [t/n, d].
     fn hidden_states(&self, n_tokens: usize, seams: &dyn Seams) -> HiddenStates {
         let shape = vec![n_tokens / seams.token_parts(), self.model.config().hidden_size()];
         HiddenStates { dtype: self.store.compute_dtype(), shape }
