@@ -25,9 +25,9 @@ use candlewick_text::hub::{Hub, HubSettings, QUIET_LIBRARIES};
 use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::exit::classify;
 use candlewick_runtime::cores::{choose_kernels, choose_product};
 use candlewick_runtime::error_file;
+use candlewick_runtime::exit::classify;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
 use model::Model;
 

@@ -1,11 +1,13 @@
-//! Where a run's result is, and what a run leaves alone.
+//! The folders that a run writes, and those that it leaves alone.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod support;
 
 use std::fs::{self, File};
+use std::path::Path;
 use std::process::{Output, Stdio};
 
+use candlewick_model::BASE_RECORD;
 use support::{Run, stderr};
 
 /// Expects a refusal before the first step, with `code` and these words.
@@ -88,6 +90,37 @@ fn keep_deletes_what_the_run_wrote_and_says_so() {
 }
 
 #[test]
+fn a_copied_checkpoint_begins_a_run_of_its_own() {
+    let run = Run::new();
+    let exports = ["checkpoint.1.save_every_n_steps=2", "checkpoint.1.keep=1", "checkpoint.0.save_every_n_steps=2"];
+    run.train_ok(&[exports[0], exports[2], "train_iters=4"]);
+    assert_eq!(steps(&run, "hf"), [2, 4]);
+    copy(&run.path().join("checkpoints"), &run.path().join("copy"));
+    let elsewhere = format!("checkpoint.0.output_dir={}", run.path().join("copy").display());
+    for train_iters in ["train_iters=6", "train_iters=8"] {
+        run.train_ok(&[&exports[..], &[&elsewhere, "checkpoint.0.keep=1", train_iters]].concat());
+    }
+    assert_eq!(steps(&run, "hf/run.1"), [2, 4]);
+    assert_eq!(steps(&run, "hf"), [8]);
+    assert!(run.path().join("copy/epoch_0_global_step_4").exists(), "the copy is not the second run's to delete");
+    // A folder that was moved is the same run's.
+    fs::rename(run.path().join("copy"), run.path().join("moved")).unwrap();
+    let moved = format!("checkpoint.0.output_dir={}", run.path().join("moved").display());
+    run.train_ok(&[&exports[..], &[&moved, "train_iters=10"]].concat());
+    assert_eq!((steps(&run, "hf"), run.path().join("hf/run.2").exists()), (vec![10], false));
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().map(Result::unwrap).filter(|entry| entry.file_name() != "latest") {
+        match entry.path().is_dir() {
+            true => copy(&entry.path(), &to.join(entry.file_name())),
+            false => drop(fs::copy(entry.path(), to.join(entry.file_name())).unwrap()),
+        }
+    }
+}
+
+#[test]
 fn a_name_that_is_taken_is_found_before_the_first_step() {
     for name in ["hf/global_step_3/thesis.txt", "hf/global_step_3", "checkpoints/epoch_0_global_step_5"] {
         let run = Run::new();
@@ -111,6 +144,31 @@ fn an_export_never_replaces_the_model_that_it_was_trained_from() {
         refused(&run, &[&[model.as_str()], more].concat(), 2, &["model.name_or_path", "is among the checkpoints"]);
     }
     assert_eq!(steps(&run, "hf"), [2]);
+}
+
+#[test]
+fn an_adapter_is_used_on_the_weights_it_was_trained_on() {
+    let run = Run::new();
+    run.train_ok(&["train_iters=1"]);
+    let model = run.path().join("model");
+    fs::rename(run.export_folder(), &model).unwrap();
+    let key = format!("model={{name_or_path: {}, dtype: f32", model.display());
+    let keys = ["train_iters=1", "checkpoint.0.auto_resume=false"];
+    run.train_ok(&[&keys[..], &[&format!("{key}, peft_config: {{r: 2}}}}")]].concat());
+    let adapter = run.path().join("adapter");
+    fs::rename(run.export_folder(), &adapter).unwrap();
+    let more = format!("{key}, adapter_name_or_path: {}}}", adapter.display());
+    run.train_ok(&[&keys[..], &[&more]].concat());
+    let weights = model.join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    // As training does: a little of everything.
+    let data = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    bytes[data..].iter_mut().step_by(64).for_each(|byte| *byte ^= 1);
+    fs::write(&weights, bytes).unwrap();
+    let names = [model.to_str().unwrap(), adapter.to_str().unwrap(), "on other weights", BASE_RECORD];
+    refused(&run, &[&keys[..], &[&more]].concat(), 6, &names);
+    fs::remove_file(adapter.join(BASE_RECORD)).unwrap();
+    run.train_ok(&[&keys[..], &[&more]].concat());
 }
 
 #[test]

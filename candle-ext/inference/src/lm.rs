@@ -106,6 +106,7 @@ impl Lm {
         let sharing = groups.sharing(parts.in_shares.then_some(Sharded::Weights), layout.clone(), Norms::Whole);
         let store = ParamStore::new(&model, Formats::computing_in(dtype), Mode::Infer, &device, sharing)?;
         let base = Checkpoint::open(folder)?;
+        adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
         let base = Origin::Checkpoint(&base);
         let notes = fill(&store, &model, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));

@@ -21,7 +21,7 @@ pub use block::{Cx, MlpRows, OneDevice, Seams};
 pub use config::Config;
 pub use error::ModelError;
 pub use family::Family;
-pub use lora::{Adapter, AdapterFolder, LoraConfig, Merge, Merged, merge};
+pub use lora::{Adapter, AdapterFolder, BASE_RECORD, BaseRecord, LoraConfig, Merge, Merged, merge};
 pub use model::Model;
 pub use param::{Dim, Init, ParamSpec, Region};
 pub use unit::{Shared, Unit};

@@ -10,6 +10,7 @@ use std::process::Termination;
 use candlewick_model::ModelError;
 use candlewick_text::format::FormatError;
 use candlewick_text::hub::HubError;
+use candlewick_text::printable::printable;
 use candlewick_text::render::RenderError;
 use candlewick_text::source::SourceError;
 use candlewick_text::template::TemplateError;
@@ -111,7 +112,7 @@ pub fn parse_arguments<C: clap::Parser>() -> Result<C, ExitCode> {
 /// The same for other arguments, the first of which is the program.
 pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result<C, ExitCode> {
     C::try_parse_from(arguments).map_err(|error| {
-        // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
+        // Help and the version are "errors" that go to stdout. A closed pipe is no failure.
         let _ = error.print();
         if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }
     })
@@ -126,7 +127,7 @@ pub fn completions<C: clap::CommandFactory>(shell: clap_complete::Shell) -> Stri
     String::from_utf8_lossy(&script).into_owned()
 }
 
-/// Writes an error and its causes, each once.
+/// Writes an error and its causes, each once. Control characters of data and templates in it are escaped.
 pub fn report(error: &anyhow::Error) -> String {
     let mut text = String::from("error: ");
     // An exit code that the error carries is no cause.
@@ -142,7 +143,7 @@ pub fn report(error: &anyhow::Error) -> String {
         }
     }
     text.push('\n');
-    text
+    printable(&text).into_owned()
 }
 
 /// Writes the backtrace of an error, if RUST_BACKTRACE asked for one: for developers, on request.
@@ -214,6 +215,12 @@ mod tests {
         check(ModelError::In { path: "config.json".into(), source: Box::new(unsupported) }.into(), ExitCode::Usage);
         let mismatch = ModelError::Mismatch { folder: "m".into(), problem: "a tensor is missing".into() };
         check(mismatch.into(), ExitCode::Checkpoint);
+    }
+
+    #[test]
+    fn a_report_has_no_control_characters() {
+        let error = anyhow!("raise_exception: \x1b[31mred\u{202e}").context("failed to render");
+        assert_eq!(report(&error).lines().nth(1), Some("  because: raise_exception: \\u{1b}[31mred\\u{202e}"));
     }
 
     #[test]

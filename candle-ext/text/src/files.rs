@@ -46,6 +46,11 @@ pub fn read_text_or_stdin(path: &Path, most: u64) -> io::Result<String> {
     }
 }
 
+/// Returns JSON without the byte order mark that some editors put first.
+pub fn without_bom(json: &[u8]) -> &[u8] {
+    json.strip_prefix("\u{feff}".as_bytes()).unwrap_or(json)
+}
+
 fn require_regular(metadata: &Metadata) -> io::Result<()> {
     match metadata.is_file() {
         true => Ok(()),

@@ -6,6 +6,7 @@ pub mod findings;
 pub mod format;
 pub mod hub;
 mod panics;
+pub mod printable;
 pub mod render;
 pub mod source;
 pub mod template;

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use candlewick_text::conversation::{Conversation, Message};
-use candlewick_text::template::{ChatTemplate, Clock, Ending};
+use candlewick_text::template::{ChatTemplate, Clock, Ending, TemplateError};
 use serde_json::{Value as Json, json};
 
 fn chat(messages: &[(&str, &str)]) -> Conversation {
@@ -90,7 +90,7 @@ fn an_end_of_turn_printed_between_turns_is_a_target() {
 }
 
 #[test]
-fn looking_ahead_and_back_misleads_nobody() {
+fn looking_ahead_and_back_does_not_mislead() {
     let source = "{% for m in messages %}\
                   {% if not loop.last and messages[loop.index0 + 1].role == 'assistant' %}{% endif %}\
                   {% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}{% endif %}\
@@ -249,6 +249,65 @@ fn a_template_may_not_take_for_ever_or_print_without_end() {
     refused(&format!("{{% for a in range(100000) %}}{text}{{% endfor %}}"), "it prints more than 64 MiB");
     refused(&format!("{{{{ strftime_now('%Y' * {}) }}}}", 100_000), "strftime_now: the format has");
     refused(&"x".repeat(300_000), "over the limit of 262144");
+}
+
+/// Checks in a process of its own: the thread of a rendering that was given up goes on until the process ends.
+fn in_child(test: &str, check: impl FnOnce()) {
+    const CHILD: &str = "CANDLEWICK_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        check();
+        std::process::exit(0);
+    }
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = child.args([test, "--exact", "--nocapture"]).env(CHILD, "1").output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+fn check_given_up(body: &str) {
+    let chat = Conversation::new([Message::new("user", "x")]);
+    let source = format!("{{% set ns = namespace(x=['x'], t='x' * 1000) %}}{body}");
+    let template = ChatTemplate::new("test", &source).unwrap();
+    let error = template.render(&chat, Ending::Closed).unwrap_err();
+    assert!(matches!(error, TemplateError::Budget { .. }), "{error:.300}");
+    // Further renderings are refused at once.
+    let again = std::time::Instant::now();
+    assert!(template.render_turns(&chat).unwrap_err().to_string().contains("one rendering takes more than"));
+    assert!(again.elapsed() < std::time::Duration::from_secs(1));
+}
+
+macro_rules! given_up {
+    ($($test:ident: $body:expr;)*) => {
+        $(#[test]
+        fn $test() {
+            in_child(stringify!($test), || check_given_up($body));
+        })*
+    };
+}
+
+given_up! {
+    a_list_that_doubles_is_given_up: "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x | length }}";
+    a_text_that_doubles_is_given_up: "{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}";
+    a_join_that_multiplies_is_given_up: "{% for i in range(9) %}{% set ns.t = ('x' * 1000) | join(ns.t) %}{% endfor %}";
+    a_replacement_that_multiplies_is_given_up: "{% for i in range(9) %}{% set ns.t = ns.t.replace('x', ns.t) %}{% endfor %}";
+    a_value_nested_without_end_is_given_up:
+        "{% for i in range(10000) %}{% for j in range(1000) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}{{ ns.x }}";
+}
+
+#[test]
+fn a_deep_value_does_not_exhaust_the_stack() {
+    in_child("a_deep_value_does_not_exhaust_the_stack", || {
+        let chat = Conversation::new([Message::new("user", "x")]);
+        let render = |body: &str, print: &str| {
+            let loops = format!("{{% for i in range(100000) %}}{{% set ns.x = {body} %}}{{% endfor %}}");
+            let source = format!("{{% set ns = namespace(x=[1]) %}}{loops}{print}");
+            ChatTemplate::new("test", &source).unwrap().render(&chat, Ending::Closed)
+        };
+        assert_eq!(render("[ns.x]", "fine").unwrap(), "fine");
+        assert_eq!(render("{'a': ns.x}", "fine").unwrap(), "fine");
+        // Each slice asks all before it for their length, which may take too long, but ends.
+        let _ = render("ns.x[0:]", "");
+        let _ = render("[ns.x]", "{{ ns.x }}");
+    });
 }
 
 #[test]

@@ -12,6 +12,7 @@ use clap::{ArgGroup, Args};
 
 use super::answer;
 use super::model::Model;
+use candlewick_inference::answer::sample::Defaults;
 use candlewick_inference::generate::{FinishReason, GenerateOptions};
 use candlewick_inference::lm::{Answer, Lm};
 use candlewick_inference::messages::conversations;
@@ -66,6 +67,8 @@ impl Sampling {
         let max_new_tokens = max_new_tokens.unwrap_or(default_max.min(lm.context().saturating_sub(1)));
         let options = GenerateOptions { max_new_tokens, temperature, top_p, seed };
         options.check(lm.context())?;
+        // A broken generation_config.json is refused here as in all evaluations.
+        Defaults::read(lm.folder())?;
         Ok(options)
     }
 }
@@ -78,10 +81,10 @@ pub(super) fn run(args: &Generate, hub: &Hub) -> Result<()> {
     let chats = args.chats(&prompts)?;
     let lm = args.model.load(hub)?;
     let options = args.sampling.options(&lm, MAX_NEW_TOKENS)?;
-    let mut nobody = |_: &str| Ok(ControlFlow::Continue(()));
+    let mut ignored = |_: &str| Ok(ControlFlow::Continue(()));
     if args.raw {
         for prompt in &prompts {
-            args.show(prompts.len(), prompt, &lm.complete(prompt, &options, &mut nobody)?)?;
+            args.show(prompts.len(), prompt, &lm.complete(prompt, &options, &mut ignored)?)?;
         }
         return Ok(());
     }
@@ -89,7 +92,7 @@ pub(super) fn run(args: &Generate, hub: &Hub) -> Result<()> {
     for chat in &chats {
         warn_of_what_is_not_printed(template, chat);
         let last = chat.messages.last().and_then(Message::text).unwrap_or_default();
-        args.show(chats.len(), last, &lm.chat(chat, &options, &mut nobody)?)?;
+        args.show(chats.len(), last, &lm.chat(chat, &options, &mut ignored)?)?;
     }
     Ok(())
 }

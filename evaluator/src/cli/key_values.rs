@@ -5,21 +5,25 @@ use serde_json::{Map, Value as Json};
 use crate::task::literal_eval;
 
 /// The words behind an option as one object: each is a JSON object, or holds `key=value` with commas between them. Commas in
-/// brackets and quotes separate nothing. Of a key that comes twice the last value counts.
+/// brackets and quotes separate nothing. A key that is given twice is refused.
 pub(super) fn key_values(option: &str, words: &[String]) -> Result<Map<String, Json>, String> {
     let mut all = Map::new();
+    let mut put = |key: String, value: Json| match all.contains_key(&key) {
+        true => Err(format!("{option}: {key} is given twice; remove one of the values")),
+        false => Ok(drop(all.insert(key, value))),
+    };
     for word in words {
         if word.trim_start().starts_with('{') {
             let object: Map<String, Json> = serde_json::from_str(word)
                 .map_err(|error| format!("{option} is not a JSON object: {error}; texts stand in double quotes"))?;
-            all.extend(object);
+            object.into_iter().try_for_each(|(key, value)| put(key, value))?;
             continue;
         }
         for pair in split(word) {
             let Some((key, value)) = pair.split_once('=') else {
                 return Err(format!("{option}: {pair:?} is not key=value"));
             };
-            all.insert(key.trim().to_owned(), value_of(value.trim()));
+            put(key.trim().to_owned(), value_of(value.trim()))?;
         }
     }
     Ok(all)
@@ -87,13 +91,20 @@ mod tests {
             json!({"a": {"b": [1, [2, 3]]}, "c": "x=y", "d": -1.0, "e": 100.0}),
         );
         check(&["until=\\n,,a="], json!({"until": "\\n", "a": ""}));
-        check(&["a=1,a=2", "a=3"], json!({"a": 3}));
     }
 
     #[test]
     fn an_object_may_be_json() {
         check(&[r#"{"until": ["a,b"], "top_k": 3}"#], json!({"until": ["a,b"], "top_k": 3}));
         check(&[r#" {"a": {"b": true}}"#, "c=1"], json!({"a": {"b": true}, "c": 1}));
+    }
+
+    #[test]
+    fn a_key_that_is_given_twice_is_refused() {
+        for words in [&["a=1,b=2,a=2"][..], &["a=1", "a=1"], &[r#"{"a": 1}"#, "a=2"]] {
+            let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
+            assert!(key_values("--gen-kwargs", &words).unwrap_err().contains("--gen-kwargs: a is given twice"));
+        }
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_text_or_stdin};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
 use candlewick_text::hub::Hub;
 use candlewick_text::template::Clock;
 use clap::Args;
@@ -421,7 +421,8 @@ fn read_samples(text: &str) -> Result<std::collections::HashMap<String, Vec<usiz
     let json = match text.trim_start().starts_with('{') {
         true => text.to_owned(),
         false => {
-            read_text_or_stdin(Path::new(text), MAX_WRITTEN_BYTES).with_context(|| format!("failed to read {text}"))?
+            let read = read_regular_text_file(Path::new(text), MAX_WRITTEN_BYTES);
+            read.with_context(|| format!("failed to read --samples {text}")).context(ExitCode::Usage)?
         }
     };
     let samples = serde_json::from_str(&json);

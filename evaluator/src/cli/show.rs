@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use anyhow::{Result, anyhow};
 use candlewick_model::Config;
 use candlewick_text::hub::{Hub, ModelPart};
+use candlewick_text::printable::printable;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use clap::Args;
 use serde_json::{Value as Json, json};
@@ -61,7 +62,10 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
     }
     match args.json {
         true => answer(&serde_json::to_string_pretty(&shown)?),
-        false => answer(&shown.iter().map(|task| text(task, tokenizer.is_some())).collect::<Vec<_>>().join("\n\n")),
+        false => {
+            let shown: Vec<String> = shown.iter().map(|task| text(task, tokenizer.is_some())).collect();
+            answer(&printable(&shown.join("\n\n")))
+        }
     }
 }
 

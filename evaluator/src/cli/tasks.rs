@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
-use candlewick_text::template::ChatTemplate;
+use candlewick_text::template::{ChatTemplate, check_variable};
 use clap::{Args, ValueEnum};
 use serde_json::Value as Json;
 
@@ -92,6 +92,11 @@ impl Prompts {
     pub(super) fn dressed(&self, template: ChatTemplate) -> Result<ChatTemplate> {
         let given = key_values("--chat-template-args", &self.chat_template_args);
         let mut given = given.map_err(|problem| anyhow!("failed to start: {problem}").context(ExitCode::Usage))?;
+        for name in given.keys() {
+            let refused =
+                |problem| anyhow!("failed to start: --chat-template-args: {problem}").context(ExitCode::Usage);
+            check_variable(name).map_err(refused)?;
+        }
         given.extend(self.enable_thinking.map(|thinks| ("enable_thinking".to_owned(), Json::Bool(thinks))));
         Ok(given.into_iter().fold(template, |template, (name, value)| template.with_variable(name, value)))
     }

@@ -3,9 +3,9 @@
 mod concat;
 mod limits;
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use candlewick_text::template::limits::LimitedOutput;
+use candlewick_text::template::budget::{self, Failure};
 use minijinja::value::{Serde, ValueKind, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat;
@@ -21,6 +21,8 @@ use super::python::{repr, text};
 #[derive(Clone, Debug)]
 pub(crate) struct Template {
     environment: Arc<Environment<'static>>,
+    /// The reason why a rendering was given up. No further one is tried.
+    given_up: Arc<OnceLock<String>>,
 }
 
 const NAME: &str = "field";
@@ -39,24 +41,28 @@ impl Template {
         environment.add_filter("string", string);
         let source = concat::with_python_texts(source);
         let environment = add_template(environment, NAME, source).map_err(|error| describe(&error))?;
-        Ok(Self { environment: Arc::new(environment) })
+        Ok(Self { environment: Arc::new(environment), given_up: Arc::default() })
     }
 
     /// Renders with the columns of a document as variables.
     pub(crate) fn render(&self, doc: &Doc) -> Result<String, String> {
-        let template = self.environment.get_template(NAME).map_err(|error| describe(&error))?;
-        let mut text = LimitedOutput::default();
-        let rendered = template.render_captured_to(Value::from(Serde(doc)), &mut text).map(drop);
-        rendered.map_err(|error| {
-            let columns: Vec<&str> = doc.keys().map(String::as_str).collect();
-            match error.kind() {
-                ErrorKind::UndefinedError => format!("{}; columns are {}", describe(&error), columns.join(", ")),
-                ErrorKind::WriteFailure => too_large(),
-                ErrorKind::OutOfFuel => "it takes too many steps; shorten its loops".to_owned(),
-                _ => describe(&error),
-            }
-        })?;
-        Ok(text.into_text())
+        if let Some(reason) = self.given_up.get() {
+            return Err(reason.clone());
+        }
+        budget::render(&self.environment, NAME, Value::from(Serde(doc))).map_err(|failure| match failure {
+            Failure::Budget(reason) => self.given_up.get_or_init(|| reason).clone(),
+            Failure::Template(error) => explain(&error, doc),
+        })
+    }
+}
+
+fn explain(error: &Error, doc: &Doc) -> String {
+    let columns: Vec<&str> = doc.keys().map(String::as_str).collect();
+    match error.kind() {
+        ErrorKind::UndefinedError => format!("{}; columns are {}", describe(error), columns.join(", ")),
+        ErrorKind::WriteFailure => too_large(),
+        ErrorKind::OutOfFuel => "it takes too many steps; shorten its loops".to_owned(),
+        _ => describe(error),
     }
 }
 

@@ -18,6 +18,8 @@ pub struct Registry {
     known: BTreeMap<String, Known>,
     tags: BTreeMap<String, Vec<String>>,
     broken: Vec<TaskError>,
+    /// Names that one folder gives to two things, and where they stand.
+    twice: BTreeMap<String, [Place; 2]>,
 }
 
 #[derive(Clone, Debug)]
@@ -54,11 +56,13 @@ const MAX_DEPTH: usize = 16;
 impl Registry {
     /// The program's own tasks, and those of each file or folder in `include_paths`, which win over them.
     pub fn load(include_paths: &[PathBuf]) -> Result<Self, TaskError> {
-        let mut registry = Self { known: BTreeMap::new(), tags: BTreeMap::new(), broken: Vec::new() };
+        let mut registry =
+            Self { known: BTreeMap::new(), tags: BTreeMap::new(), broken: Vec::new(), twice: BTreeMap::new() };
         registry.add(built_in()?)?;
         for path in include_paths {
             let loaded = from_path(path)?;
             registry.broken.extend(loaded.broken);
+            registry.find_twice(&loaded.nodes);
             registry.add(loaded.nodes)?;
         }
         Ok(registry)
@@ -119,25 +123,47 @@ impl Registry {
 
     fn add(&mut self, nodes: Vec<Node>) -> Result<(), TaskError> {
         for node in nodes {
-            if let Some(name) =
-                node.get("group").and_then(|entry| name_of(&entry.node)).filter(|_| node.get("class").is_none())
-            {
-                self.known.insert(name, Known::Group(node));
-            } else if let Some(name) = node.get("task").and_then(|entry| name_of(&entry.node)) {
-                for tag in tags(&node) {
-                    let tagged = self.tags.entry(tag).or_default();
-                    if !tagged.contains(&name) {
-                        tagged.push(name.clone());
-                        tagged.sort();
-                    }
-                }
-                self.known.insert(name, Known::Task(node));
-            } else {
+            let Some((name, is_group)) = given_name(&node) else {
                 let fault = Fault::at(node.place.clone(), "it has neither the key `task` nor the key `group`");
                 self.broken.push(fault.into());
+                continue;
+            };
+            if is_group {
+                self.known.insert(name, Known::Group(node));
+                continue;
             }
+            for tag in tags(&node) {
+                let tagged = self.tags.entry(tag).or_default();
+                if !tagged.contains(&name) {
+                    tagged.push(name.clone());
+                    tagged.sort();
+                }
+            }
+            self.known.insert(name, Known::Task(node));
         }
         Ok(())
+    }
+
+    /// Notes the names that are given twice in one folder. Another folder may replace a task; one folder must not.
+    fn find_twice(&mut self, nodes: &[Node]) {
+        let mut seen: BTreeMap<String, &Place> = BTreeMap::new();
+        for node in nodes {
+            let Some((name, _)) = given_name(node) else { continue };
+            match seen.insert(name.clone(), &node.place) {
+                Some(first) if !is_one_place(first, &node.place) => {
+                    self.twice.insert(name, [first.clone(), node.place.clone()]);
+                }
+                Some(_) => {}
+                None => _ = self.twice.remove(&name),
+            }
+        }
+    }
+
+    /// Refuses a name that stands for two things.
+    fn refuse_twice(&self, name: &str) -> Result<(), TaskError> {
+        let Some([first, second]) = self.twice.get(name) else { return Ok(()) };
+        let message = format!("{name} is defined a second time, first in {}; rename one of them", first.file.display());
+        Err(Fault::at(second.clone(), message).into())
     }
 
     fn names(&self) -> impl Iterator<Item = &str> {
@@ -186,6 +212,7 @@ impl Registry {
         built: &mut Built,
         depth: usize,
     ) -> Result<Vec<String>, TaskError> {
+        self.refuse_twice(name)?;
         match self.known.get(name) {
             Some(Known::Task(node)) => self.task(node, overrides, built).map(|name| vec![name]),
             Some(Known::Group(node)) => self.group(node, name, overrides, built, depth).map(|()| vec![name.to_owned()]),
@@ -362,6 +389,19 @@ fn name_of(node: &Node) -> Option<String> {
         Value::Map(_) => ["task", "group"].into_iter().find_map(|key| name_of(&node.get(key)?.node)),
         _ => None,
     }
+}
+
+/// The name of a configuration, and whether it is a group.
+fn given_name(node: &Node) -> Option<(String, bool)> {
+    let named = |key: &str| node.get(key).and_then(|entry| name_of(&entry.node));
+    let group = named("group").filter(|_| node.get("class").is_none());
+    group.map(|name| (name, true)).or_else(|| named("task").map(|name| (name, false)))
+}
+
+/// Whether two places are one, in a file that is reached by two paths.
+fn is_one_place(one: &Place, other: &Place) -> bool {
+    let real = |place: &Place| (place.file.canonicalize().ok(), place.line);
+    one.file == other.file && one.line == other.line || one.file != other.file && real(one) == real(other)
 }
 
 fn tags(node: &Node) -> Vec<String> {

@@ -33,6 +33,9 @@ pub struct FewshotData {
 }
 
 /// The documents that examples are chosen from, if there are to be any. `eval` is the split that is evaluated.
+///
+/// # Errors
+/// If they cannot be read, or are fewer than the examples of one prompt.
 pub(super) fn shots(
     hub: &Hub,
     config: &TaskConfig,
@@ -44,10 +47,28 @@ pub(super) fn shots(
         (Some(0), _) => 0,
         (own, wanted) => wanted.or(own).unwrap_or(0),
     };
-    let fewshot = &config.fewshot;
     if wanted == 0 {
         return Ok(Shots::default());
     }
+    let shots = candidates(hub, config, eval, paths, options)?;
+    match shots.docs.len() {
+        n if wanted <= n => Ok(shots),
+        n => Err(TaskError::Selection(format!(
+            "{} is to have {wanted} examples in each prompt, and there are only {n} documents to choose from; ask for fewer \
+             (num_fewshot)",
+            config.task
+        ))),
+    }
+}
+
+fn candidates(
+    hub: &Hub,
+    config: &TaskConfig,
+    eval: &Split,
+    paths: &DataPaths,
+    options: &PromptOptions,
+) -> Result<Shots, TaskError> {
+    let fewshot = &config.fewshot;
     let (split, process) = match (&fewshot.split, &fewshot.samples) {
         (Some(split), _) => (split.as_str(), &fewshot.process_docs),
         (None, Some(Samples::Listed(docs))) => {

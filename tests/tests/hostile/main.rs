@@ -93,6 +93,19 @@ fn hostile_contents_are_refused() {
 }
 
 #[test]
+fn hostile_byte_order_marks_are_skipped() {
+    let folder = Folder::new();
+    for name in ["config", "generation_config", "tokenizer", "tokenizer_config"] {
+        let path = folder.path(&format!("model/{name}.json"));
+        std::fs::write(&path, [b"\xef\xbb\xbf", &std::fs::read(&path).unwrap()[..]].concat()).unwrap();
+    }
+    for command in table::commands() {
+        let output = folder.run(command).unwrap();
+        assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
 fn hostile_memory_limit_is_exit_code_4() {
     let folder = Folder::new();
     let words = ["evaluator", "generate", "--model", "model", "--prompt", "Say yes."];

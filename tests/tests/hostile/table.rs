@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use rustix::fs::{CWD, Mode, mkfifoat};
 use serde_json::{Value, json};
 
 /// A file that a program reads.
@@ -88,9 +89,8 @@ pub(crate) const ATTACKS: &[Attack] = &[
             write(path, format!("{{% set ns = namespace(t='xxxxxxxx') %}}{body}{{{{ ns.t }}}}"));
         },
         command: GENERATE,
-        // The template engine has no limit on a text in memory.
-        code: 4,
-        words: &["memory ran out"],
+        code: 3,
+        words: &["chat template", "MiB of memory"],
     },
     Attack {
         name: "a template of 100,000 nots",
@@ -177,6 +177,153 @@ pub(crate) const ATTACKS: &[Attack] = &[
         words: &["train_iters", "recipe.yaml"],
     },
     Attack {
+        name: "a template that doubles a list 60 times",
+        path: "model/chat_template.jinja",
+        apply: |path| write(path, endless("ns.x + ns.x", 60)),
+        command: GENERATE,
+        code: 3,
+        words: &["chat template", "one rendering takes more than"],
+    },
+    Attack {
+        name: "a template that nests a list ten million times",
+        path: "model/chat_template.jinja",
+        apply: |path| {
+            let loops =
+                "{% for i in range(10000) %}{% for j in range(1000) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}";
+            write(path, format!("{{% set ns = namespace(x=[]) %}}{loops}"));
+        },
+        command: GENERATE,
+        code: 3,
+        words: &["chat template"],
+    },
+    Attack {
+        name: "a template that raises control characters",
+        path: "model/chat_template.jinja",
+        apply: |path| write(path, "{{ raise_exception('\x1b[31mred\u{202e}') }}"),
+        command: GENERATE,
+        code: 3,
+        words: &["\\u{1b}[31mred\\u{202e}"],
+    },
+    Attack {
+        name: "a task that doubles a list 60 times",
+        path: "task.yaml",
+        apply: |path| {
+            let task = fs::read_to_string(path).unwrap();
+            let text = format!("doc_to_text: \"{}\"", endless("ns.x + ns.x", 60));
+            write(path, task.replace("doc_to_text: \"Q: {{q}} A:\"", &text));
+        },
+        command: RUN,
+        code: 3,
+        words: &["one rendering takes more than"],
+    },
+    Attack {
+        name: "an adapter whose base was trained again",
+        path: "adapter/.candlewick_base.json",
+        apply: |path| write(path, r#"{"model": "model", "weights": "0123456789abcdef"}"#),
+        command: ADAPTED,
+        code: 6,
+        words: &["on other weights than those in model", "0123456789abcdef", ".candlewick_base.json"],
+    },
+    Attack {
+        name: "a foreign folder with a temporary name",
+        path: "run/model/.global_step_1.tmp/thesis.txt",
+        apply: |path| {
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            write(path, "mine");
+        },
+        command: TRAIN,
+        code: 6,
+        words: &[".global_step_1.tmp", "move it away"],
+    },
+    Attack {
+        name: "a repetition penalty of 0",
+        path: "model/generation_config.json",
+        apply: |path| write(path, r#"{"repetition_penalty": 0.0}"#),
+        command: GENERATE,
+        code: 3,
+        words: &["generation_config.json", "repetition_penalty is 0.0"],
+    },
+    Attack {
+        name: "a post-processor with an id beyond the vocabulary",
+        path: "model/tokenizer.json",
+        apply: |path| {
+            edit(path, |json| {
+                json["post_processor"] = json!({
+                    "type": "TemplateProcessing", "pair": [],
+                    "special_tokens": {"<s>": {"id": "<s>", "ids": [99999], "tokens": ["<s>"]}},
+                    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                });
+            });
+        },
+        command: SCORE,
+        code: 3,
+        words: &["tokenizer.json", "99999"],
+    },
+    Attack {
+        name: "a table of characters that claims 4 GB",
+        path: "model/tokenizer.json",
+        apply: |path| {
+            edit(path, |json| {
+                json["normalizer"] = json!({"type": "Precompiled", "precompiled_charsmap": "/////wAA"});
+            });
+        },
+        command: SCORE,
+        code: 3,
+        words: &["tokenizer.json", "claims 4294967295"],
+    },
+    Attack {
+        name: "a pipe as --samples",
+        path: "samples.json",
+        apply: |path| mkfifoat(CWD, path, Mode::RUSR | Mode::WUSR).unwrap(),
+        command: &with_task("--samples", "samples.json"),
+        code: 2,
+        words: &["samples.json", "a pipe"],
+    },
+    Attack {
+        name: "a generation key twice",
+        path: "task.yaml",
+        apply: |_| (),
+        command: &with_task("--gen-kwargs", "temperature=0,temperature=1"),
+        code: 2,
+        words: &["--gen-kwargs", "temperature is given twice"],
+    },
+    Attack {
+        name: "more examples than documents",
+        path: "task.yaml",
+        apply: |_| (),
+        command: &with_task("--num-fewshot", "4000000000"),
+        code: 2,
+        words: &["4000000000 examples", "only 8 documents"],
+    },
+    Attack {
+        name: "two tasks of one name in a folder",
+        path: "task.yaml",
+        apply: |path| {
+            let folder = path.with_file_name("tasks");
+            fs::create_dir(&folder).unwrap();
+            ["a.yaml", "b.yaml"].iter().for_each(|name| _ = fs::copy(path, folder.join(name)).unwrap());
+        },
+        command: &["evaluator", "run", "--model", "model", "--tasks", "choose", "--include-path", "tasks"],
+        code: 2,
+        words: &["choose is defined a second time", "tasks/a.yaml", "tasks/b.yaml"],
+    },
+    Attack {
+        name: "an index with two names",
+        path: "recipe.yaml",
+        apply: |_| (),
+        command: &["trainer", "check", "recipe.yaml", "data.sources.0=chats.jsonl", "data.sources.00=b"],
+        code: 2,
+        words: &["data.sources", "found `00`", "write data.sources.0"],
+    },
+    Attack {
+        name: "a variable of the template that the program sets",
+        path: "recipe.yaml",
+        apply: |_| (),
+        command: &["trainer", "check", "recipe.yaml", "tokenizer.chat_template_kwargs={messages: 5}"],
+        code: 2,
+        words: &["tokenizer.chat_template_kwargs", "messages is set for each conversation"],
+    },
+    Attack {
         name: "weights that are not numbers",
         path: "model/model.safetensors",
         apply: |path| {
@@ -190,6 +337,20 @@ pub(crate) const ATTACKS: &[Attack] = &[
         words: &["not finite"],
     },
 ];
+
+/// The command [`RUN`] with one more option.
+const fn with_task(option: &'static str, value: &'static str) -> [&'static str; 10] {
+    let [program, run, model, folder, tasks, task, include, path] =
+        [RUN[0], RUN[1], RUN[2], RUN[3], RUN[4], RUN[5], RUN[6], RUN[7]];
+    [program, run, model, folder, tasks, task, include, path, option, value]
+}
+
+/// A template that replaces a list by `expression` again and again.
+fn endless(expression: &str, n: usize) -> String {
+    format!(
+        "{{% set ns = namespace(x=['x']) %}}{{% for i in range({n}) %}}{{% set ns.x = {expression} %}}{{% endfor %}}{{{{ ns.x | length }}}}"
+    )
+}
 
 fn write(path: &Path, bytes: impl AsRef<[u8]>) {
     fs::write(path, bytes).unwrap();

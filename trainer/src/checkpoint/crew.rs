@@ -17,11 +17,11 @@ pub trait Crew {
     fn writes(&self) -> bool;
     /// Gives every rank what each rank says, in rank order. All ranks call it.
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError>;
-    /// What keeps the others waiting while this rank reads or writes; nothing if nobody waits.
+    /// Returns the sign that this rank reads or writes, which prolongs the wait of the others; `None` without others.
     fn at_work(&self) -> Option<AtWork>;
 }
 
-/// A rank that has nobody beside it.
+/// The only rank of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Alone;
 
@@ -60,9 +60,13 @@ pub(crate) fn together(
 ) -> Result<Vec<Vec<u8>>, CheckpointError> {
     let word = own.as_ref().map_err(|error| error.to_string()).cloned();
     let told = crew.tell(word).map_err(CheckpointError::Crew);
-    // A rank's own reason says more than what the others make of it.
-    own?;
-    let said = told?.into_iter().enumerate();
+    let told = match (own, told) {
+        // The others gave this rank up while it was stopped, and the first one removed the folder.
+        (Err(CheckpointError::NotShared { .. }), Err(gone)) => return Err(gone),
+        // A rank's own reason says more than what the others make of it.
+        (own, told) => own.and(told)?,
+    };
+    let said = told.into_iter().enumerate();
     said.map(|(rank, word)| word.map_err(|reason| CheckpointError::OtherRank { rank, reason })).collect()
 }
 

@@ -32,9 +32,8 @@ fn replace(dir: &Path) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("{} is no link", link.display())));
     }
     let temporary = parent.join(format!(".{LATEST}.tmp"));
-    match fs::remove_file(&temporary) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
+    if fs::symlink_metadata(&temporary).is_ok_and(|found| found.is_symlink()) {
+        fs::remove_file(&temporary)?;
     }
     symlink(Tag::name_of(dir), &temporary)?;
     fs::rename(&temporary, link).inspect_err(|_| drop(fs::remove_file(&temporary)))

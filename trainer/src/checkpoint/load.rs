@@ -102,7 +102,8 @@ fn verify_share(complete: &Complete, (rank, n_ranks): (usize, usize)) -> Result<
     Ok(())
 }
 
-fn read_state(complete: &Complete) -> Result<RunState, String> {
+/// Reads the loop's state. The error is the reason why the save is not whole.
+pub(crate) fn read_state(complete: &Complete) -> Result<RunState, String> {
     let bytes = std::fs::read(complete.dir.join(STATE)).map_err(|error| format!("{STATE}: {error}"))?;
     let run: RunState = serde_json::from_slice(&bytes).map_err(|error| format!("{STATE}: {error}"))?;
     if run.tag() != complete.manifest.tag() {

@@ -9,7 +9,7 @@
 //! ```
 //! Each rank writes what it has; the manifest says which elements of which tensor lie where, so that any number of ranks
 //! can take it up. It is written beside its place under a dotted name, fsynced and renamed, so a folder with the
-//! right name is whole unless somebody changed it; the hashes tell that. `owner` tells which run wrote a folder.
+//! right name is whole unless it was changed later; the hashes show that. `owner` tells which run wrote a folder.
 
 mod crew;
 mod disk;
@@ -38,6 +38,7 @@ pub use error::CheckpointError;
 pub use find::{Complete, Search, Skipped, newest_complete, search};
 pub use fingerprint::Fingerprint;
 pub use latest::update_latest_link;
+pub(crate) use load::read_state;
 pub use load::{Resumed, resume};
 pub use manifest::{FileEntry, Manifest, TensorEntry};
 pub use owner::{EXPORT_MARK, ExportMark, move_aside, refuse_foreign, refuse_occupied};

@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::iter;
 use std::path::{Path, PathBuf};
 
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file};
@@ -53,6 +54,18 @@ impl Kind {
             .and_then(began)
             .or_else(|| is_damaged().then_some(0))
             .filter(|_| is_folder)
+    }
+
+    /// Returns the checkpoint of `output_dir` that `folder` is, lies in or links to, or that one of its files links to.
+    pub fn in_use(self, output_dir: &Path, folder: &Path) -> Option<PathBuf> {
+        let output_dir = output_dir.canonicalize().ok()?;
+        let files = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
+        let is_checkpoint = |dir: &&Path| {
+            let name = dir.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            dir.parent() == Some(&output_dir) && self.parse_dir_name(name).is_some()
+        };
+        let checkpoint = |path: PathBuf| path.canonicalize().ok()?.ancestors().find(is_checkpoint).map(Path::to_owned);
+        iter::once(folder.to_owned()).chain(files).find_map(checkpoint)
     }
 
     /// Lists everything in a folder that has the name of a checkpoint, files and links included.

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use candlewick_model::checkpoint::UNFINISHED;
+
 use super::error::CheckpointError;
 use super::plan::{Kind, Tag};
 use super::scores::Scores;
@@ -40,6 +42,7 @@ impl Retention<'_> {
             // Under a dotted name first: a half-deleted save must not look like a damaged one.
             let temporary = output_dir.join(temporary_name(&Tag::name_of(&dir)));
             storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
+            storage.mark(&dir).map_err(CheckpointError::io("mark", &dir))?;
             storage.rename(&dir, &temporary).map_err(CheckpointError::io("rename", &dir))?;
             storage.remove_dir(&temporary).map_err(CheckpointError::io("remove", &temporary))?;
             removed.push(dir);
@@ -50,6 +53,9 @@ impl Retention<'_> {
 
 /// Removes unfinished saves of an earlier run, and puts back a save that was about to be replaced.
 /// Returns one line for each.
+///
+/// # Errors
+/// If something else has the name of an unfinished save, or the file system refuses.
 pub fn clear_leftovers(output_dir: &Path) -> Result<Vec<String>, CheckpointError> {
     let entries = match std::fs::read_dir(output_dir) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -60,7 +66,7 @@ pub fn clear_leftovers(output_dir: &Path) -> Result<Vec<String>, CheckpointError
         let path = entry.map_err(CheckpointError::io("list", output_dir))?.path();
         let name = Tag::name_of(&path);
         let unfinished = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp")).filter(is_save);
-        if let Some(save) = unfinished.filter(|_| path.is_dir()) {
+        if let Some(save) = unfinished {
             Drive.remove_dir(&path).map_err(CheckpointError::io("remove", &path))?;
             done.push(format!("removed an unfinished {save}"));
         }
@@ -83,14 +89,12 @@ pub(crate) fn old_name(name: &str) -> String {
 
 fn settle_old(old: &Path, dir: &Path) -> Result<String, CheckpointError> {
     let name = Tag::name_of(dir);
-    if dir.exists() && old.is_dir() {
+    if dir.exists() || !old.join(UNFINISHED).is_file() {
         Drive.remove_dir(old).map_err(CheckpointError::io("remove", old))?;
         return Ok(format!("removed the replaced {name}"));
     }
-    if dir.exists() {
-        return Ok(format!("left {} alone: it is no folder", old.display()));
-    }
-    Drive.rename(old, dir).map_err(CheckpointError::io("rename", old))?;
+    let storage: &dyn Storage = &Drive;
+    storage.rename(old, dir).and_then(|()| storage.unmark(dir)).map_err(CheckpointError::io("rename", old))?;
     Ok(format!("put back {name}, whose replacement was not finished"))
 }
 

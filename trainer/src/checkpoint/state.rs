@@ -2,13 +2,14 @@
 //! numbers of the loop. Nothing here knows what an optimizer or a data set is.
 
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 use candlewick_ops::ScalerState;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::fingerprint::Fingerprint;
-use super::plan::Tag;
+use super::plan::{Kind, Tag};
 use super::scores::Scores;
 
 /// The reason of an engine's failure.
@@ -48,7 +49,7 @@ pub(crate) struct Overlap {
 /// They travel in pieces of a bounded size, so that a save needs no second copy of the state. Row-major indices count the
 /// elements of the columns that this rank has.
 pub trait TrainState: Send {
-    /// Lists every tensor of the model, always in the same order, whoever has it.
+    /// Lists every tensor of the model, always in the same order, whichever rank has it.
     fn tensors(&self) -> Vec<TensorMeta>;
     /// Lists what this rank has, in the same order.
     fn pieces(&self) -> Vec<Piece> {
@@ -95,6 +96,12 @@ pub struct RunState {
     pub fingerprint: Fingerprint,
     /// When the run began, in milliseconds since 1970. A run that is taken up keeps it.
     pub began: u64,
+    /// The moment whose date its chat template prints, in milliseconds since 1970; older saves have none.
+    #[serde(default)]
+    pub date: Option<u64>,
+    /// The folder that the save was written into; older saves have none.
+    #[serde(default)]
+    pub home: Option<PathBuf>,
     /// Steps that were skipped because a loss or gradient was not finite.
     #[serde(default)]
     pub n_skipped: usize,
@@ -104,6 +111,15 @@ pub struct RunState {
     /// What a later start may change, but is told of: the optimizer, the schedule, the seed.
     #[serde(default)]
     pub settings: Fingerprint,
+}
+
+impl RunState {
+    /// Returns whether the save in `dir` is a copy: it was written elsewhere, and the original is there still.
+    pub(crate) fn is_copied_to(&self, dir: &Path) -> bool {
+        let (Some(home), Ok(dir)) = (&self.home, dir.canonicalize()) else { return false };
+        let original = home.join(Tag::name_of(&dir));
+        dir.parent() != Some(home) && Kind::Sharded.written_by(&original) == Some(self.began)
+    }
 }
 
 impl TensorMeta {

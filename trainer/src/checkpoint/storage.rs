@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-use candlewick_model::checkpoint::DurableFile;
+use candlewick_model::checkpoint::{DurableFile, UNFINISHED, remove_unfinished};
 
 /// Stands for a disk.
 pub(crate) trait Storage {
@@ -13,8 +13,23 @@ pub(crate) trait Storage {
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
     /// Makes the entries of a folder durable.
     fn sync_dir(&self, dir: &Path) -> io::Result<()>;
-    /// Removes a folder and all in it; a missing one is fine.
+    fn remove_file(&self, path: &Path) -> io::Result<()>;
+    /// Removes a folder that is marked as unfinished, and all in it; a missing one is fine.
     fn remove_dir(&self, dir: &Path) -> io::Result<()>;
+}
+
+impl dyn Storage + '_ {
+    /// Marks a folder as unfinished before it gets a temporary name.
+    pub(crate) fn mark(&self, dir: &Path) -> io::Result<()> {
+        let mark = dir.join(UNFINISHED);
+        if mark.exists() { Ok(()) } else { self.create_file(&mark).map(drop) }
+    }
+
+    /// Removes the mark of a folder that has its own name.
+    pub(crate) fn unmark(&self, dir: &Path) -> io::Result<()> {
+        let mark = dir.join(UNFINISHED);
+        if mark.exists() { self.remove_file(&mark) } else { Ok(()) }
+    }
 }
 
 /// Stands for a file being written.
@@ -44,10 +59,11 @@ impl Storage for Drive {
     }
 
     fn remove_dir(&self, dir: &Path) -> io::Result<()> {
-        match fs::remove_dir_all(dir) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
-        }
+        remove_unfinished(dir)
+    }
+
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
     }
 }
 

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 
 use anyhow::{Context, Result};
 use candlewick_text::hub::Hub;
+use candlewick_text::printable::printable;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
 use serde_json::json;
 
@@ -43,7 +44,7 @@ fn text(
     prepared: &Prepared,
     n_steps: usize,
 ) -> io::Result<()> {
-    prepared.notes.iter().try_for_each(|note| writeln!(out, "{note}"))?;
+    prepared.notes.iter().try_for_each(|note| writeln!(out, "{}", printable(note)))?;
     writeln!(out, "\n{}", prepared.ledger)?;
     let stream = stream(plan, prepared).map_err(io::Error::other)?;
     plan.steps(&stream).iter().try_for_each(|line| writeln!(out, "{line}"))?;
@@ -58,7 +59,7 @@ fn text(
         )?;
         for batch in &step.micro_batches {
             for pair in batch.cu_seqlens.windows(2) {
-                writeln!(out, "---\n{}", marked(tokenizer, batch, pair[0]..pair[1]))?;
+                writeln!(out, "---\n{}", printable(&marked(tokenizer, batch, pair[0]..pair[1])))?;
             }
         }
     }
@@ -73,7 +74,7 @@ fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -
     for i in range.clone() {
         let ends = i + 1 == range.end || is_target(i + 1) != is_target(start);
         if ends {
-            let piece = printable(&tokenizer.decode(&batch.ids[start..=i], Specials::Add).unwrap_or_default());
+            let piece = tokenizer.decode(&batch.ids[start..=i], Specials::Add).unwrap_or_default();
             text += &if is_target(start) { format!("[[{piece}]]") } else { piece };
             start = i + 1;
         }
@@ -81,29 +82,8 @@ fn marked(tokenizer: &Tokenizer, batch: &Batch, range: std::ops::Range<usize>) -
     text
 }
 
-/// The text with control characters escaped, which a terminal would obey. Line breaks and tabs stay.
-fn printable(text: &str) -> String {
-    let escape = |letter: char| match letter {
-        '\n' | '\t' => letter.to_string(),
-        _ if letter.is_control() => letter.escape_default().to_string(),
-        _ => letter.to_string(),
-    };
-    text.chars().map(escape).collect()
-}
-
 fn to_json(step: &Step) -> serde_json::Value {
     let batch = |batch: &Batch| json!({"ids": batch.ids, "targets": batch.targets, "cu_seqlens": batch.cu_seqlens});
     let micro_batches: Vec<_> = step.micro_batches.iter().map(batch).collect();
     json!({"epoch": step.epoch, "n_targets": step.n_targets, "micro_batches": micro_batches})
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn control_characters_are_escaped() {
-        assert_eq!(printable("a\tb\nc é"), "a\tb\nc é");
-        assert_eq!(printable("\u{1b}]0;title\u{7}\u{9b}2J\r"), "\\u{1b}]0;title\\u{7}\\u{9b}2J\\r");
-    }
 }

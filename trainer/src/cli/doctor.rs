@@ -138,7 +138,7 @@ impl HubState {
     }
 }
 
-/// Whether somebody listens at an address such as https://huggingface.co.
+/// Returns whether a server listens at an address such as https://huggingface.co.
 fn connects(endpoint: &str) -> bool {
     const PATIENCE: Duration = Duration::from_secs(3);
     let (scheme, rest) = endpoint.split_once("://").unwrap_or(("https", endpoint));

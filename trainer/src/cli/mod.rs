@@ -329,7 +329,7 @@ fn refuse(mut error: clap::Error) -> ExitCode {
     if let Some(tip) = option.and_then(|option| key_tip(&option.to_string())) {
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
     }
-    // Help and the version are "errors" that go to stdout. A closed pipe is nobody's fault.
+    // Help and the version are "errors" that go to stdout. A closed pipe is no failure.
     let _ = error.print();
     if error.use_stderr() { ExitCode::Usage } else { ExitCode::Ok }
 }

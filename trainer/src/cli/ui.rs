@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Result;
 use candlewick_text::hub::OnProgress;
+use candlewick_text::printable::printable;
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::exit::ExitCode;
@@ -26,7 +27,7 @@ impl Ui {
     /// Prints what was asked for, to stdout. A reader that has gone away is no failure.
     pub fn answer(&self, text: &str) -> Result<ExitCode> {
         let mut stdout = io::stdout().lock();
-        match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
+        match writeln!(stdout, "{}", printable(text)).and_then(|()| stdout.flush()) {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
                 Err(anyhow::Error::new(error).context("failed to write to stdout"))
             }
@@ -38,7 +39,7 @@ impl Ui {
     pub fn remark(&self, text: &str) {
         if !self.quiet {
             // A reader that has gone away is no failure.
-            let _ = AboveBars.write_all(format!("{text}\n").as_bytes());
+            let _ = AboveBars.write_all(format!("{}\n", printable(text)).as_bytes());
         }
     }
 

@@ -1,6 +1,5 @@
 //! Checkpoints: when they are written and where, and what they may not replace.
 
-use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
 
 use super::ComputeDtype;
@@ -81,12 +80,8 @@ fn refuse_model_in_use(resolver: &mut Resolver, key: &str, plan: &CheckpointPlan
         ("model.adapter_name_or_path", &recipe.model.adapter_name_or_path),
         ("tokenizer.name_or_path", &recipe.tokenizer.name_or_path),
     ];
-    let output_dir = resolved(&plan.output_dir);
     for (used, path) in in_use.into_iter().filter_map(|(used, path)| Some((used, path.as_deref()?))) {
-        let folder = resolved(Path::new(path));
-        let name = folder.file_name().and_then(OsStr::to_str).unwrap_or_default();
-        if Path::new(path).exists() && folder.parent() == Some(&*output_dir) && plan.kind.parse_dir_name(name).is_some()
-        {
+        if plan.kind.in_use(&resolved(&plan.output_dir), Path::new(path)).is_some() {
             let message = format!("{key}: {used}, {path}, is among the checkpoints that this run may replace");
             resolver.wrong_because(&[key, used], message, format!("give {key} another folder"));
         }

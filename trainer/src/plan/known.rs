@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candlewick_comm::{Engine, Host};
 use candlewick_model::{Config, ModelError};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
 use candlewick_text::hub::{Contents, Hub, HubError, HubSettings, LocalModel, ModelPart, local_model};
 use evaluator::task::{OutputType, Registry, TaskConfig};
 
@@ -53,7 +53,7 @@ impl Seat {
     /// A process by itself.
     pub const ALONE: Self = Self { rank: 0, n_ranks: 1, n_here: 1, machines: Machines::One };
 
-    /// The first of so many processes that nobody has started, and whose machines are not known.
+    /// The first of `n_ranks` processes that are not started yet, on machines that are not known.
     pub fn first_of(n_ranks: usize) -> Self {
         Self { n_ranks, n_here: n_ranks, machines: Machines::Unknown, ..Self::ALONE }
     }
@@ -211,7 +211,7 @@ fn read_file(path: &str) -> Result<Config, ModelError> {
     }
     let read = |source| ModelError::Io { doing: "read", path: path.clone(), source };
     let bytes = read_regular_file(&path, MAX_WRITTEN_BYTES).map_err(read)?;
-    let value = serde_json::from_slice(&bytes)
+    let value = serde_json::from_slice(without_bom(&bytes))
         .map_err(|error| ModelError::Malformed { path: path.clone(), problem: format!("not JSON: {error}") })?;
     Config::from_json(value).map_err(|source| ModelError::In { path: path.clone(), source: Box::new(source) })
 }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_text::hub::{LocalModel, local_model};
+use candlewick_text::template::check_variable;
 use serde_json::Value;
 
 use super::resolver::Resolver;
@@ -297,8 +298,11 @@ pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {
         (None, Some(_)) => None,
     };
     if !tokenizer.chat_template_kwargs.is_empty() {
-        let kwargs = &tokenizer.chat_template_kwargs;
-        resolver.pick("tokenizer.chat_template_kwargs", Some(kwargs), kwargs);
+        let (key, kwargs) = ("tokenizer.chat_template_kwargs", &tokenizer.chat_template_kwargs);
+        resolver.pick(key, Some(kwargs), kwargs);
+        for problem in kwargs.keys().filter_map(|name| check_variable(name).err()) {
+            resolver.wrong(&[key], format!("{key}: {problem}"));
+        }
     }
     TokenizerPlan {
         name_or_path: name,

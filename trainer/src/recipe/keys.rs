@@ -54,7 +54,7 @@ fn walk(schema: &Value, definitions: &Value, prefix: &str, keys: &mut Vec<Schema
     }
 }
 
-/// Tells whether `path` is a key of the schema or of a map whose keys belong to somebody else's schema.
+/// Tells whether `path` is a key of the schema or of a map whose keys belong to another program's schema.
 pub(crate) fn is_key(path: &str) -> bool {
     const FREE: [&str; 6] =
         ["deepspeed", "model.config", "model.hf_config_kwargs", "model.peft_config", "eval.gen_kwargs", "eval.data"];

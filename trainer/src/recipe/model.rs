@@ -10,7 +10,7 @@ use serde::{Deserialize as DeriveDeserialize, Serialize};
 
 use super::number::{HumanFloat, HumanInt};
 
-/// A map whose keys belong to somebody else's schema.
+/// A map whose keys belong to another program's schema.
 pub type Free = serde_json::Map<String, serde_json::Value>;
 
 /// The model that is trained.

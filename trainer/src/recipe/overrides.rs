@@ -56,7 +56,7 @@ impl<'a> Override<'a> {
         let key = self.path.join(".");
         let has_null = NULL_IS_A_VALUE.iter().any(|map| key.starts_with(&format!("{map}.")));
         let removes = self.value.value == Value::Null && !has_null;
-        // A key that nobody knows is left for the decoder to refuse.
+        // An unknown key is left for the decoder to refuse.
         if removes && (remove(root, &self.path, 0) || is_key(&key)) {
             return Ok(());
         }
@@ -82,7 +82,7 @@ fn canonical(path: &[&str]) -> Vec<String> {
         (_, name) => name,
     };
     let mut names: Vec<String> = (0..path.len()).map(|depth| name(depth).to_owned()).collect();
-    if path.len() > 1 && path[0] == "checkpoint" && path[1].parse::<usize>().is_err() {
+    if path.len() > 1 && path[0] == "checkpoint" && as_index(path[1]).is_none() {
         names.insert(1, "0".to_owned());
     }
     names
@@ -103,7 +103,7 @@ fn remove(node: &mut Node, path: &[&str], depth: usize) -> bool {
             remove(&mut entries[idx].node, path, depth + 1)
         }
         Value::List(items) if !is_last => {
-            let item = segment.parse::<usize>().ok().and_then(|idx| items.get_mut(idx));
+            let item = as_index(segment).and_then(|idx| items.get_mut(idx));
             item.is_some_and(|item| remove(item, path, depth + 1))
         }
         _ => false,
@@ -138,7 +138,7 @@ fn set(node: &mut Node, path: &[&str], depth: usize, value: Node, mark: Mark) ->
 
 /// Turns what can have keys into a map or a list: nothing, a source's name, a single checkpoint.
 fn open(node: &mut Node, path: &[&str], depth: usize, mark: Mark) {
-    let is_index = path[depth].parse::<usize>().is_ok();
+    let is_index = as_index(path[depth]).is_some();
     let node_mark = node.mark;
     match (&mut node.value, path[..depth].to_vec().as_slice()) {
         (Value::Null, _) => {
@@ -186,13 +186,24 @@ fn second_name<'a>(path: &[&'a str], depth: usize) -> Option<&'a str> {
 
 fn index(segment: &str, len: usize, parent: &[&str], mark: Mark) -> Result<usize, Fault> {
     let parent = parent.join(".");
-    match segment.parse::<usize>() {
-        Ok(idx) if idx <= len => Ok(idx),
-        Ok(_) => {
+    match as_index(segment) {
+        Some(idx) if idx <= len => Ok(idx),
+        Some(_) => {
             let message = format!("`{parent}` has {len} items: use an index from 0 to {len} ({len} adds one)");
             Err(Fault::new(Some(mark), message))
         }
-        Err(_) => Err(Fault::new(Some(mark), format!("`{parent}` is a list: expected an index, found `{segment}`"))
-            .note(format!("for example {parent}.0.{segment}=…"))),
+        None => {
+            let advice = match segment.parse::<usize>() {
+                Ok(idx) => format!("write {parent}.{idx}"),
+                Err(_) => format!("for example {parent}.0.{segment}=…"),
+            };
+            Err(Fault::new(Some(mark), format!("`{parent}` is a list: expected an index, found `{segment}`"))
+                .note(advice))
+        }
     }
+}
+
+/// Reads an index. `00` and `+0` would be second names of `0`.
+fn as_index(segment: &str) -> Option<usize> {
+    segment.parse().ok().filter(|idx: &usize| idx.to_string() == segment)
 }

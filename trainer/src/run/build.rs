@@ -67,6 +67,9 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         _ => None,
     };
     let adapter = plan.model.adapter_folder.as_deref().map(AdapterFolder::open).transpose()?;
+    if let (Some(adapter), Some(base)) = (&adapter, &base) {
+        adapter.check_base(base)?;
+    }
     let base = base.as_ref().map_or(random, Origin::Checkpoint);
     let notes = fill(&store, &model, base, adapter.as_ref().map_or(random, |it| Origin::Checkpoint(&it.weights)))?;
     notes.iter().for_each(|note| tracing::warn!("{note}"));

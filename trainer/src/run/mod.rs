@@ -54,23 +54,28 @@ enum End {
     Horizon,
     /// The recipe asked for an earlier end.
     Exit(&'static str),
-    /// Somebody asked for a stop.
+    /// A stop was requested.
     Stop(Stop),
 }
 
-/// The moment at which a run began, in milliseconds since 1970: its name among others, and the date that its chat
-/// template prints. A run that is taken up keeps it.
+/// The start of a run, in milliseconds since 1970. A resumed run keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Began(u64);
+pub struct Began {
+    /// The name of the run in what it writes.
+    run: u64,
+    /// The moment whose date its chat template prints: that of the first run in a chain of copied checkpoints.
+    date: u64,
+}
 
 impl Began {
     /// A run that begins now.
     pub fn now() -> Self {
-        Self(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64))
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
+        Self { run: now, date: now }
     }
 
     fn clock(self) -> Clock {
-        Clock::Fixed((self.0 / 1000).cast_signed())
+        Clock::Fixed((self.date / 1000).cast_signed())
     }
 }
 
@@ -157,9 +162,10 @@ fn refuse_stale_stop(plan: &Plan) -> Result<()> {
 /// When the run began, for all ranks: a template that prints the date prints one.
 fn began(plan: &Plan, ranks: &Ranks) -> Result<Began> {
     let own = saves::began(plan).map(|began| began.unwrap_or_else(Began::now));
-    let all = ranks.process.exchange(own.map(|began| began.0.to_le_bytes().to_vec()))?;
-    let first = all[0].as_slice().try_into().context("failed to read the first rank's clock")?;
-    Ok(Began(u64::from_le_bytes(first)))
+    let all = ranks.process.exchange(own.map(|Began { run, date }| [run, date].map(u64::to_le_bytes).concat()))?;
+    let mut moments = all[0].chunks_exact(8).map(|bytes| bytes.try_into().map(u64::from_le_bytes));
+    let mut moment = || moments.next().context("failed to read the first rank's clock").and_then(|at| Ok(at?));
+    Ok(Began { run: moment()?, date: moment()? })
 }
 
 /// Reads the documents of the plan's tasks.

@@ -1,26 +1,22 @@
 //! What a run writes: resumable saves, and folders of weights that transformers or peft load.
 
 use std::collections::HashMap;
-use std::ffi::OsStr;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
-use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
-use candlewick_model::{AdapterFolder, ParamSpec};
+use candlewick_model::checkpoint::{Checkpoint, Companions, DEFAULT_SHARD_BYTES, Export};
+use candlewick_model::{AdapterFolder, BASE_RECORD, BaseRecord, ParamSpec};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
 use crate::checkpoint::{
     CheckpointError, CheckpointPlan, EXPORT_MARK, ExportMark, Fingerprint, Kind, Moment, PlannedSaves, Resumed,
-    RunState, Saved, TrainState, bytes_needed, move_aside, newest_complete, preflight, refuse_foreign, refuse_occupied,
-    resume, save, update_latest_link,
+    RunState, Saved, TrainState, bytes_needed, move_aside, newest_complete, preflight, read_state, refuse_foreign,
+    refuse_occupied, resume, save, update_latest_link,
 };
 use crate::data::Stream;
-use crate::plan::Plan;
+use crate::plan::{Init, Plan};
 
 use super::background::{Done, UnderWay};
 use super::session::{Progress, Run};
@@ -31,6 +27,8 @@ pub(super) struct Saves<'a> {
     run: Run<'a>,
     fingerprint: Fingerprint,
     settings: Fingerprint,
+    /// The frozen weights of an adapter.
+    base: Option<BaseRecord>,
     /// The newest checkpoint of each entry of the plan: its step and its folder.
     last: HashMap<(Kind, PathBuf), (usize, PathBuf)>,
     /// The one that is written in the background.
@@ -54,23 +52,29 @@ pub(super) struct SavedCheckpoint {
     pub(super) removed: Vec<PathBuf>,
 }
 
-/// When the run began that a run of `plan` will take up, if it will take up one.
+/// Returns the start of the run that a run of `plan` will resume, if it will resume one.
+///
+/// A run that resumes a copied checkpoint is another run: it keeps the date, and owns nothing of the original's.
 pub(super) fn began(plan: &Plan) -> Result<Option<Began>> {
     let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
-    Ok(newest_complete(&checkpoint.output_dir)?.map(|save| Began(save.manifest.began)))
+    let Some(save) = newest_complete(&checkpoint.output_dir)? else { return Ok(None) };
+    let (began, state) = (save.manifest.began, read_state(&save).ok());
+    let date = state.as_ref().and_then(|state| state.date).unwrap_or(began);
+    let is_copy = state.is_some_and(|state| state.is_copied_to(&save.dir));
+    Ok(Some(Began { run: if is_copy { Began::now().run } else { began }, date }))
 }
 
 /// Tells whether there is a save that was made after this run began: one of its own, not of an earlier run.
 pub(super) fn is_of_run(dir: &Path, began: Began) -> bool {
     let modified = std::fs::metadata(dir).and_then(|metadata| metadata.modified());
-    modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(began.0))
+    modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(began.run))
 }
 
 impl<'a> Saves<'a> {
     pub(super) fn new(run: Run<'a>) -> Self {
-        let base = run.assets.model_folder.as_deref().filter(|_| run.plan.model.adapter.is_some());
-        let fingerprint = fingerprint(run.plan, base);
-        Self { run, fingerprint, settings: settings(run.plan), last: HashMap::new(), under_way: None }
+        let base = base_record(run);
+        let fingerprint = fingerprint(run.plan, base.as_ref());
+        Self { run, fingerprint, settings: settings(run.plan), base, last: HashMap::new(), under_way: None }
     }
 
     /// Takes up the newest whole save of the checkpoint that resumes, if there is one.
@@ -97,7 +101,7 @@ impl<'a> Saves<'a> {
     pub(super) fn preflight(&self, stream: &Stream) -> Result<()> {
         let sharded = bytes_needed(&EngineState::of(self.run.engine)?.tensors());
         let exported = |plan: &CheckpointPlan| self.n_export_bytes(plan);
-        let began = self.run.began.0;
+        let began = self.run.began.run;
         let ends = epoch_ends(stream);
         let planned = |plan: &'a CheckpointPlan| {
             let n_saves = plan.n_saves(stream.cursor().step, stream.total_steps(), &ends);
@@ -125,7 +129,7 @@ impl<'a> Saves<'a> {
     /// Moves the checkpoints of other runs aside, and fails if something else has the name of one that this run will write.
     /// Returns one line for each folder that was changed.
     pub(super) fn prepare_folders(&self, stream: &Stream) -> Result<Vec<String>> {
-        let (began, done, total_steps) = (self.run.began.0, stream.cursor().step, stream.total_steps());
+        let (began, done, total_steps) = (self.run.began.run, stream.cursor().step, stream.total_steps());
         let (ends, exit) = (epoch_ends(stream), &self.run.plan.exit);
         let ends_early = [exit.iteration, exit.iteration_this_run.map(|n| done + n)];
         let mut lines = Vec::new();
@@ -151,11 +155,8 @@ impl<'a> Saves<'a> {
     fn refuse_in_use(&self, plan: &CheckpointPlan) -> Result<()> {
         let adapter = self.run.plan.model.adapter_folder.as_deref();
         for folder in self.folders().into_iter().chain(adapter) {
-            let Ok(real) = folder.canonicalize() else { continue };
-            let is_inside = real.parent() == plan.output_dir.canonicalize().ok().as_deref();
-            let name = real.file_name().and_then(OsStr::to_str).unwrap_or_default();
-            if is_inside && plan.kind.parse_dir_name(name).is_some() {
-                return Err(CheckpointError::Occupied { dir: real, what: "in use by this run" }.into());
+            if let Some(dir) = plan.kind.in_use(&plan.output_dir, folder) {
+                return Err(CheckpointError::Occupied { dir, what: "in use by this run" }.into());
             }
         }
         Ok(())
@@ -190,7 +191,8 @@ impl<'a> Saves<'a> {
 
     /// Makes one save, or begins it. None may be in the background.
     pub(super) fn save(&mut self, checkpoint: &CheckpointPlan, stream: &Stream, progress: Progress) -> Result<Outcome> {
-        let state = self.run_state(stream, progress);
+        let home = checkpoint.output_dir.canonicalize().ok();
+        let state = RunState { home, ..self.run_state(stream, progress) };
         let place = (checkpoint.kind, checkpoint.output_dir.clone());
         if self.last.get(&place).is_some_and(|(step, _)| *step == state.step) {
             return Ok(Outcome::Known);
@@ -229,7 +231,9 @@ impl<'a> Saves<'a> {
             n_skipped: progress.n_skipped,
             scaler: progress.scaler,
             ledger: json!(cursor.seen),
-            began: self.run.began.0,
+            began: self.run.began.run,
+            date: Some(self.run.began.date),
+            home: None,
             fingerprint: self.fingerprint.clone(),
             settings: self.settings.clone(),
         }
@@ -273,7 +277,9 @@ impl<'a> Saves<'a> {
         let model = self.run.engine.model();
         let dtype = self.export_dtype(checkpoint);
         let (folders, mark) = (self.folders(), self.mark(state.step));
-        let files = [(EXPORT_MARK, mark.as_str())];
+        let base = self.base.as_ref().map(BaseRecord::to_json);
+        let files = [Some((EXPORT_MARK, mark.as_str())), base.as_deref().map(|base| (BASE_RECORD, base))];
+        let files: Vec<_> = files.into_iter().flatten().collect();
         let companions = self.companions(&folders, &files);
         if model.lora().is_some() {
             AdapterFolder::save(&dir, model, dtype, companions, fetch).context("failed to write the adapter")?;
@@ -298,7 +304,7 @@ impl<'a> Saves<'a> {
     }
 
     fn mark(&self, step: usize) -> String {
-        ExportMark { began: self.run.began.0, step }.to_json()
+        ExportMark { began: self.run.began.run, step }.to_json()
     }
 
     fn export_dtype(&self, checkpoint: &CheckpointPlan) -> DType {
@@ -315,40 +321,27 @@ impl Drop for Saves<'_> {
     }
 }
 
+/// Identifies the weights that an adapter is trained on, where they were loaded.
+fn base_record(run: Run) -> Option<BaseRecord> {
+    let model = &run.plan.model;
+    let folder = run.assets.model_folder.as_deref().filter(|_| model.init == Init::Load)?;
+    let name = model.adapter.as_ref()?.base_model().unwrap_or_default();
+    let weights = Checkpoint::open(folder).ok()?.identity();
+    Some(BaseRecord { model: name.to_owned(), weights })
+}
+
 /// What must be the same for a run to go on from a save. The data cursor guards what decides the order of the data.
 ///
-/// `base` holds the frozen weights of an adapter: they are in no save. Where it lies does not matter, what it holds does.
-fn fingerprint(plan: &Plan, base: Option<&Path>) -> Fingerprint {
+/// `base` names the frozen weights of an adapter, which are in no save. Their hash counts, their folder does not.
+fn fingerprint(plan: &Plan, base: Option<&BaseRecord>) -> Fingerprint {
     let config = plan.model.config.as_ref().map(|config| config.to_json());
     let mut adapter = plan.model.adapter.as_ref().map(|adapter| adapter.to_json());
     if let Some(Value::Object(adapter)) = &mut adapter {
         adapter.remove("base_model_name_or_path");
     }
-    let base = base.map(|folder| weights_digest(folder).unwrap_or_else(|error| error.to_string()));
+    let base = base.map(|base| &base.weights);
     let model = json!({"config": config, "dtype": plan.model.dtype, "peft_config": adapter, "frozen weights": base});
     Fingerprint::of(&json!({"model": model}))
-}
-
-/// Hashes the ends of every safetensors file of a folder and its length: enough to tell two checkpoints apart.
-fn weights_digest(folder: &Path) -> std::io::Result<String> {
-    const END: u64 = 1 << 20;
-    let mut names: Vec<_> =
-        std::fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
-    names.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
-    names.sort();
-    let mut hash = Sha256::new();
-    for path in names {
-        let mut file = File::open(path)?;
-        let len = file.metadata()?.len();
-        hash.update(len.to_le_bytes());
-        for start in [0, len.saturating_sub(END)] {
-            let mut bytes = Vec::new();
-            file.seek(SeekFrom::Start(start))?;
-            (&mut file).take(END).read_to_end(&mut bytes)?;
-            hash.update(&bytes);
-        }
-    }
-    Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 /// What may change between a save and going on from it (people lower learning rates), but not unnoticed.

@@ -248,6 +248,11 @@ fn the_model_in_use_is_not_among_the_checkpoints() {
     refused(&[&hf, &format!("model.name_or_path={root}/hf/./global_step_10/")], &["is among the checkpoints"]);
     std::os::unix::fs::symlink(format!("{root}/hf"), format!("{root}/link")).unwrap();
     refused(&[&checkpoint(&format!("{root}/link")), &format!("model.name_or_path={model}")], &["is among"]);
+    // A folder of links into a checkpoint is in use with it.
+    std::fs::write(format!("{model}/config.json"), "{}").unwrap();
+    std::fs::create_dir(format!("{root}/linked")).unwrap();
+    std::os::unix::fs::symlink(format!("{model}/config.json"), format!("{root}/linked/config.json")).unwrap();
+    refused(&[&hf, &format!("tokenizer.name_or_path={root}/linked")], &["is among", "tokenizer.name_or_path"]);
     plan(&[&checkpoint(&format!("{root}/elsewhere")), &format!("model.name_or_path={model}")]);
     let two = format!("checkpoint=[{{output_dir: {root}/hf}}, {{output_dir: {root}/link}}]");
     refused(&[&two], &["another checkpoint of the same type is saved there"]);

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
 use candlewick_text::tokenizer::{SpecialToken, Specials, Tokenizer};
 use serde_json::{Map, Value};
 
@@ -140,6 +140,7 @@ fn tokenizer_config(folder: &Path) -> Result<Map<String, Value>> {
     if !path.exists() {
         return Ok(Map::new());
     }
-    let read = || -> Result<_> { Ok(serde_json::from_slice(&read_regular_file(&path, MAX_WRITTEN_BYTES)?)?) };
+    let read =
+        || -> Result<_> { Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_WRITTEN_BYTES)?))?) };
     read().with_context(|| format!("failed to read {}", path.display()))
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file};
+use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value};
@@ -49,7 +49,7 @@ impl Defaults {
             return Ok(Self::default());
         }
         let read = || -> Result<Map<String, Value>> {
-            Ok(serde_json::from_slice(&read_regular_file(&path, MAX_WRITTEN_BYTES)?)?)
+            Ok(serde_json::from_slice(without_bom(&read_regular_file(&path, MAX_WRITTEN_BYTES)?))?)
         };
         let config = read().with_context(|| format!("failed to read {}", path.display()))?;
         for (key, harmless) in UNKNOWN {
@@ -104,8 +104,8 @@ impl Chooser {
         ensure!(
             valid,
             anyhow::anyhow!(
-                "failed to sample with temperature {temperature} and top_p {top_p}: both must be greater than 0; \
-                 do_sample=false takes the likeliest token"
+                "failed to sample (do_sample=true) with temperature {temperature} and top_p {top_p}: both must be greater than \
+                 0; do_sample=false takes the likeliest token"
             )
             .context(ExitCode::Usage)
         );

@@ -6,14 +6,17 @@
 mod durable;
 mod element;
 mod header;
+mod identity;
 mod index;
 mod reader;
 mod staging;
+mod unfinished;
 mod writer;
 
 pub use durable::DurableFile;
 pub use element::{Element, little_endian};
 pub use reader::Checkpoint;
 pub use staging::Staging;
+pub use unfinished::{UNFINISHED, mark_unfinished, remove_unfinished, unmark_finished};
 pub use writer::{Companions, DEFAULT_SHARD_BYTES, Export};
 pub(crate) use writer::{ShardTensor, write_json, write_shard};

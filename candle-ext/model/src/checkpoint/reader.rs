@@ -103,6 +103,19 @@ impl Checkpoint {
         self
     }
 
+    /// Returns the folder of the files.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Returns name, dtype, shape and bytes of all tensors, sorted by name.
+    pub(super) fn contents(&self) -> impl Iterator<Item = (&str, safetensors::Dtype, &[usize], &[u8])> {
+        self.tensors.iter().map(|(name, (file_idx, entry))| {
+            let bytes = &self.files[*file_idx].bytes[entry.bytes.clone()];
+            (name.as_str(), entry.dtype, entry.shape.as_slice(), bytes)
+        })
+    }
+
     /// Returns the names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)

@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use super::unfinished::{UNFINISHED, mark_unfinished, remove_unfinished, unmark_finished};
 use crate::ModelError;
 
 /// A folder in the making. Dropped before [`Staging::commit`], it leaves nothing behind and the target as it was.
@@ -24,8 +25,11 @@ impl Staging {
         let parent = parent(&target);
         fs::create_dir_all(&parent).map_err(ModelError::io("create", &parent))?;
         let staging = Self { folder: sibling(&target, "tmp"), target };
+        // A foreign folder of this name is refused now, not when everything is written.
+        remove(&sibling(&staging.target, "old"))?;
         remove(&staging.folder)?;
         fs::create_dir(&staging.folder).map_err(ModelError::io("create", &staging.folder))?;
+        mark_unfinished(&staging.folder).map_err(ModelError::io("mark", &staging.folder))?;
         Ok(staging)
     }
 
@@ -42,14 +46,16 @@ impl Staging {
         remove(&old)?;
         let replaces = self.target.exists();
         if replaces {
+            mark_unfinished(&self.target).map_err(ModelError::io("mark", &self.target))?;
             fs::rename(&self.target, &old).map_err(ModelError::io("replace", &self.target))?;
         }
         if let Err(error) = fs::rename(&self.folder, &self.target) {
             if replaces {
-                fs::rename(&old, &self.target).map_err(ModelError::io("restore", &self.target))?;
+                restore(&old, &self.target)?;
             }
             return Err(ModelError::io("rename to", &self.target)(error));
         }
+        unmark_finished(&self.target).map_err(ModelError::io("finish", &self.target))?;
         if replaces {
             keep_foreign_files(&old, &self.target)?;
             remove(&old)?;
@@ -62,7 +68,7 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         // After a commit there is nothing under this name.
-        let _ = fs::remove_dir_all(&self.folder);
+        let _ = remove_unfinished(&self.folder);
     }
 }
 
@@ -81,17 +87,18 @@ fn sibling(target: &Path, role: &str) -> PathBuf {
 /// A process that was killed between the two renames of a commit left the old folder beside its place.
 fn recover(target: &Path) -> Result<(), ModelError> {
     let old = sibling(target, "old");
-    match old.is_dir() && !target.exists() {
-        true => fs::rename(&old, target).map_err(ModelError::io("restore", target)),
+    match old.join(UNFINISHED).is_file() && !target.exists() {
+        true => restore(&old, target),
         false => Ok(()),
     }
 }
 
+fn restore(old: &Path, target: &Path) -> Result<(), ModelError> {
+    fs::rename(old, target).and_then(|()| unmark_finished(target)).map_err(ModelError::io("restore", target))
+}
+
 fn remove(folder: &Path) -> Result<(), ModelError> {
-    match fs::remove_dir_all(folder) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(ModelError::io("remove", folder)(e)),
-        _ => Ok(()),
-    }
+    remove_unfinished(folder).map_err(ModelError::io("remove", folder))
 }
 
 fn refuse_foreign(target: &Path) -> Result<(), ModelError> {
@@ -111,7 +118,8 @@ fn keep_foreign_files(old: &Path, new: &Path) -> Result<(), ModelError> {
     for item in fs::read_dir(old).map_err(ModelError::io("read", old))? {
         let item = item.map_err(ModelError::io("read", old))?;
         let place = new.join(item.file_name());
-        if !is_weights(&item.file_name().to_string_lossy()) && !place.exists() {
+        let name = item.file_name();
+        if name != UNFINISHED && !is_weights(&name.to_string_lossy()) && !place.exists() {
             fs::rename(item.path(), &place).map_err(ModelError::io("keep", &place))?;
         }
     }
@@ -186,11 +194,25 @@ mod tests {
     fn what_a_killed_save_left_is_cleared_or_restored() {
         let root = tempfile::tempdir().unwrap();
         let target = root.path().join("out");
-        write(&root.path().join(".out.old"), "config.json", "old");
-        write(&root.path().join(".out.tmp"), "model.safetensors", "half");
+        for (folder, name, text) in [(".out.old", "config.json", "old"), (".out.tmp", "model.safetensors", "half")] {
+            write(&root.path().join(folder), name, text);
+            write(&root.path().join(folder), UNFINISHED, "");
+        }
         drop(Staging::begin(&target).unwrap());
         assert_eq!(names(root.path()), ["out"]);
         assert_eq!(fs::read_to_string(target.join("config.json")).unwrap(), "old");
+    }
+
+    #[test]
+    fn a_foreign_folder_with_a_temporary_name_is_refused_at_the_start() {
+        for name in [".out.tmp", ".out.old"] {
+            let root = tempfile::tempdir().unwrap();
+            write(&root.path().join(name), "config.json", "mine");
+            write(&root.path().join("out"), "config.json", "old");
+            let error = Staging::begin(&root.path().join("out")).unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("move it away"), "{error}");
+            assert_eq!(fs::read_to_string(root.path().join(name).join("config.json")).unwrap(), "mine");
+        }
     }
 
     #[test]

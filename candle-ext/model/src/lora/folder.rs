@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Tensor};
 
-use super::LoraConfig;
+use super::{BaseRecord, LoraConfig};
 use crate::{
     Model, ModelError, ParamSpec,
     checkpoint::{Checkpoint, Companions, ShardTensor, Staging, write_json, write_shard},
@@ -20,6 +20,8 @@ pub struct AdapterFolder {
     pub config: LoraConfig,
     /// Its factors, under the names of [`Model::adapter_params`].
     pub weights: Checkpoint,
+    /// The base weights that it was trained on, where the folder records them.
+    pub base: Option<BaseRecord>,
 }
 
 impl AdapterFolder {
@@ -33,7 +35,7 @@ impl AdapterFolder {
             return Err(ModelError::mismatch(folder, problem));
         }
         let weights = Checkpoint::open_file(&folder.join("adapter_model.safetensors"))?.strip_prefix(PREFIX);
-        Ok(Self { config, weights })
+        Ok(Self { config, weights, base: BaseRecord::read(folder)? })
     }
 
     /// Writes the adapter of `model` in number format `dtype`, asking `fetch` for one factor at a time, and the files that

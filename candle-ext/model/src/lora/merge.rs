@@ -116,12 +116,13 @@ struct Source {
 
 impl Source {
     fn open(base: &Path, adapter: &Path) -> Result<Self, ModelError> {
-        let AdapterFolder { config, weights } = AdapterFolder::open(adapter)?;
-        let model = Model::new(Config::read(base)?, Some(config))?;
+        let adapter = AdapterFolder::open(adapter)?;
+        let model = Model::new(Config::read(base)?, Some(adapter.config.clone()))?;
         let base = Checkpoint::open(base)?;
+        adapter.check_base(&base)?;
         base.check(model.base_params())?;
-        weights.check(model.adapter_params())?;
-        Ok(Self { model, base, adapter: weights })
+        adapter.weights.check(model.adapter_params())?;
+        Ok(Self { model, base, adapter: adapter.weights })
     }
 
     fn adapter_on(&self, param: &ParamSpec) -> Option<&Adapter> {

@@ -1,5 +1,6 @@
 //! Low-rank adapters, with PEFT's configuration and files: y = x W^T + b + scaling * (x A^T) B^T, W frozen.
 
+mod base;
 mod config;
 mod folder;
 mod merge;
@@ -12,6 +13,7 @@ use crate::{
     unit::{Extent, Linear, matrix},
 };
 
+pub use base::{BASE_RECORD, BaseRecord};
 pub use config::LoraConfig;
 pub use folder::AdapterFolder;
 pub use merge::{Merge, Merged};

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{
-    AdapterFolder, Config, LoraConfig, Merge, Model,
-    checkpoint::{Checkpoint, Companions},
+    AdapterFolder, BASE_RECORD, BaseRecord, Config, LoraConfig, Merge, Model,
+    checkpoint::{Checkpoint, Companions, Export},
 };
 use serde_json::{Value, json};
 
@@ -92,6 +92,36 @@ fn a_merge_in_16_bits_rounds_each_value_once() {
             assert_eq!(values(read(&rounded, DType::F32)), values(want), "{}", param.name);
         }
     }
+}
+
+#[test]
+fn an_adapter_records_its_base_weights() {
+    let (base, folder) = (fixture("qwen2"), tempfile::tempdir().unwrap());
+    let (tiny, adapter) = (Tiny::load_with_adapter("qwen2", &fixture("qwen2-lora")), folder.path().join("adapter"));
+    let value = |name: &str| tiny.weights.iter().find_map(|w| w.get(name).ok()).unwrap().value().unwrap();
+    let weights = Checkpoint::open(&base).unwrap().identity();
+    let record = BaseRecord { model: "me/qwen2".to_owned(), weights }.to_json();
+    let companions = Companions { files: &[(BASE_RECORD, &record)], ..Companions::default() };
+    AdapterFolder::save(&adapter, &tiny.model, DType::F32, companions, |param| Ok(value(&param.name))).unwrap();
+    // The same weights in more files are the same base; those of the merge are another one.
+    let [split, merged, again] = ["split", "merged", "again"].map(|name| folder.path().join(name));
+    let plain = Model::new(Config::read(&base).unwrap(), None).unwrap();
+    let source = Checkpoint::open(&base).unwrap();
+    let dtype = source.float_dtype().unwrap();
+    let config = plain.config();
+    let export = Export { folder: &split, config, companions: Companions::default(), dtype, shard_bytes: 4000 };
+    export
+        .save(plain.base_params(), |param| Ok(source.tensor(&param.name, &param.shape, dtype, &Device::Cpu).unwrap()))
+        .unwrap();
+    assert!(split.join("model.safetensors.index.json").exists());
+    Merge { dtype: None, ..merge(&merged, &split, &adapter) }.run().unwrap();
+    let error = merge(&again, &merged, &adapter).run().unwrap_err().to_string();
+    for word in ["on other weights", "me/qwen2", merged.to_str().unwrap(), BASE_RECORD] {
+        assert!(error.contains(word), "{word} is not in {error}");
+    }
+    assert!(!again.exists());
+    std::fs::remove_file(adapter.join(BASE_RECORD)).unwrap();
+    merge(&again, &merged, &adapter).run().unwrap();
 }
 
 #[test]

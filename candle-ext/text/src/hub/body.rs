@@ -88,6 +88,14 @@ impl<'a> Body<'a> {
         Failure::Cut(format!("it broke off after {n_bytes} of {size} bytes ({reason}); {next}"))
     }
 
+    pub(super) fn too_slow(&self, rate: u64) -> Failure {
+        let (n_bytes, size) = (self.n_bytes, self.announced.size);
+        Failure::Slow(format!(
+            "fewer than {rate} bytes a second arrive, {n_bytes} of {size} are here; try again later, or set HF_ENDPOINT to a \
+             mirror"
+        ))
+    }
+
     fn discard(&mut self, problem: String) -> Result<(), Failure> {
         self.restart()?;
         Err(Failure::Wrong(format!("{problem}; what arrived was removed")))

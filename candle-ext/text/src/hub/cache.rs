@@ -51,7 +51,7 @@ impl Cache {
         serde_json::from_slice(&fs::read(self.listing_path(repo, commit)).ok()?).ok()
     }
 
-    /// Notes what the Hub lists for a commit: without it nobody could tell offline whether a
+    /// Notes what the Hub lists for a commit: without it an offline run could not tell whether a
     /// snapshot is whole.
     pub(crate) fn set_listing(&self, repo: &RepoId, commit: &str, files: &[Listed]) -> Result<(), HubError> {
         if self.listing(repo, commit).is_some_and(|known| known == files) {
@@ -155,7 +155,7 @@ pub(crate) fn make_parent(path: &Path) -> Result<(), HubError> {
     fs::create_dir_all(parent).map_err(|e| HubError::cache(parent, e))
 }
 
-/// Writes beside `path` and renames over it, so that nobody sees it half done.
+/// Writes beside `path` and renames over it, so that no reader sees it half done.
 fn replace(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), HubError> {
     make_parent(path)?;
     let name = path.file_name().unwrap_or_default().to_string_lossy();

@@ -24,7 +24,7 @@ pub enum HubError {
     Local {
         /// The name as it was written.
         name: String,
-        /// What the folder lacks, and what to do.
+        /// The missing files, and the remedy.
         problem: String,
     },
     /// A path that leads nowhere.
@@ -34,7 +34,7 @@ pub enum HubError {
         name: String,
         /// The end of the sentence: the most similar path, if there is one.
         near: String,
-        /// What to do.
+        /// The remedy.
         advice: &'static str,
     },
     /// An id that is no folder here, and that the Hub does not give.
@@ -66,7 +66,7 @@ pub enum HubError {
         id: String,
         /// 401 or 403.
         status: u16,
-        /// What to do.
+        /// The remedy.
         advice: String,
     },
     /// There is no such repository.
@@ -132,7 +132,7 @@ pub enum HubError {
         /// What the server said, with a colon before it.
         message: String,
     },
-    /// The connection broke, again and again without a byte more.
+    /// The connection broke again and again without a byte more, or was too slow.
     #[error("download {file} of {id}: {problem}")]
     Interrupted {
         /// The repository.

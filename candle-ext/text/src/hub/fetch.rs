@@ -8,7 +8,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use reqwest::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONTENT_LENGTH, ETAG, HeaderMap, IF_NONE_MATCH, LOCATION, RANGE, RETRY_AFTER,
@@ -61,6 +61,10 @@ impl Download<'_> {
 
 const MAX_REDIRECTS: usize = 10;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
+/// Bytes a second below which a download is given up: a read time-out alone lets a server send one byte a minute.
+const MIN_RATE: u64 = 1024;
+/// The time for a whole answer without a large body, in spans of [`HubSettings::longest_silence`].
+const SILENCES: u32 = 4;
 
 impl Wire {
     pub(crate) fn new(settings: &HubSettings) -> Result<Self, HubError> {
@@ -110,7 +114,7 @@ impl Wire {
     /// Brings the body in as many rounds of tries as it takes, while each round brings some of it.
     fn bring(&self, download: &Download) -> Result<(), HubError> {
         let Download { asked, partial, announced, .. } = download;
-        let mut is_second = false;
+        let (mut is_second, mut is_slow) = (false, false);
         loop {
             let n_before = n_bytes(partial);
             let tried = patiently(&self.settings, asked, || match self.runtime.block_on(self.body(download)) {
@@ -119,10 +123,14 @@ impl Wire {
                     is_second = true;
                     self.runtime.block_on(self.body(download))
                 }
+                slow @ Err(Failure::Slow(_)) => {
+                    is_slow = true;
+                    slow
+                }
                 other => other,
             });
             let has_advanced = announced.sha256().is_some() && n_bytes(partial) > n_before;
-            if tried.is_ok() || !has_advanced {
+            if tried.is_ok() || is_slow || !has_advanced {
                 return tried;
             }
         }
@@ -144,6 +152,7 @@ impl Wire {
         let mut url = url.clone();
         for _ in 0..MAX_REDIRECTS {
             let mut request = self.unredirected.head(url.clone()).headers(self.headers());
+            request = request.timeout(SILENCES * self.settings.longest_silence);
             if let Some(etag) = known {
                 request = request.header(IF_NONE_MATCH, format!("\"{etag}\""));
             }
@@ -172,7 +181,9 @@ impl Wire {
         if body.n_bytes > 0 {
             request = request.header(RANGE, format!("bytes={}-", body.n_bytes));
         }
-        let mut answer = request.send().await.map_err(|e| Failure::Lost(innermost(&e)))?;
+        let answer = tokio::time::timeout(SILENCES * self.settings.longest_silence, request.send()).await;
+        let answer = answer.map_err(|_| Failure::Lost("no answer in time".to_owned()))?;
+        let mut answer = answer.map_err(|e| Failure::Lost(innermost(&e)))?;
         match answer.status() {
             StatusCode::PARTIAL_CONTENT if body.n_bytes > 0 => {}
             StatusCode::OK => body.restart()?,
@@ -182,11 +193,19 @@ impl Wire {
             }
             _ => return Err(refusal(answer).await),
         }
+        let (mut since, mut n_before) = (Instant::now(), body.n_bytes);
         loop {
             match answer.chunk().await {
                 Ok(Some(piece)) => body.write(&piece)?,
                 Ok(None) => return body.prove(),
                 Err(error) => return Err(body.broke_off(&innermost(&error))),
+            }
+            let elapsed = since.elapsed();
+            if elapsed > self.settings.longest_silence {
+                if ((body.n_bytes - n_before) as f64) < MIN_RATE as f64 * elapsed.as_secs_f64() {
+                    return Err(body.too_slow(MIN_RATE));
+                }
+                (since, n_before) = (Instant::now(), body.n_bytes);
             }
             if let Some(on_progress) = &self.on_progress {
                 on_progress(Progress { file: download.path(), done: body.n_bytes, total: download.announced.size });
@@ -206,8 +225,13 @@ impl Wire {
     }
 }
 
-/// How both the listings and the bodies are asked for.
-pub(crate) fn client(settings: &HubSettings) -> ClientBuilder {
+/// The client of listings, which are small: the whole of one has a time-out.
+pub(crate) fn listing_client(settings: &HubSettings) -> ClientBuilder {
+    client(settings).timeout(SILENCES * settings.longest_silence)
+}
+
+/// The client of bodies.
+fn client(settings: &HubSettings) -> ClientBuilder {
     Client::builder()
         .user_agent(concat!("candlewick/", env!("CARGO_PKG_VERSION")))
         .connect_timeout(CONNECT_TIMEOUT)

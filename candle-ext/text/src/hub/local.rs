@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::HubError;
 use super::model::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS};
-use crate::files::{MAX_WRITTEN_BYTES, read_regular_file};
+use crate::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
 use crate::source::nearest_name;
 
 /// A model or adapter folder that was found on this machine.
@@ -124,14 +124,14 @@ fn contents_of(folder: &Path) -> Option<Contents> {
     (MARKS.iter().any(has) || has(&ADAPTER_WEIGHTS)).then_some(Contents::Model)
 }
 
-/// The base model that an adapter folder names. Errors of the file are those of whoever reads all of it.
+/// The base model that an adapter folder names. Errors of the file are left to the code that reads all of it.
 pub(crate) fn base_of(folder: &Path) -> Option<String> {
     let config = json_in(&folder.join(ADAPTER_CONFIG))?;
     config.get("base_model_name_or_path")?.as_str().map(str::to_owned).filter(|base| !base.is_empty())
 }
 
 fn json_in(path: &Path) -> Option<Value> {
-    serde_json::from_slice(&read_regular_file(path, MAX_WRITTEN_BYTES).ok()?).ok()
+    serde_json::from_slice(without_bom(&read_regular_file(path, MAX_WRITTEN_BYTES).ok()?)).ok()
 }
 
 /// The folders in a folder, links to folders left out, in the order of their names.

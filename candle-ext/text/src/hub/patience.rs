@@ -13,6 +13,8 @@ pub(crate) enum Failure {
     Lost(String),
     /// The answer began and broke off.
     Cut(String),
+    /// The answer arrives too slowly to wait for it.
+    Slow(String),
     /// The answer is not what was announced.
     Wrong(String),
     /// Already explained.
@@ -65,7 +67,7 @@ impl Failure {
         match self {
             Self::Status(refusal) => matches!(refusal.status, 408 | 429 | 500 | 502 | 503 | 504),
             Self::Lost(_) | Self::Cut(_) => true,
-            Self::Wrong(_) | Self::Told(_) => false,
+            Self::Slow(_) | Self::Wrong(_) | Self::Told(_) => false,
         }
     }
 
@@ -85,7 +87,9 @@ fn explain(settings: &HubSettings, asked: &Asked, failure: Failure, n_tries: usi
         Failure::Lost(reason) => {
             HubError::Unreachable { endpoint: redact(settings.endpoint.clone()), reason: redact(reason) }
         }
-        Failure::Cut(problem) => HubError::Interrupted { id, file: name_of(asked), problem: redact(problem) },
+        Failure::Cut(problem) | Failure::Slow(problem) => {
+            HubError::Interrupted { id, file: name_of(asked), problem: redact(problem) }
+        }
         Failure::Wrong(problem) => HubError::Unverified { id, file: name_of(asked), problem: redact(problem) },
         Failure::Status(refusal) => match refusal.status {
             401 | 403 if refusal.code != "RepoNotFound" => {

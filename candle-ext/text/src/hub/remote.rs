@@ -6,7 +6,7 @@ use hf_hub::repository::{RepoTreeEntry, RepoTypeDataset, RepoTypeModel};
 use hf_hub::{HFClient, HFClientSync, HFError, HFResult};
 
 use super::cache::{is_commit, is_inside};
-use super::fetch::client;
+use super::fetch::listing_client;
 use super::patience::{Asked, Failure, Refusal, patiently};
 use super::{HubError, HubSettings, Listed, RepoId, RepoKind};
 
@@ -23,7 +23,7 @@ impl Remote {
         };
         // hf-hub's own client waits forever, and its own tries do not wait for as long as the Hub asks.
         let mut builder = HFClient::builder()
-            .client(client(settings).build().map_err(|e| lost(innermost(&e)))?)
+            .client(listing_client(settings).build().map_err(|e| lost(innermost(&e)))?)
             .endpoint(settings.endpoint.clone())
             .cache_dir(settings.cache.clone())
             .retry_max_attempts(0);
@@ -98,12 +98,17 @@ fn failure(error: HFError) -> Failure {
             url: context.url.clone(),
             wait: wait(&error),
         }),
-        HFError::Request { source, .. } if source.is_decode() => {
+        HFError::Request { source, .. } if source.is_decode() && !is_timeout(source) => {
             Failure::Wrong(format!("the answer cannot be read: {}", innermost(source)))
         }
         HFError::Request { source, .. } => Failure::Lost(innermost(source)),
         other => Failure::Wrong(other.to_string()),
     }
+}
+
+/// Returns whether a time-out is among the causes: of a body that is read, it is not the outermost.
+fn is_timeout(error: &reqwest::Error) -> bool {
+    error.is_timeout() || innermost(error).contains("timed out")
 }
 
 fn wait(error: &HFError) -> Option<Duration> {

@@ -171,7 +171,8 @@ fn files_of_split(folder: &Path, split: &str, request: &LocalRequest) -> Result<
     };
     let selection = selection.map_err(wrong)?;
     selection.warn_of_stand_in(folder.display(), &query);
-    let Selection { files: paths, split } = selection;
+    let Selection { files, split } = selection;
+    let paths = once_each(folder, files);
     let place = Some(folder.display().to_string());
     Ok(SourceFiles { place, paths, n_available: usable.len(), split: Some(split) })
 }
@@ -180,12 +181,22 @@ fn files_of_pattern(split: &str, request: &LocalRequest) -> Result<SourceFiles, 
     let found = of_themselves(expand(&request.path)?);
     let query = SplitQuery { split, is_default: false, config: None, data_files: &[] };
     let selection = match &request.files {
-        FileSelector::All => return Ok(found),
+        FileSelector::All => return Ok(SourceFiles { paths: once_each(Path::new(""), found.paths), ..found }),
         FileSelector::One(names) if names.unnamed == Unnamed::None => choose_one(&found.paths, &query, names),
         FileSelector::One(_) => of_split(&found.paths, &query),
     };
-    let Selection { files: paths, split } = selection.map_err(|problem| SourceError::choice(&request.path, problem))?;
+    let Selection { files, split } = selection.map_err(|problem| SourceError::choice(&request.path, problem))?;
+    let paths = once_each(Path::new(""), files);
     Ok(SourceFiles { paths, split: Some(split), ..found })
+}
+
+/// Drops links to other files of the list: their rows would be read twice.
+fn once_each(folder: &Path, mut paths: Vec<String>) -> Vec<String> {
+    let is_link = |path: &String| std::fs::symlink_metadata(folder.join(path)).is_ok_and(|found| found.is_symlink());
+    let real = |path: &String| folder.join(path).canonicalize().ok();
+    let files: HashSet<PathBuf> = paths.iter().filter(|path| !is_link(path)).filter_map(real).collect();
+    paths.retain(|path| !is_link(path) || real(path).is_none_or(|real| !files.contains(&real)));
+    paths
 }
 
 fn check_split_of_file(path: &Path, part: &SplitPart, request: &LocalRequest) -> Result<(), SourceError> {

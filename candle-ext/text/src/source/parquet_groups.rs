@@ -24,7 +24,7 @@ pub(super) struct Groups {
     file: u64,
 }
 
-/// Empty until somebody has decoded the group; who does so holds the lock.
+/// Empty until a thread has decoded the group; that thread holds the lock.
 type Slot = Arc<Mutex<Option<Arc<Group>>>>;
 
 struct Kept {

@@ -18,6 +18,8 @@ pub(super) fn environment(clock: Clock) -> Environment<'static> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     environment.set_syntax(syntax.expect("the default delimiters differ from each other"));
     environment.set_fuel(Some(limits::FUEL));
+    // An error would hold the template's values, which may be nested too deep for the thread that drops it.
+    environment.set_debug(false);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", json::tojson);

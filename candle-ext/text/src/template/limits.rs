@@ -30,11 +30,11 @@ pub fn add_template(environment: &mut Environment<'static>, name: &'static str, 
 
 /// The text of one rendering: writing fails where it grows beyond [`MAX_OUTPUT`].
 #[derive(Debug, Default)]
-pub struct LimitedOutput(Vec<u8>);
+pub(super) struct LimitedOutput(Vec<u8>);
 
 impl LimitedOutput {
     /// Returns the text.
-    pub fn into_text(self) -> String {
+    pub(super) fn into_text(self) -> String {
         String::from_utf8_lossy(&self.0).into_owned()
     }
 }

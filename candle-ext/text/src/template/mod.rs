@@ -11,6 +11,7 @@
 //! behind the end of turn. What does not come out clearly is an error, never a guess.
 
 mod arguments;
+pub mod budget;
 mod clock;
 mod environment;
 mod fallback;
@@ -25,13 +26,14 @@ mod unrendered;
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use minijinja::value::Serde;
 use minijinja::{Environment, Value};
 use serde_json::{Map, Value as Json};
 
 use crate::conversation::{Conversation, Message};
+use budget::Failure;
 use markers::Turn;
 use turns::{Frame, Piece, Probe, Prompts};
 
@@ -43,7 +45,9 @@ pub use unrendered::Unrendered;
 pub struct ChatTemplate {
     name: String,
     source: String,
-    environment: Environment<'static>,
+    environment: Arc<Environment<'static>>,
+    /// The reason why a rendering was given up. No further one is tried.
+    given_up: OnceLock<String>,
     variables: Map<String, Json>,
     has_generation: bool,
     frame: OnceLock<Frame>,
@@ -102,6 +106,14 @@ pub enum TemplateError {
         /// What it said.
         message: String,
     },
+    /// It takes too much time or memory.
+    #[error("render chat template {name}: {reason}; look for loops or texts that grow without end")]
+    Budget {
+        /// Where the template is from.
+        name: String,
+        /// The limit that one rendering exceeded.
+        reason: String,
+    },
     /// There is nothing to render.
     #[error("render chat template {name}: the conversation has no messages")]
     Empty {
@@ -139,6 +151,19 @@ const MARKED: &str = "marked";
 /// With marks at generation blocks only.
 const BLOCKS: &str = "blocks";
 
+/// Variables that every rendering sets: a value given for one would be lost.
+const OWN_VARIABLES: [&str; 4] = ["messages", "tools", "add_generation_prompt", markers::FENCE];
+
+/// Refuses the name of a variable that renderings set themselves. The error completes "failed to start: ".
+pub fn check_variable(name: &str) -> Result<(), String> {
+    match OWN_VARIABLES.contains(&name) {
+        false => Ok(()),
+        true => {
+            Err(format!("{name} is set for each conversation by the program; give the template's own variables only"))
+        }
+    }
+}
+
 impl ChatTemplate {
     /// Compiles a template. `name` stands in errors: say where it is from.
     pub fn new(name: impl Into<String>, source: &str) -> Result<Self, TemplateError> {
@@ -166,7 +191,8 @@ impl ChatTemplate {
         Ok(Self {
             name,
             source,
-            environment,
+            environment: Arc::new(environment),
+            given_up: OnceLock::new(),
             variables: Map::new(),
             has_generation,
             frame: OnceLock::new(),
@@ -202,7 +228,7 @@ impl ChatTemplate {
     #[must_use]
     pub fn with_clock(mut self, clock: Clock) -> Self {
         self.with_tools = self.with_tools.take().map(|it| Box::new(it.with_clock(clock)));
-        environment::set_clock(&mut self.environment, clock);
+        environment::set_clock(Arc::make_mut(&mut self.environment), clock);
         self
     }
 
@@ -241,6 +267,7 @@ impl ChatTemplate {
         }
         let error = match template.run(TEXT, template.context(chat, ending, None)) {
             Ok(text) => return Ok((Cow::Borrowed(chat), text)),
+            Err(error @ TemplateError::Budget { .. }) => return Err(error),
             Err(error) => error,
         };
         for form in fallback::forms(chat) {
@@ -330,7 +357,7 @@ impl ChatTemplate {
     /// Prints the conversation with markers and takes them out again.
     fn marks(
         &self,
-        template: &str,
+        template: &'static str,
         chat: &Conversation,
         ending: Ending,
         text: &str,
@@ -359,15 +386,22 @@ impl ChatTemplate {
         Value::from_pairs([documents].into_iter().chain(extra).chain(own).chain(fence))
     }
 
-    fn run(&self, template: &str, context: Value) -> Result<String, TemplateError> {
-        let mut output = limits::LimitedOutput::default();
-        let template = self.environment.get_template(template);
-        let rendered = template.and_then(|it| it.render_captured_to(context, &mut output).map(|_| ()));
-        rendered.map(|()| output.into_text()).map_err(|error| TemplateError::Render {
-            name: self.name.clone(),
-            line: error.line().unwrap_or(1),
-            message: describe(&error),
+    fn run(&self, template: &'static str, context: Value) -> Result<String, TemplateError> {
+        if let Some(reason) = self.given_up.get() {
+            return Err(self.over_budget(reason));
+        }
+        budget::render(&self.environment, template, context).map_err(|failure| match failure {
+            Failure::Budget(reason) => self.over_budget(self.given_up.get_or_init(|| reason)),
+            Failure::Template(error) => TemplateError::Render {
+                name: self.name.clone(),
+                line: error.line().unwrap_or(1),
+                message: describe(&error),
+            },
         })
+    }
+
+    fn over_budget(&self, reason: &str) -> TemplateError {
+        TemplateError::Budget { name: self.name.clone(), reason: reason.to_owned() }
     }
 
     fn unclear(&self, reason: TurnError) -> TemplateError {

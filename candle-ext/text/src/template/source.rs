@@ -1,7 +1,7 @@
 //! Rewrites a template's source before it is parsed.
 //!
-//! `{% generation %}` is transformers' own tag, which minijinja does not know, and nobody asks a
-//! template where a message begins. Both are answered by markers: calls that print a position
+//! `{% generation %}` is transformers' own tag, which minijinja does not know, and no template
+//! says where a message begins. Both are answered by markers: calls that print a position
 //! into the text, to be taken out again by `markers`. A marker stands between block tags and
 //! takes over the whitespace control of the tag it stands beside, so that it changes nothing
 //! else; lines are not moved, so that an error still names the author's line.

@@ -72,7 +72,7 @@ pub(super) struct Piece {
 }
 
 /// Splits a text by the innermost loop over messages. Text outside of all of them (a hoisted
-/// system prompt, a generation prompt at the end) is nobody's.
+/// system prompt, a generation prompt at the end) belongs to no message.
 pub(super) fn pieces(marks: &[(usize, Mark)]) -> Vec<Piece> {
     let mut pieces: Vec<Piece> = Vec::new();
     let mut open: Vec<(usize, usize)> = Vec::new();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value as Json};
 
 use super::TokenizerError;
-use crate::files::{MAX_GENERATED_BYTES, read_regular_file};
+use crate::files::{MAX_GENERATED_BYTES, read_regular_file, without_bom};
 
 /// A chat template's name (`default`, `tool_use`, ...), the file it stands in, and its source.
 #[derive(Clone, Debug)]
@@ -32,7 +32,7 @@ pub(super) fn read(path: &Path) -> Result<Option<String>, TokenizerError> {
 pub(super) fn read_object(path: &Path) -> Result<Map<String, Json>, TokenizerError> {
     let Some(text) = read(path)? else { return Ok(Map::new()) };
     let content = |message| TokenizerError::Content { path: path.to_owned(), message };
-    match serde_json::from_str(&text) {
+    match serde_json::from_slice(without_bom(text.as_bytes())) {
         Ok(Json::Object(object)) => Ok(object),
         Ok(_) => Err(content("expected a JSON object".into())),
         Err(error) => Err(content(error.to_string())),

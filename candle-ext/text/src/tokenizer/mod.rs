@@ -2,6 +2,7 @@
 //! files beside it for the special tokens' roles and the chat templates.
 
 mod added;
+mod charsmap;
 mod cut;
 mod files;
 mod known;
@@ -16,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value as Json;
 
+use crate::files::without_bom;
 use crate::panics::caught;
 use crate::template::{ChatTemplate, TemplateError};
 use files::NamedTemplate;
@@ -180,6 +182,9 @@ impl Tokenizer {
         })?;
         let ids =
             |token: &Option<SpecialToken>, is_added: bool| token.iter().filter(|_| is_added).map(|it| it.id).collect();
+        around
+            .check(&inner)
+            .map_err(|message| TokenizerError::Content { path: directory.join("tokenizer.json"), message })?;
         around.before = named.add_bos.map_or(around.before, |is_added| ids(&bos, is_added));
         around.after = named.add_eos.map_or(around.after, |is_added| ids(&eos, is_added));
 
@@ -408,12 +413,14 @@ fn load(directory: &Path) -> Result<tokenizers::Tokenizer, TokenizerError> {
     };
     let content = |message| TokenizerError::Content { path: path.clone(), message };
     // Truncation and padding are the trainer's; files saved during a training may hold them.
-    let mut json: Json = serde_json::from_str(&text).map_err(|error| content(error.to_string()))?;
+    let mut json: Json =
+        serde_json::from_slice(without_bom(text.as_bytes())).map_err(|error| content(error.to_string()))?;
     for key in ["truncation", "padding"] {
         if let Some(value) = json.get_mut(key) {
             *value = Json::Null;
         }
     }
+    charsmap::check(&json).map_err(content)?;
     let ids = added_ids(&json);
     let read = caught(|| serde_json::from_value(json).map_err(|error| error.to_string()));
     let inner: tokenizers::Tokenizer = read.and_then(|read| read).map_err(content)?;

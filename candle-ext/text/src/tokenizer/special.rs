@@ -38,6 +38,18 @@ impl AddedTokens {
     }
 }
 
+impl AddedTokens {
+    /// Refuses ids that no token has: a model has no embedding for them.
+    pub(super) fn check(&self, inner: &tokenizers::Tokenizer) -> Result<(), String> {
+        let unknown = self.before.iter().chain(&self.after).find(|id| inner.id_to_token(**id).is_none());
+        unknown.map_or(Ok(()), |id| {
+            Err(format!(
+                "its post_processor adds the id {id}, and no token of the vocabulary has that id; correct the id"
+            ))
+        })
+    }
+}
+
 /// What the folder's files say of special tokens, not yet looked up.
 pub(super) struct Named {
     /// Every `*_token` by key, in the order of the files. Templates see them all.

@@ -184,6 +184,24 @@ fn a_silent_hub_is_given_up() {
 }
 
 #[test]
+fn a_hub_that_drips_is_given_up() {
+    let impatient = |bench: &Bench, longest_silence: u64| {
+        let longest_silence = Duration::from_millis(longest_silence);
+        Hub::new(HubSettings { longest_silence, n_tries: 2, ..bench.settings() }).unwrap()
+    };
+    let text = " ".repeat(100_000);
+    let slow = Reply::new(200, &text).drip();
+    let bench = bench();
+    bench.server.answer("GET", "/tree/", FOREVER, slow.clone());
+    fails(&impatient(&bench, 50), ID, None, &["reach", "timed out"]);
+    let bench = self::bench();
+    bench.server.answer("GET", "config.json", FOREVER, slow);
+    bench.server.answer("HEAD", "config.json", FOREVER, Reply::new(200, &text).header("ETag", "\"x\""));
+    fails(&impatient(&bench, 300), ID, None, &["config.json", "fewer than 1024 bytes a second"]);
+    assert_eq!(bench.server.count("GET", "config.json"), 1);
+}
+
+#[test]
 fn a_hub_that_only_refuses_to_serve_leaves_the_cache() {
     for (status, said) in [(429, "too many requests"), (503, "answers 503")] {
         let bench = bench();

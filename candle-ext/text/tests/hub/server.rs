@@ -51,6 +51,8 @@ pub(crate) struct Reply {
     cut_at: Option<usize>,
     /// Say nothing until the other side hangs up.
     is_silent: bool,
+    /// Send one byte of the body each few milliseconds.
+    drips: bool,
 }
 
 struct Rule {
@@ -111,6 +113,10 @@ impl Reply {
 
     pub(crate) fn silence() -> Self {
         Self { is_silent: true, ..Self::default() }
+    }
+
+    pub(crate) fn drip(self) -> Self {
+        Self { drips: true, ..self }
     }
 
     pub(crate) fn header(mut self, name: &str, value: impl ToString) -> Self {
@@ -352,6 +358,12 @@ fn write_reply(mut stream: TcpStream, method: &str, reply: &Reply) -> std::io::R
         write!(stream, "{name}: {value}\r\n")?;
     }
     stream.write_all(b"\r\n")?;
+    if method != "HEAD" && reply.drips {
+        return reply.body.chunks(1).try_for_each(|byte| {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            stream.write_all(byte)
+        });
+    }
     if method != "HEAD" {
         stream.write_all(&reply.body[..reply.cut_at.unwrap_or(reply.body.len())])?;
     }

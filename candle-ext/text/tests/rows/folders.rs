@@ -139,6 +139,18 @@ fn rows_that_stand_in_for_an_evaluation_split_are_told_of() {
 }
 
 #[test]
+fn a_link_to_a_file_of_the_same_folder_adds_no_rows() {
+    let folder = Folder::new(&[("data/train-1.jsonl", b"{\"a\":1}\n"), ("more.jsonl", b"{\"a\":2}\n")]);
+    let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, folder.path(name)).unwrap();
+    link("train-1.jsonl", "data/train-2.jsonl");
+    assert_eq!(open(&folder, "data", "train").unwrap(), [row(1)]);
+    assert_eq!(open(&folder, "data/*.jsonl", "train").unwrap(), [row(1)]);
+    // A link to a file elsewhere adds its rows.
+    link("../more.jsonl", "data/train-3.jsonl");
+    assert_eq!(open(&folder, "data", "train").unwrap().len(), 2);
+}
+
+#[test]
 fn a_folder_is_read_once_by_whatever_links() {
     let folder = Folder::new(&[("data/a/train.jsonl", b"{\"a\":1}\n"), ("train.jsonl", b"{\"a\":2}\n")]);
     let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, folder.path(name)).unwrap();

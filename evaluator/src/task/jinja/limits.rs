@@ -22,6 +22,8 @@ pub(super) fn add_template(
         return Err(invalid(format!("the template has {n} bytes, more than the {MAX_SOURCE} that are allowed")));
     }
     environment.set_fuel(Some(FUEL));
+    // An error would hold the template's values, which may be nested too deep for the thread that drops it.
+    environment.set_debug(false);
     environment.add_filter("replace", replace);
     environment.add_filter("indent", indent);
     limits::add_template(&mut environment, name, source)?;

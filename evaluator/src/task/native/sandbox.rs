@@ -1,4 +1,4 @@
-//! Runs a Python program that nobody has read: in a child without our environment, in an empty folder, with limits on time,
+//! Runs a Python program that no person has read: in a child without our environment, in an empty folder, with limits on time,
 //! memory, files and processes, and without network where the kernel takes it away. The child can read what the user can.
 //!
 //! `sandbox.py` starts the program, ends all that it leaves behind, and reports. A program that searches its own process for

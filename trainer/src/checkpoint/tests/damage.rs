@@ -1,4 +1,4 @@
-//! Saves that somebody or something has changed, and manifests of nonsense.
+//! Saves that were changed after they were written, and manifests of nonsense.
 
 use std::path::PathBuf;
 

@@ -6,6 +6,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
+use candlewick_model::checkpoint::UNFINISHED;
+
 use super::*;
 use crate::checkpoint::storage::StoredFile;
 
@@ -56,10 +58,14 @@ impl Storage for Faulty {
     /// Two operations, so that a kill can come between two files.
     fn remove_dir(&self, dir: &Path) -> io::Result<()> {
         self.operation()?;
-        if let Some(entry) = fs::read_dir(dir).ok().and_then(|mut entries| entries.next()) {
-            fs::remove_file(entry?.path())?;
+        let paths = fs::read_dir(dir).into_iter().flatten().map(|entry| entry.map(|entry| entry.path()));
+        if let Some(path) = paths.flatten().find(|path| !path.ends_with(UNFINISHED)) {
+            fs::remove_file(path)?;
         }
         self.operation().and_then(|()| Drive.remove_dir(dir))
+    }
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        self.operation().and_then(|()| Drive.remove_file(path))
     }
 }
 

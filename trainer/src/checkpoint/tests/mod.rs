@@ -86,6 +86,8 @@ fn run(step: usize) -> RunState {
         ledger: json!({"read": 3}),
         fingerprint: fingerprint(),
         began: 1,
+        date: None,
+        home: None,
         n_skipped: 0,
         scaler: None,
         settings: Fingerprint::default(),
@@ -205,6 +207,35 @@ fn another_plan_or_model_is_refused_by_name_and_nothing_is_loaded() {
         "tensor master/c: in the model, not in the save",
     ];
     check_refused(&fingerprint(), toy, &want);
+}
+
+/// Rank 1 of two: it was stopped while the first gave up and removed the folder.
+#[test]
+fn a_rank_that_was_given_up_blames_the_others_and_not_the_folder() {
+    struct GivenUp(std::cell::Cell<usize>);
+    impl Crew for GivenUp {
+        fn rank(&self) -> usize {
+            1
+        }
+        fn size(&self) -> usize {
+            2
+        }
+        fn writes(&self) -> bool {
+            true
+        }
+        fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
+            match self.0.replace(self.0.get() + 1) {
+                0 => Ok(vec![Ok(Vec::new()), own]),
+                _ => Err("rank 1 was silent for 3s".into()),
+            }
+        }
+        fn at_work(&self) -> Option<candlewick_comm::AtWork> {
+            None
+        }
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let error = save(&plan(&dir, None), &run(1), &Toy::at(1), &GivenUp(Default::default())).unwrap_err();
+    assert!(matches!(error, CheckpointError::Crew(_)), "{error}");
 }
 
 #[test]

@@ -86,9 +86,28 @@ fn a_stray_file_named_like_a_save_is_named_and_left_alone() {
     let error = save_step(&Drive, &plan, 2).unwrap_err();
     assert!(matches!(error, CheckpointError::Occupied { .. }), "{error}");
     assert_eq!(resumed_step(&plan), 1);
-    fs::write(plan.output_dir.join(".epoch_0_global_step_1.old"), "x").unwrap();
-    assert_eq!(resumed_step(&plan), 1);
     assert_eq!(fs::read_to_string(stray).unwrap(), "x");
+}
+
+#[test]
+fn something_else_with_a_temporary_name_is_found_before_the_first_step_and_left_alone() {
+    for name in [".epoch_0_global_step_9.tmp", ".epoch_0_global_step_1.old", ".global_step_3.tmp"] {
+        for file in [name.to_owned(), format!("{name}/thesis.txt")] {
+            let dir = tempfile::tempdir().unwrap();
+            let plan = plan(&dir, None);
+            save_step(&Drive, &plan, 1).unwrap();
+            let path = plan.output_dir.join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(&path, "mine").unwrap();
+            for error in [check_preflight(&plan, 1000, 3), clear_leftovers(&plan.output_dir).map(drop)] {
+                let error = error.unwrap_err();
+                let cause = std::error::Error::source(&error).unwrap().to_string();
+                assert!(error.to_string().contains(name) && cause.contains("move it away"), "{error}: {cause}");
+            }
+            assert!(save_step(&Drive, &plan, 9).is_err() || !name.contains("step_9"));
+            assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
+        }
+    }
 }
 
 #[test]

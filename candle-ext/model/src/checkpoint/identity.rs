@@ -1,0 +1,39 @@
+//! The identity of weights: a hash that another training, another dtype or another model changes.
+
+use std::ops::Range;
+
+use super::Checkpoint;
+
+/// Bytes of each tensor that are hashed. Training changes nearly all values of a tensor.
+const SAMPLE: usize = 16 << 10;
+
+impl Checkpoint {
+    /// Returns a hash of every tensor's name, dtype, shape and middle bytes. The split into files does not change it.
+    pub fn identity(&self) -> String {
+        let mut hash = blake3::Hasher::new();
+        for (name, dtype, shape, bytes) in self.contents() {
+            hash.update(format!("{name} {dtype:?} {shape:?} {}\n", bytes.len()).as_bytes());
+            hash.update(&bytes[middle(bytes.len())]);
+        }
+        hash.finalize().to_hex()[..32].to_owned()
+    }
+}
+
+fn middle(n_bytes: usize) -> Range<usize> {
+    let n_sampled = n_bytes.min(SAMPLE);
+    let start = (n_bytes - n_sampled) / 2;
+    start..start + n_sampled
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_middle_of_a_tensor_is_sampled() {
+        assert_eq!(middle(0), 0..0);
+        assert_eq!(middle(10), 0..10);
+        assert_eq!(middle(SAMPLE + 8), 4..SAMPLE + 4);
+    }
+}
