@@ -1,4 +1,4 @@
-//! Checks of launches against what the kernels declare: a GPU takes arguments by their bytes and asks no questions.
+//! Checks of launches against the kernels' declarations: CUDA copies each argument by its size and checks nothing.
 
 use candle_core::{Result, bail};
 
@@ -58,7 +58,7 @@ mod tests {
 
     kernels!("rope");
 
-    /// What `rope` passes to its kernel, for one token with a head of two.
+    /// Returns the arguments of the kernel of `rope`, for one token with a head of two.
     fn arguments(x: &Tensor, table: &Tensor) -> [Arg; 7] {
         let [x, table] = [x, table].map(|tensor| Arg::Address(address("test", tensor).unwrap()));
         [x, table, table, x, Arg::I32(1), Arg::I32(2), Arg::F32(1.0)]
