@@ -25,7 +25,7 @@ use candlewick_text::hub::{Hub, HubSettings, QUIET_LIBRARIES};
 use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use crate::cores::choose_product;
+use crate::cores::{choose_product, tune_gemms};
 use crate::error_file;
 use crate::exit::{ExitCode, backtrace, classify, completions, parse_arguments_from, report};
 use model::Model;
@@ -147,6 +147,7 @@ pub fn main() -> ExitCode {
 
 fn run(command: &Command) -> Result<()> {
     choose_product()?;
+    tune_gemms()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {
         Command::Chat(args) => chat::chat(&args.model, &args.options, &hub),

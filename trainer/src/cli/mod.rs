@@ -352,6 +352,7 @@ fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
 
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     evaluator::cores::choose_product()?;
+    evaluator::cores::tune_gemms()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
         Command::Train(train) => train::run(train, cli.verbosity, &ui),

@@ -7,8 +7,6 @@
 
 pub(crate) mod columns;
 #[cfg(feature = "cuda")]
-mod cublas_lt;
-#[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "emulate")]
 pub(crate) mod emulator;

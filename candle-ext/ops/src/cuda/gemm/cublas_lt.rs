@@ -1,48 +1,64 @@
-//! [`Gemm`] by cuBLASLt: its plans are made once for each shape, format and alignment.
+//! [`Gemm`] by cuBLASLt: descriptors and an algorithm are made once for each [`Key`].
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet, hash_map};
 use std::ffi::c_void;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
 use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
 use candle_core::cuda_backend::cudarc::cublaslt::sys::{self, cublasLtMatmulAlgo_t, cudaDataType};
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{CudaDevice, DType, Error, Result};
 
-use super::gemm::{Gemm, Matrix};
+use super::choices::Choices;
+use super::cublas::Cublas;
+use super::key::Key;
+use super::recent::Recent;
+use super::search::{self, Algorithm, Failure, Library, Limits, Reductions, Route};
+use super::{Address, Gemm, Gpu, Matrix};
+use crate::nvidia::tuned_gemms;
 
 /// As NVIDIA recommends for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// What a plan may do with sums of parts of k: add them in f32. The other ways round them to the output's format first.
+/// Plans of one device. A step of training has about a hundred; one takes about 2 KiB of host memory.
+const MAX_PLANS: usize = 2048;
+
+/// Fallbacks that are logged, each once.
+const MAX_LOGGED: usize = 64;
+
+/// Runs of an algorithm that are timed, after one that is not.
+const TIMED_RUNS: usize = 3;
+
+/// Sums of parts of k in f32, the mask of allowed reductions. The other ways round them to the output's dtype first.
 const SUMS_IN_F32: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
 
-/// The alignment that a plan may count on at most.
-const MAX_ALIGNMENT: u64 = 256;
+static DEVICES: LazyLock<Mutex<HashMap<DeviceId, CublasLt>>> = LazyLock::new(Mutex::default);
 
-static LIBRARIES: LazyLock<Mutex<HashMap<DeviceId, Library>>> = LazyLock::new(Mutex::default);
-
-struct Library {
+/// cuBLASLt on one device.
+struct CublasLt {
     handle: sys::cublasLtHandle_t,
-    workspace: CudaSlice<u8>,
-    algorithms: HashMap<Key, cublasLtMatmulAlgo_t>,
+    plans: Recent<Key, Plan>,
+    /// By the address of the stream. None is ever removed: a workspace keeps its stream alive.
+    streams: HashMap<usize, Stream>,
+    /// `None` where nothing is tuned.
+    choices: Option<Choices>,
+    logged: HashSet<String>,
 }
 
-// SAFETY: cuBLASLt's handle may be used from any thread, and the lock lets one at a time.
-unsafe impl Send for Library {}
+// SAFETY: handles and descriptors may be used from any thread, and the lock lets one at a time.
+unsafe impl Send for CublasLt {}
 
-/// What an algorithm is chosen for.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
-    sizes: [usize; 3],
-    strides: [Option<usize>; 3],
-    dtypes: [DType; 2],
-    transposed: [bool; 2],
-    /// Whether something is added, and whether that is c.
-    plus: [bool; 2],
-    has_bias: bool,
-    alignments: [u32; 4],
+/// Memory and handle that products of one stream share: they run one after another.
+struct Stream {
+    workspace: CudaSlice<u8>,
+    cublas: Option<Cublas>,
+}
+
+struct Plan {
+    problem: Problem,
+    route: Route,
 }
 
 /// See [`Gemm::run`].
@@ -53,117 +69,312 @@ struct Key {
 pub(super) unsafe fn run(gemm: &Gemm, device: &CudaDevice) -> Result<()> {
     let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt failed at {gemm:?}: {error}"));
     device.cuda_stream().context().bind_to_thread().map_err(|error| failed(&error))?;
-    let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
-    let library = match libraries.entry(device.id()) {
-        std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
-        std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Library::open(device)?),
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let library = match devices.entry(device.id()) {
+        hash_map::Entry::Occupied(entry) => entry.into_mut(),
+        hash_map::Entry::Vacant(entry) => entry.insert(CublasLt::open(device)?),
     };
     // SAFETY: the caller answers for the addresses.
     unsafe { library.run(gemm, device) }.map_err(|error| failed(&error))
 }
 
-impl Library {
+impl CublasLt {
     fn open(device: &CudaDevice) -> Result<Self> {
-        let handle = result::create_handle().map_err(|error| Error::Msg(format!("cuBLASLt cannot start: {error}")))?;
-        // SAFETY: a workspace is written before it is read.
-        let workspace = unsafe { device.alloc::<u8>(WORKSPACE_BYTES)? };
-        Ok(Self { handle, workspace, algorithms: HashMap::new() })
+        let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt cannot start: {error}"));
+        let handle = result::create_handle().map_err(|error| failed(&error))?;
+        let choices = match tuned_gemms() {
+            Some(folder) => {
+                let name = device.cuda_stream().context().name().map_err(|error| failed(&error))?;
+                // SAFETY: the library is loaded.
+                Some(Choices::open(folder, &name, unsafe { sys::cublasLtGetVersion() }))
+            }
+            None => None,
+        };
+        Ok(Self { handle, plans: Recent::new(MAX_PLANS), streams: HashMap::new(), choices, logged: HashSet::new() })
     }
 
-    /// cuBLASLt thinks in columns: a row-major c = a b is a column-major c^T = b^T a^T.
+    /// Computes by the plan of this key, or makes one.
     ///
     /// # Safety
     ///
     /// As for [`Gemm::run`].
-    unsafe fn run(&mut self, gemm: &Gemm, device: &CudaDevice) -> std::result::Result<(), CublasError> {
-        let Gemm { m, n, k, a, b, .. } = *gemm;
-        let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
-        let first = Layout::of(b, [k, n], data)?;
-        let second = Layout::of(a, [m, k], data)?;
-        let output = Layout::of(gemm.output(), [m, n], c_data)?;
-        let description = Description::new()?;
-        // SAFETY: every attribute is set with a value of its type.
-        unsafe {
-            use sys::cublasLtMatmulDescAttributes_t as Attribute;
-            description.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(b))?;
-            description.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(a))?;
-            if let Some(bias) = gemm.bias {
-                let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
-                description.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
-                description.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
-            }
-        }
-        let key = key(gemm);
-        let algorithm = match self.algorithms.get(&key) {
-            Some(algorithm) => *algorithm,
-            None => {
-                let algorithm = self.choose(&description, [&first, &second, &output], &key)?;
-                self.algorithms.insert(key, algorithm);
-                algorithm
+    unsafe fn run(&mut self, gemm: &Gemm, device: &CudaDevice) -> std::result::Result<(), String> {
+        let Self { handle, plans, streams, choices, logged } = self;
+        let (handle, key) = (*handle, Key::of(gemm));
+        let stream = match streams.entry(device.cuda_stream().cu_stream() as usize) {
+            hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            hash_map::Entry::Vacant(entry) => {
+                entry.insert(Stream::new(device).map_err(|error| format!("its workspace: {error}"))?)
             }
         };
-        let (alpha, beta) = (1.0f32, if gemm.plus.is_some() { 1.0f32 } else { 0.0 });
-        let stream = device.cuda_stream();
-        let (workspace, _guard) = self.workspace.device_ptr(&stream);
-        // SAFETY: the layouts are those of the caller's matrices; the workspace belongs to this stream.
-        unsafe {
-            result::matmul(
-                self.handle,
-                description.0,
-                (&raw const alpha).cast(),
-                (&raw const beta).cast(),
-                b.address as *const c_void,
-                first.0,
-                a.address as *const c_void,
-                second.0,
-                gemm.plus.unwrap_or(gemm.c) as *const c_void,
-                output.0,
-                gemm.c as *mut c_void,
-                output.0,
-                &raw const algorithm,
-                workspace as *mut c_void,
-                WORKSPACE_BYTES,
-                stream.cu_stream().cast(),
-            )
+        if let Some(Plan { problem, route }) = plans.get(&key) {
+            let ran = Call::new(handle, gemm, problem, stream, device).and_then(|mut call| call.follow(*route));
+            match ran {
+                Ok(()) => return Ok(()),
+                // cublasGemmEx has filled c before it refuses: what was in it is gone.
+                Err(Failure::Refused(why)) if *route == Route::GemmEx => return Err(why),
+                Err(Failure::Refused(_)) => {}
+                Err(Failure::Fatal(why)) => return Err(why),
+            }
         }
-    }
-
-    fn choose(
-        &self,
-        description: &Description,
-        [first, second, output]: [&Layout; 3],
-        key: &Key,
-    ) -> std::result::Result<cublasLtMatmulAlgo_t, CublasError> {
-        let preference = Preference::new()?;
-        let [a, b, written, plus] = key.alignments;
-        // SAFETY: every attribute is set with a value of its type; the descriptors live until the end.
-        unsafe {
-            use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &SUMS_IN_F32)?;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &b)?;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &a)?;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &plus)?;
-            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &written)?;
-            let (handle, description) = (self.handle, description.0);
-            result::get_matmul_algo_heuristic(handle, description, first.0, second.0, output.0, output.0, preference.0)
-                .map(|found| found.algo)
+        let problem = Problem::new(gemm).map_err(|failure| failure.to_string())?;
+        let mut call = Call::new(handle, gemm, &problem, stream, device).map_err(|failure| failure.to_string())?;
+        let tuned = match choices {
+            Some(choices) => choices.choose(&mut call, &key)?,
+            None => None,
+        };
+        let found = search::compute(&mut call, &key, tuned)?;
+        if let Some(fallback) = found.fallback {
+            log(logged, format!("GEMM {key}: computed by {fallback}"));
         }
+        plans.insert(key, Plan { problem, route: found.route });
+        Ok(())
     }
 }
 
-fn key(gemm: &Gemm) -> Key {
-    let alignment = |address: u64| (1u64 << address.trailing_zeros().min(8)).min(MAX_ALIGNMENT) as u32;
-    // There is no preference for the bias; it is read as the output is written.
-    let output = gemm.bias.map_or(gemm.c, |bias| gemm.c | bias);
-    Key {
-        sizes: [gemm.m, gemm.n, gemm.k],
-        strides: [gemm.a.stride, gemm.b.stride, gemm.c_stride],
-        dtypes: [gemm.dtype, gemm.c_dtype],
-        transposed: [gemm.a.is_transposed, gemm.b.is_transposed],
-        plus: [gemm.plus.is_some(), gemm.plus == Some(gemm.c)],
-        has_bias: gemm.bias.is_some(),
-        alignments: [gemm.a.address, gemm.b.address, output, gemm.plus.unwrap_or(gemm.c)].map(alignment),
+/// Warns of a fallback, once.
+fn log(logged: &mut HashSet<String>, message: String) {
+    if logged.len() < MAX_LOGGED && !logged.contains(&message) {
+        tracing::warn!("{message}");
+        logged.insert(message);
+    }
+}
+
+impl Stream {
+    fn new(device: &CudaDevice) -> Result<Self> {
+        // SAFETY: a workspace is written before it is read.
+        let workspace = unsafe { device.alloc::<u8>(WORKSPACE_BYTES)? };
+        Ok(Self { workspace, cublas: None })
+    }
+}
+
+/// A GEMM and what its calls need.
+struct Call<'a> {
+    handle: sys::cublasLtHandle_t,
+    gemm: &'a Gemm,
+    problem: &'a Problem,
+    stream: &'a mut Stream,
+    device: &'a CudaDevice,
+}
+
+impl<'a> Call<'a> {
+    fn new(
+        handle: sys::cublasLtHandle_t,
+        gemm: &'a Gemm,
+        problem: &'a Problem,
+        stream: &'a mut Stream,
+        device: &'a CudaDevice,
+    ) -> std::result::Result<Self, Failure> {
+        problem.set_bias(gemm)?;
+        Ok(Self { handle, gemm, problem, stream, device })
+    }
+
+    fn follow(&mut self, route: Route) -> std::result::Result<(), Failure> {
+        match route {
+            Route::Lt(algorithm) => self.multiply(&algorithm),
+            Route::GemmEx => self.multiply_by_gemm_ex(),
+        }
+    }
+
+    fn workspace(&self) -> Address {
+        let stream = self.device.cuda_stream();
+        self.stream.workspace.device_ptr(&stream).0
+    }
+
+    /// Launches the product, from `addend` into `output`.
+    ///
+    /// # Safety
+    ///
+    /// Both must be good for a matrix like c.
+    unsafe fn launch(
+        &self,
+        algorithm: &Algorithm,
+        addend: Address,
+        output: Address,
+    ) -> std::result::Result<(), Failure> {
+        let Self { gemm, problem, .. } = self;
+        let (alpha, beta) = (1.0f32, if gemm.plus.is_some() { 1.0f32 } else { 0.0 });
+        let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
+        // SAFETY: the layouts are those of the caller's matrices; the workspace belongs to this stream.
+        let status = unsafe {
+            result::matmul(
+                self.handle,
+                problem.description.0,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                gemm.b.address as *const c_void,
+                problem.first.0,
+                gemm.a.address as *const c_void,
+                problem.second.0,
+                addend as *const c_void,
+                problem.output.0,
+                output as *mut c_void,
+                problem.output.0,
+                &raw const algorithm,
+                self.workspace() as *mut c_void,
+                WORKSPACE_BYTES,
+                self.device.cuda_stream().cu_stream().cast(),
+            )
+        };
+        status.map_err(failure)
+    }
+
+    /// Times the runs of an algorithm into `output`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Call::launch`].
+    unsafe fn time(&self, algorithm: &Algorithm, output: Address) -> std::result::Result<f32, Failure> {
+        let fatal = |error: &dyn std::fmt::Display| Failure::Fatal(error.to_string());
+        let addend = self.gemm.plus.filter(|plus| *plus != self.gemm.c).unwrap_or(output);
+        let stream = self.device.cuda_stream();
+        let mut events = Vec::with_capacity(TIMED_RUNS + 1);
+        for _ in 0..=TIMED_RUNS {
+            // SAFETY: the caller answers for the output.
+            unsafe { self.launch(algorithm, addend, output)? };
+            let event = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+            events.push(event.map_err(|error| fatal(&error))?);
+        }
+        let mut least = f32::INFINITY;
+        for pair in events.windows(2) {
+            least = least.min(pair[0].elapsed_ms(&pair[1]).map_err(|error| fatal(&error))?);
+        }
+        Ok(1000.0 * least)
+    }
+}
+
+impl Library for Call<'_> {
+    fn candidates(&mut self, limits: &Limits, n: usize) -> std::result::Result<Vec<Algorithm>, Failure> {
+        let preference = Preference::of(limits).map_err(failure)?;
+        let Problem { description, first, second, output } = self.problem;
+        let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(n);
+        let mut n_found = 0;
+        // SAFETY: the descriptors live until the end, and there is room for as many results as are asked for.
+        let status = unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                description.0,
+                first.0,
+                second.0,
+                output.0,
+                output.0,
+                preference.0,
+                n as i32,
+                found.as_mut_ptr(),
+                &raw mut n_found,
+            )
+        };
+        status.result().map_err(failure)?;
+        // SAFETY: the library has written so many.
+        unsafe { found.set_len(usize::try_from(n_found).unwrap_or(0).min(n)) };
+        let usable = found.iter().filter(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
+        let algorithms: Vec<Algorithm> = usable.map(|result| Algorithm(result.algo.data)).collect();
+        if algorithms.is_empty() {
+            return Err(Failure::Refused("its heuristic has no algorithm".into()));
+        }
+        Ok(algorithms)
+    }
+
+    fn check(&mut self, algorithm: &Algorithm) -> std::result::Result<(), Failure> {
+        let Problem { description, first, second, output } = self.problem;
+        let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
+        let mut checked = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+        // SAFETY: the descriptors live until the end, and a result has room.
+        let checked = unsafe {
+            let (description, first, second, output) = (description.0, first.0, second.0, output.0);
+            let (algorithm, result) = (&raw const algorithm, checked.as_mut_ptr());
+            sys::cublasLtMatmulAlgoCheck(self.handle, description, first, second, output, output, algorithm, result)
+                .result()
+                .map_err(failure)?;
+            checked.assume_init()
+        };
+        match checked.workspaceSize {
+            0..=WORKSPACE_BYTES => Ok(()),
+            more => Err(Failure::Refused(format!("it needs a workspace of {more} bytes, not {WORKSPACE_BYTES}"))),
+        }
+    }
+
+    fn multiply(&mut self, algorithm: &Algorithm) -> std::result::Result<(), Failure> {
+        // SAFETY: the caller of `run` answers for the addresses.
+        unsafe { self.launch(algorithm, self.gemm.plus.unwrap_or(self.gemm.c), self.gemm.c) }
+    }
+
+    fn multiply_by_gemm_ex(&mut self) -> std::result::Result<(), Failure> {
+        let workspace = self.workspace();
+        let cublas = match &mut self.stream.cublas {
+            Some(cublas) => cublas,
+            // SAFETY: the workspace is this stream's and is never freed.
+            none => none.insert(unsafe { Cublas::open(&self.device.cuda_stream(), workspace, WORKSPACE_BYTES)? }),
+        };
+        // SAFETY: the caller of `run` answers for the addresses.
+        unsafe { cublas.run(self.gemm, Gpu::Device(self.device)) }
+    }
+
+    fn microseconds(&mut self, algorithm: &Algorithm) -> std::result::Result<f32, Failure> {
+        let Gemm { m, n, c_dtype, .. } = *self.gemm;
+        let [_, _, stride] = self.gemm.output().in_memory([m, n]);
+        let n_bytes = ((m - 1) * stride + n) * c_dtype.size_in_bytes();
+        // SAFETY: nobody reads the output.
+        let output = unsafe { self.device.alloc::<u8>(n_bytes) }
+            .map_err(|error| Failure::Refused(format!("there is no room to time it: {error}")))?;
+        let stream = self.device.cuda_stream();
+        let (address, _guard) = output.device_ptr(&stream);
+        // SAFETY: the output is as large as c.
+        unsafe { self.time(algorithm, address) }
+    }
+}
+
+fn failure(error: CublasError) -> Failure {
+    use sys::cublasStatus_t as Status;
+    let why = error.to_string();
+    match error.0 {
+        Status::CUBLAS_STATUS_NOT_SUPPORTED
+        | Status::CUBLAS_STATUS_INVALID_VALUE
+        | Status::CUBLAS_STATUS_ARCH_MISMATCH => Failure::Refused(why),
+        _ => Failure::Fatal(why),
+    }
+}
+
+/// Descriptors of a GEMM. cuBLASLt thinks in columns: a row-major c = a b is a column-major c^T = b^T a^T.
+struct Problem {
+    description: Description,
+    /// b
+    first: Layout,
+    /// a
+    second: Layout,
+    /// c and the addend
+    output: Layout,
+}
+
+impl Problem {
+    fn new(gemm: &Gemm) -> std::result::Result<Self, Failure> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let Gemm { m, n, k, a, b, .. } = *gemm;
+        let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
+        let description = Description::new().map_err(failure)?;
+        // SAFETY: every attribute is set with a value of its type.
+        unsafe {
+            description.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(b)).map_err(failure)?;
+            description.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(a)).map_err(failure)?;
+            if gemm.bias.is_some() {
+                let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+                description.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue).map_err(failure)?;
+            }
+        }
+        Ok(Self {
+            description,
+            first: Layout::of(b, [k, n], data).map_err(failure)?,
+            second: Layout::of(a, [m, k], data).map_err(failure)?,
+            output: Layout::of(gemm.output(), [m, n], c_data).map_err(failure)?,
+        })
+    }
+
+    /// Sets the address of the bias, which is another at each call.
+    fn set_bias(&self, gemm: &Gemm) -> std::result::Result<(), Failure> {
+        let Some(bias) = gemm.bias else { return Ok(()) };
+        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+        // SAFETY: the attribute is an address.
+        unsafe { self.description.set(attribute, &bias) }.map_err(failure)
     }
 }
 
@@ -172,12 +383,12 @@ fn operation(matrix: Matrix) -> i32 {
     i32::from(matrix.is_transposed)
 }
 
-fn data_type(dtype: DType) -> std::result::Result<cudaDataType, CublasError> {
+fn data_type(dtype: DType) -> std::result::Result<cudaDataType, Failure> {
     match dtype {
         DType::F32 => Ok(cudaDataType::CUDA_R_32F),
         DType::BF16 => Ok(cudaDataType::CUDA_R_16BF),
         DType::F16 => Ok(cudaDataType::CUDA_R_16F),
-        _ => Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)),
+        other => Err(Failure::Refused(format!("it computes in f32, bf16 and f16, not {other:?}"))),
     }
 }
 
@@ -231,8 +442,22 @@ impl Drop for Description {
 struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Preference {
-    fn new() -> std::result::Result<Self, CublasError> {
-        result::create_matmul_pref().map(Self)
+    fn of(limits: &Limits) -> std::result::Result<Self, CublasError> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let preference = result::create_matmul_pref().map(Self)?;
+        let [a, b, written, plus] = limits.alignments;
+        // SAFETY: every attribute is set with a value of its type.
+        unsafe {
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
+            if limits.reductions == Reductions::InF32 {
+                preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &SUMS_IN_F32)?;
+            }
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &b)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &a)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &plus)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &written)?;
+        }
+        Ok(preference)
     }
 
     /// # Safety

@@ -1,8 +1,29 @@
 //! Matrix products on CUDA, by cuBLASLt.
+//!
+//! [`search`] decides which algorithm computes a product, [`choices`] keeps tuned ones; [`cublas_lt`] and [`cublas`] call the
+//! libraries.
+
+#[cfg(any(feature = "cuda", test))]
+mod choices;
+#[cfg(feature = "cuda")]
+mod cublas;
+#[cfg(feature = "cuda")]
+mod cublas_lt;
+#[cfg(any(feature = "cuda", test))]
+mod key;
+#[cfg(any(feature = "cuda", test))]
+mod recent;
+#[cfg(any(feature = "cuda", test))]
+mod search;
 
 use candle_core::{DType, Result};
 
-use super::{Address, Gpu};
+use super::{Address, Arg, Gpu, kernels, suffix};
+
+kernels!("gemm");
+
+/// Elements of c that a thread fills, about.
+const FILLED_PER_THREAD: usize = 4;
 
 /// A row-major matrix as a product reads it.
 #[derive(Clone, Copy, Debug)]
@@ -73,17 +94,141 @@ impl Gemm {
     ///
     /// Every address must be good for a matrix of its size and format, and c must overlap neither a nor b.
     pub(crate) unsafe fn run(&self, gpu: Gpu) -> Result<()> {
-        let adds_nothing = self.k == 0 && self.plus == Some(self.c) && self.bias.is_none();
-        if self.m == 0 || self.n == 0 || adds_nothing {
+        if self.m == 0 || self.n == 0 {
             return Ok(());
+        }
+        if self.k == 0 {
+            // SAFETY: the caller answers for the addresses.
+            return unsafe { self.fill(gpu) };
         }
         match gpu {
             // SAFETY: the caller answers for the addresses.
             #[cfg(feature = "cuda")]
-            Gpu::Device(device) => unsafe { super::cublas_lt::run(self, device) },
+            Gpu::Device(device) => unsafe { cublas_lt::run(self, device) },
             // SAFETY: as above.
             #[cfg(feature = "emulate")]
             Gpu::Emulated(_) => unsafe { super::emulator::gemm(self) },
         }
+    }
+
+    /// Writes what the product is added to: the addend and the bias, or zeros. That is all of it where k is 0, which
+    /// cuBLASLt refuses.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::run`].
+    unsafe fn fill(&self, gpu: Gpu) -> Result<()> {
+        if self.plus == Some(self.c) && self.bias.is_none() {
+            return Ok(());
+        }
+        let [_, _, stride] = self.output().in_memory([self.m, self.n]);
+        let args = [
+            Arg::Address(self.plus.unwrap_or(0)),
+            Arg::Address(self.bias.unwrap_or(0)),
+            Arg::Address(self.c),
+            Arg::I64(self.m as i64),
+            Arg::I64(self.n as i64),
+            Arg::I64(stride as i64),
+        ];
+        let name = format!("fill_{}", suffix(KERNELS.op, self.c_dtype)?);
+        // SAFETY: the addend and c are [m, n] with this stride, the bias is [n], all in c's format; zero is none.
+        unsafe { KERNELS.launch_flat(gpu, &name, self.m * self.n, FILLED_PER_THREAD, &args) }
+    }
+}
+
+#[cfg(all(test, feature = "emulate"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::marker::PhantomData;
+
+    use half::bf16;
+
+    use super::*;
+    use crate::cuda::emulator;
+
+    /// Rows of c, and elements from one to the next.
+    const M: usize = 37;
+    const STRIDE: usize = 70;
+
+    /// c of a product over nothing, [`M`] rows of n elements, and what lies between the rows.
+    fn product_over_nothing(n: usize, plus: Option<&[bf16]>, bias: Option<&[bf16]>, in_place: bool) -> Vec<bf16> {
+        let mut c = vec![bf16::from_f32(-7.0); M * STRIDE];
+        if let (true, Some(plus)) = (in_place, plus) {
+            c.copy_from_slice(plus);
+        }
+        let at = |values: &[bf16]| values.as_ptr().expose_provenance() as Address;
+        let gemm = gemm_over_nothing(n, c.as_mut_ptr().expose_provenance() as Address);
+        let plus = plus.map(|plus| if in_place { gemm.c } else { at(plus) });
+        let gemm = Gemm { plus, bias: bias.map(at), ..gemm };
+        // SAFETY: a and b have no elements, c and the addend rows of n elements, the bias n.
+        unsafe { gemm.run(Gpu::Emulated(PhantomData)) }.unwrap();
+        c
+    }
+
+    fn gemm_over_nothing(n: usize, c: Address) -> Gemm {
+        let nothing = Matrix::plain(align_of::<bf16>() as Address);
+        Gemm { a: nothing, b: nothing, c, c_stride: Some(STRIDE), ..Gemm::new([M, n, 0], DType::BF16) }
+    }
+
+    fn values(n: usize, step: f32) -> Vec<bf16> {
+        (0..n).map(|i| bf16::from_f32((i as f32 * step).sin())).collect()
+    }
+
+    #[test]
+    fn a_product_over_nothing_is_the_addend_and_the_bias_or_zeros() {
+        for n in [1, 64, 70] {
+            let (plus, bias) = (values(M * STRIDE, 0.7), values(n, 0.3));
+            for (plus, bias, in_place) in [
+                (None, None, false),
+                (None, Some(&bias[..]), false),
+                (Some(&plus[..]), None, false),
+                (Some(&plus[..]), None, true),
+                (Some(&plus[..]), Some(&bias[..]), false),
+                (Some(&plus[..]), Some(&bias[..]), true),
+            ] {
+                let got = product_over_nothing(n, plus, bias, in_place);
+                for (i, got) in got.iter().enumerate() {
+                    let (column, value) = (i % STRIDE, |x: Option<&[bf16]>, i: usize| x.map_or(0.0, |x| x[i].to_f32()));
+                    let between = if in_place { value(plus, i) } else { -7.0 };
+                    let want =
+                        if column < n { value(plus, i) + bias.map_or(0.0, |b| b[column].to_f32()) } else { between };
+                    assert_eq!(*got, bf16::from_f32(want), "{n} {} {} {in_place} {i}", plus.is_some(), bias.is_some());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_kernel_gives_what_the_emulated_product_over_nothing_gives() {
+        let (n, plus, bias) = (64, values(M * STRIDE, 0.7), values(64, 0.3));
+        let mut c = vec![bf16::NAN; M * STRIDE];
+        let at = |values: &[bf16]| values.as_ptr().expose_provenance() as Address;
+        let gemm = gemm_over_nothing(n, c.as_mut_ptr().expose_provenance() as Address);
+        let gemm = Gemm { plus: Some(at(&plus)), bias: Some(at(&bias)), ..gemm };
+        // SAFETY: as in `product_over_nothing`.
+        unsafe { emulator::gemm(&gemm) }.unwrap();
+        let got = product_over_nothing(n, Some(&plus), Some(&bias), false);
+        for row in 0..M {
+            let row = row * STRIDE..row * STRIDE + n;
+            assert_eq!(got[row.clone()], c[row]);
+        }
+    }
+
+    #[test]
+    fn in_f32_the_addends_are_not_rounded() {
+        let (plus, bias, mut c) = ([1.0f32, 2.0], [1e-7f32, 3e-7], [f32::NAN; 2]);
+        let at = |values: &[f32]| values.as_ptr().expose_provenance() as Address;
+        let nothing = Matrix::plain(align_of::<f32>() as Address);
+        let gemm = Gemm {
+            a: nothing,
+            b: nothing,
+            c: c.as_mut_ptr().expose_provenance() as Address,
+            plus: Some(at(&plus)),
+            bias: Some(at(&bias)),
+            ..Gemm::new([1, 2, 0], DType::F32)
+        };
+        // SAFETY: as above.
+        unsafe { gemm.run(Gpu::Emulated(PhantomData)) }.unwrap();
+        assert_eq!(c, [1.0 + 1e-7, 2.0 + 3e-7]);
     }
 }
