@@ -83,7 +83,7 @@ impl Cublas {
 
 fn failure(error: CublasError) -> Failure {
     use sys::cublasStatus_t as Status;
-    let why = error.to_string();
+    let why = format!("{:?}", error.0);
     match error.0 {
         Status::CUBLAS_STATUS_NOT_SUPPORTED
         | Status::CUBLAS_STATUS_INVALID_VALUE

@@ -9,6 +9,8 @@ mod choices;
 mod cublas;
 #[cfg(feature = "cuda")]
 mod cublas_lt;
+#[cfg(feature = "cuda")]
+mod descriptors;
 #[cfg(any(feature = "cuda", test))]
 mod key;
 #[cfg(any(feature = "cuda", test))]
