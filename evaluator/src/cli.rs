@@ -25,9 +25,9 @@ use candlewick_text::hub::{Hub, HubSettings, QUIET_LIBRARIES};
 use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
-use candlewick_runtime::cores::{choose_kernels, choose_product};
+use crate::exit::classify;
+use candlewick_runtime::cores::{choose_kernels, choose_product, tune_gemms};
 use candlewick_runtime::error_file;
-use candlewick_runtime::exit::classify;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
 use model::Model;
 
@@ -154,6 +154,7 @@ const OUT_OF_MEMORY: &str = "Lower --batch-size or --max-length, or set --dtype 
 fn run(command: &Command) -> Result<()> {
     choose_product()?;
     choose_kernels()?;
+    tune_gemms()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {
         Command::Chat(args) => chat::chat(&args.model, &args.options, &hub),

@@ -2,9 +2,9 @@
 
 use std::error::Error as StdError;
 
-use candlewick_runtime::exit::code_of;
 use candlewick_runtime::exit::{classify_by, model_code};
 use candlewick_text::hub::HubError;
+use evaluator::exit::code_of;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::DataError;

@@ -67,7 +67,7 @@ pub use linear_cross_entropy::{
     CrossEntropy, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart, linear_cross_entropy,
     linear_cross_entropy_part, token_scores,
 };
-pub use nvidia::{NvidiaLibrary, nvidia_libraries};
+pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use once::{Outputs, computed_once, keep_outputs};
 pub use replaced::replace_kernels;
 pub use reshape::reshape;

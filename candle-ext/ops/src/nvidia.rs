@@ -72,6 +72,24 @@ pub fn nvidia_libraries() -> Vec<NvidiaLibrary> {
     Vec::new()
 }
 
+/// The folder that [`tune_gemms`] was given.
+#[cfg(feature = "cuda")]
+static TUNED_GEMMS: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
+
+/// Lets the first GEMM of each shape on a GPU time cuBLASLt's algorithms, and keeps the fastest in files of this folder, for
+/// later runs. Called before anything is computed; the folder of the first call counts.
+pub fn tune_gemms(folder: PathBuf) {
+    #[cfg(feature = "cuda")]
+    let _ = TUNED_GEMMS.set(folder);
+    #[cfg(not(feature = "cuda"))]
+    drop(folder);
+}
+
+#[cfg(feature = "cuda")]
+pub(crate) fn tuned_gemms() -> Option<&'static std::path::Path> {
+    TUNED_GEMMS.get().map(PathBuf::as_path)
+}
+
 /// Loads a library of NVIDIA's under any of its versions: the majors that cudarc looks for, too.
 #[cfg(feature = "cuda")]
 pub(crate) fn load(file: &str) -> Option<libloading::Library> {

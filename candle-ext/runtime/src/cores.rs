@@ -1,9 +1,10 @@
 //! What a process computes with: how many cores if it has others beside it (the launcher decides it; for those that torchrun,
 //! MPI or Slurm starts, it is decided here), which kernel, and when CUDA loads its kernels.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candlewick_comm::Engine;
 
 use crate::exit::ExitCode;
@@ -80,6 +81,32 @@ pub fn choose_kernels() -> Result<()> {
     replaced.map_err(anyhow::Error::from).context(format!("failed to heed {KERNELS}")).context(ExitCode::Usage)
 }
 
+/// Lets cuBLASLt's algorithms be timed if CANDLEWICK_GEMM_TUNE is 1, and keeps the fastest in the cache folder. Called before
+/// anything is computed.
+pub fn tune_gemms() -> Result<()> {
+    const TUNE: &str = "CANDLEWICK_GEMM_TUNE";
+    if is_on(TUNE, std::env::var_os(TUNE).as_deref()).context(ExitCode::Usage)? {
+        candlewick_ops::tune_gemms(cache_folder().join("gemm"));
+    }
+    Ok(())
+}
+
+/// Reads a variable that is 1 or 0; unset and empty is 0.
+fn is_on(name: &str, value: Option<&OsStr>) -> Result<bool> {
+    match value.map(OsStr::to_string_lossy).as_deref() {
+        None | Some("" | "0") => Ok(false),
+        Some("1") => Ok(true),
+        Some(other) => bail!("{name}={other}: want 1 or 0"),
+    }
+}
+
+/// Returns the folder that keeps what later runs need not compute again: `$XDG_CACHE_HOME/candlewick`, or below `~/.cache`.
+pub fn cache_folder() -> PathBuf {
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
+    cache.unwrap_or_else(std::env::temp_dir).join("candlewick")
+}
+
 /// How many threads one of `n` processes computes on, of `available` cores. `cores` are those that the process is bound to and
 /// those that the machine has: who is bound to fewer was given its part, but perhaps together with others.
 fn share(n: usize, available: usize, cores: Option<(usize, usize)>) -> usize {
@@ -124,6 +151,15 @@ mod tests {
         assert_eq!(module_loading(1, None), None);
         assert_eq!(module_loading(2, None), Some("EAGER"));
         assert_eq!(module_loading(2, Some("LAZY".into())), None);
+    }
+
+    #[test]
+    fn a_variable_that_is_neither_1_nor_0_is_an_error_that_names_it() {
+        let of = |value: &str| is_on("CANDLEWICK_GEMM_TUNE", Some(OsStr::new(value)));
+        assert!(["", "0"].into_iter().all(|value| of(value).is_ok_and(|on| !on)));
+        assert!(of("1").is_ok_and(|on| on) && is_on("X", None).is_ok_and(|on| !on));
+        let error = of("yes").map_err(|error| error.to_string());
+        assert_eq!(error, Err("CANDLEWICK_GEMM_TUNE=yes: want 1 or 0".into()));
     }
 
     #[test]

@@ -16,8 +16,8 @@ use super::model::Compute;
 use candlewick_inference::chat_session::{ChatSession, Reply};
 use candlewick_runtime::exit::ExitCode;
 
+use crate::exit::classify;
 use candlewick_inference::generate::FinishReason;
-use candlewick_runtime::exit::classify;
 
 /// Options of a chat.
 #[derive(Debug, Args)]

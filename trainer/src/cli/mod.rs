@@ -357,6 +357,7 @@ fn detailed(error: anyhow::Error, verbose: u8) -> anyhow::Error {
 fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     candlewick_runtime::cores::choose_product()?;
     candlewick_runtime::cores::choose_kernels()?;
+    candlewick_runtime::cores::tune_gemms()?;
     let ui = Ui::new(cli.verbosity.quiet);
     match &cli.command {
         Command::Train(train) => train::run(train, cli.verbosity, &ui),

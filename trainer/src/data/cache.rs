@@ -113,9 +113,7 @@ impl Cache {
 
 /// The cache of a user: `$XDG_CACHE_HOME/candlewick/tokens`, or below `~/.cache`.
 pub fn default_cache_dir() -> PathBuf {
-    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let cache = folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache")));
-    cache.unwrap_or_else(std::env::temp_dir).join("candlewick/tokens")
+    candlewick_runtime::cores::cache_folder().join("tokens")
 }
 
 /// Opens an entry and checks its bytes.

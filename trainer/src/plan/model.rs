@@ -259,6 +259,10 @@ fn attention(resolver: &mut Resolver) -> AttentionChoice {
         Attention::Fused => AttentionImpl::Fused,
         Attention::Reference => AttentionImpl::Reference,
     };
+    let written = resolver.loaded.scalar(ATTENTION).filter(|name| name != "auto");
+    if let (AttentionImpl::Auto, Some(name)) = (implementation, written) {
+        resolver.note(format!("{ATTENTION}: {name} is read as auto: cuDNN where it can be used, else our own kernels"));
+    }
     let deterministic = resolver.pick("model.attn_deterministic", model.attn_deterministic, false);
     if implementation == AttentionImpl::Cudnn && device.as_deref() == Some("cpu") {
         let message = format!("{ATTENTION}: cudnn computes on GPUs only, but device is cpu");

@@ -85,6 +85,12 @@ fn attention_has_four_names_and_those_of_transformers() {
             "{name}"
         );
     }
+    let says_auto = |name: &str| {
+        let plan = plan(&[&format!("model.attn_implementation={name}")]);
+        plan.notes.iter().any(|note| note.contains(&format!("{name} is read as auto")))
+    };
+    assert_eq!(["sdpa", "flash_attention_2", "flash_attention_3"].map(says_auto), [true; 3]);
+    assert_eq!(["auto", "fused", "eager"].map(says_auto), [false; 3]);
     let default = AttentionChoice { implementation: AttentionImpl::Auto, deterministic: false };
     assert_eq!(plan(&[]).model.attention, default);
     assert!(plan(&["model.attn_deterministic=true"]).model.attention.deterministic);

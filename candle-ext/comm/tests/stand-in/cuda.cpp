@@ -138,6 +138,21 @@ Job set(void **arguments) {
     };
 }
 
+// c = plus + bias, of ops: either may be null.
+template <class T>
+Job fill(void **arguments) {
+    return [plus = argument<const T *>(arguments, 0), bias = argument<const T *>(arguments, 1),
+            c = argument<T *>(arguments, 2), m = argument<long long>(arguments, 3), n = argument<long long>(arguments, 4),
+            stride = argument<long long>(arguments, 5)] {
+        for (long long row = 0; row < m; row++) {
+            for (long long i = 0; i < n; i++) {
+                float sum = plus ? float(wide(plus[row * stride + i])) : 0.0f;
+                c[row * stride + i] = T(bias ? sum + float(wide(bias[i])) : sum);
+            }
+        }
+    };
+}
+
 using Kernel = Job (*)(void **);
 
 template <class T>
@@ -147,6 +162,7 @@ void add_float(std::map<std::string, Kernel> &kernels, const std::string &name) 
     kernels["ne_" + name] = not_equal<T>;
     kernels["where_u8_" + name] = where<T>;
     kernels["ucopy_" + name] = copy<T>;
+    kernels["fill_" + name] = fill<T>;
 }
 
 std::map<std::string, Kernel> all_kernels() {

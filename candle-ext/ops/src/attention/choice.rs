@@ -50,7 +50,7 @@ pub(super) enum Path {
     Reference,
     Fused,
     #[cfg(feature = "cudnn")]
-    Cudnn(super::cudnn::Plan),
+    Cudnn(Box<super::cudnn::Plan>),
     #[cfg(feature = "flash-attn")]
     Flash,
 }
@@ -85,11 +85,11 @@ impl AttentionChoice {
         passes: AttentionPasses,
     ) -> Result<Option<String>> {
         let AttentionHeads { n_query, n_kv, dim } = heads;
-        let q = Tensor::zeros((1, n_query, dim), dtype, device)?;
+        let q = Tensor::zeros((2, n_query, dim), dtype, device)?;
         let scale = (dim as f32).powf(-0.5);
         let spec = AttentionSpec { scale, causal: true, window: None, choice: self };
         let heads = Heads { n_kv, group: n_query / n_kv.max(1), dim };
-        let (path, why_not_cudnn) = choose(&q, &Seqs::packed(vec![0, 1])?, &spec, heads, passes)?;
+        let (path, why_not_cudnn) = choose(&q, &Seqs::packed(vec![0, 2])?, &spec, heads, passes)?;
         Ok(match (path, why_not_cudnn) {
             (Path::Reference, _) => Some("attention: reference, with all scores of a sequence in memory".into()),
             (Path::Fused, Some(why)) if device.is_cuda() => Some(format!("attention: fused; not cuDNN: {why}")),
@@ -146,7 +146,35 @@ fn left_to_cudnn(seqs: &Seqs, spec: &AttentionSpec) -> std::result::Result<(), S
     if seqs.cu_q() != seqs.cu_k() {
         return Err("it is left out where keys are remembered".into());
     }
+    if seqs.spans().all(|span| span.k.len() <= 1) {
+        // Its release notes exclude the backward of one key. Graphs are built for more, so a shorter sequence beside a longer
+        // one is an ordinary case; a batch of nothing else gains nothing by it.
+        return Err("no sequence has more than one token".into());
+    }
     Ok(())
+}
+
+/// Tells whether cuDNN is to compute with tensors at these addresses: `auto` leaves views that begin at any element to our
+/// kernel. By name it gets copies of them.
+#[cfg(any(feature = "cudnn", test))]
+pub(super) fn takes_addresses(choice: AttentionChoice, addresses: &[u64]) -> bool {
+    const ALIGNMENT: u64 = 16;
+    choice.implementation != AttentionImpl::Auto || addresses.iter().all(|address| address.is_multiple_of(ALIGNMENT))
+}
+
+/// Computes by cuDNN, or by our kernel where cuDNN refuses when it runs: inputs are then as they were. By name that is an
+/// error, as is anything but a refusal.
+#[cfg(any(feature = "cudnn", test))]
+pub(super) fn or_fused<T>(
+    choice: AttentionChoice,
+    cudnn: impl FnOnce() -> Result<std::result::Result<T, String>>,
+    fused: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    match (cudnn()?, choice.implementation) {
+        (Ok(computed), _) => Ok(computed),
+        (Err(_), AttentionImpl::Auto) => fused(),
+        (Err(why), _) => bail!("attention: cuDNN was asked for and failed: {why}; `fused` is our own kernel"),
+    }
 }
 
 #[cfg(feature = "cudnn")]
@@ -157,7 +185,7 @@ fn cudnn(
     heads: Heads,
     passes: AttentionPasses,
 ) -> std::result::Result<Path, String> {
-    super::cudnn::plan(q, seqs, spec, heads, passes).map(Path::Cudnn)
+    super::cudnn::plan(q, seqs, spec, heads, passes).map(|plan| Path::Cudnn(Box::new(plan)))
 }
 
 #[cfg(not(feature = "cudnn"))]
@@ -178,4 +206,85 @@ fn flash(device: &Device, passes: AttentionPasses) -> std::result::Result<Path, 
     return Ok(Path::Flash);
     #[cfg(not(feature = "flash-attn"))]
     Err("this program was built without the flash-attn feature")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    fn by(implementation: AttentionImpl) -> AttentionChoice {
+        AttentionChoice { implementation, deterministic: false }
+    }
+
+    fn spec(choice: AttentionChoice) -> AttentionSpec {
+        AttentionSpec { scale: 1.0, causal: true, window: None, choice }
+    }
+
+    #[track_caller]
+    fn check_left(seqs: &Seqs, choice: AttentionChoice, want: Option<&str>) {
+        let left = left_to_cudnn(seqs, &spec(choice)).err();
+        match want {
+            None => assert_eq!(left, None),
+            Some(part) => assert!(left.as_ref().is_some_and(|why| why.contains(part)), "{left:?}"),
+        }
+    }
+
+    #[test]
+    fn auto_leaves_batches_of_single_tokens_remembered_keys_and_fixed_orders_to_fused() {
+        let auto = by(AttentionImpl::Auto);
+        for (lens, want) in [
+            (vec![0, 1], Some("no sequence has more than one token")),
+            (vec![0, 1, 1, 2, 3], Some("no sequence has more than one token")),
+            (vec![0, 1, 3], None),
+            (vec![0, 1, 1, 300, 301], None),
+        ] {
+            check_left(&Seqs::packed(lens).unwrap(), auto, want);
+        }
+        check_left(&Seqs::with_keys(vec![0, 1], vec![0, 9]).unwrap(), auto, Some("keys are remembered"));
+        let deterministic = AttentionChoice { deterministic: true, ..auto };
+        check_left(&Seqs::packed(vec![0, 9]).unwrap(), deterministic, Some("square of the length"));
+    }
+
+    #[test]
+    fn auto_leaves_misaligned_tensors_to_fused() {
+        let of = |implementation, addresses: &[u64]| takes_addresses(by(implementation), addresses);
+        assert!(of(AttentionImpl::Auto, &[0x1000, 0x2010, 0x3000]));
+        for i in 0..3 {
+            let mut addresses = [0x1000, 0x2010, 0x3000];
+            addresses[i] += 8;
+            assert!(!of(AttentionImpl::Auto, &addresses) && of(AttentionImpl::Cudnn, &addresses));
+        }
+    }
+
+    /// Runs a fake cuDNN; returns the result and how often our kernel computed.
+    fn run(implementation: AttentionImpl, cudnn: Result<std::result::Result<&str, String>>) -> (Result<&str>, usize) {
+        let n_fused = Cell::new(0);
+        let fused = || {
+            n_fused.set(n_fused.get() + 1);
+            Ok("fused")
+        };
+        (or_fused(by(implementation), || cudnn, fused), n_fused.get())
+    }
+
+    #[test]
+    fn auto_computes_by_fused_what_cudnn_refuses_when_it_runs() {
+        let (result, n_fused) = run(AttentionImpl::Auto, Ok(Ok("cudnn")));
+        assert_eq!((result.unwrap(), n_fused), ("cudnn", 0));
+        let (result, n_fused) = run(AttentionImpl::Auto, Ok(Err("EXECUTION_FAILED".into())));
+        assert_eq!((result.unwrap(), n_fused), ("fused", 1));
+    }
+
+    #[test]
+    fn by_name_a_refusal_is_an_error_and_a_failure_is_one_in_both() {
+        let (result, n_fused) = run(AttentionImpl::Cudnn, Ok(Err("EXECUTION_FAILED".into())));
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains("cuDNN was asked for and failed: EXECUTION_FAILED") && n_fused == 0, "{error}");
+        for implementation in [AttentionImpl::Auto, AttentionImpl::Cudnn] {
+            let (result, n_fused) = run(implementation, Err(candle_core::Error::Msg("out of memory".into())));
+            assert!(result.unwrap_err().to_string().contains("out of memory") && n_fused == 0);
+        }
+    }
 }

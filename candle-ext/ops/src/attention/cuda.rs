@@ -119,7 +119,7 @@ pub(super) fn merge([out, lse]: [&Tensor; 2], [other_out, other_lse]: [&Tensor; 
 }
 
 /// The tensor, or a copy if it is a view that begins anywhere.
-fn aligned(x: &Tensor) -> Result<Tensor> {
+pub(super) fn aligned(x: &Tensor) -> Result<Tensor> {
     if address(OP, x)?.is_multiple_of(ALIGNMENT) { Ok(x.clone()) } else { x.force_contiguous() }
 }
 

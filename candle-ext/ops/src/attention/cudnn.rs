@@ -12,7 +12,8 @@ use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys::CUdevice_attribu
 use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
 
 use super::choice::AttentionPasses;
-use super::cuda::Inputs;
+use super::cuda::{Inputs, aligned};
+use super::graphs::Graphs;
 use super::layout::Heads;
 use super::ragged::{Bucket, Tables};
 use super::{AttentionSpec, Seqs};
@@ -103,7 +104,7 @@ static DEVICES: LazyLock<Mutex<HashMap<DeviceId, Cudnn>>> = LazyLock::new(Mutex:
 struct Cudnn {
     handle: Pointer,
     capability: i32,
-    graphs: HashMap<Shape, Explained<Graph>>,
+    graphs: Graphs<Shape, Graph>,
 }
 
 /// Something of cuDNN's, which lives as long as the process.
@@ -117,6 +118,7 @@ unsafe impl Sync for Pointer {}
 
 #[derive(Clone, Copy)]
 struct Graph {
+    shape: Shape,
     pointer: Pointer,
     workspace_bytes: usize,
 }
@@ -131,7 +133,7 @@ pub(super) struct Plan {
 
 /// What a forward leaves to its backward, beside its inputs and output.
 pub(super) struct Kept {
-    plan: Plan,
+    plan: Box<Plan>,
     /// The log-sum-exp of each row, f32 [t, hq]
     stats: Tensor,
     tables: DeviceTables,
@@ -228,30 +230,33 @@ impl Plan {
     }
 }
 
-/// Returns o.
-pub(super) fn forward(plan: Plan, [q, k, v]: [&Tensor; 3], seqs: &Seqs, heads: Heads) -> Result<(Out, Kept)> {
-    let on = gpu(OP, q)?;
+/// Returns o, or why cuDNN does not compute it.
+pub(super) fn forward(plan: Box<Plan>, qkv: [&Tensor; 3], seqs: &Seqs, heads: Heads) -> Result<Explained<(Out, Kept)>> {
+    let [q, k, v] = qkv.map(aligned);
+    let (q, k, v) = (q?, k?, v?);
+    let on = gpu(OP, &q)?;
     let n_rows = q.elem_count() / heads.dim;
     let (o, stats) = (Out::new(on, q.dtype(), q.elem_count())?, Out::new(on, DType::F32, n_rows)?);
     let tables = DeviceTables::new(seqs, heads, plan.bucket.batch, q.device())?;
     let addresses = Addresses {
-        q: address(OP, q)?,
-        k: address(OP, k)?,
-        v: address(OP, v)?,
+        q: address(OP, &q)?,
+        k: address(OP, &k)?,
+        v: address(OP, &v)?,
         o: o.address,
         stats: stats.address,
         ..tables.addresses()?
     };
     // SAFETY: q and o are [t, hq, k], k and v [s, hkv, k], the statistics [t, hq], as the tables say; the sequences fit
     // into the bucket that the graph was built for.
-    unsafe { run(q.device(), plan.forward, 0, addresses)? };
+    let ran = unsafe { run(q.device(), plan.forward, 0, addresses)? };
     let has_unseen_keys = seqs.cu_q() != seqs.cu_k();
-    Ok((o, Kept { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys }))
+    Ok(ran.map(|()| (o, Kept { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys })))
 }
 
-/// Returns dq, dk and dv.
-pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<[Tensor; 3]> {
+/// Returns dq, dk and dv, or why cuDNN does not compute them.
+pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<Explained<[Tensor; 3]>> {
     let Inputs { q, k, v, o, d_o } = *inputs;
+    let (q, k, v, d_o) = (&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?);
     let Some(graph) = kept.plan.backward else { candle_core::bail!("{OP}: no gradient was asked for") };
     let on = gpu(OP, q)?;
     let grad = |x: &Tensor| match kept.has_unseen_keys {
@@ -272,8 +277,8 @@ pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<[Tensor; 3]> 
         ..kept.tables.addresses()?
     };
     // SAFETY: as in `forward`; gradients are like what they are of.
-    unsafe { run(q.device(), graph, 1, addresses)? };
-    Ok([dq, dk, dv])
+    let ran = unsafe { run(q.device(), graph, 1, addresses)? };
+    Ok(ran.map(|()| [dq, dk, dv]))
 }
 
 impl DeviceTables {
@@ -307,47 +312,52 @@ impl Cudnn {
         let attribute = |which| stream.context().attribute(which).map_err(|error| error.to_string());
         let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-        Ok(Self { handle: Pointer(handle), capability: 10 * major + minor, graphs: HashMap::new() })
+        Ok(Self { handle: Pointer(handle), capability: 10 * major + minor, graphs: Graphs::new() })
     }
 
     /// A refusal is remembered, too.
     fn graph(&mut self, device: &CudaDevice, shape: Shape) -> Explained<Graph> {
-        if let Some(known) = self.graphs.get(&shape) {
-            return known.clone();
-        }
-        bind(device)?;
-        let (mut graph, mut workspace) = (null_mut(), 0);
-        // SAFETY: the handle is open, and what is written to lives until the call ends.
-        let built = call(|error, size| unsafe {
-            let outputs = (&raw mut graph, &raw mut workspace);
-            candlewick_cudnn_build(self.handle.0, &raw const shape, outputs.0, outputs.1, error, size)
-        });
-        let built = built.map(|()| Graph { pointer: Pointer(graph), workspace_bytes: workspace.max(0) as usize });
-        self.graphs.insert(shape, built.clone());
-        built
+        let Self { handle, graphs, .. } = self;
+        graphs.get_or_build(shape, || build(handle.0, device, shape))
     }
 }
 
+fn build(handle: *mut c_void, device: &CudaDevice, shape: Shape) -> Explained<Graph> {
+    bind(device)?;
+    let (mut graph, mut workspace) = (null_mut(), 0);
+    // SAFETY: the handle is open, and what is written to lives until the call ends.
+    call(|error, size| unsafe {
+        let outputs = (&raw mut graph, &raw mut workspace);
+        candlewick_cudnn_build(handle, &raw const shape, outputs.0, outputs.1, error, size)
+    })?;
+    Ok(Graph { shape, pointer: Pointer(graph), workspace_bytes: workspace.max(0) as usize })
+}
+
+/// Runs a graph, or says why cuDNN does not. That is not tried again for its shape.
+///
 /// # Safety
 ///
 /// The addresses must be those of the graph's direction, on this device, and hold what it was built for.
-unsafe fn run(device: &Device, graph: Graph, is_backward: i32, mut addresses: Addresses) -> Result<()> {
+unsafe fn run(device: &Device, graph: Graph, is_backward: i32, mut addresses: Addresses) -> Result<Explained<()>> {
     let device = device.as_cuda_device()?;
-    let failed = |why: String| Error::Msg(format!("{OP}: {why}"));
-    bind(device).map_err(failed)?;
+    bind(device).map_err(|why| Error::Msg(format!("{OP}: {why}")))?;
     let stream = device.cuda_stream();
     // SAFETY: a workspace is written before it is read.
     let workspace = unsafe { device.alloc::<u8>(graph.workspace_bytes.max(1))? };
     let (start, _guard) = workspace.device_ptr(&stream);
     addresses.workspace = start;
-    let devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
-    let handle = devices[&device.id()].handle.0;
-    let (graph, stream) = (graph.pointer.0, stream.cu_stream().cast());
-    // SAFETY: the caller answers for the addresses; the graph is one of this handle's, and nobody else uses either now.
-    let ran = call(|error, size| unsafe {
-        candlewick_cudnn_run(handle, graph, is_backward, stream, &raw const addresses, error, size)
-    });
-    ran.map_err(failed)
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(Cudnn { handle, graphs, .. }) = devices.get_mut(&device.id()) else {
+        candle_core::bail!("{OP}: no graph was built for this device")
+    };
+    let (handle, pointer, stream) = (handle.0, graph.pointer.0, stream.cu_stream().cast());
+    let run = || {
+        // SAFETY: the caller answers for the addresses; the graph is one of this handle's, and nobody else uses either now.
+        call(|error, size| unsafe {
+            candlewick_cudnn_run(handle, pointer, is_backward, stream, &raw const addresses, error, size)
+        })
+    };
+    Ok(graphs.run(graph.shape, run))
 }
 
 fn bind(device: &CudaDevice) -> Explained<()> {

@@ -12,6 +12,8 @@ mod cudnn;
 #[cfg(feature = "flash-attn")]
 mod flash;
 mod forward;
+#[cfg(any(feature = "cudnn", test))]
+mod graphs;
 mod layout;
 mod merge;
 mod piece;
@@ -68,38 +70,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &Attenti
     let [q_saved, k_saved, v_saved] = [q, k, v].map(Tensor::contiguous);
     let saved = Saved { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
     let (y, kept) = computed_once(|| {
-        let (out, kept) = match path {
-            #[cfg(feature = "cudnn")]
-            Path::Cudnn(plan) => {
-                let (out, kept) = cudnn::forward(plan, saved.qkv.each_ref(), seqs, heads)?;
-                (out.into_storage(), Kept::Cudnn(kept))
-            }
-            _ => on_device!("attention", q, {
-                cpu => saved.forward_cpu()?,
-                cuda => {
-                    let (out, kept) = cuda::forward(saved.qkv.each_ref(), seqs, spec, heads)?;
-                    (out.into_storage(), Kept::Cuda(kept))
-                },
-            }),
-        };
+        let (out, kept) = saved.forward(path)?;
         Ok((storage::tensor(out, q.shape()), kept))
     })?;
     let output = y.clone();
     Ok(record("attention", [q.into(), k.into(), v.into()], y, move |d_o| {
-        let o = &output;
-        let grads = match &*kept {
-            Kept::Cpu(lse) => saved.backward_cpu(o, d_o, lse)?,
-            #[cfg(any(feature = "cuda", feature = "emulate"))]
-            Kept::Cuda(kept) => {
-                let [q, k, v] = &saved.qkv;
-                cuda::backward(&cuda::Inputs { q, k, v, o, d_o }, kept)?
-            }
-            #[cfg(feature = "cudnn")]
-            Kept::Cudnn(kept) => {
-                let [q, k, v] = &saved.qkv;
-                cudnn::backward(&cuda::Inputs { q, k, v, o, d_o }, kept)?
-            }
-        };
+        let grads = saved.backward(&output, d_o, &kept)?;
         Ok(grads.map(Some))
     }))
 }
@@ -123,6 +99,65 @@ enum Kept {
 }
 
 impl Saved {
+    fn forward(&self, path: Path) -> Result<(Storage, Kept)> {
+        match path {
+            #[cfg(feature = "cudnn")]
+            Path::Cudnn(plan) if choice::takes_addresses(self.spec.choice, &self.addresses()?) => choice::or_fused(
+                self.spec.choice,
+                || {
+                    let computed = cudnn::forward(plan, self.qkv.each_ref(), &self.seqs, self.heads)?;
+                    Ok(computed.map(|(out, kept)| (out.into_storage(), Kept::Cudnn(kept))))
+                },
+                || self.forward_fused(),
+            ),
+            _ => self.forward_fused(),
+        }
+    }
+
+    /// Computes by our kernels.
+    fn forward_fused(&self) -> Result<(Storage, Kept)> {
+        on_device!("attention", self.qkv[0], {
+            cpu => self.forward_cpu(),
+            cuda => {
+                let (out, kept) = cuda::forward(self.qkv.each_ref(), &self.seqs, &self.spec, self.heads)?;
+                Ok((out.into_storage(), Kept::Cuda(kept)))
+            },
+        })
+    }
+
+    fn backward(&self, o: &Tensor, d_o: &Tensor, kept: &Kept) -> Result<[Tensor; 3]> {
+        #[cfg(any(feature = "cuda", feature = "emulate"))]
+        let inputs = {
+            let [q, k, v] = &self.qkv;
+            cuda::Inputs { q, k, v, o, d_o }
+        };
+        match kept {
+            Kept::Cpu(lse) => self.backward_cpu(o, d_o, lse),
+            #[cfg(any(feature = "cuda", feature = "emulate"))]
+            Kept::Cuda(kept) => cuda::backward(&inputs, kept),
+            #[cfg(feature = "cudnn")]
+            Kept::Cudnn(kept) => choice::or_fused(
+                self.spec.choice,
+                || cudnn::backward(&inputs, kept),
+                || self.backward_of_another_forward(o, d_o),
+            ),
+        }
+    }
+
+    /// Computes the gradients by our kernels, of an output that another implementation has computed: the log-sum-exp of the
+    /// rows comes from a forward of our own, so that nothing is assumed of what the other has kept.
+    #[cfg(any(feature = "cudnn", test))]
+    fn backward_of_another_forward(&self, o: &Tensor, d_o: &Tensor) -> Result<[Tensor; 3]> {
+        let (_, kept) = self.forward_fused()?;
+        self.backward(o, d_o, &kept)
+    }
+
+    #[cfg(feature = "cudnn")]
+    fn addresses(&self) -> Result<[crate::cuda::Address; 3]> {
+        let [q, k, v] = self.qkv.each_ref().map(|x| crate::cuda::address("attention", x));
+        Ok([q?, k?, v?])
+    }
+
     fn forward_cpu(&self) -> Result<(Storage, Kept)> {
         let [q, k, v] = &self.qkv;
         let mut out = FloatBuf::unwritten(q.dtype(), q.elem_count())?;
@@ -187,4 +222,45 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) 
         bail!("attention: a window of 0 leaves nothing to see, want at least 1")
     }
     Ok(Heads { n_kv: hkv, group: hq / hkv, dim })
+}
+
+#[cfg(all(test, feature = "emulate"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::cuda::emulator::emulate;
+
+    fn tensor(shape: (usize, usize, usize), step: f64, dtype: DType) -> Tensor {
+        let n = shape.0 * shape.1 * shape.2;
+        let values: Vec<f32> = (0..n).map(|i| (i as f64 * step).sin() as f32).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+    }
+
+    #[track_caller]
+    fn check(dtype: DType) {
+        let (heads, dim) = (Heads { n_kv: 2, group: 2, dim: 16 }, 16);
+        let choice = AttentionChoice::default();
+        let saved = Saved {
+            qkv: [4, 2, 2].map(|n_heads| tensor((11, n_heads, dim), 0.37 * n_heads as f64, dtype)),
+            seqs: Seqs::packed(vec![0, 7, 8, 11]).unwrap(),
+            spec: AttentionSpec { scale: 0.25, causal: true, window: None, choice },
+            heads,
+        };
+        let (out, kept) = saved.forward(Path::Fused).unwrap();
+        let (o, d_o) = (storage::tensor(out, saved.qkv[0].shape()), tensor((11, 4, dim), 0.11, dtype));
+        let want = saved.backward(&o, &d_o, &kept).unwrap();
+        let got = saved.backward_of_another_forward(&o, &d_o).unwrap();
+        let values =
+            |x: &Tensor| -> Vec<f32> { x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap() };
+        got.iter().zip(&want).for_each(|(got, want)| assert_eq!(values(got), values(want)));
+        assert!(want.iter().all(|x| values(x).iter().any(|x| *x != 0.0)));
+    }
+
+    #[test]
+    fn the_backward_of_another_implementations_forward_is_that_of_ours() {
+        check(DType::F32);
+        emulate(|| [DType::F32, DType::BF16].into_iter().for_each(check));
+    }
 }

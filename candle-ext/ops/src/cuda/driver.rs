@@ -6,7 +6,9 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::sys::{self, CUfunction_attribute};
-use candle_core::cuda_backend::cudarc::driver::{CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg,
+};
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDType, DeviceId};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, bail};
@@ -21,6 +23,11 @@ const UNASKED_SHARED_BYTES: usize = 48 << 10;
 type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
 static MODULES: LazyLock<Mutex<Modules>> = LazyLock::new(Mutex::default);
+
+/// By device, op and name. There are no more of them than the kernels have functions.
+type Functions = HashMap<(DeviceId, &'static str), HashMap<String, CudaFunction>>;
+
+static FUNCTIONS: LazyLock<Mutex<Functions>> = LazyLock::new(Mutex::default);
 
 /// See [`Kernels::launch`].
 ///
@@ -38,7 +45,7 @@ pub(super) unsafe fn launch(
     let Blocks { grid, threads, shared_bytes } = blocks;
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().map_err(|error| failed(&error))?;
-    let function = module(kernels, device)?.load_function(name).map_err(|error| failed(&error))?;
+    let function = function(kernels, device, name)?;
     if shared_bytes > UNASKED_SHARED_BYTES {
         let most = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         function.set_attribute(most, shared_bytes as i32).map_err(|error| failed(&error))?;
@@ -59,6 +66,20 @@ pub(super) unsafe fn launch(
     // SAFETY: the caller answers for the arguments.
     unsafe { builder.launch(config) }.map_err(|error| failed(&error))?;
     Ok(())
+}
+
+/// Finds a kernel, in the driver at the first time.
+fn function(kernels: &Kernels, device: &CudaDevice, name: &str) -> Result<CudaFunction> {
+    let mut functions = FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    let of_op = functions.entry((device.id(), kernels.op)).or_default();
+    if let Some(function) = of_op.get(name) {
+        return Ok(function.clone());
+    }
+    let function = module(kernels, device)?
+        .load_function(name)
+        .map_err(|error| Error::Msg(format!("{}: CUDA has no kernel {name}: {error}", kernels.op)))?;
+    of_op.insert(name.to_owned(), function.clone());
+    Ok(function)
 }
 
 fn module(kernels: &Kernels, device: &CudaDevice) -> Result<Arc<CudaModule>> {

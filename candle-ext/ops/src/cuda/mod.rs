@@ -9,8 +9,6 @@ mod check;
 mod class;
 pub(crate) mod columns;
 #[cfg(feature = "cuda")]
-mod cublas_lt;
-#[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "emulate")]
 pub(crate) mod emulator;

@@ -12,10 +12,14 @@ thread_local! {
 
 /// Runs `f` with every output of a kernel on a device filled with NaN before it is written. For tests.
 pub fn poison<T>(f: impl FnOnce() -> T) -> T {
-    let before = ON.replace(true);
-    let result = f();
-    ON.set(before);
-    result
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            ON.set(self.0);
+        }
+    }
+    let _restore = Restore(ON.replace(true));
+    f()
 }
 
 /// Sets all bits, which is NaN in every float format, if this thread is inside of [`poison`].

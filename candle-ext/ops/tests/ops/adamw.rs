@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{AdamW, AdamWState, GradPolicy, GradScaler, LossScaling, adamw};
 
-use crate::cases::{F32, Place, assert_close, assert_error, bits, randn};
+use crate::cases::{F32, Place, assert_close, assert_error, bits, check_each, randn};
 
 const HYPER: AdamW = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
 
@@ -27,9 +27,9 @@ fn zeros(n: usize) -> Tensor {
 /// Printed by torch.optim.AdamW, torch 2.15, after three steps from these values and gradients.
 #[test]
 fn three_steps_equal_torch() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         place.run(|| check_three_steps(&place));
-    }
+    });
 }
 
 fn check_three_steps(place: &Place) {
@@ -53,7 +53,7 @@ fn check_three_steps(place: &Place) {
 
 #[test]
 fn views_of_flat_buffers_equal_whole_tensors() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         for (copy, moments) in [
             (DType::F32, DType::F32),
             (DType::BF16, DType::F32),
@@ -63,7 +63,7 @@ fn views_of_flat_buffers_equal_whole_tensors() {
         ] {
             place.run(|| check_views(&place, copy, moments));
         }
-    }
+    });
 }
 
 fn check_views(place: &Place, dtype: DType, moments: DType) {
@@ -95,7 +95,7 @@ fn check_views(place: &Place, dtype: DType, moments: DType) {
 /// One step with buffers in bf16 is a step with f32 buffers that begins at the same, rounded, values.
 #[test]
 fn what_is_kept_in_bf16_is_widened_used_and_rounded_once() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         let round = |x: &Tensor| x.to_dtype(DType::BF16).unwrap();
         let rounded =
             [randn(3000, 1), randn(3000, 2), randn(3000, 3), randn(3000, 4).sqr().unwrap()].map(|x| round(&x));
@@ -115,12 +115,12 @@ fn what_is_kept_in_bf16_is_widened_used_and_rounded_once() {
                 assert_eq!(bits(got), bits(&want), "{masters:?} {moments:?} {place:?}");
             }
         }
-    }
+    });
 }
 
 #[test]
 fn the_gradient_is_scaled_before_use_and_a_refused_step_changes_nothing() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         let step = |grad: &Tensor, scaler: &GradScaler| {
             let [grad, master] = [grad, &randn(50, 1)].map(|x| place.put(x));
             let (mean, square) = (place.put(&zeros(50)), place.put(&zeros(50)));
@@ -134,18 +134,18 @@ fn the_gradient_is_scaled_before_use_and_a_refused_step_changes_nothing() {
         assert_ne!(quarter, step(&grad, &plain));
         judge(&place, &plain, f64::NAN);
         assert_eq!(step(&grad, &plain), [bits(&randn(50, 1)), bits(&zeros(50)), bits(&zeros(50))]);
-    }
+    });
 }
 
 #[test]
 fn nothing_to_update_is_no_error() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         let none = || place.put(&zeros(1)).narrow(0, 0, 0).unwrap();
         let (master, grad, mean, square) = (none(), none(), none(), none());
         let state = AdamWState { master: &master, grad: &grad, exp_avg: &mean, exp_avg_sq: &square, compute: None };
         let scaler = scaler(&place, 1, 1.0);
         place.run(|| adamw(&HYPER, &scaler, state)).unwrap();
-    }
+    });
 }
 
 #[test]

@@ -3,7 +3,9 @@ use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionSpec, Seqs, attent
 use rand::Rng;
 use rand::rngs::StdRng;
 
-use crate::cases::{Case, F32, Place, assert_close, assert_error, bits, randn, relative_error, rng, tape, values};
+use crate::cases::{
+    Case, F32, Place, assert_close, assert_error, bits, check_each, randn, relative_error, rng, tape, values,
+};
 
 const FUSED: AttentionChoice = AttentionChoice { implementation: AttentionImpl::Fused, deterministic: false };
 pub(crate) const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: FUSED };
@@ -147,19 +149,19 @@ pub(crate) fn setups() -> Vec<Setup> {
 
 #[test]
 fn it_equals_the_reference() {
-    for setup in small() {
+    check_each(small(), |setup| {
         setup.with_case(|case| case.check_all_formats());
-    }
-    for setup in large() {
+    });
+    check_each(large(), |setup| {
         setup.with_case(|case| case.check(DType::F32));
-    }
+    });
 }
 
 #[test]
 fn heads_may_have_up_to_256_elements() {
-    for setup in of_all_dims() {
+    check_each(of_all_dims(), |setup| {
         setup.with_case(|case| [DType::F32, DType::BF16].into_iter().for_each(|dtype| case.check(dtype)));
-    }
+    });
 }
 
 /// The scale of most models.
@@ -174,38 +176,44 @@ fn scaled(dim: usize, spec: AttentionSpec) -> AttentionSpec {
 #[test]
 fn sixteen_bit_tiles_of_any_length_equal_the_reference() {
     let wide = AttentionSpec { window: Some(90), ..BIDIRECTIONAL };
-    for (dtype, dim, spec) in [
-        (DType::BF16, 64, CAUSAL),
-        (DType::F16, 80, window(65)),
-        (DType::BF16, 96, wide),
-        (DType::F16, 128, window(33)),
-        (DType::BF16, 128, BIDIRECTIONAL),
-    ] {
-        let setup = Setup::packed(&[1, 17, 63, 64, 65, 130, 200], (1, 1, dim), scaled(dim, spec));
-        setup.with_case(|case| case.check(dtype));
-    }
+    check_each(
+        [
+            (DType::BF16, 64, CAUSAL),
+            (DType::F16, 80, window(65)),
+            (DType::BF16, 96, wide),
+            (DType::F16, 128, window(33)),
+            (DType::BF16, 128, BIDIRECTIONAL),
+        ],
+        |(dtype, dim, spec)| {
+            let setup = Setup::packed(&[1, 17, 63, 64, 65, 130, 200], (1, 1, dim), scaled(dim, spec));
+            setup.with_case(|case| case.check(dtype));
+        },
+    );
 }
 
 #[test]
 fn sixteen_bit_tiles_of_head_groups_equal_the_reference() {
-    for (dtype, dim, group, spec) in [
-        (DType::F16, 64, 3, window(20)),
-        (DType::BF16, 80, 3, CAUSAL),
-        (DType::F16, 96, 4, BIDIRECTIONAL),
-        (DType::BF16, 128, 4, CAUSAL),
-        (DType::F16, 128, 3, CAUSAL),
-    ] {
-        let spec = scaled(dim, spec);
-        Setup::packed(&[17, 64, 65], (group, 1, dim), spec).with_case(|case| case.check(dtype));
-        let cached = Setup { keys: vec![130, 70], ..Setup::packed(&[35, 6], (2 * group, 2, dim), spec) };
-        cached.with_case(|case| case.check(dtype));
-    }
+    check_each(
+        [
+            (DType::F16, 64, 3, window(20)),
+            (DType::BF16, 80, 3, CAUSAL),
+            (DType::F16, 96, 4, BIDIRECTIONAL),
+            (DType::BF16, 128, 4, CAUSAL),
+            (DType::F16, 128, 3, CAUSAL),
+        ],
+        |(dtype, dim, group, spec)| {
+            let spec = scaled(dim, spec);
+            Setup::packed(&[17, 64, 65], (group, 1, dim), spec).with_case(|case| case.check(dtype));
+            let cached = Setup { keys: vec![130, 70], ..Setup::packed(&[35, 6], (2 * group, 2, dim), spec) };
+            cached.with_case(|case| case.check(dtype));
+        },
+    );
 }
 
 #[test]
 fn two_runs_give_the_same_bits() {
     let setup = Setup::packed(&[100, 41], (4, 2, 64), CAUSAL);
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
+    check_each([DType::F32, DType::BF16, DType::F16], |dtype| {
         everywhere(&setup, |x| {
             let run = || {
                 let x: Vec<Tensor> = x.iter().map(|x| x.to_dtype(dtype).unwrap()).collect();
@@ -217,7 +225,7 @@ fn two_runs_give_the_same_bits() {
             };
             assert!(run() == run(), "{dtype:?}");
         });
-    }
+    });
 }
 
 /// A view may begin where tensor cores cannot read.
@@ -233,7 +241,7 @@ fn a_view_equals_its_copy() {
 }
 
 /// The same values, one element after the beginning of a buffer.
-fn shifted(x: &Tensor) -> Tensor {
+pub(crate) fn shifted(x: &Tensor) -> Tensor {
     let first = Tensor::zeros(1, x.dtype(), x.device()).unwrap();
     let all = Tensor::cat(&[&first, &x.flatten_all().unwrap()], 0).unwrap();
     all.narrow(0, 1, x.elem_count()).unwrap().reshape(x.shape()).unwrap()
@@ -241,9 +249,9 @@ fn shifted(x: &Tensor) -> Tensor {
 
 #[test]
 fn queries_stand_at_the_end_of_longer_keys() {
-    for setup in cached() {
+    check_each(cached(), |setup| {
         setup.with_case(|case| case.check(DType::F32));
-    }
+    });
 }
 
 fn drawn() -> Vec<Setup> {
@@ -276,16 +284,16 @@ fn drawn() -> Vec<Setup> {
 
 #[test]
 fn random_shapes_equal_the_reference() {
-    for setup in drawn() {
+    check_each(drawn(), |setup| {
         setup.with_case(|case| case.check(DType::F32));
-    }
+    });
 }
 
 #[test]
 fn the_gradient_is_the_slope() {
-    for spec in [CAUSAL, window(4)] {
+    check_each([CAUSAL, window(4)], |spec| {
         Setup::packed(&[9, 4], (4, 2, 6), spec).with_case(|case| case.check_finite_difference());
-    }
+    });
 }
 
 /// Runs a check wherever attention is computed, with the inputs there.

@@ -3,8 +3,10 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Seqs, attention};
 
+#[cfg(feature = "cuda")]
+use crate::attention::{BIDIRECTIONAL, shifted, window};
 use crate::attention::{CAUSAL, Setup, setups};
-use crate::cases::{F32, assert_close_above, assert_error, norm, randn, tape};
+use crate::cases::{F32, assert_close_above, assert_error, check_each, norm, randn, tape};
 
 /// The output and the gradients of q, k and v, from a random upstream gradient, on the CPU in f32.
 fn results(setup: &Setup, implementation: AttentionImpl, device: &Device, dtype: DType) -> Vec<Tensor> {
@@ -31,10 +33,10 @@ fn compare(setup: &Setup, got: &[Tensor], want: &[Tensor], bound: f64) {
 
 #[test]
 fn the_reference_equals_the_fused_kernel() {
-    for setup in setups() {
+    check_each(setups(), |setup| {
         let of = |implementation| results(&setup, implementation, &Device::Cpu, DType::F32);
         compare(&setup, &of(AttentionImpl::Reference), &of(AttentionImpl::Fused), 10.0 * F32);
-    }
+    });
 }
 
 #[test]
@@ -65,24 +67,57 @@ fn on_the_cpu_auto_is_fused_and_what_gpus_have_an_error_that_says_what_to_do() {
     assert_error(explain(AttentionImpl::Flash), "flash was asked for and cannot be used: it computes on GPUs only");
 }
 
-/// Of what the 16-bit kernels of others take.
+/// Declares `cases`, all of these setups, and in `cudnn_equals_the_reference` a test of each:
+/// a setup that fails, or leaves the device broken, hides no other.
 #[cfg(feature = "cuda")]
-fn cases() -> Vec<Setup> {
-    use crate::attention::{BIDIRECTIONAL, window};
-    let of = |dim: usize, spec: AttentionSpec| {
-        let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
-        Setup::packed(&[150, 1, 0, 37, 300], (6, 2, dim), spec)
+macro_rules! cases {
+    ($($name:ident: $setup:expr,)*) => {
+        /// Of what the 16-bit kernels of others take.
+        #[cfg(feature = "flash-attn")]
+        fn cases() -> Vec<Setup> {
+            vec![$($setup),*]
+        }
+
+        /// On a GPU, cuDNN against the reference.
+        mod cudnn_equals_the_reference {
+            use super::*;
+
+            $(#[test]
+            fn $name() {
+                cudnn::check(&$setup);
+            })*
+        }
     };
-    let mut cases: Vec<Setup> = [64, 96, 128].map(|dim| of(dim, CAUSAL)).into();
-    let near = AttentionSpec { window: Some(20), ..BIDIRECTIONAL };
-    cases.extend([BIDIRECTIONAL, window(1), window(130), near].map(|spec| of(64, spec)));
-    cases.push(Setup::packed(&[1], (1, 1, 64), CAUSAL));
-    cases.push(Setup::packed(&[1100, 900], (2, 2, 128), CAUSAL));
-    cases.push(Setup::packed(&[3; 70], (2, 1, 64), CAUSAL));
-    for spec in [CAUSAL, window(9), BIDIRECTIONAL] {
-        cases.push(Setup { keys: vec![140, 3, 12, 200], ..Setup::packed(&[1, 3, 0, 90], (4, 2, 64), spec) });
-    }
-    cases
+}
+
+#[cfg(feature = "cuda")]
+cases! {
+    causal_dim_64: ragged(64, CAUSAL),
+    causal_dim_96: ragged(96, CAUSAL),
+    causal_dim_128: ragged(128, CAUSAL),
+    bidirectional: ragged(64, BIDIRECTIONAL),
+    window_of_1: ragged(64, window(1)),
+    window_of_130: ragged(64, window(130)),
+    bidirectional_window: ragged(64, AttentionSpec { window: Some(20), ..BIDIRECTIONAL }),
+    one_token: Setup::packed(&[1], (1, 1, 64), CAUSAL),
+    sequences_of_one_token: Setup::packed(&[1; 5], (4, 2, 64), CAUSAL),
+    one_token_beside_others: Setup::packed(&[1, 2, 1, 1, 9], (4, 2, 64), CAUSAL),
+    thousands_of_tokens: Setup::packed(&[1100, 900], (2, 2, 128), CAUSAL),
+    many_short_sequences: Setup::packed(&[3; 70], (2, 1, 64), CAUSAL),
+    remembered_keys: cached(CAUSAL),
+    remembered_keys_window: cached(window(9)),
+    remembered_keys_bidirectional: cached(BIDIRECTIONAL),
+}
+
+#[cfg(feature = "cuda")]
+fn ragged(dim: usize, spec: AttentionSpec) -> Setup {
+    let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
+    Setup::packed(&[150, 1, 0, 37, 300], (6, 2, dim), spec)
+}
+
+#[cfg(feature = "cuda")]
+fn cached(spec: AttentionSpec) -> Setup {
+    Setup { keys: vec![140, 3, 12, 200], ..Setup::packed(&[1, 3, 0, 90], (4, 2, 64), spec) }
 }
 
 /// The reference in f32 of inputs that are rounded to a format.
@@ -122,15 +157,33 @@ mod cudnn {
     }
 
     /// cuDNN also rounds the probabilities and their gradients before it multiplies them.
-    #[test]
-    fn it_equals_the_reference() {
+    pub(super) fn check(setup: &Setup) {
         let Some(device) = device() else { return };
-        for setup in cases() {
-            for (dtype, bound) in [(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {
-                let got = results(&setup, AttentionImpl::Cudnn, &device, dtype);
-                compare(&setup, &got, &rounded(&setup, dtype), bound);
-            }
-        }
+        check_each([(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))], |(dtype, bound)| {
+            let got = results(setup, AttentionImpl::Cudnn, &device, dtype);
+            compare(setup, &got, &rounded(setup, dtype), bound);
+        });
+    }
+
+    #[test]
+    fn auto_computes_sequences_of_one_token_and_misaligned_views_by_fused() {
+        let Some(device) = device() else { return };
+        let setup = Setup::packed(&[1; 5], (4, 2, 64), CAUSAL);
+        let of = |setup: &Setup, implementation| results(setup, implementation, &device, DType::BF16);
+        compare(&setup, &of(&setup, AttentionImpl::Auto), &of(&setup, AttentionImpl::Fused), 0.0);
+
+        let setup = Setup::packed(&[70, 3], (4, 2, 64), CAUSAL);
+        let run = |implementation, views: bool| {
+            let put = |x: &Tensor| x.to_dtype(DType::BF16).unwrap().to_device(&device).unwrap();
+            let inputs: Vec<Tensor> = setup.inputs().iter().map(put).collect();
+            let inputs: Vec<Tensor> = if views { inputs.iter().map(shifted).collect() } else { inputs };
+            let choice = AttentionChoice { implementation, deterministic: false };
+            let spec = AttentionSpec { choice, ..setup.spec };
+            attention(&inputs[0], &inputs[1], &inputs[2], &setup.seqs(), &spec).unwrap()
+        };
+        assert_eq!(bits(&run(AttentionImpl::Auto, true)), bits(&run(AttentionImpl::Fused, false)));
+        // By name cuDNN gets copies.
+        assert_eq!(bits(&run(AttentionImpl::Cudnn, true)), bits(&run(AttentionImpl::Cudnn, false)));
     }
 
     #[test]
@@ -167,7 +220,7 @@ mod flash {
     #[test]
     fn it_equals_the_reference() {
         let device = Device::new_cuda(0).expect("tests with the feature flash-attn need a GPU");
-        for setup in cases() {
+        check_each(cases(), |setup| {
             for (dtype, bound) in [(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {
                 let inputs = setup.inputs();
                 let [q, k, v] = [0, 1, 2].map(|i| inputs[i].to_dtype(dtype).unwrap().to_device(&device).unwrap());
@@ -176,6 +229,6 @@ mod flash {
                 let y = y.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
                 compare(&setup, &[y], &rounded(&setup, dtype), bound);
             }
-        }
+        });
     }
 }

@@ -11,7 +11,9 @@ use rand::Rng;
 use rand::rngs::StdRng;
 
 use crate::attention::{BIDIRECTIONAL, CAUSAL, Setup, cumulative, setups, small, window};
-use crate::cases::{F32, Place, assert_close, assert_close_above, assert_error, bits, norm, randn, rng, tape, values};
+use crate::cases::{
+    F32, Place, assert_close, assert_close_above, assert_error, bits, check_each, norm, randn, rng, tape, values,
+};
 
 /// Where queries and keys are cut.
 struct Cuts {
@@ -87,7 +89,7 @@ fn results(x: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Vec<Tensor> {
 
 #[test]
 fn pieces_cut_anywhere_equal_the_whole() {
-    for (seed, setup) in setups().iter().enumerate() {
+    check_each(setups().iter().enumerate(), |(seed, setup)| {
         let x = setup.inputs();
         let whole = results(&x, || attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec));
         let floor = 0.1 * norm(&whole[0]);
@@ -98,31 +100,34 @@ fn pieces_cut_anywhere_equal_the_whole() {
                 assert_close_above(&format!("{what} of {draw} of {setup:?}"), got, want, F32, floor);
             }
         }
-    }
+    });
 }
 
 #[test]
 fn pieces_equal_the_reference_in_every_format() {
     let formats = [DType::F32, DType::BF16, DType::F16];
-    for (seed, (setup, dtype)) in small().iter().zip(formats.into_iter().cycle()).enumerate() {
+    check_each(small().iter().zip(formats.into_iter().cycle()).enumerate(), |(seed, (setup, dtype))| {
         let op = |x: &[Tensor]| in_pieces(x, setup, Cuts::draw(setup, 1, &mut rng(seed as u64)));
         setup.with_op("pieces", &op, |case| case.check(dtype));
-    }
+    });
 }
 
 #[test]
 fn pieces_of_many_tiles_equal_the_reference() {
-    for (dtype, dim, spec) in [
-        (DType::F32, 8, CAUSAL),
-        (DType::BF16, 64, window(70)),
-        (DType::F16, 96, BIDIRECTIONAL),
-        (DType::BF16, 128, CAUSAL),
-    ] {
-        let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
-        let setup = Setup::packed(&[17, 200], (2, 1, dim), spec);
-        let op = |x: &[Tensor]| in_pieces(x, &setup, Cuts::draw(&setup, 1, &mut rng(dim as u64)));
-        setup.with_op("pieces", &op, |case| case.check(dtype));
-    }
+    check_each(
+        [
+            (DType::F32, 8, CAUSAL),
+            (DType::BF16, 64, window(70)),
+            (DType::F16, 96, BIDIRECTIONAL),
+            (DType::BF16, 128, CAUSAL),
+        ],
+        |(dtype, dim, spec)| {
+            let spec = AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec };
+            let setup = Setup::packed(&[17, 200], (2, 1, dim), spec);
+            let op = |x: &[Tensor]| in_pieces(x, &setup, Cuts::draw(&setup, 1, &mut rng(dim as u64)));
+            setup.with_op("pieces", &op, |case| case.check(dtype));
+        },
+    );
 }
 
 /// The log of each row's exponential sum.
@@ -149,7 +154,7 @@ fn log_sum_exp(setup: &Setup, q: &Tensor, k: &Tensor) -> Tensor {
 
 #[test]
 fn the_log_of_the_sums_is_that_of_all_pieces() {
-    for (seed, setup) in small().iter().enumerate() {
+    check_each(small().iter().enumerate(), |(seed, setup)| {
         let x = setup.inputs();
         let want = log_sum_exp(setup, &x[0], &x[1]);
         let cuts = Cuts::draw(setup, 2, &mut rng(seed as u64));
@@ -158,7 +163,7 @@ fn the_log_of_the_sums_is_that_of_all_pieces() {
             let sum = place.run(|| merged(&x, setup, &cuts).unwrap());
             assert_close(&format!("{place:?} {setup:?}"), sum.lse(), &want, F32);
         }
-    }
+    });
 }
 
 #[test]
@@ -191,7 +196,7 @@ fn a_piece_is_hidden_if_no_query_sees_a_key() {
 #[test]
 fn what_sees_nothing_gives_nothing() {
     let setup = Setup::packed(&[150, 140], (4, 2, 64), window(9));
-    for (queries, keys) in [(0..150, 150..290), (0..70, 80..150), (100..150, 0..80), (150..290, 0..150)] {
+    check_each([(0..150, 150..290), (0..70, 80..150), (100..150, 0..80), (150..290, 0..150)], |(queries, keys)| {
         for dtype in [DType::F32, DType::BF16] {
             for place in Place::all() {
                 let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(&x.to_dtype(dtype).unwrap())).collect();
@@ -214,7 +219,7 @@ fn what_sees_nothing_gives_nothing() {
                 assert!(grads.iter().all(|grad| values(grad).iter().all(|x| *x == 1.0)), "{place:?}");
             }
         }
-    }
+    });
 }
 
 #[test]

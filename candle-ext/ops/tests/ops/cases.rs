@@ -1,5 +1,7 @@
 //! What the tests share: seeded inputs, the relative error, and one check for all ops.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::LazyLock;
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
@@ -97,6 +99,44 @@ pub(crate) fn trainable(value: &Tensor) -> Weight {
 
 pub(crate) fn grad_of(weight: &Weight) -> Tensor {
     weight.sink().unwrap().grad().unwrap()
+}
+
+/// Runs a check of every item, and panics once at the end with the message of each that failed.
+#[track_caller]
+pub(crate) fn check_each<T>(items: impl IntoIterator<Item = T>, mut check: impl FnMut(T)) {
+    let mut n_items = 0;
+    let mut failures = Vec::new();
+    for item in items {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| check(item))) {
+            failures.push(format!("number {n_items}: {}", message(&*panic)));
+        }
+        n_items += 1;
+    }
+    assert!(failures.is_empty(), "{} of {n_items} failed\n{}", failures.len(), failures.join("\n"));
+}
+
+/// The text of a panic.
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without a text")
+}
+
+#[test]
+fn a_check_of_each_goes_on_after_a_failure_and_tells_all_of_them() {
+    let mut checked = Vec::new();
+    let check = AssertUnwindSafe(|| {
+        check_each([1, 2, 3, 4], |i| {
+            checked.push(i);
+            assert!(i != 2, "two is wrong");
+            assert_ne!(i, 4, "so is {i}");
+        });
+    });
+    let panic = catch_unwind(check).unwrap_err();
+    let said = message(&*panic);
+    assert_eq!(checked, [1, 2, 3, 4]);
+    for part in ["2 of 4 failed", "number 1: two is wrong", "so is 4"] {
+        assert!(said.contains(part), "{said}");
+    }
 }
 
 /// What `op` gives, on a tape of `inputs`.
@@ -226,7 +266,7 @@ impl Case<'_> {
     }
 
     pub(crate) fn check_all_formats(&self) {
-        [DType::F32, DType::BF16, DType::F16].into_iter().for_each(|dtype| self.check(dtype));
+        check_each([DType::F32, DType::BF16, DType::F16], |dtype| self.check(dtype));
     }
 
     /// Compares the gradient along a random direction with a central difference, in f32.

@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
 
-use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, randn, tape, values};
+use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
 
 const SPEC: Dropout = Dropout { p: 0.25, key: 7 };
 
@@ -12,7 +12,7 @@ fn ones(n: usize) -> Tensor {
 #[test]
 fn it_drops_the_share_asked_for_and_scales_the_rest() {
     let n = 1 << 20;
-    for p in [0.05, 0.25, 0.9] {
+    check_each([0.05, 0.25, 0.9], |p| {
         let y = values(&dropout(&ones(n), Dropout { p, key: 3 }).unwrap());
         let dropped = y.iter().filter(|y| **y == 0.0).count() as f64 / n as f64;
         // Five standard deviations of a binomial.
@@ -20,7 +20,7 @@ fn it_drops_the_share_asked_for_and_scales_the_rest() {
         assert!(y.iter().all(|y| *y == 0.0 || (y * (1.0 - p) - 1.0).abs() < 1e-6));
         let both = y.windows(2).filter(|pair| pair == &[0.0, 0.0]).count() as f64 / n as f64;
         assert!((both - p * p).abs() < 0.005, "neighbours fall independently: {both} of {}", p * p);
-    }
+    });
 }
 
 #[test]
@@ -36,7 +36,7 @@ fn the_key_decides_and_nothing_else_does() {
 
 #[test]
 fn every_place_drops_the_same_elements() {
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
+    check_each([DType::F32, DType::BF16, DType::F16], |dtype| {
         for shape in [(37, 129), (3, 800)] {
             let x = randn(shape, 1).to_dtype(dtype).unwrap();
             for spec in [SPEC, Dropout { p: 0.9, key: u64::MAX }] {
@@ -47,7 +47,7 @@ fn every_place_drops_the_same_elements() {
                 }
             }
         }
-    }
+    });
 }
 
 #[test]

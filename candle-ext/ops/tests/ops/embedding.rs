@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{Weight, embedding, embedding_part};
 
-use crate::cases::{Case, Place, assert_error, bits, grad_of, randn, tape, trainable, values};
+use crate::cases::{Case, Place, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
 
 fn ids(ids: &[u32]) -> Tensor {
     Tensor::new(ids, &Device::Cpu).unwrap()
@@ -10,25 +10,28 @@ fn ids(ids: &[u32]) -> Tensor {
 #[test]
 fn it_equals_the_reference() {
     let many: Vec<u32> = (0..700).map(|i| i * i % 601).collect();
-    for (v, d, ids) in [
-        (601, 5, ids(&many)),
-        (4, 3, ids(&[3, 3, 3, 0])),
-        (1, 1, ids(&[0])),
-        (151_936, 3, ids(&[151_935, 70_000, 0, 70_000])),
-        (9, 2560, ids(&[8, 8, 1, 5])),
-        (10, 8, ids(&[1, 9, 9, 0, 2, 1]).reshape((2, 3)).unwrap()),
-    ] {
-        let lookup = ids.flatten_all().unwrap();
-        let shape = [ids.dims(), &[d]].concat();
-        Case {
-            name: "embedding",
-            inputs: vec![],
-            weights: vec![randn((v, d), 1)],
-            op: &|_, w| embedding(&ids.to_device(w[0].value()?.device())?, &w[0], None),
-            reference: &|a| a[0].index_select(&lookup, 0)?.reshape(shape.as_slice()),
-        }
-        .check_all_formats();
-    }
+    check_each(
+        [
+            (601, 5, ids(&many)),
+            (4, 3, ids(&[3, 3, 3, 0])),
+            (1, 1, ids(&[0])),
+            (151_936, 3, ids(&[151_935, 70_000, 0, 70_000])),
+            (9, 2560, ids(&[8, 8, 1, 5])),
+            (10, 8, ids(&[1, 9, 9, 0, 2, 1]).reshape((2, 3)).unwrap()),
+        ],
+        |(v, d, ids)| {
+            let lookup = ids.flatten_all().unwrap();
+            let shape = [ids.dims(), &[d]].concat();
+            Case {
+                name: "embedding",
+                inputs: vec![],
+                weights: vec![randn((v, d), 1)],
+                op: &|_, w| embedding(&ids.to_device(w[0].value()?.device())?, &w[0], None),
+                reference: &|a| a[0].index_select(&lookup, 0)?.reshape(shape.as_slice()),
+            }
+            .check_all_formats();
+        },
+    );
 }
 
 #[test]
@@ -77,17 +80,20 @@ fn no_ids_give_no_rows() {
 /// More positions than are sorted at once, or merged, in runs that do not come out even, and rows wider than a block sums.
 #[test]
 fn rows_of_many_positions_are_summed() {
-    for (t, n_ids, v, d) in [(1500, 7, 13, 1), (1500, 7, 13, 264), (1500, 601, 1202, 1040), (17_000, 997, 1994, 8)] {
-        let ids = ids(&(0..t).map(|i: u32| i * i % n_ids * 2).collect::<Vec<_>>());
-        Case {
-            name: "embedding",
-            inputs: vec![],
-            weights: vec![randn((v, d), 1)],
-            op: &|_, w| embedding(&ids.to_device(w[0].value()?.device())?, &w[0], None),
-            reference: &|a| a[0].index_select(&ids, 0),
-        }
-        .check(DType::BF16);
-    }
+    check_each(
+        [(1500, 7, 13, 1), (1500, 7, 13, 264), (1500, 601, 1202, 1040), (17_000, 997, 1994, 8)],
+        |(t, n_ids, v, d)| {
+            let ids = ids(&(0..t).map(|i: u32| i * i % n_ids * 2).collect::<Vec<_>>());
+            Case {
+                name: "embedding",
+                inputs: vec![],
+                weights: vec![randn((v, d), 1)],
+                op: &|_, w| embedding(&ids.to_device(w[0].value()?.device())?, &w[0], None),
+                reference: &|a| a[0].index_select(&ids, 0),
+            }
+            .check(DType::BF16);
+        },
+    );
 }
 
 #[test]

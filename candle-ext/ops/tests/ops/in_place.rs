@@ -1,13 +1,13 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{copy_into, sum_of_squares, zero_};
 
-use crate::cases::{Place, assert_error, bits, randn, values};
+use crate::cases::{Place, assert_error, bits, check_each, randn, values};
 
 const FORMATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 #[test]
 fn zero_clears_the_view_and_nothing_else() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         for (dtype, start) in FORMATS.into_iter().flat_map(|dtype| [(dtype, 3), (dtype, 8)]) {
             let flat = place.put(&Tensor::ones(40_000, dtype, &Device::Cpu).unwrap());
             place.run(|| zero_(&flat.narrow(0, start, 39_000).unwrap())).unwrap();
@@ -15,18 +15,18 @@ fn zero_clears_the_view_and_nothing_else() {
             assert!(flat[start..start + 39_000].iter().all(|&x| x == 0.0));
             assert_eq!(flat.iter().sum::<f64>(), 1000.0);
         }
-    }
+    });
 }
 
 #[test]
 fn copy_into_rounds_to_the_destination() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         for (from, to) in FORMATS.into_iter().flat_map(|from| FORMATS.map(|to| (from, to))) {
             for start in [1, 8] {
                 check_copy(&place, (from, to), start);
             }
         }
-    }
+    });
 }
 
 fn check_copy(place: &Place, (from, to): (DType, DType), start: usize) {
@@ -43,7 +43,7 @@ fn check_copy(place: &Place, (from, to): (DType, DType), start: usize) {
 
 #[test]
 fn copy_into_reads_strided_sources_and_its_own_buffer() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         place.run(|| {
             let dst = place.put(&Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap());
             let src = place.put(&randn((2, 3), 1)).t().unwrap();
@@ -53,12 +53,12 @@ fn copy_into_reads_strided_sources_and_its_own_buffer() {
             copy_into(&flat.narrow(0, 1, 3).unwrap(), &flat.narrow(0, 0, 3).unwrap()).unwrap();
             assert_eq!(values(&flat), [1.0, 1.0, 2.0, 3.0]);
         });
-    }
+    });
 }
 
 #[test]
 fn sum_of_squares_is_exact_to_f64() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         let sum = |x: &Tensor, n| {
             place.run(|| sum_of_squares(&place.put(x).narrow(0, 0, n).unwrap())).unwrap().to_scalar::<f64>().unwrap()
         };
@@ -73,7 +73,7 @@ fn sum_of_squares_is_exact_to_f64() {
         // 3e38 squared overflows in f32.
         let huge = Tensor::new(&[3e38f32], &Device::Cpu).unwrap();
         assert!((sum(&huge, 1) / 9e76 - 1.0).abs() < 1e-6);
-    }
+    });
 }
 
 /// Squares of small integers add up exactly in any order. A thread on CUDA has four packs on their way, of 4 f32 or 8 16-bit

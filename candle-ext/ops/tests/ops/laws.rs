@@ -6,7 +6,7 @@ use candlewick_ops::{
     embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu,
 };
 
-use crate::cases::{bits, grad_of, randn, tape, trainable, values};
+use crate::cases::{bits, check_each, grad_of, randn, tape, trainable, values};
 
 pub(crate) struct Op {
     pub(crate) name: &'static str,
@@ -86,20 +86,20 @@ pub(crate) fn run(op: &Op) -> Vec<Tensor> {
 
 #[test]
 fn every_input_and_weight_gets_a_gradient() {
-    for op in ops() {
+    check_each(ops(), |op| {
         let results = run(&op);
         assert_eq!(results.len(), 1 + op.inputs.len() + op.weights.len());
         for (i, result) in results.iter().enumerate() {
             let n_zero = values(result).iter().filter(|x| **x == 0.0 || !x.is_finite()).count();
             assert!(n_zero * 10 < result.elem_count(), "{}: result {i} is mostly zero", op.name);
         }
-    }
+    });
 }
 
 /// An op between tracked ones must hand the gradient on.
 #[test]
 fn gradients_pass_through_to_the_leaves() {
-    for op in ops() {
+    check_each(ops(), |op| {
         let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
         let reshaped = |x: &Tensor| reshape(x, x.shape());
         let tape = tape(&op.inputs, || {
@@ -112,12 +112,12 @@ fn gradients_pass_through_to_the_leaves() {
         for (got, want) in got.zip(&run(&op)[1..]) {
             assert_eq!(bits(&got), bits(want), "{}", op.name);
         }
-    }
+    });
 }
 
 #[test]
 fn two_backwards_add_up_in_the_sink() {
-    for op in ops() {
+    check_each(ops(), |op| {
         let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
         let dy = randn((op.run)(&op.inputs, &weights).unwrap().shape(), 9);
         for _ in 0..2 {
@@ -127,13 +127,13 @@ fn two_backwards_add_up_in_the_sink() {
         for (weight, once) in weights.iter().zip(once) {
             crate::cases::assert_close(op.name, &grad_of(weight), &(once * 2.0).unwrap(), 1e-6);
         }
-    }
+    });
 }
 
 /// The weight is trained even where nothing before it is, as in the first layer.
 #[test]
 fn a_sink_is_reached_from_an_untracked_input() {
-    for op in ops().into_iter().filter(|op| !op.weights.is_empty()) {
+    check_each(ops().into_iter().filter(|op| !op.weights.is_empty()), |op| {
         let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
         let tape = tape(&[], || (op.run)(&op.inputs, &weights));
         let dy = randn(tape.output().shape(), 9);
@@ -141,20 +141,20 @@ fn a_sink_is_reached_from_an_untracked_input() {
         for (weight, want) in weights.iter().zip(&run(&op)[1 + op.inputs.len()..]) {
             assert_eq!(bits(&grad_of(weight)), bits(want), "{}", op.name);
         }
-    }
+    });
 }
 
 #[test]
 fn nothing_to_train_is_not_tracked() {
-    for op in ops() {
+    check_each(ops(), |op| {
         let weights: Vec<Weight> = op.weights.iter().cloned().map(Weight::frozen).collect();
         assert!(tape(&[], || (op.run)(&op.inputs, &weights)).is_empty(), "{}", op.name);
-    }
+    });
 }
 
 #[test]
 fn a_frozen_weight_changes_no_other_gradient_and_leaves_none() {
-    for op in ops().into_iter().filter(|op| !op.inputs.is_empty()) {
+    check_each(ops().into_iter().filter(|op| !op.inputs.is_empty()), |op| {
         let weights: Vec<Weight> = op.weights.iter().cloned().map(Weight::frozen).collect();
         let tape = tape(&op.inputs, || (op.run)(&op.inputs, &weights));
         let dy = randn(tape.output().shape(), 9);
@@ -162,7 +162,7 @@ fn a_frozen_weight_changes_no_other_gradient_and_leaves_none() {
         for (x, want) in op.inputs.iter().zip(&run(&op)[1..]) {
             assert_eq!(bits(grads.get(x).unwrap()), bits(want), "{}", op.name);
         }
-    }
+    });
 }
 
 #[test]
@@ -210,7 +210,7 @@ fn head() -> [Vec<u64>; 3] {
 
 #[test]
 fn sixteen_bit_inputs_give_outputs_and_gradients_of_their_format() {
-    for dtype in [DType::BF16, DType::F16] {
+    check_each([DType::BF16, DType::F16], |dtype| {
         for op in ops() {
             let cast = |x: &Tensor| x.to_dtype(dtype).unwrap();
             let inputs: Vec<Tensor> = op.inputs.iter().map(cast).collect();
@@ -221,5 +221,5 @@ fn sixteen_bit_inputs_give_outputs_and_gradients_of_their_format() {
             let grads = tape.backward(&y.ones_like().unwrap()).unwrap();
             assert!(inputs.iter().all(|x| grads.get(x).unwrap().dtype() == dtype), "{}", op.name);
         }
-    }
+    });
 }

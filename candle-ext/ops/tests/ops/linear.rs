@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{GradSink, Precision, Weight, linear};
 
-use crate::cases::{Case, F32, assert_close, assert_error, bits, grad_of, randn, tape, trainable};
+use crate::cases::{Case, F32, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 fn check(lead: &[usize], k: usize, n: usize) {
     let x = randn([lead, &[k]].concat(), 1);
@@ -25,13 +25,16 @@ fn check(lead: &[usize], k: usize, n: usize) {
 
 #[test]
 fn it_equals_the_reference() {
-    check(&[33], 65, 17);
-    check(&[2, 5], 16, 300);
-    check(&[1], 64, 48);
-    check(&[1], 1, 1);
-    check(&[3, 1, 2], 7, 5);
-    check(&[9], 9728, 64);
-    check(&[9], 64, 9728);
+    let shapes: [(&[usize], usize, usize); 7] = [
+        (&[33], 65, 17),
+        (&[2, 5], 16, 300),
+        (&[1], 64, 48),
+        (&[1], 1, 1),
+        (&[3, 1, 2], 7, 5),
+        (&[9], 9728, 64),
+        (&[9], 64, 9728),
+    ];
+    check_each(shapes, |(lead, k, n)| check(lead, k, n));
 }
 
 #[test]

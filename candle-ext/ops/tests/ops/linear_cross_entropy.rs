@@ -8,8 +8,8 @@ use candlewick_ops::{
 };
 
 use crate::cases::{
-    F32, Place, assert_close, assert_close_above, assert_error, assert_slope, bits, bound, dot, grad_of, norm, randn,
-    trainable, values,
+    F32, Place, assert_close, assert_close_above, assert_error, assert_slope, bits, bound, check_each, dot, grad_of,
+    norm, randn, trainable, values,
 };
 
 const IGNORED: i64 = -100;
@@ -47,9 +47,9 @@ fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, reduction: Reduction) -> 
 
 #[track_caller]
 fn check(sizes: (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         place.run(|| check_in(&place, sizes, chunk, reduction, dtype));
-    }
+    });
 }
 
 #[track_caller]
@@ -91,18 +91,18 @@ fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduc
 
 #[test]
 fn it_equals_the_reference() {
+    let small = [((23, 301, 32), 4), ((23, 301, 32), 1000), ((23, 304, 32), 7), ((1, 5, 3), 1), ((2, 1, 1), 3)];
+    let mut cases = vec![
+        ((9, 300, 2560), 4, Reduction::Mean, DType::F32),
+        ((5, 3001, 16), 2, Reduction::Mean, DType::BF16),
+        ((5, 5000, 16), 2, Reduction::Mean, DType::BF16),
+    ];
     for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            check((23, 301, 32), 4, reduction, dtype);
-            check((23, 301, 32), 1000, reduction, dtype);
-            check((23, 304, 32), 7, reduction, dtype);
-            check((1, 5, 3), 1, reduction, dtype);
-            check((2, 1, 1), 3, reduction, dtype);
+            cases.extend(small.map(|(sizes, chunk)| (sizes, chunk, reduction, dtype)));
         }
     }
-    check((9, 300, 2560), 4, Reduction::Mean, DType::F32);
-    check((5, 3001, 16), 2, Reduction::Mean, DType::BF16);
-    check((5, 5000, 16), 2, Reduction::Mean, DType::BF16);
+    check_each(cases, |(sizes, chunk, reduction, dtype)| check(sizes, chunk, reduction, dtype));
 }
 
 #[test]
@@ -193,14 +193,14 @@ fn large_logits_do_not_overflow() {
 
 #[test]
 fn scores_are_the_losses_and_say_what_is_likeliest() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         for dtype in [DType::F32, DType::BF16] {
             for (t, v, d, chunk) in [(11, 301, 32, 4), (11, 304, 32, 4), (3, 1201, 16, 100), (1, 1, 1, 1), (0, 7, 3, 2)]
             {
                 check_scores(&place, (t, v, d), chunk, dtype);
             }
         }
-    }
+    });
 }
 
 #[track_caller]
@@ -225,12 +225,12 @@ fn check_scores(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, d
 
 #[test]
 fn of_equal_logits_the_first_is_the_likeliest() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         let x = place.put(&Tensor::ones((4, 1), DType::F32, &Device::Cpu).unwrap());
         let w = Weight::frozen(place.put(&Tensor::new(&[[1f32], [3.0], [2.0], [3.0]], &Device::Cpu).unwrap()));
         let TokenScores { is_top, .. } = place.run(|| token_scores(&x, &w, &[0, 1, 2, 3], 3)).unwrap();
         assert_eq!(is_top, [false, true, false, false], "{place:?}");
-    }
+    });
 }
 
 #[test]
@@ -296,7 +296,7 @@ fn in_parts(
 #[test]
 fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
     let (t, v, d) = (13, 31, 8);
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         for (dtype, chunk) in [(DType::F32, 4), (DType::F32, 100), (DType::BF16, 5)] {
             let put = |x: Tensor| place.put(&x.to_dtype(dtype).unwrap());
             let (x, w) = (put(randn((t, d), 1)), put((randn((v, d), 2) * 1.5).unwrap()));
@@ -323,5 +323,5 @@ fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
             let only = in_parts(&place, &x, &w, &[0..16, 16..31], &targets, (&spec, Upstream::NoGrad));
             assert_close(&what("loss alone"), &only[1].0.loss, &whole.loss, F32);
         }
-    }
+    });
 }

@@ -5,7 +5,7 @@ use candlewick_ops::{
     CrossEntropy, GradSink, Precision, Reduction, Upstream, Weight, embedding, linear, linear_cross_entropy, rms_norm,
 };
 
-use crate::cases::{Place, assert_close, bound, grad_of, randn, tape};
+use crate::cases::{Place, assert_close, bound, check_each, grad_of, randn, tape};
 
 /// A weight whose main gradient has this format and begins at ones.
 fn weight(place: &Place, value: &Tensor, grad: DType) -> Weight {
@@ -15,7 +15,7 @@ fn weight(place: &Place, value: &Tensor, grad: DType) -> Weight {
 }
 
 fn check(name: &str, values: &[Tensor], run: impl Fn(&Place, &[Weight])) {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         let grads = |dtype| {
             let weights: Vec<Weight> = values.iter().map(|value| weight(&place, value, dtype)).collect();
             place.run(|| run(&place, &weights));
@@ -25,7 +25,7 @@ fn check(name: &str, values: &[Tensor], run: impl Fn(&Place, &[Weight])) {
             assert_eq!(rounded.dtype(), DType::BF16);
             assert_close(&format!("{name} {place:?}"), rounded, &whole, bound(DType::BF16) / 2.0);
         }
-    }
+    });
 }
 
 fn bf16(place: &Place, shape: (usize, usize), seed: u64) -> Tensor {

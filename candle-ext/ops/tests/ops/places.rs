@@ -7,7 +7,7 @@ use candlewick_ops::{
     linear_cross_entropy, sum_of_squares, zero_,
 };
 
-use crate::cases::{Place, assert_close, bits, bound, grad_of, randn, trainable};
+use crate::cases::{Place, assert_close, bits, bound, check_each, grad_of, randn, trainable};
 use crate::laws::{self, Op};
 
 const FORMATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -69,24 +69,24 @@ fn updated(place: &Place, dtype: DType) -> Vec<Tensor> {
 
 #[test]
 fn every_op_gives_the_same_bits_twice() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         for dtype in FORMATS {
-            for ((what, once), (_, again)) in results(&place, dtype).iter().zip(results(&place, dtype)) {
+            check_each(results(&place, dtype).iter().zip(results(&place, dtype)), |((what, once), (_, again))| {
                 assert!(bits(once) == bits(&again), "{what}: another run gives other bits");
-            }
+            });
         }
-    }
+    });
 }
 
 #[test]
 fn every_op_gives_what_it_gives_on_the_cpu() {
-    for dtype in FORMATS {
+    check_each(FORMATS, |dtype| {
         let of_cpu = results(&Place::Cpu, dtype);
         for place in Place::all() {
-            for ((what, got), (_, want)) in results(&place, dtype).iter().zip(&of_cpu) {
+            check_each(results(&place, dtype).iter().zip(&of_cpu), |((what, got), (_, want))| {
                 assert_eq!(got.dtype(), want.dtype(), "{what}");
                 assert_close(what, got, want, bound(dtype));
-            }
+            });
         }
-    }
+    });
 }

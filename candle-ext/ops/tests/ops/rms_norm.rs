@@ -1,7 +1,7 @@
 use candle_core::{D, DType, Tensor};
 use candlewick_ops::{Weight, rms_norm};
 
-use crate::cases::{Case, Place, assert_error, bits, grad_of, randn, tape, trainable};
+use crate::cases::{Case, Place, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 const EPS: f64 = 1e-5;
 
@@ -24,19 +24,20 @@ fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
 
 #[test]
 fn it_equals_the_reference() {
-    for shape in [&[7, 576][..], &[300, 33], &[5, 3, 64], &[1, 1], &[2000, 2], &[4], &[9, 2560], &[70, 128]] {
+    check_each([&[7, 576][..], &[300, 33], &[5, 3, 64], &[1, 1], &[2000, 2], &[4], &[9, 2560], &[70, 128]], |shape| {
         case(shape, |case| case.check_all_formats());
-    }
+    });
 }
 
 /// Rows of a few lanes, of a warp and of a block, with one pack a thread, two and four; and rows that are too long for that.
 #[test]
 fn rows_of_every_length_equal_the_reference() {
-    for shape in
-        [&[3000, 8][..], &[41, 3, 24], &[60, 256], &[50, 504], &[13, 1024], &[9, 4096], &[6, 9216], &[5, 16_392]]
-    {
-        case(shape, |case| case.check_all_formats());
-    }
+    check_each(
+        [&[3000, 8][..], &[41, 3, 24], &[60, 256], &[50, 504], &[13, 1024], &[9, 4096], &[6, 9216], &[5, 16_392]],
+        |shape| {
+            case(shape, |case| case.check_all_formats());
+        },
+    );
 }
 
 #[test]

@@ -1,7 +1,7 @@
 use candle_core::{DType, Tensor};
 use candlewick_ops::rope;
 
-use crate::cases::{Case, assert_error, randn};
+use crate::cases::{Case, assert_error, check_each, randn};
 
 fn tables(t: usize, half: usize) -> (Tensor, Tensor) {
     let angle = randn((t, half), 7);
@@ -28,9 +28,9 @@ fn case((t, h, k): (usize, usize, usize), check: impl Fn(&Case<'_>)) {
 
 #[test]
 fn it_equals_the_reference() {
-    for shape in [(300, 3, 64), (1, 1, 2), (17, 9, 10), (5, 32, 128)] {
+    check_each([(300, 3, 64), (1, 1, 2), (17, 9, 10), (5, 32, 128)], |shape| {
         case(shape, |case| case.check_all_formats());
-    }
+    });
 }
 
 #[test]

@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::set_rows;
 
-use crate::cases::{Place, assert_error, bits, randn};
+use crate::cases::{Place, assert_error, bits, check_each, randn};
 
 /// Writes rows of `src` [m, ..] into a buffer of ones and compares with a copy made row by row.
 #[track_caller]
@@ -20,7 +20,7 @@ fn check(place: &Place, row: &[usize], n: usize, rows: &[u32], dtype: DType) {
 
 #[test]
 fn rows_land_where_they_belong_and_the_others_stay() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             check(&place, &[2, 5], 7, &[3, 0, 6], dtype);
             check(&place, &[300], 4, &[1], dtype);
@@ -28,7 +28,7 @@ fn rows_land_where_they_belong_and_the_others_stay() {
             check(&place, &[1, 1], 3, &[2, 1, 0], dtype);
             check(&place, &[4], 3, &[], dtype);
         }
-    }
+    });
 }
 
 #[test]

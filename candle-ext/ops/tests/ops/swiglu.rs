@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::swiglu;
 
-use crate::cases::{Case, Place, assert_error, randn, values};
+use crate::cases::{Case, Place, assert_error, check_each, randn, values};
 
 fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
     check(&Case {
@@ -15,9 +15,9 @@ fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
 
 #[test]
 fn it_equals_the_reference() {
-    for shape in [&[33, 1536][..], &[1], &[3, 5, 7], &[5, 9728]] {
+    check_each([&[33, 1536][..], &[1], &[3, 5, 7], &[5, 9728]], |shape| {
         case(shape, |case| case.check_all_formats());
-    }
+    });
 }
 
 #[test]

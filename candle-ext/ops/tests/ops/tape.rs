@@ -7,7 +7,7 @@ use candlewick_ops::{
     untracked,
 };
 
-use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, grad_of, randn, tape, trainable};
+use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable};
 
 fn tensor(values: &[f32]) -> Tensor {
     Tensor::new(values, &Device::Cpu).unwrap()
@@ -203,24 +203,27 @@ fn a_weight_used_twice_gets_both_gradients() {
 
 #[test]
 fn sums_products_with_numbers_and_views_equal_candles() {
-    for (name, op, reference) in [
-        (
-            "add",
-            (|x| add(&x[0], &x[1])) as fn(&[Tensor]) -> Result<Tensor>,
-            (|x| &x[0] + &x[1]) as fn(&[Tensor]) -> Result<Tensor>,
-        ),
-        ("scale", |x| add(&scale(&x[0], 0.3, x[0].dtype())?, &x[1]), |x| (&x[0] * 0.3)? + &x[1]),
-        ("reshape", |x| reshape(&add(&x[0], &x[1])?, (34, 50)), |x| (&x[0] + &x[1])?.reshape((34, 50))),
-    ] {
-        Case {
-            name,
-            inputs: vec![randn((17, 100), 1), randn((17, 100), 2)],
-            weights: vec![],
-            op: &|x, _| op(x),
-            reference: &|x| reference(x),
-        }
-        .check_all_formats();
-    }
+    check_each(
+        [
+            (
+                "add",
+                (|x| add(&x[0], &x[1])) as fn(&[Tensor]) -> Result<Tensor>,
+                (|x| &x[0] + &x[1]) as fn(&[Tensor]) -> Result<Tensor>,
+            ),
+            ("scale", |x| add(&scale(&x[0], 0.3, x[0].dtype())?, &x[1]), |x| (&x[0] * 0.3)? + &x[1]),
+            ("reshape", |x| reshape(&add(&x[0], &x[1])?, (34, 50)), |x| (&x[0] + &x[1])?.reshape((34, 50))),
+        ],
+        |(name, op, reference)| {
+            Case {
+                name,
+                inputs: vec![randn((17, 100), 1), randn((17, 100), 2)],
+                weights: vec![],
+                op: &|x, _| op(x),
+                reference: &|x| reference(x),
+            }
+            .check_all_formats();
+        },
+    );
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{Dropout, Precision, Weight, dropout, linear, reshape, swiglu, tiled};
 
-use crate::cases::{Case, Place, assert_close, assert_error, bits, grad_of, randn, tape, trainable};
+use crate::cases::{Case, Place, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 /// A gated MLP with a bias, as a block has one: gate, up and down with its bias.
 fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
@@ -38,7 +38,7 @@ fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
 /// Rows are computed as in one piece (if there are two: one row alone has a kernel of its own); only the sums over rows, in the weights' gradients, have another order.
 #[test]
 fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
-    for place in Place::all() {
+    check_each(Place::all(), |place| {
         for (dtype, tile_rows) in [(DType::F32, 8), (DType::F32, 50), (DType::F32, 2), (DType::BF16, 16)] {
             let x = place.put(&randn((50, 16), 1).to_dtype(dtype).unwrap());
             let (whole, tiles) = place.run(|| (run(&x, None), run(&x, Some(tile_rows))));
@@ -48,7 +48,7 @@ fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
                 assert_close("dw", tiles, whole, 1e-6);
             }
         }
-    }
+    });
 }
 
 #[test]

@@ -1,0 +1,60 @@
+//! What cuDNN has built for each shape, and which shapes it refused: when a graph was built, or when it ran.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+
+type Explained<T> = std::result::Result<T, String>;
+
+/// Graphs by shape. A refusal stays as long as the process.
+pub(super) struct Graphs<S, G>(HashMap<S, Explained<G>>);
+
+impl<S: Copy + Eq + Hash, G: Copy> Graphs<S, G> {
+    pub(super) fn new() -> Self {
+        Self(HashMap::new())
+    }
+
+    /// Returns the graph of a shape, or why there is none; builds it at the first time.
+    pub(super) fn get_or_build(&mut self, shape: S, build: impl FnOnce() -> Explained<G>) -> Explained<G> {
+        self.0.entry(shape).or_insert_with(build).clone()
+    }
+
+    /// Runs the graph of a shape, unless an earlier run was refused. A refusal is logged once and stays.
+    pub(super) fn run(&mut self, shape: S, run: impl FnOnce() -> Explained<()>) -> Explained<()> {
+        if let Some(Err(why)) = self.0.get(&shape) {
+            return Err(why.clone());
+        }
+        run().inspect_err(|why| {
+            tracing::warn!(
+                "cuDNN refuses attention when it runs ({why}): `auto` computes this shape by `fused` from now on"
+            );
+            self.0.insert(shape, Err(why.clone()));
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_graph_is_built_once_for_each_shape_and_a_refusal_stays() {
+        let mut graphs = Graphs::new();
+        assert_eq!(graphs.get_or_build(1, || Ok('a')), Ok('a'));
+        assert_eq!(graphs.get_or_build(1, || panic!("it is there")), Ok('a'));
+        assert_eq!(graphs.get_or_build(2, || Err("no".into())), Err("no".into()));
+        assert_eq!(graphs.get_or_build(2, || panic!("it was refused")), Err("no".into()));
+    }
+
+    #[test]
+    fn a_shape_that_is_refused_when_it_runs_is_neither_built_nor_run_again() {
+        let mut graphs = Graphs::new();
+        assert_eq!(graphs.get_or_build(1, || Ok('a')), Ok('a'));
+        assert_eq!(graphs.run(1, || Ok(())), Ok(()));
+        assert_eq!(graphs.run(1, || Err("NVRTC is missing".into())), Err("NVRTC is missing".into()));
+        assert_eq!(graphs.run(1, || panic!("it was refused")), Err("NVRTC is missing".into()));
+        assert_eq!(graphs.get_or_build(1, || panic!("it was refused")), Err("NVRTC is missing".into()));
+        // Other shapes, such as the forward's, go on.
+        assert_eq!(graphs.get_or_build(2, || Ok('b')), Ok('b'));
+        assert_eq!(graphs.run(2, || Ok(())), Ok(()));
+    }
+}

@@ -1,0 +1,293 @@
+//! Tuned algorithms in a file, so that later runs compute with the same ones and give the same bits.
+//!
+//! A file belongs to a device's name and a version of cuBLASLt: only that version can restore an algorithm. Processes that
+//! tune at once share it. Who stores a GEMM first decides for all.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::key::Key;
+use super::search::{self, Algorithm, Failure, Library, Timed};
+
+/// Changes when a file of before can no longer be read.
+const FORMAT: u32 = 1;
+
+pub(super) struct Choices {
+    path: PathBuf,
+    content: Content,
+    has_warned: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Content {
+    format: u32,
+    device: String,
+    cublas_lt: usize,
+    /// By the key's name.
+    choices: BTreeMap<String, Choice>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Choice {
+    /// 128 hexadecimal digits.
+    algorithm: String,
+    microseconds: f32,
+    /// Time of the algorithm that cuBLASLt's heuristic put first.
+    first_microseconds: f32,
+}
+
+impl Choices {
+    /// Reads the choices of a device. A file that is damaged or belongs elsewhere is ignored, with a warning.
+    pub(super) fn open(folder: &Path, device: &str, cublas_lt: usize) -> Self {
+        let name: String = device.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
+        let path = folder.join(format!("{name}-{cublas_lt}.json"));
+        let content = Content { format: FORMAT, device: device.to_owned(), cublas_lt, choices: BTreeMap::new() };
+        let mut choices = Self { path, content, has_warned: false };
+        choices.read();
+        choices
+    }
+
+    /// Returns the stored algorithm of a GEMM, or times the library's and stores the fastest. `None` if none can be timed,
+    /// or the library does not take the stored one.
+    pub(super) fn choose(&mut self, library: &mut impl Library, key: &Key) -> Result<Option<Algorithm>, String> {
+        let name = key.to_string();
+        let Some(stored) = self.get(&name) else {
+            return Ok(search::fastest(library, key)?.map(|timed| self.store(&name, &timed)));
+        };
+        match library.check(&stored) {
+            Ok(()) => Ok(Some(stored)),
+            Err(Failure::Fatal(why)) => Err(why),
+            Err(Failure::Refused(why)) => {
+                self.warn(format_args!("the tuned algorithm of {name} is refused ({why}): remove the file"));
+                Ok(None)
+            }
+        }
+    }
+
+    /// Returns the algorithm that was chosen for a GEMM.
+    fn get(&self, key: &str) -> Option<Algorithm> {
+        algorithm_of(&self.content.choices.get(key)?.algorithm)
+    }
+
+    /// Stores a choice, unless another process has stored one; returns that which counts from now on.
+    fn store(&mut self, key: &str, timed: &Timed) -> Algorithm {
+        let choice = Choice {
+            algorithm: hex(&timed.algorithm),
+            microseconds: timed.microseconds,
+            first_microseconds: timed.first_microseconds,
+        };
+        if let Err(error) = self.merge(key, &choice) {
+            self.warn(format_args!("cannot store tuned GEMMs ({error}): another run may choose otherwise"));
+        }
+        self.content.choices.entry(key.to_owned()).or_insert(choice);
+        self.get(key).unwrap_or(timed.algorithm)
+    }
+
+    /// Adds a choice to those in the file. One process at a time does that.
+    fn merge(&mut self, key: &str, choice: &Choice) -> io::Result<()> {
+        if let Some(folder) = self.path.parent() {
+            fs::create_dir_all(folder)?;
+        }
+        let lock = File::create(self.path.with_extension("lock"))?;
+        lock.lock()?;
+        self.read();
+        self.content.choices.entry(key.to_owned()).or_insert_with(|| choice.clone());
+        let new = self.path.with_extension(format!("{}.tmp", std::process::id()));
+        fs::write(&new, serde_json::to_vec_pretty(&self.content)?)?;
+        fs::rename(new, &self.path)
+    }
+
+    /// Takes what the file holds, if it can be read and belongs to this device.
+    fn read(&mut self) {
+        let read = match fs::read(&self.path) {
+            Ok(bytes) => self.content.parse(&bytes),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return,
+            Err(error) => Err(error.to_string()),
+        };
+        match read {
+            Ok(choices) => self.content.choices.extend(choices),
+            Err(why) => self.warn(format_args!("tuned GEMMs are ignored: {why}")),
+        }
+    }
+
+    /// Warns of the file, once.
+    fn warn(&mut self, message: fmt::Arguments<'_>) {
+        if !std::mem::replace(&mut self.has_warned, true) {
+            tracing::warn!("{}: {message}", self.path.display());
+        }
+    }
+}
+
+impl Content {
+    /// Returns the choices of a file for the same device and library.
+    fn parse(&self, bytes: &[u8]) -> Result<BTreeMap<String, Choice>, String> {
+        let found: Self = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+        let identity = |content: &Self| (content.format, content.device.clone(), content.cublas_lt);
+        if identity(&found) != identity(self) {
+            return Err(format!(
+                "they are of {} and cuBLASLt {} in format {}, not of {} and {} in {FORMAT}",
+                found.device, found.cublas_lt, found.format, self.device, self.cublas_lt
+            ));
+        }
+        match found.choices.iter().find(|(_, choice)| algorithm_of(&choice.algorithm).is_none()) {
+            Some((key, _)) => Err(format!("the algorithm of {key} is not 128 hexadecimal digits")),
+            None => Ok(found.choices),
+        }
+    }
+}
+
+fn hex(algorithm: &Algorithm) -> String {
+    algorithm.0.iter().map(|word| format!("{word:016x}")).collect()
+}
+
+fn algorithm_of(hex: &str) -> Option<Algorithm> {
+    if hex.len() != 128 || !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    let mut words = [0; 8];
+    for (i, word) in words.iter_mut().enumerate() {
+        *word = u64::from_str_radix(&hex[16 * i..16 * (i + 1)], 16).ok()?;
+    }
+    Some(Algorithm(words))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::search::tests::{Fake, key as search_key};
+    use super::*;
+
+    const DEVICE: &str = "NVIDIA H200";
+
+    /// A folder that is removed at the end.
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Self {
+            let folder = std::env::temp_dir().join(format!("candlewick-choices-{}-{name}", std::process::id()));
+            let _ = fs::remove_dir_all(&folder);
+            Self(folder)
+        }
+
+        fn open(&self) -> Choices {
+            Choices::open(&self.0, DEVICE, 130_100)
+        }
+
+        fn file(&self) -> PathBuf {
+            self.0.join("NVIDIA-H200-130100.json")
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn timed(id: u64) -> Timed {
+        let algorithm = Algorithm(std::array::from_fn(|i| id.rotate_left(8 * i as u32) ^ u64::MAX >> i));
+        Timed { algorithm, microseconds: 8.0, first_microseconds: 10.0 }
+    }
+
+    #[test]
+    fn a_choice_is_there_in_the_next_run_bit_for_bit() {
+        let folder = Folder::new("kept");
+        let mut choices = folder.open();
+        assert_eq!(choices.get("k"), None);
+        assert_eq!(choices.store("k", &timed(3)), timed(3).algorithm);
+        choices.store("other", &timed(4));
+        let again = folder.open();
+        assert_eq!(again.get("k"), Some(timed(3).algorithm));
+        assert_eq!(again.get("other"), Some(timed(4).algorithm));
+        let left: Vec<_> = fs::read_dir(&folder.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 2, "a file and its lock: {left:?}");
+    }
+
+    #[test]
+    fn a_gemm_is_timed_in_the_first_run_and_never_again() {
+        let folder = Folder::new("timed");
+        let mut library = Fake { first_limits: Some(0), times: vec![10.0, 4.0, 7.0], ..Fake::default() };
+        let chosen = folder.open().choose(&mut library, &search_key()).unwrap();
+        assert_eq!(chosen, Some(Algorithm([11; 8])));
+        // Another run would find another one faster.
+        let mut library = Fake { first_limits: Some(0), times: vec![10.0, 7.0, 4.0], ..Fake::default() };
+        assert_eq!(folder.open().choose(&mut library, &search_key()).unwrap(), chosen);
+        assert_eq!(library.calls, ["multiply 11"], "it is checked alone");
+    }
+
+    #[test]
+    fn a_stored_algorithm_that_the_library_refuses_is_left_out() {
+        let folder = Folder::new("refused");
+        let mut library = Fake { first_limits: Some(0), times: vec![10.0, 4.0], ..Fake::default() };
+        folder.open().choose(&mut library, &search_key()).unwrap();
+        let mut library = Fake { first_limits: Some(0), refused: vec![11], ..Fake::default() };
+        assert_eq!(folder.open().choose(&mut library, &search_key()).unwrap(), None);
+        let mut library = Fake { first_limits: Some(0), fatal: Some(11), ..Fake::default() };
+        assert!(folder.open().choose(&mut library, &search_key()).is_err());
+    }
+
+    #[test]
+    fn a_gemm_that_no_timed_algorithm_computes_is_not_stored() {
+        let folder = Folder::new("nothing");
+        assert_eq!(folder.open().choose(&mut Fake::default(), &search_key()).unwrap(), None);
+        assert!(!folder.file().exists());
+    }
+
+    #[test]
+    fn another_device_and_another_library_have_other_files() {
+        let folder = Folder::new("others");
+        folder.open().store("k", &timed(3));
+        assert_eq!(Choices::open(&folder.0, "NVIDIA H100", 130_100).get("k"), None);
+        assert_eq!(Choices::open(&folder.0, DEVICE, 130_200).get("k"), None);
+    }
+
+    #[test]
+    fn of_two_processes_that_tune_at_once_the_first_to_store_decides() {
+        let folder = Folder::new("two");
+        let (mut first, mut second) = (folder.open(), folder.open());
+        first.store("k", &timed(3));
+        assert_eq!(second.store("k", &timed(4)), timed(3).algorithm);
+        assert_eq!(second.store("other", &timed(5)), timed(5).algorithm);
+        assert_eq!(first.store("other", &timed(6)), timed(5).algorithm);
+        assert_eq!(folder.open().get("k"), Some(timed(3).algorithm));
+    }
+
+    #[test]
+    fn a_file_that_is_damaged_or_belongs_elsewhere_is_ignored_and_written_anew() {
+        let folder = Folder::new("damaged");
+        folder.open().store("k", &timed(3));
+        let good = fs::read_to_string(folder.file()).unwrap();
+        let cases = [
+            String::new(),
+            good[..good.len() / 2].to_owned(),
+            good.replace(DEVICE, "NVIDIA H100"),
+            good.replace("130100", "120900"),
+            good.replace("\"format\": 1", "\"format\": 2"),
+            good.replace(&hex(&timed(3).algorithm), "12"),
+            good.replace(&hex(&timed(3).algorithm)[..2], "é"),
+        ];
+        for damaged in cases {
+            assert_ne!(damaged, good);
+            fs::write(folder.file(), &damaged).unwrap();
+            let mut choices = folder.open();
+            assert_eq!(choices.get("k"), None, "{damaged}");
+            choices.store("new", &timed(4));
+            assert_eq!(folder.open().get("new"), Some(timed(4).algorithm), "{damaged}");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_leaves_the_choice_to_this_run() {
+        let folder = Folder::new("blocked");
+        fs::write(&folder.0, "a file in its place").unwrap();
+        let mut choices = folder.open();
+        assert_eq!(choices.store("k", &timed(3)), timed(3).algorithm);
+        assert_eq!(choices.get("k"), Some(timed(3).algorithm));
+        fs::remove_file(&folder.0).unwrap();
+    }
+}

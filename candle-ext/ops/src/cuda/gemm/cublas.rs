@@ -1,0 +1,113 @@
+//! [`Gemm`] by cublasGemmEx: for what cuBLASLt refuses.
+
+use std::ffi::{c_int, c_void};
+
+use candle_core::DType;
+use candle_core::cuda_backend::cudarc::cublas::result::{self, CublasError};
+use candle_core::cuda_backend::cudarc::cublas::sys;
+use candle_core::cuda_backend::cudarc::driver::CudaStream;
+
+use super::search::Failure;
+use super::{Address, Gemm, Gpu, Matrix};
+
+/// cuBLAS on one stream, with a workspace of the caller's. It lives as long as the process.
+pub(super) struct Cublas(sys::cublasHandle_t);
+
+// SAFETY: a handle may be used from any thread, by one at a time: the lock of cublas_lt.rs lets one.
+unsafe impl Send for Cublas {}
+
+impl Cublas {
+    /// # Safety
+    ///
+    /// The workspace must be this stream's, and live as long as the process.
+    pub(super) unsafe fn open(stream: &CudaStream, workspace: Address, n_bytes: usize) -> Result<Self, Failure> {
+        let handle = result::create_handle().map_err(failure)?;
+        // The products of the fallback keep partial sums in f32, as those of cuBLASLt do.
+        let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+        // SAFETY: the handle is open; the caller answers for the workspace.
+        unsafe {
+            result::set_stream(handle, stream.cu_stream().cast()).map_err(failure)?;
+            // Setting the stream drops the workspace, so it comes after.
+            sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, n_bytes).result().map_err(failure)?;
+            sys::cublasSetMathMode(handle, mode).result().map_err(failure)?;
+        }
+        Ok(Self(handle))
+    }
+
+    /// Computes c = plus + bias by a kernel, then adds the product to it. With both, 16-bit formats round once more than
+    /// cuBLASLt does.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::run`].
+    pub(super) unsafe fn run(&self, gemm: &Gemm, gpu: Gpu) -> Result<(), Failure> {
+        let Gemm { m, n, k, a, b, .. } = *gemm;
+        let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
+        let stride = |matrix: Matrix, sizes| int(matrix.in_memory(sizes)[2]);
+        let (lda, ldb, ldc) = (stride(a, [m, k])?, stride(b, [k, n])?, stride(gemm.output(), [m, n])?);
+        let (m, n, k) = (int(m)?, int(n)?, int(k)?);
+        let is_added = gemm.plus.is_some() || gemm.bias.is_some();
+        if is_added {
+            // SAFETY: the caller answers for the addresses.
+            unsafe { gemm.fill(gpu) }.map_err(|error| Failure::Fatal(error.to_string()))?;
+        }
+        let (alpha, beta) = (1.0f32, if is_added { 1.0f32 } else { 0.0 });
+        // cuBLAS thinks in columns: a row-major c = a b is a column-major c^T = b^T a^T.
+        // SAFETY: the handle is open, and the sizes and strides are those of the caller's matrices.
+        let status = unsafe {
+            sys::cublasGemmEx(
+                self.0,
+                operation(b),
+                operation(a),
+                n,
+                m,
+                k,
+                (&raw const alpha).cast(),
+                b.address as *const c_void,
+                data,
+                ldb,
+                a.address as *const c_void,
+                data,
+                lda,
+                (&raw const beta).cast(),
+                gemm.c as *mut c_void,
+                c_data,
+                ldc,
+                sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT,
+            )
+        };
+        status.result().map_err(failure)
+    }
+}
+
+fn failure(error: CublasError) -> Failure {
+    use sys::cublasStatus_t as Status;
+    let why = format!("{:?}", error.0);
+    match error.0 {
+        Status::CUBLAS_STATUS_NOT_SUPPORTED
+        | Status::CUBLAS_STATUS_INVALID_VALUE
+        | Status::CUBLAS_STATUS_ARCH_MISMATCH => Failure::Refused(why),
+        _ => Failure::Fatal(why),
+    }
+}
+
+fn int(n: usize) -> Result<c_int, Failure> {
+    c_int::try_from(n).map_err(|_| Failure::Refused(format!("it counts to 2^31 - 1, not to {n}")))
+}
+
+fn operation(matrix: Matrix) -> sys::cublasOperation_t {
+    match matrix.is_transposed {
+        true => sys::cublasOperation_t::CUBLAS_OP_T,
+        false => sys::cublasOperation_t::CUBLAS_OP_N,
+    }
+}
+
+fn data_type(dtype: DType) -> Result<sys::cudaDataType, Failure> {
+    match dtype {
+        DType::F32 => Ok(sys::cudaDataType::CUDA_R_32F),
+        DType::BF16 => Ok(sys::cudaDataType::CUDA_R_16BF),
+        DType::F16 => Ok(sys::cudaDataType::CUDA_R_16F),
+        other => Err(Failure::Refused(format!("it computes in f32, bf16 and f16, not {other:?}"))),
+    }
+}

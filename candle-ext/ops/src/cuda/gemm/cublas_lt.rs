@@ -1,0 +1,324 @@
+//! [`Gemm`] by cuBLASLt: descriptors and an algorithm are made once for each [`Key`].
+
+use std::collections::{HashMap, HashSet, hash_map};
+use std::ffi::c_void;
+use std::sync::{LazyLock, Mutex, PoisonError};
+
+use candle_core::cuda_backend::DeviceId;
+use candle_core::cuda_backend::cudarc::cublaslt::result;
+use candle_core::cuda_backend::cudarc::cublaslt::sys::{self, cublasLtMatmulAlgo_t};
+use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
+use candle_core::{CudaDevice, Error, Result};
+
+use super::choices::Choices;
+use super::cublas::Cublas;
+use super::descriptors::{Preference, Problem, WORKSPACE_BYTES, failure};
+use super::key::Key;
+use super::recent::Recent;
+use super::search::{self, Algorithm, Failure, Library, Limits, Route};
+use super::{Address, Gemm, Gpu};
+use crate::nvidia::tuned_gemms;
+
+/// Plans of one device. A step of training has about a hundred; one takes about 2 KiB of host memory.
+const MAX_PLANS: usize = 2048;
+
+/// Fallbacks that are logged, each once.
+const MAX_LOGGED: usize = 64;
+
+/// Runs of an algorithm that are timed, after one that is not.
+const TIMED_RUNS: usize = 3;
+
+static DEVICES: LazyLock<Mutex<HashMap<DeviceId, CublasLt>>> = LazyLock::new(Mutex::default);
+
+/// cuBLASLt on one device.
+struct CublasLt {
+    handle: sys::cublasLtHandle_t,
+    plans: Recent<Key, Plan>,
+    /// By the address of the stream. None is ever removed: a workspace keeps its stream alive.
+    streams: HashMap<usize, Stream>,
+    /// `None` where nothing is tuned.
+    choices: Option<Choices>,
+    logged: HashSet<String>,
+}
+
+// SAFETY: handles and descriptors may be used from any thread, and the lock lets one at a time.
+unsafe impl Send for CublasLt {}
+
+/// Memory and handle that products of one stream share: they run one after another.
+struct Stream {
+    workspace: CudaSlice<u8>,
+    cublas: Option<Cublas>,
+}
+
+struct Plan {
+    problem: Problem,
+    route: Route,
+}
+
+/// See [`Gemm::run`].
+///
+/// # Safety
+///
+/// As there.
+pub(super) unsafe fn run(gemm: &Gemm, device: &CudaDevice) -> Result<()> {
+    let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt failed at {gemm:?}: {error}"));
+    device.cuda_stream().context().bind_to_thread().map_err(|error| failed(&error))?;
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let library = match devices.entry(device.id()) {
+        hash_map::Entry::Occupied(entry) => entry.into_mut(),
+        hash_map::Entry::Vacant(entry) => entry.insert(CublasLt::open(device)?),
+    };
+    // SAFETY: the caller answers for the addresses.
+    unsafe { library.run(gemm, device) }.map_err(|error| failed(&error))
+}
+
+impl CublasLt {
+    fn open(device: &CudaDevice) -> Result<Self> {
+        let failed = |error: &dyn std::fmt::Display| Error::Msg(format!("cuBLASLt cannot start: {error}"));
+        let handle = result::create_handle().map_err(|error| failed(&error))?;
+        let choices = match tuned_gemms() {
+            Some(folder) => {
+                let name = device.cuda_stream().context().name().map_err(|error| failed(&error))?;
+                // SAFETY: the library is loaded.
+                Some(Choices::open(folder, &name, unsafe { sys::cublasLtGetVersion() }))
+            }
+            None => None,
+        };
+        Ok(Self { handle, plans: Recent::new(MAX_PLANS), streams: HashMap::new(), choices, logged: HashSet::new() })
+    }
+
+    /// Computes by the plan of this key, or makes one.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::run`].
+    unsafe fn run(&mut self, gemm: &Gemm, device: &CudaDevice) -> std::result::Result<(), String> {
+        let Self { handle, plans, streams, choices, logged } = self;
+        let (handle, key) = (*handle, Key::of(gemm));
+        let stream = match streams.entry(device.cuda_stream().cu_stream() as usize) {
+            hash_map::Entry::Occupied(entry) => entry.into_mut(),
+            hash_map::Entry::Vacant(entry) => {
+                entry.insert(Stream::new(device).map_err(|error| format!("its workspace: {error}"))?)
+            }
+        };
+        if let Some(Plan { problem, route }) = plans.get(&key) {
+            let ran = Call::new(handle, gemm, problem, stream, device).and_then(|mut call| call.follow(*route));
+            match ran {
+                Ok(()) => return Ok(()),
+                // cublasGemmEx has filled c before it refuses: what was in it is gone.
+                Err(Failure::Refused(why)) if *route == Route::GemmEx => return Err(why),
+                Err(Failure::Refused(_)) => {}
+                Err(Failure::Fatal(why)) => return Err(why),
+            }
+        }
+        let problem = Problem::new(gemm).map_err(|failure| failure.to_string())?;
+        let mut call = Call::new(handle, gemm, &problem, stream, device).map_err(|failure| failure.to_string())?;
+        let tuned = match choices {
+            Some(choices) => choices.choose(&mut call, &key)?,
+            None => None,
+        };
+        let found = search::compute(&mut call, &key, tuned)?;
+        if let Some(fallback) = found.fallback {
+            log(logged, format!("GEMM {key}: computed by {fallback}"));
+        }
+        plans.insert(key, Plan { problem, route: found.route });
+        Ok(())
+    }
+}
+
+/// Warns of a fallback, once.
+fn log(logged: &mut HashSet<String>, message: String) {
+    if logged.len() < MAX_LOGGED && !logged.contains(&message) {
+        tracing::warn!("{message}");
+        logged.insert(message);
+    }
+}
+
+impl Stream {
+    fn new(device: &CudaDevice) -> Result<Self> {
+        // SAFETY: a workspace is written before it is read.
+        let workspace = unsafe { device.alloc::<u8>(WORKSPACE_BYTES)? };
+        Ok(Self { workspace, cublas: None })
+    }
+}
+
+/// A GEMM and what its calls need.
+struct Call<'a> {
+    handle: sys::cublasLtHandle_t,
+    gemm: &'a Gemm,
+    problem: &'a Problem,
+    stream: &'a mut Stream,
+    device: &'a CudaDevice,
+}
+
+impl<'a> Call<'a> {
+    fn new(
+        handle: sys::cublasLtHandle_t,
+        gemm: &'a Gemm,
+        problem: &'a Problem,
+        stream: &'a mut Stream,
+        device: &'a CudaDevice,
+    ) -> std::result::Result<Self, Failure> {
+        problem.set_bias(gemm)?;
+        Ok(Self { handle, gemm, problem, stream, device })
+    }
+
+    fn follow(&mut self, route: Route) -> std::result::Result<(), Failure> {
+        match route {
+            Route::Lt(algorithm) => self.multiply(&algorithm),
+            Route::GemmEx => self.multiply_by_gemm_ex(),
+        }
+    }
+
+    fn workspace(&self) -> Address {
+        let stream = self.device.cuda_stream();
+        self.stream.workspace.device_ptr(&stream).0
+    }
+
+    /// Launches the product, from `addend` into `output`.
+    ///
+    /// # Safety
+    ///
+    /// Both must be good for a matrix like c.
+    unsafe fn launch(
+        &self,
+        algorithm: &Algorithm,
+        addend: Address,
+        output: Address,
+    ) -> std::result::Result<(), Failure> {
+        let Self { gemm, problem, .. } = self;
+        let (alpha, beta) = (1.0f32, if gemm.plus.is_some() { 1.0f32 } else { 0.0 });
+        let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
+        // SAFETY: the layouts are those of the caller's matrices; the workspace belongs to this stream.
+        let status = unsafe {
+            result::matmul(
+                self.handle,
+                problem.description.0,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                gemm.b.address as *const c_void,
+                problem.first.0,
+                gemm.a.address as *const c_void,
+                problem.second.0,
+                addend as *const c_void,
+                problem.output.0,
+                output as *mut c_void,
+                problem.output.0,
+                &raw const algorithm,
+                self.workspace() as *mut c_void,
+                WORKSPACE_BYTES,
+                self.device.cuda_stream().cu_stream().cast(),
+            )
+        };
+        status.map_err(failure)
+    }
+
+    /// Times the runs of an algorithm into `output`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Call::launch`].
+    unsafe fn time(&self, algorithm: &Algorithm, output: Address) -> std::result::Result<f32, Failure> {
+        let fatal = |error: &dyn std::fmt::Display| Failure::Fatal(error.to_string());
+        let addend = self.gemm.plus.filter(|plus| *plus != self.gemm.c).unwrap_or(output);
+        let stream = self.device.cuda_stream();
+        let mut events = Vec::with_capacity(TIMED_RUNS + 1);
+        for _ in 0..=TIMED_RUNS {
+            // SAFETY: the caller answers for the output.
+            unsafe { self.launch(algorithm, addend, output)? };
+            let event = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+            events.push(event.map_err(|error| fatal(&error))?);
+        }
+        let mut least = f32::INFINITY;
+        for pair in events.windows(2) {
+            least = least.min(pair[0].elapsed_ms(&pair[1]).map_err(|error| fatal(&error))?);
+        }
+        Ok(1000.0 * least)
+    }
+}
+
+impl Library for Call<'_> {
+    fn candidates(&mut self, limits: &Limits, n: usize) -> std::result::Result<Vec<Algorithm>, Failure> {
+        let preference = Preference::of(limits).map_err(failure)?;
+        let Problem { description, first, second, output } = self.problem;
+        let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(n);
+        let mut n_found = 0;
+        // SAFETY: the descriptors live until the end, and there is room for as many results as are asked for.
+        let status = unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                description.0,
+                first.0,
+                second.0,
+                output.0,
+                output.0,
+                preference.0,
+                n as i32,
+                found.as_mut_ptr(),
+                &raw mut n_found,
+            )
+        };
+        status.result().map_err(failure)?;
+        // SAFETY: the library has written so many.
+        unsafe { found.set_len(usize::try_from(n_found).unwrap_or(0).min(n)) };
+        let usable = found.iter().filter(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
+        let algorithms: Vec<Algorithm> = usable.map(|result| Algorithm(result.algo.data)).collect();
+        if algorithms.is_empty() {
+            return Err(Failure::Refused("its heuristic has no algorithm".into()));
+        }
+        Ok(algorithms)
+    }
+
+    fn check(&mut self, algorithm: &Algorithm) -> std::result::Result<(), Failure> {
+        let Problem { description, first, second, output } = self.problem;
+        let algorithm = cublasLtMatmulAlgo_t { data: algorithm.0 };
+        let mut checked = std::mem::MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed();
+        // SAFETY: the descriptors live until the end, and a result has room.
+        let checked = unsafe {
+            let (description, first, second, output) = (description.0, first.0, second.0, output.0);
+            let (algorithm, result) = (&raw const algorithm, checked.as_mut_ptr());
+            sys::cublasLtMatmulAlgoCheck(self.handle, description, first, second, output, output, algorithm, result)
+                .result()
+                .map_err(failure)?;
+            checked.assume_init()
+        };
+        match checked.workspaceSize {
+            0..=WORKSPACE_BYTES => Ok(()),
+            more => Err(Failure::Refused(format!("it needs a workspace of {more} bytes, not {WORKSPACE_BYTES}"))),
+        }
+    }
+
+    fn multiply(&mut self, algorithm: &Algorithm) -> std::result::Result<(), Failure> {
+        // SAFETY: the caller of `run` answers for the addresses.
+        unsafe { self.launch(algorithm, self.gemm.plus.unwrap_or(self.gemm.c), self.gemm.c) }
+    }
+
+    fn multiply_by_gemm_ex(&mut self) -> std::result::Result<(), Failure> {
+        let workspace = self.workspace();
+        let cublas = match &mut self.stream.cublas {
+            Some(cublas) => cublas,
+            // SAFETY: the workspace is this stream's and is never freed.
+            none => none.insert(unsafe { Cublas::open(&self.device.cuda_stream(), workspace, WORKSPACE_BYTES)? }),
+        };
+        // SAFETY: the caller of `run` answers for the addresses.
+        unsafe { cublas.run(self.gemm, Gpu::Device(self.device)) }
+    }
+
+    fn microseconds(&mut self, algorithm: &Algorithm) -> std::result::Result<f32, Failure> {
+        let Gemm { m, n, c_dtype, .. } = *self.gemm;
+        let [_, _, stride] = self.gemm.output().in_memory([m, n]);
+        let n_bytes = ((m - 1) * stride + n) * c_dtype.size_in_bytes();
+        // SAFETY: nobody reads the output.
+        let output = unsafe { self.device.alloc::<u8>(n_bytes) }
+            .map_err(|error| Failure::Refused(format!("there is no room to time it: {error}")))?;
+        let stream = self.device.cuda_stream();
+        let (address, _guard) = output.device_ptr(&stream);
+        // SAFETY: the output is as large as c.
+        unsafe { self.time(algorithm, address) }
+    }
+}
+
+#[cfg(all(test, feature = "emulate"))]
+#[allow(clippy::unwrap_used)]
+mod tests;

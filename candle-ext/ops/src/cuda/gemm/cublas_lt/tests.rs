@@ -1,0 +1,293 @@
+//! Calls of cuBLASLt and cuBLAS over stand-ins for them, which compute on the CPU and refuse what they are told to. Without
+//! those nothing is tested: `scripts/check-cublas` brings them.
+
+use std::marker::PhantomData;
+use std::path::PathBuf;
+use std::sync::MutexGuard;
+
+use candle_core::{DType, Device, Tensor};
+use libloading::os::unix::{Library as Loaded, Symbol};
+
+use super::*;
+use crate::cuda::address;
+use crate::cuda::gemm::Matrix;
+
+/// What the stand-in refuses: heuristics with a mask of reductions, or all; above an alignment; the first algorithms; and
+/// cublasGemmEx. As in cublas.cpp.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Rules {
+    mask: i32,
+    heuristics: i32,
+    max_alignment: i32,
+    n_algorithms: i32,
+    gemm_ex: i32,
+    /// The algorithm that takes 4 us, where the others take 10.
+    fastest: i32,
+}
+
+const NOTHING_REFUSED: Rules =
+    Rules { mask: 0, heuristics: 0, max_alignment: 0, n_algorithms: 0, gemm_ex: 0, fastest: -1 };
+
+/// As in cublas.cpp.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Calls {
+    heuristics: i32,
+    products: i32,
+    gemm_ex: i32,
+    last: i32,
+}
+
+/// The stand-in's rules and counts, for one test at a time.
+struct StandIn {
+    rules: Symbol<*mut Rules>,
+    calls: Symbol<*mut Calls>,
+    _alone: MutexGuard<'static, ()>,
+}
+
+impl StandIn {
+    /// `None` where the libraries are NVIDIA's, or missing.
+    fn open() -> Option<Self> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        // SAFETY: a driver's library may be loaded by any program; both symbols have these types.
+        let (rules, calls) = unsafe {
+            let library = Loaded::new("libcuda.so.1").ok()?;
+            let symbols = (library.get(b"stand_in_rules").ok()?, library.get(b"stand_in_calls").ok()?);
+            std::mem::forget(library);
+            symbols
+        };
+        let stand_in = Self { rules, calls, _alone: ALONE.lock().unwrap_or_else(PoisonError::into_inner) };
+        stand_in.refuse(NOTHING_REFUSED);
+        Some(stand_in)
+    }
+
+    fn refuse(&self, rules: Rules) {
+        // SAFETY: no product is under way.
+        unsafe { **self.rules = rules };
+    }
+
+    fn calls(&self) -> Calls {
+        // SAFETY: as above.
+        unsafe { **self.calls }
+    }
+}
+
+/// A GEMM of [5, 9] and [9, 7], and what varies.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    dtypes: [DType; 2],
+    transposed: [bool; 2],
+    /// Elements that rows of a, b and c have beyond the matrix.
+    gap: usize,
+    plus: Addend,
+    has_bias: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Addend {
+    Nothing,
+    Output,
+    Other,
+}
+
+const SIZES: [usize; 3] = [5, 7, 9];
+
+const PLAIN: Case = Case {
+    dtypes: [DType::BF16, DType::BF16],
+    transposed: [false, true],
+    gap: 0,
+    plus: Addend::Nothing,
+    has_bias: false,
+};
+
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for transposed in [[false, false], [false, true], [true, false], [true, true]] {
+        for (plus, has_bias) in [
+            (Addend::Nothing, false),
+            (Addend::Nothing, true),
+            (Addend::Output, false),
+            (Addend::Other, false),
+            (Addend::Other, true),
+        ] {
+            let gap = cases.len() % 3;
+            cases.push(Case { transposed, gap, plus, has_bias, ..PLAIN });
+        }
+    }
+    for dtypes in [[DType::F32; 2], [DType::F16; 2], [DType::BF16, DType::F32]] {
+        cases.push(Case { dtypes, plus: Addend::Output, ..PLAIN });
+        cases.push(Case { dtypes, has_bias: true, ..PLAIN });
+    }
+    cases
+}
+
+/// Tensors of a GEMM: a, b, c, the addend and the bias.
+struct Tensors([Tensor; 5]);
+
+impl Tensors {
+    fn new(case: &Case, device: &Device) -> Self {
+        let [m, n, k] = SIZES;
+        let rows = |is_transposed: bool, rows: usize, columns: usize| {
+            if is_transposed { (columns, rows + case.gap) } else { (rows, columns + case.gap) }
+        };
+        let tensor = |(rows, columns): (usize, usize), dtype: DType, step: f64| {
+            let values: Vec<f32> = (0..rows * columns).map(|i| ((i + 1) as f64 * step).sin() as f32).collect();
+            let x = Tensor::from_vec(values, (rows, columns), &Device::Cpu).unwrap();
+            x.to_dtype(dtype).unwrap().to_device(device).unwrap()
+        };
+        let [dtype, c_dtype] = case.dtypes;
+        Self([
+            tensor(rows(case.transposed[0], m, k), dtype, 0.7),
+            tensor(rows(case.transposed[1], k, n), dtype, 0.3),
+            tensor((m, n + case.gap), c_dtype, 0.9),
+            tensor((m, n + case.gap), c_dtype, 1.1),
+            tensor((1, n), c_dtype, 1.3),
+        ])
+    }
+
+    fn gemm(&self, case: &Case) -> Gemm {
+        let at = |i: usize| address("gemm", &self.0[i]).unwrap();
+        let stride = |i: usize| self.0[i].dims()[1];
+        let matrix = |i: usize| Matrix { is_transposed: case.transposed[i], stride: Some(stride(i)), address: at(i) };
+        Gemm {
+            a: matrix(0),
+            b: matrix(1),
+            c: at(2),
+            c_stride: Some(stride(2)),
+            c_dtype: case.dtypes[1],
+            plus: match case.plus {
+                Addend::Nothing => None,
+                Addend::Output => Some(at(2)),
+                Addend::Other => Some(at(3)),
+            },
+            bias: case.has_bias.then(|| at(4)),
+            ..Gemm::new(SIZES, case.dtypes[0])
+        }
+    }
+
+    fn output(&self) -> Vec<f32> {
+        let c = self.0[2].to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
+        c.flatten_all().unwrap().to_vec1().unwrap()
+    }
+}
+
+/// Its plans are its own.
+fn device() -> Device {
+    Device::new_cuda_with_stream(0).unwrap()
+}
+
+fn run_on(device: &Device, case: &Case) -> Result<Vec<f32>> {
+    let tensors = Tensors::new(case, device);
+    // SAFETY: the tensors are those of the GEMM.
+    unsafe { tensors.gemm(case).run(Gpu::Device(device.as_cuda_device()?))? };
+    Ok(tensors.output())
+}
+
+#[track_caller]
+fn check(device: &Device, case: &Case) {
+    let got = run_on(device, case).unwrap();
+    let tensors = Tensors::new(case, &Device::Cpu);
+    // SAFETY: as in `run_on`.
+    unsafe { tensors.gemm(case).run(Gpu::Emulated(PhantomData)) }.unwrap();
+    // With an addend and a bias cublasGemmEx rounds twice.
+    let bound = if case.dtypes[1] == DType::F32 { 1e-6 } else { 2f32.powi(-6) };
+    for (i, (got, want)) in got.iter().zip(tensors.output()).enumerate() {
+        assert!((got - want).abs() <= bound * want.abs().max(1.0), "{case:?}: {got} at {i}, want {want}");
+    }
+}
+
+#[test]
+fn every_layout_dtype_and_addend_equals_the_definition() {
+    let Some(stand_in) = StandIn::open() else { return };
+    let device = device();
+    let before = stand_in.calls();
+    cases().iter().for_each(|case| check(&device, case));
+    let calls = stand_in.calls();
+    assert_eq!(calls.products - before.products, cases().len() as i32);
+    assert_eq!(calls.gemm_ex, before.gemm_ex);
+}
+
+#[test]
+fn every_fallback_equals_the_definition() {
+    let Some(stand_in) = StandIn::open() else { return };
+    for (rules, uses_gemm_ex) in [
+        (Rules { mask: 1, ..NOTHING_REFUSED }, false),
+        (Rules { max_alignment: 4, ..NOTHING_REFUSED }, false),
+        (Rules { n_algorithms: 3, ..NOTHING_REFUSED }, false),
+        (Rules { n_algorithms: 5, ..NOTHING_REFUSED }, true),
+        (Rules { heuristics: 1, ..NOTHING_REFUSED }, true),
+    ] {
+        stand_in.refuse(rules);
+        let (device, before) = (device(), stand_in.calls());
+        // The second time by the route of the first.
+        cases().iter().chain(&cases()).for_each(|case| check(&device, case));
+        let calls = stand_in.calls();
+        assert_eq!(calls.gemm_ex - before.gemm_ex, if uses_gemm_ex { 2 * cases().len() as i32 } else { 0 });
+    }
+}
+
+#[test]
+fn what_nothing_computes_is_an_error_that_names_the_refusals() {
+    let Some(stand_in) = StandIn::open() else { return };
+    stand_in.refuse(Rules { heuristics: 1, gemm_ex: 1, ..NOTHING_REFUSED });
+    let error = run_on(&device(), &PLAIN).unwrap_err().to_string();
+    for part in ["cuBLASLt failed at Gemm", "sums of parts in any dtype", "cublasGemmEx: CUBLAS_STATUS_NOT_SUPPORTED"] {
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn a_key_asks_the_heuristic_once() {
+    let Some(stand_in) = StandIn::open() else { return };
+    let (device, before) = (device(), stand_in.calls());
+    (0..5).for_each(|_| check(&device, &PLAIN));
+    let calls = stand_in.calls();
+    assert_eq!((calls.heuristics - before.heuristics, calls.products - before.products), (1, 5));
+}
+
+#[test]
+fn a_product_over_nothing_calls_no_library() {
+    let Some(stand_in) = StandIn::open() else { return };
+    let (device, before) = (device(), stand_in.calls());
+    for case in cases() {
+        let tensors = [&device, &Device::Cpu].map(|device| Tensors::new(&case, device));
+        let gpus = [Gpu::Device(device.as_cuda_device().unwrap()), Gpu::Emulated(PhantomData)];
+        for (tensors, gpu) in tensors.iter().zip(gpus) {
+            // SAFETY: of a and b nothing is read.
+            unsafe { Gemm { k: 0, ..tensors.gemm(&case) }.run(gpu) }.unwrap();
+        }
+        assert_eq!(tensors[0].output(), tensors[1].output(), "{case:?}");
+    }
+    assert_eq!(stand_in.calls(), before);
+}
+
+/// Runs a case on a new device whose GEMMs are tuned into a folder, and checks it against the definition.
+fn tuned(folder: &std::path::Path, case: &Case) {
+    let device = device();
+    let mut library = CublasLt::open(device.as_cuda_device().unwrap()).unwrap();
+    // SAFETY: the library is loaded.
+    library.choices = Some(Choices::open(folder, "stand-in", unsafe { sys::cublasLtGetVersion() }));
+    DEVICES.lock().unwrap().insert(device.as_cuda_device().unwrap().id(), library);
+    check(&device, case);
+}
+
+#[test]
+fn a_tuned_gemm_computes_by_the_fastest_algorithm_of_the_first_run() {
+    let Some(stand_in) = StandIn::open() else { return };
+    let folder: PathBuf = std::env::temp_dir().join(format!("candlewick-tuned-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    for case in [PLAIN, Case { plus: Addend::Output, ..PLAIN }, Case { has_bias: true, gap: 2, ..PLAIN }] {
+        stand_in.refuse(Rules { fastest: 3, ..NOTHING_REFUSED });
+        let before = stand_in.calls();
+        tuned(&folder, &case);
+        let calls = stand_in.calls();
+        let n_timed = 5 * (TIMED_RUNS as i32 + 1);
+        assert_eq!((calls.products - before.products, calls.last), (n_timed + 1, 3), "{case:?}");
+        // Another run, in which another one would be faster.
+        stand_in.refuse(Rules { fastest: 1, ..NOTHING_REFUSED });
+        tuned(&folder, &case);
+        assert_eq!((stand_in.calls().products - calls.products, stand_in.calls().last), (1, 3), "{case:?}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}

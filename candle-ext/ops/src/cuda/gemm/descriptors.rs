@@ -1,0 +1,169 @@
+//! Descriptors of cuBLASLt: of a GEMM and of the algorithms that are wanted for it.
+
+use candle_core::DType;
+use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
+use candle_core::cuda_backend::cudarc::cublaslt::sys::{self, cudaDataType};
+
+use super::search::{Failure, Limits, Reductions};
+use super::{Gemm, Matrix};
+
+/// As NVIDIA recommends for Hopper.
+pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// Sums of parts of k in f32, the mask of allowed reductions. The other ways round them to the output's dtype first.
+const SUMS_IN_F32: u32 = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+
+/// Descriptors of a GEMM. cuBLASLt thinks in columns: a row-major c = a b is a column-major c^T = b^T a^T.
+pub(super) struct Problem {
+    pub(super) description: Description,
+    /// b
+    pub(super) first: Layout,
+    /// a
+    pub(super) second: Layout,
+    /// c and the addend
+    pub(super) output: Layout,
+}
+
+impl Problem {
+    pub(super) fn new(gemm: &Gemm) -> Result<Self, Failure> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let Gemm { m, n, k, a, b, .. } = *gemm;
+        let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
+        let description = Description::new().map_err(failure)?;
+        // SAFETY: every attribute is set with a value of its type.
+        unsafe {
+            description.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(b)).map_err(failure)?;
+            description.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(a)).map_err(failure)?;
+            if gemm.bias.is_some() {
+                let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+                description.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue).map_err(failure)?;
+            }
+        }
+        Ok(Self {
+            description,
+            first: Layout::of(b, [k, n], data).map_err(failure)?,
+            second: Layout::of(a, [m, k], data).map_err(failure)?,
+            output: Layout::of(gemm.output(), [m, n], c_data).map_err(failure)?,
+        })
+    }
+
+    /// Sets the address of the bias, which is another at each call.
+    pub(super) fn set_bias(&self, gemm: &Gemm) -> Result<(), Failure> {
+        let Some(bias) = gemm.bias else { return Ok(()) };
+        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+        // SAFETY: the attribute is an address.
+        unsafe { self.description.set(attribute, &bias) }.map_err(failure)
+    }
+}
+
+/// cublasOperation_t: CUBLAS_OP_N is 0, CUBLAS_OP_T is 1.
+fn operation(matrix: Matrix) -> i32 {
+    i32::from(matrix.is_transposed)
+}
+
+fn data_type(dtype: DType) -> Result<cudaDataType, Failure> {
+    match dtype {
+        DType::F32 => Ok(cudaDataType::CUDA_R_32F),
+        DType::BF16 => Ok(cudaDataType::CUDA_R_16BF),
+        DType::F16 => Ok(cudaDataType::CUDA_R_16F),
+        other => Err(Failure::Refused(format!("it computes in f32, bf16 and f16, not {other:?}"))),
+    }
+}
+
+pub(super) struct Layout(pub(super) sys::cublasLtMatrixLayout_t);
+
+impl Layout {
+    /// A matrix that is [rows, columns] as the product reads it, as it lies in memory, in columns.
+    fn of(matrix: Matrix, sizes: [usize; 2], data: cudaDataType) -> Result<Self, CublasError> {
+        let [rows, columns, stride] = matrix.in_memory(sizes);
+        result::create_matrix_layout(data, columns as u64, rows as u64, stride as i64).map(Self)
+    }
+}
+
+impl Drop for Layout {
+    fn drop(&mut self) {
+        // SAFETY: it was created once and is destroyed once.
+        let _ = unsafe { result::destroy_matrix_layout(self.0) };
+    }
+}
+
+pub(super) struct Description(pub(super) sys::cublasLtMatmulDesc_t);
+
+impl Description {
+    fn new() -> Result<Self, CublasError> {
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        result::create_matmul_desc(compute, cudaDataType::CUDA_R_32F).map(Self)
+    }
+
+    /// # Safety
+    ///
+    /// `value` must have the attribute's type.
+    unsafe fn set<T>(&self, attribute: sys::cublasLtMatmulDescAttributes_t, value: &T) -> Result<(), CublasError> {
+        // SAFETY: the value is read during the call.
+        unsafe {
+            result::set_matmul_desc_attribute(self.0, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
+        }
+    }
+}
+
+impl Drop for Description {
+    fn drop(&mut self) {
+        // SAFETY: it was created once and is destroyed once.
+        let _ = unsafe { result::destroy_matmul_desc(self.0) };
+    }
+}
+
+pub(super) struct Preference(pub(super) sys::cublasLtMatmulPreference_t);
+
+impl Preference {
+    pub(super) fn of(limits: &Limits) -> Result<Self, CublasError> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let preference = result::create_matmul_pref().map(Self)?;
+        let [a, b, written, plus] = limits.alignments;
+        // SAFETY: every attribute is set with a value of its type.
+        unsafe {
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
+            if limits.reductions == Reductions::InF32 {
+                preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &SUMS_IN_F32)?;
+            }
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &b)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &a)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &plus)?;
+            preference.set(Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &written)?;
+        }
+        Ok(preference)
+    }
+
+    /// # Safety
+    ///
+    /// `value` must have the attribute's type.
+    unsafe fn set<T>(
+        &self,
+        attribute: sys::cublasLtMatmulPreferenceAttributes_t,
+        value: &T,
+    ) -> Result<(), CublasError> {
+        // SAFETY: the value is read during the call.
+        unsafe {
+            result::set_matmul_pref_attribute(self.0, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
+        }
+    }
+}
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: it was created once and is destroyed once.
+        let _ = unsafe { result::destroy_matmul_pref(self.0) };
+    }
+}
+
+/// Tells a product that the library does not have from a library that fails.
+pub(super) fn failure(error: CublasError) -> Failure {
+    use sys::cublasStatus_t as Status;
+    let why = format!("{:?}", error.0);
+    match error.0 {
+        Status::CUBLAS_STATUS_NOT_SUPPORTED
+        | Status::CUBLAS_STATUS_INVALID_VALUE
+        | Status::CUBLAS_STATUS_ARCH_MISMATCH => Failure::Refused(why),
+        _ => Failure::Fatal(why),
+    }
+}

@@ -1,0 +1,134 @@
+//! Identity of a GEMM: everything that cuBLASLt chooses an algorithm by.
+
+use std::fmt;
+
+use candle_core::DType;
+
+use super::Gemm;
+
+/// The largest alignment that an algorithm may count on, in bytes.
+const MAX_ALIGNMENT: u64 = 256;
+
+/// Sizes, strides, dtypes and alignments of a GEMM, without its addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Key {
+    /// m, n and k.
+    sizes: [usize; 3],
+    /// Leading dimensions of a, b and c.
+    strides: [usize; 3],
+    /// Of a and b, and of c.
+    dtypes: [DType; 2],
+    /// Of a and b.
+    transposed: [bool; 2],
+    plus: Plus,
+    has_bias: bool,
+    /// Bytes that the addresses of a, b, c and the addend are multiples of.
+    pub(super) alignments: [u32; 4],
+}
+
+/// Addend of the product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Plus {
+    Nothing,
+    Output,
+    Other,
+}
+
+impl Key {
+    pub(super) fn of(gemm: &Gemm) -> Self {
+        let Gemm { m, n, k, a, b, .. } = *gemm;
+        // There is no preference for the bias; it is read as the output is written.
+        let output = gemm.bias.map_or(gemm.c, |bias| gemm.c | bias);
+        Self {
+            sizes: [m, n, k],
+            strides: [a.in_memory([m, k]), b.in_memory([k, n]), gemm.output().in_memory([m, n])].map(|[_, _, s]| s),
+            dtypes: [gemm.dtype, gemm.c_dtype],
+            transposed: [a.is_transposed, b.is_transposed],
+            plus: match gemm.plus {
+                None => Plus::Nothing,
+                Some(plus) if plus == gemm.c => Plus::Output,
+                Some(_) => Plus::Other,
+            },
+            has_bias: gemm.bias.is_some(),
+            alignments: [a.address, b.address, output, gemm.plus.unwrap_or(gemm.c)].map(alignment),
+        }
+    }
+
+    /// Bytes of an element of a, b, c and the addend.
+    pub(super) fn element_sizes(&self) -> [u32; 4] {
+        let [input, output] = self.dtypes.map(|dtype| dtype.size_in_bytes() as u32);
+        [input, input, output, output]
+    }
+}
+
+/// Names the key in messages and in the file of tuned choices. Two keys have two names.
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [m, n, k] = self.sizes;
+        let [lda, ldb, ldc] = self.strides;
+        let [dtype, c_dtype] = self.dtypes.map(|dtype| dtype.as_str());
+        let [a, b] = self.transposed.map(|is_transposed| if is_transposed { 'T' } else { 'N' });
+        let plus = match self.plus {
+            Plus::Nothing => "",
+            Plus::Output => " +c",
+            Plus::Other => " +d",
+        };
+        let bias = if self.has_bias { " +bias" } else { "" };
+        let [of_a, of_b, of_c, of_plus] = self.alignments;
+        write!(f, "m{m} n{n} k{k} {a}{b} {dtype}->{c_dtype}{plus}{bias} ld {lda},{ldb},{ldc} ")?;
+        write!(f, "aligned {of_a},{of_b},{of_c},{of_plus}")
+    }
+}
+
+fn alignment(address: u64) -> u32 {
+    (1u64 << address.trailing_zeros().min(8)).min(MAX_ALIGNMENT) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::super::Matrix;
+    use super::*;
+
+    #[test]
+    fn every_property_that_an_algorithm_depends_on_makes_another_key_and_another_name() {
+        let plain = Gemm {
+            a: Matrix::plain(0x1000),
+            b: Matrix::plain(0x2000),
+            c: 0x3000,
+            ..Gemm::new([16, 32, 64], DType::BF16)
+        };
+        let others = [
+            Gemm { m: 17, ..plain },
+            Gemm { n: 33, ..plain },
+            Gemm { k: 65, ..plain },
+            Gemm { a: Matrix::transposed(0x1000), ..plain },
+            Gemm { b: Matrix::transposed(0x2000), ..plain },
+            Gemm { a: plain.a.with_stride(80), ..plain },
+            Gemm { b: plain.b.with_stride(80), ..plain },
+            Gemm { c_stride: Some(80), ..plain },
+            Gemm { dtype: DType::F16, ..plain },
+            Gemm { c_dtype: DType::F32, ..plain },
+            Gemm { plus: Some(plain.c), ..plain },
+            Gemm { plus: Some(0x4000), ..plain },
+            Gemm { plus: Some(0x4002), ..plain },
+            Gemm { bias: Some(0x4000), ..plain },
+            Gemm { bias: Some(0x4002), ..plain },
+            Gemm { a: Matrix::plain(0x1008), ..plain },
+            Gemm { b: Matrix::plain(0x2008), ..plain },
+            Gemm { c: 0x3010, ..plain },
+        ];
+        let keys: HashSet<Key> = others.iter().chain([&plain]).map(Key::of).collect();
+        let names: HashSet<String> = keys.iter().map(Key::to_string).collect();
+        assert_eq!((keys.len(), names.len()), (others.len() + 1, others.len() + 1));
+    }
+
+    #[test]
+    fn other_addresses_of_the_same_alignment_share_a_key() {
+        let at = |c| Gemm { c, ..Gemm::new([4, 4, 4], DType::F32) };
+        assert_eq!(Key::of(&at(0x1100)), Key::of(&at(0x4_0000)));
+        assert_eq!(Key::of(&at(0x1004)).alignments, [256, 256, 4, 4]);
+        assert_eq!(Key::of(&at(0x1004)).to_string(), "m4 n4 k4 NN f32->f32 ld 4,4,4 aligned 256,256,4,4");
+    }
+}

@@ -1,0 +1,236 @@
+//! Matrix products on CUDA, by cuBLASLt.
+//!
+//! [`search`] decides which algorithm computes a product, [`choices`] keeps tuned ones; [`cublas_lt`] and [`cublas`] call the
+//! libraries.
+
+#[cfg(any(feature = "cuda", test))]
+mod choices;
+#[cfg(feature = "cuda")]
+mod cublas;
+#[cfg(feature = "cuda")]
+mod cublas_lt;
+#[cfg(feature = "cuda")]
+mod descriptors;
+#[cfg(any(feature = "cuda", test))]
+mod key;
+#[cfg(any(feature = "cuda", test))]
+mod recent;
+#[cfg(any(feature = "cuda", test))]
+mod search;
+
+use candle_core::{DType, Result};
+
+use super::{Address, Arg, Gpu, kernels, suffix};
+
+kernels!("gemm");
+
+/// Elements of c that a thread fills, about.
+const FILLED_PER_THREAD: usize = 4;
+
+/// A row-major matrix as a product reads it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Matrix {
+    pub(crate) address: Address,
+    /// Whether its transpose is meant.
+    pub(crate) is_transposed: bool,
+    /// Elements from one row in memory to the next, where that is more than a row has.
+    pub(crate) stride: Option<usize>,
+}
+
+/// c [m, n] = a [m, k] b [k, n], perhaps plus another matrix; sums in f32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gemm {
+    pub(crate) m: usize,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    pub(crate) a: Matrix,
+    pub(crate) b: Matrix,
+    /// The format of a and b.
+    pub(crate) dtype: DType,
+    pub(crate) c: Address,
+    /// As [`Matrix::stride`], of c and of what is added.
+    pub(crate) c_stride: Option<usize>,
+    /// The format of c: that of a and b, or f32.
+    pub(crate) c_dtype: DType,
+    /// A matrix in c's format that the product is added to: c itself, or one that does not overlap it.
+    pub(crate) plus: Option<Address>,
+    /// A row [n] in c's format that is added to every row of c.
+    pub(crate) bias: Option<Address>,
+}
+
+impl Matrix {
+    pub(crate) fn plain(address: Address) -> Self {
+        Self { address, is_transposed: false, stride: None }
+    }
+
+    pub(crate) fn transposed(address: Address) -> Self {
+        Self { address, is_transposed: true, stride: None }
+    }
+
+    pub(crate) fn with_stride(self, stride: usize) -> Self {
+        Self { stride: Some(stride), ..self }
+    }
+
+    /// Rows and columns in memory of what is `rows` by `columns` in the product, and elements from one row to the next.
+    pub(crate) fn in_memory(&self, [rows, columns]: [usize; 2]) -> [usize; 3] {
+        let (rows, columns) = if self.is_transposed { (columns, rows) } else { (rows, columns) };
+        [rows, columns, self.stride.unwrap_or(columns)]
+    }
+}
+
+impl Gemm {
+    /// A product of these sizes, m, n and k, to which nothing is added. Its matrices are still to be named.
+    pub(crate) fn new([m, n, k]: [usize; 3], dtype: DType) -> Self {
+        let nowhere = Matrix::plain(0);
+        Self { m, n, k, a: nowhere, b: nowhere, dtype, c: 0, c_stride: None, c_dtype: dtype, plus: None, bias: None }
+    }
+
+    /// c, as a matrix.
+    pub(crate) fn output(&self) -> Matrix {
+        Matrix { stride: self.c_stride, ..Matrix::plain(self.c) }
+    }
+
+    /// Computes the product.
+    ///
+    /// # Safety
+    ///
+    /// Every address must be good for a matrix of its size and format, and c must overlap neither a nor b.
+    pub(crate) unsafe fn run(&self, gpu: Gpu) -> Result<()> {
+        if self.m == 0 || self.n == 0 {
+            return Ok(());
+        }
+        if self.k == 0 {
+            // SAFETY: the caller answers for the addresses.
+            return unsafe { self.fill(gpu) };
+        }
+        match gpu {
+            // SAFETY: the caller answers for the addresses.
+            #[cfg(feature = "cuda")]
+            Gpu::Device(device) => unsafe { cublas_lt::run(self, device) },
+            // SAFETY: as above.
+            #[cfg(feature = "emulate")]
+            Gpu::Emulated(_) => unsafe { super::emulator::gemm(self) },
+        }
+    }
+
+    /// Writes what the product is added to: the addend and the bias, or zeros. That is all of it where k is 0, which
+    /// cuBLASLt refuses.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Gemm::run`].
+    unsafe fn fill(&self, gpu: Gpu) -> Result<()> {
+        if self.plus == Some(self.c) && self.bias.is_none() {
+            return Ok(());
+        }
+        let [_, _, stride] = self.output().in_memory([self.m, self.n]);
+        let args = [
+            Arg::Address(self.plus.unwrap_or(0)),
+            Arg::Address(self.bias.unwrap_or(0)),
+            Arg::Address(self.c),
+            Arg::I64(self.m as i64),
+            Arg::I64(self.n as i64),
+            Arg::I64(stride as i64),
+        ];
+        let name = format!("fill_{}", suffix(KERNELS.op, self.c_dtype)?);
+        // SAFETY: the addend and c are [m, n] with this stride, the bias is [n], all in c's format; zero is none.
+        unsafe { KERNELS.launch_flat(gpu, &name, self.m * self.n, FILLED_PER_THREAD, &args) }
+    }
+}
+
+#[cfg(all(test, feature = "emulate"))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::marker::PhantomData;
+
+    use half::bf16;
+
+    use super::*;
+    use crate::cuda::emulator;
+
+    /// Rows of c, and elements from one to the next.
+    const M: usize = 37;
+    const STRIDE: usize = 70;
+
+    /// c of a product over nothing, [`M`] rows of n elements, and what lies between the rows.
+    fn product_over_nothing(n: usize, plus: Option<&[bf16]>, bias: Option<&[bf16]>, in_place: bool) -> Vec<bf16> {
+        let mut c = vec![bf16::from_f32(-7.0); M * STRIDE];
+        if let (true, Some(plus)) = (in_place, plus) {
+            c.copy_from_slice(plus);
+        }
+        let at = |values: &[bf16]| values.as_ptr().expose_provenance() as Address;
+        let gemm = gemm_over_nothing(n, c.as_mut_ptr().expose_provenance() as Address);
+        let plus = plus.map(|plus| if in_place { gemm.c } else { at(plus) });
+        let gemm = Gemm { plus, bias: bias.map(at), ..gemm };
+        // SAFETY: a and b have no elements, c and the addend rows of n elements, the bias n.
+        unsafe { gemm.run(Gpu::Emulated(PhantomData)) }.unwrap();
+        c
+    }
+
+    fn gemm_over_nothing(n: usize, c: Address) -> Gemm {
+        let nothing = Matrix::plain(align_of::<bf16>() as Address);
+        Gemm { a: nothing, b: nothing, c, c_stride: Some(STRIDE), ..Gemm::new([M, n, 0], DType::BF16) }
+    }
+
+    fn values(n: usize, step: f32) -> Vec<bf16> {
+        (0..n).map(|i| bf16::from_f32((i as f32 * step).sin())).collect()
+    }
+
+    #[test]
+    fn a_product_over_nothing_is_the_addend_and_the_bias_or_zeros() {
+        for n in [1, 64, 70] {
+            let (plus, bias) = (values(M * STRIDE, 0.7), values(n, 0.3));
+            for (plus, bias, in_place) in [
+                (None, None, false),
+                (None, Some(&bias[..]), false),
+                (Some(&plus[..]), None, false),
+                (Some(&plus[..]), None, true),
+                (Some(&plus[..]), Some(&bias[..]), false),
+                (Some(&plus[..]), Some(&bias[..]), true),
+            ] {
+                let got = product_over_nothing(n, plus, bias, in_place);
+                for (i, got) in got.iter().enumerate() {
+                    let (column, value) = (i % STRIDE, |x: Option<&[bf16]>, i: usize| x.map_or(0.0, |x| x[i].to_f32()));
+                    let between = if in_place { value(plus, i) } else { -7.0 };
+                    let want =
+                        if column < n { value(plus, i) + bias.map_or(0.0, |b| b[column].to_f32()) } else { between };
+                    assert_eq!(*got, bf16::from_f32(want), "{n} {} {} {in_place} {i}", plus.is_some(), bias.is_some());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_kernel_gives_what_the_emulated_product_over_nothing_gives() {
+        let (n, plus, bias) = (64, values(M * STRIDE, 0.7), values(64, 0.3));
+        let mut c = vec![bf16::NAN; M * STRIDE];
+        let at = |values: &[bf16]| values.as_ptr().expose_provenance() as Address;
+        let gemm = gemm_over_nothing(n, c.as_mut_ptr().expose_provenance() as Address);
+        let gemm = Gemm { plus: Some(at(&plus)), bias: Some(at(&bias)), ..gemm };
+        // SAFETY: as in `product_over_nothing`.
+        unsafe { emulator::gemm(&gemm) }.unwrap();
+        let got = product_over_nothing(n, Some(&plus), Some(&bias), false);
+        for row in 0..M {
+            let row = row * STRIDE..row * STRIDE + n;
+            assert_eq!(got[row.clone()], c[row]);
+        }
+    }
+
+    #[test]
+    fn in_f32_the_addends_are_not_rounded() {
+        let (plus, bias, mut c) = ([1.0f32, 2.0], [1e-7f32, 3e-7], [f32::NAN; 2]);
+        let at = |values: &[f32]| values.as_ptr().expose_provenance() as Address;
+        let nothing = Matrix::plain(align_of::<f32>() as Address);
+        let gemm = Gemm {
+            a: nothing,
+            b: nothing,
+            c: c.as_mut_ptr().expose_provenance() as Address,
+            plus: Some(at(&plus)),
+            bias: Some(at(&bias)),
+            ..Gemm::new([1, 2, 0], DType::F32)
+        };
+        // SAFETY: as above.
+        unsafe { gemm.run(Gpu::Emulated(PhantomData)) }.unwrap();
+        assert_eq!(c, [1.0 + 1e-7, 2.0 + 3e-7]);
+    }
+}

@@ -1,0 +1,231 @@
+// Stands in for cuBLASLt and cublasGemmEx where there is no GPU, over comm's stand-in for the CUDA driver. It computes in f64,
+// refuses what a test tells it to, and counts its calls. A workspace is written before a product and must be as it was after it.
+#include "machine.h"
+#include "numbers.h"
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+using Status = int;
+constexpr Status SUCCESS = 0, INVALID_VALUE = 7, NOT_SUPPORTED = 15;
+constexpr uint64_t MAGIC = 0x43616e646c657769;
+
+// As in cudaDataType.
+constexpr int IN_F32 = 0, IN_F16 = 2;
+
+struct Layout {
+    int data;
+    uint64_t rows, columns;
+    int64_t stride;
+};
+
+struct Description {
+    int transposed[2] = {0, 0};
+    int epilogue = 1;
+    const void *bias = nullptr;
+};
+
+struct Preference {
+    size_t workspace = 0;
+    uint32_t reductions = ~0u, alignments[4] = {256, 256, 256, 256};
+};
+
+struct Algorithm {
+    uint64_t words[8];
+};
+
+struct Heuristic {
+    Algorithm algorithm;
+    size_t workspace;
+    int state;
+    float waves;
+    int reserved[4];
+};
+
+double read(const void *from, int data, size_t i) {
+    switch (data) {
+        case IN_F32: return static_cast<const float *>(from)[i];
+        case IN_F16: return float(static_cast<const F16 *>(from)[i]);
+        default: return float(static_cast<const Bf16 *>(from)[i]);
+    }
+}
+
+void write(void *to, int data, size_t i, double value) {
+    switch (data) {
+        case IN_F32: static_cast<float *>(to)[i] = float(value); break;
+        case IN_F16: static_cast<F16 *>(to)[i] = F16(float(value)); break;
+        default: static_cast<Bf16 *>(to)[i] = Bf16(float(value));
+    }
+}
+
+// A matrix in columns, as a product reads it.
+struct Matrix {
+    const void *at;
+    int data;
+    int64_t stride;
+    bool is_transposed;
+
+    double operator()(size_t row, size_t column) const {
+        return read(at, data, is_transposed ? row * stride + column : column * stride + row);
+    }
+};
+
+struct Product {
+    size_t rows, columns, depth;
+    Matrix a, b;
+    double alpha, beta;
+    Matrix addend;
+    const void *bias;
+    void *to;
+
+    void operator()() const {
+        for (size_t column = 0; column < columns; column++) {
+            for (size_t row = 0; row < rows; row++) {
+                double sum = beta == 0.0 ? 0.0 : beta * addend(row, column);
+                if (bias) sum += read(bias, addend.data, row);
+                for (size_t i = 0; i < depth; i++) sum += alpha * a(row, i) * b(i, column);
+                write(to, addend.data, column * addend.stride + row, sum);
+            }
+        }
+    }
+};
+
+void put_product(machine::Stream *stream, const Product &product, void *workspace, size_t n_bytes) {
+    machine::put(stream, [=] {
+        memset(workspace, 0x5A, n_bytes);
+        product();
+        for (size_t i = 0; i < n_bytes; i++) {
+            if (static_cast<unsigned char *>(workspace)[i] != 0x5A) abort();
+        }
+    });
+}
+
+constexpr size_t WORKSPACE = 4096;
+
+}  // namespace
+
+extern "C" {
+
+// What a test wants refused. As in tests.rs.
+struct Rules {
+    int mask, heuristics, max_alignment, n_algorithms, gemm_ex, fastest;
+} stand_in_rules = {};
+
+// Calls so far, and the last algorithm that computed. As in tests.rs.
+struct Calls {
+    int heuristics, products, gemm_ex, last;
+} stand_in_calls = {};
+
+size_t cublasLtGetVersion() { return 130100; }
+Status cublasLtCreate(void **handle) {
+    static int some;
+    return *handle = &some, SUCCESS;
+}
+Status cublasLtDestroy(void *) { return SUCCESS; }
+
+Status cublasLtMatrixLayoutCreate(Layout **layout, int data, uint64_t rows, uint64_t columns, int64_t stride) {
+    if (stride < int64_t(rows)) return INVALID_VALUE;
+    return *layout = new Layout{data, rows, columns, stride}, SUCCESS;
+}
+Status cublasLtMatrixLayoutDestroy(Layout *layout) { return delete layout, SUCCESS; }
+
+Status cublasLtMatmulDescCreate(Description **description, int compute, int scale) {
+    if (compute != 68 || scale != IN_F32) return INVALID_VALUE;
+    return *description = new Description, SUCCESS;
+}
+Status cublasLtMatmulDescDestroy(Description *description) { return delete description, SUCCESS; }
+Status cublasLtMatmulDescSetAttribute(Description *description, int attribute, const void *value, size_t size) {
+    switch (attribute) {
+        case 3:
+        case 4:
+            if (size != 4) return INVALID_VALUE;
+            return memcpy(&description->transposed[attribute - 3], value, 4), SUCCESS;
+        case 7:
+            if (size != 4) return INVALID_VALUE;
+            return memcpy(&description->epilogue, value, 4), SUCCESS;
+        case 8:
+            if (size != 8) return INVALID_VALUE;
+            return memcpy(&description->bias, value, 8), SUCCESS;
+        default: return INVALID_VALUE;
+    }
+}
+
+Status cublasLtMatmulPreferenceCreate(Preference **preference) { return *preference = new Preference, SUCCESS; }
+Status cublasLtMatmulPreferenceDestroy(Preference *preference) { return delete preference, SUCCESS; }
+Status cublasLtMatmulPreferenceSetAttribute(Preference *preference, int attribute, const void *value, size_t size) {
+    if (attribute == 1 && size == 8) return memcpy(&preference->workspace, value, 8), SUCCESS;
+    if (attribute == 3 && size == 4) return memcpy(&preference->reductions, value, 4), SUCCESS;
+    if (attribute < 5 || attribute > 8 || size != 4) return INVALID_VALUE;
+    return memcpy(&preference->alignments[attribute - 5], value, 4), SUCCESS;
+}
+
+Status cublasLtMatmulAlgoGetHeuristic(void *, Description *, Layout *, Layout *, Layout *, Layout *,
+                                      Preference *preference, int n, Heuristic *results, int *n_found) {
+    stand_in_calls.heuristics++;
+    *n_found = 0;
+    bool is_refused = stand_in_rules.heuristics || (stand_in_rules.mask && preference->reductions == 2);
+    for (uint32_t alignment : preference->alignments) {
+        if (alignment == 0 || (alignment & (alignment - 1)) != 0) return INVALID_VALUE;
+        if (stand_in_rules.max_alignment && int(alignment) > stand_in_rules.max_alignment) is_refused = true;
+    }
+    if (is_refused || preference->workspace < WORKSPACE) return NOT_SUPPORTED;
+    for (int i = 0; i < n && i < 5; i++, (*n_found)++) {
+        results[i] = {{{MAGIC, uint64_t(i), 0, 0, 0, 0, 0, MAGIC}}, WORKSPACE, SUCCESS, 1.0f, {}};
+    }
+    return SUCCESS;
+}
+
+Status cublasLtMatmulAlgoCheck(void *, Description *, Layout *, Layout *, Layout *, Layout *, const Algorithm *algorithm,
+                               Heuristic *result) {
+    if (algorithm->words[0] != MAGIC || algorithm->words[7] != MAGIC) return INVALID_VALUE;
+    *result = {*algorithm, WORKSPACE, SUCCESS, 1.0f, {}};
+    return SUCCESS;
+}
+
+Status cublasLtMatmul(void *, Description *description, const float *alpha, const void *a, Layout *of_a, const void *b,
+                      Layout *of_b, const float *beta, const void *c, Layout *of_c, void *d, Layout *of_d,
+                      const Algorithm *algorithm, void *workspace, size_t n_bytes, machine::Stream *stream) {
+    if (algorithm->words[0] != MAGIC || n_bytes < WORKSPACE || !workspace) return INVALID_VALUE;
+    int id = int(algorithm->words[1]);
+    if (id < stand_in_rules.n_algorithms) return NOT_SUPPORTED;
+    bool transposed[2] = {description->transposed[0] == 1, description->transposed[1] == 1};
+    size_t depth = transposed[0] ? of_a->rows : of_a->columns;
+    size_t rows = transposed[0] ? of_a->columns : of_a->rows, columns = transposed[1] ? of_b->rows : of_b->columns;
+    bool fits = depth == (transposed[1] ? of_b->columns : of_b->rows) && rows == of_d->rows && columns == of_d->columns;
+    if (!fits || depth == 0 || of_a->data != of_b->data || of_c->stride != of_d->stride) return INVALID_VALUE;
+    stand_in_calls.products++;
+    stand_in_calls.last = id;
+    Product product{rows, columns, depth, {a, of_a->data, of_a->stride, transposed[0]},
+                    {b, of_b->data, of_b->stride, transposed[1]}, *alpha, *beta, {c, of_d->data, of_d->stride, false},
+                    description->epilogue == 4 ? description->bias : nullptr, d};
+    return put_product(stream, product, workspace, WORKSPACE), SUCCESS;
+}
+
+// cublasSetStream of the stand-in for the driver keeps nothing: a product of cublasGemmEx is computed at once, after all work.
+static void *gemm_ex_workspace = nullptr;
+Status cublasSetWorkspace_v2(void *, void *workspace, size_t n_bytes) {
+    return gemm_ex_workspace = workspace, n_bytes < WORKSPACE ? INVALID_VALUE : SUCCESS;
+}
+Status cublasSetMathMode(void *, int mode) { return mode == 16 ? SUCCESS : INVALID_VALUE; }
+int cuCtxSynchronize();
+Status cublasGemmEx(void *, int transposed_a, int transposed_b, int rows, int columns, int depth, const float *alpha,
+                    const void *a, int of_a, int lda, const void *b, int of_b, int ldb, const float *beta, void *c, int of_c,
+                    int ldc, int compute, int algorithm) {
+    stand_in_calls.gemm_ex++;
+    if (stand_in_rules.gemm_ex) return NOT_SUPPORTED;
+    bool fits = lda >= (transposed_a ? depth : rows) && ldb >= (transposed_b ? columns : depth) && ldc >= rows;
+    if (!fits || depth == 0 || compute != 68 || algorithm != -1 || !gemm_ex_workspace) return INVALID_VALUE;
+    cuCtxSynchronize();
+    Product product{size_t(rows), size_t(columns), size_t(depth), {a, of_a, lda, transposed_a == 1},
+                    {b, of_b, ldb, transposed_b == 1}, *alpha, *beta, {c, of_c, ldc, false}, nullptr, c};
+    return product(), SUCCESS;
+}
+
+// In milliseconds, of the algorithm that ran last: all take 10 us, but for one.
+int cuEventElapsedTime_v2(float *time, void *, void *) {
+    return *time = stand_in_calls.last == stand_in_rules.fastest ? 0.004f : 0.01f, 0;
+}
+}
