@@ -21,7 +21,7 @@ mod tasks;
 use std::io::{self, IsTerminal, Write};
 
 use anyhow::{Context, Result};
-use candlewick_text::hub::{Hub, HubSettings};
+use candlewick_text::hub::{Hub, HubSettings, QUIET_LIBRARIES};
 use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
@@ -123,8 +123,8 @@ pub fn main() -> ExitCode {
         Command::Run(args) => args.level(),
         _ => tracing::Level::WARN,
     };
-    // hf-hub logs each failed try as an error; what matters of it is in the error that is reported.
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(format!("{level},hf_hub=off")));
+    let directives = format!("{level},{QUIET_LIBRARIES}");
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(directives));
     let is_terminal = io::stderr().is_terminal();
     tracing_subscriber::fmt()
         .with_writer(io::stderr)

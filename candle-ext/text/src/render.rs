@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::conversation::{Conversation, Message};
 use crate::findings::{Finding, Findings};
-use crate::format::Document;
+use crate::format::{Document, Format};
 use crate::template::{ChatTemplate, Ending, Span, TemplateError};
 use crate::tokenizer::{Encoded, Specials, Tokenizer, TokenizerError};
 
@@ -159,6 +159,22 @@ pub enum RenderError {
     /// The tokenizer failed.
     #[error(transparent)]
     Tokenizer(#[from] TokenizerError),
+}
+
+/// Renders a document that `format` read, as [`render_document`], and marks roles that nothing knows as a finding.
+pub fn render_row(
+    tokenizer: &Tokenizer,
+    template: Option<&ChatTemplate>,
+    format: &Format,
+    document: Document,
+    options: RenderOptions,
+) -> Result<Sample, RenderError> {
+    let has_unknown_role = format.has_unknown_role(&document);
+    let mut sample = render_document(tokenizer, template, document, options)?;
+    if has_unknown_role {
+        sample.findings.insert(Finding::UnknownRole);
+    }
+    Ok(sample)
 }
 
 /// Renders a document as training and evaluation do: a chat by the template, a prompt and its completion as a chat where

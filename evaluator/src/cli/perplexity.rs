@@ -3,10 +3,9 @@
 use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
-use candlewick_text::findings::Finding;
 use candlewick_text::format::{Document, Format, FormatError, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
-use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_document};
+use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_row};
 use candlewick_text::source::{SampleBy, Source};
 use clap::{ArgAction, Args, ValueEnum};
 use serde_json::json;
@@ -180,13 +179,8 @@ impl Perplexity {
 
     fn sample(&self, lm: &Lm, source: &dyn Source, format: &Format, row_idx: usize) -> Result<Sample> {
         let document = format.read(source, row_idx).map_err(with_options)?;
-        let is_odd = format.has_unknown_role(&document);
         let options = self.render_options(&document);
-        let mut sample = render_document(lm.tokenizer(), lm.template(), document, options)?;
-        if is_odd {
-            sample.findings.insert(Finding::UnknownRole);
-        }
-        Ok(sample)
+        Ok(render_row(lm.tokenizer(), lm.template(), format, document, options)?)
     }
 
     /// Returns the sequences of one row: one, unless it is longer than `max_length`.

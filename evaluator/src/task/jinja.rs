@@ -5,12 +5,13 @@ mod limits;
 
 use std::sync::Arc;
 
+use candlewick_text::template::limits::LimitedOutput;
 use minijinja::value::{Serde, ValueKind, from_args};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, UndefinedBehavior, Value};
 use minijinja_contrib::pycompat;
 use serde_json::Value as Json;
 
-use limits::{LimitedText, add_template, check_replace, check_size, too_large};
+use limits::{add_template, check_replace, check_size, too_large};
 
 use super::native::Doc;
 use super::python::pattern::{Found, Pattern};
@@ -44,7 +45,7 @@ impl Template {
     /// Renders with the columns of a document as variables.
     pub(crate) fn render(&self, doc: &Doc) -> Result<String, String> {
         let template = self.environment.get_template(NAME).map_err(|error| describe(&error))?;
-        let mut text = LimitedText::default();
+        let mut text = LimitedOutput::default();
         let rendered = template.render_captured_to(Value::from(Serde(doc)), &mut text).map(drop);
         rendered.map_err(|error| {
             let columns: Vec<&str> = doc.keys().map(String::as_str).collect();
@@ -55,7 +56,7 @@ impl Template {
                 _ => describe(&error),
             }
         })?;
-        String::from_utf8(text.0).map_err(|error| error.to_string())
+        Ok(text.into_text())
     }
 }
 

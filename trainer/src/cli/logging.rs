@@ -5,6 +5,7 @@ use std::io::IsTerminal;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
+use candlewick_text::hub::QUIET_LIBRARIES;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
@@ -24,9 +25,8 @@ pub(super) fn start(verbosity: Verbosity, plan: &LoggerPlan, profile: Option<&mu
         (false, 1) => "info",
         (false, _) => "debug",
     };
-    // What the Hub's libraries say is in our own errors already.
-    let quiet_hub = if verbosity.verbose > 1 { "" } else { ",hf_hub=off,hf_xet=off,xet_client=off,xet_data=off" };
-    let directives = format!("{level}{quiet_hub}");
+    let quiet = if verbosity.verbose > 1 { "" } else { QUIET_LIBRARIES };
+    let directives = format!("{level},{quiet}");
     let filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(&directives));
     let stderr = plan.print.then(|| {
         tracing_subscriber::fmt::layer()

@@ -73,8 +73,12 @@ impl Oddities<'_> {
     }
 
     fn without_targets(&self, counts: &Counts) -> Option<String> {
+        // The counts are there already; to look for the first reads all tokens up to it.
+        if counts.without_targets.samples == 0 {
+            return None;
+        }
         let has_none = |sample: &usize| !self.dataset.sequence(&self.dataset.whole(*sample)).has_targets();
-        let first = (0..self.dataset.n_samples()).find(has_none).filter(|_| counts.without_targets.samples > 0)?;
+        let first = (0..self.dataset.n_samples()).find(has_none)?;
         let (n_found, total) = (counts.without_targets.samples, counts.read.samples);
         let (which, place) = (self.which, self.dataset.place_of_sample(first));
         Some(format!(

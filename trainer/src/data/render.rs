@@ -1,10 +1,7 @@
 //! Rows become samples, many at a time.
 
-use candlewick_text::findings::Finding;
-use candlewick_text::format::{Document, Format, Purpose};
-use candlewick_text::render::{
-    EmptyAnswers, EmptyThink, RenderError, RenderOptions, Sample, Targets, TextSpecials, render_document,
-};
+use candlewick_text::format::{Format, Purpose};
+use candlewick_text::render::{EmptyAnswers, EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_row};
 use candlewick_text::source::Source;
 use candlewick_text::template::ChatTemplate;
 use candlewick_text::tokenizer::Tokenizer;
@@ -95,18 +92,8 @@ impl<'a> Renderer<'a> {
 
     fn row(&self, source: &dyn Source, format: &Format, row: usize) -> Result<Sample, DataError> {
         let document = format.read(source, row)?;
-        let is_odd = format.has_unknown_role(&document);
-        let sample = self.document(document);
-        let mut sample =
-            sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })?;
-        if is_odd {
-            sample.findings.insert(Finding::UnknownRole);
-        }
-        Ok(sample)
-    }
-
-    fn document(&self, document: Document) -> Result<Sample, RenderError> {
-        render_document(self.tokenizer, self.template.as_ref(), document, self.options())
+        let sample = render_row(self.tokenizer, self.template.as_ref(), format, document, self.options());
+        sample.map_err(|error| DataError::Row { place: source.locate(row), problem: error.to_string() })
     }
 
     /// Refuses chats where no template can print them.

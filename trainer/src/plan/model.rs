@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candlewick_model::{Config, LoraConfig, Model};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
-use candlewick_text::hub::local_model;
+use candlewick_text::hub::{LocalModel, local_model};
 use serde_json::Value;
 
 use super::resolver::Resolver;
@@ -56,17 +56,19 @@ impl From<Dtype> for ComputeDtype {
 }
 
 /// Returns the folder that a name stands for. Another name stays as it is.
-fn resolved(name: &str) -> String {
-    let found = local_model(name).ok().flatten();
-    found.map_or_else(|| name.to_owned(), |found| found.folder.to_string_lossy().into_owned())
+fn folder_or_name(name: &str) -> String {
+    local_model(name).ok().flatten().map_or_else(|| name.to_owned(), path_of)
 }
 
-/// Returns the folder that a name stands for, as [`resolved`], and notes it if it is one of several exports.
+/// Returns the folder that a name stands for, as [`folder_or_name`], and notes it if it is one of several exports.
 fn folder_of(resolver: &mut Resolver, what: &str, name: &str) -> String {
-    if let Ok(Some(found)) = local_model(name) {
-        found.note(what).into_iter().for_each(|note| resolver.note(note));
-    }
-    resolved(name)
+    let Ok(Some(found)) = local_model(name) else { return name.to_owned() };
+    found.note(what).into_iter().for_each(|note| resolver.note(note));
+    path_of(found)
+}
+
+fn path_of(found: LocalModel) -> String {
+    found.folder.to_string_lossy().into_owned()
 }
 
 fn check_source(resolver: &mut Resolver) {
@@ -158,7 +160,7 @@ fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfi
     if let Some(folder) = &model.adapter_name_or_path {
         resolver.pick(ADAPTER, Some(folder), folder);
     }
-    let base = model.name_or_path.as_deref().map(resolved);
+    let base = model.name_or_path.as_deref().map(folder_or_name);
     // Whether the modules are there can be told where the config is known.
     let adapter = adapter.and_then(|adapter| match config {
         Some(config) => Model::new(config.clone(), Some(adapter.clone())).map(|_| adapter),
@@ -282,7 +284,7 @@ pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {
     let tokenizer = &recipe.tokenizer;
     let name = match (&tokenizer.name_or_path, &recipe.model.name_or_path) {
         (Some(name), _) => resolver.pick("tokenizer.name_or_path", Some(name.clone()), String::new()),
-        (None, Some(name)) => resolver.record("tokenizer.name_or_path", resolved(name), Origin::Derived),
+        (None, Some(name)) => resolver.record("tokenizer.name_or_path", folder_or_name(name), Origin::Derived),
         (None, None) => {
             let message = "tokenizer.name_or_path is missing: there is no model folder to take it from";
             resolver.wrong(&["tokenizer", "model.config"], message);

@@ -309,10 +309,11 @@ impl<'a> Session<'a> {
         if moment.end_of_training {
             self.refuse_untrained()?;
         }
-        let is_due_now = self.run.plan.checkpoints.iter().any(|checkpoint| checkpoint.due(moment));
-        let is_trained = !is_due_now || self.is_trained()?;
-        let is_worth_it = |plan: &CheckpointPlan| is_trained || plan.kind == Kind::Sharded;
-        self.save_all(|checkpoint| checkpoint.due(moment) && is_worth_it(checkpoint)).map(drop)
+        if !self.run.plan.checkpoints.iter().any(|checkpoint| checkpoint.due(moment)) {
+            return Ok(());
+        }
+        let is_trained = self.is_trained()?;
+        self.save_all(|plan| plan.due(moment) && (is_trained || plan.kind == Kind::Sharded)).map(drop)
     }
 
     /// Tells whether a step was applied, or none was due yet.

@@ -114,7 +114,7 @@ impl Format {
     }
 
     /// Tells whether a document has a role that neither this format's mapping nor the chat templates know.
-    pub fn has_unknown_role(&self, document: &Document) -> bool {
+    pub(crate) fn has_unknown_role(&self, document: &Document) -> bool {
         let is_unknown = |role: &str| !self.maps_role(role);
         matches!(document, Document::Conversation(chat) if chat.unknown_roles().any(is_unknown))
     }

@@ -7,6 +7,8 @@ use serde_json::Value;
 
 use super::HubError;
 use super::model::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS};
+use crate::files::{MAX_WRITTEN_BYTES, read_regular_file};
+use crate::source::nearest_name;
 
 /// A model or adapter folder that was found on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,9 +103,7 @@ fn nearest(path: &Path) -> Option<PathBuf> {
     let wanted = path.strip_prefix(parent).ok()?.iter().next()?.to_string_lossy().into_owned();
     let listed = if parent == Path::new("") { Path::new(".") } else { parent };
     let names = subfolders(listed).filter_map(|folder| Some(folder.file_name()?.to_string_lossy().into_owned()));
-    let scored = names.map(|name| (strsim::jaro_winkler(&wanted, &name), name));
-    let (score, name) = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
-    (score > 0.8).then(|| parent.join(name))
+    Some(parent.join(nearest_name(names, &wanted)?))
 }
 
 /// A name of reasonable length for a message.
@@ -131,9 +131,7 @@ pub(crate) fn base_of(folder: &Path) -> Option<String> {
 }
 
 fn json_in(path: &Path) -> Option<Value> {
-    const MOST_BYTES: u64 = 1 << 26;
-    fs::metadata(path).ok().filter(|file| file.is_file() && file.len() <= MOST_BYTES)?;
-    serde_json::from_slice(&fs::read(path).ok()?).ok()
+    serde_json::from_slice(&read_regular_file(path, MAX_WRITTEN_BYTES).ok()?).ok()
 }
 
 /// The folders in a folder, links to folders left out, in the order of their names.

@@ -60,6 +60,9 @@ pub(crate) struct Listed {
     size: u64,
 }
 
+/// Directives of a log filter that silence the Hub's libraries: what matters of their messages is in [`HubError`].
+pub const QUIET_LIBRARIES: &str = "hf_hub=off,hf_xet=off,xet_client=off,xet_data=off";
+
 /// How many files are downloaded at once.
 const N_AT_ONCE: usize = 4;
 

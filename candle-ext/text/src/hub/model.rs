@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::local::{Contents, LocalModel, base_of, local_model, near, shorten};
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
+use crate::files::{MAX_GENERATED_BYTES, read_regular_text_file};
 
 /// How much of a model is wanted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -203,7 +204,7 @@ fn small_files(listing: &Listing, part: ModelPart) -> Result<Vec<String>, HubErr
 
 /// The shards that an index names, each once.
 fn shards_of(index: &Path) -> Result<Vec<String>, String> {
-    let text = std::fs::read_to_string(index).map_err(|e| format!("{INDEX}: {e}"))?;
+    let text = read_regular_text_file(index, MAX_GENERATED_BYTES).map_err(|e| format!("{INDEX}: {e}"))?;
     let index: Value = serde_json::from_str(&text).map_err(|e| format!("{INDEX}: {e}"))?;
     let map = index.get("weight_map").and_then(Value::as_object);
     let map = map.ok_or_else(|| format!("{INDEX} has no weight_map"))?;

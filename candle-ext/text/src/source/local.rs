@@ -245,14 +245,17 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
+/// Returns the name that is most like `wanted`, if one is like it.
+pub(crate) fn nearest_name(names: impl Iterator<Item = String>, wanted: &str) -> Option<String> {
+    let scored = names.map(|name| (strsim::jaro_winkler(&name, wanted), name)).filter(|(score, _)| *score > 0.8);
+    scored.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
+}
+
 /// The file or folder whose name is nearest to that of a path that is missing.
 pub(crate) fn near_sibling(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_string_lossy().into_owned();
     let entries = std::fs::read_dir(folder_of(path)).ok()?.flatten();
-    let near = entries.filter_map(|entry| {
-        let other = entry.file_name().to_string_lossy().into_owned();
-        Some((strsim::jaro_winkler(&other, &name), other)).filter(|(score, _)| *score > 0.8)
-    });
-    let (_, other) = near.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let other = nearest_name(names, &name)?;
     Some(path.with_file_name(other))
 }

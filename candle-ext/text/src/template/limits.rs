@@ -1,4 +1,4 @@
-//! Bounds on what a chat template may cost: a template comes with a model, from anywhere.
+//! Bounds on the cost of a template: chat templates and task files come from anywhere.
 
 use std::io::{self, Write};
 use std::thread;
@@ -8,16 +8,15 @@ use minijinja::{Environment, Error, ErrorKind};
 /// Instructions of one rendering. A chat of a thousand messages takes some hundred thousand.
 pub(super) const FUEL: u64 = 50_000_000;
 /// Bytes of one rendering.
-const MAX_OUTPUT: usize = 64 << 20;
+pub const MAX_OUTPUT: usize = 64 << 20;
 /// Bytes of a source. The longest templates in use have 20,000.
 pub(super) const MAX_SOURCE: usize = 256 << 10;
 
 /// Parses a template on a thread whose stack suffices for a source of nothing but nesting.
-pub(super) fn add_template(
-    environment: &mut Environment<'static>,
-    name: &'static str,
-    source: String,
-) -> Result<(), Error> {
+///
+/// # Errors
+/// If the source is no template, or there is no thread.
+pub fn add_template(environment: &mut Environment<'static>, name: &'static str, source: String) -> Result<(), Error> {
     // Two bytes open a level, and a level takes up to 8 KiB of stack in a build for debugging.
     let stack = (8 << 20) + source.len() / 2 * (8 << 10);
     let parse = || environment.add_template_owned(name, source);
@@ -29,17 +28,18 @@ pub(super) fn add_template(
     })
 }
 
-/// Text that ends in an error where it grows too long.
-#[derive(Default)]
-pub(super) struct Output(Vec<u8>);
+/// The text of one rendering: writing fails where it grows beyond [`MAX_OUTPUT`].
+#[derive(Debug, Default)]
+pub struct LimitedOutput(Vec<u8>);
 
-impl Output {
-    pub(super) fn into_text(self) -> String {
+impl LimitedOutput {
+    /// Returns the text.
+    pub fn into_text(self) -> String {
         String::from_utf8_lossy(&self.0).into_owned()
     }
 }
 
-impl Write for Output {
+impl Write for LimitedOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if self.0.len() + bytes.len() > MAX_OUTPUT {
             return Err(io::Error::other("the output is too long"));

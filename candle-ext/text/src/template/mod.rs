@@ -16,7 +16,7 @@ mod environment;
 mod fallback;
 mod identity;
 mod json;
-mod limits;
+pub mod limits;
 mod markers;
 mod source;
 mod turns;
@@ -360,7 +360,7 @@ impl ChatTemplate {
     }
 
     fn run(&self, template: &str, context: Value) -> Result<String, TemplateError> {
-        let mut output = limits::Output::default();
+        let mut output = limits::LimitedOutput::default();
         let template = self.environment.get_template(template);
         let rendered = template.and_then(|it| it.render_captured_to(context, &mut output).map(|_| ()));
         rendered.map(|()| output.into_text()).map_err(|error| TemplateError::Render {

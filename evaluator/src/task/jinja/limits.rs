@@ -1,8 +1,6 @@
 //! Limits of a task's templates: their length, the work of one rendering, and the size of a text.
 
-use std::io::{self, Write};
-use std::thread;
-
+use candlewick_text::template::limits::{self, MAX_OUTPUT};
 use minijinja::value::{Kwargs, StringInput};
 use minijinja::{Environment, Error, State, Value, filters};
 
@@ -10,12 +8,8 @@ use super::invalid;
 
 /// The most bytes of a template. lm-eval's longest has 9 KB.
 const MAX_SOURCE: usize = 64 << 10;
-/// The stack for reading a template: room for [`MAX_SOURCE`] of nested operators.
-const STACK: usize = 256 << 20;
 /// The most instructions of a rendering.
 const FUEL: u64 = 20_000_000;
-/// The most bytes of a text.
-const MAX_TEXT: usize = 64 << 20;
 
 /// Adds a template to an environment and limits its renderings.
 pub(super) fn add_template(
@@ -30,41 +24,21 @@ pub(super) fn add_template(
     environment.set_fuel(Some(FUEL));
     environment.add_filter("replace", replace);
     environment.add_filter("indent", indent);
-    // Reading and dropping what was read go as deep as the template nests.
-    let read = move || environment.add_template_owned(name, source).map(|()| environment);
-    let thread = thread::Builder::new().stack_size(STACK).spawn(read);
-    let joined = thread.map_err(|error| invalid(format!("no thread to read it on: {error}")))?.join();
-    joined.unwrap_or_else(|_| Err(invalid("the template cannot be read")))
+    limits::add_template(&mut environment, name, source)?;
+    Ok(environment)
 }
 
-/// A text that may not grow beyond [`MAX_TEXT`].
-#[derive(Default)]
-pub(super) struct LimitedText(pub(super) Vec<u8>);
-
-impl Write for LimitedText {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match check_size(Some(self.0.len() + bytes.len())) {
-            Ok(()) => self.0.write(bytes),
-            Err(error) => Err(io::Error::other(error.to_string())),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Fails if a text would have more than [`MAX_TEXT`] bytes; `None` is a number beyond all.
+/// Fails if a text would have more than [`MAX_OUTPUT`] bytes; `None` is a number beyond all.
 pub(super) fn check_size(n_bytes: Option<usize>) -> Result<(), Error> {
     match n_bytes {
-        Some(n) if n <= MAX_TEXT => Ok(()),
+        Some(n) if n <= MAX_OUTPUT => Ok(()),
         _ => Err(invalid(too_large())),
     }
 }
 
-/// Describes a text of more than [`MAX_TEXT`] bytes.
+/// Describes a text of more than [`MAX_OUTPUT`] bytes.
 pub(super) fn too_large() -> String {
-    format!("a text has more than the {} MiB that are allowed", MAX_TEXT >> 20)
+    format!("a text has more than the {} MiB that are allowed", MAX_OUTPUT >> 20)
 }
 
 /// Checks the size of what `text.replace(from, to)` returns.
