@@ -79,11 +79,11 @@ pub(crate) fn grad_x(dy: &[f32], w: Floats<'_>, dx: &mut [f32], dims: Dims) {
     });
 }
 
-/// dw += dy^T x, with dy [t, n], x [t, k] and dw [n, k].
-pub(crate) fn add_grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], dims: Dims) {
+/// dw = [dw +] dy^T x, with dy [t, n], x [t, k] and dw [n, k].
+pub(crate) fn grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], old: Old, dims: Dims) {
     let Dims { t, n, k } = dims;
     let (dy, x) = (Mat::new(dy, t, n), Mat::new(x, t, k));
-    gemm(MatMut::new(dw, n, k), Old::Keep, dy.t(), x, 1.0, Threads::All);
+    gemm(MatMut::new(dw, n, k), old, dy.t(), x, 1.0, Threads::All);
 }
 
 fn for_each_panel(w: Floats<'_>, dims: Dims, mut product: impl FnMut(Range<usize>, &[f32])) {

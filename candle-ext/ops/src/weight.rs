@@ -1,10 +1,13 @@
 //! A parameter as the ops see it: a value, and perhaps a place where its gradient is summed.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::floats::FloatsMut;
+use crate::gemm::Old;
+use crate::in_place::zero_;
 use crate::storage;
 
 /// A flat buffer that parameters or gradients are views of, and that may be away for a while: in shards on other ranks, or
@@ -143,9 +146,13 @@ impl From<View> for Handle {
 }
 
 /// The main gradient of one parameter, f32 or bf16. Ops add to it in place; cloning shares it.
+///
+/// After [`GradSink::reset`] the first matmul of a backward writes the gradient (beta 0): nothing is zeroed first.
 #[derive(Clone, Debug)]
 pub struct GradSink {
     grad: Handle,
+    /// Whether the elements are those of an earlier step.
+    is_stale: Arc<AtomicBool>,
 }
 
 impl GradSink {
@@ -161,29 +168,58 @@ impl GradSink {
                 if grad.is_contiguous() { "" } else { ", strided" }
             )
         }
-        Ok(Self { grad })
+        Ok(Self { grad, is_stale: Arc::default() })
     }
 
-    /// Returns the gradient summed so far; an error while its buffer is away.
+    /// Discards the gradient: the next op overwrites it. The elements are not touched.
+    pub fn reset(&self) {
+        self.is_stale.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns the gradient summed since [`GradSink::reset`], zeros if nothing was added; an error while its buffer is away.
     pub fn grad(&self) -> Result<Tensor> {
-        self.grad.get()
+        let (grad, old) = self.grad_to_write()?;
+        if old == Old::Overwrite {
+            zero_(&grad)?;
+        }
+        Ok(grad)
+    }
+
+    /// Returns the gradient with what its elements are worth. The caller writes all of them if that is nothing.
+    pub(crate) fn grad_to_write(&self) -> Result<(Tensor, Old)> {
+        let grad = self.grad.get()?;
+        let is_stale = self.is_stale.swap(false, Ordering::Relaxed);
+        Ok((grad, if is_stale { Old::Overwrite } else { Old::Keep }))
     }
 
     /// Hands the gradient's elements to `add`, which must only add to them.
     pub(crate) fn add(&self, op: &'static str, add: impl FnOnce(&mut [f32])) -> Result<()> {
-        storage::update(&self.grad()?, op, |grad| {
-            match grad {
-                FloatsMut::F32(grad) => add(grad),
-                mut rounded => {
-                    let mut grad = vec![0.0; rounded.len()];
-                    rounded.floats().read_into(&mut grad);
-                    add(&mut grad);
-                    rounded.write(0, &grad);
-                }
-            }
-            Ok(())
-        })
+        update(&self.grad()?, Old::Keep, op, add)
     }
+
+    /// Hands the gradient's elements to `write`, which adds to them, or writes all of them.
+    pub(crate) fn add_or_write(&self, op: &'static str, write: impl FnOnce(&mut [f32], Old)) -> Result<()> {
+        let (grad, old) = self.grad_to_write()?;
+        update(&grad, old, op, |grad| write(grad, old))
+    }
+}
+
+/// Changes a gradient in f32, rounded once.
+fn update(grad: &Tensor, old: Old, op: &'static str, change: impl FnOnce(&mut [f32])) -> Result<()> {
+    storage::update(grad, op, |grad| {
+        match grad {
+            FloatsMut::F32(grad) => change(grad),
+            mut rounded => {
+                let mut grad = vec![0.0; rounded.len()];
+                if old == Old::Keep {
+                    rounded.floats().read_into(&mut grad);
+                }
+                change(&mut grad);
+                rounded.write(0, &grad);
+            }
+        }
+        Ok(())
+    })
 }
 
 /// One parameter: its value in the compute dtype, often a view of a flat buffer, and its sink.

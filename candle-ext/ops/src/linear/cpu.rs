@@ -58,13 +58,13 @@ pub(super) fn grad_x(dy: Floats<'_>, w: Floats<'_>, mut dx: FloatsMut<'_>, dims:
     }
 }
 
-/// dw += dy^T x
-pub(super) fn add_grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], dims: Dims) {
+/// dw = [dw +] dy^T x, for at least one token
+pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], old: Old, dims: Dims) {
     let (mut dy_wide, mut x_wide) = (Vec::new(), Vec::new());
     for (rows, dims) in blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
-        product::add_grad_w(dy, x, dw, dims);
+        product::grad_w(dy, x, dw, if rows.start == 0 { old } else { Old::Keep }, dims);
     }
 }
 

@@ -95,11 +95,15 @@ impl Saved {
     }
 
     fn add_grads(&self, dy: &Tensor) -> Result<()> {
+        if self.dims.t == 0 {
+            return Ok(());
+        }
         on_device!("linear", dy, {
             cpu => self.add_grads_cpu(dy),
             cuda => {
                 if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
-                    cuda::add_grad_w(dy, &x.get()?, &sink.grad()?, self.dims)?;
+                    let (dw, old) = sink.grad_to_write()?;
+                    cuda::grad_w(dy, &x.get()?, (&dw, old), self.dims)?;
                 }
                 match self.bias.as_ref().and_then(Weight::sink) {
                     Some(sink) => cuda::add_grad_bias(dy, &sink.grad()?, self.dims),
@@ -116,7 +120,7 @@ impl Saved {
             let x = x.get()?;
             let x = host("linear", &x)?;
             let x = x.floats()?;
-            sink.add("linear", |dw| cpu::add_grad_w(dy, x, dw, self.dims))?;
+            sink.add_or_write("linear", |dw, old| cpu::grad_w(dy, x, dw, old, self.dims))?;
         }
         match self.bias.as_ref().and_then(Weight::sink) {
             Some(sink) => sink.add("linear", |db| cpu::add_grad_bias(dy, db)),

@@ -70,7 +70,7 @@ impl Head<'_> {
         results
     }
 
-    /// The loss of each target; writes the gradient of x and adds that of w.
+    /// The loss of each target; writes the gradient of x, and that of w or adds it.
     ///
     /// d(loss) / d(logits) = softmax - onehot, times the row's weight.
     pub(super) fn backward(
@@ -78,7 +78,7 @@ impl Head<'_> {
         targets: &[Target],
         weights: &[f32],
         mut dx: FloatsMut<'_>,
-        mut dw: Option<&mut [f32]>,
+        mut dw: Option<(&mut [f32], Old)>,
     ) -> Result<Vec<f32>> {
         let Sizes { v, d, .. } = self.sizes;
         let mut losses = vec![0.0; targets.len()];
@@ -108,8 +108,8 @@ impl Head<'_> {
             for (target, row) in targets.iter().zip(dx_chunk.chunks_exact(d.max(1))) {
                 dx.write(target.row * d, row);
             }
-            if let Some(dw) = dw.as_deref_mut() {
-                product::add_grad_w(&logits, &x, dw, dims);
+            if let Some((dw, old)) = &mut dw {
+                product::grad_w(&logits, &x, dw, std::mem::replace(old, Old::Keep), dims);
             }
         }
         Ok(losses)
