@@ -3,7 +3,7 @@
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Rows, Seqs, Weight};
+use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Precision, Rows, Seqs, Weight};
 
 use crate::{Config, Weights, unit::block_prefix, weights::Dropped};
 
@@ -171,9 +171,13 @@ impl Block<'_> {
 /// `columns` are those of the last matrix's input.
 fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<&Dropped>, columns: Columns) -> Result<Tensor> {
     let name = |projection: &str| format!("{prefix}.mlp.{projection}");
-    let (gate_tf, up_tf) = (w.linear(&name("gate_proj"), x_td, dropped)?, w.linear(&name("up_proj"), x_td, dropped)?);
+    let modules = ["gate_proj", "up_proj"].map(name);
+    let gated_tf = match w.joined(&modules) {
+        Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, Precision::Compute)?)?,
+        None => ops::swiglu(&w.linear(&modules[0], x_td, dropped)?, &w.linear(&modules[1], x_td, dropped)?)?,
+    };
     let dropped = dropped.map(|dropped| dropped.in_columns(columns));
-    w.linear(&name("down_proj"), &ops::swiglu(&gate_tf, &up_tf)?, dropped.as_ref())
+    w.linear(&name("down_proj"), &gated_tf, dropped.as_ref())
 }
 
 /// As ArcticTraining cuts: ceil(t / d) tiles of one size, but for the last.

@@ -136,7 +136,7 @@ impl Saved {
                 let mut dx = FloatBuf::unwritten(*dtype, self.dims.t * self.dims.k)?;
                 let w = self.w.value()?;
                 let w = host("linear", &w)?;
-                cpu::grad_x(dy.floats()?, w.floats()?, dx.view(), self.dims);
+                cpu::grad_x(dy.floats()?, w.floats()?, &self.w.part_rows(), dx.view(), self.dims);
                 Ok(Some(storage::tensor(dx, shape.as_slice())))
             },
             cuda => {

@@ -104,7 +104,7 @@ impl Head<'_> {
             }
             let dims = self.dims(targets.len());
             dx_chunk.resize(targets.len() * d, 0.0);
-            product::grad_x(&logits, self.w, &mut dx_chunk, dims);
+            product::grad_x(&logits, self.w, &[v], &mut dx_chunk, dims);
             for (target, row) in targets.iter().zip(dx_chunk.chunks_exact(d.max(1))) {
                 dx.write(target.row * d, row);
             }

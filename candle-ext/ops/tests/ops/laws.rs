@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
     AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, add, attention,
-    embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu,
+    embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined,
 };
 
 use crate::cases::{bits, grad_of, randn, tape, trainable, values};
@@ -52,6 +52,12 @@ pub(crate) fn ops() -> Vec<Op> {
             inputs: vec![randn((150, 40), 1), randn((150, 40), 2)],
             weights: vec![],
             run: |x, _| swiglu(&x[0], &x[1]),
+        },
+        Op {
+            name: "swiglu_joined",
+            inputs: vec![randn((150, 80), 1)],
+            weights: vec![],
+            run: |x, _| swiglu_joined(&x[0]),
         },
         Op {
             name: "add",
