@@ -46,7 +46,7 @@ pub use cuda::emulator::emulate;
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub use cuda::poison::poison;
 
-pub use accelerator::{DeviceChoice, GpuInfo, gpu_uuid, gpus, why_no_gpu};
+pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_uuid, gpus, why_no_gpu};
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
 pub use attention::{

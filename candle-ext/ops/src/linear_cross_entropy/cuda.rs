@@ -17,8 +17,8 @@ const THREADS: usize = 1024;
 /// Threads of a block that copies a row or adds the losses up.
 const COPIERS: usize = 256;
 
-/// Elements of the logits that exist at once, at most: 1 GiB.
-const LOGITS: usize = 1 << 28;
+/// Elements of the logits that exist at once, at most: 4 GiB.
+const LOGITS: usize = 1 << 30;
 
 /// The input and the matrix that makes logits of it.
 pub(super) struct Head<'a> {
