@@ -91,8 +91,9 @@ impl Cx<'_> {
 pub(crate) fn forward(config: &Config, block_idx: usize, w: &Weights, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
     let block = Block { config, block_idx, prefix: block_prefix(block_idx), w };
     let normed_td = block.norm("input_layernorm", x_td)?;
-    let x_td = ops::add(x_td, &block.attention(&normed_td, cx)?)?;
-    let normed_td = block.norm("post_attention_layernorm", &x_td)?;
+    let attended_td = block.attention(&normed_td, cx)?;
+    let weight = block.norm_weight("post_attention_layernorm")?;
+    let (x_td, normed_td) = ops::add_rms_norm(x_td, &attended_td, weight, config.rms_norm_eps())?;
     ops::add(&x_td, &block.mlp(&normed_td, cx)?)
 }
 
@@ -163,8 +164,11 @@ impl Block<'_> {
     }
 
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        let weight = self.w.get(&format!("{}.{name}.weight", self.prefix))?;
-        ops::rms_norm(x, weight, self.config.rms_norm_eps())
+        ops::rms_norm(x, self.norm_weight(name)?, self.config.rms_norm_eps())
+    }
+
+    fn norm_weight(&self, name: &str) -> Result<&Weight> {
+        self.w.get(&format!("{}.{name}.weight", self.prefix))
     }
 }
 

@@ -67,7 +67,7 @@ pub use linear_cross_entropy::{
 pub use nvidia::{NvidiaLibrary, nvidia_libraries};
 pub use once::{Outputs, computed_once, keep_outputs};
 pub use reshape::reshape;
-pub use rms_norm::rms_norm;
+pub use rms_norm::{add_rms_norm, rms_norm};
 pub use rope::rope;
 pub use scale::scale;
 pub use set_rows::set_rows;

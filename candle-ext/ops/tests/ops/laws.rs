@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, add, attention,
-    embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined,
+    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, add, add_rms_norm,
+    attention, embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined,
 };
 
 use crate::cases::{bits, grad_of, randn, tape, trainable, values};
@@ -37,6 +37,15 @@ pub(crate) fn ops() -> Vec<Op> {
             inputs: vec![randn((700, 33), 1)],
             weights: vec![randn(33, 2)],
             run: |x, w| rms_norm(&x[0], &w[0], 1e-6),
+        },
+        Op {
+            name: "add_rms_norm",
+            inputs: vec![randn((700, 33), 1), randn((700, 33), 2)],
+            weights: vec![randn(33, 3)],
+            run: |x, w| {
+                let (sum, normed) = add_rms_norm(&x[0], &x[1], &w[0], 1e-6)?;
+                add(&sum, &normed)
+            },
         },
         Op {
             name: "rope",
