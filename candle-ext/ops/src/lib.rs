@@ -73,7 +73,7 @@ pub use scale::scale;
 pub use set_rows::set_rows;
 pub use span::{PROFILE, span};
 pub use swiglu::{swiglu, swiglu_joined};
-pub use tape::{Coming, Grads, Input, Tape, is_tracked, record, record_exchange, untracked};
+pub use tape::{Coming, GatedOutputs, Grads, Input, Tape, is_tracked, record, record_exchange, untracked};
 pub use threads::{Awake, join_compute_threads, stay_awake};
 pub use tiled::tiled;
 pub use transfer::{HostCopy, Readout, send_into, upload};

@@ -10,7 +10,7 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{make_cheap, record};
+use crate::tape::{make_gated_cheap, record};
 
 /// y = gate * sigmoid(gate) * up, element by element, computed in f32 and rounded once.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
@@ -90,7 +90,7 @@ impl Source {
 fn forward_cheap(source: &Source) -> Result<Tensor> {
     let y = forward(source)?;
     let again = source.clone();
-    make_cheap(&y, move || forward(&again));
+    make_gated_cheap(&y, move || forward(&again));
     Ok(y)
 }
 
