@@ -8,7 +8,7 @@ use std::path::Path;
 use candlewick_model::Config;
 use serde_json::json;
 use support::Run;
-use trainer::estimate::{Capacity, Fixed, Place, Resource, Setup, choose, estimate, usable};
+use trainer::estimate::{Capacity, Class, Fixed, Place, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
 use trainer::plan::{Activations, Engines, Known, Plan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
@@ -27,6 +27,14 @@ fn of_test(free: Option<u64>) -> Capacity {
     Capacity::of(Place::Cpu, free, "a test".into())
 }
 
+fn config(vocab_size: usize) -> Config {
+    let config = json!({
+        "model_type": "llama", "vocab_size": vocab_size, "hidden_size": 256, "intermediate_size": 768,
+        "num_hidden_layers": 8, "num_attention_heads": 4, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
+    });
+    Config::from_json(config).unwrap()
+}
+
 /// With so much memory, and so much disk for what is parked.
 fn resolve_on(
     free: Option<u64>,
@@ -34,11 +42,7 @@ fn resolve_on(
     parks_in_memory: bool,
     arguments: &[&str],
 ) -> Result<Plan, RecipeError> {
-    let config = json!({
-        "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 768,
-        "num_hidden_layers": 8, "num_attention_heads": 4, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
-    });
-    let config = Some(Config::from_json(config).unwrap());
+    let config = Some(config(1000));
     let capacity = Some(Capacity { parking, ..of_test(free) });
     let temp_dir = TempDir { path: "/var/tmp".into(), is_memory: parks_in_memory };
     let known = Known {
@@ -176,6 +180,21 @@ fn the_ram_of_a_gpus_host_is_looked_at_too() {
     assert_eq!(choice.found, None);
     let short = choice.tried[0].short[0];
     assert_eq!((short.of, short.needed_bytes, short.free_bytes), (Resource::Host, needed, needed - 1));
+}
+
+/// 16,000 tokens of logits of 50,000 ids are 3.2 GB: 7 chunks on 16 GiB, 2 on 80 GiB, 1 on more.
+#[test]
+fn a_gpu_with_more_memory_holds_more_logits() {
+    let mut plan = resolve(Some(1 << 50), &["data.max_length=16000", "model.dtype=f32"]).unwrap();
+    plan.model.config = Some(config(50_000));
+    let logits = |gib: u64| {
+        let capacity = Capacity::of(Place::Gpu, Some(gib << 30), "a test".into());
+        let estimate = estimate(&Setup::on(&plan, &capacity).unwrap());
+        estimate.phases.iter().map(|phase| phase.account.of(Class::Logits)).max().unwrap()
+    };
+    let [small, large, larger] = [16, 80, 160].map(logits);
+    let of_token = 4 * (50_000 + 2 * 256);
+    assert_eq!((large - small, larger - large), ((8_064 - 2_304) * of_token, (16_000 - 8_064) * of_token));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
 use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Rows, Seqs, Weight};
+use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Precision, Rows, Seqs, Weight};
 
 use crate::{Config, Weights, unit::block_prefix, weights::Dropped};
 
@@ -96,8 +96,9 @@ impl Cx<'_> {
 pub(crate) fn forward(config: &Config, block_idx: usize, w: &Weights, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
     let block = Block { config, block_idx, prefix: block_prefix(block_idx), w };
     let normed_td = block.norm("input_layernorm", x_td)?;
-    let x_td = ops::add(x_td, &block.attention(&normed_td, cx)?)?;
-    let normed_td = block.norm("post_attention_layernorm", &x_td)?;
+    let attended_td = block.attention(&normed_td, cx)?;
+    let weight = block.norm_weight("post_attention_layernorm")?;
+    let (x_td, normed_td) = ops::add_rms_norm(x_td, &attended_td, weight, config.rms_norm_eps())?;
     ops::add(&x_td, &block.mlp(&normed_td, cx)?)
 }
 
@@ -168,17 +169,24 @@ impl Block<'_> {
     }
 
     fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        let weight = self.w.get(&format!("{}.{name}.weight", self.prefix))?;
-        ops::rms_norm(x, weight, self.config.rms_norm_eps())
+        ops::rms_norm(x, self.norm_weight(name)?, self.config.rms_norm_eps())
+    }
+
+    fn norm_weight(&self, name: &str) -> Result<&Weight> {
+        self.w.get(&format!("{}.{name}.weight", self.prefix))
     }
 }
 
 /// `columns` are those of the last matrix's input.
 fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<&Dropped>, columns: Columns) -> Result<Tensor> {
     let name = |projection: &str| format!("{prefix}.mlp.{projection}");
-    let (gate_tf, up_tf) = (w.linear(&name("gate_proj"), x_td, dropped)?, w.linear(&name("up_proj"), x_td, dropped)?);
+    let modules = ["gate_proj", "up_proj"].map(name);
+    let gated_tf = match w.joined(&modules) {
+        Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, Precision::Compute)?)?,
+        None => ops::swiglu(&w.linear(&modules[0], x_td, dropped)?, &w.linear(&modules[1], x_td, dropped)?)?,
+    };
     let dropped = dropped.map(|dropped| dropped.in_columns(columns));
-    w.linear(&name("down_proj"), &ops::swiglu(&gate_tf, &up_tf)?, dropped.as_ref())
+    w.linear(&name("down_proj"), &gated_tf, dropped.as_ref())
 }
 
 /// As ArcticTraining cuts: ceil(t / d) tiles of one size, but for the last.

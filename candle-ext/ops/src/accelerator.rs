@@ -201,6 +201,19 @@ fn gpu_info(ordinal: usize) -> Option<GpuInfo> {
     Some(GpuInfo { ordinal, name: context.name().ok()?, capability: 10 * major + minor, memory_bytes })
 }
 
+/// Returns the memory of the GPU that is this device, in bytes; `None` for the CPU.
+pub fn gpu_memory(device: &Device) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(cuda) = device {
+        use candle_core::cuda_backend::cudarc::driver::result;
+        // SAFETY: the device is open.
+        let bytes = unsafe { result::device::total_mem(cuda.cuda_stream().context().cu_device()) };
+        return bytes.ok().map(|bytes| bytes as u64);
+    }
+    let _ = device;
+    None
+}
+
 /// The name of a GPU as NVIDIA's tools write it, such as `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`: CUDA numbers the
 /// visible ones in an order of its own. `None` where there is no such GPU.
 pub fn gpu_uuid(ordinal: usize) -> Option<String> {

@@ -48,7 +48,7 @@ pub use cuda::emulator::{MemoryLimit, emulate, emulate_with_limit};
 #[cfg(all(feature = "cuda", feature = "emulate"))]
 pub use cuda::poison::poison;
 
-pub use accelerator::{DeviceChoice, GpuInfo, gpu_uuid, gpus, why_no_gpu};
+pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_uuid, gpus, why_no_gpu};
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
 pub use attention::{
@@ -71,13 +71,13 @@ pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use once::{Outputs, computed_once, keep_outputs};
 pub use replaced::replace_kernels;
 pub use reshape::reshape;
-pub use rms_norm::rms_norm;
+pub use rms_norm::{add_rms_norm, rms_norm};
 pub use rope::rope;
 pub use scale::scale;
 pub use set_rows::set_rows;
 pub use span::{PROFILE, span};
-pub use swiglu::swiglu;
-pub use tape::{Coming, Grads, Input, Tape, is_tracked, record, record_exchange, untracked};
+pub use swiglu::{swiglu, swiglu_joined};
+pub use tape::{Coming, GatedOutputs, Grads, Input, Tape, is_tracked, record, record_exchange, untracked};
 pub use threads::{Awake, join_compute_threads, stay_awake};
 pub use tiled::tiled;
 pub use transfer::{HostCopy, Readout, send_into, to_host, upload};

@@ -66,24 +66,31 @@ fn one_row(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old) {
 }
 
 /// dx = dy w, with dy [t, n] and dx [t, k].
-pub(crate) fn grad_x(dy: &[f32], w: Floats<'_>, dx: &mut [f32], dims: Dims) {
+///
+/// Each of the `parts`, numbers of rows of w, is summed by itself, the last first, as matrices of their own would be.
+pub(crate) fn grad_x(dy: &[f32], w: Floats<'_>, parts: &[usize], dx: &mut [f32], dims: Dims) {
     let Dims { t, n, k } = dims;
     if n == 0 {
         return dx.fill(0.0);
     }
-    for_each_panel(w, dims, |rows, w| {
-        let old = if rows.start == 0 { Old::Overwrite } else { Old::Keep };
-        let dy = Mat::with_stride(&dy[rows.start..], t, rows.len(), n);
-        let w = Mat::new(w, rows.len(), k);
-        gemm(MatMut::new(dx, t, k), old, dy, w, 1.0, Threads::All);
-    });
+    let (mut end, mut old) = (n, Old::Overwrite);
+    for part in parts.iter().rev() {
+        let first = end - part;
+        for_each_panel(w.slice(first * k..end * k), Dims { n: *part, ..dims }, |rows, w| {
+            let dy = Mat::with_stride(&dy[first + rows.start..], t, rows.len(), n);
+            let w = Mat::new(w, rows.len(), k);
+            gemm(MatMut::new(dx, t, k), old, dy, w, 1.0, Threads::All);
+            old = Old::Keep;
+        });
+        end = first;
+    }
 }
 
-/// dw += dy^T x, with dy [t, n], x [t, k] and dw [n, k].
-pub(crate) fn add_grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], dims: Dims) {
+/// dw = [dw +] dy^T x, with dy [t, n], x [t, k] and dw [n, k].
+pub(crate) fn grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], old: Old, dims: Dims) {
     let Dims { t, n, k } = dims;
     let (dy, x) = (Mat::new(dy, t, n), Mat::new(x, t, k));
-    gemm(MatMut::new(dw, n, k), Old::Keep, dy.t(), x, 1.0, Threads::All);
+    gemm(MatMut::new(dw, n, k), old, dy.t(), x, 1.0, Threads::All);
 }
 
 fn for_each_panel(w: Floats<'_>, dims: Dims, mut product: impl FnMut(Range<usize>, &[f32])) {

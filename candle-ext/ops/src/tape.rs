@@ -19,6 +19,16 @@ pub struct Tape {
     nodes: Vec<Node>,
 }
 
+/// Recomputation of gated activations (swiglu), whose outputs are the widest of a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum GatedOutputs {
+    /// Computed again in the backward.
+    #[default]
+    Again,
+    /// Kept: free where the backward follows its forward at once, as the first op that goes back needs the output.
+    Kept,
+}
+
 /// What an op computes from.
 #[derive(Clone, Copy)]
 pub enum Input<'a> {
@@ -66,6 +76,7 @@ struct Recording {
     /// Outputs of exchanges.
     exchanged: HashSet<TensorId>,
     nodes: Vec<Node>,
+    gated: GatedOutputs,
     /// What can be computed again at little cost.
     cheap: HashMap<TensorId, Rc<Cheap>>,
 }
@@ -92,8 +103,17 @@ thread_local! {
 impl Tape {
     /// Runs `forward` and records how its output came from `inputs` and from trainable weights.
     pub fn record(inputs: &[&Tensor], forward: impl FnOnce() -> Result<Tensor>) -> Result<Self> {
+        Self::record_keeping(GatedOutputs::Again, inputs, forward)
+    }
+
+    /// Records as [`Tape::record`] does, and keeps the outputs of gated activations or the way to them.
+    pub fn record_keeping(
+        gated: GatedOutputs,
+        inputs: &[&Tensor],
+        forward: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<Self> {
         let tracked = inputs.iter().map(|input| input.id()).collect();
-        let (output, recording) = within(Some(Recording { tracked, ..Recording::default() }), forward)?;
+        let (output, recording) = within(Some(Recording { tracked, gated, ..Recording::default() }), forward)?;
         let nodes = recording.map(|recording| recording.nodes).unwrap_or_default();
         Ok(Self { output, nodes })
     }
@@ -222,6 +242,13 @@ pub(crate) fn make_cheap(x: &Tensor, make: impl Fn() -> Result<Tensor> + 'static
         let cheap = Cheap { make: Box::new(make), made: RefCell::new(None) };
         recording.cheap.insert(x.id(), Rc::new(cheap));
     });
+}
+
+/// Does the same for the output of a gated activation, unless the tape keeps those.
+pub(crate) fn make_gated_cheap(x: &Tensor, make: impl Fn() -> Result<Tensor> + 'static) {
+    if with_innermost(|recording| recording.gated) != Some(GatedOutputs::Kept) {
+        make_cheap(x, make);
+    }
 }
 
 /// Keeps `x` for a backward: the tensor, or the way to it.

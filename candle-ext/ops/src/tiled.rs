@@ -6,7 +6,7 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use crate::in_place::copy_into;
 use crate::span::span;
-use crate::tape::{Input, Tape, is_recording, is_tracked, record, untracked};
+use crate::tape::{GatedOutputs, Input, Tape, is_recording, is_tracked, record, untracked};
 
 /// y = f(x), where row i of y depends on nothing but row i of x and on weights.
 ///
@@ -60,7 +60,7 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
         for (first, n_rows) in self.tiles()? {
             let rows = self.x.narrow(0, first, n_rows)?;
             let inputs: &[&Tensor] = if wants_dx { &[&rows] } else { &[] };
-            let tape = Tape::record(inputs, || (self.f)(&rows, first))?;
+            let tape = Tape::record_keeping(GatedOutputs::Kept, inputs, || (self.f)(&rows, first))?;
             let grads = tape.backward(&dy.narrow(0, first, n_rows)?)?;
             if let (Some(dx), Some(grad)) = (&dx, grads.get(&rows)) {
                 copy_into(&dx.narrow(0, first, n_rows)?, grad)?;

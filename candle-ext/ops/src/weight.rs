@@ -1,10 +1,13 @@
 //! A parameter as the ops see it: a value, and perhaps a place where its gradient is summed.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::floats::FloatsMut;
+use crate::gemm::Old;
+use crate::in_place::zero_;
 use crate::storage;
 
 /// A flat buffer that parameters or gradients are views of, and that may be away for a while: in shards on other ranks, or
@@ -128,6 +131,22 @@ impl Handle {
             Self::View(_) => true,
         }
     }
+
+    /// Joins matrices whose rows follow one another in a buffer; `None` if they do not.
+    fn joined<'a>(parts: impl Iterator<Item = &'a Self>) -> Option<Self> {
+        let views = parts.map(|part| if let Self::View(view) = part { Some(view) } else { None });
+        let mut views = views.collect::<Option<Vec<_>>>()?.into_iter();
+        let mut joined = views.next()?.clone();
+        for View { buffer, start, shape } in views {
+            let (&[n, k], &[n_more, width]) = (joined.shape.dims(), shape.dims()) else { return None };
+            let follows = Arc::ptr_eq(&buffer.at_hand, &joined.buffer.at_hand) && *start == joined.start + n * k;
+            if !follows || width != k {
+                return None;
+            }
+            joined.shape = (n + n_more, k).into();
+        }
+        Some(Self::View(joined))
+    }
 }
 
 impl From<Tensor> for Handle {
@@ -143,9 +162,15 @@ impl From<View> for Handle {
 }
 
 /// The main gradient of one parameter, f32 or bf16. Ops add to it in place; cloning shares it.
+///
+/// After [`GradSink::reset`] the first matmul of a backward writes the gradient (beta 0): nothing is zeroed first.
 #[derive(Clone, Debug)]
 pub struct GradSink {
     grad: Handle,
+    /// Whether the elements are those of an earlier step.
+    is_stale: Arc<AtomicBool>,
+    /// The sinks that it joins.
+    parts: Vec<GradSink>,
 }
 
 impl GradSink {
@@ -161,29 +186,74 @@ impl GradSink {
                 if grad.is_contiguous() { "" } else { ", strided" }
             )
         }
-        Ok(Self { grad })
+        Ok(Self { grad, is_stale: Arc::default(), parts: Vec::new() })
     }
 
-    /// Returns the gradient summed so far; an error while its buffer is away.
+    /// Discards the gradient: the next op overwrites it. The elements are not touched.
+    pub fn reset(&self) {
+        self.is_stale.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns the gradient summed since [`GradSink::reset`], zeros if nothing was added; an error while its buffer is away.
     pub fn grad(&self) -> Result<Tensor> {
-        self.grad.get()
+        let (grad, old) = self.grad_to_write()?;
+        if old == Old::Overwrite {
+            zero_(&grad)?;
+        }
+        Ok(grad)
+    }
+
+    /// Returns the gradient with what its elements are worth. The caller writes all of them if that is nothing.
+    pub(crate) fn grad_to_write(&self) -> Result<(Tensor, Old)> {
+        let grad = self.grad.get()?;
+        let is_stale = |sink: &Self| sink.is_stale.load(Ordering::Relaxed);
+        if self.parts.is_empty() {
+            let is_stale = self.is_stale.swap(false, Ordering::Relaxed);
+            return Ok((grad, if is_stale { Old::Overwrite } else { Old::Keep }));
+        }
+        if self.parts.iter().all(is_stale) {
+            self.parts.iter().for_each(|part| part.is_stale.store(false, Ordering::Relaxed));
+            return Ok((grad, Old::Overwrite));
+        }
+        // Something was added to some of them alone.
+        self.parts.iter().try_for_each(|part| part.grad().map(drop))?;
+        Ok((grad, Old::Keep))
+    }
+
+    /// Joins sinks that lie one after the other; `None` if they do not.
+    fn joined(parts: Vec<Self>) -> Option<Self> {
+        let grad = Handle::joined(parts.iter().map(|part| &part.grad))?;
+        Some(Self { grad, is_stale: Arc::default(), parts })
     }
 
     /// Hands the gradient's elements to `add`, which must only add to them.
     pub(crate) fn add(&self, op: &'static str, add: impl FnOnce(&mut [f32])) -> Result<()> {
-        storage::update(&self.grad()?, op, |grad| {
-            match grad {
-                FloatsMut::F32(grad) => add(grad),
-                mut rounded => {
-                    let mut grad = vec![0.0; rounded.len()];
-                    rounded.floats().read_into(&mut grad);
-                    add(&mut grad);
-                    rounded.write(0, &grad);
-                }
-            }
-            Ok(())
-        })
+        update(&self.grad()?, Old::Keep, op, add)
     }
+
+    /// Hands the gradient's elements to `write`, which adds to them, or writes all of them.
+    pub(crate) fn add_or_write(&self, op: &'static str, write: impl FnOnce(&mut [f32], Old)) -> Result<()> {
+        let (grad, old) = self.grad_to_write()?;
+        update(&grad, old, op, |grad| write(grad, old))
+    }
+}
+
+/// Changes a gradient in f32, rounded once.
+fn update(grad: &Tensor, old: Old, op: &'static str, change: impl FnOnce(&mut [f32])) -> Result<()> {
+    storage::update(grad, op, |grad| {
+        match grad {
+            FloatsMut::F32(grad) => change(grad),
+            mut rounded => {
+                let mut grad = vec![0.0; rounded.len()];
+                if old == Old::Keep {
+                    rounded.floats().read_into(&mut grad);
+                }
+                change(&mut grad);
+                rounded.write(0, &grad);
+            }
+        }
+        Ok(())
+    })
 }
 
 /// One parameter: its value in the compute dtype, often a view of a flat buffer, and its sink.
@@ -191,17 +261,36 @@ impl GradSink {
 pub struct Weight {
     value: Handle,
     sink: Option<GradSink>,
+    /// The numbers of rows of the weights that it joins, if it does.
+    part_rows: Vec<usize>,
 }
 
 impl Weight {
     /// A parameter that is only read; its gradient is never computed.
     pub fn frozen(value: impl Into<Handle>) -> Self {
-        Self { value: value.into(), sink: None }
+        Self { value: value.into(), sink: None, part_rows: Vec::new() }
     }
 
     /// A parameter whose gradient every use adds to `sink`.
     pub fn trainable(value: impl Into<Handle>, sink: GradSink) -> Self {
-        Self { value: value.into(), sink: Some(sink) }
+        Self { value: value.into(), sink: Some(sink), part_rows: Vec::new() }
+    }
+
+    /// Joins matrices [n_i, k] into one of all their rows, without a copy, if values and gradients lie one after the other.
+    pub fn joined(parts: &[&Self]) -> Option<Self> {
+        let value = Handle::joined(parts.iter().map(|part| &part.value))?;
+        let sinks: Vec<GradSink> = parts.iter().filter_map(|part| part.sink.clone()).collect();
+        let sink = match sinks.len() {
+            0 => None,
+            n if n == parts.len() => Some(GradSink::joined(sinks)?),
+            _ => return None,
+        };
+        Some(Self { value, sink, part_rows: parts.iter().map(|part| part.dims()[0]).collect() })
+    }
+
+    /// Returns the numbers of rows of a matrix's parts: all in one, unless it joins some.
+    pub(crate) fn part_rows(&self) -> Vec<usize> {
+        if self.part_rows.is_empty() { vec![self.dims()[0]] } else { self.part_rows.clone() }
     }
 
     /// Returns the value that ops compute with; an error while its buffer is away.
@@ -276,6 +365,43 @@ mod tests {
         let dx = tape.backward(&flat(&[1.0, 10.0]).reshape((1, 2)).unwrap()).unwrap().remove(&x).unwrap();
         assert_eq!(dx.to_vec2::<f32>().unwrap(), [[2.0, 20.0, 20.0]]);
         assert_eq!(grads.get().unwrap().to_vec1::<f32>().unwrap(), [0.5, 1.5, 2.5, 3.5, 10.5, 20.5, 30.5]);
+    }
+
+    fn matrix(buffers: [&Buffer; 2], start: usize, shape: (usize, usize)) -> Weight {
+        let [values, grads] = buffers.map(|buffer| buffer.view(start, shape).unwrap());
+        Weight::trainable(values, GradSink::new(grads).unwrap())
+    }
+
+    #[test]
+    fn weights_that_lie_one_after_the_other_are_joined() {
+        let buffers = [&Buffer::of(flat(&[7.0; 12])), &Buffer::of(flat(&[f32::NAN; 12]))];
+        let (a, b, gap) = (matrix(buffers, 0, (2, 2)), matrix(buffers, 4, (1, 2)), matrix(buffers, 7, (1, 2)));
+        let others = [&Buffer::of(flat(&[7.0; 12])), buffers[1]];
+        let frozen = Weight::frozen(buffers[0].view(4, (1, 2)).unwrap());
+        for apart in [&gap, &b.clone(), &matrix(others, 4, (1, 2)), &matrix(buffers, 4, (2, 1)), &frozen] {
+            assert_eq!(Weight::joined(&[&a, apart]).is_some(), std::ptr::eq(apart, &b), "{apart:?}");
+        }
+    }
+
+    /// What was added to one of the parts alone stays.
+    #[test]
+    fn a_joined_gradient_is_that_of_its_parts() {
+        for added_alone in [false, true] {
+            let buffers = [&Buffer::of(flat(&[7.0; 6])), &Buffer::of(flat(&[f32::NAN; 6]))];
+            let parts = [matrix(buffers, 0, (2, 2)), matrix(buffers, 4, (1, 2))];
+            parts.iter().for_each(|part| part.sink().unwrap().reset());
+            if added_alone {
+                parts[1].sink().unwrap().add("test", |grad| grad.fill(5.0)).unwrap();
+            }
+            let joined = Weight::joined(&[&parts[0], &parts[1]]).unwrap();
+            let x = flat(&[1.0, 2.0]).reshape((1, 2)).unwrap();
+            let tape = Tape::record(&[], || linear(&x, &joined, None, Precision::Compute)).unwrap();
+            tape.backward(&flat(&[1.0, 10.0, 100.0]).reshape((1, 3)).unwrap()).unwrap();
+            let old = if added_alone { 5.0 } else { 0.0 };
+            let want = [1.0, 2.0, 10.0, 20.0, old + 100.0, old + 200.0];
+            assert_eq!(buffers[1].get().unwrap().to_vec1::<f32>().unwrap(), want);
+            assert_eq!(parts[1].sink().unwrap().grad().unwrap().to_vec2::<f32>().unwrap(), [want[4..].to_vec()]);
+        }
     }
 
     #[test]

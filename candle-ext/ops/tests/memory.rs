@@ -6,8 +6,8 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight,
-    attention, linear, linear_cross_entropy, rms_norm, swiglu, tiled,
+    AttentionChoice, AttentionSpec, CrossEntropy, GatedOutputs, GradSink, Precision, Reduction, Seqs, Tape, Upstream,
+    Weight, attention, linear, linear_cross_entropy, rms_norm, swiglu, swiglu_joined, tiled,
 };
 use peak_alloc::PeakAlloc;
 
@@ -41,11 +41,16 @@ fn peak(run: impl Fn()) -> usize {
 
 /// The bytes that a tape holds, its output included.
 fn held(inputs: &[&Tensor], op: impl Fn() -> Result<Tensor>) -> usize {
+    held_by(|| Tape::record(inputs, &op).unwrap())
+}
+
+/// The bytes that a recorded tape holds.
+fn held_by(record: impl Fn() -> Tape) -> usize {
     let _one = MEASURING.lock().unwrap();
     warm();
-    drop(Tape::record(inputs, &op));
+    drop(record());
     let before = ALLOCATOR.current_usage();
-    let tape = Tape::record(inputs, &op);
+    let tape = record();
     let held = ALLOCATOR.current_usage() - before;
     drop(tape);
     held
@@ -145,6 +150,29 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
     let (whole, tiles) = (of(t), of(256));
     assert!(whole > 40 * MIB, "{whole}");
     assert!(tiles < 9 * MIB, "{tiles}");
+}
+
+/// The first op that goes back needs it, kept or not.
+#[test]
+fn a_gated_output_that_is_kept_for_a_backward_at_once_costs_no_memory_at_its_peak() {
+    let (t, d, f) = (1024, 64, 1024);
+    let value = zeros((d, f), DType::F32);
+    let down = Weight::trainable(value.clone(), GradSink::new(value.zeros_like().unwrap()).unwrap());
+    let gate_up = zeros((t, 2 * f), DType::F32);
+    let product = || linear(&swiglu_joined(&gate_up)?, &down, None, Precision::Compute);
+    let record = |gated| Tape::record_keeping(gated, &[&gate_up], product).unwrap();
+    let there_and_back = |gated| {
+        peak(|| {
+            let tape = record(gated);
+            let dy = tape.output().clone();
+            tape.backward(&dy).unwrap();
+        })
+    };
+    let [again, kept] =
+        [GatedOutputs::Again, GatedOutputs::Kept].map(|gated| (held_by(|| record(gated)), there_and_back(gated)));
+    // The product is 4 MiB.
+    assert!(again.0 < MIB / 2 && kept.0 > 4 * MIB, "{again:?} {kept:?}");
+    assert!(kept.1 < again.1 + MIB / 4, "{again:?} {kept:?}");
 }
 
 #[test]

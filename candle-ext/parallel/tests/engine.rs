@@ -166,6 +166,30 @@ fn what_a_block_keeps_changes_nothing() {
     assert!(keep == run(Residency::Offload));
 }
 
+/// Some parameters get no gradient in a step: without targets the head, without micro-batches all of them.
+#[test]
+fn nothing_is_left_of_the_gradients_of_an_earlier_step() {
+    let all = sequences(&[9, 5]);
+    let ignored: Vec<Vec<_>> =
+        all.iter().map(|sequence| sequence.iter().map(|(id, _)| (*id, Micro::IGNORED)).collect()).collect();
+    let lora = LoraConfig::from_json(&json!({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})).unwrap();
+    for (tied, adapter) in [(true, None), (false, None), (true, Some(lora))] {
+        let of = |steps: &[&[Micro]]| {
+            let engine = engine(Model::new(config(tied), adapter.clone()).unwrap(), DType::F32, Residency::Keep);
+            for micros in steps {
+                engine.store().zero_grads().unwrap();
+                engine.forward_backward(micros, &scale_of(&all), |_| 5).unwrap();
+            }
+            grads(&engine)
+        };
+        let (first, second) = ([micro(&all), micro(&all[..1])], [micro(&all[1..]), micro(&all)]);
+        for last in [&second[..], &[micro(&ignored)], &[]] {
+            assert!(of(&[&first, last]) == of(&[last]), "tied {tied}, {} micro-batches", last.len());
+        }
+        assert!(of(&[&first, &[]]).iter().all(|(_, grad)| grad.iter().all(|x| *x == 0.0)));
+    }
+}
+
 #[test]
 fn the_engines_gradient_is_the_whole_graphs_gradient() {
     for tied in [true, false] {

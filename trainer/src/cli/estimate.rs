@@ -20,7 +20,7 @@ pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result
         None => Capacity::now(plan.device),
     };
     let capacity = capacity.of_one(asked.ranks);
-    let mut setup = Setup::of(&plan, capacity.place)?;
+    let mut setup = Setup::on(&plan, &capacity)?;
     if loaded.recipe.memory == Some(MemoryModes::Auto)
         && capacity.bytes.is_some()
         && let Some(found) = choose(&setup, Fixed::of(&loaded), &capacity.usable()).found

@@ -37,7 +37,7 @@ pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
 /// Fails if the run cannot fit with rows of any length. Prints a note if it fits only with rows shorter than `data.max_length`.
 fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
     let capacity = Capacity::now(plan.device).of_one(place.local_world_size);
-    let setup = Setup::of(plan, capacity.place)?;
+    let setup = Setup::on(plan, &capacity)?;
     let least = estimate(&Setup { row_tokens: 2, rows: 1, asking: None, ..setup.clone() }).shortages(&capacity);
     // An estimate is up to a tenth too high, and the system may find some more.
     if let Some(shortage) = least.into_iter().find(|short| short.needed_bytes / 5 * 4 > short.free_bytes) {

@@ -29,6 +29,8 @@ pub struct Capacity {
     pub place: Place,
     /// The memory that a run may use; `None` if it is not known.
     pub bytes: Option<u64>,
+    /// All the memory of a GPU, in use or free; `None` if nobody tells.
+    pub gpu_bytes: Option<u64>,
     /// What it is, for people.
     pub name: String,
     /// The RAM of a GPU's host that a run may use, if it is this machine's.
@@ -38,9 +40,10 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// A device of which nothing else is known.
+    /// A device of which nothing else is known, all of whose memory is free.
     pub fn of(place: Place, bytes: Option<u64>, name: String) -> Self {
-        Self { place, bytes, name, host: None, parking: None }
+        let gpu_bytes = bytes.filter(|_| place == Place::Gpu);
+        Self { place, bytes, gpu_bytes, name, host: None, parking: None }
     }
 
     /// What is free at this moment where a run on `device` would compute.
@@ -55,7 +58,9 @@ impl Capacity {
                 let memory = GpuMonitor::open(ordinal).map(|monitor| monitor.memory());
                 let free = memory.map(|memory| memory.gpu_total_bytes.saturating_sub(memory.gpu_used_bytes));
                 let bytes = free.filter(|free| *free > 0);
-                Self { host: free_ram(), ..Self::of(Place::Gpu, bytes, format!("cuda:{ordinal}, free now")) }
+                let gpu_bytes = memory.map(|memory| memory.gpu_total_bytes).filter(|total| *total > 0);
+                let now = Self::of(Place::Gpu, bytes, format!("cuda:{ordinal}, free now"));
+                Self { host: free_ram(), gpu_bytes, ..now }
             }
             None => {
                 let parking = free_bytes(&std::env::temp_dir()).ok();

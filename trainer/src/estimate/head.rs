@@ -2,12 +2,13 @@
 //!
 //! t tokens, o of them outside of branches, d model, v vocabulary as far as it is here, n tokens whose logits exist at once
 
+use candlewick_parallel::logits_bytes_on_gpu;
+
 use super::{Place, Setup};
 
 const F32: u64 = 4;
-/// Bytes of logits at once (`parallel::Engine::logits_bytes`).
+/// Bytes of logits at once on the CPU (`parallel::Engine::logits_bytes`).
 const CPU_LOGITS: u64 = 64 << 20;
-const GPU_LOGITS: u64 = 1 << 30;
 
 /// The loss and its gradient. The norm's output and its gradient stay while `ops::linear_cross_entropy` holds n rows of
 /// logits, their inputs and their dx. Where gradients are bf16 that of the weight is
@@ -49,6 +50,11 @@ pub(super) fn packed(setup: &Setup) -> u64 {
     }
 }
 
+/// Chunks on a GPU are even, of whole tiles (`ops::linear_cross_entropy`).
+fn even_chunk(t: u64, most: u64) -> u64 {
+    t.div_ceil(t.div_ceil(most).max(1)).next_multiple_of(128).clamp(1, most)
+}
+
 struct Sizes {
     t: u64,
     o: u64,
@@ -62,8 +68,11 @@ impl Sizes {
     fn of(setup: &Setup) -> Self {
         let config = setup.model.config();
         let (t, v) = (setup.tokens(), config.vocab_size().div_ceil(setup.ranks.tensor) as u64);
-        let bytes = if setup.place == Place::Cpu { CPU_LOGITS } else { GPU_LOGITS };
-        let n = (bytes / (v * F32).max(1)).clamp(1, t.max(1));
+        let most = |bytes: u64| (bytes / (v * F32).max(1)).clamp(1, t.max(1));
+        let n = match setup.place {
+            Place::Cpu => most(CPU_LOGITS),
+            Place::Gpu => even_chunk(t, most(logits_bytes_on_gpu(setup.gpu_bytes))),
+        };
         Self { t, o: setup.tokens_outside(), d: config.hidden_size() as u64, v, n, s: setup.compute.n_bytes() }
     }
 }

@@ -4,6 +4,7 @@ use candlewick_model::{Model, ModelError, ParamSpec, Unit};
 use candlewick_ops::AttentionImpl;
 use candlewick_parallel::{Layout, Schedule, most_kept};
 
+use super::capacity::Capacity;
 use super::modes::Modes;
 use super::tasks::Asking;
 use crate::checkpoint::Kind;
@@ -53,6 +54,8 @@ pub struct Setup {
     pub weights_on_host: bool,
     /// What computes.
     pub place: Place,
+    /// All the memory of the GPU that computes, if it is known.
+    pub gpu_bytes: Option<u64>,
     /// What computes attention.
     pub attention: AttentionImpl,
     /// Where the weights come from.
@@ -79,7 +82,12 @@ pub enum SetupError {
 }
 
 impl Setup {
-    /// Takes what matters from a plan.
+    /// Takes what matters from a plan that runs on a device.
+    pub fn on(plan: &Plan, capacity: &Capacity) -> Result<Self, SetupError> {
+        Ok(Self { gpu_bytes: capacity.gpu_bytes, ..Self::of(plan, capacity.place)? })
+    }
+
+    /// Takes what matters from a plan that runs on a device of which nothing is known.
     pub fn of(plan: &Plan, place: Place) -> Result<Self, SetupError> {
         let config = plan.model.config.clone().ok_or(SetupError::NoConfig)?;
         Ok(Self {
@@ -99,6 +107,7 @@ impl Setup {
             optimizer_on_host: if place == Place::Gpu { plan.optimizer_on_host } else { 0.0 },
             weights_on_host: place == Place::Gpu && plan.weights_on_host,
             place,
+            gpu_bytes: None,
             attention: plan.model.attention.implementation,
             init: plan.model.init,
             evaluates: plan.eval.is_some(),

@@ -28,8 +28,7 @@ pub(super) fn resolve(mut plan: Plan, loaded: &Loaded, known: &Known) -> Result<
     let Some((capacity, free)) = known.capacity.as_ref().and_then(|capacity| Some((capacity, capacity.bytes?))) else {
         return Err(wrong("memory: auto needs to know what is free, and this machine does not tell".into(), MANUAL));
     };
-    let setup =
-        Setup::of(&plan, capacity.place).map_err(|error| wrong(format!("memory: failed to {error}"), MANUAL))?;
+    let setup = Setup::on(&plan, capacity).map_err(|error| wrong(format!("memory: failed to {error}"), MANUAL))?;
     let fixed = Fixed::of(loaded);
     let choice = choose(&setup, fixed, &capacity.usable());
     let Some(found) = choice.found else {

@@ -7,8 +7,8 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
     AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, Dropout, GradPolicy, GradScaler,
-    GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight, adamw, add, attention, copy_into, dropout, embedding,
-    linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares, swiglu, zero_,
+    GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight, adamw, add, add_rms_norm, attention, copy_into,
+    dropout, embedding, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares, swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -94,6 +94,7 @@ fn of_model(model: &Model, t: usize, len: usize) -> Vec<Case> {
     let &Model { d, f, v, hq, hkv, k } = model;
     let mut cases = Vec::new();
     cases.extend(rms_norms(t, d));
+    cases.extend(add_rms_norms(t, d));
     if k == 128 {
         cases.extend(rms_norms(t * hq, k));
     }
@@ -122,6 +123,16 @@ fn rms_norms(t: usize, d: usize) -> [Case; 2] {
     })
 }
 
+/// Both inputs, their sum and its norm; x, dy and dx.
+fn add_rms_norms(t: usize, d: usize) -> [Case; 2] {
+    let costs = [4.0, 3.0].map(|n| bytes(n * BF16 * (t * d) as f64));
+    both("add_rms_norm", vec![("t", t), ("d", d)], costs, move |device| {
+        let w = trainable(&[d], device)?;
+        let inputs = [randn((t, d), device)?, randn((t, d), device)?];
+        Ok(Graph::new(inputs, move |x| Ok(add_rms_norm(&x[0], &x[1], &w, 1e-6)?.1)))
+    })
+}
+
 /// x and y, and the tables of cosines and sines.
 fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
     let cost = bytes(2.0 * BF16 * (t * h * k) as f64 + F32 * (t * k) as f64);
@@ -136,7 +147,7 @@ fn ropes(t: usize, h: usize, k: usize) -> [Case; 2] {
 fn swiglus(t: usize, f: usize) -> [Case; 2] {
     let costs = [3.0, 5.0].map(|n| bytes(n * BF16 * (t * f) as f64));
     both("swiglu", vec![("t", t), ("f", f)], costs, move |device| {
-        Ok(Graph::new([randn((t, f), device)?, randn((t, f), device)?], |x| swiglu(&x[0], &x[1])))
+        Ok(Graph::new([randn((t, 2 * f), device)?], |x| swiglu_joined(&x[0])))
     })
 }
 

@@ -26,10 +26,16 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         },
         cuda => cuda::add(&left, &right)?,
     });
-    Ok(record("add", [a.into(), b.into()], y, |dy| Ok([Some(dy.clone()), Some(dy.clone())])))
+    Ok(record_sum(a, b, y))
 }
 
-fn check(a: &Tensor, b: &Tensor) -> Result<()> {
+/// Puts a + b on the tape.
+pub(crate) fn record_sum(a: &Tensor, b: &Tensor, sum: Tensor) -> Tensor {
+    record("add", [a.into(), b.into()], sum, |dy| Ok([Some(dy.clone()), Some(dy.clone())]))
+}
+
+/// Fails unless both have one shape and format.
+pub(crate) fn check(a: &Tensor, b: &Tensor) -> Result<()> {
     check_dtype("add", "the input", a.dtype())?;
     if a.shape() != b.shape() || a.dtype() != b.dtype() {
         bail!("add: one is {:?} {:?}, the other {:?} {:?}", a.dtype(), a.dims(), b.dtype(), b.dims())

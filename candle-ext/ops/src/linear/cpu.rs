@@ -42,29 +42,29 @@ fn block(x: &[f32], w: Floats<'_>, bias: Option<&[f32]>, y: &mut [f32], dims: Di
     product::forward(x, w, y, old, dims);
 }
 
-/// dx = dy w
-pub(super) fn grad_x(dy: Floats<'_>, w: Floats<'_>, mut dx: FloatsMut<'_>, dims: Dims) {
+/// dx = dy w, a sum over the parts of w
+pub(super) fn grad_x(dy: Floats<'_>, w: Floats<'_>, parts: &[usize], mut dx: FloatsMut<'_>, dims: Dims) {
     let (mut dy_wide, mut dx_wide) = (Vec::new(), Vec::new());
     for (rows, dims) in blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let out = rows.start * dims.k..rows.end * dims.k;
         if let FloatsMut::F32(dx) = &mut dx {
-            product::grad_x(dy, w, &mut dx[out], dims);
+            product::grad_x(dy, w, parts, &mut dx[out], dims);
         } else {
             dx_wide.resize(dims.t * dims.k, 0.0);
-            product::grad_x(dy, w, &mut dx_wide, dims);
+            product::grad_x(dy, w, parts, &mut dx_wide, dims);
             dx.write(out.start, &dx_wide);
         }
     }
 }
 
-/// dw += dy^T x
-pub(super) fn add_grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], dims: Dims) {
+/// dw = [dw +] dy^T x, for at least one token
+pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], old: Old, dims: Dims) {
     let (mut dy_wide, mut x_wide) = (Vec::new(), Vec::new());
     for (rows, dims) in blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
-        product::add_grad_w(dy, x, dw, dims);
+        product::grad_w(dy, x, dw, if rows.start == 0 { old } else { Old::Keep }, dims);
     }
 }
 

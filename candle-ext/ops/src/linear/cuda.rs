@@ -4,6 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Out, address, columns, gpu, kernels, same_dtype};
+use crate::gemm::Old;
 use crate::product::Dims;
 
 kernels!("linear");
@@ -49,15 +50,15 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType
     Ok(dx)
 }
 
-/// dw += dy^T x
-pub(super) fn add_grad_w(dy: &Tensor, x: &Tensor, dw: &Tensor, dims: Dims) -> Result<()> {
+/// dw = [dw +] dy^T x, for at least one token
+pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, old): (&Tensor, Old), dims: Dims) -> Result<()> {
     let dy = dy.to_dtype(x.dtype())?;
     let gemm = Gemm {
         a: Matrix::transposed(address(OP, &dy)?),
         b: Matrix::plain(address(OP, x)?),
         c: address(OP, dw)?,
         c_dtype: dw.dtype(),
-        plus: Some(address(OP, dw)?),
+        plus: (old == Old::Keep).then(|| address(OP, dw)).transpose()?,
         ..Gemm::new([dims.n, dims.k, dims.t], x.dtype())
     };
     // SAFETY: dy is [t, n], x [t, k], dw a gradient [n, k].

@@ -95,11 +95,15 @@ impl Saved {
     }
 
     fn add_grads(&self, dy: &Tensor) -> Result<()> {
+        if self.dims.t == 0 {
+            return Ok(());
+        }
         on_device!("linear", dy, {
             cpu => self.add_grads_cpu(dy),
             cuda => {
                 if let (Some(sink), Some(x)) = (self.w.sink(), &self.input) {
-                    cuda::add_grad_w(dy, &x.get()?, &sink.grad()?, self.dims)?;
+                    let (dw, old) = sink.grad_to_write()?;
+                    cuda::grad_w(dy, &x.get()?, (&dw, old), self.dims)?;
                 }
                 match self.bias.as_ref().and_then(Weight::sink) {
                     Some(sink) => cuda::add_grad_bias(dy, &sink.grad()?, self.dims),
@@ -116,7 +120,7 @@ impl Saved {
             let x = x.get()?;
             let x = host("linear", &x)?;
             let x = x.floats()?;
-            sink.add("linear", |dw| cpu::add_grad_w(dy, x, dw, self.dims))?;
+            sink.add_or_write("linear", |dw, old| cpu::grad_w(dy, x, dw, old, self.dims))?;
         }
         match self.bias.as_ref().and_then(Weight::sink) {
             Some(sink) => sink.add("linear", |db| cpu::add_grad_bias(dy, db)),
@@ -132,7 +136,7 @@ impl Saved {
                 let mut dx = FloatBuf::unwritten(*dtype, self.dims.t * self.dims.k)?;
                 let w = self.w.value()?;
                 let w = host("linear", &w)?;
-                cpu::grad_x(dy.floats()?, w.floats()?, dx.view(), self.dims);
+                cpu::grad_x(dy.floats()?, w.floats()?, &self.w.part_rows(), dx.view(), self.dims);
                 Ok(Some(storage::tensor(dx, shape.as_slice())))
             },
             cuda => {

@@ -71,7 +71,7 @@ impl Head<'_> {
         results
     }
 
-    /// The loss of each target; writes the gradient of x and adds that of w.
+    /// The loss of each target; writes the gradient of x, and that of w or adds it.
     ///
     /// d(loss) / d(logits) = softmax - onehot, times the row's weight.
     pub(super) fn backward(
@@ -79,7 +79,7 @@ impl Head<'_> {
         targets: &[Target],
         weights: &[f32],
         mut dx: FloatsMut<'_>,
-        mut dw: Option<&mut [f32]>,
+        mut dw: Option<(&mut [f32], Old)>,
     ) -> Result<Vec<f32>> {
         let Sizes { v, d, .. } = self.sizes;
         let mut losses = vec![0.0; targets.len()];
@@ -105,12 +105,12 @@ impl Head<'_> {
             }
             let dims = self.dims(targets.len());
             dx_chunk.resize(targets.len() * d, 0.0);
-            product::grad_x(&logits, self.w, &mut dx_chunk, dims);
+            product::grad_x(&logits, self.w, &[v], &mut dx_chunk, dims);
             for (target, row) in targets.iter().zip(dx_chunk.chunks_exact(d.max(1))) {
                 dx.write(target.row * d, row);
             }
-            if let Some(dw) = dw.as_deref_mut() {
-                product::add_grad_w(&logits, &x, dw, dims);
+            if let Some((dw, old)) = &mut dw {
+                product::grad_w(&logits, &x, dw, std::mem::replace(old, Old::Keep), dims);
             }
         }
         Ok(losses)

@@ -6,6 +6,7 @@ use super::part::VocabPart;
 use super::{Reduction, Sizes, Target, TokenScores};
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
+use crate::gemm::Old;
 use crate::transfer::{to_host, upload};
 
 kernels!("linear_cross_entropy");
@@ -16,8 +17,8 @@ const THREADS: usize = 1024;
 /// Threads of a block that copies a row or adds the losses up.
 const COPIERS: usize = 256;
 
-/// Elements of the logits that exist at once, at most: 1 GiB.
-const LOGITS: usize = 1 << 28;
+/// Elements of the logits that exist at once, at most: 4 GiB.
+const LOGITS: usize = 1 << 30;
 
 /// The input and the matrix that makes logits of it.
 pub(super) struct Head<'a> {
@@ -38,7 +39,7 @@ pub(super) struct Gradients<'a> {
     pub(super) weights: &'a [f32],
     /// Multiplies them, an f32 scalar on the device.
     pub(super) factor: Option<&'a Tensor>,
-    pub(super) dw: Option<&'a Tensor>,
+    pub(super) dw: Option<&'a (Tensor, Old)>,
 }
 
 /// A chunk of the targets: where it begins, and how many.
@@ -123,7 +124,7 @@ impl<'a> Head<'a> {
             unsafe { KERNELS.launch(self.gpu, &name, [chunk.len, 1, 1], THREADS, &args)? };
             self.scatter_dx(d_logits, chunk, &dx)?;
             if let Some(dw) = dw {
-                self.add_grad_w(d_logits, &x, chunk, dw)?;
+                self.grad_w(d_logits, &x, chunk, dw)?;
             }
         }
         Ok((losses.into_tensor(n), Some(dx)))
@@ -174,7 +175,7 @@ impl<'a> Head<'a> {
             unsafe { KERNELS.launch(self.gpu, &name, [chunk.len, 1, 1], THREADS, &args)? };
             self.scatter_dx(d_logits, chunk, dx)?;
             if let Some(dw) = dw {
-                self.add_grad_w(d_logits, &x, chunk, dw)?;
+                self.grad_w(d_logits, &x, chunk, dw)?;
             }
         }
         let losses = match losses.is_empty() {
@@ -313,14 +314,15 @@ impl<'a> Head<'a> {
         self.copy_rows("scatter", addresses, chunk.len, d, self.x.dtype())
     }
 
-    /// dw += d_logits^T x
-    fn add_grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, dw: &Tensor) -> Result<()> {
+    /// dw = [dw +] d_logits^T x; the first chunk overwrites what is of an earlier step.
+    fn grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, (dw, old): &(Tensor, Old)) -> Result<()> {
+        let adds = *old == Old::Keep || chunk.start > 0;
         let gemm = Gemm {
             a: Matrix::transposed(d_logits.address).with_stride(self.stride()),
             b: Matrix::plain(x.address),
             c: address(OP, dw)?,
             c_dtype: dw.dtype(),
-            plus: Some(address(OP, dw)?),
+            plus: adds.then(|| address(OP, dw)).transpose()?,
             ..Gemm::new([self.sizes.v, self.sizes.d, chunk.len], self.x.dtype())
         };
         // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d].

@@ -122,7 +122,8 @@ fn run(
             Ok(LossAndGrad { loss: reduce(&targets, &losses, spec.reduction, sizes.t)?, dx })
         },
         cuda => {
-            let (value, dw) = (w.value()?, w.sink().map(GradSink::grad).transpose()?);
+            let value = w.value()?;
+            let dw = w.sink().filter(|_| wants_dx && !targets.is_empty()).map(GradSink::grad_to_write).transpose()?;
             let head = cuda::Head::new(&x, &value, &targets, sizes, spec.chunk, part)?;
             let factor = if let Upstream::Scaled(_, factor) = upstream { Some(factor) } else { None };
             let gradients = cuda::Gradients { weights: &weights, factor, dw: dw.as_ref() };
@@ -182,12 +183,12 @@ fn on_cpu(
     let head = cpu::Head { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, part };
     let Some(weights) = weights else { return Ok((head.losses(targets)?, None)) };
     let mut dx = FloatBuf::zeros(x.dtype(), x.elem_count())?;
-    let losses = match w.sink() {
+    let losses = match w.sink().filter(|_| !targets.is_empty()) {
         None => head.backward(targets, weights, dx.view(), None)?,
         Some(sink) => {
             let mut losses = Ok(Vec::new());
-            sink.add("linear_cross_entropy", |dw| {
-                losses = head.backward(targets, weights, dx.view(), Some(dw));
+            sink.add_or_write("linear_cross_entropy", |dw, old| {
+                losses = head.backward(targets, weights, dx.view(), Some((dw, old)));
             })?;
             losses?
         }

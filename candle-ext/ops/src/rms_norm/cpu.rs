@@ -29,6 +29,29 @@ pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, y: FloatsMut<'_>, d: usize, 
     });
 }
 
+/// sum = round(a + b), y = round(sum r) w
+pub(super) fn add_forward([a, b]: [Floats<'_>; 2], w: Floats<'_>, [sum, y]: [FloatsMut<'_>; 2], d: usize, eps: f32) {
+    let mut w_wide = Vec::new();
+    let w = w.widened(&mut w_wide);
+    let n_rows = rows_per_task(d);
+    let outputs = sum.chunks(n_rows * d).into_par_iter().zip(y.chunks(n_rows * d));
+    outputs.enumerate().for_each(|(i, (mut sum, mut y))| {
+        let (mut a_wide, mut b_wide) = (Vec::new(), Vec::new());
+        let (mut x, mut out) = (vec![0.0; d], vec![0.0; d]);
+        for row in 0..y.len() / d {
+            let range = (i * n_rows + row) * d..(i * n_rows + row + 1) * d;
+            let (a, b) = (a.slice(range.clone()), b.slice(range));
+            let (a_row, b_row) = (a.widened(&mut a_wide), b.widened(&mut b_wide));
+            vectorised!(x.iter_mut().zip(a_row.iter().zip(b_row)).for_each(|(x, (a, b))| *x = a + b));
+            a.round_like(&mut x);
+            sum.write(row * d, &x);
+            normalise(a, &x, &mut out, eps);
+            vectorised!(out.iter_mut().zip(w).for_each(|(out, w)| *out *= w));
+            y.write(row * d, &out);
+        }
+    });
+}
+
 /// dx = r (g - n mean(g n)), g = dy w, plus another gradient
 pub(super) fn grad_x([x, w, dy]: [Floats<'_>; 3], plus: Option<Floats<'_>>, dx: FloatsMut<'_>, eps: f32) {
     let mut w_wide = Vec::new();

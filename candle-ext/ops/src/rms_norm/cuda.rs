@@ -16,19 +16,33 @@ fn row_threads(d: usize) -> usize {
 
 /// Returns y and 1 / sqrt(mean(x^2) + eps) of each row, f32 [t].
 pub(super) fn forward(x: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Tensor)> {
+    launch_forward(x, None, w, d, eps)
+}
+
+/// Returns x + plus, its norm y, and 1 / sqrt(mean(x^2) + eps) of each row of the sum, f32 [t].
+pub(super) fn add_forward(x: &Tensor, plus: &Tensor, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Out, Tensor)> {
+    let sum = Out::new(gpu(OP, x)?, x.dtype(), x.elem_count())?;
+    let (y, rstd) = launch_forward(x, Some((plus, &sum)), w, d, eps)?;
+    Ok((sum, y, rstd))
+}
+
+/// Launches the forward of x, or of x plus another tensor, whose sum goes to the `Out` beside it.
+fn launch_forward(x: &Tensor, plus: Option<(&Tensor, &Out)>, w: &Tensor, d: usize, eps: f32) -> Result<(Out, Tensor)> {
     same_dtype(OP, x, w)?;
     let on = gpu(OP, x)?;
     let t = x.elem_count() / d;
     let (y, rstd) = (Out::new(on, x.dtype(), x.elem_count())?, Out::new(on, DType::F32, t)?);
     let [x_at, w_at] = [address(OP, x)?, address(OP, w)?];
-    let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, w_at, y.address]));
-    let mut args: Vec<Arg> = [x_at, w_at, y.address, rstd.address].into_iter().map(Arg::Address).collect();
+    let [plus_at, sum_at] = plus.map_or(Ok([0, 0]), |(plus, sum)| address(OP, plus).map(|plus| [plus, sum.address]))?;
+    let threads = Threads::of(d, columns::width(x.dtype(), d, &[x_at, plus_at, w_at, sum_at, y.address]));
+    let addresses = [x_at, plus_at, w_at, sum_at, y.address, rstd.address];
+    let mut args: Vec<Arg> = addresses.into_iter().map(Arg::Address).collect();
     args.extend(matches!(threads, Threads::Packs { .. }).then_some(Arg::I32(t as i32)));
     args.push(Arg::I32(d as i32));
     args.extend(threads.lanes());
     args.push(Arg::F32(eps));
     let name = threads.kernel("forward", suffix(OP, x.dtype())?);
-    // SAFETY: x and y have t rows of d elements, w one, rstd t elements.
+    // SAFETY: x, y, what is added and the sum have t rows of d elements, w one, rstd t elements.
     unsafe { KERNELS.launch(on, &name, [t.div_ceil(threads.rows()), 1, 1], threads.of_block(), &args)? };
     Ok((y, rstd.into_tensor(t)))
 }

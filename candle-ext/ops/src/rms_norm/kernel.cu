@@ -44,9 +44,20 @@ __device__ __forceinline__ float lanes_sum(float x, int lanes) {
 // The sum over the threads that have a row.
 __device__ __forceinline__ float row_sum(float x, int lanes) { return lanes > 32 ? block_sum(x) : lanes_sum(x, lanes); }
 
-// y = x / sqrt(mean(x^2) + eps) * w; the normalised x is rounded before it meets w.
+// x + plus, rounded to T.
+template <typename T, int W>
+__device__ __forceinline__ Pack<T, W> add_packs(const Pack<T, W>& x, const Pack<T, W>& plus) {
+    Pack<T, W> sum;
+#pragma unroll
+    for (int j = 0; j < W; ++j) sum.at[j] = narrow<T>(widen(x.at[j]) + widen(plus.at[j]));
+    return sum;
+}
+
+// y = x / sqrt(mean(x^2) + eps) * w; the normalised x is rounded before it meets w. With `plus` x is x + plus, and is
+// written to `sum_of_both`.
 template <int P, int W, typename T>
-__device__ __forceinline__ void forward(const T* x, const T* w, T* y, float* rstd, int t, int d, int lanes, float eps) {
+__device__ __forceinline__ void forward(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd, int t,
+                                        int d, int lanes, float eps) {
     const auto [lane, group, n_groups] = Share(lanes);
     const long long row = static_cast<long long>(blockIdx.x) * n_groups + group;
     const bool is_row = row < t;
@@ -58,6 +69,9 @@ __device__ __forceinline__ void forward(const T* x, const T* w, T* y, float* rst
         if (!is_row || column >= d) continue;
         packs[p] = load<W>(x + row * d + column);
         w_packs[p] = load<W>(w + column);
+        if (plus == nullptr) continue;
+        packs[p] = add_packs(packs[p], load<W>(plus + row * d + column));
+        store(sum_of_both + row * d + column, packs[p]);
     }
 #pragma unroll
     for (int p = 0; p < P; ++p) {
@@ -85,10 +99,17 @@ __device__ __forceinline__ void forward(const T* x, const T* w, T* y, float* rst
 
 // The same for rows that are too long for a block's registers, or cannot be read in packs.
 template <typename T>
-__device__ __forceinline__ void forward_long(const T* x, const T* w, T* y, float* rstd, int d, float eps) {
+__device__ __forceinline__ void forward_long(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd,
+                                             int d, float eps) {
     const long long row = blockIdx.x;
     x += row * d;
     y += row * d;
+    if (plus != nullptr) {
+        sum_of_both += row * d;
+        // Each thread reads back what it has written itself.
+        for (int i = threadIdx.x; i < d; i += blockDim.x) sum_of_both[i] = narrow<T>(widen(x[i]) + widen(plus[row * d + i]));
+        x = sum_of_both;
+    }
     float sum = 0.0f;
     for (int i = threadIdx.x; i < d; i += blockDim.x) sum += widen(x[i]) * widen(x[i]);
     const float r = rsqrtf(block_sum(sum) / d + eps);
@@ -224,24 +245,25 @@ __device__ __forceinline__ void backward_long(const T* x, const T* w, const T* d
     }
 FOR_EACH_GRAD(ADD_PARTS)
 
-#define LONG(T, suffix)                                                                                        \
-    KERNEL(1024) forward_long_##suffix(const T* x, const T* w, T* y, float* rstd, int d, float eps) {          \
-        forward_long<T>(x, w, y, rstd, d, eps);                                                                \
-    }                                                                                                          \
-    KERNEL(1024) backward_long_##suffix(const T* x, const T* w, const T* dy, const float* rstd, const T* plus, \
-            T* dx, float* partial, int t, int d) {                                                             \
-        backward_long<T>(x, w, dy, rstd, plus, dx, partial, t, d);                                             \
+#define LONG(T, suffix)                                                                                                 \
+    KERNEL(1024) forward_long_##suffix(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd, int d, \
+            float eps) {                                                                                                \
+        forward_long<T>(x, plus, w, sum_of_both, y, rstd, d, eps);                                                      \
+    }                                                                                                                   \
+    KERNEL(1024) backward_long_##suffix(const T* x, const T* w, const T* dy, const float* rstd, const T* plus,          \
+            T* dx, float* partial, int t, int d) {                                                                      \
+        backward_long<T>(x, w, dy, rstd, plus, dx, partial, t, d);                                                      \
     }
 FOR_EACH_FLOAT(LONG)
 
-#define PACKS(P, backward_threads, T, suffix)                                                                \
-    KERNEL(512) forward_##P##_##suffix(const T* x, const T* w, T* y, float* rstd, int t, int d, int lanes,   \
-            float eps) {                                                                                     \
-        forward<P, WIDE<T>>(x, w, y, rstd, t, d, lanes, eps);                                                \
-    }                                                                                                        \
-    KERNEL(backward_threads) backward_##P##_##suffix(const T* x, const T* w, const T* dy, const float* rstd, \
-            const T* plus, T* dx, float* partial, int t, int d, int lanes) {                                 \
-        backward<P, WIDE<T>>(x, w, dy, rstd, plus, dx, partial, t, d, lanes);                                \
+#define PACKS(P, backward_threads, T, suffix)                                                                           \
+    KERNEL(512) forward_##P##_##suffix(const T* x, const T* plus, const T* w, T* sum_of_both, T* y, float* rstd, int t, \
+            int d, int lanes, float eps) {                                                                              \
+        forward<P, WIDE<T>>(x, plus, w, sum_of_both, y, rstd, t, d, lanes, eps);                                        \
+    }                                                                                                                   \
+    KERNEL(backward_threads) backward_##P##_##suffix(const T* x, const T* w, const T* dy, const float* rstd,            \
+            const T* plus, T* dx, float* partial, int t, int d, int lanes) {                                            \
+        backward<P, WIDE<T>>(x, w, dy, rstd, plus, dx, partial, t, d, lanes);                                           \
     }
 #define PACKS_1(T, suffix) PACKS(1, 256, T, suffix)
 #define PACKS_2(T, suffix) PACKS(2, 256, T, suffix)

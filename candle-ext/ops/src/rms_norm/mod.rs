@@ -1,4 +1,4 @@
-//! y = x / sqrt(mean(x^2) + eps) * w over the last dim.
+//! y = x / sqrt(mean(x^2) + eps) * w over the last dim; x may be a sum that is computed besides.
 //!
 //! t rows (all leading dims), d elements
 
@@ -8,6 +8,7 @@ mod cuda;
 
 use candle_core::{Result, Tensor, bail};
 
+use crate::add;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
@@ -27,14 +28,43 @@ pub fn rms_norm(x: &Tensor, w: &Weight, eps: f64) -> Result<Tensor> {
     let d = check(x, w)?;
     let input = x.contiguous()?;
     let eps = eps as f32;
-    let (y, saved) = forward(&input, w, d, eps)?;
+    let (y, rstd) = forward(&input, w, d, eps)?;
+    Ok(record_norm(x, input, w, (y, rstd), eps))
+}
+
+/// Returns a + b, in their dtype, and [`rms_norm`] of it: the bits of the two ops in one pass.
+pub fn add_rms_norm(a: &Tensor, b: &Tensor, w: &Weight, eps: f64) -> Result<(Tensor, Tensor)> {
+    let _span = span("add_rms_norm", "forward");
+    add::check(a, b)?;
+    let (d, eps) = (check(a, w)?, eps as f32);
+    let (left, right, weight) = (a.contiguous()?, b.contiguous()?, w.value()?);
+    let (sum, y, rstd) = on_device!("add_rms_norm", left, {
+        cpu => {
+            let buffer = || FloatBuf::unwritten(a.dtype(), a.elem_count());
+            let (mut sum, mut y) = (buffer()?, buffer()?);
+            let (left, right, weight) = (host("add_rms_norm", &left)?, host("add_rms_norm", &right)?, host("add_rms_norm", &weight)?);
+            cpu::add_forward([left.floats()?, right.floats()?], weight.floats()?, [sum.view(), y.view()], d, eps);
+            (storage::tensor(sum, a.shape()), storage::tensor(y, a.shape()), None)
+        },
+        cuda => {
+            let (sum, y, rstd) = cuda::add_forward(&left, &right, &weight, d, eps)?;
+            (sum.into_tensor(a.shape()), y.into_tensor(a.shape()), Some(rstd))
+        },
+    });
+    let sum = add::record_sum(a, b, sum);
+    let y = record_norm(&sum, sum.clone(), w, (y, rstd), eps);
+    Ok((sum, y))
+}
+
+/// Puts the norm y of x on the tape, where `input` is x contiguous.
+fn record_norm(x: &Tensor, input: Tensor, w: &Weight, (y, rstd): (Tensor, Option<Tensor>), eps: f32) -> Tensor {
     let (kept, weight) = (input.clone(), w.clone());
-    make_cheap(&y, move || Ok(forward(&kept, &weight, d, eps)?.0));
+    make_cheap(&y, move || Ok(forward(&kept, &weight, weight.dims()[0], eps)?.0));
     let (weight, wants_dx) = (w.clone(), is_tracked(x));
-    Ok(record("rms_norm", [x.into(), w.into()], y, move |dy| {
-        let saved = Saved { input: &input, weight: &weight, rstd: saved.as_ref(), eps };
+    record("rms_norm", [x.into(), w.into()], y, move |dy| {
+        let saved = Saved { input: &input, weight: &weight, rstd: rstd.as_ref(), eps };
         Ok([saved.backward(dy, wants_dx)?, None])
-    }))
+    })
 }
 
 /// Returns y, and on CUDA 1 / sqrt(mean(x^2) + eps) of each row.

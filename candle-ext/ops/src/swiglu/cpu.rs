@@ -1,43 +1,88 @@
-//! The CPU kernel of `swiglu`: blocks of elements in parallel.
+//! The CPU kernel of `swiglu`: rows, or parts of them, in parallel.
 
 use rayon::prelude::*;
 
+use super::Gated;
 use crate::exp::sigmoid;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
-/// Elements that one task handles.
+/// Elements that one task handles, about, and the most that are computed at once.
 const BLOCK: usize = 1 << 12;
 
+/// The inputs: element i of row r is at `r * stride + i` of each.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs<'a> {
+    pub(super) gate: Floats<'a>,
+    pub(super) up: Floats<'a>,
+}
+
+/// Up to [`BLOCK`] elements of a row: where they are in the inputs and in a task's part of the output [rows, width].
+struct Span {
+    input: usize,
+    output: usize,
+    len: usize,
+}
+
 /// y = silu(gate) up
-pub(super) fn forward(gate: Floats<'_>, up: Floats<'_>, y: FloatsMut<'_>) {
-    y.chunks(BLOCK).into_par_iter().enumerate().for_each(|(i, mut y)| {
-        let range = i * BLOCK..i * BLOCK + y.len();
-        let (mut gate_wide, mut up_wide) = (Vec::new(), Vec::new());
-        let gate = gate.slice(range.clone()).widened(&mut gate_wide);
-        let up = up.slice(range).widened(&mut up_wide);
-        let mut out = [0.0; BLOCK];
-        let out = &mut out[..gate.len()];
-        vectorised!(out.iter_mut().zip(gate.iter().zip(up)).for_each(|(out, (&g, u))| *out = g * sigmoid(g) * u));
-        y.write(0, out);
+pub(super) fn forward(Inputs { gate, up }: Inputs<'_>, y: FloatsMut<'_>, gated: Gated) {
+    let gated = gated.in_blocks();
+    y.chunks(gated.task()).into_par_iter().enumerate().for_each(|(task, mut y)| {
+        let (mut gate_wide, mut up_wide, mut out) = (Vec::new(), Vec::new(), [0.0; BLOCK]);
+        for Span { input, output, len } in gated.spans(task, y.len()) {
+            let gate = gate.slice(input..input + len).widened(&mut gate_wide);
+            let up = up.slice(input..input + len).widened(&mut up_wide);
+            let out = &mut out[..len];
+            vectorised!(out.iter_mut().zip(gate.iter().zip(up)).for_each(|(out, (&g, u))| *out = g * sigmoid(g) * u));
+            y.write(output, out);
+        }
     });
 }
 
-/// d_up = dy silu(gate), d_gate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate)
-pub(super) fn backward(
-    (gate, up, dy): (Floats<'_>, Floats<'_>, Floats<'_>),
-    d_gate: FloatsMut<'_>,
-    d_up: FloatsMut<'_>,
+/// d_up = dy silu(gate), d_gate = dy up s (1 + gate (1 - s)) with s = sigmoid(gate), each in a buffer of its own
+pub(super) fn backward(inputs: Inputs<'_>, dy: Floats<'_>, [d_gate, d_up]: [FloatsMut<'_>; 2], gated: Gated) {
+    let gated = gated.in_blocks();
+    let outputs = d_gate.chunks(gated.task()).into_par_iter().zip(d_up.chunks(gated.task()));
+    outputs.enumerate().for_each(|(task, (mut d_gate, mut d_up))| {
+        let n = d_gate.len();
+        for_each_gradient(inputs, dy, (task, n), gated, |span, dg, du| {
+            d_gate.write(span.output, dg);
+            d_up.write(span.output, du);
+        });
+    });
+}
+
+/// The same in one buffer of rows of `stride` elements, `width` of d_gate and then as many of d_up.
+pub(super) fn backward_joined(inputs: Inputs<'_>, dy: Floats<'_>, d_joined: FloatsMut<'_>, gated: Gated) {
+    let Gated { width, stride, .. } = gated;
+    let n_rows = gated.task() / width;
+    d_joined.chunks(n_rows * stride).into_par_iter().enumerate().for_each(|(task, mut d_joined)| {
+        let n = d_joined.len() / stride * width;
+        for_each_gradient(inputs, dy, (task, n), gated, |span, dg, du| {
+            let at = span.output / width * stride + span.output % width;
+            d_joined.write(at, dg);
+            d_joined.write(at + width, du);
+        });
+    });
+}
+
+/// Hands d_gate and d_up to `write`, for the spans of a task of `n` elements.
+fn for_each_gradient(
+    Inputs { gate, up }: Inputs<'_>,
+    dy: Floats<'_>,
+    (task, n): (usize, usize),
+    gated: Gated,
+    mut write: impl FnMut(&Span, &[f32], &[f32]),
 ) {
-    let outputs = d_gate.chunks(BLOCK).into_par_iter().zip(d_up.chunks(BLOCK));
-    outputs.enumerate().for_each(|(i, (mut d_gate, mut d_up))| {
-        let range = i * BLOCK..i * BLOCK + d_gate.len();
-        let (mut gate_wide, mut up_wide, mut dy_wide) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut gate_wide, mut up_wide, mut dy_wide) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut dg, mut du) = ([0.0; BLOCK], [0.0; BLOCK]);
+    for span in gated.spans(task, n) {
+        let range = span.input..span.input + span.len;
         let gate = gate.slice(range.clone()).widened(&mut gate_wide);
-        let up = up.slice(range.clone()).widened(&mut up_wide);
-        let dy = dy.slice(range).widened(&mut dy_wide);
-        let (mut dg, mut du) = ([0.0; BLOCK], [0.0; BLOCK]);
-        let (dg, du) = (&mut dg[..gate.len()], &mut du[..gate.len()]);
+        let up = up.slice(range).widened(&mut up_wide);
+        let first = task * gated.task() + span.output;
+        let dy = dy.slice(first..first + span.len).widened(&mut dy_wide);
+        let (dg, du) = (&mut dg[..span.len], &mut du[..span.len]);
         vectorised!({
             let outputs = dg.iter_mut().zip(du.iter_mut());
             for (((dg, du), (&g, &u)), &dy) in outputs.zip(gate.iter().zip(up)).zip(dy) {
@@ -46,7 +91,32 @@ pub(super) fn backward(
                 *dg = dy * u * s * (1.0 + g * (1.0 - s));
             }
         });
-        d_gate.write(0, dg);
-        d_up.write(0, du);
-    });
+        write(&span, dg, du);
+    }
+}
+
+impl Gated {
+    /// One long row falls into rows of a block, the last perhaps shorter.
+    fn in_blocks(self) -> Self {
+        if self.n_rows == 1 { Self { width: BLOCK, stride: BLOCK, ..self } } else { self }
+    }
+
+    /// Elements of the output that one task writes: whole rows.
+    fn task(self) -> usize {
+        (BLOCK / self.width).max(1) * self.width
+    }
+
+    /// The spans of a task that writes `n` elements.
+    fn spans(self, task: usize, n: usize) -> impl Iterator<Item = Span> {
+        let Self { width, stride, .. } = self;
+        let first_row = task * self.task() / width;
+        (0..n).step_by(width).flat_map(move |row| {
+            let end = width.min(n - row);
+            (0..end).step_by(BLOCK).map(move |start| Span {
+                input: (first_row + row / width) * stride + start,
+                output: row + start,
+                len: BLOCK.min(end - start),
+            })
+        })
+    }
 }

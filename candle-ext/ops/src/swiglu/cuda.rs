@@ -2,42 +2,58 @@
 
 use candle_core::{Result, Tensor};
 
-use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
+use super::{Gated, Source};
+use crate::cuda::{Address, Arg, FLAT_THREADS, Gpu, Out, address, gpu, kernels, suffix};
 
 kernels!("swiglu");
 
 const OP: &str = "swiglu";
 /// Elements of a thread, about.
 const PER_THREAD: usize = 8;
+/// The most blocks along the rows of a grid.
+const MOST_ROWS: usize = 65_535;
 
 /// Returns y.
-pub(super) fn forward(gate: &Tensor, up: &Tensor) -> Result<Out> {
-    let on = gpu(OP, gate)?;
-    let n = gate.elem_count();
-    let y = Out::new(on, gate.dtype(), n)?;
-    let args =
-        [Arg::Address(address(OP, gate)?), Arg::Address(address(OP, up)?), Arg::Address(y.address), Arg::I64(n as i64)];
-    let name = format!("forward_{}", suffix(OP, gate.dtype())?);
-    // SAFETY: all have n elements of one format.
-    unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
+pub(super) fn forward(source: &Source) -> Result<Out> {
+    let (on, like, gated) = (gpu(OP, source.tensor())?, source.tensor(), source.gated());
+    let y = Out::new(on, like.dtype(), gated.n_rows * gated.width)?;
+    let [gate, up] = addresses(source)?;
+    let args = [Arg::Address(gate), Arg::Address(up), Arg::Address(y.address)];
+    // SAFETY: gate and up have n_rows rows of `width` elements, `stride` apart, y as many without gaps.
+    unsafe { launch(on, &format!("forward_{}", suffix(OP, like.dtype())?), &args, gated)? };
     Ok(y)
 }
 
-/// Returns the gradients of gate and up.
-pub(super) fn backward(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    let on = gpu(OP, gate)?;
-    let n = gate.elem_count();
-    let (d_gate, d_up) = (Out::new(on, gate.dtype(), n)?, Out::new(on, gate.dtype(), n)?);
-    let args = [
-        Arg::Address(address(OP, gate)?),
-        Arg::Address(address(OP, up)?),
-        Arg::Address(address(OP, dy)?),
-        Arg::Address(d_gate.address),
-        Arg::Address(d_up.address),
-        Arg::I64(n as i64),
-    ];
-    let name = format!("backward_{}", suffix(OP, gate.dtype())?);
-    // SAFETY: all have n elements of one format.
-    unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
-    Ok((d_gate.into_tensor(gate.shape()), d_up.into_tensor(gate.shape())))
+/// Returns the gradient of each tensor of the source.
+pub(super) fn backward(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
+    let (on, like, gated) = (gpu(OP, source.tensor())?, source.tensor(), source.gated());
+    let outs: Vec<Out> = source.tensors().map(|x| Out::new(on, x.dtype(), x.elem_count())).collect::<Result<_>>()?;
+    let [gate, up] = addresses(source)?;
+    let d_gate = outs[0].address;
+    let d_up = outs.get(1).map_or_else(|| d_gate + (up - gate), |d_up| d_up.address);
+    let args = [gate, up, address(OP, dy)?, d_gate, d_up].map(Arg::Address);
+    // SAFETY: as above; the gradients lie as gate and up do.
+    unsafe { launch(on, &format!("backward_{}", suffix(OP, like.dtype())?), &args, gated)? };
+    Ok(outs.into_iter().zip(source.tensors()).map(|(out, x)| out.into_tensor(x.shape())).collect())
+}
+
+/// Where gate and up begin.
+fn addresses(source: &Source) -> Result<[Address; 2]> {
+    match source {
+        Source::Two(gate, up) => Ok([address(OP, gate)?, address(OP, up)?]),
+        Source::Joined(joined) => {
+            let gate = address(OP, joined)?;
+            Ok([gate, gate + (source.gated().width * joined.dtype().size_in_bytes()) as Address])
+        }
+    }
+}
+
+/// # Safety
+///
+/// `args` must be the kernel's parameters before its sizes.
+unsafe fn launch(on: Gpu, name: &str, args: &[Arg], Gated { n_rows, width, stride }: Gated) -> Result<()> {
+    let sizes = [Arg::I32(n_rows as i32), Arg::I64(width as i64), Arg::I64(stride as i64)];
+    let grid = [width.div_ceil(PER_THREAD * FLAT_THREADS), n_rows.min(MOST_ROWS), 1];
+    // SAFETY: the caller's promise.
+    unsafe { KERNELS.launch(on, name, grid, FLAT_THREADS, &[args, &sizes].concat()) }
 }

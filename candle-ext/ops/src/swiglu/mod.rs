@@ -4,52 +4,149 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Shape, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{make_cheap, record};
+use crate::tape::{make_gated_cheap, record};
 
 /// y = gate * sigmoid(gate) * up, element by element, computed in f32 and rounded once.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check(gate, up)?;
-    let (gate_kept, up_kept) = (gate.contiguous()?, up.contiguous()?);
-    let y = forward(&gate_kept, &up_kept)?;
-    let again = (gate_kept.clone(), up_kept.clone());
-    make_cheap(&y, move || forward(&again.0, &again.1));
+    let source = Source::Two(gate.contiguous()?, up.contiguous()?);
+    let y = forward_cheap(&source)?;
     Ok(record("swiglu", [gate.into(), up.into()], y, move |dy| {
-        let (gate, up) = (&gate_kept, &up_kept);
-        let (d_gate, d_up) = on_device!("swiglu", dy, {
-            cpu => backward_cpu(gate, up, dy)?,
-            cuda => cuda::backward(gate, up, dy)?,
-        });
-        Ok([Some(d_gate), Some(d_up)])
+        let mut grads = backward(&source, dy)?.into_iter();
+        Ok([grads.next(), grads.next()])
     }))
 }
 
-fn forward(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    on_device!("swiglu", gate, {
-        cpu => {
-            let mut y = FloatBuf::unwritten(gate.dtype(), gate.elem_count())?;
-            let (gate_host, up_host) = (host("swiglu", gate)?, host("swiglu", up)?);
-            cpu::forward(gate_host.floats()?, up_host.floats()?, y.view());
-            Ok(storage::tensor(y, gate.shape()))
-        },
-        cuda => Ok(cuda::forward(gate, up)?.into_tensor(gate.shape())),
+/// The same for `gate_up` [.., 2f], each row a gate of f elements followed by its up: y [.., f].
+pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
+    let _span = span("swiglu", "forward");
+    check_dtype("swiglu", "the gate", gate_up.dtype())?;
+    if !gate_up.dims().last().is_some_and(|width| width.is_multiple_of(2)) {
+        bail!("swiglu: want an input [.., 2f] of gate and up, got {:?}", gate_up.dims())
+    }
+    let source = Source::Joined(gate_up.contiguous()?);
+    let y = forward_cheap(&source)?;
+    Ok(record("swiglu", [gate_up.into()], y, move |dy| Ok([backward(&source, dy)?.pop()])))
+}
+
+/// Gate and up, contiguous.
+#[derive(Clone)]
+enum Source {
+    Two(Tensor, Tensor),
+    /// In one tensor [.., 2f].
+    Joined(Tensor),
+}
+
+/// The sizes: `n_rows` of `width` elements, whose gates begin `stride` elements apart, as do the ups.
+#[derive(Clone, Copy)]
+struct Gated {
+    n_rows: usize,
+    width: usize,
+    stride: usize,
+}
+
+impl Source {
+    /// The first of its tensors.
+    fn tensor(&self) -> &Tensor {
+        match self {
+            Self::Two(gate, _) => gate,
+            Self::Joined(joined) => joined,
+        }
+    }
+
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        let up = if let Self::Two(_, up) = self { Some(up) } else { None };
+        std::iter::once(self.tensor()).chain(up)
+    }
+
+    fn gated(&self) -> Gated {
+        match self {
+            Self::Two(gate, _) => Gated { n_rows: 1, width: gate.elem_count(), stride: gate.elem_count() },
+            Self::Joined(joined) => {
+                let stride = joined.dims().last().copied().unwrap_or(0);
+                Gated { n_rows: joined.elem_count() / stride.max(1), width: stride / 2, stride }
+            }
+        }
+    }
+
+    /// The shape of y.
+    fn shape(&self) -> Shape {
+        let mut dims = self.tensor().dims().to_vec();
+        if let (Self::Joined(_), Some(last)) = (self, dims.last_mut()) {
+            *last /= 2;
+        }
+        dims.into()
+    }
+}
+
+/// Computes y, which a backward may compute again.
+fn forward_cheap(source: &Source) -> Result<Tensor> {
+    let y = forward(source)?;
+    let again = source.clone();
+    make_gated_cheap(&y, move || forward(&again));
+    Ok(y)
+}
+
+fn forward(source: &Source) -> Result<Tensor> {
+    on_device!("swiglu", source.tensor(), {
+        cpu => forward_cpu(source),
+        cuda => Ok(cuda::forward(source)?.into_tensor(source.shape())),
     })
 }
 
-fn backward_cpu(gate: &Tensor, up: &Tensor, dy: &Tensor) -> Result<(Tensor, Tensor)> {
-    let shape = gate.shape();
-    let mut d_gate = FloatBuf::unwritten(gate.dtype(), gate.elem_count())?;
-    let mut d_up = FloatBuf::unwritten(up.dtype(), up.elem_count())?;
-    let (gate, up, dy) = (host("swiglu", gate)?, host("swiglu", up)?, host("swiglu", dy)?);
-    let inputs = (gate.floats()?, up.floats()?, dy.floats()?);
-    cpu::backward(inputs, d_gate.view(), d_up.view());
-    Ok((storage::tensor(d_gate, shape), storage::tensor(d_up, shape)))
+/// Returns the gradient of each tensor of the source.
+fn backward(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
+    on_device!("swiglu", dy, {
+        cpu => backward_cpu(source, dy),
+        cuda => cuda::backward(source, dy),
+    })
+}
+
+fn forward_cpu(source: &Source) -> Result<Tensor> {
+    let mut y = FloatBuf::unwritten(source.tensor().dtype(), source.shape().elem_count())?;
+    with_inputs(source, |inputs| {
+        cpu::forward(inputs, y.view(), source.gated());
+        Ok(())
+    })?;
+    Ok(storage::tensor(y, source.shape()))
+}
+
+fn backward_cpu(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
+    let buffer = |x: &Tensor| FloatBuf::unwritten(x.dtype(), x.elem_count());
+    let mut grads: Vec<FloatBuf> = source.tensors().map(buffer).collect::<Result<_>>()?;
+    let dy = host("swiglu", dy)?;
+    with_inputs(source, |inputs| {
+        match grads.as_mut_slice() {
+            [d_gate, d_up] => cpu::backward(inputs, dy.floats()?, [d_gate.view(), d_up.view()], source.gated()),
+            [d_joined] => cpu::backward_joined(inputs, dy.floats()?, d_joined.view(), source.gated()),
+            _ => {}
+        }
+        Ok(())
+    })?;
+    Ok(grads.into_iter().zip(source.tensors()).map(|(grad, x)| storage::tensor(grad, x.shape())).collect())
+}
+
+/// Calls `f` with the elements of gate and up, if there are some.
+fn with_inputs(source: &Source, f: impl FnOnce(cpu::Inputs) -> Result<()>) -> Result<()> {
+    let first = host("swiglu", source.tensor())?;
+    match source {
+        _ if source.tensor().elem_count() == 0 => Ok(()),
+        Source::Two(_, up) => {
+            let up = host("swiglu", up)?;
+            f(cpu::Inputs { gate: first.floats()?, up: up.floats()? })
+        }
+        Source::Joined(_) => {
+            let gate = first.floats()?;
+            f(cpu::Inputs { gate, up: gate.slice(source.gated().width..gate.len()) })
+        }
+    }
 }
 
 fn check(gate: &Tensor, up: &Tensor) -> Result<()> {

@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, add, attention,
-    embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu,
+    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, add, add_rms_norm,
+    attention, embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined,
 };
 
 use crate::cases::{bits, check_each, grad_of, randn, tape, trainable, values};
@@ -39,6 +39,15 @@ pub(crate) fn ops() -> Vec<Op> {
             run: |x, w| rms_norm(&x[0], &w[0], 1e-6),
         },
         Op {
+            name: "add_rms_norm",
+            inputs: vec![randn((700, 33), 1), randn((700, 33), 2)],
+            weights: vec![randn(33, 3)],
+            run: |x, w| {
+                let (sum, normed) = add_rms_norm(&x[0], &x[1], &w[0], 1e-6)?;
+                add(&sum, &normed)
+            },
+        },
+        Op {
             name: "rope",
             inputs: vec![randn((150, 3, 8), 1)],
             weights: vec![],
@@ -52,6 +61,12 @@ pub(crate) fn ops() -> Vec<Op> {
             inputs: vec![randn((150, 40), 1), randn((150, 40), 2)],
             weights: vec![],
             run: |x, _| swiglu(&x[0], &x[1]),
+        },
+        Op {
+            name: "swiglu_joined",
+            inputs: vec![randn((150, 80), 1)],
+            weights: vec![],
+            run: |x, _| swiglu_joined(&x[0]),
         },
         Op {
             name: "add",

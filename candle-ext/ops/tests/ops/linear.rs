@@ -1,7 +1,9 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{GradSink, Precision, Weight, linear};
+use candlewick_ops::{Buffer, GradSink, Precision, Weight, add, linear};
 
-use crate::cases::{Case, F32, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{
+    Case, F32, Place, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+};
 
 fn check(lead: &[usize], k: usize, n: usize) {
     let x = randn([lead, &[k]].concat(), 1);
@@ -111,6 +113,57 @@ fn the_sink_is_added_to_inside_its_buffer_only() {
     assert!(flat[4..10].iter().all(|&x| x != 1.0));
     let dw = randn((5, 2), 3).t().unwrap().matmul(&randn((5, 3), 2)).unwrap();
     assert_close("dw", &(grad_of(&w) - 1.0).unwrap(), &dw, F32);
+}
+
+/// Weights [n_i, k] that lie one after the other, with their gradients.
+fn adjacent(place: &Place, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight> {
+    let n: usize = rows.iter().sum::<usize>() * k;
+    let values = Buffer::of(place.put(&randn(n, 5).to_dtype(dtype).unwrap()));
+    let grads = Buffer::of(place.put(&Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap()));
+    let mut start = 0;
+    let weight = |rows: &usize| {
+        let view = |buffer: &Buffer| buffer.view(start, (*rows, k)).unwrap();
+        let weight = Weight::trainable(view(&values), GradSink::new(view(&grads)).unwrap());
+        start += rows * k;
+        weight
+    };
+    rows.iter().map(weight).collect()
+}
+
+/// The CPU adds the parts of dx up as layers of their own do. A GPU sums over all rows at once.
+#[test]
+fn a_joined_weight_gives_what_its_parts_give() {
+    let rows = [40, 70, 30];
+    for (place, dtype) in
+        Place::all().into_iter().flat_map(|place| [DType::F32, DType::BF16].map(|dtype| (place.clone(), dtype)))
+    {
+        let x = place.put(&randn((150, 48), 1).to_dtype(dtype).unwrap());
+        let dy: Vec<Tensor> = rows.iter().map(|n| randn((150, *n), 9).to_dtype(dtype).unwrap()).collect();
+        let results = |is_joined: bool| {
+            let weights = adjacent(&place, dtype, &rows, x.dim(1).unwrap());
+            let inputs = std::slice::from_ref(&x);
+            let dx = place.run(|| {
+                let run = |w: &Weight, dy: &Tensor| {
+                    let tape = tape(inputs, || linear(&x, w, None, Precision::Compute));
+                    tape.backward(&place.put(dy)).unwrap().remove(&x).unwrap()
+                };
+                if is_joined {
+                    let joined = Weight::joined(&weights.iter().collect::<Vec<_>>()).unwrap();
+                    return run(&joined, &Tensor::cat(&dy, 1).unwrap());
+                }
+                let parts = weights.iter().zip(&dy).rev().map(|(w, dy)| run(w, dy));
+                parts.reduce(|sum, part| add(&sum, &part).unwrap()).unwrap()
+            });
+            [vec![dx], weights.iter().map(grad_of).collect()].concat()
+        };
+        let what = format!("{dtype:?} {place:?}");
+        for (i, (joined, apart)) in results(true).iter().zip(results(false)).enumerate() {
+            assert_close(&format!("{i} {what}"), joined, &apart, 2.0 * bound(dtype));
+            if matches!(place, Place::Cpu) && dtype == DType::F32 {
+                assert!(bits(joined) == bits(&apart), "{i} {what}");
+            }
+        }
+    }
 }
 
 #[test]

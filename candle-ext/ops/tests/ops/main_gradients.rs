@@ -1,11 +1,12 @@
-//! Main gradients in bf16: what an op adds is summed in f32 and rounded once.
+//! Main gradients: in bf16 what an op adds is summed in f32 and rounded once; after a reset the first op overwrites them.
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
     CrossEntropy, GradSink, Precision, Reduction, Upstream, Weight, embedding, linear, linear_cross_entropy, rms_norm,
 };
 
-use crate::cases::{Place, assert_close, bound, check_each, grad_of, randn, tape};
+use crate::cases::{Place, assert_close, bound, check_each, grad_of, randn, tape, values};
+use crate::laws::{self, Op};
 
 /// A weight whose main gradient has this format and begins at ones.
 fn weight(place: &Place, value: &Tensor, grad: DType) -> Weight {
@@ -65,5 +66,63 @@ fn of_the_head() {
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, chunk: 50 };
         let x = bf16(place, (50, 40), 1);
         linear_cross_entropy(&x, &w[0], &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+    });
+}
+
+/// A weight whose main gradient is reset and NaN.
+fn stale(place: &Place, value: &Tensor, grad: DType) -> Weight {
+    let nan = Tensor::full(f32::NAN, value.shape(), &Device::Cpu).unwrap().to_dtype(grad).unwrap();
+    let sink = GradSink::new(place.put(&nan)).unwrap();
+    sink.reset();
+    Weight::trainable(place.put(value), sink)
+}
+
+fn zeroed(place: &Place, value: &Tensor, grad: DType) -> Weight {
+    let zeros = Tensor::zeros(value.shape(), grad, &Device::Cpu).unwrap();
+    Weight::trainable(place.put(value), GradSink::new(place.put(&zeros)).unwrap())
+}
+
+/// Compares what two backwards leave in gradients that were reset with what they add to zeros.
+#[track_caller]
+fn check_reset(name: &str, weights: &[Tensor], backward: impl Fn(&Place, &[Weight])) {
+    for place in Place::all() {
+        for dtype in [DType::F32, DType::BF16] {
+            let grads = |of: fn(&Place, &Tensor, DType) -> Weight| {
+                let weights: Vec<Weight> = weights.iter().map(|value| of(&place, value, dtype)).collect();
+                place.run(|| (0..2).for_each(|_| backward(&place, &weights)));
+                place.run(|| weights.iter().map(|weight| values(&grad_of(weight))).collect::<Vec<_>>())
+            };
+            assert!(grads(stale) == grads(zeroed), "{name} {dtype:?} {place:?}");
+        }
+    }
+}
+
+#[test]
+fn after_a_reset_are_what_is_added_to_zeros() {
+    for Op { name, inputs, weights, run } in laws::ops() {
+        check_reset(name, &weights, |place, weights| {
+            let inputs: Vec<Tensor> = inputs.iter().map(|x| place.put(x)).collect();
+            let tape = tape(&inputs, || run(&inputs, weights));
+            let dy = place.put(&randn(tape.output().shape(), 9));
+            tape.backward(&dy).unwrap();
+        });
+    }
+    for n_targets in [0, 50] {
+        check_reset("linear_cross_entropy", &[randn((64, 40), 2)], |place, w| {
+            let targets = (0..50i64).map(|i| if i < n_targets { i * 13 % 64 } else { -100 });
+            let targets = Tensor::new(targets.collect::<Vec<_>>(), &Device::Cpu).unwrap();
+            let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, chunk: 17 };
+            let x = place.put(&randn((50, 40), 1));
+            linear_cross_entropy(&x, &w[0], &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+        });
+    }
+}
+
+#[test]
+fn of_no_tokens_are_zeros_after_a_reset() {
+    check_reset("linear", &[randn((70, 40), 2), randn(70, 3)], |place, w| {
+        let none = |n| place.put(&Tensor::zeros((0, n), DType::F32, &Device::Cpu).unwrap());
+        let tape = tape(&[], || linear(&none(40), &w[0], Some(&w[1]), Precision::Compute));
+        tape.backward(&none(70)).unwrap();
     });
 }

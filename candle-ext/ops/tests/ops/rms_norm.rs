@@ -1,5 +1,5 @@
 use candle_core::{D, DType, Tensor};
-use candlewick_ops::{Weight, rms_norm};
+use candlewick_ops::{Weight, add, add_rms_norm, rms_norm};
 
 use crate::cases::{Case, Place, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
@@ -59,6 +59,60 @@ fn a_gradient_that_nobody_wants_does_not_change_the_other() {
     }
 }
 
+/// The sum and its norm meet again: both outputs of the op have a gradient.
+fn residual(x: &[Tensor], w: &[Weight]) -> candle_core::Result<Tensor> {
+    let (sum, normed) = add_rms_norm(&x[0], &x[1], &w[0], EPS)?;
+    add(&sum, &normed)
+}
+
+fn residual_case(shape: &[usize], check: impl Fn(&Case<'_>)) {
+    check(&Case {
+        name: "add_rms_norm",
+        inputs: vec![randn(shape, 1), randn(shape, 3)],
+        weights: vec![randn(*shape.last().unwrap(), 2)],
+        op: &residual,
+        reference: &|a| {
+            let sum = (&a[0] + &a[1])?;
+            let mean = sum.sqr()?.mean_keepdim(D::Minus1)?;
+            sum.broadcast_div(&(mean + EPS)?.sqrt()?)?.broadcast_mul(&a[2])? + sum
+        },
+    });
+}
+
+#[test]
+fn of_a_sum_it_equals_the_reference() {
+    for shape in [&[7, 576][..], &[300, 33], &[5, 3, 64], &[2000, 2], &[13, 1024], &[5, 16_392]] {
+        residual_case(shape, |case| case.check(DType::F32));
+    }
+    residual_case(&[6, 20], |case| case.check_finite_difference());
+}
+
+#[test]
+fn of_a_sum_it_has_the_bits_of_add_and_then_the_norm() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for (place, d) in Place::all().into_iter().flat_map(|place| [33, 128, 576, 16_392].map(|d| (place.clone(), d)))
+        {
+            let put = |shape: &[usize], seed| place.put(&randn(shape, seed).to_dtype(dtype).unwrap());
+            let (inputs, w, dy) = ([put(&[20, d], 1), put(&[20, d], 2)], put(&[d], 3), put(&[20, d], 4));
+            let results = |op: &dyn Fn(&[Weight]) -> candle_core::Result<Tensor>| {
+                place.run(|| {
+                    let weights = [trainable(&w)];
+                    let tape = tape(&inputs, || op(&weights));
+                    let y = bits(tape.output());
+                    let grads = tape.backward(&dy).unwrap();
+                    let of_inputs = inputs.iter().map(|x| bits(grads.get(x).unwrap()));
+                    of_inputs.chain([y, bits(&grad_of(&weights[0]))]).collect::<Vec<_>>()
+                })
+            };
+            let apart = results(&|w| {
+                let sum = add(&inputs[0], &inputs[1])?;
+                add(&sum, &rms_norm(&sum, &w[0], EPS)?)
+            });
+            assert!(results(&|w| residual(&inputs, w)) == apart, "{d} {dtype:?} {place:?}");
+        }
+    }
+}
+
 #[test]
 fn the_gradient_is_the_slope() {
     case(&[6, 20], |case| case.check_finite_difference());
@@ -78,7 +132,9 @@ fn sixteen_bits_round_in_the_order_of_transformers() {
 #[test]
 fn no_rows_give_no_rows() {
     let x = randn((0, 4), 1);
-    assert_eq!(rms_norm(&x, &Weight::frozen(randn(4, 2)), EPS).unwrap().dims(), [0, 4]);
+    let w = Weight::frozen(randn(4, 2));
+    assert_eq!(rms_norm(&x, &w, EPS).unwrap().dims(), [0, 4]);
+    assert_eq!(add_rms_norm(&x, &x, &w, EPS).unwrap().1.dims(), [0, 4]);
 }
 
 #[test]
@@ -86,4 +142,6 @@ fn wrong_shapes_are_named() {
     let run = |x: &Tensor, w: Tensor| rms_norm(x, &Weight::frozen(w), EPS);
     assert_error(run(&randn((2, 4), 1), randn(3, 2)), "weight has shape [3], want [4]");
     assert_error(run(&randn((2, 0), 1), randn(0, 2)), "want an input [.., d]");
+    let both = add_rms_norm(&randn((2, 4), 1), &randn((2, 3), 1), &Weight::frozen(randn(4, 2)), EPS);
+    assert_error(both, "one is F32 [2, 4], the other F32 [2, 3]");
 }

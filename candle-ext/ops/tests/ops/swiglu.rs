@@ -1,7 +1,7 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::swiglu;
+use candlewick_ops::{swiglu, swiglu_joined};
 
-use crate::cases::{Case, Place, assert_error, check_each, randn, values};
+use crate::cases::{Case, Place, assert_error, bits, check_each, randn, tape, values};
 
 fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
     check(&Case {
@@ -18,6 +18,46 @@ fn it_equals_the_reference() {
     check_each([&[33, 1536][..], &[1], &[3, 5, 7], &[5, 9728]], |shape| {
         case(shape, |case| case.check_all_formats());
     });
+}
+
+#[test]
+fn of_joined_rows_it_equals_the_reference() {
+    for shape in [&[33, 1536][..], &[2], &[3, 5, 14], &[5, 9728], &[1, 10_000], &[700, 6]] {
+        let case = Case {
+            name: "swiglu_joined",
+            inputs: vec![randn(shape, 1)],
+            weights: vec![],
+            op: &|x, _| swiglu_joined(&x[0]),
+            reference: &|a| {
+                let (dim, half) = (a[0].rank() - 1, a[0].dims()[a[0].rank() - 1] / 2);
+                a[0].narrow(dim, 0, half)?.silu()?.mul(&a[0].narrow(dim, half, half)?)
+            },
+        };
+        case.check_all_formats();
+    }
+}
+
+#[test]
+fn joined_rows_give_the_bits_of_two_inputs() {
+    let joined = randn((70, 300), 1);
+    let [gate, up] = [0, 150].map(|first| joined.narrow(1, first, 150).unwrap());
+    for place in Place::all() {
+        let dy = place.put(&randn((70, 150), 3));
+        let [of_one, of_two] = [vec![joined.clone()], vec![gate.clone(), up.clone()]].map(|inputs| {
+            let inputs: Vec<Tensor> = inputs.iter().map(|x| place.put(x)).collect();
+            place.run(|| {
+                let tape = tape(&inputs, || match inputs.as_slice() {
+                    [joined] => swiglu_joined(joined),
+                    two => swiglu(&two[0], &two[1]),
+                });
+                let y = tape.output().clone();
+                let grads = tape.backward(&dy).unwrap();
+                let grads: Vec<Tensor> = inputs.iter().map(|x| grads.get(x).unwrap().clone()).collect();
+                [y, Tensor::cat(&grads, 1).unwrap()].map(|x| bits(&x))
+            })
+        });
+        assert!(of_one == of_two, "{place:?}");
+    }
 }
 
 #[test]
@@ -41,6 +81,8 @@ fn large_gates_neither_overflow_nor_turn_into_nan() {
 fn nothing_gives_nothing() {
     let none = randn((0, 3), 1);
     assert_eq!(swiglu(&none, &none).unwrap().dims(), [0, 3]);
+    assert_eq!(swiglu_joined(&randn((0, 6), 1)).unwrap().dims(), [0, 3]);
+    assert_eq!(swiglu_joined(&randn((3, 0), 1)).unwrap().dims(), [3, 0]);
 }
 
 #[test]
@@ -48,4 +90,5 @@ fn wrong_shapes_and_formats_are_named() {
     let (a, b) = (randn((2, 3), 1), randn((3, 2), 1));
     assert_error(swiglu(&a, &b), "gate is F32 [2, 3] but up is F32 [3, 2]");
     assert_error(swiglu(&a, &a.to_dtype(DType::BF16).unwrap()), "up is BF16");
+    assert_error(swiglu_joined(&a), "want an input [.., 2f] of gate and up, got [2, 3]");
 }

@@ -14,8 +14,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
 use candlewick_ops::{
-    AttentionChoice, Awake, CrossEntropy, LossAndGrad, Reduction, Rows, Seqs, Upstream, Weight, linear_cross_entropy,
-    linear_cross_entropy_part, stay_awake,
+    AttentionChoice, Awake, CrossEntropy, LossAndGrad, Reduction, Rows, Seqs, Upstream, Weight, gpu_memory,
+    linear_cross_entropy, linear_cross_entropy_part, stay_awake,
 };
 
 use crate::offload::Parking;
@@ -69,6 +69,14 @@ impl LossScale {
     }
 }
 
+/// Returns the bytes of logits that the loss holds at once on a GPU of so much memory: 3 % of it, at most 4 GiB; 1 GiB if it is
+/// unknown.
+///
+/// Each chunk of logits passes over the whole gradient of the head: few chunks are fast.
+pub fn logits_bytes_on_gpu(memory_bytes: Option<u64>) -> u64 {
+    memory_bytes.map_or(1 << 30, |bytes| (bytes / 100 * 3).min(4 << 30))
+}
+
 /// The model, its parameters and the plan of what each block keeps.
 pub struct Engine {
     model: Model,
@@ -99,8 +107,7 @@ impl Engine {
         assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
         let pipeline = Pipeline::alone(model.n_blocks());
         let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
-        // On a GPU each chunk of the loss passes over the whole gradient of the head: few chunks are fast ones.
-        let logits_bytes = if device.is_cuda() { 1 << 30 } else { 64 << 20 };
+        let logits_bytes = if device.is_cuda() { logits_bytes_on_gpu(gpu_memory(&device)) as usize } else { 64 << 20 };
         let (sequence, tensor) = (None, None);
         Self {
             model,
@@ -264,5 +271,18 @@ impl Engine {
     /// How many rows of logits, of so many tokens each, may exist at once.
     fn rows_of_logits(&self, n_vocab: usize) -> usize {
         (self.logits_bytes / (n_vocab * DType::F32.size_in_bytes())).max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_holds_three_percent_of_its_memory_in_logits_and_at_most_four_gib() {
+        assert_eq!(
+            [None, Some(100), Some(80_000_000_000), Some(u64::MAX)].map(logits_bytes_on_gpu),
+            [1 << 30, 3, 2_400_000_000, 4 << 30]
+        );
     }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{Cx, Seams};
-use candlewick_ops::{Outputs, Reduction, Tape, keep_outputs, span};
+use candlewick_ops::{GatedOutputs, Outputs, Reduction, Tape, keep_outputs, span};
 
 use super::{Engine, LossScale, Micro, Residency};
 use crate::offload::Parked;
@@ -216,7 +216,8 @@ impl Engine {
             Kept::Parked(parked) => (parked.fetch()?, Outputs::default()),
         };
         let forward = || self.model.block(block_idx, &weights, &x, cx);
-        input_grad(Tape::record(&[&x], || outputs.give_to(forward))?, &x, dy)
+        let tape = Tape::record_keeping(GatedOutputs::Kept, &[&x], || outputs.give_to(forward))?;
+        input_grad(tape, &x, dy)
     }
 
     /// Returns the sum of the token losses, and the gradient of the scaled sum with respect to the last block's output.

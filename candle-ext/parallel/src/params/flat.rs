@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::Pending;
-use candlewick_ops::{Buffer, add, copy_into, send_into, zero_};
+use candlewick_ops::{Buffer, GradSink, add, copy_into, send_into, zero_};
 
 use super::Home;
 use super::sharing::{Sharded, Sharing};
@@ -96,6 +96,9 @@ pub(crate) struct Grads {
     pub(crate) all: Buffer,
     /// This rank's share of their sums over the ranks: a part of `all` where that stays, else made when it is wanted.
     pub(crate) own: Buffer,
+    /// Those of matrices, which ops overwrite in the first micro-batch of a step. All lie before `n_matrices`.
+    matrices: Vec<GradSink>,
+    n_matrices: usize,
     stays: bool,
     n: usize,
     dtype: DType,
@@ -113,7 +116,16 @@ impl Grads {
         } else {
             (Buffer::away(n, dtype), Buffer::away(own.len(), dtype))
         };
-        Ok(Self { all, own, stays, n, dtype, device: device.clone() })
+        let (matrices, n_matrices) = (Vec::new(), 0);
+        Ok(Self { all, own, matrices, n_matrices, stays, n, dtype, device: device.clone() })
+    }
+
+    /// Leaves it to the ops to overwrite these gradients, the first `n_elements` of the run: they are not zeroed before a step.
+    /// Gradients that do not stay are new zeros in every micro-batch.
+    pub(crate) fn overwrite(&mut self, matrices: Vec<GradSink>, n_elements: usize) {
+        if self.stays {
+            (self.matrices, self.n_matrices) = (matrices, n_elements);
+        }
     }
 
     /// Tells whether this rank's gradients add up in place, so that they need to be summed over the ranks but once a step.
@@ -121,13 +133,20 @@ impl Grads {
         self.stays
     }
 
-    /// Sets all to zero.
+    /// Discards all: what the next backward adds is the sum.
     pub(crate) fn clear(&self) -> Result<()> {
-        if self.stays {
-            return zero_(&self.all.get()?);
+        if !self.stays {
+            self.own.take();
+            return Ok(());
         }
-        self.own.take();
-        Ok(())
+        self.matrices.iter().for_each(GradSink::reset);
+        let n_others = self.n - self.n_matrices;
+        if n_others == 0 { Ok(()) } else { zero_(&self.all.get()?.narrow(0, self.n_matrices, n_others)?) }
+    }
+
+    /// Zeroes the gradients of matrices that no op has written.
+    fn complete(&self) -> Result<()> {
+        self.matrices.iter().try_for_each(|matrix| matrix.grad().map(drop))
     }
 
     /// Sees to it that backward has where to add.
@@ -140,6 +159,7 @@ impl Grads {
 
     /// Takes what backward has added, to be summed over the ranks.
     pub(crate) fn close(&self) -> Result<Tensor> {
+        self.complete()?;
         let all = self.all.get()?;
         if !self.stays {
             self.all.take();
@@ -161,6 +181,7 @@ impl Grads {
 
     /// Returns this rank's share of the sums: zeros if there was no gradient.
     pub(crate) fn sums(&self) -> Result<Tensor> {
+        self.complete()?;
         if !self.own.is_at_hand() {
             self.own.put(Tensor::zeros(self.own.len(), self.dtype, &self.device)?)?;
         }

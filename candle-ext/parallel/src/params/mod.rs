@@ -340,7 +340,7 @@ impl ParamStore {
         self.trainables().try_for_each(|flat| flat.refresh(&self.sharing))
     }
 
-    /// Sets all gradients to zero.
+    /// Discards all gradients: those of the next step's first micro-batch take their place.
     pub fn zero_grads(&self) -> Result<()> {
         self.trainables().try_for_each(|flat| flat.grads.clear())
     }

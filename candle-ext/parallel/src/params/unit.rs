@@ -65,7 +65,7 @@ impl UnitStore {
         let of = |kind: fn(&Place) -> bool| {
             trained().filter(move |(_, place, _)| kind(place)).map(|(.., range)| range.clone()).collect()
         };
-        let trainable = match sharing.padded(n_trainable) {
+        let mut trainable = match sharing.padded(n_trainable) {
             0 => None,
             n => {
                 let mut flat = Trainable::zeros(n, n_decayed, formats, (device, homes), sharing)?;
@@ -87,6 +87,11 @@ impl UnitStore {
             }
             let is_trainable = is_trainable(&spec);
             slots.insert(spec.name, Slot { whole: spec.shape, place, range, is_trainable, weight });
+        }
+        if let Some(flat) = &mut trainable {
+            let is_matrix = |slot: &&Slot| slot.is_trainable && slot.range.start < n_decayed;
+            let sinks = slots.values().filter(is_matrix).filter_map(|slot| slot.weight.sink().cloned());
+            flat.grads.overwrite(sinks.collect(), n_decayed);
         }
         Ok(Self { unit: unit.clone(), used, slots, frozen, trainable })
     }
