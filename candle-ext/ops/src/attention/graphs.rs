@@ -1,4 +1,4 @@
-//! What cuDNN has built for each shape, and which shapes it refused: when a graph was built, or when it ran.
+//! Graphs of cuDNN by shape, and the shapes that it refused: when a graph was built, or when it ran.
 
 use std::collections::HashMap;
 use std::hash::Hash;

@@ -72,7 +72,7 @@ fn on_the_cpu_auto_is_fused_and_what_gpus_have_an_error_that_says_what_to_do() {
 #[cfg(feature = "cuda")]
 macro_rules! cases {
     ($($name:ident: $setup:expr,)*) => {
-        /// Of what the 16-bit kernels of others take.
+        /// Setups that the 16-bit kernels of others take.
         #[cfg(feature = "flash-attn")]
         fn cases() -> Vec<Setup> {
             vec![$($setup),*]

@@ -109,7 +109,7 @@ constexpr size_t WORKSPACE = 4096;
 
 extern "C" {
 
-// What a test wants refused. As in tests.rs.
+// Refusals that a test asks for. As in tests.rs.
 struct Rules {
     int mask, heuristics, max_alignment, n_algorithms, gemm_ex, fastest;
 } stand_in_rules = {};

@@ -16,9 +16,9 @@ pub(super) struct Key {
     sizes: [usize; 3],
     /// Leading dimensions of a, b and c.
     strides: [usize; 3],
-    /// Of a and b, and of c.
+    /// Dtypes of a and b, and of c.
     dtypes: [DType; 2],
-    /// Of a and b.
+    /// Transposes of a and b.
     transposed: [bool; 2],
     plus: Plus,
     has_bias: bool,

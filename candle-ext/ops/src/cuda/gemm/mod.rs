@@ -31,7 +31,7 @@ const FILLED_PER_THREAD: usize = 4;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
     pub(crate) address: Address,
-    /// Whether its transpose is meant.
+    /// True if its transpose is meant.
     pub(crate) is_transposed: bool,
     /// Elements from one row in memory to the next, where that is more than a row has.
     pub(crate) stride: Option<usize>,

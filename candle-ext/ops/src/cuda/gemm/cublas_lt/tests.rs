@@ -12,7 +12,7 @@ use super::*;
 use crate::cuda::address;
 use crate::cuda::gemm::Matrix;
 
-/// What the stand-in refuses: heuristics with a mask of reductions, or all; above an alignment; the first algorithms; and
+/// Refusals of the stand-in: heuristics with a mask of reductions, or all; above an alignment; the first algorithms; and
 /// cublasGemmEx. As in cublas.cpp.
 #[repr(C)]
 #[derive(Clone, Copy)]
