@@ -2,8 +2,8 @@
 //!
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
-use candle_core::{D, Result, Tensor};
-use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Precision, Rows, Seqs, Weight};
+use candle_core::{D, Error, Result, Tensor};
+use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Precision, QkvHeads, Rows, Seqs, Weight};
 
 use crate::{Config, Weights, unit::block_prefix, weights::Dropped};
 
@@ -112,9 +112,7 @@ struct Block<'a> {
 impl Block<'_> {
     fn attention(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
         let x_td = &cx.seams.enter(x_td)?;
-        let q_thk = self.turn(&self.heads("q_proj", "q_norm", x_td, cx)?, cx)?;
-        let k_tgk = self.turn(&self.heads("k_proj", "k_norm", x_td, cx)?, cx)?;
-        let v_tgk = self.split("v_proj", x_td, cx)?;
+        let [q_thk, k_tgk, v_tgk] = self.qkv(x_td, cx)?;
         let spec = AttentionSpec {
             scale: (self.config.head_dim() as f64).powf(-0.5) as f32,
             causal: true,
@@ -143,6 +141,22 @@ impl Block<'_> {
             }
         };
         cx.seams.leave(&y_td)
+    }
+
+    /// Returns queries and keys, rotated, and values: by one matmul where the weights are adjacent.
+    fn qkv(&self, x_td: &Tensor, cx: &Cx) -> Result<[Tensor; 3]> {
+        let modules =
+            ["q_proj", "k_proj", "v_proj"].map(|projection| format!("{}.self_attn.{projection}", self.prefix));
+        let joined = if self.config.typed.qk_norm { None } else { self.w.joined(&modules) };
+        let Some(joined) = joined else {
+            let q_thk = self.turn(&self.heads("q_proj", "q_norm", x_td, cx)?, cx)?;
+            let k_tgk = self.turn(&self.heads("k_proj", "k_norm", x_td, cx)?, cx)?;
+            return Ok([q_thk, k_tgk, self.split("v_proj", x_td, cx)?]);
+        };
+        let dim = self.config.head_dim();
+        let n_heads = |module: &str| Ok::<_, Error>(self.w.get(&format!("{module}.weight"))?.dims()[0] / dim);
+        let heads = QkvHeads { n_q: n_heads(&modules[0])?, n_kv: n_heads(&modules[1])?, dim };
+        ops::split_qkv(&ops::linear(x_td, &joined, None, Precision::Compute)?, heads, cx.cos, cx.sin)
     }
 
     /// A projection split into heads, each normalised if the family does so.

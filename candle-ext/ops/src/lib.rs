@@ -72,7 +72,7 @@ pub use once::{Outputs, computed_once, keep_outputs};
 pub use replaced::replace_kernels;
 pub use reshape::reshape;
 pub use rms_norm::{add_rms_norm, rms_norm};
-pub use rope::rope;
+pub use rope::{QkvHeads, rope, split_qkv};
 pub use scale::scale;
 pub use set_rows::set_rows;
 pub use span::{PROFILE, span};

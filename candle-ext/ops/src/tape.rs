@@ -244,7 +244,7 @@ pub(crate) fn make_cheap(x: &Tensor, make: impl Fn() -> Result<Tensor> + 'static
     });
 }
 
-/// Does the same for the output of a gated activation, unless the tape keeps those.
+/// Calls [`make_cheap`] for the output of a gated activation, unless the tape keeps those.
 pub(crate) fn make_gated_cheap(x: &Tensor, make: impl Fn() -> Result<Tensor> + 'static) {
     if with_innermost(|recording| recording.gated) != Some(GatedOutputs::Kept) {
         make_cheap(x, make);

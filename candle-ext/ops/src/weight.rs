@@ -167,7 +167,7 @@ impl From<View> for Handle {
 #[derive(Clone, Debug)]
 pub struct GradSink {
     grad: Handle,
-    /// Whether the elements are those of an earlier step.
+    /// True while the elements are those of an earlier step.
     is_stale: Arc<AtomicBool>,
     /// The sinks that it joins.
     parts: Vec<GradSink>,
@@ -203,7 +203,7 @@ impl GradSink {
         Ok(grad)
     }
 
-    /// Returns the gradient with what its elements are worth. The caller writes all of them if that is nothing.
+    /// Returns the gradient, and `Old::Overwrite` if its elements are stale: the caller then writes all of them.
     pub(crate) fn grad_to_write(&self) -> Result<(Tensor, Old)> {
         let grad = self.grad.get()?;
         let is_stale = |sink: &Self| sink.is_stale.load(Ordering::Relaxed);
@@ -378,12 +378,12 @@ mod tests {
         let (a, b, gap) = (matrix(buffers, 0, (2, 2)), matrix(buffers, 4, (1, 2)), matrix(buffers, 7, (1, 2)));
         let others = [&Buffer::of(flat(&[7.0; 12])), buffers[1]];
         let frozen = Weight::frozen(buffers[0].view(4, (1, 2)).unwrap());
-        for apart in [&gap, &b.clone(), &matrix(others, 4, (1, 2)), &matrix(buffers, 4, (2, 1)), &frozen] {
+        for apart in [&gap, &b, &matrix(others, 4, (1, 2)), &matrix(buffers, 4, (2, 1)), &frozen] {
             assert_eq!(Weight::joined(&[&a, apart]).is_some(), std::ptr::eq(apart, &b), "{apart:?}");
         }
     }
 
-    /// What was added to one of the parts alone stays.
+    /// An addition to one of the parts alone stays.
     #[test]
     fn a_joined_gradient_is_that_of_its_parts() {
         for added_alone in [false, true] {

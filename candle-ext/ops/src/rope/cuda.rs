@@ -2,31 +2,73 @@
 
 use candle_core::{Result, Tensor};
 
-use super::Turn;
-use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
+use super::{Heads, Slice, Turn};
+use crate::cuda::{Address, Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("rope");
 
 const OP: &str = "rope";
 
-/// Rotates x [t, h, k] by the f32 tables [t, k/2].
-pub(super) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, turn: Turn) -> Result<Out> {
-    let on = gpu(OP, x)?;
-    let (t, h, k) = x.dims3()?;
-    let y = Out::new(on, x.dtype(), x.elem_count())?;
+/// Returns heads of `x`, rotated by the f32 tables [t, k/2], without gaps: [t, n, k].
+pub(super) fn rotated(
+    (x, from): (&Tensor, Slice),
+    table: Option<[&Tensor; 2]>,
+    n_tokens: usize,
+    heads: Heads,
+    turn: Turn,
+) -> Result<Out> {
+    let y = Out::new(gpu(OP, x)?, x.dtype(), n_tokens * heads.n * heads.dim)?;
+    // SAFETY: y has room for the heads of all tokens.
+    unsafe { launch((x, from), table, (y.address, heads.slice()), (n_tokens, heads), turn)? };
+    Ok(y)
+}
+
+/// Writes heads of `x` to some of `y`.
+pub(super) fn rotate_into(
+    x: (&Tensor, Slice),
+    table: Option<[&Tensor; 2]>,
+    (y, to): (&Tensor, Slice),
+    (n_tokens, heads): (usize, Heads),
+    turn: Turn,
+) -> Result<()> {
+    // SAFETY: y has rows of `to.stride` elements for all tokens.
+    unsafe { launch(x, table, (address(OP, y)?, to), (n_tokens, heads), turn) }
+}
+
+/// Returns elements in the format and place of x, all to be written.
+pub(super) fn unwritten(x: &Tensor, n: usize) -> Result<Out> {
+    Out::new(gpu(OP, x)?, x.dtype(), n)
+}
+
+/// # Safety
+///
+/// `y` must have room for the heads of all tokens where its slice says.
+unsafe fn launch(
+    (x, from): (&Tensor, Slice),
+    table: Option<[&Tensor; 2]>,
+    (y, to): (Address, Slice),
+    (n_tokens, Heads { n, dim }): (usize, Heads),
+    turn: Turn,
+) -> Result<()> {
+    let at = |slice: Slice| (slice.first * x.dtype().size_in_bytes()) as Address;
+    let [cos, sin] = match table {
+        Some([cos, sin]) => [address(OP, cos)?, address(OP, sin)?],
+        None => [0, 0],
+    };
     let args = [
-        Arg::Address(address(OP, x)?),
-        Arg::Address(address(OP, cos)?),
-        Arg::Address(address(OP, sin)?),
-        Arg::Address(y.address),
-        Arg::I32(h as i32),
-        Arg::I32(k as i32),
+        Arg::Address(address(OP, x)? + at(from)),
+        Arg::Address(cos),
+        Arg::Address(sin),
+        Arg::Address(y + at(to)),
+        Arg::I32(n as i32),
+        Arg::I32(dim as i32),
+        Arg::I64(from.stride as i64),
+        Arg::I64(to.stride as i64),
         Arg::F32(turn.sign()),
     ];
     // Eight pairs each, as far as that goes.
-    let threads = (h * k / 16).next_multiple_of(32).clamp(32, 256);
+    let threads = (n * dim / 16).next_multiple_of(32).clamp(32, 256);
     let name = format!("rotate_{}", suffix(OP, x.dtype())?);
-    // SAFETY: x and y are [t, h, k], the tables [t, k/2].
-    unsafe { KERNELS.launch(on, &name, [t, 1, 1], threads, &args)? };
-    Ok(y)
+    // SAFETY: x and y have rows of their strides for each token, the tables [t, k/2].
+    unsafe { KERNELS.launch(gpu(OP, x)?, &name, [n_tokens, 1, 1], threads, &args) }
 }

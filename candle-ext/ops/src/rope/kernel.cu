@@ -1,35 +1,42 @@
-// rope: one block a token. x, y [t, h, k]; cos, sin [t, k/2]; W pairs at a time.
+// rope: one block a token. x, y: h heads of k elements, tokens x_stride and y_stride elements apart; cos, sin [t, k/2]; W pairs
+// at a time.
 #include "common.cuh"
 
-// (a, b) = (x_i, x_{i + k/2}) becomes (a cos - b sin, b cos + a sin); sign -1 turns back.
+// (a, b) = (x_i, x_{i + k/2}) becomes (a cos - b sin, b cos + a sin); sign -1 turns back. Without a table they stay as they are.
 template <int W, typename T>
-__device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int h, int k, float sign) {
+__device__ void rotate(const T* x, const float* cos, const float* sin, T* y, int h, int k, long long x_stride,
+                       long long y_stride, float sign) {
     const long long token = blockIdx.x;
     const int half = k / 2, packs = half / W;
+    x += token * x_stride;
+    y += token * y_stride;
     for (int item = threadIdx.x; item < h * packs; item += blockDim.x) {
-        const int head = item / packs, i = item % packs * W;
-        const long long at = (token * h + head) * k + i;
+        const int head = item / packs, i = item % packs * W, at = head * k + i;
         auto a = load<W>(x + at), b = load<W>(x + at + half);
-        float c[W], s[W];
-        load_floats(cos + token * half + i, c);
-        load_floats(sin + token * half + i, s);
+        if (cos != nullptr) {
+            float c[W], s[W];
+            load_floats(cos + token * half + i, c);
+            load_floats(sin + token * half + i, s);
 #pragma unroll
-        for (int j = 0; j < W; ++j) {
-            const float left = widen(a.at[j]), right = widen(b.at[j]), turned = sign * s[j];
-            a.at[j] = narrow<T>(left * c[j] - right * turned);
-            b.at[j] = narrow<T>(right * c[j] + left * turned);
+            for (int j = 0; j < W; ++j) {
+                const float left = widen(a.at[j]), right = widen(b.at[j]), turned = sign * s[j];
+                a.at[j] = narrow<T>(left * c[j] - right * turned);
+                b.at[j] = narrow<T>(right * c[j] + left * turned);
+            }
         }
         store(y + at, a);
         store(y + at + half, b);
     }
 }
 
-#define KERNELS(T, suffix)                                                                                        \
-    KERNEL(256) rotate_##suffix(const T* x, const float* cos, const float* sin, T* y, int h, int k, float sign) { \
-        if (is_wide<T>(k / 2, x, y) && is_wide<float>(k / 2, cos, sin)) {                                         \
-            rotate<WIDE<T>>(x, cos, sin, y, h, k, sign);                                                          \
-        } else {                                                                                                  \
-            rotate<1>(x, cos, sin, y, h, k, sign);                                                                \
-        }                                                                                                         \
+// Strides are multiples of k.
+#define KERNELS(T, suffix)                                                                                              \
+    KERNEL(256) rotate_##suffix(const T* x, const float* cos, const float* sin, T* y, int h, int k, long long x_stride, \
+            long long y_stride, float sign) {                                                                           \
+        if (is_wide<T>(k / 2, x, y) && is_wide<float>(k / 2, cos, sin)) {                                               \
+            rotate<WIDE<T>>(x, cos, sin, y, h, k, x_stride, y_stride, sign);                                            \
+        } else {                                                                                                        \
+            rotate<1>(x, cos, sin, y, h, k, x_stride, y_stride, sign);                                                  \
+        }                                                                                                               \
     }
 FOR_EACH_FLOAT(KERNELS)

@@ -1,30 +1,35 @@
 //! Rotary position embedding, half-split: element i of a head is paired with element i + k/2.
 //!
-//! t tokens, h heads, k head dim
+//! t tokens, h query heads, g KV heads, k head dim
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod qkv;
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
-use crate::storage::{self, host};
+use crate::storage::{self, host, update};
 use crate::tape::record;
+
+pub use qkv::{QkvHeads, split_qkv};
 
 /// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
 /// (a cos - b sin, b cos + a sin), with f32 `cos` and `sin` [t, k/2].
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let _span = span("rope", "forward");
-    check(x, cos, sin)?;
-    let (cos, sin) = (cos.contiguous()?, sin.contiguous()?);
-    let y = rotate(&x.contiguous()?, &cos, &sin, Turn::Forward)?;
-    Ok(record("rope", [x.into()], y, move |dy| Ok([Some(rotate(dy, &cos, &sin, Turn::Back)?)])))
+    let heads = check(x, cos, sin)?;
+    let table = [cos.contiguous()?, sin.contiguous()?];
+    let y = rotated((&x.contiguous()?, heads.slice()), Some(&table), heads, Turn::Forward)?;
+    Ok(record("rope", [x.into()], y, move |dy| {
+        Ok([Some(rotated((dy, heads.slice()), Some(&table), heads, Turn::Back)?)])
+    }))
 }
 
-/// Which way to turn. The backward of a rotation is the rotation back.
+/// The direction of a rotation. The backward of a rotation is the rotation back.
 #[derive(Clone, Copy)]
 enum Turn {
     Forward,
@@ -32,7 +37,7 @@ enum Turn {
 }
 
 impl Turn {
-    /// What the sine is multiplied by.
+    /// The factor of the sine.
     fn sign(self) -> f32 {
         match self {
             Self::Forward => 1.0,
@@ -41,30 +46,91 @@ impl Turn {
     }
 }
 
-fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor, turn: Turn) -> Result<Tensor> {
-    let shape = x.shape();
+/// The heads that are rotated: `n` of `dim` elements each.
+#[derive(Clone, Copy)]
+struct Heads {
+    n: usize,
+    dim: usize,
+}
+
+impl Heads {
+    /// Returns the place of heads that have a tensor to themselves.
+    fn slice(self) -> Slice {
+        Slice { first: 0, stride: self.n * self.dim }
+    }
+}
+
+/// The place of heads in a tensor: tokens begin `stride` elements apart, their heads `first` elements later.
+#[derive(Clone, Copy)]
+struct Slice {
+    first: usize,
+    stride: usize,
+}
+
+/// Returns heads of a tensor [t, ..], rotated by cosines and sines if there are some: [t, n, dim].
+fn rotated((x, from): (&Tensor, Slice), table: Option<&[Tensor; 2]>, heads: Heads, turn: Turn) -> Result<Tensor> {
+    let shape = (x.dim(0)?, heads.n, heads.dim);
     on_device!("rope", x, {
         cpu => {
-            let (_, h, k) = x.dims3()?;
-            let mut y = FloatBuf::unwritten(x.dtype(), x.elem_count())?;
-            let (x, cos, sin) = (host("rope", x)?, host("rope", cos)?, host("rope", sin)?);
-            let table = (cos.slice::<f32>()?, sin.slice::<f32>()?);
-            cpu::rotate(x.floats()?, table, y.view(), (h, k), turn);
+            let mut y = FloatBuf::unwritten(x.dtype(), shape.0 * heads.n * heads.dim)?;
+            with_table(table, |table| {
+                cpu::rotate((host("rope", x)?.floats()?, from), table, (y.view(), heads.slice()), heads, turn);
+                Ok(())
+            })?;
             Ok(storage::tensor(y, shape))
         },
-        cuda => Ok(cuda::rotate(x, cos, sin, turn)?.into_tensor(shape)),
+        cuda => {
+            let table = table.map(|[cos, sin]| [cos, sin]);
+            Ok(cuda::rotated((x, from), table, shape.0, heads, turn)?.into_tensor(shape))
+        },
     })
 }
 
-fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
+/// Writes heads x [t, n, dim], rotated if there is a table, to a place in `y` [t, ..].
+fn rotate_into(
+    x: &Tensor,
+    table: Option<&[Tensor; 2]>,
+    (y, to): (&Tensor, Slice),
+    heads: Heads,
+    turn: Turn,
+) -> Result<()> {
+    on_device!("rope", x, {
+        cpu => with_table(table, |table| {
+            let x = host("rope", x)?;
+            let x = (x.floats()?, heads.slice());
+            update(y, "rope", |y| {
+                cpu::rotate(x, table, (y, to), heads, turn);
+                Ok(())
+            })
+        }),
+        cuda => {
+            let table = table.map(|[cos, sin]| [cos, sin]);
+            cuda::rotate_into((x, heads.slice()), table, (y, to), (x.dim(0)?, heads), turn)
+        },
+    })
+}
+
+/// Calls `f` with the elements of cosines and sines.
+fn with_table(table: Option<&[Tensor; 2]>, f: impl FnOnce(Option<cpu::Table>) -> Result<()>) -> Result<()> {
+    let Some([cos, sin]) = table else { return f(None) };
+    let (cos, sin) = (host("rope", cos)?, host("rope", sin)?);
+    f(Some((cos.slice::<f32>()?, sin.slice::<f32>()?)))
+}
+
+fn check(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Heads> {
     check_dtype("rope", "the input", x.dtype())?;
-    let (t, _, k) = match x.dims3() {
-        Ok((t, h, k)) if k % 2 == 0 => (t, h, k),
+    let (t, n, dim) = match x.dims3() {
+        Ok((t, n, dim)) if dim % 2 == 0 => (t, n, dim),
         _ => bail!("rope: want an input [t, h, k] with an even k, got {:?}", x.dims()),
     };
+    check_table([t, dim / 2], cos, sin)?;
+    Ok(Heads { n, dim })
+}
+
+fn check_table(shape: [usize; 2], cos: &Tensor, sin: &Tensor) -> Result<()> {
     for (name, table) in [("cos", cos), ("sin", sin)] {
-        if table.dims() != [t, k / 2] || table.dtype() != DType::F32 {
-            bail!("rope: {name} is {:?} {:?}, want f32 {:?}", table.dtype(), table.dims(), [t, k / 2])
+        if table.dims() != shape || table.dtype() != DType::F32 {
+            bail!("rope: {name} is {:?} {:?}, want f32 {shape:?}", table.dtype(), table.dims())
         }
     }
     Ok(())

@@ -52,7 +52,7 @@ pub(super) fn backward(inputs: Inputs<'_>, dy: Floats<'_>, [d_gate, d_up]: [Floa
     });
 }
 
-/// The same in one buffer of rows of `stride` elements, `width` of d_gate and then as many of d_up.
+/// Writes both gradients to one buffer: rows of `stride` elements, `width` of d_gate and then as many of d_up.
 pub(super) fn backward_joined(inputs: Inputs<'_>, dy: Floats<'_>, d_joined: FloatsMut<'_>, gated: Gated) {
     let Gated { width, stride, .. } = gated;
     let n_rows = gated.task() / width;
@@ -96,17 +96,17 @@ fn for_each_gradient(
 }
 
 impl Gated {
-    /// One long row falls into rows of a block, the last perhaps shorter.
+    /// Cuts one long row into rows of a block, the last perhaps shorter.
     fn in_blocks(self) -> Self {
         if self.n_rows == 1 { Self { width: BLOCK, stride: BLOCK, ..self } } else { self }
     }
 
-    /// Elements of the output that one task writes: whole rows.
+    /// Returns the number of elements that one task writes: whole rows.
     fn task(self) -> usize {
         (BLOCK / self.width).max(1) * self.width
     }
 
-    /// The spans of a task that writes `n` elements.
+    /// Returns the spans of a task that writes `n` elements.
     fn spans(self, task: usize, n: usize) -> impl Iterator<Item = Span> {
         let Self { width, stride, .. } = self;
         let first_row = task * self.task() / width;

@@ -37,7 +37,7 @@ pub(super) fn backward(source: &Source, dy: &Tensor) -> Result<Vec<Tensor>> {
     Ok(outs.into_iter().zip(source.tensors()).map(|(out, x)| out.into_tensor(x.shape())).collect())
 }
 
-/// Where gate and up begin.
+/// Returns the addresses of gate and up.
 fn addresses(source: &Source) -> Result<[Address; 2]> {
     match source {
         Source::Two(gate, up) => Ok([address(OP, gate)?, address(OP, up)?]),

@@ -24,7 +24,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     }))
 }
 
-/// The same for `gate_up` [.., 2f], each row a gate of f elements followed by its up: y [.., f].
+/// Computes [`swiglu`] of `gate_up` [.., 2f], each row a gate of f elements followed by its up: y [.., f].
 pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check_dtype("swiglu", "the gate", gate_up.dtype())?;
@@ -53,7 +53,7 @@ struct Gated {
 }
 
 impl Source {
-    /// The first of its tensors.
+    /// Returns the first of its tensors.
     fn tensor(&self) -> &Tensor {
         match self {
             Self::Two(gate, _) => gate,
@@ -76,7 +76,7 @@ impl Source {
         }
     }
 
-    /// The shape of y.
+    /// Returns the shape of y.
     fn shape(&self) -> Shape {
         let mut dims = self.tensor().dims().to_vec();
         if let (Self::Joined(_), Some(last)) = (self, dims.last_mut()) {

@@ -1,7 +1,7 @@
 use candle_core::{DType, Tensor};
-use candlewick_ops::rope;
+use candlewick_ops::{AttentionChoice, AttentionSpec, QkvHeads, Seqs, attention, reshape, rope, split_qkv};
 
-use crate::cases::{Case, assert_error, check_each, randn};
+use crate::cases::{Case, Place, assert_error, bits, check_each, randn, tape};
 
 fn tables(t: usize, half: usize) -> (Tensor, Tensor) {
     let angle = randn((t, half), 7);
@@ -51,4 +51,62 @@ fn wrong_shapes_are_named() {
     assert_error(rope(&randn((4, 1, 4), 1), &cos, &sin), "cos is F32 [5, 2], want f32 [4, 2]");
     let half = sin.to_dtype(DType::BF16).unwrap();
     assert_error(rope(&randn((5, 1, 4), 1), &cos, &half), "sin is BF16");
+}
+
+/// Output and gradient of attention to what a joined projection gives: split at once, or from three inputs.
+#[track_caller]
+fn check_split(heads: QkvHeads, dtype: DType) {
+    let (t, QkvHeads { n_q, n_kv, dim }) = (70, heads);
+    let spec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: AttentionChoice::default() };
+    let seqs = Seqs::packed(vec![0, 50, t]).unwrap();
+    let joined = randn((t, (n_q + 2 * n_kv) * dim), 1).to_dtype(dtype).unwrap();
+    let narrow = |first: usize, n: usize| joined.narrow(1, first * dim, n * dim).unwrap();
+    let parts = [narrow(0, n_q), narrow(n_q, n_kv), narrow(n_q + n_kv, n_kv)];
+    for place in Place::all() {
+        let (cos, sin) = tables(t, dim / 2);
+        let (cos, sin, dy) =
+            (place.put(&cos), place.put(&sin), place.put(&randn((t, n_q, dim), 3).to_dtype(dtype).unwrap()));
+        let results = |inputs: &[Tensor]| {
+            let inputs: Vec<Tensor> = inputs.iter().map(|x| place.put(&x.contiguous().unwrap())).collect();
+            place.run(|| {
+                let tape = tape(&inputs, || {
+                    let [q, k, v] = match inputs.as_slice() {
+                        [joined] => split_qkv(joined, heads, &cos, &sin)?,
+                        parts => {
+                            let heads = |i: usize, n| reshape(&parts[i], (t, n, dim));
+                            [rope(&heads(0, n_q)?, &cos, &sin)?, rope(&heads(1, n_kv)?, &cos, &sin)?, heads(2, n_kv)?]
+                        }
+                    };
+                    attention(&q, &k, &v, &seqs, &spec)
+                });
+                let y = bits(tape.output());
+                let grads = tape.backward(&dy).unwrap();
+                let grads: Vec<Tensor> = inputs.iter().map(|x| grads.get(x).unwrap().clone()).collect();
+                [y, bits(&Tensor::cat(&grads, 1).unwrap())]
+            })
+        };
+        assert!(results(std::slice::from_ref(&joined)) == results(&parts), "{heads:?} {dtype:?} {place:?}");
+    }
+}
+
+#[test]
+fn heads_of_a_joined_projection_have_the_bits_of_their_own() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for (n_q, n_kv, dim) in [(6, 2, 64), (3, 1, 6), (2, 2, 16)] {
+            check_split(QkvHeads { n_q, n_kv, dim }, dtype);
+        }
+    }
+}
+
+#[test]
+fn heads_of_a_joined_projection_are_used_all_together() {
+    let heads = QkvHeads { n_q: 2, n_kv: 1, dim: 4 };
+    let (cos, sin) = tables(5, 2);
+    let x = randn((5, 16), 1);
+    let tape = tape(std::slice::from_ref(&x), || split_qkv(&x, heads, &cos, &sin).map(|[q, ..]| q));
+    assert_error(tape.backward(&randn((5, 2, 4), 2)), "of the gradients of q, k and v there are 1");
+    assert_error(split_qkv(&randn((5, 15), 1), heads, &cos, &sin), "want an input [t, 16]");
+    assert_error(split_qkv(&randn((4, 16), 1), heads, &cos, &sin), "cos is F32 [5, 2], want f32 [4, 2]");
+    let [q, k, v] = split_qkv(&randn((0, 16), 1), heads, &tables(0, 2).0, &tables(0, 2).1).unwrap();
+    assert_eq!([q.dims(), k.dims(), v.dims()], [[0, 2, 4], [0, 1, 4], [0, 1, 4]]);
 }

@@ -96,7 +96,7 @@ pub(crate) struct Grads {
     pub(crate) all: Buffer,
     /// This rank's share of their sums over the ranks: a part of `all` where that stays, else made when it is wanted.
     pub(crate) own: Buffer,
-    /// Those of matrices, which ops overwrite in the first micro-batch of a step. All lie before `n_matrices`.
+    /// Gradients of matrices, which ops overwrite in the first micro-batch of a step. All lie before `n_matrices`.
     matrices: Vec<GradSink>,
     n_matrices: usize,
     stays: bool,
@@ -133,7 +133,7 @@ impl Grads {
         self.stays
     }
 
-    /// Discards all: what the next backward adds is the sum.
+    /// Discards all gradients: the next backward writes them.
     pub(crate) fn clear(&self) -> Result<()> {
         if !self.stays {
             self.own.take();

@@ -1,0 +1,107 @@
+//! The heads of a joined projection of queries, keys and values, apart.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+use candle_core::{Result, Shape, Tensor, bail};
+
+use super::{Heads, Slice, Turn, check_table, rotate_into, rotated};
+use crate::device::on_device;
+use crate::floats::{FloatBuf, check_dtype};
+use crate::span::span;
+use crate::storage;
+use crate::tape::record;
+
+/// The heads of each row of a joined projection: of queries, then of keys, then as many of values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QkvHeads {
+    /// Query heads, h.
+    pub n_q: usize,
+    /// KV heads, g.
+    pub n_kv: usize,
+    /// Elements of a head, k.
+    pub dim: usize,
+}
+
+/// Splits `qkv` [t, (h + 2 g) k] into q [t, h, k] and k [t, g, k], both rotated as [`rope`](super::rope) does, and v [t, g, k].
+///
+/// Their gradients meet in one tensor: q, k and v must each have one, as attention gives it.
+pub fn split_qkv(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> Result<[Tensor; 3]> {
+    let _span = span("split_qkv", "forward");
+    check(qkv, heads, cos, sin)?;
+    let table = [cos.contiguous()?, sin.contiguous()?];
+    let joined = qkv.contiguous()?;
+    let grad = Rc::new(JoinedGrad { shape: joined.shape().clone(), grad: RefCell::default(), n_written: Cell::new(0) });
+    let [q, k, v]: [Result<Tensor>; 3] = heads.parts().map(|part| {
+        let (table, grad) = (part.is_rotated.then(|| table.clone()), grad.clone());
+        let y = rotated((&joined, part.slice), table.as_ref(), part.heads, Turn::Forward)?;
+        Ok(record("split_qkv", [qkv.into()], y, move |dy| Ok([grad.write(dy, table.as_ref(), part)?])))
+    });
+    Ok([q?, k?, v?])
+}
+
+/// A part of each row.
+#[derive(Clone, Copy)]
+struct Part {
+    heads: Heads,
+    slice: Slice,
+    is_rotated: bool,
+}
+
+impl QkvHeads {
+    fn width(self) -> usize {
+        (self.n_q + 2 * self.n_kv) * self.dim
+    }
+
+    /// Returns the parts: queries, keys and values.
+    fn parts(self) -> [Part; 3] {
+        let Self { n_q, n_kv, dim } = self;
+        [(0, n_q, true), (n_q, n_kv, true), (n_q + n_kv, n_kv, false)].map(|(first, n, is_rotated)| Part {
+            heads: Heads { n, dim },
+            slice: Slice { first: first * dim, stride: self.width() },
+            is_rotated,
+        })
+    }
+}
+
+/// The gradient of the joined projection, as far as it has been written.
+struct JoinedGrad {
+    shape: Shape,
+    grad: RefCell<Option<Tensor>>,
+    n_written: Cell<usize>,
+}
+
+impl JoinedGrad {
+    /// Writes the gradient of a part. Backward visits the queries last: with theirs the whole is returned.
+    fn write(&self, dy: &Tensor, table: Option<&[Tensor; 2]>, part: Part) -> Result<Option<Tensor>> {
+        let mut grad = self.grad.borrow_mut();
+        let all = match &*grad {
+            Some(grad) => grad.clone(),
+            None => grad.insert(unwritten(dy, &self.shape)?).clone(),
+        };
+        rotate_into(dy, table, (&all, part.slice), part.heads, Turn::Back)?;
+        self.n_written.set(self.n_written.get() + 1);
+        match (part.slice.first, self.n_written.get()) {
+            (0, 3) => Ok(grad.take()),
+            (0, n) => bail!("split_qkv: of the gradients of q, k and v there are {n}; use all three outputs"),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// Returns a tensor in the format and place of x whose elements are all to be written.
+fn unwritten(x: &Tensor, shape: &Shape) -> Result<Tensor> {
+    on_device!("split_qkv", x, {
+        cpu => Ok(storage::tensor(FloatBuf::unwritten(x.dtype(), shape.elem_count())?, shape)),
+        cuda => Ok(super::cuda::unwritten(x, shape.elem_count())?.into_tensor(shape)),
+    })
+}
+
+fn check(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> Result<()> {
+    check_dtype("split_qkv", "the input", qkv.dtype())?;
+    let t = match qkv.dims2() {
+        Ok((t, width)) if width == heads.width() && heads.dim.is_multiple_of(2) => t,
+        _ => bail!("split_qkv: want an input [t, {}] with an even head dim, got {:?}", heads.width(), qkv.dims()),
+    };
+    check_table([t, heads.dim / 2], cos, sin)
+}
