@@ -22,7 +22,7 @@ pub struct ChatSession<'m> {
 pub struct Reply {
     /// The answer.
     pub answer: Answer,
-    /// The number of old messages that were dropped, because the context has no room for them.
+    /// The number of old messages that were dropped, because they exceed the context.
     pub n_dropped: usize,
 }
 
@@ -45,7 +45,7 @@ impl<'m> ChatSession<'m> {
 
     /// Answers the user's next turn. After an error the turn is forgotten.
     ///
-    /// The oldest turns are dropped where the context has no room for them and the answer.
+    /// The oldest turns are dropped where they and the answer exceed the context.
     pub fn reply(&mut self, text: &str, on_text: &mut OnText) -> Result<Reply> {
         self.messages.push(Message::new("user", text));
         let replied = self.drop_oldest().and_then(|n_dropped| {

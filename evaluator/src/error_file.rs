@@ -18,8 +18,8 @@ pub fn watch_panics() {
     }));
 }
 
-/// Writes a message in the form that torch's `@record` writes. Nothing is done without a launcher, and nobody is told if it
-/// fails: the message is printed as well.
+/// Writes a message in the form that torch's `@record` writes. Nothing is done without a launcher. A failure is not
+/// reported: the message is printed as well.
 pub fn write(message: &str) {
     let Some(path) = std::env::var_os(VARIABLE).filter(|path| *path != OsString::new()) else { return };
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());

@@ -1,4 +1,4 @@
-//! Tasks from their questions to their results, whoever answers: `evaluator run` and a run of the trainer ask alike.
+//! Tasks from their questions to their results, with any source of answers: `evaluator run` and a run of the trainer ask alike.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;

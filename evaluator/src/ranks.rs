@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_downloads_or_reports_is_waited_for_beyond_the_time_out() {
+    fn a_rank_that_downloads_or_reports_is_waited_for_beyond_the_time_out() {
         let options = Options { timeout: Duration::from_millis(500), ..Options::default() };
         let rank = |world: &World| {
             let ranks = Ranks::new(world, Parts::WHOLE)?;

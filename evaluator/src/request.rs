@@ -8,7 +8,7 @@ pub enum Request {
     Loglikelihood {
         /// What stands before; empty if nothing does.
         context: String,
-        /// What is scored. Blanks at its border with the context belong to whoever the tokenizer gives them to.
+        /// What is scored. The tokenizer decides to which side blanks at its border with the context belong.
         continuation: String,
     },
     /// How likely a whole text is, in windows of the model's context.

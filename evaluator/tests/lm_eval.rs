@@ -176,7 +176,7 @@ macro_rules! cases {
             }
         )*
 
-        /// A case that nobody runs proves nothing.
+        /// A case that is not run proves nothing.
         #[test]
         fn every_expected_file_is_a_case() {
             let mut files: Vec<String> = fs::read_dir(fixtures().join("expected"))

@@ -1,6 +1,6 @@
 //! What a process that trains takes, beside what the estimate says of it.
 //!
-//! No run is in this process: Linux counts the most memory of whoever starts a program as the program's, too.
+//! No run is in this process: Linux counts the most memory of a parent as the program's, too.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 #[path = "support/estimated.rs"]

@@ -40,7 +40,7 @@ use stop::ThinkEnd;
 /// before is not read.
 const FORMAT: u32 = 2;
 
-/// Somebody who answers requests.
+/// A model or another source of answers to requests.
 pub trait Answers {
     /// Answers all requests, in their order. All ranks give the same requests, and get all answers.
     fn answer(&mut self, requests: &[Request]) -> Result<Vec<Answered>>;
@@ -107,7 +107,7 @@ pub struct LmAnswers<'a> {
     asked_to_stop: Option<Box<dyn Fn() -> bool + 'a>>,
 }
 
-/// Somebody asked for a stop before all requests were answered.
+/// A stop was requested before all requests were answered.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("stopped before all requests were answered")]
 pub struct Stopped;

@@ -17,7 +17,7 @@ impl Scored {
     /// Cuts a pair to a context of `max_length` tokens. The continuation must fit into it.
     pub fn new(pair: Pair, max_length: usize) -> Self {
         let Pair { context, continuation } = pair;
-        assert!(continuation.len() <= max_length, "whoever asks has checked the continuation");
+        assert!(continuation.len() <= max_length, "the caller has checked the continuation");
         let n_targets = continuation.len();
         let mut ids = context;
         ids.extend(continuation);

@@ -8,9 +8,9 @@ use crate::task::literal_eval;
 /// brackets and quotes separate nothing. A key that is given twice is refused.
 pub(super) fn key_values(option: &str, words: &[String]) -> Result<Map<String, Json>, String> {
     let mut all = Map::new();
-    let mut put = |key: String, value: Json| match all.contains_key(&key) {
-        true => Err(format!("{option}: {key} is given twice; remove one of the values")),
-        false => Ok(drop(all.insert(key, value))),
+    let mut put = |key: String, value: Json| {
+        let problem = format!("{option}: {key} is given twice; remove one of the values");
+        all.insert(key, value).map_or(Ok(()), |_| Err(problem))
     };
     for word in words {
         if word.trim_start().starts_with('{') {

@@ -141,7 +141,7 @@ fn refuse_foreign(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes what runs that were killed left unfinished: entries that nobody has written to for a day.
+/// Removes what runs that were killed left unfinished: entries without a write for a day.
 fn remove_abandoned(folder: &Path) {
     const ABANDONED: Duration = Duration::from_secs(24 * 3600);
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {

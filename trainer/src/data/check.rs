@@ -1,4 +1,4 @@
-//! Data that would teach nothing, or something nobody wants, are refused before the first step.
+//! Data that would teach nothing, or something unwanted, are refused before the first step.
 
 use candlewick_text::render::Sample;
 use candlewick_text::tokenizer::Tokenizer;

@@ -96,7 +96,7 @@ pub enum DataError {
         n_tokens: u64,
         /// The first row.
         place: String,
-        /// What to do.
+        /// The remedy.
         fix: String,
     },
     /// No end of turn is ever a target.
@@ -108,7 +108,7 @@ pub enum DataError {
         tokens: String,
         /// The first row.
         place: String,
-        /// What to do.
+        /// The remedy.
         fix: &'static str,
     },
     /// Samples begin with two begin-of-sequence tokens.

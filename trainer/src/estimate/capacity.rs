@@ -27,7 +27,7 @@ const GPUS: [(&str, u64); 9] = [
 pub struct Capacity {
     /// What computes.
     pub place: Place,
-    /// The memory that a run may use; `None` if nobody tells.
+    /// The memory that a run may use; `None` if it is not known.
     pub bytes: Option<u64>,
     /// What it is, for people.
     pub name: String,

@@ -19,7 +19,7 @@ pub struct Modes {
     pub tiled_mlp: bool,
 }
 
-/// The modes that somebody set: they are never changed.
+/// The modes that the recipe sets: they are never changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fixed {
     /// `model.activation_checkpoint`, or one of its other names.

@@ -22,7 +22,7 @@ pub struct Report {
     pub recipe: String,
     /// What the estimate is compared with: a device's name.
     pub device: String,
-    /// Its bytes; null if nobody tells.
+    /// Its bytes; null if they are not known.
     pub device_bytes: Option<u64>,
     /// Parameters of the model and its adapter.
     pub n_parameters: u64,

@@ -17,9 +17,9 @@ const F32: u64 = 4;
 pub struct Asking {
     /// Whether one of them lets the model write.
     pub generates: bool,
-    /// Sequences of a forward, if somebody said how many.
+    /// Sequences of a forward, if the number is set.
     pub batch_size: Option<usize>,
-    /// Tokens of context, if somebody said how many.
+    /// Tokens of context, if the number is set.
     pub max_length: Option<usize>,
 }
 
@@ -56,7 +56,7 @@ impl Sizes {
         let row_bytes = 2 * config.n_layers() * heads.n_kv * heads.dim * F32 as usize;
         let auto = Batching::auto(setup.place == Place::Cpu, row_bytes);
         let longest = asking.max_length.unwrap_or(config.max_positions());
-        // A text that is longer than a forward has one of its own; none is, unless somebody speaks of so long ones.
+        // A text that is longer than a forward has one of its own; none is, unless `eval.max_length` allows such long ones.
         let context = if asking.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };
         let (tokens, keys, texts, most_rows) = match asking.batch_size {
             Some(n) => (n * context, n * context, n, usize::MAX),
@@ -97,8 +97,8 @@ fn account(wide: &Setup, cache: u64, block: u64, logits: u64) -> Account {
     if block > logits { account.with(Class::Block, block) } else { account.with(Class::Logits, logits) }
 }
 
-/// The same model with so many tokens in a forward, of texts of `context` tokens. Nobody shares them, and outside of branches
-/// no rank has a part of them.
+/// Returns the setup of a forward with `tokens` tokens, of texts of `context` tokens. No other rank has a part of them,
+/// except in branches.
 fn of_tokens(setup: &Setup, tokens: u64, context: u64) -> Setup {
     let ranks = RanksPlan { context: 1, sequence: 1, norms_in_parts: false, ..setup.ranks };
     Setup { row_tokens: context, rows: tokens.div_ceil(context.max(1)), ranks, ..setup.clone() }

@@ -95,7 +95,7 @@ fn check_leaf(resolver: &mut Resolver, key: &str, value: &Value) {
             resolver.wrong(&[&path], format!("{path}: expected 0, 1, 2 or 3, found {value}"));
         }
         "zero_optimization.stage" if resolver.known.seat.n_ranks == 1 && !asks_for_weights_on_host(resolver) => {
-            resolver.note(format!("{path} has no effect on one process: there is nobody to share with"));
+            resolver.note(format!("{path} has no effect on one process: it has no other rank to share with"));
         }
         "zero_optimization.stage" => {}
         "zero_optimization.mics_shard_size" if !number(value).is_some_and(|n| n >= 1.0 && n.fract() == 0.0) => {

@@ -1,7 +1,7 @@
 //! What will happen: every check, every default and every derived number of a run, made once.
 //!
 //! [`Plan::resolve`] is pure: it asks no device and no network. What it must know of the outside (the model's config,
-//! the number of cores) comes in as [`Known`]. Below the plan nobody validates a setting or supplies a default.
+//! the number of cores) comes in as [`Known`]. No code below the plan validates a setting or supplies a default.
 
 mod backend;
 mod batches;
@@ -259,14 +259,14 @@ pub struct OptimizerPlan {
     pub loss_scaling: LossScaling,
 }
 
-/// When a run ends before its horizon.
+/// The events that end a run before its horizon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ExitPlan {
     /// At this step.
     pub iteration: Option<usize>,
     /// After this many steps of this process.
     pub iteration_this_run: Option<usize>,
-    /// When this file exists; `None` where no folder holds it.
+    /// The file whose appearance ends the run; `None` where no folder holds it.
     pub kill_switch_path: Option<PathBuf>,
 }
 

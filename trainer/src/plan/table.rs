@@ -42,7 +42,7 @@ impl Setting {
 pub enum Shown {
     /// Every one.
     All,
-    /// Those that the recipe, an argument or the memory has set.
+    /// Settings that the recipe, an argument or the memory has set.
     Set,
 }
 

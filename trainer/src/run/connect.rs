@@ -52,7 +52,7 @@ fn alone(error: CommError, place: &Place) -> Error {
 }
 
 /// The device of one of a machine's ranks: where any GPU will do, the one with its number. A rank that sees one GPU alone was
-/// given it by whoever started it.
+/// given it by its launcher.
 fn device_of(choice: DeviceChoice, backend: DdpBackend, local_rank: usize, n_gpus: usize) -> Result<DeviceChoice> {
     match choice {
         DeviceChoice::Auto if n_gpus == 0 => Ok(DeviceChoice::Cpu),

@@ -28,7 +28,7 @@ struct Due {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ended {
     Whole,
-    /// Somebody asked for a stop.
+    /// A stop was requested.
     Stopped,
 }
 

@@ -95,7 +95,7 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
     let template = assets.template()?;
     let tokenizer = &assets.tokenizer;
     let mut out = std::io::stdout().lock();
-    let mut nobody = |_: &str| Ok(ControlFlow::Continue(()));
+    let mut ignored = |_: &str| Ok(ControlFlow::Continue(()));
     for prompt in &plan.prompts {
         if session.asked_to_stop()?.is_some() {
             break;
@@ -109,10 +109,10 @@ fn samples(session: &Session, plan: &GeneratePlan) -> Result<()> {
         };
         let answer = match (whole.data.kind, &template, prompt) {
             (Kind::Sft, Some(template), _) => {
-                lm::answer_chat(engine, tokenizer, template, &chat, &options, &mut nobody)?
+                lm::answer_chat(engine, tokenizer, template, &chat, &options, &mut ignored)?
             }
             (_, _, Prompt::Text(text)) => {
-                lm::complete(engine, tokenizer, &tokenizer.encode(text, Specials::Add)?, &options, &mut nobody)?
+                lm::complete(engine, tokenizer, &tokenizer.encode(text, Specials::Add)?, &options, &mut ignored)?
             }
             (_, _, Prompt::Messages(_)) => {
                 let problem = "failed to answer the messages of generate.prompts: the tokenizer has no chat template";

@@ -218,7 +218,7 @@ pub(super) fn ended_by(failure: &Failure) -> Error {
     let rank = failure.rank;
     let advice = match failure.cause {
         Cause::Told => format!("rank {rank} has written more"),
-        Cause::Died => format!("what rank {rank} wrote last, or whoever started it, says why"),
+        Cause::Died => format!("the last output of rank {rank}, or of its launcher, says why"),
         Cause::Silent => format!("if rank {rank} was only slow, raise ddp_timeout"),
         Cause::Strayed => "all ranks must be the same program, with the same recipe and data".to_owned(),
     };

@@ -55,7 +55,7 @@ pub(super) struct Session<'a> {
     pub(super) progress: Progress,
     pub(super) saves: Saves<'a>,
     scaler: GradScaler,
-    /// Steps that the device was given and nobody has looked at yet, oldest first.
+    /// Steps that the device was given and whose results were not read yet, oldest first.
     launched: VecDeque<Launched>,
     /// When the last step was done that was looked at.
     settled: Instant,

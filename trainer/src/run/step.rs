@@ -24,7 +24,7 @@ pub(super) struct Outcome {
     pub(super) verdict: Verdict,
     /// The time since its beginning, or since the step before was done if that was later.
     pub(super) elapsed: Duration,
-    /// The time of forward, backward and update. On a GPU, where nobody waits for their parts, the whole step's.
+    /// The time of forward, backward and update. On a GPU, where the host does not wait for their parts, the whole step's.
     pub(super) compute: Duration,
 }
 

@@ -139,8 +139,8 @@ impl<'a> Tasks<'a> {
         Crew::of(ranks.world_group(), &ranks.groups, self.in_shares).with_at_work(ranks.at_work())
     }
 
-    /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; nothing if somebody
-    /// asks for a stop in between. `progress` shows how many requests are answered. All ranks call it.
+    /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; `None` if a stop
+    /// is requested in between. `progress` shows how many requests are answered. All ranks call it.
     pub(super) fn ask(
         &self,
         voice: Voice,

@@ -138,7 +138,7 @@ fn what_has_no_effect_on_these_ranks_is_noted_and_so_is_a_pipeline_that_nothing_
     assert!(notes_of_ranks(2, &["tensor_parallel_size=2", "sequence_parallel_norms=false"]).is_empty());
 }
 
-/// Where nobody knows yet what is there: neither this build nor this machine decides anything.
+/// On machines that are not known yet, neither this build nor this machine decides anything.
 #[test]
 fn ranks_that_are_only_asked_about_are_not_held_to_this_machine() {
     use Machines::Unknown;

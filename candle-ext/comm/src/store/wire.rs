@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(Query::read(&mut endless).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 
-    /// The same bytes over and over.
+    /// A reader that repeats its bytes without end.
     struct Repeated<'a> {
         bytes: &'a [u8],
         at: usize,

@@ -52,7 +52,7 @@ struct Section {
     config: String,
     histogram: Option<Histogram>,
     n_docs: usize,
-    /// Documents that the page has no room for.
+    /// Documents that were left out of the page, whose size is limited.
     n_left_out: usize,
     /// The documents as JSON that may stand in a script.
     docs: String,
