@@ -1,5 +1,6 @@
 //! `key=value` words and JSON objects of the command line, read as lm-eval reads them.
 
+use candlewick_text::source::parse_value;
 use serde_json::{Map, Value as Json};
 
 use crate::task::literal_eval;
@@ -8,15 +9,15 @@ use crate::task::literal_eval;
 /// brackets and quotes separate nothing. A key that is given twice is refused.
 pub(super) fn key_values(option: &str, words: &[String]) -> Result<Map<String, Json>, String> {
     let mut all = Map::new();
-    let mut put = |key: String, value: Json| match all.contains_key(&key) {
-        true => Err(format!("{option}: {key} is given twice; remove one of the values")),
-        false => Ok(drop(all.insert(key, value))),
+    let mut put = |key: String, value: Json| {
+        let problem = format!("{option}: {key} is given twice; remove one of the values");
+        all.insert(key, value).map_or(Ok(()), |_| Err(problem))
     };
     for word in words {
         if word.trim_start().starts_with('{') {
-            let object: Map<String, Json> = serde_json::from_str(word)
+            let object = parse_value(word)
                 .map_err(|error| format!("{option} is not a JSON object: {error}; texts stand in double quotes"))?;
-            object.into_iter().try_for_each(|(key, value)| put(key, value))?;
+            object.as_object().cloned().unwrap_or_default().into_iter().try_for_each(|(key, value)| put(key, value))?;
             continue;
         }
         for pair in split(word) {
@@ -105,6 +106,7 @@ mod tests {
             let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
             assert!(key_values("--gen-kwargs", &words).unwrap_err().contains("--gen-kwargs: a is given twice"));
         }
+        assert!(key_values("--gen-kwargs", &[r#"{"a": 1, "a": 2}"#.to_owned()]).is_err());
     }
 
     #[test]

@@ -67,6 +67,10 @@ mod tests {
         fs::remove_dir_all(root.path().join("latest")).unwrap();
         fs::write(root.path().join("latest"), "mine").unwrap();
         update_latest_link(&root.path().join("global_step_5"));
+        fs::remove_file(root.path().join("latest")).unwrap();
+        fs::write(root.path().join(".latest.tmp"), "mine").unwrap();
+        update_latest_link(&root.path().join("global_step_5"));
+        fs::rename(root.path().join(".latest.tmp"), root.path().join("latest")).unwrap();
         assert_eq!(fs::read_to_string(root.path().join("latest")).unwrap(), "mine");
     }
 

@@ -34,6 +34,7 @@ pub use local::{FileSelector, LocalRequest, open_files, open_local};
 pub use one_file::{FileNames, Unnamed, name_words};
 pub use spec::{Bound, Slice, Spec, SplitPart};
 pub use splits::{Selection, SplitQuery, choose};
+pub use strict::parse_value;
 pub use text_file::SampleBy;
 
 pub(crate) use files::WithFiles;

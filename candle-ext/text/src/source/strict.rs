@@ -54,7 +54,11 @@ pub(crate) fn name_of(value: &Value) -> String {
     }
 }
 
-fn parse_value(text: &str) -> serde_json::Result<Value> {
+/// Reads a JSON value.
+///
+/// # Errors
+/// If the text is not JSON, or an object has a key twice.
+pub fn parse_value(text: &str) -> serde_json::Result<Value> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let value = Strict.deserialize(&mut deserializer)?;
     deserializer.end()?;
