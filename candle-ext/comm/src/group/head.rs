@@ -161,7 +161,9 @@ mod tests {
         for op in [Op::AllGather, Op::ReduceScatter, Op::AllToAll, Op::Broadcast { root: 3 }] {
             check(op, &[1, 2, 3, 4, 5, 6, 7, 8]);
         }
-        check(Op::SendRecv { to: None, from: None }, &[1]);
+        // The receiver of a send knows its ends.
+        let sent = check(Op::SendRecv { to: None, from: None }, &[1]);
+        assert_eq!(sent.call(&"world".into()).to_string(), "send_recv 1099511627776 (bf16 [1])");
         check(Op::Barrier, &[]);
         check(Op::Split, &[]);
     }

@@ -20,11 +20,11 @@ use crate::panics::caught;
 const TICK: Duration = Duration::from_millis(20);
 /// Looks before a rendering is given up: 10 seconds in which this process runs.
 const MAX_TICKS: u32 = 500;
-/// Bytes by which the process may grow meanwhile.
-const MAX_GROWTH: u64 = 512 << 20;
+/// Bytes by which the process may grow meanwhile. Other threads count, too, which read and tokenise rows.
+const MAX_GROWTH: u64 = 1 << 30;
 /// Stacks to try, of address space alone. A level of a nested value takes 80 bytes and more, and its recursion less than 1 KiB
 /// of stack: values that fit [`MAX_GROWTH`] fit the largest stack.
-const STACKS: [usize; 4] = [8 << 30, 1 << 30, 128 << 20, 16 << 20];
+const STACKS: [usize; 5] = [16 << 30, 8 << 30, 1 << 30, 128 << 20, 16 << 20];
 
 /// A reason why there is no text.
 #[derive(Debug)]
