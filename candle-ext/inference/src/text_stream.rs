@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn the_pieces_make_the_whole_text() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../recipes/quickstart/tokenizer");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
         let tokenizer = Tokenizer::from_directory(folder).unwrap();
         for text in ["", "Say wolf 4 times.", " a  b\n\nc ", "naïve 中文 🙂🙂 end", "🙂"] {
             let ids = tokenizer.encode(text, Specials::Omit).unwrap();
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn half_a_character_comes_out_at_the_end() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../recipes/quickstart/tokenizer");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes/quickstart/tokenizer");
         let tokenizer = Tokenizer::from_directory(folder).unwrap();
         let ids = tokenizer.encode("🙂", Specials::Omit).unwrap();
         assert!(ids.len() > 1);

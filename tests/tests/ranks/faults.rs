@@ -92,7 +92,7 @@ fn check_kill(n_ranks: usize, more: &[&str]) {
     until("the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::KILL);
     let ended = ranks.wait_within(SOON);
-    let said = ["rank 1 (pid ", ") ended without leaving", "what rank 1 wrote last", "goes on from the newest save"];
+    let said = ["rank 1 (pid ", ") ended without leaving", "the last output of rank 1", "goes on from the newest save"];
     for rank in (0..n_ranks).filter(|rank| *rank != 1) {
         check_end(&ended[rank], 7, &said);
     }

@@ -224,7 +224,8 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) 
     Ok(Heads { n_kv: hkv, group: hq / hkv, dim })
 }
 
-#[cfg(all(test, feature = "emulate"))]
+#[cfg(test)]
+#[cfg(feature = "emulate")]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use candle_core::{DType, Device};

@@ -59,9 +59,9 @@ mod tests {
     kernels!("rope");
 
     /// Returns the arguments of the kernel of `rope`, for one token with a head of two.
-    fn arguments(x: &Tensor, table: &Tensor) -> [Arg; 7] {
+    fn arguments(x: &Tensor, table: &Tensor) -> [Arg; 9] {
         let [x, table] = [x, table].map(|tensor| Arg::Address(address("test", tensor).unwrap()));
-        [x, table, table, x, Arg::I32(1), Arg::I32(2), Arg::F32(1.0)]
+        [x, table, table, x, Arg::I32(1), Arg::I32(2), Arg::I64(2), Arg::I64(2), Arg::F32(1.0)]
     }
 
     /// Launches the kernel of `rope` with its arguments changed; returns what became of x = [3, 4] and the error.
@@ -89,6 +89,7 @@ mod tests {
 
     #[test]
     fn arguments_in_another_order_are_refused() {
+        check_refused("they differ from parameter 6 on", |args| args.swap(5, 8));
         check_refused("they differ from parameter 6 on", |args| args.swap(5, 6));
         check_refused("they differ from parameter 4 on", |args| args.swap(3, 4));
     }
@@ -97,14 +98,15 @@ mod tests {
     fn arguments_of_another_class_are_refused() {
         check_refused("they differ from parameter 5 on", |args| args[4] = Arg::I64(1));
         check_refused("they differ from parameter 1 on", |args| args[0] = Arg::I64(0));
-        check_refused("they differ from parameter 7 on", |args| args[6] = Arg::F64(1.0));
+        check_refused("they differ from parameter 9 on", |args| args[8] = Arg::F64(1.0));
     }
 
     #[test]
     fn arguments_of_another_number_are_refused() {
         check_refused("passes 6", |args| args.truncate(6));
-        check_refused("passes 8", |args| args.push(Arg::I32(0)));
-        check_refused("takes 7 parameters, [Pointer, Pointer, Pointer, Pointer, Int32, Int32, Float32]", Vec::clear);
+        check_refused("passes 10", |args| args.push(Arg::I32(0)));
+        let declared = "takes 9 parameters, [Pointer, Pointer, Pointer, Pointer, Int32, Int32, Int64, Int64, Float32]";
+        check_refused(declared, Vec::clear);
     }
 
     #[test]

@@ -20,11 +20,13 @@ use crate::panics::caught;
 const TICK: Duration = Duration::from_millis(20);
 /// Looks before a rendering is given up: 10 seconds in which this process runs.
 const MAX_TICKS: u32 = 500;
-/// Bytes by which the process may grow meanwhile. Other threads count, too, which read and tokenise rows.
-const MAX_GROWTH: u64 = 1 << 30;
+/// Bytes by which the process may grow meanwhile.
+const MAX_GROWTH: u64 = 512 << 20;
+/// Looks before the growth counts: other threads grow the process, too, and a rendering within its means has ended by then.
+const MIN_TICKS: u32 = 25;
 /// Stacks to try, of address space alone. A level of a nested value takes 80 bytes and more, and its recursion less than 1 KiB
 /// of stack: values that fit [`MAX_GROWTH`] fit the largest stack.
-const STACKS: [usize; 5] = [16 << 30, 8 << 30, 1 << 30, 128 << 20, 16 << 20];
+const STACKS: [usize; 4] = [8 << 30, 1 << 30, 128 << 20, 16 << 20];
 
 /// A reason why there is no text.
 #[derive(Debug)]
@@ -101,7 +103,7 @@ impl Worker {
         let gone = || Failure::Budget("the template engine gave up".to_owned());
         self.jobs.send(job).map_err(|_| gone())?;
         let mut before = None;
-        for _ in 0..MAX_TICKS {
+        for tick in 0..MAX_TICKS {
             match self.results.recv_timeout(TICK) {
                 Ok(result) => return result,
                 Err(RecvTimeoutError::Disconnected) => return Err(gone()),
@@ -109,7 +111,7 @@ impl Worker {
             }
             let now = resident_bytes();
             let grown = now.unwrap_or(0).saturating_sub(*before.get_or_insert(now.unwrap_or(0)));
-            if grown > MAX_GROWTH {
+            if tick >= MIN_TICKS && grown > MAX_GROWTH {
                 let most = MAX_GROWTH >> 20;
                 return Err(Failure::Budget(format!("one rendering takes more than {most} MiB of memory")));
             }

@@ -392,6 +392,9 @@ impl ChatTemplate {
         }
         budget::render(&self.environment, template, context).map_err(|failure| match failure {
             Failure::Budget(reason) => self.over_budget(self.given_up.get_or_init(|| reason)),
+            Failure::Template(error) if error.kind() == minijinja::ErrorKind::OutOfFuel => {
+                self.over_budget(self.given_up.get_or_init(|| describe(&error)))
+            }
             Failure::Template(error) => TemplateError::Render {
                 name: self.name.clone(),
                 line: error.line().unwrap_or(1),
