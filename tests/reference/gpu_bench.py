@@ -154,6 +154,23 @@ def recipe_of(job: dict, mode, folder: Path, texts: list[str]) -> Path:
     return recipe
 
 
+def step_records(run: Path) -> list:
+    """The steps that a run has logged; of a run that was ended early, those until then."""
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
+    return [record for record in map(json.loads, lines) if "tokens_per_second" in record]
+
+
+def argument_parser(seconds: float) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trainer")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=seconds)
+    parser.add_argument("--quick", action="store_true", help="tiny models, to try the script")
+    return parser
+
+
 def trained(job: dict, mode, seconds: float) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -166,10 +183,8 @@ def trained(job: dict, mode, seconds: float) -> dict:
             call([job["trainer"], "-q", "train", str(recipe)], seconds)
         except TimeoutError as error:
             cut_off = str(error)
-        metrics, about = run / "metrics.jsonl", run / "run.json"
-        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        records, about = step_records(run)[job["warm"]:], run / "run.json"
         notes = json.loads(about.read_text()).get("notes", []) if about.is_file() else []
-    records = [record for record in map(json.loads, lines) if "tokens_per_second" in record][job["warm"]:]
     if not records:
         raise TimeoutError(cut_off or "it logged no step")
     speeds = sorted(record["tokens_per_second"] for record in records)
@@ -215,14 +230,9 @@ def line(row: dict, side: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("trainer")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=350)
+    parser = argument_parser(350)
     parser.add_argument("--sides", default="ours,torch,torch_compiled", help="what to run, in this order")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="which models; also " + ", ".join(LARGE))
-    parser.add_argument("--quick", action="store_true", help="tiny models, to try the script")
     args = parser.parse_args()
     end = time.monotonic() + args.seconds
     # What it has started ends with it.

@@ -5,13 +5,12 @@ One process takes one step on each length, so the model is made once. As in Arct
 blocks and the optimizer are offloaded to the host, MLPs are tiled, and weights, gradients and moments are bf16. OUT holds the
 steps in their order, with tokens, seconds, tokens/s and bytes in use, and the end of the run.
 """
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 
-from gpu_bench import GIB, LLAMA_8B, TINY, call, recipe_of, words
+from gpu_bench import GIB, LLAMA_8B, TINY, argument_parser, call, recipe_of, step_records, words
 
 LENGTHS = [8, 16, 32, 64, 96, 128, 192, 256, 384, 512]
 KEYS = {
@@ -25,12 +24,9 @@ KEYS = {
 
 
 def steps_of(run: Path) -> list:
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.is_file() else []
-    records = [record for record in map(json.loads, lines) if "tokens_per_second" in record]
     return [{"tokens": round(record["seqlen"]), "seconds": record["step_time"],
              "tokens_per_second": record["tokens_per_second"], "used_bytes": record.get("gpu_used_bytes") or 0}
-            for record in records]
+            for record in step_records(run)]
 
 
 def line(step: dict) -> str:
@@ -39,13 +35,7 @@ def line(step: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("trainer")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
-    args = parser.parse_args()
+    args = argument_parser(300).parse_args()
     lengths = [64, 128, 256] if args.quick else [1024 * n for n in LENGTHS]
     config = {**LLAMA_8B, **(TINY if args.quick else {}), "max_position_embeddings": 2 * lengths[-1]}
     job = {"config": config, "keys": KEYS, "device": args.device, "length": lengths[-1], "rows": 1, "steps": len(lengths)}

@@ -5,7 +5,6 @@ The model has the shape of SmolLM2-1.7B with four layers, on rows of 4096 tokens
 kernels' own. Without it they are those of the trainer's spans, and the host waits for each kernel (CUDA_LAUNCH_BLOCKING).
 OUT holds {"by": "kernel" or "span", "rows": [{"name", "calls", "seconds", "share"}]}, the longest first.
 """
-import argparse
 import csv
 import json
 import os
@@ -14,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpu_bench import SHAPES, TINY, call, recipe_of, words
+from gpu_bench import SHAPES, TINY, argument_parser, call, recipe_of, words
 
 METRIC = "gpu__time_duration.sum"
 SECONDS = {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3, "s": 1.0, "second": 1.0}
@@ -60,13 +59,7 @@ def line(row: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("trainer")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=90)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
-    args = parser.parse_args()
+    args = argument_parser(90).parse_args()
     length, steps = (64, 2) if args.quick else (4096, 3)
     config = {**SHAPES["SmolLM2-1.7B"], **(TINY if args.quick else {}), "num_hidden_layers": 4}
     job = {"config": config, "keys": {}, "device": args.device, "length": length, "rows": 2, "steps": steps}

@@ -8,7 +8,7 @@ pub enum Request {
     Loglikelihood {
         /// What stands before; empty if nothing does.
         context: String,
-        /// What is scored. The tokenizer decides to which side blanks at its border with the context belong.
+        /// The text that is scored. The tokenizer decides to which side blanks at its border with the context belong.
         continuation: String,
     },
     /// How likely a whole text is, in windows of the model's context.

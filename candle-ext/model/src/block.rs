@@ -147,7 +147,7 @@ impl Block<'_> {
     fn qkv(&self, x_td: &Tensor, cx: &Cx) -> Result<[Tensor; 3]> {
         let modules =
             ["q_proj", "k_proj", "v_proj"].map(|projection| format!("{}.self_attn.{projection}", self.prefix));
-        let joined = if self.config.typed.qk_norm { None } else { self.w.joined(&modules) };
+        let joined = if self.config.typed.qk_norm { None } else { self.w.joined(&modules, x_td) };
         let Some(joined) = joined else {
             let q_thk = self.turn(&self.heads("q_proj", "q_norm", x_td, cx)?, cx)?;
             let k_tgk = self.turn(&self.heads("k_proj", "k_norm", x_td, cx)?, cx)?;
@@ -195,7 +195,7 @@ impl Block<'_> {
 fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<&Dropped>, columns: Columns) -> Result<Tensor> {
     let name = |projection: &str| format!("{prefix}.mlp.{projection}");
     let modules = ["gate_proj", "up_proj"].map(name);
-    let gated_tf = match w.joined(&modules) {
+    let gated_tf = match w.joined(&modules, x_td) {
         Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, Precision::Compute)?)?,
         None => ops::swiglu(&w.linear(&modules[0], x_td, dropped)?, &w.linear(&modules[1], x_td, dropped)?)?,
     };

@@ -69,13 +69,13 @@ impl Weights {
         }
     }
 
-    /// Returns the weights of several modules as one, if they lie one after the other and there is nothing else to add.
-    pub(crate) fn joined(&self, modules: &[String]) -> Option<Weight> {
+    /// Returns the weights of several modules as one, if one matmul with `x` is as good and there is nothing else to add.
+    pub(crate) fn joined(&self, modules: &[String], x: &Tensor) -> Option<Weight> {
         let is_plain = |module: &String| {
             !self.adapters.contains_key(module) && !self.weights.contains_key(&format!("{module}.bias"))
         };
         let weight = |module: &String| self.weights.get(&format!("{module}.weight")).filter(|_| is_plain(module));
-        Weight::joined(&modules.iter().map(weight).collect::<Option<Vec<_>>>()?)
+        Weight::joined(&modules.iter().map(weight).collect::<Option<Vec<_>>>()?, x)
     }
 
     /// y = x W^T + b, plus scaling * (dropout(x) A^T) B^T where the module has an adapter.

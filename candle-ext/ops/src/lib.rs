@@ -38,6 +38,8 @@ mod span;
 mod storage;
 pub mod swiglu;
 pub mod tape;
+#[cfg(feature = "emulate")]
+mod thread_value;
 pub mod threads;
 pub mod tiled;
 pub mod transfer;

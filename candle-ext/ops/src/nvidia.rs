@@ -25,7 +25,7 @@ struct File {
     needed: Option<[&'static str; 2]>,
 }
 
-/// What a run on a GPU loads. candle opens a device with cuBLAS and cuRAND, cuBLAS loads cuBLASLt, and cuDNN loads NVRTC,
+/// The libraries that a run on a GPU loads. candle opens a device with cuBLAS and cuRAND, cuBLAS loads cuBLASLt, and cuDNN loads NVRTC,
 /// with which it compiles kernels, and CUDA's runtime library.
 #[cfg(any(feature = "cuda", test))]
 const FILES: [File; 8] = [

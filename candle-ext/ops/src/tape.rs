@@ -25,7 +25,7 @@ pub enum GatedOutputs {
     /// Computed again in the backward.
     #[default]
     Again,
-    /// Kept: free where the backward follows its forward at once, as the first op that goes back needs the output.
+    /// Kept: free where the backward follows its forward at once, as the first backward needs the output.
     Kept,
 }
 
@@ -185,7 +185,7 @@ impl Drop for Within {
     }
 }
 
-/// What others that read the first input of the op that goes back gave to its gradient: an op that takes it returns the sum
+/// The sum of the gradients that other ops gave to the first input of the op at work: an op that takes it returns the sum
 /// of that and its own. `None` if there is nothing yet, or something of another shape or format, which is refused later.
 pub(crate) fn take_sum(dtype: DType, shape: &[usize]) -> Result<Option<Tensor>> {
     let fits = |sum: &mut Tensor| sum.dtype() == dtype && sum.dims() == shape;

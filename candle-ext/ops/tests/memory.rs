@@ -152,7 +152,7 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
     assert!(tiles < 9 * MIB, "{tiles}");
 }
 
-/// The first op that goes back needs it, kept or not.
+/// The first backward needs it, kept or not.
 #[test]
 fn a_gated_output_that_is_kept_for_a_backward_at_once_costs_no_memory_at_its_peak() {
     let (t, d, f) = (1024, 64, 1024);

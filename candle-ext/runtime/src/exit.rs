@@ -1,4 +1,4 @@
-//! How a Candlewick program ends: the exit codes that scripts and schedulers may rely on, and errors as text.
+//! Ends of a Candlewick program: the exit codes that scripts and schedulers may rely on, and errors as text.
 
 use std::backtrace::BacktraceStatus;
 use std::error::Error as StdError;
@@ -62,14 +62,14 @@ pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     if let Some(code) = error.downcast_ref::<ExitCode>() {
         return Some(*code);
     }
+    if candlewick_ops::is_out_of_memory(error) {
+        return Some(ExitCode::OutOfMemory);
+    }
     if let Some(error) = error.downcast_ref::<ModelError>() {
         return Some(model_code(error));
     }
     if is_text_error(error) {
         return Some(ExitCode::Data);
-    }
-    if candlewick_ops::is_out_of_memory(error) {
-        return Some(ExitCode::OutOfMemory);
     }
     error.downcast_ref::<io::Error>().and_then(io_code)
 }
@@ -88,7 +88,6 @@ pub fn model_code(error: &ModelError) -> ExitCode {
     match error {
         ModelError::Key { .. } | ModelError::Unsupported(_) | ModelError::Lora { .. } => ExitCode::Usage,
         ModelError::In { source, .. } => model_code(source),
-        ModelError::Tensor(error) if candlewick_ops::is_out_of_memory(error) => ExitCode::OutOfMemory,
         ModelError::Tensor(_) => ExitCode::Failed,
         _ => ExitCode::Checkpoint,
     }
@@ -109,7 +108,7 @@ pub fn parse_arguments<C: clap::Parser>() -> Result<C, ExitCode> {
     parse_arguments_from(std::env::args_os())
 }
 
-/// The same for other arguments, the first of which is the program.
+/// Parses `arguments`, the first of which is the program, as [`parse_arguments`] does.
 pub fn parse_arguments_from<C: clap::Parser>(arguments: impl IntoIterator<Item = OsString>) -> Result<C, ExitCode> {
     C::try_parse_from(arguments).map_err(|error| {
         // Help and the version are "errors" that go to stdout. A closed pipe is no failure.

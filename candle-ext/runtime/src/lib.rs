@@ -1,4 +1,4 @@
-//! What the programs share as processes: exit codes and errors as text, the error file of a launcher, the allocator, the cores of
+//! Process-level parts that the programs share: exit codes and errors as text, the error file of a launcher, the allocator, the cores of
 //! a rank, its place among the ranks, and progress lines.
 //!
 //! This is the one library crate that reads the environment.

@@ -138,7 +138,7 @@ pub enum RenderError {
     Weight {
         /// The first message that is to be left out, from 0.
         message: usize,
-        /// Where the template is from.
+        /// The file or argument that holds the template.
         template: String,
     },
     /// A chat, and nothing to print it with.

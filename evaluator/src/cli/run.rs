@@ -159,7 +159,7 @@ struct Began {
 impl Began {
     fn agree(ranks: &Ranks) -> Result<Self> {
         let own = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        let all = candlewick_comm::exchange_bytes(&*ranks.process.group(), &own.to_le_bytes())?;
+        let all = ranks.process.exchange(Ok(own.to_le_bytes().to_vec()))?;
         let first = all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
         let first = first.context("failed to read the first rank's clock")?;
         Ok(Self { since_1970: f64::from_le_bytes(first), clock: Instant::now() })

@@ -398,7 +398,7 @@ fn given_name(node: &Node) -> Option<(String, bool)> {
     group.map(|name| (name, true)).or_else(|| named("task").map(|name| (name, false)))
 }
 
-/// Whether two places are one, in a file that is reached by two paths.
+/// Compares two places: a file may be reached by two paths.
 fn is_one_place(one: &Place, other: &Place) -> bool {
     let real = |place: &Place| (place.file.canonicalize().ok(), place.line);
     one.file == other.file && one.line == other.line || one.file != other.file && real(one) == real(other)

@@ -29,7 +29,7 @@ pub struct Capacity {
     pub place: Place,
     /// The memory that a run may use; `None` if it is not known.
     pub bytes: Option<u64>,
-    /// All the memory of a GPU, in use or free; `None` if nobody tells.
+    /// All the memory of a GPU, in use or free; `None` if it is not known.
     pub gpu_bytes: Option<u64>,
     /// What it is, for people.
     pub name: String,

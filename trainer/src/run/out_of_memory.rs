@@ -4,7 +4,7 @@ use std::fmt;
 
 use anyhow::Error;
 use candle_core::{Device, DeviceLocation};
-use candlewick_ops::{DeviceMemory, device_memory, is_out_of_memory};
+use candlewick_ops::{DeviceChoice, DeviceMemory, device_memory, is_out_of_memory};
 use candlewick_parallel::StoreBytes;
 
 use crate::estimate::{Capacity, Place, Report, Setup, bytes, estimate};
@@ -12,7 +12,7 @@ use crate::plan::Plan;
 
 /// The memory of a run whose device had too little of it.
 struct MemoryReport {
-    device: String,
+    device: DeviceChoice,
     measured: Option<DeviceMemory>,
     /// Bytes of the parameters; `None` if they were being allocated.
     parameters: Option<StoreBytes>,
@@ -27,29 +27,24 @@ pub(super) fn explain(error: Error, plan: &Plan, device: &Device, parameters: Op
         return error;
     }
     let measured = device_memory(device);
-    let device = name(device);
-    let estimate = estimated(plan, &device, measured);
+    let (place, device) = match device.location() {
+        DeviceLocation::Cuda { gpu_id } => (Place::Gpu, DeviceChoice::Cuda(gpu_id)),
+        _ => (Place::Cpu, DeviceChoice::Cpu),
+    };
+    let estimate = estimated(plan, place, device, measured);
     error.context(MemoryReport { device, measured, parameters, estimate }.to_string())
 }
 
 /// Estimates the plan and compares it with the device. Where the estimate fits and the run did not, it is compared with nine
 /// tenths of itself, so that settings that need less are advised.
-fn estimated(plan: &Plan, device: &str, measured: Option<DeviceMemory>) -> Option<Report> {
-    let place = if device == "cpu" { Place::Cpu } else { Place::Gpu };
+fn estimated(plan: &Plan, place: Place, device: DeviceChoice, measured: Option<DeviceMemory>) -> Option<Report> {
     let setup = Setup::of(plan, place).ok()?;
     let estimated = estimate(&setup).peak_bytes();
     let (room, name) = match measured {
-        Some(DeviceMemory { total_bytes, .. }) if total_bytes < estimated => (total_bytes, device.to_owned()),
+        Some(DeviceMemory { total_bytes, .. }) if total_bytes < estimated => (total_bytes, device.to_string()),
         _ => (estimated / 10 * 9, "90% of the estimate, which was too low".to_owned()),
     };
     Some(Report::new(plan.recipe.display().to_string(), &setup, &Capacity::of(place, Some(room), name)))
-}
-
-fn name(device: &Device) -> String {
-    match device.location() {
-        DeviceLocation::Cuda { gpu_id } => format!("cuda:{gpu_id}"),
-        _ => "cpu".to_owned(),
-    }
 }
 
 impl MemoryReport {

@@ -14,6 +14,7 @@ use libloading::Library;
 use super::gemm::{Gemm, Matrix};
 use super::{Address, Arg, Blocks, Kernels};
 use crate::DeviceMemory;
+use crate::thread_value::with_value;
 
 thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
@@ -35,26 +36,12 @@ static LIBRARIES: LazyLock<Mutex<HashMap<&'static str, Arc<Library>>>> = LazyLoc
 
 /// Runs `f` with every op on CPU tensors computed by its CUDA kernel, backward included. For tests: it is slow.
 pub fn emulate<T>(f: impl FnOnce() -> T) -> T {
-    struct Restore(bool);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            ON.set(self.0);
-        }
-    }
-    let _restore = Restore(ON.replace(true));
-    f()
+    with_value(&ON, true, f)
 }
 
 /// Runs `f` as [`emulate`], on a device that has no more memory than `limit`: outputs of ops beyond it fail to allocate.
 pub fn emulate_with_limit<T>(limit: MemoryLimit, f: impl FnOnce() -> T) -> T {
-    struct Restore(Option<MemoryLimit>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            LIMIT.set(self.0);
-        }
-    }
-    let _restore = Restore(LIMIT.replace(Some(limit)));
-    emulate(f)
+    with_value(&LIMIT, Some(limit), || emulate(f))
 }
 
 /// Returns the memory of the emulated device, if it has a limit.

@@ -6,20 +6,15 @@ use std::cell::Cell;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, result};
 use candle_core::{CudaDevice, Error, Result};
 
+use crate::thread_value::with_value;
+
 thread_local! {
     static ON: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs `f` with every output of a kernel on a device filled with NaN before it is written. For tests.
 pub fn poison<T>(f: impl FnOnce() -> T) -> T {
-    struct Restore(bool);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            ON.set(self.0);
-        }
-    }
-    let _restore = Restore(ON.replace(true));
-    f()
+    with_value(&ON, true, f)
 }
 
 /// Sets all bits, which is NaN in every float format, if this thread is inside of [`poison`].

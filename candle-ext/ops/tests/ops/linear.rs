@@ -148,7 +148,7 @@ fn a_joined_weight_gives_what_its_parts_give() {
                     tape.backward(&place.put(dy)).unwrap().remove(&x).unwrap()
                 };
                 if is_joined {
-                    let joined = Weight::joined(&weights.iter().collect::<Vec<_>>()).unwrap();
+                    let joined = Weight::joined(&weights.iter().collect::<Vec<_>>(), &x).unwrap();
                     return run(&joined, &Tensor::cat(&dy, 1).unwrap());
                 }
                 let parts = weights.iter().zip(&dy).rev().map(|(w, dy)| run(w, dy));

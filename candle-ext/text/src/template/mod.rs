@@ -89,7 +89,7 @@ pub enum TemplateError {
     /// It is not Jinja.
     #[error("parse chat template {name}, line {line}: {message}")]
     Syntax {
-        /// Where the template is from.
+        /// The file or argument that holds the template.
         name: String,
         /// Its line, from 1.
         line: usize,
@@ -99,7 +99,7 @@ pub enum TemplateError {
     /// It stopped at this conversation: a mistake, or its own `raise_exception`.
     #[error("render chat template {name}, line {line}: {message}")]
     Render {
-        /// Where the template is from.
+        /// The file or argument that holds the template.
         name: String,
         /// Its line, from 1.
         line: usize,
@@ -109,7 +109,7 @@ pub enum TemplateError {
     /// It takes too much time or memory.
     #[error("render chat template {name}: {reason}; look for loops or texts that grow without end")]
     Budget {
-        /// Where the template is from.
+        /// The file or argument that holds the template.
         name: String,
         /// The limit that one rendering exceeded.
         reason: String,
@@ -117,7 +117,7 @@ pub enum TemplateError {
     /// There is nothing to render.
     #[error("render chat template {name}: the conversation has no messages")]
     Empty {
-        /// Where the template is from.
+        /// The file or argument that holds the template.
         name: String,
     },
     /// The text is there, but not which part of it is the assistant's.
@@ -126,7 +126,7 @@ pub enum TemplateError {
          {{% generation %}} ... {{% endgeneration %}} around it in the template"
     )]
     Turns {
-        /// Where the template is from.
+        /// The file or argument that holds the template.
         name: String,
         /// What was expected.
         reason: TurnError,
@@ -232,7 +232,7 @@ impl ChatTemplate {
         self
     }
 
-    /// Where the template is from.
+    /// The file or argument that holds the template.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::key::Key;
 use super::search::{self, Algorithm, Failure, Library, Timed};
 
-/// Changes when a file of before can no longer be read.
+/// Changes when an older file can no longer be read.
 const FORMAT: u32 = 1;
 
 pub(super) struct Choices {

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 
 use candle_core::DType;
-use candle_core::cuda_backend::cudarc::cublas::result::{self, CublasError};
+use candle_core::cuda_backend::cudarc::cublas::result;
 use candle_core::cuda_backend::cudarc::cublas::sys;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
@@ -21,15 +21,17 @@ impl Cublas {
     ///
     /// The workspace must be this stream's, and live as long as the process.
     pub(super) unsafe fn open(stream: &CudaStream, workspace: Address, n_bytes: usize) -> Result<Self, Failure> {
-        let handle = result::create_handle().map_err(failure)?;
+        let handle = result::create_handle().map_err(|error| Failure::of_status(error.0))?;
         // The products of the fallback keep partial sums in f32, as those of cuBLASLt do.
         let mode = sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
         // SAFETY: the handle is open; the caller answers for the workspace.
         unsafe {
-            result::set_stream(handle, stream.cu_stream().cast()).map_err(failure)?;
+            result::set_stream(handle, stream.cu_stream().cast()).map_err(|error| Failure::of_status(error.0))?;
             // Setting the stream drops the workspace, so it comes after.
-            sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, n_bytes).result().map_err(failure)?;
-            sys::cublasSetMathMode(handle, mode).result().map_err(failure)?;
+            sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, n_bytes)
+                .result()
+                .map_err(|error| Failure::of_status(error.0))?;
+            sys::cublasSetMathMode(handle, mode).result().map_err(|error| Failure::of_status(error.0))?;
         }
         Ok(Self(handle))
     }
@@ -77,18 +79,7 @@ impl Cublas {
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DFALT,
             )
         };
-        status.result().map_err(failure)
-    }
-}
-
-fn failure(error: CublasError) -> Failure {
-    use sys::cublasStatus_t as Status;
-    let why = format!("{:?}", error.0);
-    match error.0 {
-        Status::CUBLAS_STATUS_NOT_SUPPORTED
-        | Status::CUBLAS_STATUS_INVALID_VALUE
-        | Status::CUBLAS_STATUS_ARCH_MISMATCH => Failure::Refused(why),
-        _ => Failure::Fatal(why),
+        status.result().map_err(|error| Failure::of_status(error.0))
     }
 }
 

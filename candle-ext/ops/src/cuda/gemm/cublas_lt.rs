@@ -13,7 +13,7 @@ use candle_core::{CudaDevice, Error, Result};
 
 use super::choices::Choices;
 use super::cublas::Cublas;
-use super::descriptors::{Preference, Problem, WORKSPACE_BYTES, failure};
+use super::descriptors::{Preference, Problem, WORKSPACE_BYTES};
 use super::key::Key;
 use super::recent::Recent;
 use super::search::{self, Algorithm, Failure, Library, Limits, Route};
@@ -211,7 +211,7 @@ impl<'a> Call<'a> {
                 self.device.cuda_stream().cu_stream().cast(),
             )
         };
-        status.map_err(failure)
+        status.map_err(|error| Failure::of_status(error.0))
     }
 
     /// Times the runs of an algorithm into `output`.
@@ -240,7 +240,7 @@ impl<'a> Call<'a> {
 
 impl Library for Call<'_> {
     fn candidates(&mut self, limits: &Limits, n: usize) -> std::result::Result<Vec<Algorithm>, Failure> {
-        let preference = Preference::of(limits).map_err(failure)?;
+        let preference = Preference::of(limits).map_err(|error| Failure::of_status(error.0))?;
         let Problem { description, first, second, output } = self.problem;
         let mut found: Vec<sys::cublasLtMatmulHeuristicResult_t> = Vec::with_capacity(n);
         let mut n_found = 0;
@@ -259,7 +259,7 @@ impl Library for Call<'_> {
                 &raw mut n_found,
             )
         };
-        status.result().map_err(failure)?;
+        status.result().map_err(|error| Failure::of_status(error.0))?;
         // SAFETY: the library has written so many.
         unsafe { found.set_len(usize::try_from(n_found).unwrap_or(0).min(n)) };
         let usable = found.iter().filter(|result| result.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
@@ -280,7 +280,7 @@ impl Library for Call<'_> {
             let (algorithm, result) = (&raw const algorithm, checked.as_mut_ptr());
             sys::cublasLtMatmulAlgoCheck(self.handle, description, first, second, output, output, algorithm, result)
                 .result()
-                .map_err(failure)?;
+                .map_err(|error| Failure::of_status(error.0))?;
             checked.assume_init()
         };
         match checked.workspaceSize {

@@ -29,21 +29,27 @@ impl Problem {
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         let Gemm { m, n, k, a, b, .. } = *gemm;
         let (data, c_data) = (data_type(gemm.dtype)?, data_type(gemm.c_dtype)?);
-        let description = Description::new().map_err(failure)?;
+        let description = Description::new().map_err(|error| Failure::of_status(error.0))?;
         // SAFETY: every attribute is set with a value of its type.
         unsafe {
-            description.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(b)).map_err(failure)?;
-            description.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(a)).map_err(failure)?;
+            description
+                .set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(b))
+                .map_err(|error| Failure::of_status(error.0))?;
+            description
+                .set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(a))
+                .map_err(|error| Failure::of_status(error.0))?;
             if gemm.bias.is_some() {
                 let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
-                description.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue).map_err(failure)?;
+                description
+                    .set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)
+                    .map_err(|error| Failure::of_status(error.0))?;
             }
         }
         Ok(Self {
             description,
-            first: Layout::of(b, [k, n], data).map_err(failure)?,
-            second: Layout::of(a, [m, k], data).map_err(failure)?,
-            output: Layout::of(gemm.output(), [m, n], c_data).map_err(failure)?,
+            first: Layout::of(b, [k, n], data).map_err(|error| Failure::of_status(error.0))?,
+            second: Layout::of(a, [m, k], data).map_err(|error| Failure::of_status(error.0))?,
+            output: Layout::of(gemm.output(), [m, n], c_data).map_err(|error| Failure::of_status(error.0))?,
         })
     }
 
@@ -52,7 +58,7 @@ impl Problem {
         let Some(bias) = gemm.bias else { return Ok(()) };
         let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
         // SAFETY: the attribute is an address.
-        unsafe { self.description.set(attribute, &bias) }.map_err(failure)
+        unsafe { self.description.set(attribute, &bias) }.map_err(|error| Failure::of_status(error.0))
     }
 }
 
@@ -153,17 +159,5 @@ impl Drop for Preference {
     fn drop(&mut self) {
         // SAFETY: it was created once and is destroyed once.
         let _ = unsafe { result::destroy_matmul_pref(self.0) };
-    }
-}
-
-/// Tells a product that the library does not have from a library that fails.
-pub(super) fn failure(error: CublasError) -> Failure {
-    use sys::cublasStatus_t as Status;
-    let why = format!("{:?}", error.0);
-    match error.0 {
-        Status::CUBLAS_STATUS_NOT_SUPPORTED
-        | Status::CUBLAS_STATUS_INVALID_VALUE
-        | Status::CUBLAS_STATUS_ARCH_MISMATCH => Failure::Refused(why),
-        _ => Failure::Fatal(why),
     }
 }

@@ -25,6 +25,19 @@ pub(super) enum Failure {
     Fatal(String),
 }
 
+impl Failure {
+    /// Distinguishes a matmul that the library does not have from a library that fails, by the name that a cuBLAS status prints.
+    pub(super) fn of_status(status: impl fmt::Debug) -> Self {
+        let why = format!("{status:?}");
+        match why.as_str() {
+            "CUBLAS_STATUS_NOT_SUPPORTED" | "CUBLAS_STATUS_INVALID_VALUE" | "CUBLAS_STATUS_ARCH_MISMATCH" => {
+                Self::Refused(why)
+            }
+            _ => Self::Fatal(why),
+        }
+    }
+}
+
 /// Ways to add up the sums of parts of k.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reductions {

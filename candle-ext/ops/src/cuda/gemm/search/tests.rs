@@ -174,3 +174,12 @@ fn a_heuristic_that_is_refused_leaves_nothing_to_time() {
     let mut library = Fake { first_limits: Some(0), times: vec![1.0], fatal: Some(10), ..Fake::default() };
     assert!(fastest(&mut library, &key()).is_err_and(|why| why.contains("EXECUTION_FAILED")));
 }
+
+#[test]
+fn a_status_refuses_the_matmul_or_is_fatal() {
+    for name in ["CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE", "CUBLAS_STATUS_ARCH_MISMATCH"] {
+        assert_eq!(Failure::of_status(format_args!("{name}")), Failure::Refused(name.to_owned()));
+    }
+    let name = "CUBLAS_STATUS_EXECUTION_FAILED";
+    assert_eq!(Failure::of_status(format_args!("{name}")), Failure::Fatal(name.to_owned()));
+}
