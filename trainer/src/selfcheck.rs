@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Options, World, sum, threads};
-use candlewick_model::{Adapter, Config, MlpRows, Model};
+use candlewick_model::{AdapterSpec, Config, MlpRows, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, Seqs, to_host};
 use candlewick_parallel::{Engine, Formats, Groups, LossScale, Micro, Mode, ParamStore, Pipeline, Sequence};
 use serde::Serialize;
@@ -145,7 +145,7 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
     store.fill(|spec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(plan.seed, &mut values);
-        if Adapter::owns(&spec.name) || spec.name.ends_with("bias") {
+        if AdapterSpec::owns(&spec.name) || spec.name.ends_with("bias") {
             // Zeros would hide what the other factor does.
             values.iter_mut().enumerate().for_each(|(i, x)| *x = 0.1 * (0.7 * i as f32).sin());
         }

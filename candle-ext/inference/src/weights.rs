@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{Adapter, Model, ModelError, ParamSpec};
+use candlewick_model::{AdapterSpec, Model, ModelError, ParamSpec};
 use candlewick_parallel::ParamStore;
 
 /// Where parameters come from.
@@ -25,7 +25,7 @@ pub fn fill(store: &ParamStore, model: &Model, base: Origin, adapter: Origin) ->
     if model.lora().is_some() {
         notes.extend(adapter.check(model.adapter_params())?);
     }
-    store.fill(|spec| if Adapter::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) })?;
+    store.fill(|spec| if AdapterSpec::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) })?;
     Ok(notes)
 }
 

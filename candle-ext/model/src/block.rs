@@ -2,10 +2,12 @@
 //!
 //! t tokens (packed), d model, h query heads, g key heads, k head dim, f MLP width
 
-use candle_core::{D, Error, Result, Tensor};
+use candle_core::{D, Result, Tensor};
 use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Precision, QkvHeads, Rows, Seqs, Weight};
 
-use crate::{Config, Weights, unit::block_prefix, weights::Dropped};
+use crate::{
+    LayerSpec, Linear, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, linear::DropoutScope, weights::Norm,
+};
 
 /// The questions a model may ask the world; the defaults answer for one device.
 pub trait Seams {
@@ -87,120 +89,179 @@ pub struct Cx<'a> {
 }
 
 impl Cx<'_> {
-    fn dropped(&self) -> Option<Dropped> {
-        self.dropout_key.map(|key| Dropped::new(key, self.rows))
+    fn dropout(&self) -> Option<DropoutScope> {
+        self.dropout_key.map(|key| DropoutScope::new(key, self.rows))
     }
 }
 
-/// x + attention(norm(x)), then + mlp(norm(x)). Head counts are read off the weights.
-pub(crate) fn forward(config: &Config, block_idx: usize, w: &Weights, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-    let block = Block { config, block_idx, prefix: block_prefix(block_idx), w };
-    let normed_td = block.norm("input_layernorm", x_td)?;
-    let attended_td = block.attention(&normed_td, cx)?;
-    let weight = block.norm_weight("post_attention_layernorm")?;
-    let (x_td, normed_td) = ops::add_rms_norm(x_td, &attended_td, weight, config.rms_norm_eps())?;
-    ops::add(&x_td, &block.mlp(&normed_td, cx)?)
+/// A decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
+pub struct Layer {
+    layer_idx: usize,
+    input_norm: Norm,
+    mixer: Mixer,
+    mlp_norm: Norm,
+    mlp: Mlp,
 }
 
-struct Block<'a> {
-    config: &'a Config,
-    block_idx: usize,
-    prefix: String,
-    w: &'a Weights,
+/// A sublayer that mixes tokens.
+enum Mixer {
+    Attention(SelfAttention),
 }
 
-impl Block<'_> {
-    fn attention(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+/// Causal self-attention. Head counts are those of the weights: a rank may have some of the heads.
+struct SelfAttention {
+    layer_idx: usize,
+    head_dim: usize,
+    window: Option<usize>,
+    qkv: [Linear; 3],
+    qk_norms: Option<[Norm; 2]>,
+    o: Linear,
+}
+
+/// A sublayer that computes on each token.
+#[derive(Clone)]
+enum Mlp {
+    SwiGlu(SwiGlu),
+}
+
+#[derive(Clone)]
+struct SwiGlu {
+    gate_up: [Linear; 2],
+    down: Linear,
+}
+
+impl Layer {
+    /// Builds the layer from the parameters that `get` returns by name.
+    pub(crate) fn build(spec: &LayerSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+        let MixerSpec::Attention(attention) = &spec.mixer;
+        let MlpSpec::SwiGlu(mlp) = &spec.mlp;
+        Ok(Self {
+            layer_idx: spec.layer_idx,
+            input_norm: Norm { weight: get(&spec.input_norm())?, eps: spec.norm_eps },
+            mixer: Mixer::Attention(SelfAttention::build(spec, attention, get)?),
+            mlp_norm: Norm { weight: get(&spec.mlp_norm())?, eps: spec.norm_eps },
+            mlp: Mlp::SwiGlu(SwiGlu::build(mlp, get)?),
+        })
+    }
+
+    /// Returns the index among the layers.
+    pub(crate) fn layer_idx(&self) -> usize {
+        self.layer_idx
+    }
+
+    /// Computes [t, d] -> [t, d].
+    pub(crate) fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let Mixer::Attention(attention) = &self.mixer;
+        let mixed_td = attention.forward(&self.input_norm.forward(x_td)?, cx)?;
+        let Norm { weight, eps } = &self.mlp_norm;
+        let (x_td, normed_td) = ops::add_rms_norm(x_td, &mixed_td, weight, *eps)?;
+        ops::add(&x_td, &self.mlp.forward(&normed_td, cx)?)
+    }
+}
+
+impl SelfAttention {
+    fn build(
+        layer: &LayerSpec,
+        spec: &SelfAttentionSpec,
+        get: &mut impl FnMut(&str) -> Result<Weight>,
+    ) -> Result<Self> {
+        let [q, k, v] = &spec.qkv;
+        let qkv = [Linear::build(q, get)?, Linear::build(k, get)?, Linear::build(v, get)?];
+        let qk_norms = match spec.qk_norm {
+            false => None,
+            true => {
+                let [q, k] = layer.qk_norms();
+                Some([get(&q)?, get(&k)?].map(|weight| Norm { weight, eps: layer.norm_eps }))
+            }
+        };
+        let (layer_idx, head_dim, window) = (layer.layer_idx, spec.head_dim, spec.window);
+        Ok(Self { layer_idx, head_dim, window, qkv, qk_norms, o: Linear::build(&spec.o, get)? })
+    }
+
+    fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
         let x_td = &cx.seams.enter(x_td)?;
         let [q_thk, k_tgk, v_tgk] = self.qkv(x_td, cx)?;
         let spec = AttentionSpec {
-            scale: (self.config.head_dim() as f64).powf(-0.5) as f32,
+            scale: (self.head_dim as f64).powf(-0.5) as f32,
             causal: true,
-            window: self.config.window(self.block_idx),
+            window: self.window,
             choice: cx.attention,
         };
         let n_out = q_thk.dim(1)? * q_thk.dim(2)?;
-        let y_thk = cx.seams.attend(self.block_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
+        let y_thk = cx.seams.attend(self.layer_idx, &q_thk, &k_tgk, &v_tgk, cx.seqs, &spec)?;
         let y_td = ops::reshape(&y_thk, (x_td.dim(0)?, n_out))?;
-        let dropped = cx.dropped().map(|dropped| dropped.in_columns(cx.seams.columns()));
-        cx.seams.leave(&self.w.linear(&format!("{}.self_attn.o_proj", self.prefix), &y_td, dropped.as_ref())?)
+        let dropout = cx.dropout().map(|dropout| dropout.in_columns(cx.seams.columns()));
+        cx.seams.leave(&self.o.forward(&y_td, dropout.as_ref())?)
     }
 
-    fn mlp(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let (dropped, columns) = (cx.dropped(), cx.seams.columns());
+    /// Returns queries and keys, rotated, and values: by one matmul where the weights are adjacent.
+    fn qkv(&self, x_td: &Tensor, cx: &Cx) -> Result<[Tensor; 3]> {
+        let joined = if self.qk_norms.is_some() { None } else { Linear::joined(&self.qkv, x_td) };
+        let Some(joined) = joined else {
+            let [q, k, v] = &self.qkv;
+            let [q_norm, k_norm] = self.qk_norms.as_ref().map_or([None; 2], |norms| norms.each_ref().map(Some));
+            return Ok([
+                self.rotated_heads(q, q_norm, x_td, cx)?,
+                self.rotated_heads(k, k_norm, x_td, cx)?,
+                self.heads(v, x_td, cx)?,
+            ]);
+        };
+        let [n_q, n_kv, _] = self.qkv.each_ref().map(|projection| projection.n_outputs() / self.head_dim);
+        let heads = QkvHeads { n_q, n_kv, dim: self.head_dim };
+        ops::split_qkv(&ops::linear(x_td, &joined, None, Precision::Compute)?, heads, cx.cos, cx.sin)
+    }
+
+    /// Projects to heads [t, h, k], normalises each if there is a norm, and rotates them.
+    fn rotated_heads(&self, projection: &Linear, norm: Option<&Norm>, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let x_thk = self.heads(projection, x_td, cx)?;
+        let x_thk = norm.map_or_else(|| Ok(x_thk.clone()), |norm| norm.forward(&x_thk))?;
+        ops::rope(&x_thk, cx.cos, cx.sin)
+    }
+
+    /// Projects to heads [t, h, k].
+    fn heads(&self, projection: &Linear, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let y = projection.forward(x_td, cx.dropout().as_ref())?;
+        ops::reshape(&y, (y.dim(0)?, y.dim(D::Minus1)? / self.head_dim, self.head_dim))
+    }
+}
+
+impl Mlp {
+    fn forward(&self, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
+        let (dropout, columns) = (cx.dropout(), cx.seams.columns());
         let x_td = &cx.seams.enter(x_td)?;
+        let Self::SwiGlu(mlp) = self;
         let y_td = match cx.mlp_rows {
-            MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped.as_ref(), columns)?,
+            MlpRows::Together => mlp.forward(x_td, dropout.as_ref(), columns)?,
             MlpRows::InTiles => {
-                let (w, prefix) = (self.w.clone(), self.prefix.clone());
-                let tile_rows = tile_rows(x_td.dim(0)?, self.config.hidden_size());
-                ops::tiled(x_td, tile_rows, move |x_td, first_row| {
-                    let dropped = dropped.as_ref().map(|dropped| dropped.at_row(first_row));
-                    mlp(&w, &prefix, x_td, dropped.as_ref(), columns)
+                let mlp = mlp.clone();
+                ops::tiled(x_td, tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
+                    let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
+                    mlp.forward(x_td, dropout.as_ref(), columns)
                 })?
             }
         };
         cx.seams.leave(&y_td)
     }
-
-    /// Returns queries and keys, rotated, and values: by one matmul where the weights are adjacent.
-    fn qkv(&self, x_td: &Tensor, cx: &Cx) -> Result<[Tensor; 3]> {
-        let modules =
-            ["q_proj", "k_proj", "v_proj"].map(|projection| format!("{}.self_attn.{projection}", self.prefix));
-        let joined = if self.config.typed.qk_norm { None } else { self.w.joined(&modules, x_td) };
-        let Some(joined) = joined else {
-            let q_thk = self.turn(&self.heads("q_proj", "q_norm", x_td, cx)?, cx)?;
-            let k_tgk = self.turn(&self.heads("k_proj", "k_norm", x_td, cx)?, cx)?;
-            return Ok([q_thk, k_tgk, self.split("v_proj", x_td, cx)?]);
-        };
-        let dim = self.config.head_dim();
-        let n_heads = |module: &str| Ok::<_, Error>(self.w.get(&format!("{module}.weight"))?.dims()[0] / dim);
-        let heads = QkvHeads { n_q: n_heads(&modules[0])?, n_kv: n_heads(&modules[1])?, dim };
-        ops::split_qkv(&ops::linear(x_td, &joined, None, Precision::Compute)?, heads, cx.cos, cx.sin)
-    }
-
-    /// A projection split into heads, each normalised if the family does so.
-    fn heads(&self, projection: &str, norm: &str, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let y_thk = self.split(projection, x_td, cx)?;
-        match self.config.typed.qk_norm {
-            true => self.norm(&format!("self_attn.{norm}"), &y_thk),
-            false => Ok(y_thk),
-        }
-    }
-
-    fn split(&self, projection: &str, x_td: &Tensor, cx: &Cx) -> Result<Tensor> {
-        let y = self.linear(&format!("self_attn.{projection}"), x_td, cx)?;
-        let n_heads = y.dim(D::Minus1)? / self.config.head_dim();
-        ops::reshape(&y, (y.dim(0)?, n_heads, self.config.head_dim()))
-    }
-
-    fn turn(&self, x_thk: &Tensor, cx: &Cx) -> Result<Tensor> {
-        ops::rope(x_thk, cx.cos, cx.sin)
-    }
-
-    fn linear(&self, name: &str, x: &Tensor, cx: &Cx) -> Result<Tensor> {
-        self.w.linear(&format!("{}.{name}", self.prefix), x, cx.dropped().as_ref())
-    }
-
-    fn norm(&self, name: &str, x: &Tensor) -> Result<Tensor> {
-        ops::rms_norm(x, self.norm_weight(name)?, self.config.rms_norm_eps())
-    }
-
-    fn norm_weight(&self, name: &str) -> Result<&Weight> {
-        self.w.get(&format!("{}.{name}.weight", self.prefix))
-    }
 }
 
-/// `columns` are those of the last matrix's input.
-fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<&Dropped>, columns: Columns) -> Result<Tensor> {
-    let name = |projection: &str| format!("{prefix}.mlp.{projection}");
-    let modules = ["gate_proj", "up_proj"].map(name);
-    let gated_tf = match w.joined(&modules, x_td) {
-        Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, Precision::Compute)?)?,
-        None => ops::swiglu(&w.linear(&modules[0], x_td, dropped)?, &w.linear(&modules[1], x_td, dropped)?)?,
-    };
-    let dropped = dropped.map(|dropped| dropped.in_columns(columns));
-    w.linear(&name("down_proj"), &gated_tf, dropped.as_ref())
+impl SwiGlu {
+    fn build(spec: &SwiGluSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+        let [gate, up] = &spec.gate_up;
+        let gate_up = [Linear::build(gate, get)?, Linear::build(up, get)?];
+        Ok(Self { gate_up, down: Linear::build(&spec.down, get)? })
+    }
+
+    /// Computes [t, d] -> [t, d]. `columns` are those of the down projection's input on this rank.
+    fn forward(&self, x_td: &Tensor, dropout: Option<&DropoutScope>, columns: Columns) -> Result<Tensor> {
+        let gated_tf = match Linear::joined(&self.gate_up, x_td) {
+            Some(joined) => ops::swiglu_joined(&ops::linear(x_td, &joined, None, Precision::Compute)?)?,
+            None => {
+                let [gate, up] = &self.gate_up;
+                ops::swiglu(&gate.forward(x_td, dropout)?, &up.forward(x_td, dropout)?)?
+            }
+        };
+        self.down.forward(&gated_tf, dropout.map(|dropout| dropout.in_columns(columns)).as_ref())
+    }
 }
 
 /// As ArcticTraining cuts: ceil(t / d) tiles of one size, but for the last.

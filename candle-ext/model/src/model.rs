@@ -3,13 +3,9 @@
 //! t tokens (packed), d model, v vocabulary, k head dim
 
 use candle_core::{Device, Result, Tensor};
-use candlewick_ops::{self as ops, Precision, Weight};
+use candlewick_ops::Weight;
 
-use crate::{
-    Adapter, Config, Cx, LoraConfig, ModelError, ParamSpec, Seams, Unit, Weights, block,
-    rope::Rope,
-    unit::{self, EMBEDDING, FINAL_NORM, LM_HEAD},
-};
+use crate::{AdapterSpec, Config, Cx, LayerSpec, LoraConfig, ModelError, ParamSpec, Seams, Unit, Weights, rope::Rope, unit};
 
 /// A model of one of the families, perhaps with an adapter on it.
 #[derive(Clone, Debug)]
@@ -44,18 +40,18 @@ impl Model {
     }
 
     /// Returns all adapters in the order of the blocks.
-    pub fn adapters(&self) -> impl Iterator<Item = &Adapter> {
-        self.units.iter().flat_map(|unit| &unit.adapters)
+    pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
+        self.units.iter().flat_map(Unit::adapters)
     }
 
     /// Returns the parameters of the model proper: those of a Hugging Face folder.
     pub fn base_params(&self) -> impl Iterator<Item = &ParamSpec> {
-        self.units.iter().flat_map(|unit| &unit.params).filter(|param| !Adapter::owns(&param.name))
+        self.units.iter().flat_map(|unit| &unit.params).filter(|param| !AdapterSpec::owns(&param.name))
     }
 
     /// Returns the adapter's factors: those of an adapter folder.
     pub fn adapter_params(&self) -> impl Iterator<Item = &ParamSpec> {
-        self.units.iter().flat_map(|unit| &unit.params).filter(|param| Adapter::owns(&param.name))
+        self.units.iter().flat_map(|unit| &unit.params).filter(|param| AdapterSpec::owns(&param.name))
     }
 
     /// Returns a base parameter as an export without the adapter has it: `read`, and W + scaling B A where an adapter
@@ -76,7 +72,7 @@ impl Model {
 
     /// Looks tokens up: u32 [t] -> [t, d]. The padding token's row gets no gradient from here.
     pub fn embed(&self, w: &Weights, ids: &Tensor, seams: &dyn Seams) -> Result<Tensor> {
-        seams.look_up(ids, w.get(EMBEDDING)?, self.config.pad_id())
+        seams.look_up(ids, &w.embedding()?.table, self.config.pad_id())
     }
 
     /// Returns the number of blocks.
@@ -84,23 +80,28 @@ impl Model {
         self.config.n_layers()
     }
 
-    /// Block `block_idx`: [t, d] -> [t, d].
-    pub fn block(&self, block_idx: usize, w: &Weights, x: &Tensor, cx: &Cx) -> Result<Tensor> {
-        block::forward(&self.config, block_idx, w, x, cx)
+    /// Returns the decoder layers as data, in their order.
+    pub fn layers(&self) -> impl Iterator<Item = &LayerSpec> {
+        self.units.iter().filter_map(Unit::layer)
     }
 
-    /// The norm after the last block: [t, d] -> [t, d].
+    /// Computes one decoder layer: [t, d] -> [t, d].
+    pub fn block(&self, w: &Weights, x: &Tensor, cx: &Cx) -> Result<Tensor> {
+        w.layer()?.forward(x, cx)
+    }
+
+    /// Computes the norm after the last block: [t, d] -> [t, d].
     pub fn norm(&self, w: &Weights, x: &Tensor) -> Result<Tensor> {
-        ops::rms_norm(x, w.get(FINAL_NORM)?, self.config.rms_norm_eps())
+        w.head()?.norm(x)
     }
 
-    /// The scores of every token that the output layer's weight has a row for: normed [t, d] -> f32 [t, v].
+    /// Computes the scores of every token that the output layer's weight has a row for: normed [t, d] -> f32 [t, v].
     pub fn logits(&self, w: &Weights, normed: &Tensor) -> Result<Tensor> {
-        ops::linear(normed, &self.lm_head(w)?, None, Precision::Full)
+        w.head()?.logits(normed)
     }
 
     /// Returns the output layer's weight [v, d]: the embedding, if tied.
     pub fn lm_head(&self, w: &Weights) -> Result<Weight> {
-        w.get(if self.config.tied() { EMBEDDING } else { LM_HEAD }).cloned()
+        Ok(w.head()?.lm_head().clone())
     }
 }

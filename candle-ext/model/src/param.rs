@@ -4,6 +4,8 @@
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore, rand_core::SeedableRng};
 use rayon::prelude::*;
 
+use crate::DimSize;
+
 /// One parameter of the model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
@@ -21,6 +23,25 @@ pub struct ParamSpec {
     pub decay: bool,
     /// Whether it is trained; false for the base of an adapter.
     pub trainable: bool,
+}
+
+impl ParamSpec {
+    /// Returns a trainable matrix, which decays.
+    pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], region: Region, init: Init) -> Self {
+        let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
+        Self { name, shape, dims, region, init, decay: true, trainable: true }
+    }
+
+    /// Returns a trainable vector, which does not decay.
+    pub(crate) fn vector(name: String, width: DimSize, region: Region, init: Init) -> Self {
+        let (shape, dims) = (vec![width.len], vec![width.dim]);
+        Self { name, shape, dims, region, init, decay: false, trainable: true }
+    }
+
+    /// Returns the weight of an RMS norm.
+    pub(crate) fn norm(name: String, width: DimSize, region: Region) -> Self {
+        Self::vector(name, width, region, Init::Ones)
+    }
 }
 
 /// What a dim of a parameter counts.

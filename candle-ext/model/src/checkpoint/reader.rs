@@ -153,7 +153,7 @@ impl Checkpoint {
     fn lacking(&self, missing: &[&str]) -> String {
         let hint = match missing {
             ["lm_head.weight"] => "; if the output layer is the embedding, set tie_word_embeddings to true",
-            [first, ..] if crate::Adapter::owns(first) => {
+            [first, ..] if crate::AdapterSpec::owns(first) => {
                 "; the adapter must belong to this base model, and adapter_config.json to adapter_model.safetensors"
             }
             _ => "; config.json and the weights must belong together",

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::to_host;
 
-use super::{Adapter, AdapterFolder};
+use super::{AdapterFolder, AdapterSpec};
 use crate::{
     Config, Model, ModelError, ParamSpec,
     checkpoint::{Checkpoint, Companions, Export},
@@ -125,7 +125,7 @@ impl Source {
         Ok(Self { model, base, adapter: adapter.weights })
     }
 
-    fn adapter_on(&self, param: &ParamSpec) -> Option<&Adapter> {
+    fn adapter_on(&self, param: &ParamSpec) -> Option<&AdapterSpec> {
         let module = param.name.strip_suffix(".weight")?;
         self.model.adapters().find(|adapter| adapter.module == module)
     }

@@ -3,24 +3,23 @@
 mod base;
 mod config;
 mod folder;
+mod layer;
 mod merge;
 mod target;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::{
-    Dim, Init, ParamSpec, Region,
-    unit::{Extent, Linear, matrix},
-};
+use crate::{Dim, DimSize, Init, LinearSpec, ParamSpec, Region};
 
 pub use base::{BASE_RECORD, BaseRecord};
 pub use config::LoraConfig;
 pub use folder::AdapterFolder;
+pub use layer::Lora;
 pub use merge::{Merge, Merged};
 
 /// An adapter on one linear layer.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Adapter {
+pub struct AdapterSpec {
     /// The linear layer, such as `model.layers.0.self_attn.q_proj`.
     pub module: String,
     /// The rank.
@@ -31,7 +30,7 @@ pub struct Adapter {
     pub dropout: f64,
 }
 
-impl Adapter {
+impl AdapterSpec {
     /// Returns the name of A [r, inputs].
     pub fn a_name(&self) -> String {
         format!("{}.lora_A.weight", self.module)
@@ -49,12 +48,12 @@ impl Adapter {
 }
 
 /// A as torch initialises a linear layer (kaiming uniform with a = sqrt(5)), B zero: the adapter begins as nothing.
-pub(crate) fn factors(adapter: &Adapter, linear: &Linear) -> [ParamSpec; 2] {
-    let rank = Extent { dim: Dim::Rank, len: adapter.r };
+pub(crate) fn factors(adapter: &AdapterSpec, linear: &LinearSpec) -> [ParamSpec; 2] {
+    let rank = DimSize { dim: Dim::Rank, len: adapter.r };
     let bound = (linear.input.len as f64).powf(-0.5);
     [
-        matrix(adapter.a_name(), [rank, linear.input], Region::Branch, Init::Uniform { bound }),
-        matrix(adapter.b_name(), [linear.out, rank], Region::Branch, Init::Zeros),
+        ParamSpec::matrix(adapter.a_name(), [rank, linear.input], Region::Branch, Init::Uniform { bound }),
+        ParamSpec::matrix(adapter.b_name(), [linear.out, rank], Region::Branch, Init::Zeros),
     ]
 }
 

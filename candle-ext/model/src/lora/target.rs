@@ -3,12 +3,11 @@
 use fancy_regex::Regex;
 use serde_json::{Value, json};
 
-use super::{Adapter, LoraConfig};
+use super::{AdapterSpec, LoraConfig};
 use crate::{
     Config, ModelError,
     config::json::{Keys, shorten},
     error::did_you_mean,
-    unit,
 };
 
 /// Module names as PEFT takes them.
@@ -77,15 +76,15 @@ fn is_match(key: &str, text: &str, module: &str) -> Result<bool, ModelError> {
 
 impl LoraConfig {
     /// The adapters, in the order of the blocks.
-    pub(crate) fn targets(&self, config: &Config) -> Result<Vec<Adapter>, ModelError> {
+    pub(crate) fn targets(&self, config: &Config) -> Result<Vec<AdapterSpec>, ModelError> {
         self.refuse_embeddings()?;
         self.refuse_unmatched(config)?;
         self.refuse_idle(config)?;
         let mut adapters = Vec::new();
         for block_idx in (0..config.n_layers()).filter(|block_idx| self.transforms(*block_idx)) {
-            for linear in unit::linears(config, block_idx) {
+            for linear in config.layer(block_idx).linears() {
                 if self.hits(&linear.module)? {
-                    adapters.push(self.adapter(linear.module)?);
+                    adapters.push(self.adapter(linear.module.clone())?);
                 }
             }
         }
@@ -108,11 +107,11 @@ impl LoraConfig {
         self.target_modules.matches("target_modules", module)
     }
 
-    fn adapter(&self, module: String) -> Result<Adapter, ModelError> {
+    fn adapter(&self, module: String) -> Result<AdapterSpec, ModelError> {
         let r = first_match("rank_pattern", &self.rank_pattern, &module)?.unwrap_or(self.r);
         let alpha = first_match("alpha_pattern", &self.alpha_pattern, &module)?.unwrap_or(self.lora_alpha);
         let scaling = alpha / if self.use_rslora { (r as f64).sqrt() } else { r as f64 };
-        Ok(Adapter { module, r, scaling, dropout: self.lora_dropout })
+        Ok(AdapterSpec { module, r, scaling, dropout: self.lora_dropout })
     }
 
     /// The loss is fused with the output layer, and the embedding is no matrix product: neither can carry an adapter.
@@ -174,20 +173,23 @@ impl LoraConfig {
 
 /// Every linear layer of every block.
 fn modules(config: &Config) -> Vec<String> {
-    let linears = (0..config.n_layers()).flat_map(|block_idx| unit::linears(config, block_idx));
-    linears.map(|linear| linear.module).collect()
+    (0..config.n_layers()).flat_map(|layer_idx| layer_modules(config, layer_idx)).collect()
+}
+
+fn layer_modules(config: &Config, layer_idx: usize) -> Vec<String> {
+    config.layer(layer_idx).linears().map(|linear| linear.module.clone()).collect()
 }
 
 fn short_names(config: &Config) -> Vec<String> {
     let last = |module: &str| module.rsplit('.').next().unwrap_or_default().to_string();
-    unit::linears(config, 0).iter().map(|linear| last(&linear.module)).collect()
+    layer_modules(config, 0).iter().map(|module| last(module)).collect()
 }
 
 fn these_are_there(config: &Config) -> String {
     format!(
         "the linear layers are {}, named like {}, for layers 0 to {}",
         short_names(config).join(", "),
-        unit::linears(config, 0)[0].module,
+        layer_modules(config, 0)[0],
         config.n_layers() - 1
     )
 }

@@ -197,7 +197,7 @@ impl Engine {
             };
             self.store.release(0);
             for block_idx in layout.blocks(stage, chunk) {
-                x = self.model.block(block_idx, &self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &cx)?;
+                x = self.model.block(&self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &cx)?;
                 self.store.release(block_idx + 1);
             }
             if layout.is_last(stage, chunk) {

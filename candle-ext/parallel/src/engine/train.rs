@@ -190,10 +190,10 @@ impl Engine {
         let _span = span("block", "forward");
         let weights = self.fetch(block_idx + 1, Some(block_idx + 2))?;
         if self.residency[block_idx] == Residency::Keep {
-            let tape = Tape::record(&[&x], || self.model.block(block_idx, &weights, &x, cx))?;
+            let tape = Tape::record(&[&x], || self.model.block(&weights, &x, cx))?;
             return Ok((tape.output().clone(), Kept::Tape(x, tape)));
         }
-        let forward = || self.model.block(block_idx, &weights, &x, cx);
+        let forward = || self.model.block(&weights, &x, cx);
         let (y, outputs) = match self.residency[block_idx] {
             Residency::Selective => keep_outputs(forward)?,
             _ => (forward()?, Outputs::default()),
@@ -215,7 +215,7 @@ impl Engine {
             Kept::Input(x, outputs) => (x, outputs),
             Kept::Parked(parked) => (parked.fetch()?, Outputs::default()),
         };
-        let forward = || self.model.block(block_idx, &weights, &x, cx);
+        let forward = || self.model.block(&weights, &x, cx);
         let tape = Tape::record_keeping(GatedOutputs::Kept, &[&x], || outputs.give_to(forward))?;
         input_grad(tape, &x, dy)
     }

@@ -1,0 +1,243 @@
+//! A decoder layer as data: the model is built, and memory and FLOPs are counted, from this.
+
+use crate::{AdapterSpec, Config, Dim, Init, ParamSpec, Region};
+
+/// One decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
+#[derive(Clone, Debug, PartialEq)]
+pub struct LayerSpec {
+    /// The index among the layers.
+    pub layer_idx: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Epsilon of every RMS norm.
+    pub norm_eps: f64,
+    /// The sublayer that mixes tokens.
+    pub mixer: MixerSpec,
+    /// The sublayer that computes on each token.
+    pub mlp: MlpSpec,
+}
+
+/// A sublayer that mixes tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub enum MixerSpec {
+    /// Softmax attention.
+    Attention(SelfAttentionSpec),
+}
+
+/// Causal self-attention with rotary position embedding and grouped KV heads.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SelfAttentionSpec {
+    /// Number of query heads.
+    pub n_heads: usize,
+    /// Number of KV heads.
+    pub n_kv_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// The sliding window: query i attends to key j while i - j < window.
+    pub window: Option<usize>,
+    /// RMS norms of each query and key head.
+    pub qk_norm: bool,
+    /// Projections to queries, keys and values, in this order.
+    pub qkv: [LinearSpec; 3],
+    /// The output projection.
+    pub o: LinearSpec,
+}
+
+/// A sublayer that computes on each token.
+#[derive(Clone, Debug, PartialEq)]
+pub enum MlpSpec {
+    /// down(silu(gate(x)) * up(x)).
+    SwiGlu(SwiGluSpec),
+}
+
+/// The linear layers of a SwiGLU MLP.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SwiGluSpec {
+    /// Gate and up projections, in this order.
+    pub gate_up: [LinearSpec; 2],
+    /// The down projection.
+    pub down: LinearSpec,
+}
+
+/// A linear layer y = x W^T + b.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LinearSpec {
+    /// Hugging Face module name, such as `model.layers.0.self_attn.q_proj`.
+    pub module: String,
+    /// Output features.
+    pub out: DimSize,
+    /// Input features.
+    pub input: DimSize,
+    /// True if there is a bias.
+    pub bias: bool,
+    /// The adapter on this layer.
+    pub adapter: Option<AdapterSpec>,
+}
+
+/// A dim and its length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DimSize {
+    /// The dim.
+    pub dim: Dim,
+    /// The length.
+    pub len: usize,
+}
+
+impl Config {
+    /// Returns layer `layer_idx` without adapters.
+    pub fn layer(&self, layer_idx: usize) -> LayerSpec {
+        LayerSpec {
+            layer_idx,
+            hidden_size: self.typed.hidden_size,
+            norm_eps: self.typed.rms_norm_eps,
+            mixer: MixerSpec::Attention(self.self_attention(layer_idx)),
+            mlp: MlpSpec::SwiGlu(self.swiglu(layer_idx)),
+        }
+    }
+
+    fn self_attention(&self, layer_idx: usize) -> SelfAttentionSpec {
+        let t = &self.typed;
+        let q = DimSize { dim: Dim::Heads, len: t.n_heads * t.head_dim };
+        let kv = DimSize { dim: Dim::KvHeads, len: t.n_kv_heads * t.head_dim };
+        let linear = |name: &str, [out, input]: [DimSize; 2], bias| {
+            LinearSpec::new(format!("{}.self_attn.{name}", layer_name(layer_idx)), [out, input], bias)
+        };
+        SelfAttentionSpec {
+            n_heads: t.n_heads,
+            n_kv_heads: t.n_kv_heads,
+            head_dim: t.head_dim,
+            window: self.window(layer_idx),
+            qk_norm: t.qk_norm,
+            qkv: [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+                .map(|(name, out)| linear(name, [out, self.embed()], t.qkv_bias)),
+            o: linear("o_proj", [self.embed(), q], t.o_bias),
+        }
+    }
+
+    fn swiglu(&self, layer_idx: usize) -> SwiGluSpec {
+        let t = &self.typed;
+        let ffn = DimSize { dim: Dim::Ffn, len: t.intermediate_size };
+        let linear = |name: &str, shape| {
+            LinearSpec::new(format!("{}.mlp.{name}", layer_name(layer_idx)), shape, t.mlp_bias)
+        };
+        SwiGluSpec {
+            gate_up: ["gate_proj", "up_proj"].map(|name| linear(name, [ffn, self.embed()])),
+            down: linear("down_proj", [self.embed(), ffn]),
+        }
+    }
+
+    /// Returns the width of the residual stream, as a dim.
+    pub(crate) fn embed(&self) -> DimSize {
+        DimSize { dim: Dim::Embed, len: self.typed.hidden_size }
+    }
+}
+
+impl LayerSpec {
+    /// Returns the Hugging Face module name, such as `model.layers.0`.
+    pub fn name(&self) -> String {
+        layer_name(self.layer_idx)
+    }
+
+    /// Returns the linear layers in the order of the forward.
+    pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
+        self.mixer.linears().chain(self.mlp.linears())
+    }
+
+    /// Returns the linear layers in the order of the forward.
+    pub fn linears_mut(&mut self) -> impl Iterator<Item = &mut LinearSpec> {
+        let MixerSpec::Attention(attention) = &mut self.mixer;
+        let MlpSpec::SwiGlu(mlp) = &mut self.mlp;
+        let of_mixer = attention.qkv.iter_mut().chain([&mut attention.o]);
+        of_mixer.chain(mlp.gate_up.iter_mut()).chain([&mut mlp.down])
+    }
+
+    /// Returns the name of the norm before the mixer.
+    pub(crate) fn input_norm(&self) -> String {
+        format!("{}.input_layernorm.weight", self.name())
+    }
+
+    /// Returns the name of the norm before the MLP.
+    pub(crate) fn mlp_norm(&self) -> String {
+        format!("{}.post_attention_layernorm.weight", self.name())
+    }
+
+    /// Returns the names of the norms of query and key heads.
+    pub(crate) fn qk_norms(&self) -> [String; 2] {
+        ["q_norm", "k_norm"].map(|norm| format!("{}.self_attn.{norm}.weight", self.name()))
+    }
+
+    /// Returns the parameters; `std` is the standard deviation of a matrix's first values.
+    pub(crate) fn params(&self, std: f64) -> Vec<ParamSpec> {
+        let embed = DimSize { dim: Dim::Embed, len: self.hidden_size };
+        let mut params = vec![ParamSpec::norm(self.input_norm(), embed, Region::Residual)];
+        params.extend(self.linears().flat_map(|linear| linear.params(std)));
+        let MixerSpec::Attention(attention) = &self.mixer;
+        if attention.qk_norm {
+            let head = DimSize { dim: Dim::HeadDim, len: attention.head_dim };
+            params.extend(self.qk_norms().map(|name| ParamSpec::norm(name, head, Region::Branch)));
+        }
+        params.push(ParamSpec::norm(self.mlp_norm(), embed, Region::Residual));
+        params
+    }
+}
+
+impl MixerSpec {
+    /// Returns the linear layers in the order of the forward.
+    pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
+        let Self::Attention(attention) = self;
+        attention.qkv.iter().chain([&attention.o])
+    }
+
+    /// Returns the elements of the matrices that a token is multiplied with.
+    pub fn n_matmul_weights(&self) -> usize {
+        self.linears().map(LinearSpec::n_weights).sum()
+    }
+}
+
+impl MlpSpec {
+    /// Returns the linear layers in the order of the forward.
+    pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
+        let Self::SwiGlu(mlp) = self;
+        mlp.gate_up.iter().chain([&mlp.down])
+    }
+
+    /// Returns the elements of the matrices that a token is multiplied with.
+    pub fn n_matmul_weights(&self) -> usize {
+        self.linears().map(LinearSpec::n_weights).sum()
+    }
+}
+
+impl LinearSpec {
+    fn new(module: String, [out, input]: [DimSize; 2], bias: bool) -> Self {
+        Self { module, out, input, bias, adapter: None }
+    }
+
+    /// Returns the name of W [out, input].
+    pub fn weight_name(&self) -> String {
+        format!("{}.weight", self.module)
+    }
+
+    /// Returns the name of b [out].
+    pub fn bias_name(&self) -> String {
+        format!("{}.bias", self.module)
+    }
+
+    /// Returns the number of elements of W.
+    pub fn n_weights(&self) -> usize {
+        self.out.len * self.input.len
+    }
+
+    /// Returns W and b, without the adapter's parameters.
+    fn params(&self, std: f64) -> Vec<ParamSpec> {
+        let init = Init::Normal { std, zero_row: None };
+        let mut params = vec![ParamSpec::matrix(self.weight_name(), [self.out, self.input], Region::Branch, init)];
+        if self.bias {
+            params.push(ParamSpec::vector(self.bias_name(), self.out, Region::Branch, Init::Zeros));
+        }
+        params
+    }
+}
+
+fn layer_name(layer_idx: usize) -> String {
+    format!("model.layers.{layer_idx}")
+}

@@ -1,0 +1,44 @@
+//! The low-rank factors on one linear layer, as values.
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, Precision, Weight};
+
+use super::AdapterSpec;
+use crate::{
+    linear::DropoutScope,
+    param::{FNV_START, fnv1a},
+};
+
+/// scaling * (dropout(x) A^T) B^T.
+#[derive(Clone, Debug)]
+pub struct Lora {
+    a: Weight,
+    b: Weight,
+    scaling: f64,
+    dropout: f64,
+    /// Hash of the module's name, by which its dropout mask differs from those of other layers.
+    module_hash: u64,
+}
+
+impl Lora {
+    pub(crate) fn build(spec: &AdapterSpec, get: &mut impl FnMut(&str) -> Result<Weight>) -> Result<Self> {
+        Ok(Self {
+            a: get(&spec.a_name())?,
+            b: get(&spec.b_name())?,
+            scaling: spec.scaling,
+            dropout: spec.dropout,
+            module_hash: fnv1a(FNV_START, &spec.module),
+        })
+    }
+
+    pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor, dropout: Option<&DropoutScope>) -> Result<Tensor> {
+        let x = match dropout {
+            Some(dropout) => dropout.apply(self.module_hash, self.dropout, x)?,
+            None => x.clone(),
+        };
+        // Scaled while it is small and unrounded.
+        let down = ops::linear(&x, &self.a, None, Precision::Full)?;
+        let down = ops::scale(&down, self.scaling, x.dtype())?;
+        ops::add(base, &ops::linear(&down, &self.b, None, Precision::Compute)?)
+    }
+}
