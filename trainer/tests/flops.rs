@@ -10,7 +10,7 @@ use candlewick_model::Config;
 use serde::Deserialize;
 use serde_json::Value;
 use support::{Run, stderr};
-use trainer::metrics::{ModelShape, Pass, Visibility, flops};
+use trainer::metrics::{LayerShape, ModelShape, Pass, Visibility, flops};
 
 /// What torch counted for a model and sequences of these lengths.
 #[derive(Deserialize)]
@@ -49,7 +49,7 @@ fn causal_and_windowed_attention_count_the_pairs_that_the_mask_leaves() {
         let config = Config::from_json(config).unwrap();
         let shape = ModelShape::of(&config);
         let all_pairs: usize = lengths.iter().map(|s| s * s).sum();
-        let of_a_pair = (4 * shape.n_heads * shape.head_dim) as f64;
+        let of_a_pair = (4 * shape.layers[0].attention_width) as f64;
         let hidden: f64 = visible_pairs.iter().map(|visible| all_pairs as f64 - visible).sum();
         assert_eq!(flops(&shape, Pass::FORWARD, Visibility::Causal, &lengths), forward - of_a_pair * hidden, "{name}");
     }
@@ -83,8 +83,10 @@ fn a_packed_rows_tflops_are_those_of_its_sequences() {
 
 /// The model of `support`.
 fn tiny() -> ModelShape {
-    let windows = vec![None; 2];
-    ModelShape { windows, hidden: 32, intermediate: 64, n_heads: 4, n_kv_heads: 2, head_dim: 8, vocab: 1024 }
+    let (h, i, q, kv) = (32, 64, 4 * 8, 2 * 8);
+    let (n_mixer_weights, n_mlp_weights) = (h * (2 * q + 2 * kv), 3 * h * i);
+    let layer = LayerShape { n_mixer_weights, n_mlp_weights, attention_width: q, window: None };
+    ModelShape { layers: vec![layer; 2], n_head_weights: 1024 * h }
 }
 
 #[track_caller]

@@ -87,7 +87,7 @@ fn logits(model: &Model, values: &Values, ids: &[u32]) -> Result<Tensor> {
     };
     let mut x = model.embed(&units[0], &Tensor::new(ids, &Device::Cpu)?, &OneDevice)?;
     for block_idx in 0..model.n_blocks() {
-        x = model.block(block_idx, &units[block_idx + 1], &x, &cx)?;
+        x = model.block(&units[block_idx + 1], &x, &cx)?;
     }
     let head = &units[units.len() - 1];
     model.logits(head, &model.norm(head, &x)?)

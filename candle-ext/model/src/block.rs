@@ -96,7 +96,6 @@ impl Cx<'_> {
 
 /// A decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
 pub struct Layer {
-    layer_idx: usize,
     input_norm: Norm,
     mixer: Mixer,
     mlp_norm: Norm,
@@ -136,17 +135,11 @@ impl Layer {
         let MixerSpec::Attention(attention) = &spec.mixer;
         let MlpSpec::SwiGlu(mlp) = &spec.mlp;
         Ok(Self {
-            layer_idx: spec.layer_idx,
             input_norm: Norm { weight: get(&spec.input_norm())?, eps: spec.norm_eps },
             mixer: Mixer::Attention(SelfAttention::build(spec, attention, get)?),
             mlp_norm: Norm { weight: get(&spec.mlp_norm())?, eps: spec.norm_eps },
             mlp: Mlp::SwiGlu(SwiGlu::build(mlp, get)?),
         })
-    }
-
-    /// Returns the index among the layers.
-    pub(crate) fn layer_idx(&self) -> usize {
-        self.layer_idx
     }
 
     /// Computes [t, d] -> [t, d].

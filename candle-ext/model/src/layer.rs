@@ -117,9 +117,8 @@ impl Config {
     fn swiglu(&self, layer_idx: usize) -> SwiGluSpec {
         let t = &self.typed;
         let ffn = DimSize { dim: Dim::Ffn, len: t.intermediate_size };
-        let linear = |name: &str, shape| {
-            LinearSpec::new(format!("{}.mlp.{name}", layer_name(layer_idx)), shape, t.mlp_bias)
-        };
+        let linear =
+            |name: &str, shape| LinearSpec::new(format!("{}.mlp.{name}", layer_name(layer_idx)), shape, t.mlp_bias);
         SwiGluSpec {
             gate_up: ["gate_proj", "up_proj"].map(|name| linear(name, [ffn, self.embed()])),
             down: linear("down_proj", [self.embed(), ffn]),

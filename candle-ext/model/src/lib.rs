@@ -25,7 +25,7 @@ pub use error::ModelError;
 pub use family::Family;
 pub use layer::{DimSize, LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec};
 pub use linear::{Adapter, Linear};
-pub use lora::{AdapterSpec, AdapterFolder, BASE_RECORD, BaseRecord, LoraConfig, Lora, Merge, Merged, merge};
+pub use lora::{AdapterFolder, AdapterSpec, BASE_RECORD, BaseRecord, Lora, LoraConfig, Merge, Merged, merge};
 pub use model::Model;
 pub use param::{Dim, Init, ParamSpec, Region};
 pub use unit::{Shared, Unit, UnitKind};

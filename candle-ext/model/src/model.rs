@@ -5,7 +5,9 @@
 use candle_core::{Device, Result, Tensor};
 use candlewick_ops::Weight;
 
-use crate::{AdapterSpec, Config, Cx, LayerSpec, LoraConfig, ModelError, ParamSpec, Seams, Unit, Weights, rope::Rope, unit};
+use crate::{
+    AdapterSpec, Config, Cx, LayerSpec, LoraConfig, ModelError, ParamSpec, Seams, Unit, Weights, rope::Rope, unit,
+};
 
 /// A model of one of the families, perhaps with an adapter on it.
 #[derive(Clone, Debug)]

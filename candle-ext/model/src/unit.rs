@@ -40,6 +40,13 @@ impl Unit {
         }
     }
 
+    /// Removes the bias called `name`, which only another rank adds.
+    pub fn remove_bias(&mut self, name: &str) {
+        self.params.retain(|param| param.name != name);
+        let UnitKind::Layer(layer) = &mut self.kind else { return };
+        layer.linears_mut().filter(|linear| linear.bias_name() == name).for_each(|linear| linear.bias = false);
+    }
+
     /// Returns the adapters on its linear layers.
     pub fn adapters(&self) -> impl Iterator<Item = &AdapterSpec> {
         self.layer().into_iter().flat_map(LayerSpec::linears).filter_map(|linear| linear.adapter.as_ref())

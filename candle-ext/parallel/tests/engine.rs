@@ -213,9 +213,9 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
         };
         let head = store.fetch(model.n_blocks() + 1).unwrap();
         let tape = Tape::record(&[], || {
-            let mut x = model.embed(&store.fetch(0)?, &micro.ids, &OneDevice)?;
+            let mut x = model.embed(store.fetch(0)?, &micro.ids, &OneDevice)?;
             for block_idx in 0..model.n_blocks() {
-                x = model.block(block_idx, &store.fetch(block_idx + 1)?, &x, &cx)?;
+                x = model.block(store.fetch(block_idx + 1)?, &x, &cx)?;
             }
             model.norm(&head, &x)
         });

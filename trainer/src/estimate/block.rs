@@ -3,7 +3,7 @@
 //! t tokens, o of them outside of branches (a part where ranks share matrices), d model, q and kv the widths of the query and
 //! key heads and f of the MLP as far as they are here, r rank of an adapter, u tokens of a tile of a tiled MLP
 
-use candlewick_model::Adapter;
+use candlewick_model::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec};
 use candlewick_ops::AttentionImpl;
 
 use super::{Place, Setup};
@@ -19,7 +19,8 @@ const PANEL: u64 = 4 << 20;
 /// A block of a setup.
 pub(super) struct Block<'a> {
     setup: &'a Setup,
-    adapters: &'a [Adapter],
+    layer: &'a LayerSpec,
+    attention: &'a SelfAttentionSpec,
     t: u64,
     o: u64,
     d: u64,
@@ -32,18 +33,19 @@ pub(super) struct Block<'a> {
 
 impl<'a> Block<'a> {
     pub(super) fn new(setup: &'a Setup, block_idx: usize) -> Self {
-        let config = setup.model.config();
-        let tensor = setup.ranks.tensor;
-        let of_heads = |n: usize| (n / tensor * config.head_dim()) as u64;
+        let layer = setup.model.units()[block_idx + 1].layer().expect("blocks lie between embedding and head");
+        let (MixerSpec::Attention(attention), MlpSpec::SwiGlu(mlp)) = (&layer.mixer, &layer.mlp);
+        let on_rank = |linear: &LinearSpec| (linear.out.len / setup.ranks.tensor) as u64;
         Self {
             setup,
-            adapters: &setup.model.units()[block_idx + 1].adapters,
+            layer,
+            attention,
             t: setup.tokens(),
             o: setup.tokens_outside(),
-            d: config.hidden_size() as u64,
-            q: of_heads(config.n_heads()),
-            kv: of_heads(config.n_kv_heads()),
-            f: (config.intermediate_size() / tensor) as u64,
+            d: layer.hidden_size as u64,
+            q: on_rank(&attention.qkv[0]),
+            kv: on_rank(&attention.qkv[1]),
+            f: on_rank(&mlp.gate_up[0]),
             s: setup.compute.n_bytes(),
         }
     }
@@ -64,7 +66,7 @@ impl<'a> Block<'a> {
     }
 
     fn n_heads(&self) -> u64 {
-        (self.setup.model.config().n_heads() / self.setup.ranks.tensor) as u64
+        (self.attention.n_heads / self.setup.ranks.tensor) as u64
     }
 
     /// What the ops of `model::block` save for backward, each tensor once, and the output. The input is not counted. What
@@ -77,9 +79,9 @@ impl<'a> Block<'a> {
     /// q and k before their norms, if they have some.
     fn until_attention(&self) -> u64 {
         let Self { t, q, kv, s, .. } = *self;
-        let norms = if self.setup.model.config().qk_norm() { q + kv } else { 0 };
+        let norms = if self.attention.qk_norm { q + kv } else { 0 };
         let log_sum_exp = self.log_sum_exp();
-        let adapters = self.of_adapters(t, &["q_proj", "k_proj", "v_proj", "o_proj"]);
+        let adapters = self.of_adapters(t, self.layer.mixer.linears());
         self.activation() + t * s * (2 * q + 2 * kv + norms) + log_sum_exp + adapters + self.reference(7)
     }
 
@@ -102,7 +104,7 @@ impl<'a> Block<'a> {
 
     /// Gate and up of some tokens, and what adapters save.
     fn mlp_of(&self, rows: u64) -> u64 {
-        let adapters = self.of_adapters(rows, &["gate_proj", "up_proj", "down_proj"]);
+        let adapters = self.of_adapters(rows, self.layer.mlp.linears());
         rows * self.s * 2 * self.f + adapters
     }
 
@@ -115,17 +117,16 @@ impl<'a> Block<'a> {
         if self.is_tiled() { self.t.div_ceil(self.t.div_ceil(self.d).max(1)) } else { self.t }
     }
 
-    /// The input of products, computed again for the gradient of their weights, or of an adapter's A that reads the same.
-    fn again(&self, rows: u64, products: &[&str], width: u64) -> u64 {
-        let reads = |adapter: &Adapter| adapter.dropout == 0.0 && is_one_of(adapter, products);
-        let is_needed = self.setup.model.lora().is_none() || self.adapters.iter().any(reads);
+    /// The input of matmuls, computed again for the gradient of their weights, or of an adapter's A that reads the same.
+    fn again<'l>(&self, rows: u64, linears: impl IntoIterator<Item = &'l LinearSpec>, width: u64) -> u64 {
+        let mut adapters = linears.into_iter().filter_map(|linear| linear.adapter.as_ref());
+        let is_needed = self.setup.model.lora().is_none() || adapters.any(|adapter| adapter.dropout == 0.0);
         if is_needed { rows * self.s * width } else { 0 }
     }
 
-    /// What adapters save of their own: x A^T, rounded (`model::weights`).
-    fn of_adapters(&self, rows: u64, products: &[&str]) -> u64 {
-        let own = |adapter: &Adapter| rows * self.s * adapter.r as u64;
-        self.adapters.iter().filter(|adapter| is_one_of(adapter, products)).map(own).sum()
+    /// The outputs of adapters' A, which their B saves, rounded.
+    fn of_adapters<'l>(&self, rows: u64, linears: impl Iterator<Item = &'l LinearSpec>) -> u64 {
+        linears.filter_map(|linear| linear.adapter.as_ref()).map(|adapter| rows * self.s * adapter.r as u64).sum()
     }
 
     /// A forward that records nothing, at the last product of the MLP or in attention. Its input is not counted.
@@ -166,10 +167,11 @@ impl<'a> Block<'a> {
     /// one of d.
     fn mlp_backward(&self, rows: u64) -> u64 {
         let Self { d, f, s, .. } = *self;
+        let MlpSpec::SwiGlu(mlp) = &self.layer.mlp;
         let elements = |n: u64| rows * s * n;
-        let down = self.again(rows, &["down_proj"], f) + elements(f) + self.product(rows, f, d);
+        let down = self.again(rows, [&mlp.down], f) + elements(f) + self.product(rows, f, d);
         let swiglu = elements(3 * f);
-        let gate = elements(d) + self.again(rows, &["gate_proj", "up_proj"], d) + self.product(rows, d, f);
+        let gate = elements(d) + self.again(rows, &mlp.gate_up, d) + self.product(rows, d, f);
         self.mlp_of(rows) + down.max(swiglu).max(gate)
     }
 
@@ -215,8 +217,4 @@ impl<'a> Block<'a> {
             _ => 0,
         }
     }
-}
-
-fn is_one_of(adapter: &Adapter, products: &[&str]) -> bool {
-    products.iter().any(|product| adapter.module.ends_with(product))
 }

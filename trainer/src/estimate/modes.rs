@@ -113,8 +113,9 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
 /// How much of a block's forward is attention, on a row of the greatest length.
 fn attention_share(setup: &Setup) -> f64 {
     let (shape, row) = (ModelShape::of(setup.model.config()), [setup.row_tokens as usize]);
-    let of = |n_blocks, n_attentions| recomputed_flops(&shape, Recomputed { n_blocks, n_attentions, n_mlps: 0 }, &row);
+    let of = |again: Recomputed| recomputed_flops(&shape, &[again], &row);
+    let matmuls = of(Recomputed { layer: true, ..Recomputed::default() });
     // Half of the pairs are masked.
-    let (products, attention) = (of(1, 0), of(0, 1) / 2.0);
-    attention / (products + attention)
+    let attention = of(Recomputed { attention: true, ..Recomputed::default() }) / 2.0;
+    attention / (matmuls + attention)
 }

@@ -9,26 +9,28 @@
 //!
 //! h hidden, i intermediate, k head dim, L layers, V vocabulary, s the length of a packed sequence.
 
-use candlewick_model::Config;
+use candlewick_model::{Config, LayerSpec, MixerSpec};
 
-/// Holds the sizes that the count depends on.
+/// The matmuls and attentions of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelShape {
-    /// Of each of the L layers, the sliding window if it has one: a query sees itself and at most `window - 1` keys before
-    /// it.
-    pub windows: Vec<Option<usize>>,
-    /// h.
-    pub hidden: usize,
-    /// i.
-    pub intermediate: usize,
-    /// Query heads.
-    pub n_heads: usize,
-    /// Key and value heads.
-    pub n_kv_heads: usize,
-    /// k.
-    pub head_dim: usize,
-    /// V.
-    pub vocab: usize,
+    /// The decoder layers.
+    pub layers: Vec<LayerShape>,
+    /// V h: elements of the output layer's weight.
+    pub n_head_weights: usize,
+}
+
+/// The matmuls and the attention of one layer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerShape {
+    /// Elements of the mixer's weights.
+    pub n_mixer_weights: usize,
+    /// Elements of the MLP's weights.
+    pub n_mlp_weights: usize,
+    /// k n_heads: width of all query heads.
+    pub attention_width: usize,
+    /// The sliding window: a query attends to itself and at most `window - 1` keys before it.
+    pub window: Option<usize>,
 }
 
 /// Holds the factors a and b: operations a weight and token, and a visible query-key pair, head
@@ -48,15 +50,15 @@ impl Pass {
     pub const ADAPTER: Self = Self { linear: 4, attention: 12 };
 }
 
-/// Holds what backward computes again.
+/// The parts of a layer that backward computes again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recomputed {
-    /// Blocks of which the input was kept, and no tape.
-    pub n_blocks: usize,
-    /// Those of them of which attention's output was not kept either.
-    pub n_attentions: usize,
-    /// MLPs of which nothing was kept inside of their block: tiled ones.
-    pub n_mlps: usize,
+    /// The layer, of which the input was saved, and no tape.
+    pub layer: bool,
+    /// The layer's attention.
+    pub attention: bool,
+    /// The tiled MLP, of which nothing was saved inside the layer.
+    pub tiled_mlp: bool,
 }
 
 /// Says which query-key pairs count.
@@ -69,52 +71,59 @@ pub enum Visibility {
 }
 
 impl ModelShape {
-    /// Reads the sizes off a model's configuration.
+    /// Reads the layers of a model's configuration.
     pub fn of(config: &Config) -> Self {
         Self {
-            windows: (0..config.n_layers()).map(|block_idx| config.window(block_idx)).collect(),
-            hidden: config.hidden_size(),
-            intermediate: config.intermediate_size(),
-            n_heads: config.n_heads(),
-            n_kv_heads: config.n_kv_heads(),
-            head_dim: config.head_dim(),
-            vocab: config.vocab_size(),
+            layers: (0..config.n_layers()).map(|layer_idx| LayerShape::of(&config.layer(layer_idx))).collect(),
+            n_head_weights: config.vocab_size() * config.hidden_size(),
         }
     }
 
-    /// Returns N: the weights that take part in matrix products, the output head included and the
-    /// embedding's lookup not.
+    /// Returns N: the weights that take part in matmuls, with the output layer and without the embedding's lookup.
     pub fn n_weights(&self) -> u64 {
-        (self.windows.len() * self.n_block_weights() + self.vocab * self.hidden) as u64
+        (self.layers.iter().map(LayerShape::n_weights).sum::<usize>() + self.n_head_weights) as u64
+    }
+}
+
+impl LayerShape {
+    fn of(layer: &LayerSpec) -> Self {
+        let MixerSpec::Attention(attention) = &layer.mixer;
+        Self {
+            n_mixer_weights: layer.mixer.n_matmul_weights(),
+            n_mlp_weights: layer.mlp.n_matmul_weights(),
+            attention_width: attention.n_heads * attention.head_dim,
+            window: attention.window,
+        }
     }
 
-    fn n_block_weights(&self) -> usize {
-        self.n_mlp_weights() + self.hidden * (2 * self.n_heads + 2 * self.n_kv_heads) * self.head_dim
-    }
-
-    fn n_mlp_weights(&self) -> usize {
-        3 * self.hidden * self.intermediate
+    fn n_weights(&self) -> usize {
+        self.n_mixer_weights + self.n_mlp_weights
     }
 }
 
 /// Counts the operations of one pass over packed sequences of these lengths.
 pub fn flops(shape: &ModelShape, pass: Pass, visibility: Visibility, lengths: &[usize]) -> f64 {
-    let pairs: f64 = shape.windows.iter().map(|window| visibility.pairs(*window, lengths)).sum();
-    count(shape, pass, shape.n_weights(), pairs, lengths)
+    let of_layer = |layer: &LayerShape| layer.attention_width as f64 * visibility.pairs(layer.window, lengths);
+    count(pass, shape.n_weights(), shape.layers.iter().map(of_layer).sum(), lengths)
 }
 
-/// Counts the operations of the forwards that backward computes again, with all query-key pairs: no useful work.
-pub fn recomputed_flops(shape: &ModelShape, again: Recomputed, lengths: &[usize]) -> f64 {
-    let n_weights = again.n_blocks * shape.n_block_weights() + again.n_mlps * shape.n_mlp_weights();
-    let pairs = again.n_attentions as f64 * Visibility::Full.pairs(None, lengths);
-    count(shape, Pass::FORWARD, n_weights as u64, pairs, lengths)
+/// Counts the operations of the forwards that backward computes again, with all query-key pairs: no useful work. `again` has
+/// an entry for each of the first layers.
+pub fn recomputed_flops(shape: &ModelShape, again: &[Recomputed], lengths: &[usize]) -> f64 {
+    let layers = || shape.layers.iter().zip(again);
+    let n_weights = layers().map(|(layer, again)| {
+        let once_more = if again.layer { layer.n_weights() } else { 0 };
+        once_more + if again.tiled_mlp { layer.n_mlp_weights } else { 0 }
+    });
+    let attentions = layers().filter(|(_, again)| again.attention);
+    let pairs = attentions.map(|(layer, _)| layer.attention_width as f64 * Visibility::Full.pairs(None, lengths));
+    count(Pass::FORWARD, n_weights.sum::<usize>() as u64, pairs.sum(), lengths)
 }
 
-/// `pairs`: of query and key, of all layers.
-fn count(shape: &ModelShape, pass: Pass, n_weights: u64, pairs: f64, lengths: &[usize]) -> f64 {
+/// `weighted_pairs`: the sum over layers of query-key pairs times the width of attention.
+fn count(pass: Pass, n_weights: u64, weighted_pairs: f64, lengths: &[usize]) -> f64 {
     let n_tokens: u64 = lengths.iter().map(|&s| s as u64).sum();
-    let width = (shape.head_dim * shape.n_heads) as f64;
-    (pass.linear * n_weights) as f64 * n_tokens as f64 + pass.attention as f64 * width * pairs
+    (pass.linear * n_weights) as f64 * n_tokens as f64 + pass.attention as f64 * weighted_pairs
 }
 
 /// Returns the share of the peak that useful work reached. Pass operations counted without
@@ -157,10 +166,10 @@ impl Visibility {
 mod tests {
     use super::*;
 
-    /// h = 4, k = 2, 2 query heads, 1 key head: a layer has 3*4*6 + 4*(4+2+2+4) = 120 weights.
+    /// h = 4, i = 6, k = 2, 2 query heads, 1 KV head: a layer has 4*(4+2+2+4) + 3*4*6 = 120 weights.
     fn tiny() -> ModelShape {
-        let windows = vec![None; 3];
-        ModelShape { windows, hidden: 4, intermediate: 6, n_heads: 2, n_kv_heads: 1, head_dim: 2, vocab: 10 }
+        let layer = LayerShape { n_mixer_weights: 48, n_mlp_weights: 72, attention_width: 4, window: None };
+        ModelShape { layers: vec![layer; 3], n_head_weights: 40 }
     }
 
     #[test]
@@ -174,19 +183,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_computed_again_is_counted_by_blocks_and_mlps() {
-        let count = |n_blocks, n_attentions, n_mlps| {
-            recomputed_flops(&tiny(), Recomputed { n_blocks, n_attentions, n_mlps }, &[3, 4])
-        };
-        assert_eq!(count(0, 0, 0), 0.0);
-        // 7 tokens; a block has 120 weights and attends to 25 pairs with a width of 2*2; an MLP has 3*4*6 = 72 weights.
-        assert_eq!(count(1, 1, 0), 2.0 * 120.0 * 7.0 + 4.0 * 4.0 * 25.0);
-        assert_eq!(count(1, 0, 0), 2.0 * 120.0 * 7.0);
-        assert_eq!(count(0, 0, 1), 2.0 * 72.0 * 7.0);
-        assert_eq!(count(2, 1, 3), count(1, 1, 0) + count(1, 0, 0) + 3.0 * count(0, 0, 1));
-        // All blocks are the whole forward but for the head.
+    fn what_is_computed_again_is_counted_by_layers_and_mlps() {
+        let again = |layer, attention, tiled_mlp| Recomputed { layer, attention, tiled_mlp };
+        let count = |again: &[Recomputed]| recomputed_flops(&tiny(), again, &[3, 4]);
+        assert_eq!(count(&[again(false, false, false); 3]), 0.0);
+        assert_eq!(count(&[]), 0.0);
+        // 7 tokens; a layer has 120 weights and attends to 25 pairs with a width of 2*2; an MLP has 3*4*6 = 72 weights.
+        assert_eq!(count(&[again(true, true, false)]), 2.0 * 120.0 * 7.0 + 4.0 * 4.0 * 25.0);
+        assert_eq!(count(&[again(true, false, false)]), 2.0 * 120.0 * 7.0);
+        assert_eq!(count(&[again(false, false, true)]), 2.0 * 72.0 * 7.0);
+        let mixed = [again(true, true, true), again(false, false, true), again(true, false, true)];
+        assert_eq!(count(&mixed), 2.0 * (2.0 * 120.0 + 3.0 * 72.0) * 7.0 + 4.0 * 4.0 * 25.0);
+        // All layers are the whole forward but for the head.
         let forward = flops(&tiny(), Pass::FORWARD, Visibility::Full, &[3, 4]);
-        assert_eq!(count(3, 3, 0), forward - 2.0 * 40.0 * 7.0);
+        assert_eq!(count(&[again(true, true, false); 3]), forward - 2.0 * 40.0 * 7.0);
     }
 
     #[test]
@@ -202,37 +212,33 @@ mod tests {
 
     #[test]
     fn a_layers_window_hides_pairs_of_that_layer() {
-        let windowed = ModelShape { windows: vec![None, Some(2), None], ..tiny() };
+        let mut windowed = tiny();
+        windowed.layers[1].window = Some(2);
         let count = |shape: &ModelShape, visibility| flops(shape, Pass::FORWARD, visibility, &[4]);
         assert_eq!(count(&windowed, Visibility::Full), count(&tiny(), Visibility::Full));
         // Of 10 causal pairs of 4 tokens, 7 lie within 2; width 2*2.
         assert_eq!(count(&tiny(), Visibility::Causal) - count(&windowed, Visibility::Causal), 4.0 * 4.0 * 3.0);
     }
 
+    #[track_caller]
+    fn check_weights(config: serde_json::Value, n_parameters: u64, n_in_norms: u64) {
+        let shape = ModelShape::of(&Config::from_json(config).expect("a config"));
+        assert_eq!(shape.n_weights(), n_parameters - n_in_norms);
+    }
+
     #[test]
     fn real_models_have_the_published_number_of_weights() {
-        let smollm2_135m = ModelShape {
-            windows: vec![None; 30],
-            hidden: 576,
-            intermediate: 1536,
-            n_heads: 9,
-            n_kv_heads: 3,
-            head_dim: 64,
-            vocab: 49_152,
-        };
-        // 134,515,008 parameters, less 61 norms of 576.
-        assert_eq!(smollm2_135m.n_weights(), 134_515_008 - 61 * 576);
-        let qwen3_0_6b = ModelShape {
-            windows: vec![None; 28],
-            hidden: 1024,
-            intermediate: 3072,
-            n_heads: 16,
-            n_kv_heads: 8,
-            head_dim: 128,
-            vocab: 151_936,
-        };
-        // 596,049,920 parameters, less 57 norms of 1024 and 56 of 128.
-        assert_eq!(qwen3_0_6b.n_weights(), 596_049_920 - 57 * 1024 - 56 * 128);
+        let smollm2_135m = serde_json::json!({
+            "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+            "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": true,
+        });
+        check_weights(smollm2_135m, 134_515_008, 61 * 576);
+        let qwen3_0_6b = serde_json::json!({
+            "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+            "tie_word_embeddings": true,
+        });
+        check_weights(qwen3_0_6b, 596_049_920, 57 * 1024 + 56 * 128);
     }
 
     #[test]

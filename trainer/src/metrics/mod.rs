@@ -13,7 +13,9 @@ mod reporter;
 mod run_json;
 
 pub use console::{AboveBars, Terminal, eval_line, show_bar, step_line, tasks_line};
-pub use flops::{ModelShape, Pass, Recomputed, Visibility, flops, gpu_peak, model_flops_utilization, recomputed_flops};
+pub use flops::{
+    LayerShape, ModelShape, Pass, Recomputed, Visibility, flops, gpu_peak, model_flops_utilization, recomputed_flops,
+};
 pub use format::{duration, grouped, quantity};
 pub use gpu::{GpuMemory, GpuMonitor};
 pub use jsonl::{MetricsFile, Start};

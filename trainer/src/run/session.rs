@@ -257,12 +257,12 @@ impl<'a> Session<'a> {
         let shape = ModelShape::of(self.run.engine.model().config());
         let (visibility, again) = match work {
             Work::All => (Visibility::Full, recomputed(self.run.engine.residency(), self.run.engine.mlp_rows())),
-            Work::Useful => (Visibility::Causal, Recomputed::default()),
+            Work::Useful => (Visibility::Causal, Vec::new()),
         };
         let pass = if self.run.plan.model.adapter.is_some() { Pass::ADAPTER } else { Pass::TRAIN };
         let of_batch = |ends: &[usize]| {
             let lengths: Vec<usize> = ends.windows(2).map(|pair| pair[1] - pair[0]).collect();
-            flops(&shape, pass, visibility, &lengths) + recomputed_flops(&shape, again, &lengths)
+            flops(&shape, pass, visibility, &lengths) + recomputed_flops(&shape, &again, &lengths)
         };
         step.micro_batches.iter().map(|batch| of_batch(&batch.cu_seqlens)).sum()
     }
@@ -412,15 +412,14 @@ enum Work {
     Useful,
 }
 
-/// What backward computes again: blocks, with their attention or without, and tiled MLPs once more than their block.
-fn recomputed(kept: &[Residency], mlp_rows: MlpRows) -> Recomputed {
-    let n_mlps = match mlp_rows {
-        MlpRows::Together => 0,
-        MlpRows::InTiles => kept.len(),
+/// Returns the parts of each layer that backward computes again: tiled MLPs once more than their layer.
+fn recomputed(kept: &[Residency], mlp_rows: MlpRows) -> Vec<Recomputed> {
+    let of_layer = |kept: &Residency| {
+        let layer = *kept != Residency::Keep;
+        let attention = layer && *kept != Residency::Selective;
+        Recomputed { layer, attention, tiled_mlp: mlp_rows == MlpRows::InTiles }
     };
-    let n_of = |residency| kept.iter().filter(|kept| **kept == residency).count();
-    let n_blocks = kept.len() - n_of(Residency::Keep);
-    Recomputed { n_blocks, n_attentions: n_blocks - n_of(Residency::Selective), n_mlps }
+    kept.iter().map(of_layer).collect()
 }
 
 /// What is left of a run that was asked to stop.
@@ -452,8 +451,9 @@ mod tests {
     fn blocks_without_a_tape_and_tiled_mlps_are_computed_again() {
         use Residency::{Keep, Offload, Recompute, Selective};
         let counts = |kept: &[Residency], mlp_rows| {
-            let Recomputed { n_blocks, n_attentions, n_mlps } = recomputed(kept, mlp_rows);
-            (n_blocks, n_attentions, n_mlps)
+            let again = recomputed(kept, mlp_rows);
+            let n = |is_again: fn(&Recomputed) -> bool| again.iter().filter(|layer| is_again(layer)).count();
+            (n(|layer| layer.layer), n(|layer| layer.attention), n(|layer| layer.tiled_mlp))
         };
         assert_eq!(counts(&[Keep; 3], MlpRows::Together), (0, 0, 0));
         assert_eq!(counts(&[Recompute, Keep, Recompute], MlpRows::Together), (2, 2, 0));

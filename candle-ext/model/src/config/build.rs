@@ -6,23 +6,23 @@ use serde_json::{Map, Value};
 use super::{Typed, json::Keys, rope};
 use crate::{
     Family, ModelError,
-    family::{Bias, Traits, Window},
+    family::{Bias, FamilySpec, Window},
 };
 
 pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
     let keys = Keys::new(raw);
     let family = Family::find(&keys.texts("architectures")?.unwrap_or_default(), keys.text("model_type")?)?;
-    let traits = family.traits();
+    let family_spec = family.spec();
     refuse_unimplemented(keys)?;
-    let heads = heads(keys, raw, traits)?;
-    let n_layers = size(keys, "num_hidden_layers", traits.n_layers, MAX_LAYERS)?;
-    let vocab_size = size(keys, "vocab_size", traits.vocab_size, MAX_SIZE)?;
-    let max_positions = size(keys, "max_position_embeddings", traits.max_positions, MAX_SIZE)?;
+    let heads = heads(keys, raw, family_spec)?;
+    let n_layers = size(keys, "num_hidden_layers", family_spec.n_layers, MAX_LAYERS)?;
+    let vocab_size = size(keys, "vocab_size", family_spec.vocab_size, MAX_SIZE)?;
+    let max_positions = size(keys, "max_position_embeddings", family_spec.max_positions, MAX_SIZE)?;
     let typed = Typed {
         family,
         vocab_size,
         hidden_size: heads.hidden_size,
-        intermediate_size: size(keys, "intermediate_size", traits.intermediate_size, MAX_SIZE)?,
+        intermediate_size: size(keys, "intermediate_size", family_spec.intermediate_size, MAX_SIZE)?,
         n_layers,
         n_heads: heads.n_heads,
         n_kv_heads: heads.n_kv_heads,
@@ -33,13 +33,13 @@ pub(super) fn typed(raw: &Map<String, Value>) -> Result<Typed, ModelError> {
         rope_theta: rope::theta(keys)?,
         rope: rope::kind(keys, max_positions)?,
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
-        qkv_bias: bias(keys, traits.qkv_bias)?,
-        o_bias: bias(keys, traits.o_bias)?,
-        mlp_bias: bias(keys, traits.mlp_bias)?,
-        qk_norm: traits.qk_norm,
-        windows: windows(keys, raw, traits.window, n_layers)?,
-        bos_id: keys.ids("bos_token_id")?.and_then(|ids| ids.first().copied()).or(traits.bos_id),
-        eos_ids: keys.ids("eos_token_id")?.unwrap_or_else(|| traits.eos_id.into_iter().collect()),
+        qkv_bias: bias(keys, family_spec.qkv_bias)?,
+        o_bias: bias(keys, family_spec.o_bias)?,
+        mlp_bias: bias(keys, family_spec.mlp_bias)?,
+        qk_norm: family_spec.qk_norm,
+        windows: windows(keys, raw, family_spec.window, n_layers)?,
+        bos_id: keys.ids("bos_token_id")?.and_then(|ids| ids.first().copied()).or(family_spec.bos_id),
+        eos_ids: keys.ids("eos_token_id")?.unwrap_or_else(|| family_spec.eos_id.into_iter().collect()),
         pad_id: pad_id(keys, vocab_size)?,
         dtype: dtype(keys)?,
     };
@@ -81,14 +81,14 @@ struct Heads {
     head_dim: usize,
 }
 
-fn heads(keys: Keys, raw: &Map<String, Value>, traits: &Traits) -> Result<Heads, ModelError> {
-    let hidden_size = size(keys, "hidden_size", traits.hidden_size, MAX_SIZE)?;
-    let n_heads = size(keys, "num_attention_heads", traits.n_heads, MAX_SIZE)?;
+fn heads(keys: Keys, raw: &Map<String, Value>, family_spec: &FamilySpec) -> Result<Heads, ModelError> {
+    let hidden_size = size(keys, "hidden_size", family_spec.hidden_size, MAX_SIZE)?;
+    let n_heads = size(keys, "num_attention_heads", family_spec.n_heads, MAX_SIZE)?;
     // An explicit null means one key head a query head; an absent key, the family's default.
-    let kv_default = if raw.contains_key("num_key_value_heads") { None } else { traits.n_kv_heads };
+    let kv_default = if raw.contains_key("num_key_value_heads") { None } else { family_spec.n_kv_heads };
     let n_kv_heads = size(keys, "num_key_value_heads", kv_default.unwrap_or(n_heads), MAX_SIZE)?;
-    let given_dim = keys.count("head_dim")?.or(traits.head_dim);
-    if hidden_size % n_heads != 0 && (given_dim.is_none() || traits.divisible_hidden) {
+    let given_dim = keys.count("head_dim")?.or(family_spec.head_dim);
+    if hidden_size % n_heads != 0 && (given_dim.is_none() || family_spec.divisible_hidden) {
         let problem = format!("{hidden_size} is not a multiple of num_attention_heads ({n_heads})");
         return Err(keys.error("hidden_size", problem));
     }

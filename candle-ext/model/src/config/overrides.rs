@@ -97,14 +97,14 @@ impl Config {
 
     /// Fails if this family does not read a key, unless its value asks for nothing.
     fn refuse_unread(&self, key: &str, value: &Value) -> Result<(), ModelError> {
-        let traits = self.typed.family.traits();
-        let is_late = matches!(traits.window, Window::Late { .. });
+        let family_spec = self.typed.family.spec();
+        let is_late = matches!(family_spec.window, Window::Late { .. });
         let has_bias = |bias: &[Bias]| bias.iter().any(|bias| matches!(bias, Bias::Key(name) if *name == key));
         let is_read = match key {
-            "sliding_window" => !matches!(traits.window, Window::None),
+            "sliding_window" => !matches!(family_spec.window, Window::None),
             "use_sliding_window" | "max_window_layers" | "layer_types" => is_late,
-            "attention_bias" => has_bias(&[traits.qkv_bias, traits.o_bias]),
-            "mlp_bias" => has_bias(&[traits.mlp_bias]),
+            "attention_bias" => has_bias(&[family_spec.qkv_bias, family_spec.o_bias]),
+            "mlp_bias" => has_bias(&[family_spec.mlp_bias]),
             _ => true,
         };
         if is_read || value.is_null() || *value == Value::Bool(false) {

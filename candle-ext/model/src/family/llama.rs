@@ -1,8 +1,8 @@
 //! Llama: the layout the others are told apart from.
 
-use super::{Bias, Traits, Window};
+use super::{Bias, FamilySpec, Window};
 
-pub(super) const LLAMA: Traits = Traits {
+pub(super) const SPEC: FamilySpec = FamilySpec {
     model_type: "llama",
     architecture: "LlamaForCausalLM",
     hidden_size: 4096,

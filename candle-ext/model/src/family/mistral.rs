@@ -1,8 +1,8 @@
 //! Mistral: Llama without biases and with a sliding window in every layer.
 
-use super::{Bias, Traits, Window, llama::LLAMA};
+use super::{Bias, FamilySpec, Window, llama};
 
-pub(super) const MISTRAL: Traits = Traits {
+pub(super) const SPEC: FamilySpec = FamilySpec {
     model_type: "mistral",
     architecture: "MistralForCausalLM",
     intermediate_size: 14336,
@@ -13,5 +13,5 @@ pub(super) const MISTRAL: Traits = Traits {
     mlp_bias: Bias::Never,
     window: Window::Every(4096),
     divisible_hidden: false,
-    ..LLAMA
+    ..llama::SPEC
 };

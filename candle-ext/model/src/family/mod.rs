@@ -1,28 +1,30 @@
-//! The families: one decoder, and for each family a table of how it differs. A new one is a file and a few lines here.
-
-mod llama;
-mod mistral;
-mod qwen2;
-mod qwen3;
+//! The families: one decoder, and for each family a table of how it differs. A new one is a file and a word in `families!`.
+//!
+//! rustfmt does not see modules that a macro declares; `scripts/check` formats them by name.
 
 use crate::{ModelError, error::nearest};
 
-/// A supported model family.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
-    /// Llama 1 to 3.x and everything that uses its layout (SmolLM2, TinyLlama).
-    Llama,
-    /// Mistral: every layer has a sliding window.
-    Mistral,
-    /// Qwen2 and Qwen2.5: a bias on q, k and v.
-    Qwen2,
-    /// Qwen3: q and k are normalised per head, and the head size stands apart.
-    Qwen3,
+/// Declares the families: a file each, which holds its `SPEC`.
+macro_rules! families {
+    ($($family:ident),* $(,)?) => {
+        $(mod $family;)*
+
+        impl Family {
+            /// The supported families.
+            pub const ALL: &[Self] = &[$(Self(&$family::SPEC)),*];
+        }
+    };
 }
+
+families![llama, mistral, qwen2, qwen3];
+
+/// A supported model family.
+#[derive(Clone, Copy, Debug)]
+pub struct Family(&'static FamilySpec);
 
 /// How a family differs from the others: names, the defaults of keys that config.json leaves out, and flags.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Traits {
+pub(crate) struct FamilySpec {
     pub(crate) model_type: &'static str,
     pub(crate) architecture: &'static str,
     pub(crate) hidden_size: usize,
@@ -68,33 +70,33 @@ pub(crate) enum Window {
     },
 }
 
-impl Family {
-    /// All families.
-    pub const ALL: [Family; 4] = [Family::Llama, Family::Mistral, Family::Qwen2, Family::Qwen3];
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.model_type() == other.model_type()
+    }
+}
 
-    pub(crate) fn traits(self) -> &'static Traits {
-        match self {
-            Family::Llama => &llama::LLAMA,
-            Family::Mistral => &mistral::MISTRAL,
-            Family::Qwen2 => &qwen2::QWEN2,
-            Family::Qwen3 => &qwen3::QWEN3,
-        }
+impl Eq for Family {}
+
+impl Family {
+    pub(crate) fn spec(self) -> &'static FamilySpec {
+        self.0
     }
 
     /// The name in config.json's `model_type`, such as "qwen2".
     pub fn model_type(self) -> &'static str {
-        self.traits().model_type
+        self.0.model_type
     }
 
     /// The name in config.json's `architectures`, such as "Qwen2ForCausalLM".
     pub fn architecture(self) -> &'static str {
-        self.traits().architecture
+        self.0.architecture
     }
 
     /// Finds the family by config.json's `architectures` and `model_type`, which must not contradict each other.
     pub(crate) fn find(architectures: &[&str], model_type: Option<&str>) -> Result<Family, ModelError> {
-        let by_architecture = Self::ALL.into_iter().find(|f| architectures.contains(&f.architecture()));
-        let by_type = Self::ALL.into_iter().find(|f| model_type == Some(f.model_type()));
+        let by_architecture = Self::ALL.iter().copied().find(|f| architectures.contains(&f.architecture()));
+        let by_type = Self::ALL.iter().copied().find(|f| model_type == Some(f.model_type()));
         match (by_architecture, by_type) {
             (Some(family), Some(same)) if family == same => Ok(family),
             (Some(family), None) if model_type.is_none() => Ok(family),
@@ -105,7 +107,8 @@ impl Family {
 }
 
 fn unsupported(architectures: &[&str], model_type: Option<&str>) -> ModelError {
-    let supported = Family::ALL.map(|f| format!("{} (model_type {})", f.architecture(), f.model_type())).join(", ");
+    let supported = Family::ALL.iter().map(|f| format!("{} (model_type {})", f.architecture(), f.model_type()));
+    let supported = supported.collect::<Vec<_>>().join(", ");
     let found = match (architectures, model_type) {
         ([], None) => "config.json names neither `architectures` nor `model_type`".to_string(),
         ([], Some(model_type)) => format!("model_type `{model_type}` is not supported"),
@@ -114,8 +117,8 @@ fn unsupported(architectures: &[&str], model_type: Option<&str>) -> ModelError {
             format!("architecture `{}` with model_type `{model_type}` is not supported", list.join(", "))
         }
     };
-    let names = Family::ALL.map(Family::architecture);
-    let types = Family::ALL.map(Family::model_type);
+    let names = Family::ALL.iter().map(|f| f.architecture());
+    let types = Family::ALL.iter().map(|f| f.model_type());
     let near = architectures.first().and_then(|name| nearest(name, names));
     let near = near.or_else(|| model_type.and_then(|name| nearest(name, types)));
     let hint = near.map_or_else(String::new, |name| format!("; the nearest is {name}"));
@@ -129,9 +132,10 @@ mod tests {
 
     #[test]
     fn a_family_is_found_by_either_name() {
-        assert_eq!(Family::find(&["Qwen2ForCausalLM"], None).unwrap(), Family::Qwen2);
-        assert_eq!(Family::find(&[], Some("mistral")).unwrap(), Family::Mistral);
-        assert_eq!(Family::find(&["LlamaForCausalLM"], Some("llama")).unwrap(), Family::Llama);
+        let found = |architectures: &[&str], model_type| Family::find(architectures, model_type).unwrap().model_type();
+        assert_eq!(found(&["Qwen2ForCausalLM"], None), "qwen2");
+        assert_eq!(found(&[], Some("mistral")), "mistral");
+        assert_eq!(found(&["LlamaForCausalLM"], Some("llama")), "llama");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Qwen2 and Qwen2.5: a bias on q, k and v (none on o), and a sliding window in the later layers if switched on.
 
-use super::{Bias, Traits, Window, llama::LLAMA};
+use super::{Bias, FamilySpec, Window, llama};
 
-pub(super) const QWEN2: Traits = Traits {
+pub(super) const SPEC: FamilySpec = FamilySpec {
     model_type: "qwen2",
     architecture: "Qwen2ForCausalLM",
     intermediate_size: 22016,
@@ -16,5 +16,5 @@ pub(super) const QWEN2: Traits = Traits {
     mlp_bias: Bias::Never,
     window: Window::Late { window: 4096, from_layer: 28 },
     divisible_hidden: false,
-    ..LLAMA
+    ..llama::SPEC
 };

@@ -39,7 +39,7 @@ fn an_adapter_folder_survives_a_round_trip() {
     let (tiny, reference) = adapted();
     let folder = tempfile::tempdir().unwrap();
     let target = folder.path().join("adapter");
-    let value = |name: &str| tiny.weights.iter().find_map(|w| w.get(name).ok()).unwrap().value().unwrap();
+    let value = |name: &str| tiny.value(name).unwrap();
     AdapterFolder::save(&target, &tiny.model, DType::F32, Companions::default(), |param| Ok(value(&param.name)))
         .unwrap();
     let again = Tiny::load_with_adapter("qwen2", &target);
@@ -98,7 +98,7 @@ fn a_merge_in_16_bits_rounds_each_value_once() {
 fn an_adapter_records_its_base_weights() {
     let (base, folder) = (fixture("qwen2"), tempfile::tempdir().unwrap());
     let (tiny, adapter) = (Tiny::load_with_adapter("qwen2", &fixture("qwen2-lora")), folder.path().join("adapter"));
-    let value = |name: &str| tiny.weights.iter().find_map(|w| w.get(name).ok()).unwrap().value().unwrap();
+    let value = |name: &str| tiny.value(name).unwrap();
     let weights = Checkpoint::open(&base).unwrap().identity();
     let record = BaseRecord { model: "me/qwen2".to_owned(), weights }.to_json();
     let companions = Companions { files: &[(BASE_RECORD, &record)], ..Companions::default() };
@@ -248,8 +248,8 @@ fn a_fresh_adapter_is_nothing() {
     let lora = LoraConfig::from_json(&json!({"r": 4, "target_modules": "all-linear"})).unwrap();
     let base = Tiny::load("qwen2");
     let fetch = |param: &candlewick_model::ParamSpec| {
-        if let Some(weight) = base.weights.iter().find_map(|w| w.get(&param.name).ok()) {
-            return weight.value().unwrap();
+        if let Some(value) = base.value(&param.name) {
+            return value;
         }
         let mut values = vec![0.0; param.numel()];
         param.initialise(1, &mut values);

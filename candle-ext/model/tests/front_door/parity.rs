@@ -84,10 +84,7 @@ fn a_block_in_bf16_stays_in_bf16_and_near_f32() {
     let reference = Reference::load("qwen3");
     let exact = Tiny::load("qwen3");
     let model = exact.model.clone();
-    let rounded = Tiny::with_weights(model, |param| {
-        let unit = exact.model.units().iter().position(|unit| unit.params.contains(param)).unwrap();
-        exact.weights[unit].get(&param.name).unwrap().value().unwrap().to_dtype(DType::BF16).unwrap()
-    });
+    let rounded = Tiny::with_weights(model, |param| exact.value(&param.name).unwrap().to_dtype(DType::BF16).unwrap());
     let normed = rounded.normed(&reference.ids, &reference.lengths).unwrap();
     assert_eq!(normed.dtype(), DType::BF16);
     let logits = rounded.model.logits(rounded.head(), &normed).unwrap();

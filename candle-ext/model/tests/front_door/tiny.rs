@@ -21,6 +21,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 pub(crate) struct Tiny {
     pub(crate) model: Model,
     pub(crate) weights: Vec<Weights>,
+    params: HashMap<String, Weight>,
     sinks: HashMap<String, GradSink>,
 }
 
@@ -59,8 +60,13 @@ impl Tiny {
             weights.insert(param.name.clone(), weight);
         }
         let of_unit = |unit: &Unit| Weights::new(unit, weights.clone()).unwrap();
-        let weights = model.units().iter().map(of_unit).collect();
-        Self { model, weights, sinks }
+        let units = model.units().iter().map(of_unit).collect();
+        Self { model, weights: units, params: weights, sinks }
+    }
+
+    /// The value of a parameter, if the model has it.
+    pub(crate) fn value(&self, name: &str) -> Option<Tensor> {
+        self.params.get(name).map(|weight| weight.value().unwrap())
     }
 
     pub(crate) fn grad(&self, name: &str) -> Tensor {
@@ -90,7 +96,7 @@ impl Tiny {
         };
         let mut x = self.model.embed(&self.weights[0], ids, &OneDevice)?;
         for block_idx in 0..self.model.n_blocks() {
-            x = self.model.block(block_idx, &self.weights[block_idx + 1], &x, &cx)?;
+            x = self.model.block(&self.weights[block_idx + 1], &x, &cx)?;
         }
         self.model.norm(self.head(), &x)
     }

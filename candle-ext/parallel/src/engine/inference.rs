@@ -192,12 +192,12 @@ impl Engine {
         let (layout, stage) = (self.pipeline.layout(), self.pipeline.stage());
         for chunk in 0..layout.n_chunks() {
             let mut x = match layout.is_first(stage, chunk) {
-                true => self.model.embed(&self.store.fetch(0)?, ids, seams)?,
+                true => self.model.embed(self.store.fetch(0)?, ids, seams)?,
                 false => self.pipeline.receive_activation(self.hidden_states(positions.len(), seams))?,
             };
             self.store.release(0);
             for block_idx in layout.blocks(stage, chunk) {
-                x = self.model.block(&self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &cx)?;
+                x = self.model.block(self.fetch(block_idx + 1, Some(block_idx + 2))?, &x, &cx)?;
                 self.store.release(block_idx + 1);
             }
             if layout.is_last(stage, chunk) {

@@ -234,7 +234,7 @@ impl Engine {
     }
 
     /// The weights of a unit, while those of the one that is wanted after it are on their way.
-    fn fetch(&self, unit_idx: usize, next: Option<usize>) -> Result<Weights> {
+    fn fetch(&self, unit_idx: usize, next: Option<usize>) -> Result<&Weights> {
         let weights = self.store.fetch(unit_idx)?;
         next.map_or(Ok(()), |next| self.store.prefetch(next))?;
         Ok(weights)

@@ -122,7 +122,7 @@ impl Engine {
         let cx = self.training_cx(of_micro, seams);
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
-                let tape = Tape::record(&[], || self.model.embed(&self.store.fetch(0)?, &micro.ids, seams))?;
+                let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, seams))?;
                 self.store.release(0);
                 let x = tape.output().clone();
                 (Some(tape), x)

@@ -97,6 +97,8 @@ pub struct ParamStore {
     specs: Vec<Unit>,
     /// Those that this stage has.
     units: Vec<Option<UnitStore>>,
+    /// The layers over their buffers, which need not hold elements.
+    layers: Vec<Option<Weights>>,
     formats: Formats,
     mode: Mode,
     sharing: Sharing,
@@ -170,8 +172,10 @@ impl ParamStore {
             let is_here = stages.owns(unit_idx) || (is_last && is_borrowed(unit_idx));
             is_here.then(|| UnitStore::new(unit, formats, mode, (device, homes), &sharing)).transpose()
         };
-        let units = specs.iter().enumerate().map(store).collect::<Result<_>>()?;
-        Ok(Self { specs, units, formats, mode, sharing, device: device.clone(), reductions: Mutex::default() })
+        let units = specs.iter().enumerate().map(store).collect::<Result<Vec<_>>>()?;
+        let layers = units.iter().map(|store| store.as_ref().map(|store| layer(store, &units)).transpose());
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(Self { specs, units, layers, formats, mode, sharing, device: device.clone(), reductions: Mutex::default() })
     }
 
     /// Returns the dtype of the weights that ops read.
@@ -194,16 +198,14 @@ impl ParamStore {
 
     /// Returns the weights of one unit, the trainable ones with their sinks, and sees to it that they are at hand. All ranks
     /// call it.
-    pub fn fetch(&self, unit_idx: usize) -> Result<Weights> {
+    pub fn fetch(&self, unit_idx: usize) -> Result<&Weights> {
         for store in self.with_owners(unit_idx) {
             store.runs().try_for_each(|run| run.fetch(&self.sharing))?;
         }
-        let Some(store) = &self.units[unit_idx] else { bail!("{} is with another stage", self.specs[unit_idx].name) };
-        let shared = store.unit.shared.iter().filter_map(|shared| {
-            let owner = self.units[shared.unit].as_ref()?;
-            Some((shared.name.clone(), owner.weight(&shared.name)))
-        });
-        Weights::new(&store.used, store.weights().chain(shared))
+        match &self.layers[unit_idx] {
+            Some(layer) => Ok(layer),
+            None => bail!("{} is with another stage", self.specs[unit_idx].name),
+        }
     }
 
     /// Begins to fetch the weights of one unit; does nothing if another stage has it. All ranks call it.
@@ -402,4 +404,13 @@ enum Of {
 /// Writes a sum over ranks where it came from. Alone, a rank gets back what it gave.
 fn replace(grad: &Tensor, sum: &Tensor) -> Result<()> {
     if sum.id() == grad.id() { Ok(()) } else { copy_into(grad, sum) }
+}
+
+/// Builds the layer of a unit over its own buffers and those of the units that it shares parameters with.
+fn layer(store: &UnitStore, units: &[Option<UnitStore>]) -> Result<Weights> {
+    let shared = store.unit.shared.iter().filter_map(|shared| {
+        let owner = units[shared.unit].as_ref()?;
+        Some((shared.name.clone(), owner.weight(&shared.name)))
+    });
+    Weights::new(&store.used, store.weights().chain(shared))
 }

@@ -83,7 +83,7 @@ impl UnitStore {
                 Some(flat) => Weight::trainable(view(&flat.weights.all)?, GradSink::new(view(&flat.grads.all)?)?),
             };
             if place == Place::SummedOnFirst && tensor.ranks.rank() > 0 {
-                used.params.retain(|other| other.name != spec.name);
+                used.remove_bias(&spec.name);
             }
             let is_trainable = is_trainable(&spec);
             slots.insert(spec.name, Slot { whole: spec.shape, place, range, is_trainable, weight });
