@@ -1,78 +1,48 @@
-//! What is computed once where a forward runs twice: backward runs a block's forward again that has kept no tape, and what took
-//! long in it need not be computed another time.
+//! Forwards that run twice: backward runs a block's forward again, without its expensive ops.
 
-use std::any::Any;
-use std::cell::RefCell;
-use std::collections::VecDeque;
 use std::rc::Rc;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{Result, Tensor};
 
-/// What a forward computed that is not to be computed again, in its order.
-#[derive(Default)]
-pub struct Outputs(VecDeque<(Tensor, Rc<dyn Any>)>);
+use crate::saved::{ReplayPhase, SavedOutputs};
+use crate::scope::{Scope, with_replay, within};
 
-/// A forward that runs: for the first time, or again with what was kept of that.
-struct Turn {
-    is_first: bool,
-    outputs: Outputs,
-}
-
-thread_local! {
-    static TURN: RefCell<Option<Turn>> = const { RefCell::new(None) };
-}
-
-/// Runs a forward for the first time, and returns besides its result what [`computed_once`] computed.
-pub fn keep_outputs<T>(forward: impl FnOnce() -> Result<T>) -> Result<(T, Outputs)> {
-    within(Turn { is_first: true, outputs: Outputs::default() }, forward)
-}
-
-impl Outputs {
-    /// Runs the forward again. What there is of its first time is not computed; it fails if something is left of that.
-    pub fn give_to<T>(self, forward: impl FnOnce() -> Result<T>) -> Result<T> {
-        let (result, left) = within(Turn { is_first: false, outputs: self }, forward)?;
-        if !left.0.is_empty() {
-            bail!("a forward ran again and left {} outputs of its first time", left.0.len())
-        }
-        Ok(result)
+/// Runs the first of two forwards, unrecorded, and returns the outputs of [`compute_or_replay`] with its result.
+pub fn save_outputs<T>(forward: impl FnOnce() -> Result<T>) -> Result<(T, SavedOutputs)> {
+    let scope = Scope { recording: None, replay: Some(ReplayPhase::First(SavedOutputs::default())) };
+    let (result, Scope { replay, .. }) = within(scope, forward)?;
+    match replay {
+        Some(ReplayPhase::First(outputs)) => Ok((result, outputs)),
+        _ => unreachable!("a scope keeps its phase"),
     }
 }
 
-/// Computes an output and what its backward needs, unless both are there from the first time.
-pub fn computed_once<K: 'static>(compute: impl FnOnce() -> Result<(Tensor, K)>) -> Result<(Tensor, Rc<K>)> {
-    let known = TURN.with_borrow_mut(|turn| match turn {
-        Some(Turn { is_first: false, outputs }) => outputs.0.pop_front(),
-        _ => None,
+/// Computes the output of `op` and the state that its backward needs, unless the first forward saved both.
+///
+/// Outputs are keyed by `op` and its occurrence. Fails if the saved state is of another type.
+pub fn compute_or_replay<S: 'static>(
+    op: &'static str,
+    compute: impl FnOnce() -> Result<(Tensor, S)>,
+) -> Result<(Tensor, Rc<S>)> {
+    let saved = with_replay(|phase| match phase {
+        ReplayPhase::First(_) => Ok(None),
+        ReplayPhase::Second(outputs) => outputs.take(op),
     });
-    if let Some((output, kept)) = known {
-        return Ok((output, kept.downcast().expect("a forward computes the second time what it did the first")));
+    if let Some(saved) = saved.transpose()?.flatten() {
+        return Ok(saved);
     }
-    let (output, kept) = compute()?;
-    let kept = Rc::new(kept);
-    TURN.with_borrow_mut(|turn| {
-        if let Some(Turn { is_first: true, outputs }) = turn {
-            outputs.0.push_back((output.clone(), kept.clone()));
-        }
+    let (output, state) = compute()?;
+    let state = Rc::new(state);
+    with_replay(|phase| match phase {
+        ReplayPhase::First(outputs) => outputs.save(op, &output, &state),
+        ReplayPhase::Second(_) => {}
     });
-    Ok((output, kept))
+    Ok((output, state))
 }
 
-/// True in a forward that runs for the first time of two: a backward will follow, though nothing is recorded.
-pub(crate) fn is_first_of_two() -> bool {
-    TURN.with_borrow(|turn| matches!(turn, Some(Turn { is_first: true, .. })))
-}
-
-/// Runs `forward` in its turn and returns the outputs that are there then; what was around it comes back, also if it fails or panics.
-fn within<T>(turn: Turn, forward: impl FnOnce() -> Result<T>) -> Result<(T, Outputs)> {
-    struct Around(Option<Turn>);
-    impl Drop for Around {
-        fn drop(&mut self) {
-            TURN.set(self.0.take());
-        }
-    }
-    let _around = Around(TURN.replace(Some(turn)));
-    let result = forward()?;
-    Ok((result, TURN.take().expect("a turn ends where it began").outputs))
+/// Returns true in the first of two forwards: a backward will follow, though nothing is recorded.
+pub(crate) fn is_first_pass() -> bool {
+    with_replay(|phase| matches!(phase, ReplayPhase::First(_))).unwrap_or(false)
 }
 
 #[cfg(test)]
@@ -80,46 +50,101 @@ fn within<T>(turn: Turn, forward: impl FnOnce() -> Result<T>) -> Result<(T, Outp
 mod tests {
     use std::cell::Cell;
 
-    use candle_core::Device;
+    use candle_core::{Device, bail};
 
     use super::*;
+    use crate::{Tape, untracked};
 
-    #[test]
-    fn what_a_first_time_computed_is_there_the_second_in_its_order() {
-        let n_computed = Cell::new(0);
-        let forward = || -> Result<[(f32, f32); 2]> {
-            let one = |value: f32| -> Result<(f32, f32)> {
-                let compute = || {
-                    n_computed.set(n_computed.get() + 1);
-                    Ok((Tensor::new(value, &Device::Cpu)?, value * 2.0))
-                };
-                let (output, kept) = computed_once(compute)?;
-                Ok((output.to_scalar::<f32>()?, *kept))
+    /// Counts what is computed.
+    #[derive(Default)]
+    struct Ops {
+        n_computed: Cell<usize>,
+    }
+
+    impl Ops {
+        /// Returns `value` and, from the state, its double.
+        fn run(&self, op: &'static str, value: f32) -> Result<[f32; 2]> {
+            let compute = || {
+                self.n_computed.set(self.n_computed.get() + 1);
+                Ok((Tensor::new(value, &Device::Cpu)?, value * 2.0))
             };
-            Ok([one(1.0)?, one(2.0)?])
+            let (output, double) = compute_or_replay(op, compute)?;
+            Ok([output.to_scalar::<f32>()?, *double])
+        }
+    }
+
+    /// Runs a second forward that returns numbers.
+    fn replay<const N: usize>(saved: SavedOutputs, forward: impl FnOnce() -> Result<[f32; N]>) -> Result<[f32; N]> {
+        let numbers = Cell::new([0.0; N]);
+        Tape::replay(saved, &[], || {
+            numbers.set(forward()?);
+            Tensor::new(0f32, &Device::Cpu)
+        })?;
+        Ok(numbers.get())
+    }
+
+    #[test]
+    fn a_second_forward_takes_the_outputs_of_the_first() {
+        let ops = Ops::default();
+        let forward = || Ok([ops.run("op", 1.0)?[1], ops.run("op", 2.0)?[1]]);
+        assert_eq!(forward().unwrap(), [2.0, 4.0]);
+        let (first, saved) = save_outputs(forward).unwrap();
+        assert_eq!((first, ops.n_computed.get()), ([2.0, 4.0], 4));
+        assert_eq!(replay(saved, forward).unwrap(), [2.0, 4.0]);
+        assert_eq!(ops.n_computed.get(), 4);
+    }
+
+    #[test]
+    fn outputs_that_were_not_saved_are_computed() {
+        let ops = Ops::default();
+        let (_, saved) = save_outputs(|| ops.run("saved", 1.0)).unwrap();
+        let forward = || Ok([ops.run("another", 3.0)?[1], ops.run("saved", 1.0)?[1], ops.run("saved", 5.0)?[1]]);
+        assert_eq!(replay(saved, forward).unwrap(), [6.0, 2.0, 10.0]);
+        assert_eq!(ops.n_computed.get(), 3);
+    }
+
+    #[test]
+    fn the_order_of_different_ops_does_not_matter() {
+        let ops = Ops::default();
+        let (_, saved) = save_outputs(|| Ok([ops.run("a", 1.0)?, ops.run("b", 2.0)?, ops.run("a", 3.0)?])).unwrap();
+        // Other values than the first time would show that an output was computed or mixed up.
+        let forward = || Ok([ops.run("b", 0.0)?[0], ops.run("a", 0.0)?[0], ops.run("a", 0.0)?[0]]);
+        assert_eq!(replay(saved, forward).unwrap(), [2.0, 1.0, 3.0]);
+    }
+
+    #[test]
+    fn scopes_inside_see_the_saved_outputs() {
+        let ops = Ops::default();
+        let forward = || untracked(|| ops.run("op", 1.0));
+        let (_, saved) = save_outputs(forward).unwrap();
+        assert_eq!(replay(saved, forward).unwrap(), [1.0, 2.0]);
+        assert_eq!(ops.n_computed.get(), 1);
+    }
+
+    #[test]
+    fn outputs_that_are_left_are_an_error_that_names_their_ops() {
+        let ops = Ops::default();
+        let first = || Ok([ops.run("a", 1.0)?, ops.run("b", 2.0)?, ops.run("b", 3.0)?]);
+        let (_, saved) = save_outputs(first).unwrap();
+        let error = replay(saved, || ops.run("b", 2.0)).unwrap_err().to_string();
+        assert!(error.contains("left saved outputs unused: 1 of a, 1 of b"), "{error}");
+    }
+
+    #[test]
+    fn a_state_of_another_type_is_an_error() {
+        let ops = Ops::default();
+        let (_, saved) = save_outputs(|| ops.run("op", 1.0)).unwrap();
+        let other = || {
+            compute_or_replay("op", || Ok((Tensor::new(1f32, &Device::Cpu)?, 1u8)))?;
+            Ok([])
         };
-        let want = [(1.0, 2.0), (2.0, 4.0)];
-        assert_eq!(forward().unwrap(), want);
-        let (first, outputs) = keep_outputs(forward).unwrap();
-        assert_eq!((first, n_computed.get()), (want, 4));
-        assert_eq!(outputs.give_to(forward).unwrap(), want);
-        assert_eq!(n_computed.get(), 4);
-        // Nothing was kept: all of it is computed.
-        assert_eq!(Outputs::default().give_to(forward).unwrap(), want);
-        assert_eq!(n_computed.get(), 6);
+        let error = replay(saved, other).unwrap_err().to_string();
+        assert!(error.contains("op saved another state in the first forward than `u8`"), "{error}");
     }
 
     #[test]
-    fn what_is_left_over_is_an_error() {
-        let zero = || computed_once(|| Ok((Tensor::new(0f32, &Device::Cpu)?, ())));
-        let (_, outputs) = keep_outputs(|| Ok([zero()?, zero()?])).unwrap();
-        let error = outputs.give_to(zero).unwrap_err().to_string();
-        assert!(error.contains("left 1 outputs of its first time"), "{error}");
-    }
-
-    #[test]
-    fn a_forward_that_fails_leaves_nothing_behind() {
-        let failed: Result<((), Outputs)> = keep_outputs(|| bail!("no"));
-        assert!(failed.is_err() && !is_first_of_two());
+    fn a_forward_that_fails_ends_its_scope() {
+        let failed: Result<((), SavedOutputs)> = save_outputs(|| bail!("no"));
+        assert!(failed.is_err() && !is_first_pass());
     }
 }
