@@ -9,6 +9,7 @@ mod accelerator;
 pub mod adamw;
 pub mod add;
 pub mod attention;
+mod backward;
 pub mod bytes;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
@@ -25,13 +26,16 @@ pub mod in_place;
 pub mod linear;
 pub mod linear_cross_entropy;
 mod nvidia;
-mod once;
 mod product;
+mod recording;
 mod replaced;
+mod replay;
 pub mod reshape;
 pub mod rms_norm;
 pub mod rope;
+mod saved;
 pub mod scale;
+mod scope;
 pub mod set_rows;
 mod simd;
 mod span;
@@ -57,6 +61,7 @@ pub use attention::{
     AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Partial, Piece, PieceInputs, Seqs,
     attention, attention_piece, attention_piece_backward,
 };
+pub use backward::BackwardContext;
 pub use bytes::{of_bytes, with_bytes};
 pub use device_memory::{DeviceMemory, device_memory, is_out_of_memory};
 pub use dropout::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
@@ -70,16 +75,18 @@ pub use linear_cross_entropy::{
     linear_cross_entropy_part, token_scores,
 };
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
-pub use once::{Outputs, computed_once, keep_outputs};
+pub use recording::{Input, PendingExchange, is_tracked, record, record_exchange, untracked};
 pub use replaced::replace_kernels;
+pub use replay::{compute_or_replay, save_outputs};
 pub use reshape::reshape;
 pub use rms_norm::{add_rms_norm, rms_norm};
 pub use rope::{QkvHeads, rope, split_qkv};
+pub use saved::SavedOutputs;
 pub use scale::scale;
 pub use set_rows::set_rows;
 pub use span::{PROFILE, span};
 pub use swiglu::{swiglu, swiglu_joined};
-pub use tape::{Coming, GatedOutputs, Grads, Input, Tape, is_tracked, record, record_exchange, untracked};
+pub use tape::{Grads, Tape};
 pub use threads::{Awake, join_compute_threads, stay_awake};
 pub use tiled::tiled;
 pub use transfer::{HostCopy, Readout, send_into, to_host, upload};

@@ -2,10 +2,10 @@
 
 use candle_core::{Result, Shape, Tensor};
 
-use crate::tape::record;
+use crate::recording::record;
 
 /// A view of `x` with another shape; its gradient has the shape of `x`.
 pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     let (y, before) = (x.reshape(shape.into())?, x.shape().clone());
-    Ok(record("reshape", [x.into()], y, move |dy| Ok([Some(dy.reshape(before)?)])))
+    Ok(record("reshape", [x.into()], y, move |dy, _| Ok([Some(dy.reshape(before)?)])))
 }

@@ -5,8 +5,10 @@
 use candle_core::{Result, Shape, Tensor, bail};
 
 use crate::in_place::copy_into;
+use crate::recording::{Input, is_recording, is_tracked, record, untracked};
+use crate::saved::SavedOutputs;
 use crate::span::span;
-use crate::tape::{GatedOutputs, Input, Tape, is_recording, is_tracked, record, untracked};
+use crate::tape::Tape;
 
 /// y = f(x), where row i of y depends on nothing but row i of x and on weights.
 ///
@@ -22,7 +24,7 @@ pub fn tiled(x: &Tensor, tile_rows: usize, f: impl Fn(&Tensor, usize) -> Result<
     let (y, trains_weights) = tiled.forward()?;
     let inside = if trains_weights { Input::Trained } else { Input::Activation(x) };
     let wants_dx = is_tracked(x);
-    Ok(record("tiled", [x.into(), inside], y, move |dy| Ok([tiled.backward(dy, wants_dx)?, None])))
+    Ok(record("tiled", [x.into(), inside], y, move |dy, _| Ok([tiled.backward(dy, wants_dx)?, None])))
 }
 
 struct Tiled<F> {
@@ -60,7 +62,7 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
         for (first, n_rows) in self.tiles()? {
             let rows = self.x.narrow(0, first, n_rows)?;
             let inputs: &[&Tensor] = if wants_dx { &[&rows] } else { &[] };
-            let tape = Tape::record_keeping(GatedOutputs::Kept, inputs, || (self.f)(&rows, first))?;
+            let tape = Tape::replay(SavedOutputs::default(), inputs, || (self.f)(&rows, first))?;
             let grads = tape.backward(&dy.narrow(0, first, n_rows)?)?;
             if let (Some(dx), Some(grad)) = (&dx, grads.get(&rows)) {
                 copy_into(&dx.narrow(0, first, n_rows)?, grad)?;

@@ -346,7 +346,7 @@ impl Weight {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::tape::Tape;
+    use crate::Tape;
     use crate::{Precision, linear};
     use candle_core::Device;
 

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, GatedOutputs, GradSink, Precision, Reduction, Seqs, Tape, Upstream,
+    AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, SavedOutputs, Seqs, Tape, Upstream,
     Weight, attention, linear, linear_cross_entropy, rms_norm, swiglu, swiglu_joined, tiled,
 };
 use peak_alloc::PeakAlloc;
@@ -152,31 +152,32 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
     assert!(tiles < 9 * MIB, "{tiles}");
 }
 
-/// The first backward needs it, kept or not.
+/// The first backward needs the output, saved or not.
 #[test]
-fn a_gated_output_that_is_kept_for_a_backward_at_once_costs_no_memory_at_its_peak() {
+fn a_gated_output_saved_for_a_backward_that_follows_at_once_costs_no_peak_memory() {
     let (t, d, f) = (1024, 64, 1024);
     let value = zeros((d, f), DType::F32);
     let down = Weight::trainable(value.clone(), GradSink::new(value.zeros_like().unwrap()).unwrap());
     let gate_up = zeros((t, 2 * f), DType::F32);
     let product = || linear(&swiglu_joined(&gate_up)?, &down, None, Precision::Compute);
-    let record = |gated| Tape::record_keeping(gated, &[&gate_up], product).unwrap();
-    let there_and_back = |gated| {
+    let recomputed = || Tape::record(&[&gate_up], product).unwrap();
+    let saved = || Tape::replay(SavedOutputs::default(), &[&gate_up], product).unwrap();
+    let forward_and_backward = |record: &dyn Fn() -> Tape| {
         peak(|| {
-            let tape = record(gated);
+            let tape = record();
             let dy = tape.output().clone();
             tape.backward(&dy).unwrap();
         })
     };
-    let [again, kept] =
-        [GatedOutputs::Again, GatedOutputs::Kept].map(|gated| (held_by(|| record(gated)), there_and_back(gated)));
+    let tapes: [&dyn Fn() -> Tape; 2] = [&recomputed, &saved];
+    let [recomputed, saved] = tapes.map(|record| (held_by(record), forward_and_backward(record)));
     // The product is 4 MiB.
-    assert!(again.0 < MIB / 2 && kept.0 > 4 * MIB, "{again:?} {kept:?}");
-    assert!(kept.1 < again.1 + MIB / 4, "{again:?} {kept:?}");
+    assert!(recomputed.0 < MIB / 2 && saved.0 > 4 * MIB, "{recomputed:?} {saved:?}");
+    assert!(saved.1 < recomputed.1 + MIB / 4, "{recomputed:?} {saved:?}");
 }
 
 #[test]
-fn what_is_cheap_to_compute_again_is_not_kept() {
+fn tapes_do_not_hold_recomputable_activations() {
     let (t, d, f) = (1024, 64, 1024);
     let trainable =
         |value: Tensor| Weight::trainable(value.clone(), GradSink::new(value.zeros_like().unwrap()).unwrap());

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 use candlewick_comm::{Collective, Reduce};
 use candlewick_model::Seams;
-use candlewick_ops::{self as ops, AttentionSpec, Columns, Coming, Seqs, VocabPart, Weight, record, record_exchange};
+use candlewick_ops::{
+    self as ops, AttentionSpec, Columns, PendingExchange, Seqs, VocabPart, Weight, record, record_exchange,
+};
 
 use crate::placement::Norms;
 
@@ -41,7 +43,7 @@ impl TensorRanks {
     }
 
     /// Begins to sum over the ranks: [t, d] -> [t/n, d], or [t, d] for all.
-    fn start_sum(&self, y: &Tensor) -> Result<Coming> {
+    fn start_sum(&self, y: &Tensor) -> Result<PendingExchange> {
         let pending = match self.norms {
             Norms::Whole => self.ranks.start_all_reduce(y, Reduce::Sum)?,
             Norms::InParts => self.ranks.start_reduce_scatter(y)?,
@@ -56,7 +58,7 @@ impl TensorRanks {
 
     fn leave(&self, y: &Tensor) -> Result<Tensor> {
         let (x, ranks) = (self.start_sum(y)?()?, self.clone());
-        Ok(record("tensor_leave", [y.into()], x, move |dx| Ok([Some(ranks.gather(dx)?)])))
+        Ok(record("tensor_leave", [y.into()], x, move |dx, _| Ok([Some(ranks.gather(dx)?)])))
     }
 
     /// The first of the tokens, of `n_all`, whose rows this rank has.

@@ -8,9 +8,9 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::recording::record;
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::record;
 
 /// a + b, element by element, computed in f32 and rounded once.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
@@ -31,7 +31,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 
 /// Puts a + b on the tape.
 pub(crate) fn record_sum(a: &Tensor, b: &Tensor, sum: Tensor) -> Tensor {
-    record("add", [a.into(), b.into()], sum, |dy| Ok([Some(dy.clone()), Some(dy.clone())]))
+    record("add", [a.into(), b.into()], sum, |dy, _| Ok([Some(dy.clone()), Some(dy.clone())]))
 }
 
 /// Fails unless both have one shape and format.

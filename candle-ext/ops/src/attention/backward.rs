@@ -9,9 +9,9 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::layout::{Head, Heads, pieces};
-use super::seqs::Span;
+use super::seqs::{Seqs, Span};
+use super::spec::AttentionSpec;
 use super::tile::{QUERIES, Queries, of_span};
-use super::{AttentionSpec, Seqs};
 use crate::dot::dot;
 use crate::floats::Floats;
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};

@@ -1,49 +1,10 @@
 //! Which implementation computes attention: asked for by name, decided for each call.
 
-use std::fmt;
-
 use candle_core::{DType, Device, Result, Tensor, bail};
-use serde::{Serialize, Serializer};
 
-use super::{AttentionSpec, Seqs};
-use crate::attention::layout::Heads;
-
-/// An implementation by name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum AttentionImpl {
-    /// cuDNN where it is there and takes the case, else [`AttentionImpl::Fused`].
-    #[default]
-    Auto,
-    /// NVIDIA's library.
-    Cudnn,
-    /// Our kernels: the CPU's on a CPU, CUDA's on a GPU.
-    Fused,
-    /// Plain tensor operations with all scores of a sequence in memory, to compare with.
-    Reference,
-    /// FlashAttention 2 by the candle-flash-attn crate: the forward on a GPU, in 16 bits.
-    Flash,
-}
-
-/// How attention is computed. What is computed never depends on it, but for rounding.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct AttentionChoice {
-    /// What computes.
-    pub implementation: AttentionImpl,
-    /// Whether equal inputs give equal bits. cuDNN adds up dq in the order in which blocks come; in a fixed order it
-    /// takes memory that grows with the square of the length on Hopper, so `auto` then means `fused`.
-    pub deterministic: bool,
-}
-
-/// The heads of a model's attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct AttentionHeads {
-    /// Of the queries.
-    pub n_query: usize,
-    /// Of the keys and values.
-    pub n_kv: usize,
-    /// Elements of one.
-    pub dim: usize,
-}
+use super::layout::Heads;
+use super::seqs::Seqs;
+use super::spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
 /// What computes one call.
 pub(super) enum Path {
@@ -53,24 +14,6 @@ pub(super) enum Path {
     Cudnn(Box<super::cudnn::Plan>),
     #[cfg(feature = "flash-attn")]
     Flash,
-}
-
-impl fmt::Display for AttentionImpl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Auto => "auto",
-            Self::Cudnn => "cudnn",
-            Self::Fused => "fused",
-            Self::Reference => "reference",
-            Self::Flash => "flash",
-        })
-    }
-}
-
-impl Serialize for AttentionImpl {
-    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
 }
 
 impl AttentionChoice {
@@ -100,15 +43,6 @@ impl AttentionChoice {
             (Path::Flash, _) => Some("attention: FlashAttention 2".into()),
         })
     }
-}
-
-/// What attention is wanted for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AttentionPasses {
-    /// The forward alone.
-    Forward,
-    /// The backward, too.
-    Both,
 }
 
 /// Decides, and says why it is not cuDNN if it might have been.

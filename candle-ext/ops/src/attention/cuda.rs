@@ -2,8 +2,9 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::seqs::Span;
-use super::{AttentionSpec, Heads, Seqs};
+use super::layout::Heads;
+use super::seqs::{Seqs, Span};
+use super::spec::AttentionSpec;
 use crate::cuda::{Address, Arg, Blocks, Gpu, Out, address, gpu, kernels, suffix};
 use crate::transfer::upload_table;
 
@@ -20,8 +21,8 @@ const MAX_DIM: usize = 256;
 /// What the addresses of tensors are multiples of, for the widest access there is.
 const ALIGNMENT: u64 = 16;
 
-/// What a forward leaves to its backward, beside its inputs and output.
-pub(super) struct Kept {
+/// Statistics of a forward that backward needs besides inputs and output.
+pub(super) struct ForwardState {
     /// f32 [t, hq]
     lse: Tensor,
     problem: Problem,
@@ -36,7 +37,7 @@ pub(super) struct Inputs<'a> {
     pub(super) d_o: &'a Tensor,
 }
 
-impl Kept {
+impl ForwardState {
     /// Of a forward whose log-sum-exp is known, f32 [t, hq].
     pub(super) fn new(lse: &Tensor, q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
         Ok(Self { lse: lse.clone(), problem: Problem::new(q, seqs, spec, heads)? })
@@ -49,7 +50,12 @@ impl Kept {
 }
 
 /// Returns o.
-pub(super) fn forward([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<(Out, Kept)> {
+pub(super) fn forward(
+    [q, k, v]: [&Tensor; 3],
+    seqs: &Seqs,
+    spec: &AttentionSpec,
+    heads: Heads,
+) -> Result<(Out, ForwardState)> {
     let on = gpu(OP, q)?;
     let problem = Problem::new(q, seqs, spec, heads)?;
     let (q, k, v) = (aligned(q)?, aligned(k)?, aligned(v)?);
@@ -58,15 +64,15 @@ pub(super) fn forward([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec
     let addresses = [address(OP, &q)?, address(OP, &k)?, address(OP, &v)?, o.address, lse.address];
     // SAFETY: q and o are [t, hq, k], k and v [s, hkv, k], lse is [t, hq], as seqs has t and s.
     unsafe { problem.launch(on, Kernel::Forward, &addresses)? };
-    Ok((o, Kept { lse: lse.into_tensor(n_rows), problem }))
+    Ok((o, ForwardState { lse: lse.into_tensor(n_rows), problem }))
 }
 
 /// Returns dq, dk and dv.
-pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<[Tensor; 3]> {
+pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<[Tensor; 3]> {
     let Inputs { q, k, v, o, d_o } = *inputs;
-    let (on, problem) = (gpu(OP, q)?, &kept.problem);
+    let (on, problem) = (gpu(OP, q)?, &state.problem);
     let delta = row_products(o, d_o, problem.heads.dim)?;
-    let saved = [&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?, &kept.lse, &delta];
+    let saved = [&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?, &state.lse, &delta];
     let mut addresses = saved.iter().map(|saved| address(OP, saved)).collect::<Result<Vec<_>>>()?;
     let n_saved = addresses.len();
     let [dq, dk, dv] = [q, k, v].map(|x| Out::new(on, q.dtype(), x.elem_count()));

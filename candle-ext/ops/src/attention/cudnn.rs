@@ -11,12 +11,12 @@ use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys::CUdevice_attribute};
 use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
 
-use super::choice::AttentionPasses;
 use super::cuda::{Inputs, aligned};
 use super::graphs::Graphs;
 use super::layout::Heads;
 use super::ragged::{Bucket, Tables};
-use super::{AttentionSpec, Seqs};
+use super::seqs::Seqs;
+use super::spec::{AttentionPasses, AttentionSpec};
 use crate::cuda::{Address, Out, address, gpu};
 use crate::nvidia;
 use crate::transfer::upload_table;
@@ -131,8 +131,8 @@ pub(super) struct Plan {
     is_deterministic: bool,
 }
 
-/// What a forward leaves to its backward, beside its inputs and output.
-pub(super) struct Kept {
+/// Statistics of a forward that backward needs besides inputs and output.
+pub(super) struct ForwardState {
     plan: Box<Plan>,
     /// The log-sum-exp of each row, f32 [t, hq]
     stats: Tensor,
@@ -231,7 +231,12 @@ impl Plan {
 }
 
 /// Returns o, or why cuDNN does not compute it.
-pub(super) fn forward(plan: Box<Plan>, qkv: [&Tensor; 3], seqs: &Seqs, heads: Heads) -> Result<Explained<(Out, Kept)>> {
+pub(super) fn forward(
+    plan: Box<Plan>,
+    qkv: [&Tensor; 3],
+    seqs: &Seqs,
+    heads: Heads,
+) -> Result<Explained<(Out, ForwardState)>> {
     let [q, k, v] = qkv.map(aligned);
     let (q, k, v) = (q?, k?, v?);
     let on = gpu(OP, &q)?;
@@ -250,16 +255,16 @@ pub(super) fn forward(plan: Box<Plan>, qkv: [&Tensor; 3], seqs: &Seqs, heads: He
     // into the bucket that the graph was built for.
     let ran = unsafe { run(q.device(), plan.forward, 0, addresses)? };
     let has_unseen_keys = seqs.cu_q() != seqs.cu_k();
-    Ok(ran.map(|()| (o, Kept { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys })))
+    Ok(ran.map(|()| (o, ForwardState { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys })))
 }
 
 /// Returns dq, dk and dv, or why cuDNN does not compute them.
-pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<Explained<[Tensor; 3]>> {
+pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<Explained<[Tensor; 3]>> {
     let Inputs { q, k, v, o, d_o } = *inputs;
     let (q, k, v, d_o) = (&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?);
-    let Some(graph) = kept.plan.backward else { candle_core::bail!("{OP}: no gradient was asked for") };
+    let Some(graph) = state.plan.backward else { candle_core::bail!("{OP}: no gradient was asked for") };
     let on = gpu(OP, q)?;
-    let grad = |x: &Tensor| match kept.has_unseen_keys {
+    let grad = |x: &Tensor| match state.has_unseen_keys {
         true => Tensor::zeros(x.shape(), x.dtype(), x.device()),
         false => Ok(Out::new(on, x.dtype(), x.elem_count())?.into_tensor(x.shape())),
     };
@@ -269,12 +274,12 @@ pub(super) fn backward(inputs: &Inputs<'_>, kept: &Kept) -> Result<Explained<[Te
         k: address(OP, k)?,
         v: address(OP, v)?,
         o: address(OP, o)?,
-        stats: address(OP, &kept.stats)?,
+        stats: address(OP, &state.stats)?,
         d_o: address(OP, d_o)?,
         dq: address(OP, &dq)?,
         dk: address(OP, &dk)?,
         dv: address(OP, &dv)?,
-        ..kept.tables.addresses()?
+        ..state.tables.addresses()?
     };
     // SAFETY: as in `forward`; gradients are like what they are of.
     let ran = unsafe { run(q.device(), graph, 1, addresses)? };

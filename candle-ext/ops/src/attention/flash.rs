@@ -2,7 +2,8 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::{AttentionSpec, Seqs};
+use super::seqs::Seqs;
+use super::spec::AttentionSpec;
 use crate::transfer::upload;
 
 /// Shapes as in [`super::attention`], bf16 or f16.

@@ -3,9 +3,9 @@
 use rayon::prelude::*;
 
 use super::layout::{Head, Heads, by_row, pieces};
-use super::seqs::Span;
+use super::seqs::{Seqs, Span};
+use super::spec::AttentionSpec;
 use super::tile::{QUERIES, Queries, clear_outside, of_span};
-use super::{AttentionSpec, Seqs};
 use crate::exp;
 use crate::floats::{Floats, FloatsMut};
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};

@@ -2,9 +2,12 @@
 
 use std::ops::Range;
 
+use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 
-use crate::floats::FloatsMut;
+use super::seqs::Seqs;
+use super::spec::AttentionSpec;
+use crate::floats::{FloatsMut, check_dtype};
 use crate::gemm::Mat;
 use crate::simd::vectorised;
 
@@ -20,6 +23,41 @@ pub(super) struct Heads {
 }
 
 impl Heads {
+    /// Returns the heads of q, k and v. Fails unless their shapes and dtypes fit the sequences.
+    pub(super) fn of([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec) -> Result<Self> {
+        for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+            check_dtype("attention", name, tensor.dtype())?;
+            if tensor.dtype() != q.dtype() {
+                bail!("attention: q is {:?} but {name} is {:?}", q.dtype(), tensor.dtype())
+            }
+        }
+        let (Ok((t, hq, dim)), Ok((s, hkv, k_dim))) = (q.dims3(), k.dims3()) else {
+            bail!(
+                "attention: want q [t, hq, k] and k, v [s, hkv, k], got {:?}, {:?}, {:?}",
+                q.dims(),
+                k.dims(),
+                v.dims()
+            )
+        };
+        if k.shape() != v.shape() || dim != k_dim || dim == 0 {
+            bail!("attention: q is {:?}, k {:?} and v {:?}", q.dims(), k.dims(), v.dims())
+        }
+        if hkv == 0 || hq == 0 || hq % hkv != 0 {
+            bail!("attention: {hq} query heads cannot be shared out over {hkv} key heads")
+        }
+        if (t, s) != (seqs.n_tokens(), seqs.n_keys()) {
+            bail!(
+                "attention: q has {t} rows and k {s}, but the sequences hold {} queries and {} keys",
+                seqs.n_tokens(),
+                seqs.n_keys()
+            )
+        }
+        if spec.window == Some(0) {
+            bail!("attention: a window of 0 leaves nothing to see, want at least 1")
+        }
+        Ok(Self { n_kv: hkv, group: hq / hkv, dim })
+    }
+
     /// Query heads.
     pub(super) fn n_queries(self) -> usize {
         self.n_kv * self.group

@@ -21,44 +21,32 @@ mod piece;
 mod ragged;
 mod reference;
 mod seqs;
+mod spec;
 mod tile;
 
-use candle_core::{Result, Storage, Tensor, bail};
+use candle_core::{Result, Storage, Tensor};
 
 use crate::device::on_device;
-use crate::floats::{FloatBuf, check_dtype};
-use crate::once::{computed_once, is_first_of_two};
+use crate::floats::FloatBuf;
+use crate::recording::{is_tracked, record};
+use crate::replay::{compute_or_replay, is_first_pass};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{is_tracked, record};
-pub use choice::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses};
 use choice::{Path, choose};
 use layout::{Heads, by_row};
-pub use piece::{Partial, Piece, PieceInputs, attention_piece, attention_piece_backward};
-pub use seqs::Seqs;
-
-/// What a query may see, and the factor on its scores.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionSpec {
-    /// Multiplies q k^T; 1 / sqrt(head dim) in most models.
-    pub scale: f32,
-    /// Query i sees no key after i.
-    pub causal: bool,
-    /// Query i sees key j only if i - j < window.
-    pub window: Option<usize>,
-    /// What computes it.
-    pub choice: AttentionChoice,
-}
+pub use piece::{Partial, PieceInputs, attention_piece, attention_piece_backward};
+pub use seqs::{Piece, Seqs};
+pub use spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
 /// Attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
 ///
 /// A flash algorithm (unless the reference is asked for): tiles of keys with a running softmax, in f32. The forward keeps
 /// the log of each row's exponential sum; the backward recomputes the scores from it, tile by tile. Both are
-/// [`computed_once`] (but for the reference's).
+/// [replayed](compute_or_replay), except for the reference's.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
     let _span = span("attention", "forward");
-    let heads = check(q, k, v, seqs, spec)?;
-    let is_trained = [q, k, v].iter().any(|x| is_tracked(x)) || is_first_of_two();
+    let heads = Heads::of([q, k, v], seqs, spec)?;
+    let is_trained = [q, k, v].iter().any(|x| is_tracked(x)) || is_first_pass();
     let passes = if is_trained { AttentionPasses::Both } else { AttentionPasses::Forward };
     let (path, _) = choose(q, seqs, spec, heads, passes)?;
     match path {
@@ -68,45 +56,45 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &Attenti
         _ => {}
     }
     let [q_saved, k_saved, v_saved] = [q, k, v].map(Tensor::contiguous);
-    let saved = Saved { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
-    let (y, kept) = computed_once(|| {
-        let (out, kept) = saved.forward(path)?;
-        Ok((storage::tensor(out, q.shape()), kept))
+    let saved = SavedAttention { qkv: [q_saved?, k_saved?, v_saved?], seqs: seqs.clone(), spec: *spec, heads };
+    let (y, state) = compute_or_replay("attention", || {
+        let (out, state) = saved.forward(path)?;
+        Ok((storage::tensor(out, q.shape()), state))
     })?;
     let output = y.clone();
-    Ok(record("attention", [q.into(), k.into(), v.into()], y, move |d_o| {
-        let grads = saved.backward(&output, d_o, &kept)?;
+    Ok(record("attention", [q.into(), k.into(), v.into()], y, move |d_o, _| {
+        let grads = saved.backward(&output, d_o, &state)?;
         Ok(grads.map(Some))
     }))
 }
 
-/// What a forward had, for its backward.
-struct Saved {
+/// Inputs that backward needs.
+struct SavedAttention {
     qkv: [Tensor; 3],
     seqs: Seqs,
     spec: AttentionSpec,
     heads: Heads,
 }
 
-/// What a forward found out.
-enum Kept {
+/// Statistics of a forward that backward needs, by implementation.
+enum ForwardState {
     /// The log-sum-exp of each row.
     Cpu(Vec<f32>),
     #[cfg(any(feature = "cuda", feature = "emulate"))]
-    Cuda(cuda::Kept),
+    Cuda(cuda::ForwardState),
     #[cfg(feature = "cudnn")]
-    Cudnn(cudnn::Kept),
+    Cudnn(cudnn::ForwardState),
 }
 
-impl Saved {
-    fn forward(&self, path: Path) -> Result<(Storage, Kept)> {
+impl SavedAttention {
+    fn forward(&self, path: Path) -> Result<(Storage, ForwardState)> {
         match path {
             #[cfg(feature = "cudnn")]
             Path::Cudnn(plan) if choice::takes_addresses(self.spec.choice, &self.addresses()?) => choice::or_fused(
                 self.spec.choice,
                 || {
                     let computed = cudnn::forward(plan, self.qkv.each_ref(), &self.seqs, self.heads)?;
-                    Ok(computed.map(|(out, kept)| (out.into_storage(), Kept::Cudnn(kept))))
+                    Ok(computed.map(|(out, state)| (out.into_storage(), ForwardState::Cudnn(state))))
                 },
                 || self.forward_fused(),
             ),
@@ -115,41 +103,41 @@ impl Saved {
     }
 
     /// Computes by our kernels.
-    fn forward_fused(&self) -> Result<(Storage, Kept)> {
+    fn forward_fused(&self) -> Result<(Storage, ForwardState)> {
         on_device!("attention", self.qkv[0], {
             cpu => self.forward_cpu(),
             cuda => {
-                let (out, kept) = cuda::forward(self.qkv.each_ref(), &self.seqs, &self.spec, self.heads)?;
-                Ok((out.into_storage(), Kept::Cuda(kept)))
+                let (out, state) = cuda::forward(self.qkv.each_ref(), &self.seqs, &self.spec, self.heads)?;
+                Ok((out.into_storage(), ForwardState::Cuda(state)))
             },
         })
     }
 
-    fn backward(&self, o: &Tensor, d_o: &Tensor, kept: &Kept) -> Result<[Tensor; 3]> {
+    fn backward(&self, o: &Tensor, d_o: &Tensor, state: &ForwardState) -> Result<[Tensor; 3]> {
         #[cfg(any(feature = "cuda", feature = "emulate"))]
         let inputs = {
             let [q, k, v] = &self.qkv;
             cuda::Inputs { q, k, v, o, d_o }
         };
-        match kept {
-            Kept::Cpu(lse) => self.backward_cpu(o, d_o, lse),
+        match state {
+            ForwardState::Cpu(lse) => self.backward_cpu(o, d_o, lse),
             #[cfg(any(feature = "cuda", feature = "emulate"))]
-            Kept::Cuda(kept) => cuda::backward(&inputs, kept),
+            ForwardState::Cuda(state) => cuda::backward(&inputs, state),
             #[cfg(feature = "cudnn")]
-            Kept::Cudnn(kept) => choice::or_fused(
+            ForwardState::Cudnn(state) => choice::or_fused(
                 self.spec.choice,
-                || cudnn::backward(&inputs, kept),
+                || cudnn::backward(&inputs, state),
                 || self.backward_of_another_forward(o, d_o),
             ),
         }
     }
 
     /// Computes the gradients by our kernels, of an output that another implementation has computed: the log-sum-exp of the
-    /// rows comes from a forward of our own, so that nothing is assumed of what the other has kept.
+    /// rows comes from a forward of our own, so that nothing is assumed of the other's state.
     #[cfg(any(feature = "cudnn", test))]
     fn backward_of_another_forward(&self, o: &Tensor, d_o: &Tensor) -> Result<[Tensor; 3]> {
-        let (_, kept) = self.forward_fused()?;
-        self.backward(o, d_o, &kept)
+        let (_, state) = self.forward_fused()?;
+        self.backward(o, d_o, &state)
     }
 
     #[cfg(feature = "cudnn")]
@@ -158,13 +146,13 @@ impl Saved {
         Ok([q?, k?, v?])
     }
 
-    fn forward_cpu(&self) -> Result<(Storage, Kept)> {
+    fn forward_cpu(&self) -> Result<(Storage, ForwardState)> {
         let [q, k, v] = &self.qkv;
         let mut out = FloatBuf::unwritten(q.dtype(), q.elem_count())?;
         let (q, k, v) = (host("attention", q)?, host("attention", k)?, host("attention", v)?);
         let inputs = [q.floats()?, k.floats()?, v.floats()?];
         let lse = forward::run(inputs, out.view(), &self.seqs, &self.spec, self.heads);
-        Ok((out.into_storage(), Kept::Cpu(lse)))
+        Ok((out.into_storage(), ForwardState::Cpu(lse)))
     }
 
     fn backward_cpu(&self, o: &Tensor, d_o: &Tensor, lse: &[f32]) -> Result<[Tensor; 3]> {
@@ -194,36 +182,6 @@ impl Saved {
     }
 }
 
-/// Fails unless these are queries, keys and values of these sequences.
-fn check(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &Seqs, spec: &AttentionSpec) -> Result<Heads> {
-    for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
-        check_dtype("attention", name, tensor.dtype())?;
-        if tensor.dtype() != q.dtype() {
-            bail!("attention: q is {:?} but {name} is {:?}", q.dtype(), tensor.dtype())
-        }
-    }
-    let (Ok((t, hq, dim)), Ok((s, hkv, k_dim))) = (q.dims3(), k.dims3()) else {
-        bail!("attention: want q [t, hq, k] and k, v [s, hkv, k], got {:?}, {:?}, {:?}", q.dims(), k.dims(), v.dims())
-    };
-    if k.shape() != v.shape() || dim != k_dim || dim == 0 {
-        bail!("attention: q is {:?}, k {:?} and v {:?}", q.dims(), k.dims(), v.dims())
-    }
-    if hkv == 0 || hq == 0 || hq % hkv != 0 {
-        bail!("attention: {hq} query heads cannot be shared out over {hkv} key heads")
-    }
-    if (t, s) != (seqs.n_tokens(), seqs.n_keys()) {
-        bail!(
-            "attention: q has {t} rows and k {s}, but the sequences hold {} queries and {} keys",
-            seqs.n_tokens(),
-            seqs.n_keys()
-        )
-    }
-    if spec.window == Some(0) {
-        bail!("attention: a window of 0 leaves nothing to see, want at least 1")
-    }
-    Ok(Heads { n_kv: hkv, group: hq / hkv, dim })
-}
-
 #[cfg(test)]
 #[cfg(feature = "emulate")]
 #[allow(clippy::unwrap_used)]
@@ -243,15 +201,15 @@ mod tests {
     fn check(dtype: DType) {
         let (heads, dim) = (Heads { n_kv: 2, group: 2, dim: 16 }, 16);
         let choice = AttentionChoice::default();
-        let saved = Saved {
+        let saved = SavedAttention {
             qkv: [4, 2, 2].map(|n_heads| tensor((11, n_heads, dim), 0.37 * n_heads as f64, dtype)),
             seqs: Seqs::packed(vec![0, 7, 8, 11]).unwrap(),
             spec: AttentionSpec { scale: 0.25, causal: true, window: None, choice },
             heads,
         };
-        let (out, kept) = saved.forward(Path::Fused).unwrap();
+        let (out, state) = saved.forward(Path::Fused).unwrap();
         let (o, d_o) = (storage::tensor(out, saved.qkv[0].shape()), tensor((11, 4, dim), 0.11, dtype));
-        let want = saved.backward(&o, &d_o, &kept).unwrap();
+        let want = saved.backward(&o, &d_o, &state).unwrap();
         let got = saved.backward_of_another_forward(&o, &d_o).unwrap();
         let values =
             |x: &Tensor| -> Vec<f32> { x.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap() };

@@ -5,19 +5,16 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::choice::AttentionImpl;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::cuda;
 use super::layout::{Heads, add_by_row, by_row};
-use super::{AttentionSpec, Seqs, backward, check, forward, merge, tile};
+use super::seqs::{Piece, Seqs};
+use super::spec::{AttentionImpl, AttentionSpec};
+use super::{backward, forward, merge, tile};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, FloatsMut};
 use crate::span::span;
 use crate::storage::{self, host, same_storage, update};
-
-/// Some of the queries and some of the keys of packed sequences, as [`Seqs::piece`] takes them.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece(pub(super) Seqs);
 
 impl Piece {
     /// Tells whether no query sees any key: there is nothing to compute then.
@@ -88,7 +85,7 @@ impl Partial {
 /// Attention of the queries of a piece to its keys: q [t, hq, k], k and v [s, hkv, k].
 pub fn attention_piece(q: &Tensor, k: &Tensor, v: &Tensor, piece: &Piece, spec: &AttentionSpec) -> Result<Partial> {
     let _span = span("attention", "piece forward");
-    let (seqs, heads) = (&piece.0, check(q, k, v, &piece.0, spec)?);
+    let (seqs, heads) = (&piece.0, Heads::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
     let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
     let (t, n_heads) = (q.dim(0)?, heads.n_queries());
@@ -103,8 +100,8 @@ pub fn attention_piece(q: &Tensor, k: &Tensor, v: &Tensor, piece: &Piece, spec: 
             Ok(Partial { out: storage::tensor(out, q.shape()), lse: storage::tensor(lse, (t, n_heads)) })
         },
         cuda => {
-            let (out, kept) = cuda::forward([&q, &k, &v], seqs, spec, heads)?;
-            Ok(Partial { out: out.into_tensor(q.shape()), lse: kept.lse().reshape((t, n_heads))? })
+            let (out, state) = cuda::forward([&q, &k, &v], seqs, spec, heads)?;
+            Ok(Partial { out: out.into_tensor(q.shape()), lse: state.lse().reshape((t, n_heads))? })
         },
     })
 }
@@ -135,7 +132,7 @@ pub fn attention_piece_backward(
     const OP: &str = "attention";
     let _span = span(OP, "piece backward");
     let PieceInputs { q, k, v, out, lse, d_out } = *inputs;
-    let (seqs, heads) = (&piece.0, check(q, k, v, &piece.0, spec)?);
+    let (seqs, heads) = (&piece.0, Heads::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
     for (name, x, like) in [("out", out, q), ("d_out", d_out, q)] {
         if x.shape() != like.shape() || x.dtype() != like.dtype() {
@@ -157,8 +154,8 @@ pub fn attention_piece_backward(
         cpu => backward_cpu(inputs.each_ref(), seqs, spec, heads, grads),
         cuda => {
             let [q, k, v, o, lse, d_o] = inputs.each_ref();
-            let kept = cuda::Kept::new(lse, q, seqs, spec, heads)?;
-            let added = cuda::backward(&cuda::Inputs { q, k, v, o, d_o }, &kept)?;
+            let state = cuda::ForwardState::new(lse, q, seqs, spec, heads)?;
+            let added = cuda::backward(&cuda::Inputs { q, k, v, o, d_o }, &state)?;
             grads.into_iter().zip(&added).try_for_each(|(grad, added)| {
                 crate::copy_into(grad, &(grad + added.to_dtype(DType::F32)?)?)
             })

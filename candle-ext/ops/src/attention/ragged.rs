@@ -1,7 +1,7 @@
 //! What cuDNN is told of packed sequences: counts that they fit in, and where each begins.
 
-use super::Seqs;
 use super::layout::Heads;
+use super::seqs::Seqs;
 
 /// The counts that a graph of cuDNN is built for.
 ///

@@ -3,9 +3,9 @@
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 
 use super::layout::Heads;
-use super::seqs::Span;
-use super::{AttentionSpec, Seqs};
-use crate::tape::{Input, is_tracked, record};
+use super::seqs::{Seqs, Span};
+use super::spec::AttentionSpec;
+use crate::recording::{Input, is_tracked, record};
 
 /// See [`super::attention`]. In f32, whatever the inputs' format.
 pub(super) fn attention(inputs: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
@@ -16,7 +16,7 @@ pub(super) fn attention(inputs: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec,
     let leaves = [Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];
     let y = forward(leaves.each_ref().map(|leaf| leaf.as_tensor()), seqs, spec, heads)?;
     let output = y.detach();
-    Ok(record("attention", inputs.map(Input::from), output, move |dy| {
+    Ok(record("attention", inputs.map(Input::from), output, move |dy, _| {
         let mut grads = (y * dy)?.sum_all()?.backward()?;
         Ok(leaves.each_ref().map(|leaf| grads.remove(leaf)))
     }))

@@ -4,8 +4,6 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
-use super::piece::Piece;
-
 /// Packed sequences as cumulative lengths of their queries and keys.
 ///
 /// A sequence may have more keys than queries (a KV cache): its queries are then its last
@@ -17,6 +15,10 @@ pub struct Seqs {
     /// The position of each one's first query among its keys. In a [`Piece`] it may be before or behind all of them.
     firsts: Vec<isize>,
 }
+
+/// Some of the queries and some of the keys of packed sequences, as [`Seqs::piece`] takes them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece(pub(super) Seqs);
 
 /// One sequence: its rows among the queries and among the keys.
 #[derive(Clone, Debug)]

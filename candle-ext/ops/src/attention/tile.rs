@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::AttentionSpec;
 use super::layout::Head;
+use super::spec::AttentionSpec;
 use crate::exp::exp;
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
 use crate::simd::vectorised;

@@ -11,7 +11,7 @@ use candle_core::{CpuStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 use libloading::Library;
 
-use super::gemm::{Gemm, Matrix};
+use super::gemm::operands::{Gemm, Matrix};
 use super::{Address, Arg, Blocks, Kernels};
 use crate::DeviceMemory;
 use crate::thread_value::with_value;

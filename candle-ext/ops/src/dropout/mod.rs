@@ -11,9 +11,9 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::recording::{recompute_with, record, save};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{keep, make_cheap, record};
 use rows::Run;
 pub use rows::{Columns, Rows};
 
@@ -69,10 +69,10 @@ fn dropped(x: &Tensor, spec: Dropout, runs: Vec<Run>) -> Result<Tensor> {
     }
     let x = &x.contiguous()?;
     let y = masked(x, spec, &runs)?;
-    let (kept, runs) = (keep(x), Rc::new(runs));
+    let (saved, runs) = (save(x), Rc::new(runs));
     let again = Rc::clone(&runs);
-    make_cheap(&y, move || masked(&kept.get()?, spec, &again));
-    Ok(record("dropout", [x.into()], y, move |dy| Ok([Some(masked(dy, spec, &runs)?)])))
+    recompute_with(&y, move || masked(&saved.get()?, spec, &again));
+    Ok(record("dropout", [x.into()], y, move |dy, _| Ok([Some(masked(dy, spec, &runs)?)])))
 }
 
 /// Gives each part of a key's world a key of its own: of a seed a key a step, of that one a micro-batch, and so on.

@@ -8,9 +8,9 @@ use candle_core::{DType, Result, Storage, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::recording::record;
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::record;
 use crate::weight::Weight;
 
 /// Gathers rows of `w` [v, d]; `ids` is u32 [..], the result [.., d] in the table's dtype.
@@ -25,7 +25,7 @@ pub fn embedding(ids: &Tensor, w: &Weight, padding: Option<u32>) -> Result<Tenso
     check(ids, w)?;
     let ids = ids.contiguous()?;
     let (y, weight) = (gather(&ids, w)?, w.clone());
-    Ok(record("embedding", [w.into()], y, move |dy| {
+    Ok(record("embedding", [w.into()], y, move |dy, _| {
         scatter_add(&ids, dy, &weight, padding)?;
         Ok([None])
     }))
@@ -45,7 +45,7 @@ pub fn embedding_part(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>
     // No table has a row of this number.
     let elsewhere = is_here.where_cond(&local, &fixed(u32::MAX)?)?;
     let (weight, padding) = (w.clone(), padding.and_then(|padding| padding.checked_sub(first)));
-    Ok(record("embedding_part", [w.into()], y, move |dy| {
+    Ok(record("embedding_part", [w.into()], y, move |dy, _| {
         scatter_add(&elsewhere, dy, &weight, padding)?;
         Ok([None])
     }))

@@ -8,14 +8,14 @@ mod cuda;
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::backward::BackwardContext;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::product::Dims;
+use crate::recording::{is_tracked, record, save};
+use crate::saved::Saved;
 use crate::span::span;
 use crate::storage::{self, host};
-#[cfg(any(feature = "cuda", feature = "emulate"))]
-use crate::tape::take_sum;
-use crate::tape::{Kept, is_tracked, keep, put_off, puts_off, record};
 use crate::weight::Weight;
 
 /// The format of an output. Everything is computed in f32 and rounded once at the end.
@@ -50,16 +50,16 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
     if let Some(last) = shape.last_mut() {
         *last = dims.n;
     }
-    let saved = Saved {
-        input: w.sink().map(|_| keep(&input)),
+    let saved = SavedLinear {
+        input: w.sink().map(|_| save(&input)),
         wants_dx: is_tracked(x).then(|| (x.dtype(), x.dims().to_vec())),
         w: w.clone(),
         bias: bias.cloned(),
         dims,
     };
     let y = storage::tensor(y, shape);
-    Ok(record("linear", [x.into(), w.into(), bias.unwrap_or(w).into()], y, move |dy| {
-        Ok([saved.backward(dy)?, None, None])
+    Ok(record("linear", [x.into(), w.into(), bias.unwrap_or(w).into()], y, move |dy, context| {
+        Ok([saved.backward(dy, context)?, None, None])
     }))
 }
 
@@ -73,24 +73,25 @@ fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, 
     Ok(y)
 }
 
-struct Saved {
-    /// Kept for the weight's gradient only.
-    input: Option<Kept>,
+struct SavedLinear {
+    /// Input of a trainable weight, for its gradient.
+    input: Option<Saved>,
+    /// Dtype and shape of the input, if its gradient is wanted.
     wants_dx: Option<(DType, Vec<usize>)>,
     w: Weight,
     bias: Option<Weight>,
     dims: Dims,
 }
 
-impl Saved {
-    /// Adds dw and db to their sinks and returns dx = dy w. dx comes first where others wait for it.
-    fn backward(self, dy: &Tensor) -> Result<Option<Tensor>> {
-        if !puts_off() {
+impl SavedLinear {
+    /// Adds dw and db to their sinks and returns dx = dy w. dx comes first where an exchange waits for it.
+    fn backward(self, dy: &Tensor, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
+        if !context.defers() {
             self.add_grads(dy)?;
-            return self.grad_x(dy);
+            return self.grad_x(dy, context);
         }
-        let (dx, dy) = (self.grad_x(dy)?, dy.clone());
-        put_off(move || self.add_grads(&dy))?;
+        let (dx, dy) = (self.grad_x(dy, context)?, dy.clone());
+        context.defer(move || self.add_grads(&dy))?;
         Ok(dx)
     }
 
@@ -128,7 +129,11 @@ impl Saved {
         }
     }
 
-    fn grad_x(&self, dy: &Tensor) -> Result<Option<Tensor>> {
+    #[cfg_attr(
+        not(any(feature = "cuda", feature = "emulate")),
+        expect(unused_variables, reason = "only CUDA adds to the accumulated gradient")
+    )]
+    fn grad_x(&self, dy: &Tensor, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
         let Some((dtype, shape)) = &self.wants_dx else { return Ok(None) };
         on_device!("linear", dy, {
             cpu => {
@@ -140,7 +145,7 @@ impl Saved {
                 Ok(Some(storage::tensor(dx, shape.as_slice())))
             },
             cuda => {
-                let sum = take_sum(*dtype, shape)?;
+                let sum = context.accumulated(0, *dtype, shape)?;
                 let dx = cuda::grad_x(dy, &self.w.value()?, sum.as_ref(), *dtype, self.dims)?;
                 Ok(Some(dx.into_tensor(shape.as_slice())))
             },

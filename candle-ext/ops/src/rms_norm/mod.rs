@@ -9,11 +9,12 @@ mod cuda;
 use candle_core::{Result, Tensor, bail};
 
 use crate::add;
+use crate::backward::BackwardContext;
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::recording::{is_tracked, recompute_with, record};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{is_tracked, make_cheap, record, take_sum};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::weight::GradSink;
 use crate::weight::Weight;
@@ -56,14 +57,15 @@ pub fn add_rms_norm(a: &Tensor, b: &Tensor, w: &Weight, eps: f64) -> Result<(Ten
     Ok((sum, y))
 }
 
-/// Puts the norm y of x on the tape, where `input` is x contiguous.
+/// Records the norm y of x, where `input` is x contiguous.
 fn record_norm(x: &Tensor, input: Tensor, w: &Weight, (y, rstd): (Tensor, Option<Tensor>), eps: f32) -> Tensor {
-    let (kept, weight) = (input.clone(), w.clone());
-    make_cheap(&y, move || Ok(forward(&kept, &weight, weight.dims()[0], eps)?.0));
+    let (saved, weight) = (input.clone(), w.clone());
+    recompute_with(&y, move || Ok(forward(&saved, &weight, weight.dims()[0], eps)?.0));
     let (weight, wants_dx) = (w.clone(), is_tracked(x));
-    record("rms_norm", [x.into(), w.into()], y, move |dy| {
-        let saved = Saved { input: &input, weight: &weight, rstd: rstd.as_ref(), eps };
-        Ok([saved.backward(dy, wants_dx)?, None])
+    record("rms_norm", [x.into(), w.into()], y, move |dy, context| {
+        let saved = SavedNorm { input: &input, weight: &weight, rstd: rstd.as_ref(), eps };
+        let context = wants_dx.then_some(context);
+        Ok([saved.backward(dy, context)?, None])
     })
 }
 
@@ -84,37 +86,38 @@ fn forward(x: &Tensor, w: &Weight, d: usize, eps: f32) -> Result<(Tensor, Option
     })
 }
 
-struct Saved<'a> {
+struct SavedNorm<'a> {
     input: &'a Tensor,
     weight: &'a Weight,
-    /// Kept where a forward has it at hand: on CUDA.
-    #[cfg_attr(not(any(feature = "cuda", feature = "emulate")), expect(dead_code, reason = "only CUDA keeps it"))]
+    /// 1 / sqrt(mean(x^2) + eps) of each row; saved on CUDA only.
+    #[cfg_attr(not(any(feature = "cuda", feature = "emulate")), expect(dead_code, reason = "only CUDA reads it"))]
     rstd: Option<&'a Tensor>,
     eps: f32,
 }
 
-impl Saved<'_> {
-    /// Adds dw to its sink and returns dx, with what others gave to x's gradient.
-    fn backward(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
+impl SavedNorm<'_> {
+    /// Adds dw to its sink and returns dx plus x's accumulated gradient. Without a context dx is not wanted.
+    fn backward(&self, dy: &Tensor, context: Option<&mut BackwardContext<'_>>) -> Result<Option<Tensor>> {
         on_device!("rms_norm", dy, {
-            cpu => self.backward_cpu(dy, wants_dx),
+            cpu => self.backward_cpu(dy, context),
             cuda => {
                 let Some(rstd) = self.rstd else { bail!("rms_norm: the forward was on another device") };
                 let dw = self.weight.sink().map(GradSink::grad).transpose()?;
+                let wants_dx = context.is_some();
                 if dw.is_none() && !wants_dx {
                     return Ok(None);
                 }
-                let plus = if wants_dx { self.sum_so_far()? } else { None };
+                let plus = self.accumulated(context)?;
                 cuda::backward([self.input, &self.weight.value()?, dy, rstd], plus.as_ref(), dw.as_ref(), wants_dx)
             },
         })
     }
 
-    fn sum_so_far(&self) -> Result<Option<Tensor>> {
-        take_sum(self.input.dtype(), self.input.dims())
+    fn accumulated(&self, context: Option<&mut BackwardContext<'_>>) -> Result<Option<Tensor>> {
+        context.map_or(Ok(None), |context| context.accumulated(0, self.input.dtype(), self.input.dims()))
     }
 
-    fn backward_cpu(&self, dy: &Tensor, wants_dx: bool) -> Result<Option<Tensor>> {
+    fn backward_cpu(&self, dy: &Tensor, context: Option<&mut BackwardContext<'_>>) -> Result<Option<Tensor>> {
         let w = self.weight.value()?;
         let (x, w) = (host("rms_norm", self.input)?, host("rms_norm", &w)?);
         let dy = host("rms_norm", dy)?;
@@ -122,11 +125,11 @@ impl Saved<'_> {
         if let Some(sink) = self.weight.sink() {
             sink.add("rms_norm", |dw| cpu::add_grad_w(x, dy, dw, self.eps))?;
         }
-        if !wants_dx {
+        if context.is_none() {
             return Ok(None);
         }
         let mut dx = FloatBuf::unwritten(self.input.dtype(), self.input.elem_count())?;
-        let plus = self.sum_so_far()?;
+        let plus = self.accumulated(context)?;
         let plus = plus.as_ref().map(|plus| host("rms_norm", plus)).transpose()?;
         let plus = plus.as_ref().map(|plus| plus.floats()).transpose()?;
         cpu::grad_x([x, w, dy], plus, dx.view(), self.eps);

@@ -11,9 +11,9 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::recording::record;
 use crate::span::span;
 use crate::storage::{self, host, update};
-use crate::tape::record;
 
 pub use qkv::{QkvHeads, split_qkv};
 
@@ -24,7 +24,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let heads = check(x, cos, sin)?;
     let table = [cos.contiguous()?, sin.contiguous()?];
     let y = rotated((&x.contiguous()?, heads.slice()), Some(&table), heads, Turn::Forward)?;
-    Ok(record("rope", [x.into()], y, move |dy| {
+    Ok(record("rope", [x.into()], y, move |dy, _| {
         Ok([Some(rotated((dy, heads.slice()), Some(&table), heads, Turn::Back)?)])
     }))
 }

@@ -8,9 +8,9 @@ use candle_core::{Result, Shape, Tensor, bail};
 use super::{Heads, Slice, Turn, check_table, rotate_into, rotated};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::recording::record;
 use crate::span::span;
 use crate::storage;
-use crate::tape::record;
 
 /// The heads of each row of a joined projection: of queries, then of keys, then as many of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +35,7 @@ pub fn split_qkv(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> R
     let [q, k, v]: [Result<Tensor>; 3] = heads.parts().map(|part| {
         let (table, grad) = (part.is_rotated.then(|| table.clone()), grad.clone());
         let y = rotated((&joined, part.slice), table.as_ref(), part.heads, Turn::Forward)?;
-        Ok(record("split_qkv", [qkv.into()], y, move |dy| Ok([grad.write(dy, table.as_ref(), part)?])))
+        Ok(record("split_qkv", [qkv.into()], y, move |dy, _| Ok([grad.write(dy, table.as_ref(), part)?])))
     });
     Ok([q?, k?, v?])
 }

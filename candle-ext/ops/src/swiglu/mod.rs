@@ -8,17 +8,17 @@ use candle_core::{Result, Shape, Tensor, bail};
 
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
+use crate::recording::{recompute_gated_with, record};
 use crate::span::span;
 use crate::storage::{self, host};
-use crate::tape::{make_gated_cheap, record};
 
 /// y = gate * sigmoid(gate) * up, element by element, computed in f32 and rounded once.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let _span = span("swiglu", "forward");
     check(gate, up)?;
     let source = Source::Two(gate.contiguous()?, up.contiguous()?);
-    let y = forward_cheap(&source)?;
-    Ok(record("swiglu", [gate.into(), up.into()], y, move |dy| {
+    let y = forward_recomputable(&source)?;
+    Ok(record("swiglu", [gate.into(), up.into()], y, move |dy, _| {
         let mut grads = backward(&source, dy)?.into_iter();
         Ok([grads.next(), grads.next()])
     }))
@@ -32,8 +32,8 @@ pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
         bail!("swiglu: want an input [.., 2f] of gate and up, got {:?}", gate_up.dims())
     }
     let source = Source::Joined(gate_up.contiguous()?);
-    let y = forward_cheap(&source)?;
-    Ok(record("swiglu", [gate_up.into()], y, move |dy| Ok([backward(&source, dy)?.pop()])))
+    let y = forward_recomputable(&source)?;
+    Ok(record("swiglu", [gate_up.into()], y, move |dy, _| Ok([backward(&source, dy)?.pop()])))
 }
 
 /// Gate and up, contiguous.
@@ -87,10 +87,10 @@ impl Source {
 }
 
 /// Computes y, which a backward may compute again.
-fn forward_cheap(source: &Source) -> Result<Tensor> {
+fn forward_recomputable(source: &Source) -> Result<Tensor> {
     let y = forward(source)?;
     let again = source.clone();
-    make_gated_cheap(&y, move || forward(&again));
+    recompute_gated_with(&y, move || forward(&again));
     Ok(y)
 }
 

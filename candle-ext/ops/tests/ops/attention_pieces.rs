@@ -61,7 +61,7 @@ fn in_pieces(x: &[Tensor], setup: &Setup, cuts: Cuts) -> Result<Tensor> {
     let sum = merged(x, setup, &cuts)?;
     let out = sum.out().to_dtype(x[0].dtype())?;
     let (setup, saved, all) = (setup.clone(), x.to_vec(), out.clone());
-    Ok(record("pieces", [(&x[0]).into(), (&x[1]).into(), (&x[2]).into()], out, move |d_out| {
+    Ok(record("pieces", [(&x[0]).into(), (&x[1]).into(), (&x[2]).into()], out, move |d_out, _| {
         let [dq, dk, dv] = [0, 1, 2].map(|i| Tensor::zeros(saved[i].shape(), DType::F32, saved[i].device()));
         let grads = [dq?, dk?, dv?];
         for (queries, keys) in cuts.pairs() {

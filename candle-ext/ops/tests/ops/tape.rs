@@ -3,8 +3,8 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, record_exchange, reshape, rms_norm, scale,
-    untracked,
+    BackwardContext, GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, record_exchange, reshape,
+    rms_norm, scale, untracked,
 };
 
 use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable};
@@ -21,7 +21,9 @@ fn numbers(x: Option<&Tensor>) -> Vec<f32> {
 fn each_of_four_inputs_gets_its_gradient() {
     let inputs = [1.0, 2.0, 3.0, 4.0].map(|x| tensor(&[x, 10.0 * x]));
     let tape = tape(&inputs, || {
-        let back = |dy: &Tensor| Ok([Some(dy.clone()), Some((dy * 2.0)?), None, Some((dy * 4.0)?)]);
+        let back = |dy: &Tensor, _: &mut BackwardContext<'_>| {
+            Ok([Some(dy.clone()), Some((dy * 2.0)?), None, Some((dy * 4.0)?)])
+        };
         Ok(record("op", inputs.each_ref().map(Into::into), tensor(&[9.0, 12.0]), back))
     });
     assert_eq!(numbers(Some(tape.output())), [9.0, 12.0]);
@@ -38,7 +40,7 @@ fn an_output_used_twice_runs_its_backward_once_with_the_sum() {
     let counted = calls.clone();
     let x = tensor(&[1.0]);
     let tape = tape(std::slice::from_ref(&x), || {
-        let y = record("op", [(&x).into()], tensor(&[1.0]), move |dy| {
+        let y = record("op", [(&x).into()], tensor(&[1.0]), move |dy, _| {
             counted.set(counted.get() + 1);
             Ok([Some(dy.clone())])
         });
@@ -70,6 +72,77 @@ fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
             assert_close(&format!("{place:?} {dtype:?} {t} {d}"), &all, &want.unwrap(), 2.0 * bound(dtype));
         }
     }
+}
+
+/// Returns the gradient of y + 3 x, where y comes from an op of another tensor and x that adds to x's gradient itself.
+fn accumulated_gradient(x: &Tensor, returns_sum: bool) -> Result<Tensor> {
+    let other = tensor(&[0.0]);
+    let tape = Tape::record(&[x, &other], || {
+        let y = record("op", [(&other).into(), x.into()], tensor(&[1.0]), move |dy, context| {
+            assert!(context.accumulated(1, DType::F32, &[2])?.is_none(), "another shape");
+            assert!(context.accumulated(1, DType::BF16, &[1])?.is_none(), "another dtype");
+            assert!(context.accumulated(0, DType::F32, &[1])?.is_none(), "no other op has read this input");
+            assert!(context.accumulated(2, DType::F32, &[1])?.is_none(), "there is no such input");
+            let sum = context.accumulated(1, DType::F32, &[1])?.unwrap();
+            assert_eq!(numbers(Some(&sum)), [3.0]);
+            let own = (dy * 10.0)?;
+            Ok([None, if returns_sum { Some((own + sum)?) } else { None }])
+        });
+        add(&y, &scale(x, 3.0, DType::F32)?)
+    });
+    Ok(tape?.backward(&tensor(&[1.0]))?.remove(x).unwrap())
+}
+
+#[test]
+fn an_op_may_add_to_the_accumulated_gradient_of_any_input() {
+    assert_eq!(numbers(Some(&accumulated_gradient(&tensor(&[1.0]), true).unwrap())), [13.0]);
+}
+
+#[test]
+fn an_accumulated_gradient_that_is_not_returned_is_an_error() {
+    assert_error(accumulated_gradient(&tensor(&[1.0]), false), "op: backward took the gradient of input 1");
+}
+
+/// The op of the outer tape follows an exchange, that of the inner tape none.
+#[test]
+fn a_tape_inside_anothers_backward_defers_by_itself() {
+    let x = tensor(&[1.0]);
+    let tape = Tape::record(&[&x], || {
+        let y = record_exchange(
+            "exchange",
+            &x,
+            |x| x.affine(1.0, 0.0),
+            |dy| {
+                let dy = dy.clone();
+                Ok(Box::new(move || Ok(dy)))
+            },
+        )?;
+        Ok(record("outer", [(&y).into()], tensor(&[1.0]), |dy, context| {
+            assert!(context.defers());
+            let deferred = Rc::new(Cell::new(false));
+            let ran = deferred.clone();
+            context.defer(move || {
+                ran.set(true);
+                Ok(())
+            })?;
+            let (input, done) = (tensor(&[1.0]), Rc::new(Cell::new(false)));
+            let seen = done.clone();
+            let inner = Tape::record(&[&input], || {
+                Ok(record("inner", [(&input).into()], tensor(&[1.0]), move |dy, context| {
+                    assert!(!context.defers());
+                    context.defer(move || {
+                        seen.set(true);
+                        Ok(())
+                    })?;
+                    Ok([Some(dy.clone())])
+                }))
+            })?;
+            inner.backward(dy)?;
+            assert!(done.get() && !deferred.get());
+            Ok([Some(dy.clone())])
+        }))
+    });
+    assert_eq!(numbers(tape.unwrap().backward(&x).unwrap().get(&x)), [1.0]);
 }
 
 /// The gradients of weights wait until the exchange of the activation's is under way; nothing of them is lost.
@@ -121,7 +194,7 @@ fn what_is_not_tracked_saves_nothing() {
     let x = randn(2, 1);
     let op = || {
         let held = saved.clone();
-        record("op", [(&x).into()], tensor(&[0.0]), move |_| {
+        record("op", [(&x).into()], tensor(&[0.0]), move |_, _| {
             let _ = &held;
             Ok([None])
         })
@@ -142,11 +215,11 @@ fn what_an_op_saved_is_freed_before_the_backward_of_the_one_before_it_runs() {
     let (held, seen) = (saved.clone(), saved.clone());
     let x = tensor(&[1.0]);
     let tape = tape(std::slice::from_ref(&x), || {
-        let y = record("first", [(&x).into()], tensor(&[1.0]), move |dy| {
+        let y = record("first", [(&x).into()], tensor(&[1.0]), move |dy, _| {
             assert_eq!(Rc::strong_count(&seen), 2, "this one's and the test's");
             Ok([Some(dy.clone())])
         });
-        Ok(record("second", [(&y).into()], tensor(&[1.0]), move |dy| {
+        Ok(record("second", [(&y).into()], tensor(&[1.0]), move |dy, _| {
             let _ = &held;
             Ok([Some(dy.clone())])
         }))
@@ -178,7 +251,9 @@ fn a_failed_or_panicked_forward_leaves_no_recording_behind() {
 #[test]
 fn an_error_in_backward_is_the_error_of_backward() {
     let x = tensor(&[1.0]);
-    let fail = |_: &Tensor| -> Result<[Option<Tensor>; 1]> { candle_core::bail!("the wire was cut") };
+    let fail = |_: &Tensor, _: &mut BackwardContext<'_>| -> Result<[Option<Tensor>; 1]> {
+        candle_core::bail!("the wire was cut")
+    };
     let tape = tape(std::slice::from_ref(&x), || Ok(record("op", [(&x).into()], tensor(&[1.0]), fail)));
     assert_error(tape.backward(&x), "the wire was cut");
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{Cx, Seams};
-use candlewick_ops::{GatedOutputs, Outputs, Reduction, Tape, keep_outputs, span};
+use candlewick_ops::{Reduction, SavedOutputs, Tape, save_outputs, span};
 
 use super::{Engine, LossScale, Micro, Residency};
 use crate::offload::Parked;
@@ -16,7 +16,7 @@ enum Kept {
     /// With the input that it is differentiated by.
     Tape(Tensor, Tape),
     /// With what is not to be computed again.
-    Input(Tensor, Outputs),
+    Input(Tensor, SavedOutputs),
     Parked(Parked),
 }
 
@@ -190,13 +190,13 @@ impl Engine {
         let _span = span("block", "forward");
         let weights = self.fetch(block_idx + 1, Some(block_idx + 2))?;
         if self.residency[block_idx] == Residency::Keep {
-            let tape = Tape::record(&[&x], || self.model.block(&weights, &x, cx))?;
+            let tape = Tape::record(&[&x], || self.model.block(weights, &x, cx))?;
             return Ok((tape.output().clone(), Kept::Tape(x, tape)));
         }
-        let forward = || self.model.block(&weights, &x, cx);
+        let forward = || self.model.block(weights, &x, cx);
         let (y, outputs) = match self.residency[block_idx] {
-            Residency::Selective => keep_outputs(forward)?,
-            _ => (forward()?, Outputs::default()),
+            Residency::Selective => save_outputs(forward)?,
+            _ => (forward()?, SavedOutputs::default()),
         };
         let kept = match self.residency[block_idx] {
             Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
@@ -213,10 +213,15 @@ impl Engine {
         let (x, outputs) = match kept {
             Kept::Tape(x, tape) => return input_grad(tape, &x, dy),
             Kept::Input(x, outputs) => (x, outputs),
-            Kept::Parked(parked) => (parked.fetch()?, Outputs::default()),
+            Kept::Parked(parked) => (parked.fetch()?, SavedOutputs::default()),
         };
-        let forward = || self.model.block(&weights, &x, cx);
+<<<<<<< HEAD
+        let forward = || self.model.block(weights, &x, cx);
         let tape = Tape::record_keeping(GatedOutputs::Kept, &[&x], || outputs.give_to(forward))?;
+=======
+        let forward = || self.model.block(weights, &x, cx);
+        let tape = Tape::replay(outputs, &[&x], forward)?;
+>>>>>>> 4260aa48915066ac6e5bcfbf7c5c72bb388d91a7
         input_grad(tape, &x, dy)
     }
 

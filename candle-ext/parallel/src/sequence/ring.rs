@@ -14,8 +14,8 @@ use std::sync::Arc;
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::{Collective, Pending, Recv};
 use candlewick_ops::{
-    self as ops, AttentionSpec, Partial, Piece, PieceInputs, Seqs, attention_piece, attention_piece_backward,
-    computed_once, record,
+    self as ops, AttentionSpec, BackwardContext, Partial, Piece, PieceInputs, Seqs, attention_piece,
+    attention_piece_backward, compute_or_replay, record,
 };
 
 use super::places::Places;
@@ -29,8 +29,8 @@ pub(super) struct Ring {
 /// Something of a rank's early and late chunk each; `None` where nobody asks.
 type Chunks<T> = [Option<T>; 2];
 
-/// The chunks that are on their way.
-type Coming = [Pending<Option<Tensor>>; 2];
+/// Chunks in transit.
+type PendingChunks = [Pending<Option<Tensor>>; 2];
 
 /// What this rank does, round by round.
 struct Course {
@@ -73,13 +73,14 @@ impl Ring {
         let course = self.course(seqs, spec)?;
         let saved_q = q.contiguous()?;
         let kv = course.packed(k, v)?;
-        let (out, lse) = computed_once(|| {
+        let (out, lse) = compute_or_replay("ring_attention", || {
             let sum = self.forward(&course, &saved_q, &kv)?;
             Ok((sum.out().to_dtype(q.dtype())?, sum.lse().clone()))
         })?;
         let saved = Saved { q: saved_q, kv, out: out.clone(), lse };
         let ring = self.clone();
-        let backward = move |d_out: &Tensor| Ok(ring.backward(&course, &saved, d_out)?.map(Some));
+        let backward =
+            move |d_out: &Tensor, _: &mut BackwardContext<'_>| Ok(ring.backward(&course, &saved, d_out)?.map(Some));
         Ok(record("ring_attention", [q.into(), k.into(), v.into()], out, backward))
     }
 
@@ -159,7 +160,7 @@ impl Ring {
     }
 
     /// Starts to send this rank's chunks to those who see them, and to receive what it sees itself.
-    fn start(&self, round: &Round, kv: &[Tensor; 2]) -> Result<Coming> {
+    fn start(&self, round: &Round, kv: &[Tensor; 2]) -> Result<PendingChunks> {
         let seen = seen(&round.work);
         let one = |chunk: usize| {
             let x = round.sent[chunk].then_some(&kv[chunk]);
@@ -171,7 +172,7 @@ impl Ring {
     }
 
     /// Starts to send the gradients of what was seen to its rank, and to receive those of this rank's chunks.
-    fn start_home(&self, round: &Round, sums: Chunks<Tensor>, own: &[Tensor; 2]) -> Result<Coming> {
+    fn start_home(&self, round: &Round, sums: Chunks<Tensor>, own: &[Tensor; 2]) -> Result<PendingChunks> {
         let one = |chunk: usize| {
             let x = sums[chunk].as_ref();
             let recv = round.sent[chunk].then(|| Recv::like(&own[chunk], round.to));
@@ -234,12 +235,12 @@ fn seen(work: &[(usize, usize, Piece)]) -> [bool; 2] {
     [0, 1].map(|chunk| work.iter().any(|(_, keys, _)| *keys == chunk))
 }
 
-fn arrived([early, late]: Coming) -> Result<Chunks<Tensor>> {
+fn arrived([early, late]: PendingChunks) -> Result<Chunks<Tensor>> {
     Ok([early.wait()?, late.wait()?])
 }
 
 /// Adds the gradients that came home to this rank's chunks.
-fn add_arrived(own: &mut [Tensor; 2], coming: Option<Coming>) -> Result<()> {
+fn add_arrived(own: &mut [Tensor; 2], coming: Option<PendingChunks>) -> Result<()> {
     let Some(coming) = coming else { return Ok(()) };
     for (own, added) in own.iter_mut().zip(arrived(coming)?) {
         if let Some(added) = added {

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::Seams;
-use candlewick_ops::{AttentionChoice, AttentionSpec, Outputs, Seqs, Tape, attention, keep_outputs};
+use candlewick_ops::{AttentionChoice, AttentionSpec, SavedOutputs, Seqs, Tape, attention, save_outputs};
 
 use super::{Sequence, places::Places, select};
 
@@ -36,19 +36,23 @@ fn inputs(n: usize, dtype: DType) -> [Tensor; 4] {
 }
 
 /// The output and the gradients of q, k and v.
-fn results(x: &[Tensor; 4], attend: impl FnOnce([&Tensor; 3]) -> Result<Tensor>) -> Result<Vec<Tensor>> {
+fn results(
+    x: &[Tensor; 4],
+    saved: SavedOutputs,
+    attend: impl FnOnce([&Tensor; 3]) -> Result<Tensor>,
+) -> Result<Vec<Tensor>> {
     let [q, k, v, d_out] = x;
-    let tape = Tape::record(&[q, k, v], || attend([q, k, v]))?;
+    let tape = Tape::replay(saved, &[q, k, v], || attend([q, k, v]))?;
     let out = tape.output().clone();
     let grads = tape.backward(d_out)?;
     Ok([vec![out], [q, k, v].map(|x| grads.get(x).unwrap().clone()).to_vec()].concat())
 }
 
-/// Which forwards there are.
+/// Forwards before a backward.
 #[derive(Clone, Copy, PartialEq)]
 enum Forwards {
     One,
-    /// One that keeps attention's output, and another that finds it.
+    /// One that saves attention's output, and another that replays it.
     Two,
 }
 
@@ -72,11 +76,11 @@ fn on_ranks(
         let [q, k, v, d_out] = x.each_ref().map(|x| select(x, &rows));
         let own = [q?, k?, v?, d_out?];
         let attend = |[q, k, v]: [&Tensor; 3]| sequence.attend(0, q, k, v, seqs, spec);
-        let outputs = match forwards {
-            Forwards::One => Outputs::default(),
-            Forwards::Two => keep_outputs(|| attend([&own[0], &own[1], &own[2]]))?.1,
+        let saved = match forwards {
+            Forwards::One => SavedOutputs::default(),
+            Forwards::Two => save_outputs(|| attend([&own[0], &own[1], &own[2]]))?.1,
         };
-        let results = results(&own, |qkv| outputs.give_to(|| attend(qkv)))?;
+        let results = results(&own, saved, attend)?;
         let all = results.iter().map(|x| sequence.join(x, seqs.n_tokens())).collect::<Result<Vec<_>>>()?;
         let sends = world.calls().into_iter().filter(|call| call.op.name() == "send_recv");
         let bytes = sends.map(|call| {
@@ -97,7 +101,9 @@ fn norm(x: &Tensor) -> f64 {
 #[track_caller]
 fn check(ranks: (usize, usize), lens: &[usize], window: Option<usize>, dtype: DType, bound: f64) {
     let (seqs, spec) = (packed(lens), spec(window));
-    let want = results(&inputs(seqs.n_tokens(), dtype), |[q, k, v]| attention(q, k, v, &seqs, &spec)).unwrap();
+    let want =
+        results(&inputs(seqs.n_tokens(), dtype), SavedOutputs::default(), |[q, k, v]| attention(q, k, v, &seqs, &spec))
+            .unwrap();
     let (got, _) = on_ranks(ranks, &seqs, &spec, dtype, Forwards::One);
     // With one key each, dq and dk are zero but for rounding.
     let floor = 0.1 * norm(&want[0]);

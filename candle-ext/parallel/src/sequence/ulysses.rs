@@ -41,14 +41,14 @@ impl Ulysses {
     fn heads(&self, x: &Tensor, heads: &Heads) -> Result<Tensor> {
         let y = self.scatter(x, heads)?;
         let (ulysses, heads) = (self.clone(), heads.clone());
-        Ok(record("ulysses_heads", [x.into()], y, move |dy| Ok([Some(ulysses.gather(dy, &heads)?)])))
+        Ok(record("ulysses_heads", [x.into()], y, move |dy, _| Ok([Some(ulysses.gather(dy, &heads)?)])))
     }
 
     /// [t, h/s, k] -> [t/s, h, k]: the way back, for what attention gives.
     fn tokens(&self, y: &Tensor, heads: &Heads) -> Result<Tensor> {
         let x = self.gather(y, heads)?;
         let (ulysses, heads) = (self.clone(), heads.clone());
-        Ok(record("ulysses_tokens", [y.into()], x, move |dx| Ok([Some(ulysses.scatter(dx, &heads)?)])))
+        Ok(record("ulysses_tokens", [y.into()], x, move |dx, _| Ok([Some(ulysses.scatter(dx, &heads)?)])))
     }
 
     fn scatter(&self, x: &Tensor, heads: &Heads) -> Result<Tensor> {

@@ -7,8 +7,9 @@ use candle_core::cuda_backend::cudarc::cublas::result;
 use candle_core::cuda_backend::cudarc::cublas::sys;
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 
+use super::operands::{Gemm, Matrix};
 use super::search::Failure;
-use super::{Address, Gemm, Gpu, Matrix};
+use crate::cuda::{Address, Gpu};
 
 /// cuBLAS on one stream, with a workspace of the caller's. It lives as long as the process.
 pub(super) struct Cublas(sys::cublasHandle_t);

@@ -15,9 +15,10 @@ use super::choices::Choices;
 use super::cublas::Cublas;
 use super::descriptors::{Preference, Problem, WORKSPACE_BYTES};
 use super::key::Key;
+use super::operands::Gemm;
 use super::recent::Recent;
 use super::search::{self, Algorithm, Failure, Library, Limits, Route};
-use super::{Address, Gemm, Gpu};
+use crate::cuda::{Address, Gpu};
 use crate::nvidia::tuned_gemms;
 
 /// Plans of one device. A step of training has about a hundred; one takes about 2 KiB of host memory.

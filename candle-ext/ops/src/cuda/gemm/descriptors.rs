@@ -4,8 +4,8 @@ use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublaslt::result::{self, CublasError};
 use candle_core::cuda_backend::cudarc::cublaslt::sys::{self, cudaDataType};
 
+use super::operands::{Gemm, Matrix};
 use super::search::{Failure, Limits, Reductions};
-use super::{Gemm, Matrix};
 
 /// As NVIDIA recommends for Hopper.
 pub(super) const WORKSPACE_BYTES: usize = 32 << 20;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use candle_core::DType;
 
-use super::Gemm;
+use super::operands::Gemm;
 
 /// The largest alignment that an algorithm may count on, in bytes.
 const MAX_ALIGNMENT: u64 = 256;

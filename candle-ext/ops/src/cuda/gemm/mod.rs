@@ -13,83 +13,23 @@ mod cublas_lt;
 mod descriptors;
 #[cfg(any(feature = "cuda", test))]
 mod key;
+pub(super) mod operands;
 #[cfg(any(feature = "cuda", test))]
 mod recent;
 #[cfg(any(feature = "cuda", test))]
 mod search;
 
-use candle_core::{DType, Result};
+use candle_core::Result;
 
-use super::{Address, Arg, Gpu, kernels, suffix};
+use super::{Arg, Gpu, kernels, suffix};
+pub(crate) use operands::{Gemm, Matrix};
 
 kernels!("gemm");
 
 /// Elements of c that a thread fills, about.
 const FILLED_PER_THREAD: usize = 4;
 
-/// A row-major matrix as a product reads it.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Matrix {
-    pub(crate) address: Address,
-    /// True if its transpose is meant.
-    pub(crate) is_transposed: bool,
-    /// Elements from one row in memory to the next, where that is more than a row has.
-    pub(crate) stride: Option<usize>,
-}
-
-/// c [m, n] = a [m, k] b [k, n], perhaps plus another matrix; sums in f32.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Gemm {
-    pub(crate) m: usize,
-    pub(crate) n: usize,
-    pub(crate) k: usize,
-    pub(crate) a: Matrix,
-    pub(crate) b: Matrix,
-    /// The format of a and b.
-    pub(crate) dtype: DType,
-    pub(crate) c: Address,
-    /// As [`Matrix::stride`], of c and of what is added.
-    pub(crate) c_stride: Option<usize>,
-    /// The format of c: that of a and b, or f32.
-    pub(crate) c_dtype: DType,
-    /// A matrix in c's format that the product is added to: c itself, or one that does not overlap it.
-    pub(crate) plus: Option<Address>,
-    /// A row [n] in c's format that is added to every row of c.
-    pub(crate) bias: Option<Address>,
-}
-
-impl Matrix {
-    pub(crate) fn plain(address: Address) -> Self {
-        Self { address, is_transposed: false, stride: None }
-    }
-
-    pub(crate) fn transposed(address: Address) -> Self {
-        Self { address, is_transposed: true, stride: None }
-    }
-
-    pub(crate) fn with_stride(self, stride: usize) -> Self {
-        Self { stride: Some(stride), ..self }
-    }
-
-    /// Rows and columns in memory of what is `rows` by `columns` in the product, and elements from one row to the next.
-    pub(crate) fn in_memory(&self, [rows, columns]: [usize; 2]) -> [usize; 3] {
-        let (rows, columns) = if self.is_transposed { (columns, rows) } else { (rows, columns) };
-        [rows, columns, self.stride.unwrap_or(columns)]
-    }
-}
-
 impl Gemm {
-    /// A product of these sizes, m, n and k, to which nothing is added. Its matrices are still to be named.
-    pub(crate) fn new([m, n, k]: [usize; 3], dtype: DType) -> Self {
-        let nowhere = Matrix::plain(0);
-        Self { m, n, k, a: nowhere, b: nowhere, dtype, c: 0, c_stride: None, c_dtype: dtype, plus: None, bias: None }
-    }
-
-    /// c, as a matrix.
-    pub(crate) fn output(&self) -> Matrix {
-        Matrix { stride: self.c_stride, ..Matrix::plain(self.c) }
-    }
-
     /// Computes the product.
     ///
     /// # Safety
@@ -143,10 +83,11 @@ impl Gemm {
 mod tests {
     use std::marker::PhantomData;
 
+    use candle_core::DType;
     use half::bf16;
 
     use super::*;
-    use crate::cuda::emulator;
+    use crate::cuda::{Address, emulator};
 
     /// Rows of c, and elements from one to the next.
     const M: usize = 37;

@@ -1,0 +1,85 @@
+//! State of a running backward pass, and the part of it that an op's backward works with.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Result, Tensor, TensorId, bail};
+
+/// Backward of one op: gradients of its inputs from the contiguous gradient of its output.
+pub(crate) type BackwardFn = Box<dyn FnOnce(&Tensor, &mut BackwardContext<'_>) -> Result<Vec<Option<Tensor>>>>;
+
+type DeferredWork = Box<dyn FnOnce() -> Result<()>>;
+
+/// State of one backward pass. A tape that runs backward inside another tape's op has a state of its own.
+pub(crate) struct BackwardState {
+    /// Gradients accumulated so far, by tensor.
+    pub(crate) grads: HashMap<TensorId, Tensor>,
+    deferred: Vec<DeferredWork>,
+}
+
+/// View of the running backward pass for one op.
+pub struct BackwardContext<'a> {
+    state: &'a mut BackwardState,
+    /// Tracked inputs of the op.
+    inputs: &'a [Option<TensorId>],
+    /// True for an op that reads the output of an exchange.
+    defers: bool,
+    /// Inputs whose accumulated gradient the op has taken.
+    taken: Vec<usize>,
+}
+
+impl BackwardState {
+    /// Starts from the gradient of the tape's output.
+    pub(crate) fn new(output: TensorId, dy: Tensor) -> Self {
+        Self { grads: HashMap::from([(output, dy)]), deferred: Vec::new() }
+    }
+
+    /// Runs the deferred work, in the order of its deferral.
+    pub(crate) fn run_deferred(&mut self) -> Result<()> {
+        std::mem::take(&mut self.deferred).into_iter().try_for_each(|work| work())
+    }
+}
+
+impl<'a> BackwardContext<'a> {
+    pub(crate) fn new(state: &'a mut BackwardState, inputs: &'a [Option<TensorId>], defers: bool) -> Self {
+        Self { state, inputs, defers, taken: Vec::new() }
+    }
+
+    /// Takes the gradient that other ops gave to input `input_idx`. The op must add its own and return the sum.
+    ///
+    /// Returns `None` if there is no gradient yet, or if its dtype or shape differs.
+    pub fn accumulated(&mut self, input_idx: usize, dtype: DType, shape: &[usize]) -> Result<Option<Tensor>> {
+        let Some(id) = self.inputs.get(input_idx).copied().flatten() else { return Ok(None) };
+        let fits = |grad: &Tensor| grad.dtype() == dtype && grad.dims() == shape;
+        if !self.state.grads.get(&id).is_some_and(fits) {
+            return Ok(None);
+        }
+        self.taken.push(input_idx);
+        self.state.grads.remove(&id).map(|grad| grad.contiguous()).transpose()
+    }
+
+    /// Runs `work` during the next exchange of a gradient, or at once if no exchange follows.
+    pub fn defer(&mut self, work: impl FnOnce() -> Result<()> + 'static) -> Result<()> {
+        if !self.defers {
+            return work();
+        }
+        self.state.deferred.push(Box::new(work));
+        Ok(())
+    }
+
+    /// Returns true if [`defer`](Self::defer) runs its work later.
+    pub fn defers(&self) -> bool {
+        self.defers
+    }
+
+    pub(crate) fn run_deferred(&mut self) -> Result<()> {
+        self.state.run_deferred()
+    }
+
+    /// Fails if the op took an accumulated gradient and returns none for that input.
+    pub(crate) fn check_returned(&self, op: &str, grads: &[Option<Tensor>]) -> Result<()> {
+        match self.taken.iter().find(|&&input_idx| grads[input_idx].is_none()) {
+            Some(input_idx) => bail!("{op}: backward took the gradient of input {input_idx} and returned none"),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Recording of ops and exchanges on the innermost tape.
+
+use std::rc::Rc;
+
+use candle_core::{Result, Tensor};
+
+use crate::backward::{BackwardContext, BackwardFn};
+use crate::saved::{GatedOutputs, Recomputable, Saved};
+use crate::scope::{Node, Scope, with_recording, within};
+use crate::weight::Weight;
+
+/// An input of an op.
+#[derive(Clone, Copy)]
+pub enum Input<'a> {
+    /// An activation, whose gradient the op's backward returns.
+    Activation(&'a Tensor),
+    /// A weight, to whose sink the op's backward adds by itself.
+    Weight(&'a Weight),
+    /// Trainable weights that the op's backward reaches by itself.
+    Trained,
+}
+
+/// The end of an exchange that has begun.
+pub type PendingExchange = Box<dyn FnOnce() -> Result<Tensor>>;
+
+impl<'a> From<&'a Tensor> for Input<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self::Activation(tensor)
+    }
+}
+
+impl<'a> From<&'a Weight> for Input<'a> {
+    fn from(weight: &'a Weight) -> Self {
+        Self::Weight(weight)
+    }
+}
+
+/// Records an op with its output on the innermost tape.
+///
+/// `backward(dy, context)` gets the output's gradient, contiguous, and returns a gradient for each input; `None` is zero,
+/// and right for a weight. Without a tracked input or a trained weight the closure is dropped here, with all that it saved.
+pub fn record<const N: usize>(
+    name: &'static str,
+    inputs: [Input<'_>; N],
+    output: Tensor,
+    backward: impl FnOnce(&Tensor, &mut BackwardContext<'_>) -> Result<[Option<Tensor>; N]> + 'static,
+) -> Tensor {
+    with_recording(|recording| {
+        let ids = inputs.map(|input| match input {
+            Input::Activation(x) => Some(x.id()).filter(|id| recording.tracked.contains(id)),
+            Input::Weight(_) | Input::Trained => None,
+        });
+        let trains = |input: &Input<'_>| match input {
+            Input::Activation(_) => false,
+            Input::Weight(weight) => weight.sink().is_some(),
+            Input::Trained => true,
+        };
+        if ids.iter().any(Option::is_some) || inputs.iter().any(trains) {
+            recording.tracked.insert(output.id());
+            let follows_exchange = ids.iter().flatten().any(|id| recording.exchanged.contains(id));
+            let backward: BackwardFn = Box::new(move |dy, context| Ok(backward(dy, context)?.into()));
+            recording.nodes.push(Node { name, inputs: ids.into(), output: output.id(), follows_exchange, backward });
+        }
+    });
+    output
+}
+
+/// Records an exchange between ranks: y = `forward(x)`, a new tensor.
+///
+/// Its backward starts the exchange `start(dy)`, runs the deferred weight gradients, then waits. Ops that save y recompute
+/// it: backward calls `forward` again.
+pub fn record_exchange(
+    name: &'static str,
+    x: &Tensor,
+    forward: impl Fn(&Tensor) -> Result<Tensor> + 'static,
+    start: impl FnOnce(&Tensor) -> Result<PendingExchange> + 'static,
+) -> Result<Tensor> {
+    let y = forward(x)?;
+    let saved = save(x);
+    recompute_with(&y, move || forward(&saved.get()?));
+    let is_wanted = is_tracked(x);
+    let y = record(name, [x.into()], y, move |dy, context| {
+        let pending = start(dy)?;
+        context.run_deferred()?;
+        Ok([Some(pending()?)])
+    });
+    if is_wanted {
+        with_recording(|recording| recording.exchanged.insert(y.id()));
+    }
+    Ok(y)
+}
+
+/// Runs `f` without recording, whatever is being recorded around it.
+pub fn untracked<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+    Ok(within(Scope::default(), f)?.0)
+}
+
+/// Returns true inside `Tape::record`, unless [`untracked`] stands between.
+pub(crate) fn is_recording() -> bool {
+    with_recording(|_| ()).is_some()
+}
+
+/// Returns true if the innermost tape wants the gradient of `x`: an input of the tape, or computed from one or from a
+/// trainable weight.
+pub fn is_tracked(x: &Tensor) -> bool {
+    with_recording(|recording| recording.tracked.contains(&x.id())).unwrap_or(false)
+}
+
+/// Saves `x` for a backward: the tensor, or the function that recomputes it.
+pub(crate) fn save(x: &Tensor) -> Saved {
+    match with_recording(|recording| recording.recomputable.get(&x.id()).cloned()).flatten() {
+        Some(recomputable) => Saved::Recomputable(recomputable),
+        None => Saved::Tensor(x.clone()),
+    }
+}
+
+/// Lets backward recompute `x` by `compute` instead of saving it. `compute` must be cheap and equal to the bit.
+pub(crate) fn recompute_with(x: &Tensor, compute: impl Fn() -> Result<Tensor> + 'static) {
+    with_recording(|recording| recording.recomputable.insert(x.id(), Rc::new(Recomputable::new(compute))));
+}
+
+/// Calls [`recompute_with`] for the output of a gated activation, unless the tape saves those.
+pub(crate) fn recompute_gated_with(x: &Tensor, compute: impl Fn() -> Result<Tensor> + 'static) {
+    if with_recording(|recording| recording.gated) != Some(GatedOutputs::Saved) {
+        recompute_with(x, compute);
+    }
+}

@@ -1,0 +1,150 @@
+//! Forwards that run twice: backward runs a block's forward again, without its expensive ops.
+
+use std::rc::Rc;
+
+use candle_core::{Result, Tensor};
+
+use crate::saved::{ReplayPhase, SavedOutputs};
+use crate::scope::{Scope, with_replay, within};
+
+/// Runs the first of two forwards, unrecorded, and returns the outputs of [`compute_or_replay`] with its result.
+pub fn save_outputs<T>(forward: impl FnOnce() -> Result<T>) -> Result<(T, SavedOutputs)> {
+    let scope = Scope { recording: None, replay: Some(ReplayPhase::First(SavedOutputs::default())) };
+    let (result, Scope { replay, .. }) = within(scope, forward)?;
+    match replay {
+        Some(ReplayPhase::First(outputs)) => Ok((result, outputs)),
+        _ => unreachable!("a scope keeps its phase"),
+    }
+}
+
+/// Computes the output of `op` and the state that its backward needs, unless the first forward saved both.
+///
+/// Outputs are keyed by `op` and its occurrence. Fails if the saved state is of another type.
+pub fn compute_or_replay<S: 'static>(
+    op: &'static str,
+    compute: impl FnOnce() -> Result<(Tensor, S)>,
+) -> Result<(Tensor, Rc<S>)> {
+    let saved = with_replay(|phase| match phase {
+        ReplayPhase::First(_) => Ok(None),
+        ReplayPhase::Second(outputs) => outputs.take(op),
+    });
+    if let Some(saved) = saved.transpose()?.flatten() {
+        return Ok(saved);
+    }
+    let (output, state) = compute()?;
+    let state = Rc::new(state);
+    with_replay(|phase| match phase {
+        ReplayPhase::First(outputs) => outputs.save(op, &output, &state),
+        ReplayPhase::Second(_) => {}
+    });
+    Ok((output, state))
+}
+
+/// Returns true in the first of two forwards: a backward will follow, though nothing is recorded.
+pub(crate) fn is_first_pass() -> bool {
+    with_replay(|phase| matches!(phase, ReplayPhase::First(_))).unwrap_or(false)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::cell::Cell;
+
+    use candle_core::{Device, bail};
+
+    use super::*;
+    use crate::{Tape, untracked};
+
+    /// Counts what is computed.
+    #[derive(Default)]
+    struct Ops {
+        n_computed: Cell<usize>,
+    }
+
+    impl Ops {
+        /// Returns `value` and, from the state, its double.
+        fn run(&self, op: &'static str, value: f32) -> Result<[f32; 2]> {
+            let compute = || {
+                self.n_computed.set(self.n_computed.get() + 1);
+                Ok((Tensor::new(value, &Device::Cpu)?, value * 2.0))
+            };
+            let (output, double) = compute_or_replay(op, compute)?;
+            Ok([output.to_scalar::<f32>()?, *double])
+        }
+    }
+
+    /// Runs a second forward that returns numbers.
+    fn replay<const N: usize>(saved: SavedOutputs, forward: impl FnOnce() -> Result<[f32; N]>) -> Result<[f32; N]> {
+        let numbers = Cell::new([0.0; N]);
+        Tape::replay(saved, &[], || {
+            numbers.set(forward()?);
+            Tensor::new(0f32, &Device::Cpu)
+        })?;
+        Ok(numbers.get())
+    }
+
+    #[test]
+    fn a_second_forward_takes_the_outputs_of_the_first() {
+        let ops = Ops::default();
+        let forward = || Ok([ops.run("op", 1.0)?[1], ops.run("op", 2.0)?[1]]);
+        assert_eq!(forward().unwrap(), [2.0, 4.0]);
+        let (first, saved) = save_outputs(forward).unwrap();
+        assert_eq!((first, ops.n_computed.get()), ([2.0, 4.0], 4));
+        assert_eq!(replay(saved, forward).unwrap(), [2.0, 4.0]);
+        assert_eq!(ops.n_computed.get(), 4);
+    }
+
+    #[test]
+    fn outputs_that_were_not_saved_are_computed() {
+        let ops = Ops::default();
+        let (_, saved) = save_outputs(|| ops.run("saved", 1.0)).unwrap();
+        let forward = || Ok([ops.run("another", 3.0)?[1], ops.run("saved", 1.0)?[1], ops.run("saved", 5.0)?[1]]);
+        assert_eq!(replay(saved, forward).unwrap(), [6.0, 2.0, 10.0]);
+        assert_eq!(ops.n_computed.get(), 3);
+    }
+
+    #[test]
+    fn the_order_of_different_ops_does_not_matter() {
+        let ops = Ops::default();
+        let (_, saved) = save_outputs(|| Ok([ops.run("a", 1.0)?, ops.run("b", 2.0)?, ops.run("a", 3.0)?])).unwrap();
+        // Other values than the first time would show that an output was computed or mixed up.
+        let forward = || Ok([ops.run("b", 0.0)?[0], ops.run("a", 0.0)?[0], ops.run("a", 0.0)?[0]]);
+        assert_eq!(replay(saved, forward).unwrap(), [2.0, 1.0, 3.0]);
+    }
+
+    #[test]
+    fn scopes_inside_see_the_saved_outputs() {
+        let ops = Ops::default();
+        let forward = || untracked(|| ops.run("op", 1.0));
+        let (_, saved) = save_outputs(forward).unwrap();
+        assert_eq!(replay(saved, forward).unwrap(), [1.0, 2.0]);
+        assert_eq!(ops.n_computed.get(), 1);
+    }
+
+    #[test]
+    fn outputs_that_are_left_are_an_error_that_names_their_ops() {
+        let ops = Ops::default();
+        let first = || Ok([ops.run("a", 1.0)?, ops.run("b", 2.0)?, ops.run("b", 3.0)?]);
+        let (_, saved) = save_outputs(first).unwrap();
+        let error = replay(saved, || ops.run("b", 2.0)).unwrap_err().to_string();
+        assert!(error.contains("left saved outputs unused: 1 of a, 1 of b"), "{error}");
+    }
+
+    #[test]
+    fn a_state_of_another_type_is_an_error() {
+        let ops = Ops::default();
+        let (_, saved) = save_outputs(|| ops.run("op", 1.0)).unwrap();
+        let other = || {
+            compute_or_replay("op", || Ok((Tensor::new(1f32, &Device::Cpu)?, 1u8)))?;
+            Ok([])
+        };
+        let error = replay(saved, other).unwrap_err().to_string();
+        assert!(error.contains("op saved another state in the first forward than `u8`"), "{error}");
+    }
+
+    #[test]
+    fn a_forward_that_fails_ends_its_scope() {
+        let failed: Result<((), SavedOutputs)> = save_outputs(|| bail!("no"));
+        assert!(failed.is_err() && !is_first_pass());
+    }
+}
