@@ -66,6 +66,15 @@ fn every_package_has_a_place_in_the_table() {
     assert_eq!(found, listed);
 }
 
+/// Names are edges: a layer's parameters are found once, when it is built.
+#[test]
+fn a_forward_formats_no_names() {
+    for file in ["block.rs", "linear.rs", "weights.rs", "lora/layer.rs"] {
+        let code = code_of(&std::path::Path::new("candle-ext/model/src").join(file));
+        assert!(!code.contains("format!"), "{file} formats a text");
+    }
+}
+
 #[test]
 fn rooms_depend_only_downwards() {
     let dependencies = dependencies();

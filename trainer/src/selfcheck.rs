@@ -180,7 +180,8 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         let scale = LossScale::mean_over(n_targets as f64);
         engine.store().zero_grads()?;
         let sums = engine.forward_backward(&micros, &scale, |_| 0)?;
-        let own = sums.iter().map(|sum| Ok(f64::from(to_host(sum)?.to_scalar::<f32>()?))).sum::<Result<f64>>()?;
+        let own =
+            sums.micros.iter().map(|sum| Ok(f64::from(to_host(sum)?.to_scalar::<f32>()?))).sum::<Result<f64>>()?;
         losses.push(sum(engine.group(), own)? / n_targets as f64);
         let squares = engine.store().grad_squares()?;
         norms.push(to_host(&squares.sum_all()?)?.to_scalar::<f64>()?.sqrt());

@@ -75,7 +75,7 @@ pub use linear_cross_entropy::{
     linear_cross_entropy_part, token_scores,
 };
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
-pub use recording::{Input, PendingExchange, is_tracked, record, record_exchange, untracked};
+pub use recording::{Input, PendingExchange, auxiliary_loss, is_tracked, record, record_exchange, untracked};
 pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};
 pub use reshape::reshape;

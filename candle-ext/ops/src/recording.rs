@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::backward::{BackwardContext, BackwardFn};
 use crate::saved::{GatedOutputs, Recomputable, Saved};
@@ -63,6 +63,17 @@ pub fn record<const N: usize>(
         }
     });
     output
+}
+
+/// Adds an auxiliary loss, an f32 scalar, to the innermost tape. Outside of a tape it has no effect.
+///
+/// Its backward starts from a weight that [`Tape::backward_with_losses`](crate::Tape::backward_with_losses) takes.
+pub fn auxiliary_loss(name: &'static str, loss: &Tensor) -> Result<()> {
+    if loss.rank() != 0 || loss.dtype() != DType::F32 {
+        bail!("auxiliary loss `{name}`: want an f32 scalar, got {:?} {:?}", loss.dtype(), loss.dims())
+    }
+    with_recording(|recording| recording.auxiliary.push((name, loss.clone())));
+    Ok(())
 }
 
 /// Records an exchange between ranks: y = `forward(x)`, a new tensor.

@@ -6,7 +6,7 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
-use candle_core::{Result, TensorId};
+use candle_core::{Result, Tensor, TensorId};
 
 use crate::backward::BackwardFn;
 use crate::saved::{GatedOutputs, Recomputable, ReplayPhase};
@@ -28,6 +28,8 @@ pub(crate) struct Recording {
     /// Outputs of exchanges.
     pub(crate) exchanged: HashSet<TensorId>,
     pub(crate) nodes: Vec<Node>,
+    /// Auxiliary losses by name, f32 scalars.
+    pub(crate) auxiliary: Vec<(&'static str, Tensor)>,
     pub(crate) gated: GatedOutputs,
     pub(crate) recomputable: HashMap<TensorId, Rc<Recomputable>>,
 }

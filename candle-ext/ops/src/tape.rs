@@ -16,6 +16,8 @@ use crate::span::span;
 pub struct Tape {
     output: Tensor,
     nodes: Vec<Node>,
+    /// Auxiliary losses by name, f32 scalars.
+    auxiliary: Vec<(&'static str, Tensor)>,
 }
 
 /// Gradients of a tape's inputs.
@@ -45,8 +47,8 @@ impl Tape {
 
     fn in_scope(scope: Scope, forward: impl FnOnce() -> Result<Tensor>) -> Result<(Self, Option<ReplayPhase>)> {
         let (output, Scope { recording, replay }) = within(scope, forward)?;
-        let nodes = recording.map(|recording| recording.nodes).unwrap_or_default();
-        Ok((Self { output, nodes }, replay))
+        let Recording { nodes, auxiliary, .. } = recording.unwrap_or_default();
+        Ok((Self { output, nodes, auxiliary }, replay))
     }
 
     /// Returns the output of the recorded forward.
@@ -59,10 +61,25 @@ impl Tape {
         self.nodes.is_empty()
     }
 
+    /// Returns the auxiliary losses of the forward by name, f32 scalars in the order of their computation.
+    pub fn auxiliary_losses(&self) -> &[(&'static str, Tensor)] {
+        &self.auxiliary
+    }
+
     /// Runs backward from the gradient `dy` of the output: adds to the weights' sinks and returns the inputs' gradients.
     ///
     /// Saved tensors of an op are freed as soon as its backward has run.
+    ///
+    /// Fails if the forward computed auxiliary losses: their gradients would be lost.
     pub fn backward(self, dy: &Tensor) -> Result<Grads> {
+        self.backward_with_losses(dy, &[])
+    }
+
+    /// Runs [`Tape::backward`] from `dy` and from a weight of each auxiliary loss: the derivative by it, an f32 scalar.
+    pub fn backward_with_losses(self, dy: &Tensor, weights: &[Tensor]) -> Result<Grads> {
+        if let Some((name, _)) = self.auxiliary.get(weights.len()) {
+            bail!("backward: the auxiliary loss `{name}` has no weight")
+        }
         let y = &self.output;
         if y.shape() != dy.shape() || y.dtype() != dy.dtype() {
             bail!(
@@ -74,6 +91,7 @@ impl Tape {
             )
         }
         let mut state = BackwardState::new(y.id(), dy.clone());
+        state.grads.extend(self.auxiliary.iter().zip(weights).map(|((_, loss), weight)| (loss.id(), weight.clone())));
         self.nodes.into_iter().rev().try_for_each(|node| differentiate(node, &mut state))?;
         state.run_deferred()?;
         Ok(Grads(state.grads))

@@ -7,6 +7,7 @@ mod engine;
 mod groups;
 mod kv_cache;
 mod kv_pool;
+mod objective;
 mod offload;
 mod params;
 mod pipeline;
@@ -16,10 +17,14 @@ mod sequence;
 mod tensor;
 
 pub use branches::{Branches, Path, Run, Until};
-pub use engine::{Asked, Engine, LossScale, Micro, Residency, Tokens, logits_bytes_on_gpu};
+pub use engine::{
+    Asked, Engine, LossScale, Micro, Optimizer, Residency, StepLoss, StepLosses, StepReport, StepResult, Tokens,
+    TrainBatch, logits_bytes_on_gpu,
+};
 pub use groups::Groups;
 pub use kv_cache::KvCache;
 pub use kv_pool::{Growing, Growth, KvPool};
+pub use objective::{AuxiliaryLoss, CausalLm, MicroLoss, Objective, TokenLosses};
 pub use offload::Parking;
 pub use params::{Formats, Mode, OnHost, ParamState, ParamStore, Sharded, Sharing, Stages, StoreBytes};
 pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};

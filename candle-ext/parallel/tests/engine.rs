@@ -79,7 +79,7 @@ fn sequences(lengths: &[usize]) -> Vec<Vec<(u32, i64)>> {
 }
 
 fn forward_backward(engine: &Engine, micro: &Micro, scale: &LossScale, key: u64) -> Tensor {
-    engine.forward_backward(std::slice::from_ref(micro), scale, |_| key).unwrap().remove(0)
+    engine.forward_backward(std::slice::from_ref(micro), scale, |_| key).unwrap().micros.remove(0)
 }
 
 /// Fetched for each unit, they are the same weights: tied ones, frozen ones beside an adapter, in two formats.

@@ -94,7 +94,8 @@ fn run(case: &Case, residency: Vec<Residency>, mlp_rows: MlpRows) -> Results {
 }
 
 fn run_on(engine: Engine) -> Results {
-    let loss = engine.forward_backward(&[micro()], &LossScale::mean_over(60.0), |_| 5).unwrap()[0].to_scalar().unwrap();
+    let loss =
+        engine.forward_backward(&[micro()], &LossScale::mean_over(60.0), |_| 5).unwrap().micros[0].to_scalar().unwrap();
     let flat = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let grads = engine.store().states().unwrap().into_iter().map(|state| (state.name, flat(&state.grad))).collect();
     Results { loss, held_out: engine.loss(&micro()).unwrap(), grads }

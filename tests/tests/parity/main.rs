@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod case;
+mod objective;
 mod rank;
 mod ring;
 mod sabotage;

@@ -24,7 +24,7 @@ pub(crate) const STEPS: usize = 5;
 const TOLERANCE: f64 = 1e-5;
 /// A large eps: with a small one the sign of a gradient that is nearly zero (of a bias of keys, on which hardly anything
 /// depends) decides a whole step.
-const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
+pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weight_decay: 0.1 };
 
 /// A way to share the work.
 #[derive(Clone, Copy, Debug)]
@@ -54,7 +54,7 @@ impl Way {
     };
 
     /// Ranks that have the same micro-batches, and count their targets each.
-    fn n_counts(&self) -> f64 {
+    pub(crate) fn n_counts(&self) -> f64 {
         (self.degrees.cp * self.degrees.sp * self.degrees.pp) as f64
     }
 
@@ -81,7 +81,7 @@ pub(crate) struct Outcome {
 }
 
 /// A part of a parameter.
-struct Piece {
+pub(crate) struct Piece {
     name: String,
     shape: Vec<usize>,
     columns: Range<usize>,
@@ -236,7 +236,8 @@ fn of_rank(
         let n_targets = sum(engine.group(), n_targets)? / way.n_counts();
         engine.store().zero_grads()?;
         let sums = engine.forward_backward(&micros, &LossScale::mean_over(n_targets), |_| 5)?;
-        let local = sums.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<candle_core::Result<f64>>()?;
+        let local =
+            sums.micros.iter().map(|sum| Ok(f64::from(sum.to_scalar::<f32>()?))).sum::<candle_core::Result<f64>>()?;
         losses.push(sum(engine.group(), local)? / n_targets);
         if step == 0 {
             grads = pieces(&engine, |state| &state.grad)?;
@@ -270,7 +271,7 @@ fn of_rank(
     Ok(OfRank { stage, losses, norms, held_out, grads, weights, asked, calls: world.calls() })
 }
 
-fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<Piece>> {
+pub(crate) fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Result<Vec<Piece>> {
     let states = engine.store().states()?.into_iter();
     states
         .map(|state| {
@@ -282,7 +283,7 @@ fn pieces(engine: &Engine, of: fn(&ParamState) -> &Tensor) -> candle_core::Resul
 }
 
 /// Whole parameters of their parts. Those that several ranks have must be the same.
-fn joined<'a>(pieces: impl Iterator<Item = &'a Piece>) -> BTreeMap<String, Vec<f32>> {
+pub(crate) fn joined<'a>(pieces: impl Iterator<Item = &'a Piece>) -> BTreeMap<String, Vec<f32>> {
     let mut whole = BTreeMap::new();
     for piece in pieces {
         let n = piece.shape.iter().product();
@@ -314,7 +315,11 @@ pub(crate) fn compare(ours: &Outcome, one_rank: &Outcome) -> Result<(), String> 
     same("weight", &ours.weights, &one_rank.weights)
 }
 
-fn same(what: &str, ours: &BTreeMap<String, Vec<f32>>, other: &BTreeMap<String, Vec<f32>>) -> Result<(), String> {
+pub(crate) fn same(
+    what: &str,
+    ours: &BTreeMap<String, Vec<f32>>,
+    other: &BTreeMap<String, Vec<f32>>,
+) -> Result<(), String> {
     if !ours.keys().eq(other.keys()) {
         return Err(format!("other {what}s: {:?}", ours.keys()));
     }

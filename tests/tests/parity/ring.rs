@@ -19,7 +19,7 @@ const AND_LONG: [Batching; 4] = [Batching::Long, BATCHINGS[0], BATCHINGS[1], BAT
 
 const AROUND: &str = "cp send_recv";
 
-fn ring(cp: usize) -> Way {
+pub(crate) fn ring(cp: usize) -> Way {
     Way { degrees: Degrees { cp, ..ONE }, ..Way::ONE_RANK }
 }
 

@@ -19,6 +19,9 @@ pub struct StepRecord {
     pub lr: f64,
     /// Mean loss over the step's target tokens, all micro-batches and ranks together.
     pub loss: f64,
+    /// Mean of each auxiliary loss that the layers compute, by name and without its coefficient.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub auxiliary_losses: BTreeMap<String, f64>,
     /// The gradient's norm before clipping.
     pub grad_norm: f64,
     /// What the next step's losses are multiplied by, in half precision.
@@ -116,6 +119,7 @@ pub(super) fn example() -> StepRecord {
         iter: 3,
         lr: 1e-5,
         loss: 1.23456,
+        auxiliary_losses: BTreeMap::new(),
         grad_norm: 0.5119,
         loss_scale: None,
         seqlen: 32_000.0,

@@ -226,6 +226,7 @@ impl<'a> Session<'a> {
             iter: outcome.number,
             lr: outcome.lr,
             loss: outcome.loss,
+            auxiliary_losses: outcome.auxiliary.clone(),
             grad_norm: verdict.norm,
             loss_scale: (self.run.plan.optimizer.loss_scaling != LossScaling::NONE).then_some(verdict.next.loss_scale),
             seqlen: padded as f64 / n_micros,

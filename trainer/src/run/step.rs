@@ -1,25 +1,27 @@
 //! One optimizer step: forward and backward over its micro-batches, clipping, AdamW; and what came of it.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
-use candlewick_comm::Reduce;
-use candlewick_ops::{AdamW, GradScaler, Outcome as Judged, Readout, Seqs, Verdict, derive_key, span, upload};
-use candlewick_parallel::{Engine, LossScale, Micro};
+use candlewick_ops::{AdamW, GradScaler, Outcome as Judged, Seqs, Verdict, derive_key, span, upload};
+use candlewick_parallel::{CausalLm, Engine, Micro, Optimizer, StepReport, StepResult, TrainBatch};
 
 use crate::data::{Batch, Dataset, Step};
 use crate::plan::OptimizerPlan;
 use crate::recipe::OnNonfinite;
 
 /// What a step did.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Outcome {
     /// Which step it was, counted from 1, and its learning rate.
     pub(super) number: usize,
     pub(super) lr: f64,
     /// The mean loss over the step's target tokens.
     pub(super) loss: f64,
+    /// The mean of each auxiliary loss, by name.
+    pub(super) auxiliary: BTreeMap<String, f64>,
     /// What became of its gradient.
     pub(super) verdict: Verdict,
     /// The time since its beginning, or since the step before was done if that was later.
@@ -75,8 +77,7 @@ pub(super) struct Launched {
     /// When the host began with it, and how long it was until all work was handed out: on the CPU until it was done.
     began: Instant,
     handed_out: Duration,
-    /// The loss sum of each micro-batch: this rank's, then those over all ranks; then the scaler's state.
-    readout: Readout,
+    report: StepReport,
 }
 
 /// Starts the gradient of `step` and the update of the weights with it. Nothing waits for a GPU.
@@ -91,30 +92,24 @@ pub(super) fn launch(
     began: Instant,
 ) -> Result<Launched> {
     let _step = span("step", "");
-    let n_targets = step.n_targets as f64;
-    let scale = LossScale::mean_over(n_targets).times(scaler.loss_scale()?);
-    engine.store().zero_grads()?;
     let own: Vec<usize> = step.of_rank(update.seat).collect();
     let filler = Batch::filler();
     let batches = own.iter().map(|micro_idx| step.micro_batches.get(*micro_idx).unwrap_or(&filler));
     let micros = batches.map(|batch| micro(batch, engine)).collect::<Result<Vec<_>>>()?;
-    let key = |i: usize| derive_key(update.dropout_key, own[i] as u64);
-    let sums = engine.forward_backward(&micros, &scale, key).context("failed to compute the loss")?;
-    let sums = Tensor::stack(&sums, 0)?;
-    let of_all = engine.group().all_reduce(&sums, Reduce::Sum)?;
-    let _span = span("optimizer", "");
-    let hyper = update.hyper();
-    scaler.judge(&engine.store().grad_squares()?, &of_all, [hyper.beta1, hyper.beta2])?;
-    engine.store().step(&hyper, scaler)?;
-    let readout = Readout::start(&Tensor::cat(&[&sums, &of_all, scaler.state()], 0)?)?;
+    let dropout_keys: Vec<u64> =
+        own.iter().map(|micro_idx| derive_key(update.dropout_key, *micro_idx as u64)).collect();
+    let n_targets = step.n_targets as f64;
+    let batch = TrainBatch { micros: &micros, dropout_keys: &dropout_keys, n_targets, auxiliary: &[] };
+    let optimizer = Optimizer { adamw: update.hyper(), scaler };
+    let report = engine.train_step(&batch, &CausalLm, &optimizer).context("failed to compute the step")?;
     let (number, lr, handed_out) = (update.number, update.lr, began.elapsed());
-    Ok(Launched { step, own, n_ranks: update.seat.1, number, lr, began, handed_out, readout })
+    Ok(Launched { step, own, n_ranks: update.seat.1, number, lr, began, handed_out, report })
 }
 
 impl Launched {
     /// Tells whether [`Launched::outcome`] returns at once.
     pub(super) fn is_done(&self) -> bool {
-        self.readout.is_ready()
+        self.report.is_ready()
     }
 
     /// Returns what the step did, once it is done. `since` is when the step before was.
@@ -126,21 +121,18 @@ impl Launched {
         on_nonfinite: OnNonfinite,
         since: Instant,
     ) -> Result<(Step, Outcome)> {
-        let Self { step, own, n_ranks, number, lr, began, handed_out, readout } = self;
-        let was_done = readout.is_ready();
-        let numbers = readout.wait()?;
+        let Self { step, own, n_ranks, number, lr, began, handed_out, report } = self;
+        let was_done = report.is_ready();
+        let StepResult { own_losses, losses, auxiliary, verdict } = report.wait()?;
         let elapsed = began.max(since).elapsed();
-        let (sums, rest) = numbers.split_at(own.len());
-        let (of_all, state) = rest.split_at(sums.len());
-        let verdict = Verdict::read(state);
-        let loss = of_all.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
+        let loss = losses.iter().copied().map(f64::from).sum::<f64>() / (step.n_targets as f64).max(1.0);
         if verdict.outcome == Judged::NonFinite {
             let what = if loss.is_finite() { "gradient" } else { "loss" };
-            let rows = locate(dataset, &step, &suspects(&step, &own, n_ranks, [sums, of_all]));
+            let rows = locate(dataset, &step, &suspects(&step, &own, n_ranks, [&own_losses, &losses]));
             refuse(NonFinite { step: number, what, rows }, on_nonfinite)?;
         }
         let compute = if was_done { handed_out } else { elapsed };
-        Ok((step, Outcome { number, lr, loss, verdict, elapsed, compute }))
+        Ok((step, Outcome { number, lr, loss, auxiliary, verdict, elapsed, compute }))
     }
 }
 

@@ -4,8 +4,10 @@
 //! t tokens (packed), d model, v vocabulary
 
 mod inference;
+mod loss;
 mod micro;
 mod train;
+mod train_step;
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -25,7 +27,9 @@ use crate::sequence::{Part, Sequence};
 use crate::tensor::{Shared, TensorRanks};
 
 pub use inference::{Asked, Tokens};
+pub use loss::{LossScale, StepLoss, StepLosses};
 pub use micro::Micro;
+pub use train_step::{Optimizer, StepReport, StepResult, TrainBatch};
 
 /// What a block keeps between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,35 +42,6 @@ pub enum Residency {
     Selective,
     /// Its input, parked where [`Engine::with_parking`] says.
     Offload,
-}
-
-/// What a sum of token losses is multiplied by: one over the number of target tokens of the whole step.
-///
-/// Only a step's count can make one, so that no micro-batch or rank is normalised by its own.
-#[derive(Clone, Debug)]
-pub struct LossScale {
-    mean: f64,
-    /// What half precision multiplies besides, an f32 scalar on the device.
-    factor: Option<Tensor>,
-}
-
-impl LossScale {
-    /// The mean over the target tokens of a step: those of all its micro-batches on all ranks.
-    pub fn mean_over(n_targets_of_step: f64) -> Self {
-        Self { mean: 1.0 / n_targets_of_step.max(1.0), factor: None }
-    }
-
-    /// The same times a scalar that only the device knows: [`GradScaler::loss_scale`](candlewick_ops::GradScaler).
-    pub fn times(self, factor: Option<Tensor>) -> Self {
-        Self { factor, ..self }
-    }
-
-    fn upstream(&self) -> Upstream<'_> {
-        match &self.factor {
-            Some(factor) => Upstream::Scaled(self.mean, factor),
-            None => Upstream::Scalar(self.mean),
-        }
-    }
 }
 
 /// Returns the bytes of logits that the loss holds at once on a GPU of so much memory: 3 % of it, at most 4 GiB; 1 GiB if it is
@@ -89,6 +64,7 @@ pub struct Engine {
     mlp_rows: MlpRows,
     /// Bytes of logits that the loss may hold at once.
     logits_bytes: usize,
+    attention_hook: Option<Arc<dyn Seams + Send + Sync>>,
     sequence: Option<Sequence>,
     tensor: Option<TensorRanks>,
     pipeline: Pipeline,
@@ -108,7 +84,7 @@ impl Engine {
         let pipeline = Pipeline::alone(model.n_blocks());
         let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
         let logits_bytes = if device.is_cuda() { logits_bytes_on_gpu(gpu_memory(&device)) as usize } else { 64 << 20 };
-        let (sequence, tensor) = (None, None);
+        let (attention_hook, sequence, tensor) = (None, None, None);
         Self {
             model,
             store,
@@ -119,6 +95,7 @@ impl Engine {
             attention,
             mlp_rows,
             logits_bytes,
+            attention_hook,
             sequence,
             tensor,
             pipeline,
@@ -128,6 +105,12 @@ impl Engine {
     /// The same engine with its attention computed as `attention` says.
     pub fn with_attention(self, attention: AttentionChoice) -> Self {
         Self { attention, ..self }
+    }
+
+    /// Computes the attention of every layer in training and evaluation by `hook`, which may add auxiliary losses of queries and
+    /// keys. It replaces the exchange of a sequence that ranks share.
+    pub fn with_attention_hook(self, hook: Arc<dyn Seams + Send + Sync>) -> Self {
+        Self { attention_hook: Some(hook), ..self }
     }
 
     /// The same engine with the inputs of [`Residency::Offload`] parked there, not in the host's memory.
@@ -205,6 +188,31 @@ impl Engine {
         }
     }
 
+    /// Gathers a number of each of this rank's tokens for all tokens of a micro-batch, [t]. All ranks that share it call it.
+    fn of_all_tokens(&self, own: &Tensor, micro: &Micro) -> Result<Tensor> {
+        match &self.sequence {
+            Some(sequence) => sequence.join(own, micro.seqs.n_tokens()),
+            None => Ok(own.clone()),
+        }
+    }
+
+    /// Selects this rank's tokens of a number of each token of a micro-batch, [t].
+    fn of_own_tokens(&self, all: &Tensor, micro: &Micro) -> Result<Tensor> {
+        match &self.sequence {
+            Some(sequence) => sequence.own(all, micro.seqs.n_tokens()),
+            None => Ok(all.clone()),
+        }
+    }
+
+    /// Returns the loss of a whole micro-batch on the first of the ranks that share its tokens, and zero on the others: losses
+    /// are summed over these ranks.
+    fn counted_once(&self, loss: Tensor) -> Result<Tensor> {
+        match &self.sequence {
+            Some(sequence) if !sequence.is_first() => loss.zeros_like(),
+            _ => Ok(loss),
+        }
+    }
+
     /// The number that those of the tokens must be a multiple of.
     fn multiple(&self) -> usize {
         let parts = self.tensor.as_ref().map_or(1, TensorRanks::token_parts);
@@ -213,7 +221,11 @@ impl Engine {
 
     /// Calls `f` with the seams of this rank; attention is answered by `attend`, or else by this engine.
     fn with_seams<T>(&self, attend: Option<&dyn Seams>, f: impl FnOnce(&dyn Seams) -> T) -> T {
-        let own: &dyn Seams = self.sequence.as_ref().map_or(&OneDevice, |sequence| sequence);
+        let own: &dyn Seams = match (&self.attention_hook, &self.sequence) {
+            (Some(hook), _) => &**hook,
+            (None, Some(sequence)) => sequence,
+            (None, None) => &OneDevice,
+        };
         let attend = attend.unwrap_or(own);
         match &self.tensor {
             None => f(attend),

@@ -4,9 +4,11 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{Cx, Seams};
-use candlewick_ops::{Reduction, SavedOutputs, Tape, save_outputs, span};
+use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span};
 
-use super::{Engine, LossScale, Micro, Residency};
+use super::loss::{AuxiliarySums, StepLoss, StepLosses};
+use super::{Engine, Micro, Residency};
+use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::Parked;
 use crate::pipeline::{Action, Pass};
 use crate::sequence::Part;
@@ -30,7 +32,9 @@ struct Live {
 }
 
 /// A micro-batch that is on its way.
-struct Begun<'m> {
+struct MicroState<'m> {
+    /// All of its tokens, also where ranks share them.
+    whole: &'m Micro,
     part: Part<'m>,
     cos: Tensor,
     sin: Tensor,
@@ -49,22 +53,23 @@ struct Turn {
 }
 
 impl Engine {
-    /// Runs forward and backward over the micro-batches of a step and returns the sums of their token losses, f32 scalars:
-    /// this rank's, zeros where it [does not know them](Engine::knows_losses). The gradient of `scale` times all sums of all
-    /// ranks is in the main gradients then.
+    /// Runs forward and backward over the micro-batches of a step. Afterwards the main gradients hold the gradient of `loss`,
+    /// summed over micro-batches and ranks.
     ///
-    /// `dropout_key` chooses what dropout drops in a micro-batch. Nothing here waits for a GPU: read the losses of a step
-    /// together, at its end.
-    pub fn forward_backward(
+    /// Returns this rank's losses before normalisation, zeros where it [does not know them](Engine::knows_losses).
+    /// `dropout_key` seeds the dropout of a micro-batch. Nothing here waits for a GPU: read the losses at the end of the step.
+    pub fn forward_backward<'l>(
         &self,
         micros: &[Micro],
-        scale: &LossScale,
+        loss: impl Into<StepLoss<'l>>,
         dropout_key: impl Fn(usize) -> u64,
-    ) -> Result<Vec<Tensor>> {
+    ) -> Result<StepLosses> {
+        let loss = &loss.into();
+        let mut auxiliary = AuxiliarySums::new(loss);
         let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
         let mut sums: Vec<_> = micros.iter().map(|_| unknown()).collect::<Result<_>>()?;
-        let mut begun: Vec<Option<Begun>> = micros.iter().map(|_| None).collect();
+        let mut begun: Vec<Option<MicroState>> = micros.iter().map(|_| None).collect();
         let actions = self.pipeline.actions(micros.len());
         for (i, action) in actions.iter().enumerate() {
             let (Action::Forward(pass) | Action::Backward(pass)) = *action;
@@ -79,7 +84,7 @@ impl Engine {
                         none => none.insert(self.begin(&micros[pass.micro], dropout_key(pass.micro))?),
                     };
                     let turn = Turn { pass, is_last, goes_back_next };
-                    let (loss, live) = self.with_seams(None, |seams| self.go_on(&turn, of_micro, scale, seams))?;
+                    let (loss, live) = self.with_seams(None, |seams| self.go_on(&turn, of_micro, loss, seams))?;
                     of_micro.live.insert(pass.chunk, live);
                     if let Some(loss) = loss {
                         sums[pass.micro] = loss;
@@ -90,7 +95,7 @@ impl Engine {
                     let turn = Turn { pass, is_last, goes_back_next: false };
                     let of_micro = begun[pass.micro].as_mut().expect("a forward comes before its backward");
                     let live = of_micro.live.remove(&pass.chunk).expect("what it keeps is kept once");
-                    self.with_seams(None, |seams| self.go_back(&turn, of_micro, live, seams))?;
+                    self.with_seams(None, |seams| self.go_back(&turn, of_micro, live, seams, &mut auxiliary))?;
                     // The first run goes back last.
                     if pass.chunk == 0 {
                         begun[pass.micro] = None;
@@ -100,21 +105,21 @@ impl Engine {
         }
         self.pipeline.finish()?;
         self.store.settle()?;
-        Ok(sums)
+        Ok(StepLosses { micros: sums, auxiliary: auxiliary.finish(&self.device)? })
     }
 
-    fn begin<'m>(&self, micro: &'m Micro, dropout_key: u64) -> Result<Begun<'m>> {
+    fn begin<'m>(&self, micro: &'m Micro, dropout_key: u64) -> Result<MicroState<'m>> {
         let part = self.part(micro)?;
         let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
-        Ok(Begun { part, cos, sin, dropout_key, live: HashMap::new() })
+        Ok(MicroState { whole: micro, part, cos, sin, dropout_key, live: HashMap::new() })
     }
 
     /// Forward through a run of blocks, and through what comes before and behind it.
     fn go_on(
         &self,
         turn: &Turn,
-        of_micro: &Begun,
-        scale: &LossScale,
+        of_micro: &MicroState,
+        loss: &StepLoss,
         seams: &dyn Seams,
     ) -> Result<(Option<Tensor>, Live)> {
         let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), turn.pass.chunk);
@@ -147,14 +152,21 @@ impl Engine {
             self.pipeline.send_activation(&x)?;
             return Ok((None, Live { embedded, blocks, dy: None }));
         }
-        let (loss, dx) = self.loss_and_grad(&x, &micro.targets, scale, seams)?;
+        let (loss, dx) = self.loss_and_grad(&x, of_micro, loss, seams)?;
         drop(x);
         self.done_with(self.head(), turn.is_last)?;
         Ok((Some(loss), Live { embedded, blocks, dy: Some(dx) }))
     }
 
     /// Backward through a run of blocks, and through the embedding if it begins with that.
-    fn go_back(&self, turn: &Turn, of_micro: &Begun, live: Live, seams: &dyn Seams) -> Result<()> {
+    fn go_back(
+        &self,
+        turn: &Turn,
+        of_micro: &MicroState,
+        live: Live,
+        seams: &dyn Seams,
+        auxiliary: &mut AuxiliarySums,
+    ) -> Result<()> {
         let Live { embedded, blocks, dy } = live;
         let cx = self.training_cx(of_micro, seams);
         let mut dx = match dy {
@@ -166,7 +178,7 @@ impl Engine {
         };
         let run = self.pipeline.layout().blocks(self.pipeline.stage(), turn.pass.chunk);
         for (block_idx, keep) in run.zip(blocks).rev() {
-            dx = self.backward_block(block_idx, keep, &dx, &cx)?;
+            dx = self.backward_block(block_idx, keep, &dx, &cx, auxiliary)?;
             self.done_with(block_idx + 1, turn.is_last)?;
         }
         let Some(embedded) = embedded else { return self.pipeline.send_gradient(&dx) };
@@ -175,8 +187,8 @@ impl Engine {
         self.done_with(0, turn.is_last)
     }
 
-    fn training_cx<'a>(&self, of_micro: &'a Begun, seams: &'a dyn Seams) -> Cx<'a> {
-        let Begun { part, cos, sin, dropout_key, .. } = of_micro;
+    fn training_cx<'a>(&self, of_micro: &'a MicroState, seams: &'a dyn Seams) -> Cx<'a> {
+        let MicroState { part, cos, sin, dropout_key, .. } = of_micro;
         Cx { dropout_key: Some(*dropout_key), ..self.cx([cos, sin], &part.micro.seqs, &part.rows, seams) }
     }
 
@@ -205,46 +217,62 @@ impl Engine {
         Ok((y, kept))
     }
 
-    fn backward_block(&self, block_idx: usize, kept: Kept, dy: &Tensor, cx: &Cx) -> Result<Tensor> {
+    fn backward_block(
+        &self,
+        block_idx: usize,
+        kept: Kept,
+        dy: &Tensor,
+        cx: &Cx,
+        auxiliary: &mut AuxiliarySums,
+    ) -> Result<Tensor> {
         let _span = span("block", "backward");
         // The embedding's backward reads no weights.
         let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
         self.store.open_grads(block_idx + 1)?;
         let (x, outputs) = match kept {
-            Kept::Tape(x, tape) => return input_grad(tape, &x, dy),
+            Kept::Tape(x, tape) => return auxiliary.input_grad(tape, &x, dy),
             Kept::Input(x, outputs) => (x, outputs),
             Kept::Parked(parked) => (parked.fetch()?, SavedOutputs::default()),
         };
-<<<<<<< HEAD
-        let forward = || self.model.block(weights, &x, cx);
-        let tape = Tape::record_keeping(GatedOutputs::Kept, &[&x], || outputs.give_to(forward))?;
-=======
         let forward = || self.model.block(weights, &x, cx);
         let tape = Tape::replay(outputs, &[&x], forward)?;
->>>>>>> 4260aa48915066ac6e5bcfbf7c5c72bb388d91a7
-        input_grad(tape, &x, dy)
+        auxiliary.input_grad(tape, &x, dy)
     }
 
-    /// Returns the sum of the token losses, and the gradient of the scaled sum with respect to the last block's output.
+    /// Returns the loss of a micro-batch, and the gradient of the scaled loss with respect to the last block's output.
     fn loss_and_grad(
         &self,
         x_td: &Tensor,
-        targets: &Tensor,
-        scale: &LossScale,
+        of_micro: &MicroState,
+        loss: &StepLoss,
         seams: &dyn Seams,
     ) -> Result<(Tensor, Tensor)> {
         let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
         self.store.open_grads(self.head())?;
-        let tape = Tape::record(&[x_td], || seams.enter(&self.model.norm(&weights, x_td)?))?;
-        let lm_head = self.model.lm_head(&weights)?;
-        let out = self.cross_entropy(tape.output(), &lm_head, targets, Reduction::Sum, scale.upstream())?;
+        let tape = Tape::record(&[x_td], || seams.enter(&self.model.norm(weights, x_td)?))?;
+        let lm_head = self.model.lm_head(weights)?;
+        let (normed_td, part) = (tape.output(), &of_micro.part);
+        let cross_entropy =
+            |reduction, upstream| self.cross_entropy(normed_td, &lm_head, &part.micro.targets, reduction, upstream);
+        let token_losses =
+            || self.of_all_tokens(&cross_entropy(Reduction::None, Upstream::NoGrad)?.loss, of_micro.whole);
+        let (value, out) = match loss.objective.loss(&TokenLosses::new(of_micro.whole, &token_losses))? {
+            MicroLoss::SumOfTokens => {
+                let out = cross_entropy(Reduction::Sum, loss.scale.upstream())?;
+                (out.loss.clone(), out)
+            }
+            MicroLoss::Weighted { loss: value, weights } => {
+                let rows = loss.scale.times_weights(&self.of_own_tokens(&weights, of_micro.whole)?)?;
+                (self.counted_once(value)?, cross_entropy(Reduction::None, Upstream::Rows(&rows))?)
+            }
+        };
         let dx = out.dx.expect("an upstream gradient was given");
-        Ok((out.loss, input_grad(tape, x_td, &dx)?))
+        Ok((value, input_grad(tape, x_td, &dx)?))
     }
 }
 
-/// The gradient of the one input of a tape.
+/// Returns the gradient of the one input of a tape.
 fn input_grad(tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
     match tape.backward(dy)?.remove(x) {
         Some(dx) => Ok(dx),

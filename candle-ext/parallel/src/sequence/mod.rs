@@ -68,6 +68,16 @@ impl Sequence {
         select(&all, &self.places(n_tokens).in_order())?.narrow(0, 0, n_tokens)
     }
 
+    /// Selects this rank's tokens of values of all tokens of a micro-batch, `[n_tokens]`.
+    pub(crate) fn own(&self, values: &Tensor, n_tokens: usize) -> Result<Tensor> {
+        select(values, &self.places(n_tokens).rows(self.context.rank(), self.heads.rank()))
+    }
+
+    /// Returns true on one of the ranks that share the tokens.
+    pub(crate) fn is_first(&self) -> bool {
+        self.context.rank() == 0 && self.heads.rank() == 0
+    }
+
     fn places(&self, n_tokens: usize) -> Places {
         Places::new(n_tokens, self.context.size(), self.heads.size())
     }

@@ -1,0 +1,124 @@
+//! The loss of a step: its objective, normaliser and auxiliary losses; and what a step reports of them.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candlewick_ops::{Tape, Upstream, add};
+
+use crate::objective::{AuxiliaryLoss, CausalLm, Objective};
+
+/// The factor on the losses of micro-batches: one over the number of target tokens of the whole step.
+///
+/// It is made from the step's count, so that no micro-batch or rank is normalised by its own.
+#[derive(Clone, Debug)]
+pub struct LossScale {
+    mean: f64,
+    /// The loss scale of half precision, an f32 scalar on the device.
+    factor: Option<Tensor>,
+}
+
+/// The loss that a step minimises: scale * (objective of each micro-batch), plus auxiliary losses.
+#[derive(Clone)]
+pub struct StepLoss<'a> {
+    /// The loss of a micro-batch.
+    pub objective: &'a dyn Objective,
+    /// The factor on the loss of each micro-batch.
+    pub scale: LossScale,
+    /// The auxiliary losses. A layer that computes another one is an error.
+    pub auxiliary: &'a [AuxiliaryLoss],
+}
+
+/// The losses of a step on this rank, before normalisation.
+#[derive(Clone, Debug)]
+pub struct StepLosses {
+    /// The loss of each micro-batch, f32 scalars.
+    pub micros: Vec<Tensor>,
+    /// The sum of each auxiliary loss over layers and micro-batches, f32 scalars in the order of [`StepLoss::auxiliary`].
+    pub auxiliary: Vec<Tensor>,
+}
+
+/// Sums of the auxiliary losses of a running step.
+pub(super) struct AuxiliarySums<'a> {
+    losses: &'a [AuxiliaryLoss],
+    /// Derivatives of the scaled loss by each, f32 scalars.
+    weights: Vec<Upstreamed>,
+    sums: Vec<Option<Tensor>>,
+}
+
+/// A derivative, and the loss scale that multiplies it.
+struct Upstreamed {
+    weight: f64,
+    factor: Option<Tensor>,
+}
+
+impl LossScale {
+    /// Returns the scale of a mean over the target tokens of a step: those of all its micro-batches on all ranks.
+    pub fn mean_over(n_targets_of_step: f64) -> Self {
+        Self { mean: 1.0 / n_targets_of_step.max(1.0), factor: None }
+    }
+
+    /// Multiplies by a scalar on the device: [`GradScaler::loss_scale`](candlewick_ops::GradScaler).
+    pub fn times(self, factor: Option<Tensor>) -> Self {
+        Self { factor, ..self }
+    }
+
+    pub(super) fn upstream(&self) -> Upstream<'_> {
+        match &self.factor {
+            Some(factor) => Upstream::Scaled(self.mean, factor),
+            None => Upstream::Scalar(self.mean),
+        }
+    }
+
+    /// Multiplies the weights of tokens, f32 [t].
+    pub(super) fn times_weights(&self, weights: &Tensor) -> Result<Tensor> {
+        let scaled = weights.affine(self.mean, 0.0)?;
+        self.factor.as_ref().map_or_else(|| Ok(scaled.clone()), |factor| scaled.broadcast_mul(factor))
+    }
+}
+
+impl<'a> From<&LossScale> for StepLoss<'a> {
+    fn from(scale: &LossScale) -> Self {
+        Self { objective: &CausalLm, scale: scale.clone(), auxiliary: &[] }
+    }
+}
+
+impl<'a> AuxiliarySums<'a> {
+    pub(super) fn new(loss: &StepLoss<'a>) -> Self {
+        let upstreamed =
+            |auxiliary: &AuxiliaryLoss| Upstreamed { weight: auxiliary.weight(), factor: loss.scale.factor.clone() };
+        let weights = loss.auxiliary.iter().map(upstreamed).collect();
+        Self { losses: loss.auxiliary, weights, sums: vec![None; loss.auxiliary.len()] }
+    }
+
+    /// Runs the backward of a layer's tape from `dy` and its auxiliary losses, and returns the gradient of its one input.
+    pub(super) fn input_grad(&mut self, tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        let mut weights = Vec::new();
+        for (name, value) in tape.auxiliary_losses() {
+            let Some(i) = self.losses.iter().position(|loss| loss.name == *name) else {
+                bail!("the layers compute the auxiliary loss `{name}`, for which the step has no coefficient")
+            };
+            self.sums[i] = Some(match self.sums[i].take() {
+                Some(sum) => add(&sum, value)?,
+                None => value.clone(),
+            });
+            weights.push(self.weights[i].on(value.device())?);
+        }
+        match tape.backward_with_losses(dy, &weights)?.remove(x) {
+            Some(dx) => Ok(dx),
+            None => x.zeros_like(),
+        }
+    }
+
+    /// Returns the sum of each loss: zero for one that no layer computed.
+    pub(super) fn finish(self, device: &Device) -> Result<Vec<Tensor>> {
+        let zero = || Tensor::zeros((), DType::F32, device);
+        self.sums.into_iter().map(|sum| sum.map_or_else(zero, Ok)).collect()
+    }
+}
+
+impl Upstreamed {
+    fn on(&self, device: &Device) -> Result<Tensor> {
+        match &self.factor {
+            Some(factor) => factor.affine(self.weight, 0.0),
+            None => Tensor::new(self.weight as f32, device),
+        }
+    }
+}
