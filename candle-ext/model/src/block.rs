@@ -133,7 +133,7 @@ impl Block<'_> {
             MlpRows::Together => mlp(self.w, &self.prefix, x_td, dropped.as_ref(), columns)?,
             MlpRows::InTiles => {
                 let (w, prefix) = (self.w.clone(), self.prefix.clone());
-                let tile_rows = tile_rows(x_td.dim(0)?, self.config.hidden_size());
+                let tile_rows = ops::tile_rows(x_td.dim(0)?, self.config.hidden_size());
                 ops::tiled(x_td, tile_rows, move |x_td, first_row| {
                     let dropped = dropped.as_ref().map(|dropped| dropped.at_row(first_row));
                     mlp(&w, &prefix, x_td, dropped.as_ref(), columns)
@@ -201,19 +201,4 @@ fn mlp(w: &Weights, prefix: &str, x_td: &Tensor, dropped: Option<&Dropped>, colu
     };
     let dropped = dropped.map(|dropped| dropped.in_columns(columns));
     w.linear(&name("down_proj"), &gated_tf, dropped.as_ref())
-}
-
-/// As ArcticTraining cuts: ceil(t / d) tiles of one size, but for the last.
-fn tile_rows(n_tokens: usize, hidden_size: usize) -> usize {
-    n_tokens.div_ceil(n_tokens.div_ceil(hidden_size).max(1)).max(1)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tiles_are_no_longer_than_the_model_is_wide_and_of_one_size() {
-        assert_eq!([0, 1, 32, 33, 75, 96, 97].map(|n_tokens| tile_rows(n_tokens, 32)), [1, 1, 32, 17, 25, 32, 25]);
-    }
 }

@@ -16,7 +16,7 @@ mod sequence;
 mod tensor;
 
 pub use branches::{Branches, Path, Run, Until};
-pub use engine::{Asked, Engine, LossScale, Micro, Residency, Tokens, logits_bytes_on_gpu};
+pub use engine::{Asked, Engine, LOGITS_BYTES_ON_CPU, LossScale, Micro, Residency, Tokens, logits_bytes_on_gpu};
 pub use groups::Groups;
 pub use kv_cache::KvCache;
 pub use kv_pool::{Growing, Growth, KvPool};

@@ -8,6 +8,7 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+mod packed;
 mod rate;
 mod row;
 #[cfg(target_arch = "x86_64")]
@@ -16,6 +17,7 @@ mod transpose;
 use std::sync::OnceLock;
 
 use candle_core::{Result, bail};
+pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
 pub use rate::cpu_product_rate;
 
 /// A matrix that is read; element (i, j) is `data[i * row_stride + j * col_stride]`.
