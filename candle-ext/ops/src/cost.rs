@@ -1,4 +1,5 @@
 //! Memory and FLOPs that ops declare, computed from shapes, dtype and kind of device.
+//!
 //! Bytes are those of large tensors. Single numbers a row are left out, except attention's log-sum-exp.
 
 use candle_core::DType;

@@ -3,7 +3,7 @@
 //! Each op is a folder: `mod.rs` holds the maths, the checks and the backward, `cpu.rs` the kernel, and with the feature
 //! `cuda` `cuda.rs` and `kernel.cu` its twin.
 //! Weights are not `Var`s: a [`Weight`] is a view of somebody's flat buffer, and its gradient is
-//! added in place to a [`GradSink`] while a [`Tape`] goes back. Nothing here communicates.
+//! added in place to a [`GradSink`] in the backward of a [`Tape`]. Nothing here communicates.
 
 mod accelerator;
 pub mod adamw;

@@ -79,7 +79,7 @@ impl<'a> Block<'a> {
         LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad }
     }
 
-    /// A tiled MLP; `None` if it is computed at once.
+    /// Returns the sizes of a tiled MLP; `None` if it is computed at once.
     fn tiled(&self) -> Option<TiledCost> {
         let cost = TiledCost {
             n_rows: self.t,
@@ -105,7 +105,7 @@ impl<'a> Block<'a> {
         self.activation() + norms + self.attention().forward().saved_bytes + adapters
     }
 
-    /// Attention's output and the logarithm of each row's sum.
+    /// Returns the bytes of attention's output and log-sum-exp.
     pub(super) fn attention_output(&self) -> u64 {
         self.attention().replay_bytes()
     }
@@ -122,7 +122,7 @@ impl<'a> Block<'a> {
         swiglu_cost(rows * self.f, dtype(self.setup.compute)).saved_bytes + adapters
     }
 
-    /// The input of linear layers: recomputed for the gradient of their weights, or of an adapter's A that reads the same.
+    /// Returns the form of the input of linear layers: recomputed for their gradients, or for an adapter's A that reads it.
     fn input(&self, modules: &[&str]) -> LinearInput {
         let reads = |adapter: &Adapter| adapter.dropout == 0.0 && is_one_of(adapter, modules);
         let is_needed = self.setup.model.lora().is_none() || self.adapters.iter().any(reads);

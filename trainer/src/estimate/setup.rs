@@ -119,7 +119,7 @@ impl Setup {
         })
     }
 
-    /// The kind of device that computes.
+    /// Returns the kind of device that computes.
     pub(super) fn device(&self) -> DeviceKind {
         match self.place {
             Place::Cpu => DeviceKind::Cpu,
@@ -127,7 +127,7 @@ impl Setup {
         }
     }
 
-    /// The dtype of base weights' gradients; `None` if an adapter is trained and they are frozen.
+    /// Returns the dtype of base weights' gradients; `None` if an adapter is trained and they are frozen.
     pub(super) fn base_grad(&self) -> Option<DType> {
         self.model.lora().is_none().then(|| dtype(self.masters))
     }

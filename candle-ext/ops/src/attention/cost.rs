@@ -68,17 +68,17 @@ impl AttentionCost {
         self.reference_bytes(REFERENCE_FORWARD)
     }
 
-    /// Elements of a token's queries.
+    /// Returns the elements of a token's queries.
     fn q(&self) -> u64 {
         (self.heads.n_query * self.heads.dim) as u64
     }
 
-    /// Elements of a token's keys.
+    /// Returns the elements of a token's keys.
     fn kv(&self) -> u64 {
         (self.heads.n_kv * self.heads.dim) as u64
     }
 
-    /// Query-key pairs times q. Each query is counted with as many keys as the longest sequence has.
+    /// Returns the query-key pairs times q. Each query counts with as many keys as the longest sequence has.
     fn n_products(&self) -> u64 {
         self.n_tokens * self.longest * self.q()
     }

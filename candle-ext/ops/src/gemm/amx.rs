@@ -15,8 +15,9 @@ use std::sync::LazyLock;
 
 use super::avx512::{LANES, load_strided, mask};
 use super::blocks::{Kernel, Line, Tile};
+use super::matrix::{Mat, Old};
+use super::packed;
 use super::transpose::transpose;
-use super::{Mat, Old, packed};
 
 /// Rows of a tile, and its columns: two by two of AMX's.
 const SIDE: usize = 32;

@@ -6,8 +6,9 @@ use std::arch::x86_64::{
 };
 
 use super::blocks::{Kernel, Line, Tile};
+use super::matrix::{Mat, Old};
+use super::packed;
 use super::transpose::transpose;
-use super::{Mat, Old, packed};
 
 /// Rows of a tile: 28 of the 32 registers hold its sums, two a row.
 const MR: usize = 14;

@@ -11,8 +11,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::matrix::{Mat, MatMut, Old, Threads};
 use super::packed::LINE_BYTES;
-use super::{Mat, MatMut, Old, Threads};
 
 /// How one kind of processor packs and multiplies.
 pub(super) trait Kernel: Copy + Send + Sync {
