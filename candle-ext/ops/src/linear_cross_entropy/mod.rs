@@ -15,8 +15,8 @@ use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::span::span;
 use crate::storage::{self, host};
-#[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::transfer::to_host;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
 use crate::weight::GradSink;
 use crate::weight::Weight;
 
