@@ -227,7 +227,7 @@ impl Mlp {
             MlpRows::Together => mlp.forward(x_td, dropout.as_ref(), columns)?,
             MlpRows::InTiles => {
                 let mlp = mlp.clone();
-                ops::tiled(x_td, tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
+                ops::tiled(x_td, ops::tile_rows(x_td.dim(0)?, x_td.dim(1)?), move |x_td, first_row| {
                     let dropout = dropout.as_ref().map(|dropout| dropout.at_row(first_row));
                     mlp.forward(x_td, dropout.as_ref(), columns)
                 })?
@@ -254,20 +254,5 @@ impl SwiGlu {
             }
         };
         self.down.forward(&gated_tf, dropout.map(|dropout| dropout.in_columns(columns)).as_ref())
-    }
-}
-
-/// As ArcticTraining cuts: ceil(t / d) tiles of one size, but for the last.
-fn tile_rows(n_tokens: usize, hidden_size: usize) -> usize {
-    n_tokens.div_ceil(n_tokens.div_ceil(hidden_size).max(1)).max(1)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tiles_are_no_longer_than_the_model_is_wide_and_of_one_size() {
-        assert_eq!([0, 1, 32, 33, 75, 96, 97].map(|n_tokens| tile_rows(n_tokens, 32)), [1, 1, 32, 17, 25, 32, 25]);
     }
 }

@@ -1,6 +1,6 @@
 //! Sums of products of two slices, written so that the compiler vectorises it.
 
-use crate::gemm::Old;
+use crate::gemm::matrix::Old;
 use crate::simd::{prefetch, vectorised};
 
 /// Independent lanes: fast, exact enough for rows of thousands, and always in the same order.

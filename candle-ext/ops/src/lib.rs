@@ -3,7 +3,7 @@
 //! Each op is a folder: `mod.rs` holds the maths, the checks and the backward, `cpu.rs` the kernel, and with the feature
 //! `cuda` `cuda.rs` and `kernel.cu` its twin.
 //! Weights are not `Var`s: a [`Weight`] is a view of somebody's flat buffer, and its gradient is
-//! added in place to a [`GradSink`] while a [`Tape`] goes back. Nothing here communicates.
+//! added in place to a [`GradSink`] in the backward of a [`Tape`]. Nothing here communicates.
 
 mod accelerator;
 pub mod adamw;
@@ -11,6 +11,7 @@ pub mod add;
 pub mod attention;
 mod backward;
 pub mod bytes;
+mod cost;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 mod device;
@@ -58,36 +59,37 @@ pub use accelerator::{DeviceChoice, GpuInfo, gpu_memory, gpu_uuid, gpus, why_no_
 pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
 pub use attention::{
-    AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Partial, Piece, PieceInputs, Seqs,
-    attention, attention_piece, attention_piece_backward,
+    AttentionChoice, AttentionCost, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Partial, Piece,
+    PieceInputs, Seqs, attention, attention_piece, attention_piece_backward,
 };
 pub use backward::BackwardContext;
 pub use bytes::{of_bytes, with_bytes};
+pub use cost::{Cost, DeviceKind, LinearInput};
 pub use device_memory::{DeviceMemory, device_memory, is_out_of_memory};
 pub use dropout::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
 pub use embedding::{embedding, embedding_part};
-pub use gemm::{choose_cpu_product, cpu_product, cpu_product_rate, cpu_products};
+pub use gemm::{GemmSize, choose_cpu_product, cpu_gemm_buffer_bytes, cpu_product, cpu_product_rate, cpu_products};
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};
 pub use in_place::{copy_into, sum_of_squares, zero_};
-pub use linear::{Precision, linear};
+pub use linear::{LinearCost, Precision, linear};
 pub use linear_cross_entropy::{
-    CrossEntropy, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart, linear_cross_entropy,
-    linear_cross_entropy_part, token_scores,
+    CrossEntropy, CrossEntropyCost, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart, linear_cross_entropy,
+    linear_cross_entropy_part, rows_of_logits, token_scores,
 };
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use recording::{Input, PendingExchange, auxiliary_loss, is_tracked, record, record_exchange, untracked};
 pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};
 pub use reshape::reshape;
-pub use rms_norm::{add_rms_norm, rms_norm};
-pub use rope::{QkvHeads, rope, split_qkv};
+pub use rms_norm::{add_rms_norm, rms_norm, rms_norm_cost};
+pub use rope::{QkvHeads, rope, rope_cost, split_qkv};
 pub use saved::SavedOutputs;
 pub use scale::scale;
 pub use set_rows::set_rows;
 pub use span::{PROFILE, span};
-pub use swiglu::{swiglu, swiglu_joined};
+pub use swiglu::{swiglu, swiglu_cost, swiglu_joined};
 pub use tape::{Grads, Tape};
 pub use threads::{Awake, join_compute_threads, stay_awake};
-pub use tiled::tiled;
+pub use tiled::{TiledCost, tile_rows, tiled};
 pub use transfer::{HostCopy, Readout, send_into, to_host, upload};
 pub use weight::{Buffer, GradSink, Handle, View, Weight};

@@ -14,7 +14,7 @@ use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
 use crate::simd::vectorised;
 
 /// Elements of a widened panel: 4 MiB, about a core's share of the outer caches.
-const PANEL: usize = 1 << 20;
+pub(crate) const PANEL: usize = 1 << 20;
 
 /// Elements of the weight that one task multiplies with one token, at least: to hand over fewer takes longer.
 const PARALLEL_FROM: usize = 1 << 15;

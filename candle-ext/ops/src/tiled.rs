@@ -2,8 +2,9 @@
 //!
 //! It has no kernel: it is a loop around other ops, once for forward and once for backward.
 
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
+use crate::cost::{Cost, bytes};
 use crate::in_place::copy_into;
 use crate::recording::{Input, is_recording, is_tracked, record, untracked};
 use crate::saved::SavedOutputs;
@@ -25,6 +26,41 @@ pub fn tiled(x: &Tensor, tile_rows: usize, f: impl Fn(&Tensor, usize) -> Result<
     let inside = if trains_weights { Input::Trained } else { Input::Activation(x) };
     let wants_dx = is_tracked(x);
     Ok(record("tiled", [x.into(), inside], y, move |dy, _| Ok([tiled.backward(dy, wants_dx)?, None])))
+}
+
+/// Returns the rows of a tile, as ArcticTraining cuts: the fewest tiles no longer than `width`, equal but for the last.
+pub fn tile_rows(n_rows: usize, width: usize) -> usize {
+    n_rows.div_ceil(n_rows.div_ceil(width.max(1)).max(1)).max(1)
+}
+
+/// Sizes of a tiled function x [n, width] -> y [n, width], for its cost. That of the ops inside is not included.
+#[derive(Clone, Copy, Debug)]
+pub struct TiledCost {
+    /// n.
+    pub n_rows: u64,
+    /// Rows of a tile.
+    pub tile_rows: u64,
+    /// Columns of x and y.
+    pub width: u64,
+    /// Dtype of x and y.
+    pub dtype: DType,
+}
+
+impl TiledCost {
+    /// Returns the cost of the forward: x is saved; the output of a tile is copied into y.
+    pub fn forward(&self) -> Cost {
+        let Self { n_rows, width, .. } = *self;
+        Cost { saved_bytes: bytes(n_rows * width, self.dtype), scratch_bytes: self.tile_bytes(), flops: 0 }
+    }
+
+    /// Returns the cost of the backward: the output of a tile and the gradient of its input.
+    pub fn backward(&self) -> Cost {
+        Cost { scratch_bytes: 2 * self.tile_bytes(), ..Cost::default() }
+    }
+
+    fn tile_bytes(&self) -> u64 {
+        bytes(self.tile_rows * self.width, self.dtype)
+    }
 }
 
 struct Tiled<F> {
@@ -85,5 +121,15 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
         let mut shape = tile.dims().to_vec();
         shape[0] = self.x.dim(0)?;
         Tensor::zeros(Shape::from(shape), tile.dtype(), tile.device())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_no_longer_than_the_model_is_wide_and_of_one_size() {
+        assert_eq!([0, 1, 32, 33, 75, 96, 97].map(|n_tokens| tile_rows(n_tokens, 32)), [1, 1, 32, 17, 25, 32, 25]);
     }
 }

@@ -18,8 +18,8 @@ mod tensor;
 
 pub use branches::{Branches, Path, Run, Until};
 pub use engine::{
-    Asked, Engine, LossScale, Micro, Optimizer, Residency, StepLoss, StepLosses, StepReport, StepResult, Tokens,
-    TrainBatch, logits_bytes_on_gpu,
+    Asked, Engine, LOGITS_BYTES_ON_CPU, LossScale, Micro, Optimizer, Residency, StepLoss, StepLosses, StepReport,
+    StepResult, Tokens, TrainBatch, logits_bytes_on_gpu,
 };
 pub use groups::Groups;
 pub use kv_cache::KvCache;

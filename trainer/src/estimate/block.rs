@@ -4,17 +4,15 @@
 //! key heads and f of the MLP as far as they are here, r rank of an adapter, u tokens of a tile of a tiled MLP
 
 use candlewick_model::{LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentionSpec};
-use candlewick_ops::AttentionImpl;
+use candlewick_ops::{
+    AttentionCost, AttentionHeads, LinearCost, LinearInput, TiledCost, rms_norm_cost, swiglu_cost, tile_rows,
+};
 
-use super::{Place, Setup};
+use super::Setup;
+use crate::run::dtype;
 
 /// Bytes of f32.
 const F32: u64 = 4;
-/// Elements of activations that a product on the CPU widens at once, and its bounds on their rows (`ops::linear`).
-const WIDENED: u64 = 1 << 23;
-const WIDENED_ROWS: (u64, u64) = (64, 4096);
-/// Bytes of the weight's panel that it widens, at most (`ops::product`).
-const PANEL: u64 = 4 << 20;
 
 /// A block of a setup.
 pub(super) struct Block<'a> {
@@ -65,8 +63,33 @@ impl<'a> Block<'a> {
         if self.setup.ranks.tensor > 1 { self.t * self.d * self.s } else { 0 }
     }
 
-    fn n_heads(&self) -> u64 {
-        (self.attention.n_heads / self.setup.ranks.tensor) as u64
+    fn attention(&self) -> AttentionCost {
+        let (attention, tensor) = (self.attention, self.setup.ranks.tensor);
+        let (n_query, n_kv) = (attention.n_heads / tensor, attention.n_kv_heads / tensor);
+        AttentionCost {
+            n_tokens: self.t,
+            longest: self.setup.row_tokens,
+            heads: AttentionHeads { n_query, n_kv, dim: attention.head_dim },
+            dtype: dtype(self.setup.compute),
+            implementation: self.setup.attention,
+            device: self.setup.device(),
+        }
+    }
+
+    fn linear(&self, n_tokens: u64, [n_in, n_out]: [u64; 2], input: LinearInput) -> LinearCost {
+        let (dtype, device, grad) = (dtype(self.setup.compute), self.setup.device(), self.setup.base_grad());
+        LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad }
+    }
+
+    /// Returns the sizes of a tiled MLP; `None` if it is computed at once.
+    fn tiled(&self) -> Option<TiledCost> {
+        let cost = TiledCost {
+            n_rows: self.t,
+            tile_rows: tile_rows(self.t as usize, self.d as usize) as u64,
+            width: self.d,
+            dtype: dtype(self.setup.compute),
+        };
+        self.setup.modes.tiled_mlp.then_some(cost)
     }
 
     /// What the ops of `model::block` save for backward, each tensor once, and the output. The input is not counted. What
@@ -78,53 +101,37 @@ impl<'a> Block<'a> {
     /// The output, which stays to the end; rotated q and k, v and attention's output with the logarithm of each row's sum;
     /// q and k before their norms, if they have some.
     fn until_attention(&self) -> u64 {
-        let Self { t, q, kv, s, .. } = *self;
-        let norms = if self.attention.qk_norm { q + kv } else { 0 };
-        let log_sum_exp = self.log_sum_exp();
-        let adapters = self.of_adapters(t, self.layer.mixer.linears());
-        self.activation() + t * s * (2 * q + 2 * kv + norms) + log_sum_exp + adapters + self.reference(7)
+        let normed = if self.attention.qk_norm { self.t * (self.q + self.kv) } else { 0 };
+        let norms = rms_norm_cost(normed, dtype(self.setup.compute)).saved_bytes;
+        let adapters = self.of_adapters(self.t, self.layer.mixer.linears());
+        self.activation() + norms + self.attention().forward().saved_bytes + adapters
     }
 
-    /// Attention's output and the logarithm of each row's sum.
+    /// Returns the bytes of attention's output and log-sum-exp.
     pub(super) fn attention_output(&self) -> u64 {
-        self.t * self.s * self.q + self.log_sum_exp()
-    }
-
-    fn log_sum_exp(&self) -> u64 {
-        self.t * self.n_heads() * F32
+        self.attention().replay_bytes()
     }
 
     /// The sum after attention, gate and up. A tiled MLP saves its input, the norm of the sum, alone.
     fn after_attention(&self) -> u64 {
-        match self.is_tiled() {
-            true => self.activation() + self.t * self.s * self.d,
-            false => self.activation() + self.mlp_of(self.t),
-        }
+        let sum = rms_norm_cost(self.o * self.d, dtype(self.setup.compute)).saved_bytes;
+        sum + self.tiled().map_or_else(|| self.mlp_of(self.t), |tiled| tiled.forward().saved_bytes)
     }
 
     /// Gate and up of some tokens, and what adapters save.
     fn mlp_of(&self, rows: u64) -> u64 {
         let adapters = self.of_adapters(rows, self.layer.mlp.linears());
-        rows * self.s * 2 * self.f + adapters
+        swiglu_cost(rows * self.f, dtype(self.setup.compute)).saved_bytes + adapters
     }
 
-    fn is_tiled(&self) -> bool {
-        self.setup.modes.tiled_mlp
-    }
-
-    /// The tokens of a tile (`model::block`): all, if the MLP is not tiled.
-    fn tile(&self) -> u64 {
-        if self.is_tiled() { self.t.div_ceil(self.t.div_ceil(self.d).max(1)) } else { self.t }
-    }
-
-    /// The input of matmuls, computed again for the gradient of their weights, or of an adapter's A that reads the same.
-    fn again<'l>(&self, rows: u64, linears: impl IntoIterator<Item = &'l LinearSpec>, width: u64) -> u64 {
-        let mut adapters = linears.into_iter().filter_map(|linear| linear.adapter.as_ref());
+    /// Returns the form of the input of linear layers: recomputed for their gradients, or for an adapter's A that reads it.
+    fn input(&self, linears: &[LinearSpec]) -> LinearInput {
+        let mut adapters = linears.iter().filter_map(|linear| linear.adapter.as_ref());
         let is_needed = self.setup.model.lora().is_none() || adapters.any(|adapter| adapter.dropout == 0.0);
-        if is_needed { rows * self.s * width } else { 0 }
+        if is_needed { LinearInput::Recomputed } else { LinearInput::Unused }
     }
 
-    /// The outputs of adapters' A, which their B saves, rounded.
+    /// Returns the bytes of the outputs of adapters' A, rounded, which their B saves.
     fn of_adapters<'l>(&self, rows: u64, linears: impl Iterator<Item = &'l LinearSpec>) -> u64 {
         linears.filter_map(|linear| linear.adapter.as_ref()).map(|adapter| rows * self.s * adapter.r as u64).sum()
     }
@@ -132,32 +139,28 @@ impl<'a> Block<'a> {
     /// A forward that records nothing, at the last product of the MLP or in attention. Its input is not counted.
     pub(super) fn forward(&self) -> u64 {
         let Self { t, d, q, kv, f, s, .. } = *self;
-        let u = self.tile();
-        // A tile's output is copied into the whole's.
-        let copied = if self.is_tiled() { u * s * d } else { 0 };
+        let (u, tile) = self.tiled().map_or((t, 0), |tiled| (tiled.tile_rows, tiled.forward().scratch_bytes));
+        let down = self.linear(u, [f, d], LinearInput::Unused).forward().scratch_bytes;
         let outside = 3 * self.activation() + self.exchanged();
-        let mlp = outside + t * s * d + u * s * 3 * f + copied + self.widened(u, f, d);
-        let attention = self.exchanged() + t * s * (d + 2 * q + 2 * kv) + self.attention_scratch(q, q + 2 * kv);
+        let mlp = outside + t * s * d + u * s * 3 * f + tile + down;
+        let attention = self.exchanged() + t * s * (d + 2 * q + 2 * kv) + self.attention().forward().scratch_bytes;
         // The sum of the pieces; keys and values as they travel: this rank's, those at hand and those that come.
         let ring = self.in_ring(t * (F32 * q + 3 * s * 2 * kv));
-        mlp.max(attention + ring) + self.reference(3)
+        mlp.max(attention + ring) + self.attention().reference_forward_bytes()
     }
 
     /// Backward and the tape that it uses up: the most of its stages. The gradient that comes in is not counted.
     pub(super) fn backward(&self) -> u64 {
         let Self { t, d, q, kv, s, .. } = *self;
         let rest = self.until_attention() + self.after_attention();
-        let mlp = match self.is_tiled() {
-            false => rest + self.mlp_backward(t) - self.mlp_of(t),
+        let mlp = match self.tiled() {
+            None => rest + self.mlp_backward(t) - self.mlp_of(t),
             // The gradient of the MLP's input; and a tile's own tape, output and gradient of its input.
-            true => {
-                let u = self.tile();
-                rest + t * s * d + u * s * 2 * d + self.mlp_backward(u)
-            }
+            Some(tiled) => rest + t * s * d + tiled.backward().scratch_bytes + self.mlp_backward(tiled.tile_rows),
         };
-        // The gradients of the sum, of attention's output, of q, k and v; each query head sums dk and dv of its own.
-        let gradients = t * s * (d + 2 * q + 2 * kv) + self.reference(10);
-        let attention = self.until_attention() + gradients + self.attention_scratch(3 * q, 3 * q + 2 * kv);
+        // The gradients of the sum, of attention's output, of q, k and v.
+        let gradients = t * s * (d + 2 * q + 2 * kv);
+        let attention = self.until_attention() + gradients + self.attention().backward().scratch_bytes;
         // dq; dk and dv: this rank's, those being computed, on their way and arrived; two ranks' keys and values.
         let ring = self.in_ring(t * (F32 * q + 4 * F32 * 2 * kv + 2 * s * 2 * kv));
         mlp.max(attention + ring) + self.exchanged()
@@ -169,52 +172,16 @@ impl<'a> Block<'a> {
         let Self { d, f, s, .. } = *self;
         let MlpSpec::SwiGlu(mlp) = &self.layer.mlp;
         let elements = |n: u64| rows * s * n;
-        let down = self.again(rows, [&mlp.down], f) + elements(f) + self.product(rows, f, d);
+        let scratch =
+            |sizes, linears: &[LinearSpec]| self.linear(rows, sizes, self.input(linears)).backward().scratch_bytes;
+        let down = scratch([f, d], std::slice::from_ref(&mlp.down)) + elements(f);
         let swiglu = elements(3 * f);
-        let gate = elements(d) + self.again(rows, &mlp.gate_up, d) + self.product(rows, d, f);
+        let gate = elements(d) + scratch([d, f], &mlp.gate_up);
         self.mlp_of(rows) + down.max(swiglu).max(gate)
-    }
-
-    /// The scratch of a product's backward: activations widened, and a gradient in bf16 summed in f32 (`ops::weight`).
-    fn product(&self, rows: u64, n_in: u64, n_out: u64) -> u64 {
-        let is_rounded =
-            self.setup.place == Place::Cpu && self.setup.masters.n_bytes() < F32 && self.setup.model.lora().is_none();
-        self.widened(rows, n_in, n_out) + if is_rounded { n_in * n_out * F32 } else { 0 }
-    }
-
-    /// A product on the CPU widens what it reads and rounds what it writes, in blocks of tokens (`ops::linear`).
-    fn widened(&self, rows: u64, n_in: u64, n_out: u64) -> u64 {
-        if self.setup.place == Place::Gpu || self.s == F32 {
-            return 0;
-        }
-        let rows = (WIDENED / n_in.max(n_out).max(1)).clamp(WIDENED_ROWS.0, WIDENED_ROWS.1).min(rows);
-        rows * (n_in + n_out) * F32 + PANEL.min(n_in * n_out * F32)
-    }
-
-    /// Attention on the CPU computes in f32: what it writes, head by head, and what it reads if that is in 16 bits. On a
-    /// GPU cuDNN sums dq in f32, and our kernels nothing.
-    fn attention_scratch(&self, written: u64, read: u64) -> u64 {
-        match self.setup.place {
-            Place::Cpu if self.s == F32 => self.t * written * F32,
-            Place::Cpu => self.t * (written + read) * F32,
-            Place::Gpu => self.t * self.q * F32,
-        }
     }
 
     /// What attention needs besides where keys and values go around (`parallel::sequence`).
     fn in_ring(&self, bytes: u64) -> u64 {
         if self.setup.ranks.context > 1 { bytes } else { 0 }
-    }
-
-    /// The reference implementation holds so many matrices of scores, for the longest sequence that a row may be, and its
-    /// inputs and outputs in several layouts.
-    fn reference(&self, n_matrices: u64) -> u64 {
-        let heads = self.n_heads();
-        match self.setup.attention {
-            AttentionImpl::Reference => {
-                self.t * F32 * (n_matrices * heads * self.setup.row_tokens + 4 * self.q + 5 * self.kv)
-            }
-            _ => 0,
-        }
     }
 }

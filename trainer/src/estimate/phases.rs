@@ -1,5 +1,6 @@
 //! The phases of a run, and the moment of each at which it needs most.
 
+use candlewick_ops::rope_cost;
 use candlewick_parallel::{Action, Residency, Timetable};
 use serde::Serialize;
 
@@ -217,9 +218,9 @@ fn save(setup: &Setup) -> Account {
     Account::default().with(Class::Transfer, if setup.place == Place::Cpu { PIECES } else { PIECES / 4 })
 }
 
-/// Sines and cosines in f32.
+/// Sines and cosines.
 pub(super) fn rope(setup: &Setup) -> u64 {
-    setup.tokens() * setup.model.config().head_dim() as u64 * 4
+    rope_cost(setup.tokens(), setup.model.config().head_dim() as u64).saved_bytes
 }
 
 fn parked(setup: &Setup) -> u64 {

@@ -1,7 +1,8 @@
 //! What of a plan decides its memory.
 
+use candle_core::DType;
 use candlewick_model::{Model, ModelError, ParamSpec, Unit};
-use candlewick_ops::AttentionImpl;
+use candlewick_ops::{AttentionImpl, DeviceKind};
 use candlewick_parallel::{Layout, Schedule, most_kept};
 
 use super::capacity::Capacity;
@@ -9,6 +10,7 @@ use super::modes::Modes;
 use super::tasks::Asking;
 use crate::checkpoint::Kind;
 use crate::plan::{ComputeDtype, Init, Plan, RanksPlan};
+use crate::run::dtype;
 
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,6 +117,19 @@ impl Setup {
             saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.kind).collect(),
             copies_to_save: plan.checkpoints.iter().any(|checkpoint| checkpoint.async_save),
         })
+    }
+
+    /// Returns the kind of device that computes.
+    pub(super) fn device(&self) -> DeviceKind {
+        match self.place {
+            Place::Cpu => DeviceKind::Cpu,
+            Place::Gpu => DeviceKind::Gpu,
+        }
+    }
+
+    /// Returns the dtype of base weights' gradients; `None` if an adapter is trained and they are frozen.
+    pub(super) fn base_grad(&self) -> Option<DType> {
+        self.model.lora().is_none().then(|| dtype(self.masters))
     }
 
     /// The most tokens of a micro-batch that a rank computes.

@@ -10,6 +10,7 @@
 //! h hidden, i intermediate, k head dim, L layers, V vocabulary, s the length of a packed sequence.
 
 use candlewick_model::{Config, LayerSpec, MixerSpec};
+use candlewick_ops::{AttentionCost, LinearCost};
 
 /// The matmuls and attentions of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,11 +44,15 @@ pub struct Pass {
 
 impl Pass {
     /// Forward alone: evaluation.
-    pub const FORWARD: Self = Self { linear: 2, attention: 4 };
+    pub const FORWARD: Self = Self { linear: LinearCost::FORWARD_FLOPS, attention: AttentionCost::FORWARD_FLOPS };
     /// Forward, and a backward that costs twice as much.
-    pub const TRAIN: Self = Self { linear: 6, attention: 12 };
+    pub const TRAIN: Self =
+        Self { linear: Self::ADAPTER.linear + LinearCost::GRAD_WEIGHT_FLOPS, attention: Self::ADAPTER.attention };
     /// Frozen weights under an adapter: no gradient of the weights. The adapter itself is not counted.
-    pub const ADAPTER: Self = Self { linear: 4, attention: 12 };
+    pub const ADAPTER: Self = Self {
+        linear: LinearCost::FORWARD_FLOPS + LinearCost::GRAD_INPUT_FLOPS,
+        attention: AttentionCost::FORWARD_FLOPS + AttentionCost::BACKWARD_FLOPS,
+    };
 }
 
 /// The parts of a layer that backward computes again.

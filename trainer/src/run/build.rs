@@ -103,7 +103,7 @@ fn peak(device: &Device) -> Option<f64> {
 }
 
 /// The number format of a plan, as candle names it.
-pub(super) fn dtype(dtype: ComputeDtype) -> DType {
+pub(crate) fn dtype(dtype: ComputeDtype) -> DType {
     match dtype {
         ComputeDtype::Bf16 => DType::BF16,
         ComputeDtype::F32 => DType::F32,

@@ -5,6 +5,7 @@
 
 mod backward;
 mod choice;
+mod cost;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 #[cfg(feature = "cudnn")]
@@ -33,6 +34,7 @@ use crate::replay::{compute_or_replay, is_first_pass};
 use crate::span::span;
 use crate::storage::{self, host};
 use choice::{Path, choose};
+pub use cost::AttentionCost;
 use layout::{Heads, by_row};
 pub use piece::{Partial, PieceInputs, attention_piece, attention_piece_backward};
 pub use seqs::{Piece, Seqs};

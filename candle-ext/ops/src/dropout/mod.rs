@@ -43,7 +43,7 @@ impl Dropout {
     }
 }
 
-/// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is kept for
+/// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is saved for
 /// backward; the mask is drawn again.
 pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
     dropped(x, spec, vec![Run::flat(0..x.elem_count(), 0)])

@@ -15,15 +15,16 @@ use std::sync::LazyLock;
 
 use super::avx512::{LANES, load_strided, mask};
 use super::blocks::{Kernel, Line, Tile};
+use super::matrix::{Mat, Old};
+use super::packed;
 use super::transpose::transpose;
-use super::{Mat, Old};
 
 /// Rows of a tile, and its columns: two by two of AMX's.
 const SIDE: usize = 32;
 /// Terms of one AMX product.
 const DEPTH: usize = 32;
 /// Summands of an f32.
-const PARTS: usize = 3;
+const PARTS: usize = packed::AMX_PARTS;
 /// Lines of a sliver for DEPTH terms: PARTS times two AMX tiles of 16 lines.
 const STEP: usize = PARTS * 2 * 16;
 
@@ -83,9 +84,8 @@ impl Kernel for Amx {
     const MR: usize = SIDE;
     const NR: usize = SIDE;
     const KC: usize = 512;
-    /// 768 KiB of a second cache of 1 or 2 MiB.
-    const BLOCK_LINES: usize = 12 << 10;
-    const MAX_PACKED: usize = 1 << 21;
+    const BLOCK_LINES: usize = packed::BLOCK_LINES;
+    const MAX_PACKED: usize = packed::MAX_PACKED;
 
     fn lines_a(kc: usize) -> usize {
         kc.div_ceil(DEPTH) * STEP

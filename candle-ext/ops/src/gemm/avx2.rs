@@ -10,7 +10,7 @@ use std::arch::x86_64::{
 
 use super::avx512::Avx512;
 use super::blocks::{Kernel, Line, Tile};
-use super::{Mat, Old};
+use super::matrix::{Mat, Old};
 
 /// Rows of a tile: 12 of the 16 registers hold its sums, two a row.
 const MR: usize = 6;

@@ -6,8 +6,9 @@ use std::arch::x86_64::{
 };
 
 use super::blocks::{Kernel, Line, Tile};
+use super::matrix::{Mat, Old};
+use super::packed;
 use super::transpose::transpose;
-use super::{Mat, Old};
 
 /// Rows of a tile: 28 of the 32 registers hold its sums, two a row.
 const MR: usize = 14;
@@ -30,9 +31,8 @@ impl Kernel for Avx512 {
     const MR: usize = MR;
     const NR: usize = NR;
     const KC: usize = 384;
-    /// 768 KiB of a second cache of 1 or 2 MiB.
-    const BLOCK_LINES: usize = 12 << 10;
-    const MAX_PACKED: usize = 1 << 21;
+    const BLOCK_LINES: usize = packed::BLOCK_LINES;
+    const MAX_PACKED: usize = packed::MAX_PACKED;
 
     fn lines_a(kc: usize) -> usize {
         (kc * MR).div_ceil(LANES)

@@ -11,7 +11,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::{Mat, MatMut, Old, Threads};
+use super::matrix::{Mat, MatMut, Old, Threads};
+use super::packed::LINE_BYTES;
 
 /// How one kind of processor packs and multiplies.
 pub(super) trait Kernel: Copy + Send + Sync {
@@ -56,7 +57,7 @@ pub(super) trait Kernel: Copy + Send + Sync {
 /// A cache line of packed numbers.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(super) struct Line([u8; 64]);
+pub(super) struct Line([u8; LINE_BYTES]);
 
 /// Where a tile lies in the output, and how much of it is there.
 #[derive(Clone, Copy)]
@@ -182,7 +183,7 @@ impl<K: Kernel> Product<'_, K> {
         if buffer.len() < n_lines {
             // Nothing is copied, and no room is left for more: what was packed before is done with.
             *buffer = Vec::new();
-            *buffer = vec![Line([0; 64]); n_lines];
+            *buffer = vec![Line([0; LINE_BYTES]); n_lines];
         }
         let slivers = &mut buffer[..n_lines];
         let pack = |(i, sliver)| self.pack_sliver(side, range, i, terms, sliver);
@@ -224,7 +225,7 @@ impl<K: Kernel> Product<'_, K> {
         let compute = |i: usize| {
             let mut buffer = BLOCK.take();
             if buffer.is_empty() {
-                buffer.resize(K::BLOCK_LINES, Line([0; 64]));
+                buffer.resize(K::BLOCK_LINES, Line([0; LINE_BYTES]));
             }
             // SAFETY: blocks do not overlap, and the output is borrowed mutably by `gemm`.
             unsafe { self.block(shared, side, i * size..((i + 1) * size).min(n), &mut buffer) };

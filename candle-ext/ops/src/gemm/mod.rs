@@ -8,6 +8,8 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod blocks;
+pub(crate) mod matrix;
+mod packed;
 mod rate;
 mod row;
 #[cfg(target_arch = "x86_64")]
@@ -16,78 +18,9 @@ mod transpose;
 use std::sync::OnceLock;
 
 use candle_core::{Result, bail};
+pub(crate) use matrix::{Mat, MatMut, Old, Threads};
+pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
 pub use rate::cpu_product_rate;
-
-/// A matrix that is read; element (i, j) is `data[i * row_stride + j * col_stride]`.
-#[derive(Clone, Copy)]
-pub(crate) struct Mat<'a> {
-    data: &'a [f32],
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-    col_stride: usize,
-}
-
-impl<'a> Mat<'a> {
-    /// Rows of `cols` elements, one after the other.
-    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
-        Self::with_stride(data, rows, cols, cols)
-    }
-
-    /// Rows of `cols` elements that start `row_stride` apart.
-    pub(crate) fn with_stride(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
-        check_bounds(data.len(), rows, cols, row_stride);
-        Self { data, rows, cols, row_stride, col_stride: 1 }
-    }
-
-    /// The transpose, without a copy.
-    pub(crate) fn t(self) -> Self {
-        Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
-    }
-
-    /// Some rows and columns of it, at least one of each.
-    #[cfg(target_arch = "x86_64")]
-    fn part(self, first_row: usize, rows: usize, first_col: usize, cols: usize) -> Self {
-        assert!(first_row + rows <= self.rows && first_col + cols <= self.cols, "a part lies in its matrix");
-        let data = &self.data[first_row * self.row_stride + first_col * self.col_stride..];
-        Self { data, rows, cols, ..self }
-    }
-}
-
-/// A matrix that is written, row after row.
-pub(crate) struct MatMut<'a> {
-    data: &'a mut [f32],
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-}
-
-impl<'a> MatMut<'a> {
-    /// Rows of `cols` elements, one after the other.
-    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
-        Self::with_stride(data, rows, cols, cols)
-    }
-
-    /// Rows of `cols` elements that start `row_stride` apart.
-    pub(crate) fn with_stride(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
-        check_bounds(data.len(), rows, cols, row_stride);
-        Self { data, rows, cols, row_stride }
-    }
-}
-
-/// What happens to the values that the output holds before the product.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Old {
-    Overwrite,
-    Keep,
-}
-
-/// Who computes: this thread, or all of rayon's.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Threads {
-    One,
-    All,
-}
 
 /// Returns the name of what computes f32 products in this process: `amx`, `avx512`, `avx2`, or `gemm` (the crate). Each
 /// rounds in its own way, but `avx2` as `avx512` does.
@@ -238,16 +171,6 @@ fn clear(out: MatMut<'_>, old: Old) {
             row[..out.cols].fill(0.0);
         }
     }
-}
-
-fn check_bounds(len: usize, rows: usize, cols: usize, row_stride: usize) {
-    assert!(row_stride >= cols, "rows of {cols} elements overlap at stride {row_stride}");
-    let last = rows.checked_sub(1).and_then(|last| last.checked_mul(row_stride)?.checked_add(cols));
-    let needed = if rows == 0 || cols == 0 { Some(0) } else { last };
-    assert!(
-        needed.is_some_and(|needed| needed <= len),
-        "a [{rows}, {cols}] matrix with row stride {row_stride} in {len} elements"
-    );
 }
 
 #[cfg(test)]

@@ -2,7 +2,8 @@
 
 use std::time::Instant;
 
-use super::{Mat, MatMut, Old, Threads, gemm};
+use super::gemm;
+use super::matrix::{Mat, MatMut, Old, Threads};
 
 /// Rows and columns: small enough that the memory it takes and leaves is no matter.
 const SIDE: usize = 256;

@@ -1,6 +1,6 @@
 //! The product of one row with a matrix: nothing is packed, each element is read once. Attention of one token is made of it.
 
-use super::{Mat, MatMut, Old};
+use super::matrix::{Mat, MatMut, Old};
 use crate::dot::{Rows, dots};
 use crate::simd::{prefetch, vectorised};
 

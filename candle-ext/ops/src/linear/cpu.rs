@@ -87,9 +87,14 @@ pub(super) fn add_grad_bias(dy: Floats<'_>, db: &mut [f32]) {
     });
 }
 
+/// Returns the most tokens of a block with `n` outputs and `k` inputs.
+pub(super) fn block_rows(n: usize, k: usize) -> usize {
+    (BLOCK / n.max(k).max(1)).clamp(64, 4096)
+}
+
 /// Splits the tokens into blocks, each with its own sizes.
 fn blocks(dims: Dims) -> impl Iterator<Item = (Range<usize>, Dims)> {
-    let height = (BLOCK / dims.n.max(dims.k).max(1)).clamp(64, 4096);
+    let height = block_rows(dims.n, dims.k);
     (0..dims.t).step_by(height).map(move |start| {
         let end = (start + height).min(dims.t);
         let t = end - start;

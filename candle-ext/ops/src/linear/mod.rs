@@ -2,6 +2,7 @@
 //!
 //! t tokens (all leading dims), k inputs, n outputs
 
+mod cost;
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
@@ -17,6 +18,7 @@ use crate::saved::Saved;
 use crate::span::span;
 use crate::storage::{self, host};
 use crate::weight::Weight;
+pub use cost::LinearCost;
 
 /// The format of an output. Everything is computed in f32 and rounded once at the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

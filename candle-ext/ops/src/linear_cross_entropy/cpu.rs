@@ -3,17 +3,16 @@
 use candle_core::{Device, Result, Tensor};
 use rayon::prelude::*;
 
+use super::chunk::rows_at_once;
 use super::part::{ELSEWHERE, VocabPart};
 use super::{Sizes, Target};
+use crate::cost::DeviceKind;
 use crate::exp;
 use crate::floats::{Floats, FloatsMut};
 use crate::gemm::Old;
 use crate::product::{self, Dims};
 use crate::simd::vectorised;
 use crate::transfer::to_host;
-
-/// Elements of the logits that exist at once, at most: 256 MiB.
-const LOGITS: usize = 1 << 26;
 
 /// The input and the matrix that makes logits of it.
 pub(super) struct Head<'a> {
@@ -37,7 +36,7 @@ impl Head<'_> {
     fn losses_of_part(&self, part: &VocabPart, targets: &[Target]) -> Result<Vec<f32>> {
         let mut losses = vec![0.0; targets.len()];
         let (mut x, mut logits) = (Vec::new(), Vec::new());
-        let n = self.tokens_at_once();
+        let n = self.tokens_at_once(targets.len());
         for (targets, losses) in targets.chunks(n).zip(losses.chunks_mut(n)) {
             self.logits(targets, &mut x, &mut logits);
             self.merge(part, targets, &mut logits, losses)?;
@@ -62,7 +61,7 @@ impl Head<'_> {
     ) -> Vec<T> {
         let mut results = vec![T::default(); targets.len()];
         let (mut x, mut logits) = (Vec::new(), Vec::new());
-        let n = self.tokens_at_once();
+        let n = self.tokens_at_once(targets.len());
         for (targets, results) in targets.chunks(n).zip(results.chunks_mut(n)) {
             self.logits(targets, &mut x, &mut logits);
             let rows = logits.par_chunks_mut(self.sizes.v).zip(targets).zip(results);
@@ -84,7 +83,7 @@ impl Head<'_> {
         let Sizes { v, d, .. } = self.sizes;
         let mut losses = vec![0.0; targets.len()];
         let (mut x, mut logits, mut dx_chunk) = (Vec::new(), Vec::new(), Vec::new());
-        let n = self.tokens_at_once();
+        let n = self.tokens_at_once(targets.len());
         let chunks = targets.chunks(n).zip(weights.chunks(n)).zip(losses.chunks_mut(n));
         for ((targets, weights), losses) in chunks {
             self.logits(targets, &mut x, &mut logits);
@@ -150,9 +149,9 @@ impl Head<'_> {
         Dims { t, n: self.sizes.v, k: self.sizes.d }
     }
 
-    fn tokens_at_once(&self) -> usize {
+    fn tokens_at_once(&self, n_targets: usize) -> usize {
         let v = self.part.map_or(self.sizes.v, |part| part.n_largest);
-        (LOGITS / v.max(1)).clamp(1, self.chunk)
+        rows_at_once(DeviceKind::Cpu, n_targets, v, self.chunk)
     }
 }
 

@@ -2,8 +2,10 @@
 
 use candle_core::{DType, Result, Tensor};
 
+use super::chunk::rows_at_once;
 use super::part::VocabPart;
 use super::{Reduction, Sizes, Target, TokenScores};
+use crate::cost::DeviceKind;
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
 use crate::gemm::Old;
@@ -16,9 +18,6 @@ const OP: &str = "linear_cross_entropy";
 const THREADS: usize = 1024;
 /// Threads of a block that copies a row or adds the losses up.
 const COPIERS: usize = 256;
-
-/// Elements of the logits that exist at once, at most: 4 GiB.
-const LOGITS: usize = 1 << 30;
 
 /// The input and the matrix that makes logits of it.
 pub(super) struct Head<'a> {
@@ -49,14 +48,6 @@ struct Chunk {
     len: usize,
 }
 
-/// The size of the fewest chunks of at most `most` of n tokens, none much smaller than the others: of whole tiles of a
-/// product, if there is room for them.
-fn even_chunk(n: usize, most: usize) -> usize {
-    const TILE: usize = 128;
-    let n_chunks = n.div_ceil(most).max(1);
-    n.div_ceil(n_chunks).next_multiple_of(TILE).clamp(1, most)
-}
-
 impl<'a> Head<'a> {
     pub(super) fn new(
         x: &'a Tensor,
@@ -75,7 +66,7 @@ impl<'a> Head<'a> {
         };
         let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
         let v = part.map_or(sizes.v, |part| part.n_largest);
-        let tokens_at_once = even_chunk(targets.len(), (LOGITS / v.max(1)).clamp(1, chunk));
+        let tokens_at_once = rows_at_once(DeviceKind::Gpu, targets.len(), v, chunk);
         Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_at_once, part })
     }
 
@@ -327,22 +318,5 @@ impl<'a> Head<'a> {
         };
         // SAFETY: d_logits is [len, v], x [len, d], dw a gradient [v, d].
         unsafe { gemm.run(self.gpu) }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::even_chunk;
-
-    #[test]
-    fn chunks_are_few_and_even() {
-        assert_eq!(
-            [(4096, 1766), (4096, 4096), (4096, 1024), (5, 3), (0, 7), (1, 1)].map(|(n, most)| even_chunk(n, most)),
-            [1408, 4096, 1024, 3, 1, 1]
-        );
-        for (n, most) in (1..3000).flat_map(|n| [1, 7, 100, 128, 700, 5000].map(|most| (n, most))) {
-            let chunk = even_chunk(n, most);
-            assert!(chunk <= most && n.div_ceil(chunk) == n.div_ceil(most), "{n} {most}: {chunk}");
-        }
     }
 }

@@ -2,6 +2,8 @@
 //!
 //! t tokens, v vocabulary, d model
 
+mod chunk;
+mod cost;
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
@@ -18,6 +20,8 @@ use crate::transfer::to_host;
 use crate::weight::GradSink;
 use crate::weight::Weight;
 
+pub use chunk::rows_of_logits;
+pub use cost::CrossEntropyCost;
 pub use part::VocabPart;
 
 /// How the losses of tokens become one loss.

@@ -6,10 +6,11 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::add;
 use crate::backward::BackwardContext;
+use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{is_tracked, recompute_with, record};
@@ -55,6 +56,11 @@ pub fn add_rms_norm(a: &Tensor, b: &Tensor, w: &Weight, eps: f64) -> Result<(Ten
     let sum = add::record_sum(a, b, sum);
     let y = record_norm(&sum, sum.clone(), w, (y, rstd), eps);
     Ok((sum, y))
+}
+
+/// Returns the cost of a forward with `n_elements` elements: x is saved, y is recomputed.
+pub fn rms_norm_cost(n_elements: u64, dtype: DType) -> Cost {
+    Cost { saved_bytes: bytes(n_elements, dtype), ..Cost::default() }
 }
 
 /// Records the norm y of x, where `input` is x contiguous.

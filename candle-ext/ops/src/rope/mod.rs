@@ -9,6 +9,7 @@ mod qkv;
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::record;
@@ -27,6 +28,11 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     Ok(record("rope", [x.into()], y, move |dy, _| {
         Ok([Some(rotated((dy, heads.slice()), Some(&table), heads, Turn::Back)?)])
     }))
+}
+
+/// Returns the cost of a forward: the f32 tables [t, k/2] are saved once for all calls that share them.
+pub fn rope_cost(n_tokens: u64, head_dim: u64) -> Cost {
+    Cost { saved_bytes: bytes(n_tokens * head_dim, DType::F32), ..Cost::default() }
 }
 
 /// The direction of a rotation. The backward of a rotation is the rotation back.

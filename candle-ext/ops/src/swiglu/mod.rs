@@ -4,8 +4,9 @@ mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Shape, Tensor, bail};
 
+use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{recompute_gated_with, record};
@@ -34,6 +35,11 @@ pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
     let source = Source::Joined(gate_up.contiguous()?);
     let y = forward_recomputable(&source)?;
     Ok(record("swiglu", [gate_up.into()], y, move |dy, _| Ok([backward(&source, dy)?.pop()])))
+}
+
+/// Returns the cost of a forward with `n_outputs` elements: gate and up are saved, y is recomputed.
+pub fn swiglu_cost(n_outputs: u64, dtype: DType) -> Cost {
+    Cost { saved_bytes: bytes(2 * n_outputs, dtype), ..Cost::default() }
 }
 
 /// Gate and up, contiguous.

@@ -12,12 +12,12 @@ mod train_step;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
 use candlewick_ops::{
     AttentionChoice, Awake, CrossEntropy, LossAndGrad, Reduction, Rows, Seqs, Upstream, Weight, gpu_memory,
-    linear_cross_entropy, linear_cross_entropy_part, stay_awake,
+    linear_cross_entropy, linear_cross_entropy_part, rows_of_logits, stay_awake,
 };
 
 use crate::offload::Parking;
@@ -43,6 +43,9 @@ pub enum Residency {
     /// Its input, parked where [`Engine::with_parking`] says.
     Offload,
 }
+
+/// Bytes of logits that the loss holds at once on a CPU.
+pub const LOGITS_BYTES_ON_CPU: u64 = 64 << 20;
 
 /// Returns the bytes of logits that the loss holds at once on a GPU of so much memory: 3 % of it, at most 4 GiB; 1 GiB if it is
 /// unknown.
@@ -83,7 +86,11 @@ impl Engine {
         assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
         let pipeline = Pipeline::alone(model.n_blocks());
         let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
-        let logits_bytes = if device.is_cuda() { logits_bytes_on_gpu(gpu_memory(&device)) as usize } else { 64 << 20 };
+        let logits_bytes = if device.is_cuda() {
+            logits_bytes_on_gpu(gpu_memory(&device)) as usize
+        } else {
+            LOGITS_BYTES_ON_CPU as usize
+        };
         let (attention_hook, sequence, tensor) = (None, None, None);
         Self {
             model,
@@ -282,7 +289,7 @@ impl Engine {
 
     /// How many rows of logits, of so many tokens each, may exist at once.
     fn rows_of_logits(&self, n_vocab: usize) -> usize {
-        (self.logits_bytes / (n_vocab * DType::F32.size_in_bytes())).max(1)
+        rows_of_logits(self.logits_bytes as u64, n_vocab as u64) as usize
     }
 }
 

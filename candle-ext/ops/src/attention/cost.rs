@@ -1,0 +1,146 @@
+//! Cost of `attention`.
+//!
+//! t tokens, hq query heads, hkv KV heads, k head dim
+
+use candle_core::DType;
+
+use super::spec::{AttentionHeads, AttentionImpl};
+use crate::cost::{Cost, DeviceKind, F32_BYTES, bytes};
+
+/// Matrices of scores that the reference implementation holds at once in a forward that records nothing.
+const REFERENCE_FORWARD: u64 = 3;
+/// Matrices of scores that the reference implementation saves for backward.
+const REFERENCE_SAVED: u64 = 7;
+/// Matrices of scores that the backward of the reference implementation adds.
+const REFERENCE_BACKWARD: u64 = 10;
+
+/// Sizes of attention in packed sequences, for its cost. There are as many keys as queries.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionCost {
+    /// t.
+    pub n_tokens: u64,
+    /// Tokens of the longest sequence.
+    pub longest: u64,
+    /// hq, hkv and k.
+    pub heads: AttentionHeads,
+    /// Dtype of q, k and v.
+    pub dtype: DType,
+    /// Implementation.
+    pub implementation: AttentionImpl,
+    /// Kind of the device.
+    pub device: DeviceKind,
+}
+
+impl AttentionCost {
+    /// Operations of q k^T and p v, per query-key pair, query head and element of a head.
+    pub const FORWARD_FLOPS: u64 = 4;
+    /// Operations of dp, dv, dq and dk, per query-key pair, query head and element of a head. Recomputed scores are not counted.
+    pub const BACKWARD_FLOPS: u64 = 8;
+
+    /// Returns the cost of the forward. q, k and v are saved, as no other op saves them.
+    pub fn forward(&self) -> Cost {
+        let (q, kv) = (self.q(), self.kv());
+        let saved = self.replay_bytes() + bytes(self.n_tokens * (q + 2 * kv), self.dtype);
+        Cost {
+            saved_bytes: saved + self.reference_bytes(REFERENCE_SAVED),
+            scratch_bytes: self.kernel_scratch_bytes(q, q + 2 * kv),
+            flops: Self::FORWARD_FLOPS * self.n_products(),
+        }
+    }
+
+    /// Returns the cost of the backward. Each query head sums dk and dv of its own.
+    pub fn backward(&self) -> Cost {
+        let (q, kv) = (self.q(), self.kv());
+        Cost {
+            saved_bytes: 0,
+            scratch_bytes: self.kernel_scratch_bytes(3 * q, 3 * q + 2 * kv) + self.reference_bytes(REFERENCE_BACKWARD),
+            flops: Self::BACKWARD_FLOPS * self.n_products(),
+        }
+    }
+
+    /// Returns the bytes of a first forward's output and log-sum-exp, which [`save_outputs`](crate::save_outputs) saves.
+    pub fn replay_bytes(&self) -> u64 {
+        bytes(self.n_tokens * self.q(), self.dtype) + self.n_tokens * self.heads.n_query as u64 * F32_BYTES
+    }
+
+    /// Returns the bytes of scores in a forward by the reference implementation that records nothing; 0 by another.
+    pub fn reference_forward_bytes(&self) -> u64 {
+        self.reference_bytes(REFERENCE_FORWARD)
+    }
+
+    /// Returns the elements of a token's queries.
+    fn q(&self) -> u64 {
+        (self.heads.n_query * self.heads.dim) as u64
+    }
+
+    /// Returns the elements of a token's keys.
+    fn kv(&self) -> u64 {
+        (self.heads.n_kv * self.heads.dim) as u64
+    }
+
+    /// Returns the query-key pairs times q. Each query counts with as many keys as the longest sequence has.
+    fn n_products(&self) -> u64 {
+        self.n_tokens * self.longest * self.q()
+    }
+
+    /// Returns the bytes of the kernel's f32 copies, for elements written and read per token.
+    ///
+    /// The CPU computes in f32: outputs head by head, and inputs unless they are f32. On a GPU cuDNN sums dq in f32.
+    fn kernel_scratch_bytes(&self, written: u64, read: u64) -> u64 {
+        let n_elements = match self.device {
+            DeviceKind::Cpu if self.device.widens(self.dtype) => written + read,
+            DeviceKind::Cpu => written,
+            DeviceKind::Gpu => self.q(),
+        };
+        self.n_tokens * n_elements * F32_BYTES
+    }
+
+    /// Returns the bytes of matrices of scores of the longest sequence, and of inputs and outputs in several layouts.
+    fn reference_bytes(&self, n_matrices: u64) -> u64 {
+        match self.implementation {
+            AttentionImpl::Reference => {
+                let scores = n_matrices * self.heads.n_query as u64 * self.longest;
+                self.n_tokens * F32_BYTES * (scores + 4 * self.q() + 5 * self.kv())
+            }
+            _ => 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cost(dtype: DType, implementation: AttentionImpl, device: DeviceKind) -> AttentionCost {
+        let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 8 };
+        AttentionCost { n_tokens: 10, longest: 5, heads, dtype, implementation, device }
+    }
+
+    #[test]
+    fn a_cpu_reads_sixteen_bits_through_copies_in_f32() {
+        let of = |dtype| cost(dtype, AttentionImpl::Fused, DeviceKind::Cpu);
+        let (q, kv) = (32, 16);
+        assert_eq!(of(DType::F32).forward().scratch_bytes, 10 * q * 4);
+        assert_eq!(of(DType::BF16).forward().scratch_bytes, 10 * (2 * q + 2 * kv) * 4);
+        assert_eq!(of(DType::F32).backward().scratch_bytes, 10 * 3 * q * 4);
+        assert_eq!(of(DType::BF16).backward().scratch_bytes, 10 * (6 * q + 2 * kv) * 4);
+    }
+
+    #[test]
+    fn scores_are_held_by_the_reference_alone() {
+        let of = |implementation| cost(DType::F32, implementation, DeviceKind::Gpu);
+        let (fused, reference) = (of(AttentionImpl::Auto), of(AttentionImpl::Reference));
+        let matrices = |n: u64| 10 * 4 * (n * 4 * 5 + 4 * 32 + 5 * 16);
+        assert_eq!(fused.reference_forward_bytes(), 0);
+        assert_eq!(reference.reference_forward_bytes(), matrices(3));
+        assert_eq!(reference.forward().saved_bytes - fused.forward().saved_bytes, matrices(7));
+        assert_eq!(reference.backward().scratch_bytes - fused.backward().scratch_bytes, matrices(10));
+    }
+
+    #[test]
+    fn a_backward_has_twice_the_matmuls_of_its_forward() {
+        let cost = cost(DType::BF16, AttentionImpl::Auto, DeviceKind::Gpu);
+        // Two matmuls of [10, 8] by [8, 5] for each of 4 heads.
+        assert_eq!((cost.forward().flops, cost.backward().flops), (2 * 4 * 2 * 10 * 8 * 5, 4 * 4 * 2 * 10 * 8 * 5));
+    }
+}

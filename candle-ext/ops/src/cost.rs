@@ -1,0 +1,56 @@
+//! Memory and FLOPs that ops declare, computed from shapes, dtype and kind of device.
+//!
+//! Bytes are those of large tensors. Single numbers a row are left out, except attention's log-sum-exp.
+
+use candle_core::DType;
+
+/// Bytes of an f32.
+pub(crate) const F32_BYTES: u64 = size_of::<f32>() as u64;
+
+/// Cost of one pass of an op, forward or backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Bytes that a forward saves on the tape until its backward.
+    pub saved_bytes: u64,
+    /// Bytes allocated during the pass besides inputs, outputs and saved tensors.
+    pub scratch_bytes: u64,
+    /// Floating-point operations of matmuls. Elementwise operations are not counted.
+    pub flops: u64,
+}
+
+/// Kind of the device that computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// A CPU: kernels compute in f32.
+    Cpu,
+    /// An NVIDIA GPU.
+    Gpu,
+}
+
+/// Form in which backward reads the input of a linear layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinearInput {
+    /// Unused: the weight is frozen.
+    Unused,
+    /// A tensor on the tape.
+    Saved,
+    /// The output of a norm, a gated activation or dropout, which backward recomputes.
+    Recomputed,
+}
+
+impl DeviceKind {
+    /// Returns true if kernels convert tensors of this dtype to f32 and back.
+    pub(crate) fn widens(self, dtype: DType) -> bool {
+        self == Self::Cpu && dtype != DType::F32
+    }
+
+    /// Returns the scratch bytes of a weight gradient of `numel` elements: summed in f32 and rounded once on the CPU.
+    pub(crate) fn grad_scratch_bytes(self, grad: Option<DType>, numel: u64) -> u64 {
+        if grad.is_some_and(|dtype| self.widens(dtype)) { numel * F32_BYTES } else { 0 }
+    }
+}
+
+/// Returns the bytes of `numel` elements.
+pub(crate) fn bytes(numel: u64, dtype: DType) -> u64 {
+    numel * dtype.size_in_bytes() as u64
+}

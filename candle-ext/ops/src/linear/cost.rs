@@ -1,0 +1,115 @@
+//! Cost of `linear`.
+
+use candle_core::DType;
+
+use super::cpu::block_rows;
+use crate::cost::{Cost, DeviceKind, F32_BYTES, LinearInput, bytes};
+use crate::product::PANEL;
+
+/// Sizes of a linear layer, for its cost: x [t, k] and w [n, k].
+#[derive(Clone, Copy, Debug)]
+pub struct LinearCost {
+    /// t.
+    pub n_tokens: u64,
+    /// k.
+    pub n_in: u64,
+    /// n.
+    pub n_out: u64,
+    /// Dtype of activations and weight.
+    pub dtype: DType,
+    /// Kind of the device.
+    pub device: DeviceKind,
+    /// Form of x in backward.
+    pub input: LinearInput,
+    /// Dtype of the weight's gradient; `None` for a frozen weight.
+    pub grad: Option<DType>,
+}
+
+impl LinearCost {
+    /// Operations of y = x w^T, per token and weight.
+    pub const FORWARD_FLOPS: u64 = 2;
+    /// Operations of dx = dy w, per token and weight.
+    pub const GRAD_INPUT_FLOPS: u64 = 2;
+    /// Operations of dw = dy^T x, per token and weight.
+    pub const GRAD_WEIGHT_FLOPS: u64 = 2;
+
+    /// Returns the cost of the forward.
+    pub fn forward(&self) -> Cost {
+        Cost {
+            saved_bytes: if self.input == LinearInput::Saved { self.input_bytes() } else { 0 },
+            scratch_bytes: self.widened_bytes(),
+            flops: Self::FORWARD_FLOPS * self.n_tokens * self.n_weights(),
+        }
+    }
+
+    /// Returns the cost of the backward, the gradient of x included.
+    pub fn backward(&self) -> Cost {
+        let recomputed = if self.input == LinearInput::Recomputed { self.input_bytes() } else { 0 };
+        let of_weight = if self.grad.is_some() { Self::GRAD_WEIGHT_FLOPS } else { 0 };
+        Cost {
+            saved_bytes: 0,
+            scratch_bytes: recomputed
+                + self.widened_bytes()
+                + self.device.grad_scratch_bytes(self.grad, self.n_weights()),
+            flops: (Self::GRAD_INPUT_FLOPS + of_weight) * self.n_tokens * self.n_weights(),
+        }
+    }
+
+    fn n_weights(&self) -> u64 {
+        self.n_in * self.n_out
+    }
+
+    fn input_bytes(&self) -> u64 {
+        bytes(self.n_tokens * self.n_in, self.dtype)
+    }
+
+    /// Returns the bytes of a block of tokens and of a panel of the weight in f32, where the kernel widens them.
+    fn widened_bytes(&self) -> u64 {
+        if !self.device.widens(self.dtype) {
+            return 0;
+        }
+        let n_rows = (block_rows(self.n_out as usize, self.n_in as usize) as u64).min(self.n_tokens);
+        (n_rows * (self.n_in + self.n_out) + self.n_weights().min(PANEL as u64)) * F32_BYTES
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layer(dtype: DType, device: DeviceKind, input: LinearInput, grad: Option<DType>) -> LinearCost {
+        LinearCost { n_tokens: 10, n_in: 3, n_out: 4, dtype, device, input, grad }
+    }
+
+    #[test]
+    fn only_a_cpu_widens_and_only_sixteen_bits() {
+        let scratch = |dtype, device| {
+            let cost = layer(dtype, device, LinearInput::Unused, None);
+            assert_eq!(cost.forward().scratch_bytes, cost.backward().scratch_bytes);
+            cost.forward().scratch_bytes
+        };
+        assert_eq!(scratch(DType::F32, DeviceKind::Cpu), 0);
+        assert_eq!(scratch(DType::BF16, DeviceKind::Gpu), 0);
+        // Ten rows of input and output, and the weight.
+        assert_eq!(scratch(DType::BF16, DeviceKind::Cpu), (10 * (3 + 4) + 12) * 4);
+    }
+
+    #[test]
+    fn a_saved_input_is_on_the_tape_and_a_recomputed_one_in_backward() {
+        let of = |input| {
+            let cost = layer(DType::F32, DeviceKind::Cpu, input, Some(DType::F32));
+            (cost.forward().saved_bytes, cost.backward().scratch_bytes)
+        };
+        assert_eq!(of(LinearInput::Unused), (0, 0));
+        assert_eq!(of(LinearInput::Saved), (120, 0));
+        assert_eq!(of(LinearInput::Recomputed), (0, 120));
+    }
+
+    #[test]
+    fn a_trained_weight_costs_another_matmul_and_a_rounded_gradient_a_sum() {
+        let of = |grad| layer(DType::F32, DeviceKind::Cpu, LinearInput::Unused, grad).backward();
+        assert_eq!(of(None), Cost { flops: 240, ..Cost::default() });
+        assert_eq!(of(Some(DType::F32)), Cost { flops: 480, ..Cost::default() });
+        assert_eq!(of(Some(DType::BF16)), Cost { flops: 480, scratch_bytes: 48, ..Cost::default() });
+    }
+}

@@ -1,0 +1,46 @@
+//! Chunks of tokens whose logits exist at once.
+
+use crate::cost::{DeviceKind, F32_BYTES};
+
+/// Elements of the logits that exist at once on the CPU, at most: 256 MiB.
+const CPU_LOGITS: usize = 1 << 26;
+/// Elements of the logits that exist at once on a GPU, at most: 4 GiB.
+const GPU_LOGITS: usize = 1 << 30;
+/// Rows of a matmul's tile on a GPU.
+const TILE: usize = 128;
+
+/// Returns the most rows of f32 logits that `logits_bytes` hold, at least one: the `chunk` of [`CrossEntropy`](super::CrossEntropy).
+pub fn rows_of_logits(logits_bytes: u64, n_vocab: u64) -> u64 {
+    (logits_bytes / (n_vocab * F32_BYTES).max(1)).max(1)
+}
+
+/// Returns the rows of a chunk for `n_targets` tokens, of at most `max_rows` rows of `n_vocab` logits.
+pub(super) fn rows_at_once(device: DeviceKind, n_targets: usize, n_vocab: usize, max_rows: usize) -> usize {
+    match device {
+        DeviceKind::Cpu => (CPU_LOGITS / n_vocab.max(1)).clamp(1, max_rows),
+        DeviceKind::Gpu => even_chunk(n_targets, (GPU_LOGITS / n_vocab.max(1)).clamp(1, max_rows)),
+    }
+}
+
+/// Returns the size of the fewest chunks of at most `max_rows` of n tokens, nearly equal, and of whole tiles if they fit.
+fn even_chunk(n: usize, max_rows: usize) -> usize {
+    let n_chunks = n.div_ceil(max_rows).max(1);
+    n.div_ceil(n_chunks).next_multiple_of(TILE).clamp(1, max_rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::even_chunk;
+
+    #[test]
+    fn chunks_are_few_and_even() {
+        assert_eq!(
+            [(4096, 1766), (4096, 4096), (4096, 1024), (5, 3), (0, 7), (1, 1)].map(|(n, most)| even_chunk(n, most)),
+            [1408, 4096, 1024, 3, 1, 1]
+        );
+        for (n, most) in (1..3000).flat_map(|n| [1, 7, 100, 128, 700, 5000].map(|most| (n, most))) {
+            let chunk = even_chunk(n, most);
+            assert!(chunk <= most && n.div_ceil(chunk) == n.div_ceil(most), "{n} {most}: {chunk}");
+        }
+    }
+}
