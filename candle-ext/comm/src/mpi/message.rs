@@ -7,14 +7,14 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Source};
 
 /// A message on its way. If it is dropped before it has arrived its bytes are never freed: MPI may still use them.
-pub(super) struct Letter {
+pub(super) struct Message {
     /// `None` once it has arrived.
     request: Option<Request<'static, [u8], StaticScope>>,
     /// Taken out of a box, and put back into one when the request is done.
     bytes: NonNull<[u8]>,
 }
 
-impl Letter {
+impl Message {
     /// Starts to send.
     pub(super) fn send(over: &SimpleCommunicator, to: i32, tag: i32, bytes: Box<[u8]>) -> Self {
         let bytes = Box::leak(bytes);
@@ -45,7 +45,7 @@ impl Letter {
     }
 }
 
-impl Drop for Letter {
+impl Drop for Message {
     fn drop(&mut self) {
         // The request itself panics when it is dropped.
         if let Some(request) = self.request.take() {

@@ -1,4 +1,4 @@
-//! One process's connections to all others: how a group's sockets come about, and how a failure is told.
+//! One process's connections to all others: the sockets of each group, and the reports of failures.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Write};
@@ -10,19 +10,17 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
-use super::about::About;
-use super::links::Wires;
+use super::connections::UnixSocketConnections;
 use super::shared::{CONTROL, Shared};
 use super::watch::{Watcher, hello};
-use crate::deadline::deadline;
-use crate::fabric::{Alarm, Fabric, Links, Trouble};
-use crate::store::Client;
-use crate::{Call, Failure, Result};
+use crate::failure::StoreArbiter;
+use crate::liveness::deadline;
+use crate::peer::PeerInfo;
+use crate::rendezvous::Rendezvous;
+use crate::transport::{Connections, FailureChannel, Transport, TransportError};
+use crate::{Call, Failure, Options, Result};
 
-/// How long the store may take to say whose failure was the first.
-const ARBITRATE_WITHIN: Duration = Duration::from_secs(2);
-
-/// What is asked of the kernel for each socket; it may grant less.
+/// The buffer requested of the kernel for each socket; it may grant less.
 const BUFFER_BYTES: usize = 1 << 20;
 
 /// A socket that others find by name.
@@ -45,42 +43,38 @@ impl Listening {
     }
 }
 
-/// See [`Fabric`].
-pub(super) struct Switch {
-    rank: usize,
-    others: Vec<About>,
+/// See [`Transport`].
+pub(super) struct UnixSocketTransport {
     shared: Arc<Shared>,
     timeout: Duration,
     watcher: Option<JoinHandle<()>>,
     wake: UnixStream,
 }
 
-impl Switch {
-    /// Starts to listen to all others, and to listen for their connections.
+impl UnixSocketTransport {
+    /// Connects this rank to `peers`, and watches them and `listening` from then on.
     pub(super) fn connect(
-        rank: usize,
-        others: Vec<About>,
+        rendezvous: &Rendezvous,
+        peers: Vec<PeerInfo>,
         listening: Listening,
-        store: &Client,
-        deadline: Instant,
-        timeout: Duration,
+        options: &Options,
     ) -> Result<Self> {
-        let arbiter = store.reconnect_within(ARBITRATE_WITHIN)?;
-        let pids = others.iter().map(|about| about.pid).collect();
         let system = |error: io::Error| candle_core::Error::wrap(error);
-        let shared = Arc::new(Shared::new(rank, pids, arbiter).map_err(system)?);
+        let arbiter = StoreArbiter::connect(rendezvous.store())?;
+        let shared = Arc::new(Shared::new(rendezvous.rank(), peers, arbiter).map_err(system)?);
         let (wake, woken) = UnixStream::pair().map_err(system)?;
         listening.listener.set_nonblocking(true).map_err(system)?;
         let watcher = Watcher { shared: Arc::clone(&shared), listener: listening.listener, accepts: true, woken };
         let watcher = Some(watcher.start().map_err(system)?);
-        let switch = Self { rank, others, shared, timeout, watcher, wake };
-        switch.meet(deadline).map_err(|trouble| switch.unconnected(trouble))?;
-        Ok(switch)
+        let transport = Self { shared, timeout: options.timeout, watcher, wake };
+        let everyone: Vec<usize> = (0..transport.shared.peers.len()).collect();
+        transport.connect_all(rendezvous.deadline()).map_err(|error| error.unconnected(&transport, &everyone))?;
+        Ok(transport)
     }
 
     /// Connects to everyone; each is listened to from when it is connected.
-    fn meet(&self, deadline: Instant) -> Result<(), Trouble> {
-        for rank in 0..self.rank {
+    fn connect_all(&self, deadline: Instant) -> Result<(), TransportError> {
+        for rank in 0..self.shared.rank {
             let stream = self.call(CONTROL, rank).map_err(|error| uncalled(rank, error))?;
             self.shared.arrived(CONTROL, rank, stream);
             self.poke();
@@ -89,26 +83,26 @@ impl Switch {
     }
 
     /// Connects to each of `members`: the higher rank calls, the lower is called.
-    fn streams(&self, id: &str, members: &[usize]) -> Result<Vec<Option<UnixStream>>, Trouble> {
+    fn streams(&self, id: &str, members: &[usize]) -> Result<Vec<Option<UnixStream>>, TransportError> {
         let deadline = deadline(self.timeout);
-        for (index, rank) in members.iter().enumerate().filter(|(_, rank)| **rank < self.rank) {
+        for (index, rank) in members.iter().enumerate().filter(|(_, rank)| **rank < self.shared.rank) {
             let stream = self.call(id, *rank).map_err(|error| uncalled(index, error))?;
             self.shared.arrived(id, *rank, stream);
         }
         let await_one = |(index, rank): (usize, &usize)| {
-            if *rank == self.rank {
+            if *rank == self.shared.rank {
                 return Ok(None);
             }
             let stream = self.shared.await_arrival(id, *rank, deadline)?;
-            stream.map(Some).ok_or(Trouble::Late(vec![index], self.timeout))
+            stream.map(Some).ok_or(TransportError::Timeout(vec![index], self.timeout))
         };
         members.iter().enumerate().map(await_one).collect()
     }
 
     fn call(&self, id: &str, rank: usize) -> io::Result<UnixStream> {
-        let addr = SocketAddr::from_abstract_name(&self.others[rank].socket)?;
+        let addr = SocketAddr::from_abstract_name(&self.shared.peers[rank].address)?;
         let mut stream = UnixStream::connect_addr(&addr)?;
-        stream.write_all(&hello(id, self.rank))?;
+        stream.write_all(&hello(id, self.shared.rank))?;
         Ok(stream)
     }
 
@@ -116,21 +110,11 @@ impl Switch {
         // A full pipe is as good as another byte in it.
         let _ = (&self.wake).write(&[1]);
     }
-
-    fn unconnected(&self, trouble: Trouble) -> Failure {
-        let everyone: Vec<usize> = (0..self.others.len()).collect();
-        let (rank, cause, why) = match trouble.tell(self, &everyone) {
-            Ok(told) => told,
-            Err(failure) => return failure,
-        };
-        let message = format!("connect rank {} to the others: {why}", self.rank);
-        self.fail(Failure { rank, cause, message })
-    }
 }
 
-impl Alarm for Switch {
+impl FailureChannel for UnixSocketTransport {
     fn rank(&self) -> usize {
-        self.rank
+        self.shared.rank
     }
 
     fn who(&self, rank: usize) -> String {
@@ -142,11 +126,11 @@ impl Alarm for Switch {
     }
 
     fn failure(&self) -> Option<Failure> {
-        self.shared.failure()
+        self.shared.monitor.failure()
     }
 
     fn await_failure(&self, within: Duration) -> Option<Failure> {
-        self.shared.await_failure(within)
+        self.shared.monitor.await_failure(within)
     }
 
     fn beat(&self) {
@@ -154,15 +138,15 @@ impl Alarm for Switch {
     }
 }
 
-impl Fabric for Switch {
-    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
+impl Transport for UnixSocketTransport {
+    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError> {
         let streams = self.streams(id, members)?;
         for stream in streams.iter().flatten() {
             // A smaller buffer than asked for is slower, not wrong.
             let _ = set_socket_send_buffer_size(stream, BUFFER_BYTES);
-            stream.set_nonblocking(true).map_err(|error| Trouble::Own(error.to_string()))?;
+            stream.set_nonblocking(true).map_err(|error| TransportError::Local(error.to_string()))?;
         }
-        Ok(Box::new(Wires::new(streams, members.to_vec(), Arc::clone(&self.shared), self.timeout)))
+        Ok(Box::new(UnixSocketConnections::new(streams, members.to_vec(), Arc::clone(&self.shared), self.timeout)))
     }
 
     fn doing(&self, id: &str, call: Option<&Call>) {
@@ -170,7 +154,7 @@ impl Fabric for Switch {
     }
 }
 
-impl Drop for Switch {
+impl Drop for UnixSocketTransport {
     fn drop(&mut self) {
         self.shared.leave();
         self.poke();
@@ -181,10 +165,10 @@ impl Drop for Switch {
 }
 
 /// Says whose fault it is that a call did not get through.
-fn uncalled(peer: usize, error: io::Error) -> Trouble {
+fn uncalled(peer: usize, error: io::Error) -> TransportError {
     use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset};
     if matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset) {
-        return Trouble::Unreachable(peer, error);
+        return TransportError::Unreachable(peer, error);
     }
-    Trouble::Own(format!("connect to another rank: {error}"))
+    TransportError::Local(format!("connect to another rank: {error}"))
 }

@@ -1,4 +1,4 @@
-//! The thread that makes all calls to MPI: starts what the others order, sees what has arrived, hears what other ranks tell.
+//! The thread that makes all calls to MPI: starts what the others request, sees what has arrived, hears what other ranks tell.
 //!
 //! MPI moves its messages only while it is asked about them, and cannot be waited for and listened to at once. So the thread
 //! asks in turns: without a pause while something happens, then with ever longer ones.
@@ -14,11 +14,11 @@ use mpi::environment::Universe;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, CommunicatorCollectives, Source};
 
-use super::about::{ABOUT_BYTES, About};
 use super::frame::Frame;
-use super::letter::Letter;
-use super::shared::{Done, News, Order, Shared};
+use super::message::Message;
+use super::shared::{Done, Event, Request, Shared};
 use crate::panic::said;
+use crate::peer::PeerInfo;
 use crate::{Cause, Failure};
 
 /// How often nothing may happen before there are pauses.
@@ -28,17 +28,20 @@ const EAGER_TURNS: u32 = 200;
 const PAUSES: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(1)];
 
 /// How long nobody listens to what other ranks tell, when this one has nothing to do.
-const DOZE: Duration = Duration::from_millis(5);
+const IDLE_POLL: Duration = Duration::from_millis(5);
 
 /// How long after a failure this process stays, so that the others hear of it before it ends.
-const FAREWELL_WITHIN: Duration = Duration::from_secs(2);
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(2);
 
-/// Of a frame.
+/// The room for a rank's description, with zeros after it.
+const PEER_BYTES: usize = 512;
+
+/// The tag of a frame.
 const TAG: i32 = 0;
 
 /// What the thread owns.
-pub(super) struct Clerk {
-    under_way: Vec<(Letter, Errand)>,
+pub(super) struct ProgressThread {
+    under_way: Vec<(Message, Job)>,
     shared: Arc<Shared>,
     /// For what groups exchange.
     tensors: SimpleCommunicator,
@@ -47,17 +50,17 @@ pub(super) struct Clerk {
     universe: Universe,
 }
 
-/// What is to be done when a letter has arrived.
-enum Errand {
+/// What is to be done when a message has arrived.
+enum Job {
     /// A group waits for it.
     Report(Done),
     /// Nothing: a frame was sent.
     Forget,
     /// This rank has sent a frame.
-    Hear(usize),
+    ReadFrame(usize),
 }
 
-impl Clerk {
+impl ProgressThread {
     /// Starts MPI, which must agree that this is rank `rank` of `size`, and meets the others.
     pub(super) fn start(rank: usize, size: usize, timeout: Duration) -> Result<Self, String> {
         let Some((universe, level)) = mpi::initialize_with_threading(Threading::Funneled) else {
@@ -76,12 +79,13 @@ impl Clerk {
             ));
         }
         let host = mpi::environment::processor_name().unwrap_or_else(|_| "an unnamed host".to_owned());
-        let own = About { rank, pid: std::process::id(), host };
-        let mut all = vec![0; size * ABOUT_BYTES];
-        world.all_gather_into(&own.encode()[..], &mut all[..]);
-        let others: Option<Vec<About>> = all.chunks(ABOUT_BYTES).map(About::decode).collect();
-        let others = others.ok_or("another rank runs another version of this program")?;
-        let shared = Arc::new(Shared::new(rank, others, timeout));
+        let own = PeerInfo { host, ..PeerInfo::this_process(rank, size, String::new()) };
+        let mut all = vec![0; size * PEER_BYTES];
+        world.all_gather_into(&padded(own.encode())[..], &mut all[..]);
+        let decode = |(rank, bytes): (usize, &[u8])| PeerInfo::decode(rank, without_padding(bytes));
+        let peers: Option<Vec<PeerInfo>> = all.chunks(PEER_BYTES).enumerate().map(decode).collect();
+        let peers = peers.ok_or("another rank runs another version of this program")?;
+        let shared = Arc::new(Shared::new(rank, peers, timeout));
         let [tensors, frames] = [(); 2].map(|()| world.duplicate());
         Ok(Self { under_way: Vec::new(), shared, tensors, frames, universe })
     }
@@ -94,10 +98,11 @@ impl Clerk {
     pub(super) fn run(mut self) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.take_turns())) {
             let rank = self.shared.rank;
-            let message = format!("go on: {} failed to talk to MPI: {}", self.shared.others[rank], said(&*panic));
+            let message = format!("go on: {} failed to talk to MPI: {}", self.shared.peers[rank], said(&*panic));
             self.shared.adopt(Failure { rank, cause: Cause::Told, message });
         }
-        let is_clean = self.shared.failure().is_none() && self.shared.all_have_left() && self.under_way.is_empty();
+        let is_clean =
+            self.shared.monitor.failure().is_none() && self.shared.all_have_left() && self.under_way.is_empty();
         if !is_clean {
             // MPI_Finalize waits for all, also for those who never come. Without it MPI's launcher ends who is left.
             std::mem::forget((self.tensors, self.frames, self.universe));
@@ -115,25 +120,25 @@ impl Clerk {
 
     /// Does what there is to do; returns whether there was anything.
     fn turn(&mut self) -> bool {
-        let orders = std::mem::take(&mut self.shared.lock().orders);
-        let is_busy = !orders.is_empty();
-        orders.into_iter().for_each(|order| self.carry_out(order));
+        let requests = std::mem::take(&mut self.shared.lock().requests);
+        let is_busy = !requests.is_empty();
+        requests.into_iter().for_each(|request| self.carry_out(request));
         is_busy | self.probe() | self.deliver()
     }
 
-    fn carry_out(&mut self, order: Order) {
-        let letter = match order {
-            Order::Send { to, tag, bytes, done } => {
-                (Letter::send(&self.tensors, to as i32, tag, bytes), Errand::Report(done))
+    fn carry_out(&mut self, request: Request) {
+        let message = match request {
+            Request::Send { to, tag, bytes, done } => {
+                (Message::send(&self.tensors, to as i32, tag, bytes), Job::Report(done))
             }
-            Order::Receive { from, tag, room, done } => {
-                (Letter::receive(&self.tensors, from as i32, tag, room), Errand::Report(done))
+            Request::Receive { from, tag, room, done } => {
+                (Message::receive(&self.tensors, from as i32, tag, room), Job::Report(done))
             }
-            Order::Tell { to, frame } => {
-                (Letter::send(&self.frames, to as i32, TAG, frame.encode().into()), Errand::Forget)
+            Request::SendFrame { to, frame } => {
+                (Message::send(&self.frames, to as i32, TAG, frame.encode().into()), Job::Forget)
             }
         };
-        self.under_way.push(letter);
+        self.under_way.push(message);
     }
 
     /// Makes room for frames that are coming; returns whether there are any.
@@ -142,7 +147,8 @@ impl Clerk {
         while let Some(status) = self.frames.any_process().immediate_probe_with_tag(TAG) {
             let room = vec![0; status.count(u8::equivalent_datatype()) as usize];
             let from = status.source_rank();
-            self.under_way.push((Letter::receive(&self.frames, from, TAG, room.into()), Errand::Hear(from as usize)));
+            self.under_way
+                .push((Message::receive(&self.frames, from, TAG, room.into()), Job::ReadFrame(from as usize)));
             is_any = true;
         }
         is_any
@@ -159,27 +165,27 @@ impl Clerk {
             is_any = true;
             match self.under_way.swap_remove(at).1 {
                 // A group that has failed hears nothing more.
-                Errand::Report(Done { ear, piece }) => drop(ear.send(News::Arrived(piece, bytes))),
-                Errand::Forget => {}
-                Errand::Hear(from) => self.hear(from, &bytes),
+                Job::Report(Done { events, piece }) => drop(events.send(Event::Arrived(piece, bytes))),
+                Job::Forget => {}
+                Job::ReadFrame(from) => self.read_frame(from, &bytes),
             }
         }
         is_any
     }
 
-    fn hear(&self, from: usize, bytes: &[u8]) {
+    fn read_frame(&self, from: usize, bytes: &[u8]) {
         match Frame::decode(bytes) {
             Some(Frame::Leave) => self.shared.left(from),
             Some(Frame::Open(tag, id)) => self.shared.opened(tag, id),
-            Some(Frame::Beat) => self.shared.heard_beat(from),
-            Some(Frame::Waits(ranks)) => self.shared.heard_wait(from, &ranks),
-            Some(Frame::Ended(failure)) => drop(self.shared.adopt(failure)),
-            Some(Frame::Accuse(failure)) => {
+            Some(Frame::Beat) => self.shared.on_beat(from),
+            Some(Frame::Waits(ranks)) => self.shared.on_wait(from, &ranks),
+            Some(Frame::Ended(failure)) => self.shared.adopt(failure),
+            Some(Frame::ReportFailure(failure)) => {
                 let first = self.shared.end(failure);
-                self.shared.order([Order::Tell { to: from, frame: Frame::Ended(first) }]);
+                self.shared.request([Request::SendFrame { to: from, frame: Frame::Ended(first) }]);
             }
             None => {
-                let message = format!("go on: {} sent a message that makes no sense", self.shared.others[from]);
+                let message = format!("go on: {} sent a message that makes no sense", self.shared.peers[from]);
                 self.shared.end(Failure { rank: from, cause: Cause::Strayed, message });
             }
         }
@@ -191,9 +197,9 @@ impl Clerk {
             return false;
         }
         let since = left.get_or_insert_with(Instant::now).elapsed();
-        let is_told = !self.under_way.iter().any(|(_, errand)| matches!(errand, Errand::Forget))
-            && self.shared.lock().orders.is_empty();
-        let patience = if self.shared.failure().is_some() { FAREWELL_WITHIN } else { self.shared.timeout };
+        let is_told =
+            !self.under_way.iter().any(|(_, job)| matches!(job, Job::Forget)) && self.shared.lock().requests.is_empty();
+        let patience = if self.shared.monitor.failure().is_some() { SHUTDOWN_GRACE } else { self.shared.timeout };
         (is_told && self.shared.all_have_left()) || since >= patience
     }
 
@@ -202,9 +208,19 @@ impl Clerk {
         match n_idle {
             0 => {}
             _ if has_left => thread::sleep(longest),
-            _ if self.under_way.is_empty() => self.shared.await_bell(DOZE),
+            _ if self.under_way.is_empty() => self.shared.await_request(IDLE_POLL),
             1..=EAGER_TURNS => thread::yield_now(),
-            _ => self.shared.await_bell((first * (1 + (n_idle - EAGER_TURNS) / 8)).min(longest)),
+            _ => self.shared.await_request((first * (1 + (n_idle - EAGER_TURNS) / 8)).min(longest)),
         }
     }
+}
+
+fn padded(mut bytes: Vec<u8>) -> Vec<u8> {
+    bytes.resize(PEER_BYTES, 0);
+    bytes
+}
+
+fn without_padding(bytes: &[u8]) -> &[u8] {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    &bytes[..end]
 }

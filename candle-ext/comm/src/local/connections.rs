@@ -9,14 +9,14 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use super::shared::Shared;
-use crate::fabric::{Links, Trouble};
-use crate::signs::Wait;
+use crate::liveness::Wait;
+use crate::transport::{Connections, TransportError};
 
 /// How much is written to one rank before the others get their turn.
 const TURN_BYTES: usize = 1 << 18;
 
 /// One rank's sockets in one group.
-pub(super) struct Wires {
+pub(super) struct UnixSocketConnections {
     streams: Vec<Option<UnixStream>>,
     /// The world ranks of the group's ranks.
     members: Vec<usize>,
@@ -24,7 +24,7 @@ pub(super) struct Wires {
     timeout: Duration,
 }
 
-impl Wires {
+impl UnixSocketConnections {
     pub(super) fn new(
         streams: Vec<Option<UnixStream>>,
         members: Vec<usize>,
@@ -36,7 +36,7 @@ impl Wires {
 
     /// Waits until sockets that have something to do can do it, the world has ended, or `left` has passed; returns the
     /// peers of these sockets.
-    fn await_any(&self, send: &[&[u8]], recv: &[&mut [u8]], left: Duration) -> Result<Vec<usize>, Trouble> {
+    fn await_any(&self, send: &[&[u8]], recv: &[&mut [u8]], left: Duration) -> Result<Vec<usize>, TransportError> {
         let mut fds = vec![PollFd::new(self.shared.ended(), PollFlags::IN)];
         let mut peers = Vec::with_capacity(self.streams.len());
         for (peer, stream) in self.streams.iter().enumerate() {
@@ -51,15 +51,15 @@ impl Wires {
         let left = Timespec { tv_sec: left.as_secs().min(1 << 30) as i64, tv_nsec: left.subsec_nanos().into() };
         match poll(&mut fds, Some(&left)) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(Trouble::Own(format!("wait for the others: {error}"))),
+            Err(error) => return Err(TransportError::Local(format!("wait for the others: {error}"))),
         }
         let ready = fds[1..].iter().zip(peers).filter(|(fd, _)| !fd.revents().is_empty());
         Ok(ready.map(|(_, peer)| peer).collect())
     }
 }
 
-impl Links for Wires {
-    fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+impl Connections for UnixSocketConnections {
+    fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
         // What is left of each.
         let mut send = send.to_vec();
         let mut recv: Vec<&mut [u8]> = recv.iter_mut().map(|place| &mut **place).collect();
@@ -77,18 +77,18 @@ impl Links for Wires {
                 return Ok(());
             }
             if moved {
-                wait.moved();
-            } else if let Some(failure) = self.shared.failure() {
-                return Err(Trouble::Failed(failure));
+                wait.progress();
+            } else if let Some(failure) = self.shared.monitor.failure() {
+                return Err(TransportError::Failed(failure));
             }
             let waits_for = || late(&send, &recv).into_iter().map(|peer| self.members[peer]).collect::<Vec<_>>();
             if wait.is_to_be_shown() {
-                self.shared.wait_for(&waits_for());
+                self.shared.show_wait(&waits_for());
             }
             if wait.is_over()
-                && let Some(silent) = self.shared.blamed(&waits_for(), &wait)
+                && let Some(silent) = self.shared.suspects(&waits_for(), &wait)
             {
-                return Err(Trouble::Silent(silent, self.timeout));
+                return Err(TransportError::PeersTimedOut(silent, self.timeout));
             }
             ready = self.await_any(&send, &recv, wait.patience())?;
         }
