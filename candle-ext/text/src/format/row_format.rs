@@ -67,7 +67,7 @@ impl Format {
         matches!(self, Self::Mapped(mapping) if mapping.has_role(role))
     }
 
-    fn parse(&self, row: &Row) -> Result<Document, Fault> {
+    pub(super) fn parse(&self, row: &Row) -> Result<Document, Fault> {
         match self {
             Self::Messages(format) => format.parse(row),
             Self::ShareGpt(format) => format.parse(row),

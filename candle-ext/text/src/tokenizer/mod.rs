@@ -19,7 +19,7 @@ use serde_json::Value as Json;
 
 use crate::files::without_bom;
 use crate::panics::caught;
-use crate::template::ChatTemplate;
+use crate::template::{ChatTemplate, TemplateError};
 use files::NamedTemplate;
 use words::Words;
 
