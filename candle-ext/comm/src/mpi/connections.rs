@@ -23,7 +23,7 @@ pub(super) struct MpiConnections {
     /// The world ranks of the group's ranks.
     members: Vec<usize>,
     tag: i32,
-    events: Sender<Event>,
+    sender: Sender<Event>,
     events: Receiver<Event>,
     /// Rooms of pieces that have arrived, for the next.
     rooms: Vec<Box<[u8]>>,
@@ -66,9 +66,9 @@ impl Progress {
 
 impl MpiConnections {
     pub(super) fn new(shared: Arc<Shared>, members: Vec<usize>, tag: i32) -> Self {
-        let (events, events) = channel();
-        shared.listen(&events);
-        Self { shared, members, tag, events, events, rooms: Vec::new() }
+        let (sender, events) = channel();
+        shared.listen(&sender);
+        Self { shared, members, tag, sender, events, rooms: Vec::new() }
     }
 
     /// Orders what may start now.
@@ -93,7 +93,7 @@ impl MpiConnections {
     }
 
     fn done(&self, peer: usize, start: usize, is_sent: bool) -> Done {
-        Done { events: self.events.clone(), piece: Piece { peer, start, is_sent } }
+        Done { events: self.sender.clone(), piece: Piece { peer, start, is_sent } }
     }
 
     fn room(&mut self, len: usize) -> Box<[u8]> {
