@@ -11,8 +11,8 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid};
 
 use crate::child::WORKER;
-use crate::ended::Ended;
 use crate::event::Event;
+use crate::exit::ExitReason;
 use crate::guard::{Guard, own_program};
 use crate::output::{Outlets, Pump, Tail};
 use crate::streams::Stream;
@@ -94,7 +94,7 @@ impl Worker {
         }
     }
 
-    /// Ends the processes that the worker left behind. Until [`Worker::bury`] its number belongs to nobody else.
+    /// Ends the processes that the worker left behind. Until [`Worker::reap`] its number belongs to nobody else.
     pub fn end_leftovers(&self) {
         self.signal(Signal::KILL.as_raw());
     }
@@ -106,7 +106,7 @@ impl Worker {
 
     /// Waits for its last lines to be carried away, and lets the kernel forget it. A console may take them slowly; when
     /// `is_interrupted` says so, the rest is given up.
-    pub fn bury(&mut self, is_interrupted: &dyn Fn() -> bool) {
+    pub fn reap(&mut self, is_interrupted: &dyn Fn() -> bool) {
         self.is_over = None;
         while self.pumps.iter().any(|pump| !pump.is_finished()) && !is_interrupted() {
             thread::sleep(Duration::from_millis(1));
@@ -129,17 +129,17 @@ fn wait_for_stop(pid: Pid) {
     while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(pid), options) {}
 }
 
-/// Waits on a thread, and leaves the process to be waited for by [`Worker::bury`].
+/// Waits on a thread, and leaves the process to be waited for by [`Worker::reap`].
 fn notice_end(pid: Pid, local_rank: usize, events: Sender<Event>) {
     thread::spawn(move || {
         let ended = loop {
             match waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
                 Err(rustix::io::Errno::INTR) => {}
-                Ok(Some(status)) => break Ended::of(status),
+                Ok(Some(status)) => break ExitReason::of(status),
                 Ok(None) | Err(_) => break None,
             }
         };
         // Nobody listens after the attempt is over.
-        let _ = events.send(Event::Ended { local_rank, ended: ended.unwrap_or(Ended::Code(-1)) });
+        let _ = events.send(Event::Exited { local_rank, ended: ended.unwrap_or(ExitReason::Code(-1)) });
     });
 }

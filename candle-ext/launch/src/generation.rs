@@ -3,20 +3,22 @@
 use crate::plan::Plan;
 use candlewick_comm::place::{Master, Variables};
 
-/// One meeting of the nodes: who takes part, in which order, with how many workers.
+/// One rendezvous of the nodes: who takes part, in which order, with how many workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Round {
+pub struct Generation {
+    /// The number of the generation, from 0.
+    pub number: usize,
     /// The number of this node.
     pub group_rank: usize,
     /// The nodes in the order of their numbers.
-    pub members: Vec<Member>,
+    pub participants: Vec<Participant>,
     /// Where the workers meet.
     pub master: Master,
 }
 
 /// A node that takes part.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Member {
+pub struct Participant {
     /// Its name.
     pub host: String,
     /// How many workers it starts.
@@ -25,52 +27,56 @@ pub struct Member {
     pub role: String,
 }
 
-impl Round {
+impl Generation {
     /// Returns the number of workers of all nodes.
     pub fn world_size(&self) -> usize {
-        self.members.iter().map(|member| member.n_workers).sum()
+        self.participants.iter().map(|participant| participant.n_workers).sum()
     }
 
     /// Returns the rank of one of this node's workers: those of the nodes before it come first.
     pub fn rank(&self, local_rank: usize) -> usize {
-        let before = &self.members[..self.group_rank];
-        before.iter().map(|member| member.n_workers).sum::<usize>() + local_rank
+        let before = &self.participants[..self.group_rank];
+        before.iter().map(|participant| participant.n_workers).sum::<usize>() + local_rank
     }
 
     /// Returns the rank among the workers of the same name, and how many those are.
     fn rank_in_role(&self, local_rank: usize) -> (usize, usize) {
-        let role = &self.members[self.group_rank].role;
-        let count = |members: &[Member]| {
-            members.iter().filter(|member| member.role == *role).map(|member| member.n_workers).sum::<usize>()
+        let role = &self.participants[self.group_rank].role;
+        let count = |participants: &[Participant]| {
+            participants
+                .iter()
+                .filter(|participant| participant.role == *role)
+                .map(|participant| participant.n_workers)
+                .sum::<usize>()
         };
-        (count(&self.members[..self.group_rank]) + local_rank, count(&self.members))
+        (count(&self.participants[..self.group_rank]) + local_rank, count(&self.participants))
     }
 }
 
 /// Returns the variables of one worker, beside those that it inherits. `inherited` are the launcher's own.
 pub fn worker_variables(
     plan: &Plan,
-    round: &Round,
+    generation: &Generation,
     restart: usize,
     local_rank: usize,
     inherited: &Variables,
 ) -> Variables {
-    let (role_rank, role_world_size) = round.rank_in_role(local_rank);
+    let (role_rank, role_world_size) = generation.rank_in_role(local_rank);
     let shown_local_rank = if plan.virtual_local_rank { 0 } else { local_rank };
-    let agent = if round.master.agent_hosts_store { "True" } else { "False" };
+    let agent = if generation.master.agent_hosts_store { "True" } else { "False" };
     let mut variables = Variables::new();
     let mut set = |name: &str, value: &dyn ToString| drop(variables.insert(name.to_owned(), value.to_string()));
-    set("RANK", &round.rank(local_rank));
+    set("RANK", &generation.rank(local_rank));
     set("LOCAL_RANK", &shown_local_rank);
-    set("WORLD_SIZE", &round.world_size());
+    set("WORLD_SIZE", &generation.world_size());
     set("LOCAL_WORLD_SIZE", &plan.local_world_size);
-    set("GROUP_RANK", &round.group_rank);
-    set("GROUP_WORLD_SIZE", &round.members.len());
+    set("GROUP_RANK", &generation.group_rank);
+    set("GROUP_WORLD_SIZE", &generation.participants.len());
     set("ROLE_NAME", &plan.role);
     set("ROLE_RANK", &role_rank);
     set("ROLE_WORLD_SIZE", &role_world_size);
-    set("MASTER_ADDR", &round.master.addr);
-    set("MASTER_PORT", &round.master.port);
+    set("MASTER_ADDR", &generation.master.addr);
+    set("MASTER_PORT", &generation.master.port);
     set("TORCHELASTIC_RESTART_COUNT", &restart);
     set("TORCHELASTIC_MAX_RESTARTS", &plan.max_restarts);
     set("TORCHELASTIC_RUN_ID", &plan.run_id);
@@ -101,27 +107,32 @@ pub fn worker_command(plan: &Plan, local_rank: usize) -> Vec<String> {
 }
 
 /// Returns what stands before a worker's lines.
-pub fn line_prefix(plan: &Plan, round: &Round, local_rank: usize) -> String {
+pub fn line_prefix(plan: &Plan, generation: &Generation, local_rank: usize) -> String {
     let template = plan.output.prefix.replace("${role_name}", &plan.role);
     let template = template.replace("${local_rank}", &local_rank.to_string());
-    template.replace("${rank}", &round.rank(local_rank).to_string())
+    template.replace("${rank}", &generation.rank(local_rank).to_string())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn member(n_workers: usize, role: &str) -> Member {
-        Member { host: "h".into(), n_workers, role: role.into() }
+    fn participant(n_workers: usize, role: &str) -> Participant {
+        Participant { host: "h".into(), n_workers, role: role.into() }
     }
 
     #[test]
     fn ranks_follow_the_nodes_and_roles_count_apart() {
-        let members = vec![member(2, "actor"), member(3, "critic"), member(1, "actor")];
+        let participants = vec![participant(2, "actor"), participant(3, "critic"), participant(1, "actor")];
         let master = Master { addr: "h".into(), port: 1, agent_hosts_store: true };
-        let round = |group_rank| Round { group_rank, members: members.clone(), master: master.clone() };
-        assert_eq!(round(0).world_size(), 6);
-        assert_eq!([round(0).rank(1), round(1).rank(0), round(2).rank(0)], [1, 2, 5]);
-        assert_eq!([round(1).rank_in_role(2), round(2).rank_in_role(0)], [(2, 3), (2, 3)]);
+        let generation = |group_rank| Generation {
+            number: 0,
+            group_rank,
+            participants: participants.clone(),
+            master: master.clone(),
+        };
+        assert_eq!(generation(0).world_size(), 6);
+        assert_eq!([generation(0).rank(1), generation(1).rank(0), generation(2).rank(0)], [1, 2, 5]);
+        assert_eq!([generation(1).rank_in_role(2), generation(2).rank_in_role(0)], [(2, 3), (2, 3)]);
     }
 }

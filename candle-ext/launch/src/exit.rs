@@ -7,7 +7,7 @@ use signal_hook::low_level::signal_name;
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum ExitReason {
     /// By itself, with this code.
     Code(i32),
     /// By this signal.
@@ -25,7 +25,7 @@ pub const PEER: i32 = 7;
 /// The workers were asked to stop and did, with a checkpoint saved: the same command goes on.
 pub const PREEMPTED: i32 = 75;
 
-impl Ended {
+impl ExitReason {
     /// Returns how a process ended that was waited for, or `None` if it did not.
     pub fn of(status: WaitIdStatus) -> Option<Self> {
         let code = status.exit_status().map(Self::Code);
@@ -35,17 +35,17 @@ impl Ended {
     /// Returns what a shell would return: the code, or 128 + the signal.
     pub fn code(self) -> i32 {
         match self {
-            Ended::Code(code) => code,
-            Ended::Signal(signal) => 128 + signal,
+            ExitReason::Code(code) => code,
+            ExitReason::Signal(signal) => 128 + signal,
         }
     }
 }
 
-impl fmt::Display for Ended {
+impl fmt::Display for ExitReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Ended::Code(code) => write!(f, "exit code {code}"),
-            Ended::Signal(signal) => write!(f, "signal {signal} ({})", signal_name(*signal).unwrap_or("?")),
+            ExitReason::Code(code) => write!(f, "exit code {code}"),
+            ExitReason::Signal(signal) => write!(f, "signal {signal} ({})", signal_name(*signal).unwrap_or("?")),
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Where the store is: who hosts it, and how it is reached.
+//! The store of a rendezvous: its host and its address.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
 use candlewick_comm::store::{Client, Error, Server};
 
-use super::{Interrupted, MeetingError, Result, SLICE};
+use super::error::{Interrupted, RendezvousError, Result, SLICE};
 use crate::console::say;
 use crate::endpoint::Endpoint;
 
@@ -17,14 +17,14 @@ pub(super) fn bind(endpoint: &Endpoint, is_only: bool) -> Result<Server> {
     };
     server.map_err(|source| match &source {
         Error::Bind { source: reason, .. } if reason.kind() == std::io::ErrorKind::AddrInUse => {
-            MeetingError::PortInUse { endpoint: endpoint.clone() }
+            RendezvousError::PortInUse { endpoint: endpoint.clone() }
         }
         _ => failed(endpoint, source),
     })
 }
 
-fn failed(endpoint: &Endpoint, source: Error) -> MeetingError {
-    MeetingError::Store { endpoint: endpoint.clone(), source: Box::new(source) }
+fn failed(endpoint: &Endpoint, source: Error) -> RendezvousError {
+    RendezvousError::Store { endpoint: endpoint.clone(), source: Box::new(source) }
 }
 
 /// Where the store is reached, by this node and by every worker.
@@ -66,7 +66,7 @@ pub(super) fn connect(
             Err(source) => return Err(failed(address, source)),
         }
         if let Some(signal) = interrupted() {
-            return Err(MeetingError::Interrupted(signal));
+            return Err(RendezvousError::Interrupted(signal));
         }
         std::thread::sleep(SLICE);
     }

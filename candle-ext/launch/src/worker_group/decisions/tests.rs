@@ -7,14 +7,14 @@ use signal_hook::consts::{SIGHUP, SIGSEGV, SIGUSR1};
 const SECOND: Duration = Duration::from_secs(1);
 
 struct Group {
-    attempt: Attempt,
+    attempt: WorkerGroupRun,
     now: Instant,
 }
 
 fn group(n_workers: usize) -> Group {
     let grace = Grace { after_failure: 30 * SECOND, after_signal: 300 * SECOND };
     let rules = Rules { grace, ending: vec![SIGTERM, SIGINT, SIGHUP] };
-    Group { attempt: Attempt::new(n_workers, rules), now: Instant::now() }
+    Group { attempt: WorkerGroupRun::new(n_workers, rules), now: Instant::now() }
 }
 
 impl Group {
@@ -24,18 +24,18 @@ impl Group {
     }
 
     #[track_caller]
-    fn ends(&mut self, local_rank: usize, ended: Ended, want: Action) -> &mut Self {
-        self.event(Event::Ended { local_rank, ended }, want)
+    fn ends(&mut self, local_rank: usize, ended: ExitReason, want: Action) -> &mut Self {
+        self.event(Event::Exited { local_rank, ended }, want)
     }
 
     #[track_caller]
     fn exits(&mut self, local_rank: usize, code: i32, want: Action) -> &mut Self {
-        self.ends(local_rank, Ended::Code(code), want)
+        self.ends(local_rank, ExitReason::Code(code), want)
     }
 
     #[track_caller]
     fn dies(&mut self, local_rank: usize, signal: i32, want: Action) -> &mut Self {
-        self.ends(local_rank, Ended::Signal(signal), want)
+        self.ends(local_rank, ExitReason::Signal(signal), want)
     }
 
     #[track_caller]
@@ -160,7 +160,7 @@ fn a_signal_after_a_failure_is_no_reason_to_start_again() {
 
 #[test]
 fn another_nodes_failure_ends_this_one() {
-    let failed = Event::Peer { round: 0, peer: Peer::Failed("rank 5 failed".into()) };
+    let failed = Event::Peer { generation: 0, peer: Peer::Failed("rank 5 failed".into()) };
     let peer_failed = Outcome::PeerFailed("rank 5 failed".into());
     group(1).event(failed.clone(), Send(SIGTERM)).exits(0, PEER, Wait).comes_to(peer_failed.clone());
     group(1).exits(0, PEER, Send(SIGTERM)).event(failed.clone(), Wait).comes_to(peer_failed);
@@ -169,7 +169,7 @@ fn another_nodes_failure_ends_this_one() {
 
 #[test]
 fn the_others_may_save_though_one_died_of_the_signal() {
-    for ended in [Ended::Signal(SIGTERM), Ended::Code(128 + SIGTERM)] {
+    for ended in [ExitReason::Signal(SIGTERM), ExitReason::Code(128 + SIGTERM)] {
         let mut group = group(2);
         group.gets(SIGTERM, Send(SIGTERM)).ends(0, ended, Wait).has_seconds(300);
         group.after(100 * SECOND).exits(1, PREEMPTED, Wait).comes_to(Outcome::Stopped(143));
@@ -180,7 +180,7 @@ fn the_others_may_save_though_one_died_of_the_signal() {
 
 #[test]
 fn what_follows_from_another_nodes_failure_is_not_a_cause() {
-    let failed = Event::Peer { round: 0, peer: Peer::Failed("rank 5 failed".into()) };
+    let failed = Event::Peer { generation: 0, peer: Peer::Failed("rank 5 failed".into()) };
     let peer_failed = Outcome::PeerFailed("rank 5 failed".into());
     let mut one = group(2);
     one.event(failed.clone(), Send(SIGTERM)).exits(0, 1, Wait).dies(1, SIGSEGV, Wait).comes_to(peer_failed.clone());
@@ -189,7 +189,7 @@ fn what_follows_from_another_nodes_failure_is_not_a_cause() {
 
 #[test]
 fn another_node_that_stops_stops_this_one() {
-    let stopped = Event::Peer { round: 0, peer: Peer::Stopped("signal 15".into()) };
+    let stopped = Event::Peer { generation: 0, peer: Peer::Stopped("signal 15".into()) };
     for (codes, want) in [([75, 75], 75), ([0, 0], 0), ([143, 0], PEER)] {
         let mut group = group(2);
         group.event(stopped.clone(), Send(SIGTERM)).has_seconds(300);
@@ -202,7 +202,7 @@ fn another_node_that_stops_stops_this_one() {
 
 #[test]
 fn another_node_that_saved_disturbs_nobody() {
-    let saved = Event::Peer { round: 0, peer: Peer::Saved("rank 5".into()) };
+    let saved = Event::Peer { generation: 0, peer: Peer::Saved("rank 5".into()) };
     group(1).event(saved, Wait).has_seconds(300).exits(0, 75, Wait).comes_to(Outcome::Stopped(75));
 }
 
@@ -210,26 +210,26 @@ fn another_node_that_saved_disturbs_nobody() {
 fn the_others_hear_at_once_of_what_is_their_business() {
     let news = |group: &mut Group, event: Event| {
         group.attempt.on(&event, group.now);
-        group.attempt.news(&event)
+        group.attempt.announcement(&event)
     };
-    let end = |local_rank, code| Event::Ended { local_rank, ended: Ended::Code(code) };
+    let end = |local_rank, code| Event::Exited { local_rank, ended: ExitReason::Code(code) };
     let mut one = group(4);
     assert_eq!(news(&mut one, end(0, 0)), None);
     assert_eq!(news(&mut one, end(1, PEER)), None);
     assert_eq!(news(&mut one, end(2, 1)), None, "it was told to end");
     let mut one = group(2);
-    assert!(matches!(news(&mut one, end(1, 3)), Some(News::Ended(Exit { local_rank: 1, .. }))));
+    assert!(matches!(news(&mut one, end(1, 3)), Some(Announcement::Exited(WorkerExit { local_rank: 1, .. }))));
     let mut one = group(2);
-    assert!(matches!(news(&mut one, end(1, PREEMPTED)), Some(News::Ended(Exit { local_rank: 1, .. }))));
+    assert!(matches!(news(&mut one, end(1, PREEMPTED)), Some(Announcement::Exited(WorkerExit { local_rank: 1, .. }))));
     assert_eq!(news(&mut one, Event::Signal(SIGUSR1)), None);
-    assert_eq!(news(&mut one, Event::Signal(SIGTERM)), Some(News::Stops(SIGTERM)));
+    assert_eq!(news(&mut one, Event::Signal(SIGTERM)), Some(Announcement::Stopping(SIGTERM)));
 }
 
 #[test]
 fn another_node_that_comes_is_no_failure() {
     group(1)
-        .event(Event::Peer { round: 0, peer: Peer::Joins }, Send(SIGTERM))
+        .event(Event::Peer { generation: 0, peer: Peer::Joins }, Send(SIGTERM))
         .has_seconds(300)
         .exits(0, 75, Wait)
-        .comes_to(Outcome::Regroup);
+        .comes_to(Outcome::Rerendezvous);
 }

@@ -1,22 +1,22 @@
-//! The decisions of one attempt, apart from processes and clocks: what to do when a worker ends, a signal comes, another
-//! node fails, or time is up. [`crate::group`] carries them out.
+//! The decisions about a worker group, apart from processes and clocks: the action after a worker's exit, a signal, the
+//! failure of another node, or a deadline.
 
 use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGKILL, SIGTERM};
 
-use crate::ended::{Ended, OK, PEER, PREEMPTED};
 use crate::event::{Event, Peer};
+use crate::exit::{ExitReason, OK, PEER, PREEMPTED};
 use crate::plan::Grace;
 
-/// The state of an attempt.
+/// The state of one run of the worker group.
 #[derive(Debug)]
-pub struct Attempt {
+pub struct WorkerGroupRun {
     rules: Rules,
     running: Vec<usize>,
     /// The others, in the order in which they ended.
-    ended: Vec<Exit>,
-    sent: Sent,
+    ended: Vec<WorkerExit>,
+    sent: SignalsSent,
     stop: Option<Stop>,
     peer: Option<Peer>,
     deadline: Option<Instant>,
@@ -24,7 +24,7 @@ pub struct Attempt {
     timed_out: bool,
 }
 
-/// What an attempt goes by.
+/// The rules of a run.
 #[derive(Clone, Debug)]
 pub struct Rules {
     /// How long workers may take to end.
@@ -35,22 +35,22 @@ pub struct Rules {
 
 /// A worker that ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Exit {
+pub struct WorkerExit {
     /// Its number on this machine.
     pub local_rank: usize,
     /// How.
-    pub ended: Ended,
+    pub ended: ExitReason,
     /// When.
     pub at: Instant,
     /// What it had been sent by then.
-    pub sent: Sent,
+    pub sent: SignalsSent,
 }
 
 /// The signals that were sent to every running worker in order to end it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sent(u64);
+pub struct SignalsSent(u64);
 
-/// Why no worker will be started again.
+/// The signal after which no worker is started again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stop {
     signal: i32,
@@ -59,7 +59,7 @@ struct Stop {
     is_kill: bool,
 }
 
-/// What is to be done.
+/// An action to carry out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Nothing.
@@ -70,16 +70,16 @@ pub enum Action {
     Notify(i32),
 }
 
-/// What the other nodes must hear at once.
+/// An event that the other nodes must learn at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum News {
+pub enum Announcement {
     /// This node was asked to stop, by this signal.
-    Stops(i32),
+    Stopping(i32),
     /// A worker saved or failed, and does not blame another.
-    Ended(Exit),
+    Exited(WorkerExit),
 }
 
-/// How an attempt ended.
+/// The end of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// Every worker ended with 0.
@@ -87,20 +87,20 @@ pub enum Outcome {
     /// The workers ended because they were asked to, with this code.
     Stopped(i32),
     /// These workers failed by themselves, in this order.
-    Failed(Vec<Exit>),
+    Failed(Vec<WorkerExit>),
     /// Workers of another node failed; the text says which.
     PeerFailed(String),
     /// Another node was asked to stop, so these workers were too, with this code; the text says which.
     PeerStopped(String, i32),
     /// The nodes must meet anew: another one came.
-    Regroup,
+    Rerendezvous,
 }
 
-impl Attempt {
-    /// Starts the watch over `n_workers` workers.
+impl WorkerGroupRun {
+    /// Begins a run of `n_workers` workers.
     pub fn new(n_workers: usize, rules: Rules) -> Self {
         let running = (0..n_workers).collect();
-        let (ended, sent) = (Vec::new(), Sent::default());
+        let (ended, sent) = (Vec::new(), SignalsSent::default());
         Self { rules, running, ended, sent, stop: None, peer: None, deadline: None, timed_out: false }
     }
 
@@ -110,11 +110,11 @@ impl Attempt {
     }
 
     /// Returns how the others ended, in that order.
-    pub fn exits(&self) -> &[Exit] {
+    pub fn exits(&self) -> &[WorkerExit] {
         &self.ended
     }
 
-    /// Returns when [`Attempt::time_is_up`] must be called, if nothing happens before.
+    /// Returns when [`WorkerGroupRun::time_is_up`] must be called, if nothing happens before.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
@@ -127,18 +127,20 @@ impl Attempt {
     /// Takes in something that happened.
     pub fn on(&mut self, event: &Event, now: Instant) -> Action {
         match event {
-            Event::Ended { local_rank, ended } => self.on_end(*local_rank, *ended, now),
+            Event::Exited { local_rank, ended } => self.on_end(*local_rank, *ended, now),
             Event::Signal(signal) => self.on_signal(*signal, now),
             Event::Peer { peer, .. } => self.on_peer(peer, now),
         }
     }
 
     /// Returns what the other nodes must hear of an event that was just taken in, and of which worker.
-    pub fn news(&self, event: &Event) -> Option<News> {
+    pub fn announcement(&self, event: &Event) -> Option<Announcement> {
         let exit = self.ended.last();
         match event {
-            Event::Signal(signal) if self.stop.is_some_and(|stop| stop.signal == *signal) => Some(News::Stops(*signal)),
-            Event::Ended { .. } => exit.filter(|exit| exit.is_news()).map(|exit| News::Ended(*exit)),
+            Event::Signal(signal) if self.stop.is_some_and(|stop| stop.signal == *signal) => {
+                Some(Announcement::Stopping(*signal))
+            }
+            Event::Exited { .. } => exit.filter(|exit| exit.is_news()).map(|exit| Announcement::Exited(*exit)),
             _ => None,
         }
     }
@@ -150,19 +152,19 @@ impl Attempt {
         self.end_by(SIGKILL)
     }
 
-    fn on_end(&mut self, local_rank: usize, ended: Ended, at: Instant) -> Action {
+    fn on_end(&mut self, local_rank: usize, ended: ExitReason, at: Instant) -> Action {
         self.running.retain(|running| *running != local_rank);
-        let exit = Exit { local_rank, ended, at, sent: self.sent };
+        let exit = WorkerExit { local_rank, ended, at, sent: self.sent };
         self.ended.push(exit);
         match ended {
-            Ended::Code(OK) => return Action::Wait,
+            ExitReason::Code(OK) => return Action::Wait,
             // It was asked to stop, by whom ever. The others save too and must not hear it twice.
-            Ended::Code(PREEMPTED) => self.end_within(self.rules.grace.after_signal, at),
+            ExitReason::Code(PREEMPTED) => self.end_within(self.rules.grace.after_signal, at),
             // It did not save, but the others may.
             _ if !exit.is_failure() => self.end_within(self.rules.grace.after_signal, at),
             _ => self.end_within(self.rules.grace.after_failure, at),
         }
-        let is_first_failure = exit.is_failure() && self.sent == Sent::default();
+        let is_first_failure = exit.is_failure() && self.sent == SignalsSent::default();
         if is_first_failure { self.end_by(SIGTERM) } else { Action::Wait }
     }
 
@@ -192,7 +194,7 @@ impl Attempt {
         let grace = self.rules.grace;
         let is_lost = matches!(peer, Peer::Failed(_) | Peer::Lost(_));
         self.end_within(if is_lost { grace.after_failure } else { grace.after_signal }, now);
-        let is_told = self.sent != Sent::default() || matches!(peer, Peer::Saved(_));
+        let is_told = self.sent != SignalsSent::default() || matches!(peer, Peer::Saved(_));
         if is_told { Action::Wait } else { self.end_by(SIGTERM) }
     }
 
@@ -210,21 +212,21 @@ impl Attempt {
     /// Returns how the attempt ended. Every worker must have.
     pub fn outcome(&self) -> Outcome {
         assert!(self.running.is_empty(), "an attempt ends with its last worker");
-        let failures: Vec<_> = self.ended.iter().copied().filter(Exit::is_failure).collect();
-        let was_preempted = self.ended.iter().any(|exit| exit.ended == Ended::Code(PREEMPTED));
+        let failures: Vec<_> = self.ended.iter().copied().filter(WorkerExit::is_failure).collect();
+        let was_preempted = self.ended.iter().any(|exit| exit.ended == ExitReason::Code(PREEMPTED));
         match (&self.stop, &self.peer) {
             (Some(stop), _) if stop.is_kill => Outcome::Stopped(128 + stop.signal),
-            (_, Some(Peer::Failed(text) | Peer::Lost(text))) if failures.iter().all(Exit::is_consequence) => {
+            (_, Some(Peer::Failed(text) | Peer::Lost(text))) if failures.iter().all(WorkerExit::is_consequence) => {
                 Outcome::PeerFailed(text.clone())
             }
             (_, Some(Peer::Stopped(text) | Peer::Saved(text)))
-                if !failures.is_empty() && failures.iter().all(Exit::is_consequence) =>
+                if !failures.is_empty() && failures.iter().all(WorkerExit::is_consequence) =>
             {
                 Outcome::PeerFailed(text.clone())
             }
             _ if !failures.is_empty() => Outcome::Failed(failures),
             (Some(stop), _) => Outcome::Stopped(self.code_after(stop.signal, was_preempted)),
-            (None, Some(Peer::Joins)) => Outcome::Regroup,
+            (None, Some(Peer::Joins)) => Outcome::Rerendezvous,
             (None, Some(Peer::Stopped(text))) => Outcome::PeerStopped(text.clone(), self.code_for_peer(was_preempted)),
             _ if self.timed_out => Outcome::Stopped(128 + SIGKILL),
             _ if was_preempted => Outcome::Stopped(PREEMPTED),
@@ -234,7 +236,7 @@ impl Attempt {
 
     fn code_for_peer(&self, was_preempted: bool) -> i32 {
         match was_preempted {
-            _ if self.ended.iter().all(|exit| exit.ended == Ended::Code(OK)) => OK,
+            _ if self.ended.iter().all(|exit| exit.ended == ExitReason::Code(OK)) => OK,
             true => PREEMPTED,
             false => PEER,
         }
@@ -255,45 +257,45 @@ impl Attempt {
 /// A signal that comes again within this time is an echo of the first.
 const ECHO: Duration = Duration::from_millis(500);
 
-impl Sent {
+impl SignalsSent {
     fn has(self, signal: i32) -> bool {
         (0..64).contains(&signal) && self.0 >> signal & 1 == 1
     }
 }
 
-impl Exit {
+impl WorkerExit {
     /// Says whether the worker failed by itself: not if it ended well, or saved, or died of what it was sent.
     pub fn is_failure(&self) -> bool {
-        let was_told = self.sent != Sent::default();
+        let was_told = self.sent != SignalsSent::default();
         match self.ended {
-            Ended::Code(OK | PREEMPTED) => false,
-            Ended::Code(PEER) if was_told => false,
+            ExitReason::Code(OK | PREEMPTED) => false,
+            ExitReason::Code(PEER) if was_told => false,
             // Whoever is told to end, and says so in its code, obeyed.
-            Ended::Code(code) => !self.sent.has(code - 128),
-            Ended::Signal(signal) => !self.sent.has(signal),
+            ExitReason::Code(code) => !self.sent.has(code - 128),
+            ExitReason::Signal(signal) => !self.sent.has(signal),
         }
     }
 
     fn is_news(&self) -> bool {
-        let has_saved = self.ended == Ended::Code(PREEMPTED);
-        self.sent == Sent::default() && !self.blames_another() && (has_saved || self.is_failure())
+        let has_saved = self.ended == ExitReason::Code(PREEMPTED);
+        self.sent == SignalsSent::default() && !self.blames_another() && (has_saved || self.is_failure())
     }
 
     /// Says whether another's end may be the cause: the worker says so, or ended after it was told to.
     pub fn is_consequence(&self) -> bool {
-        self.blames_another() || self.sent != Sent::default()
+        self.blames_another() || self.sent != SignalsSent::default()
     }
 
     /// Says whether the worker's code is "another rank failed".
     pub fn blames_another(&self) -> bool {
-        self.ended == Ended::Code(PEER)
+        self.ended == ExitReason::Code(PEER)
     }
 }
 
 /// Picks the failure that the others follow from: the earliest of those that do not blame another rank.
 ///
 /// `time_of` says when a worker failed, in whole seconds; among the same, the order in which they ended decides.
-pub fn root_cause(failures: &[Exit], time_of: impl Fn(&Exit) -> u64) -> Option<Exit> {
+pub fn root_cause(failures: &[WorkerExit], time_of: impl Fn(&WorkerExit) -> u64) -> Option<WorkerExit> {
     failures.iter().min_by_key(|exit| (exit.blames_another(), time_of(exit))).copied()
 }
 

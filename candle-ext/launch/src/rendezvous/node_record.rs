@@ -1,64 +1,64 @@
-//! What a node writes down about itself, and what two nodes must have in common.
+//! The record that a node leaves in the store, and the settings that two nodes must share.
 
 use serde::{Deserialize, Serialize};
 
-use super::{MeetingError, Result};
+use super::error::{RendezvousError, Result};
+use crate::generation::Participant;
 use crate::plan::Plan;
-use crate::round::Member;
 
-/// A node that waits to be called, or was.
+/// A node that waits to take part, or does.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::meeting) struct Entry {
+pub(super) struct NodeRecord {
     /// No other launcher's.
     pub(super) id: u64,
-    pub(super) member: Member,
-    terms: Terms,
+    pub(super) participant: Participant,
+    settings: RendezvousSettings,
 }
 
-/// What launchers must agree on, as they were started.
+/// The settings on which launchers must agree.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::meeting) struct Terms {
+pub(super) struct RendezvousSettings {
     n_nodes: String,
     max_restarts: usize,
     /// Of the keys in the store.
     protocol: usize,
 }
 
-const PROTOCOL: usize = 1;
+const PROTOCOL: usize = 2;
 
-impl Terms {
-    pub(in crate::meeting) fn of(plan: &Plan) -> Self {
+impl RendezvousSettings {
+    pub(super) fn of(plan: &Plan) -> Self {
         let n_nodes = format!("{}:{}", plan.nodes.min, plan.nodes.max);
         Self { n_nodes, max_restarts: plan.max_restarts, protocol: PROTOCOL }
     }
 }
 
-impl Entry {
-    pub(in crate::meeting) fn new(member: Member, terms: Terms) -> Self {
-        Self { id: rand::random(), member, terms }
+impl NodeRecord {
+    pub(super) fn new(participant: Participant, settings: RendezvousSettings) -> Self {
+        Self { id: rand::random(), participant, settings }
     }
 
     pub(super) fn json(&self) -> Vec<u8> {
         serde_json::to_vec(self).expect("a node is plain data")
     }
 
-    /// `None` for what another version wrote.
+    /// Reads a record; returns nothing for what another version wrote.
     pub(super) fn parse(json: &[u8]) -> Option<Self> {
         serde_json::from_slice(json).ok()
     }
 
-    /// Says that another launcher's words cannot be read.
-    pub(super) fn foreign() -> MeetingError {
+    /// Returns the error of a record that cannot be read.
+    pub(super) fn foreign() -> RendezvousError {
         let difference = "it is another version of `launch`".to_owned();
-        MeetingError::Differs { other: "another node".into(), difference }
+        RendezvousError::Differs { other: "another node".into(), difference }
     }
 
-    /// Looks whether the two were started alike.
+    /// Fails if the two launchers were not started alike.
     pub(super) fn check(&self, other: &Self) -> Result<()> {
-        let (ours, theirs) = (&self.terms, &other.terms);
+        let (ours, theirs) = (&self.settings, &other.settings);
         let differs = |what: &str, theirs: &dyn ToString, ours: &dyn ToString| {
             let difference = format!("{what} is {} there and {} here", theirs.to_string(), ours.to_string());
-            Err(MeetingError::Differs { other: other.member.host.clone(), difference })
+            Err(RendezvousError::Differs { other: other.participant.host.clone(), difference })
         };
         match () {
             () if ours.protocol != theirs.protocol => differs("the version", &theirs.protocol, &ours.protocol),
