@@ -39,7 +39,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     heartbeat: Heartbeat,
-    /// When this rank last showed that it is busy.
+    /// The last time at which this rank showed that it is busy.
     last_busy: Option<Instant>,
     leaving: bool,
 }

@@ -1,11 +1,11 @@
-//! How a process ended, and the numbers that `launch` itself ends with.
+//! The end of a process, and the numbers that `launch` itself ends with.
 
 use std::fmt;
 
 use rustix::process::WaitIdStatus;
 use signal_hook::low_level::signal_name;
 
-/// How a process ended.
+/// The way in which a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitReason {
     /// By itself, with this code.

@@ -1,9 +1,9 @@
-//! What the nodes agreed on before they start workers, and the variables that a worker gets from it.
+//! The participants on which the nodes agreed, and the variables that a worker gets from them.
 
 use crate::plan::Plan;
 use candlewick_comm::place::{Master, Variables};
 
-/// One rendezvous of the nodes: who takes part, in which order, with how many workers.
+/// The participants of one rendezvous, in the order of their numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Generation {
     /// The number of the generation, from 0.
@@ -12,7 +12,7 @@ pub struct Generation {
     pub group_rank: usize,
     /// The nodes in the order of their numbers.
     pub participants: Vec<Participant>,
-    /// Where the workers meet.
+    /// The store of the workers.
     pub master: Master,
 }
 
@@ -21,9 +21,9 @@ pub struct Generation {
 pub struct Participant {
     /// Its name.
     pub host: String,
-    /// How many workers it starts.
+    /// The number of workers that it starts.
     pub n_workers: usize,
-    /// What its workers are called.
+    /// The role of its workers.
     pub role: String,
 }
 

@@ -29,7 +29,7 @@ enum RankState {
 pub(crate) struct Wait {
     timeout: Duration,
     last_progress: Instant,
-    /// When this rank last showed the others that it waits.
+    /// The last time at which this rank showed that it waits.
     shown: Instant,
 }
 

@@ -15,15 +15,15 @@ pub enum RendezvousError {
          (--standalone takes a free one, --master-port or --rdzv-endpoint another)"
     )]
     PortInUse {
-        /// Where.
+        /// The address of the store.
         endpoint: Endpoint,
     },
     /// The store cannot be reached, or does not answer.
     #[error("meet at {endpoint}: {source}")]
     Store {
-        /// Where.
+        /// The address of the store.
         endpoint: Endpoint,
-        /// What the store's client says.
+        /// The error of the store's client.
         source: Box<Error>,
     },
     /// Two launchers say they are the same node.
@@ -45,13 +45,13 @@ pub enum RendezvousError {
     /// Nodes did not come.
     #[error("meet {min} nodes at {endpoint} within {timeout:?}: {missing}")]
     Missing {
-        /// How many are needed.
+        /// The number of nodes that are needed.
         min: usize,
-        /// Where.
+        /// The address of the store.
         endpoint: Endpoint,
-        /// How long was waited.
+        /// The time that was waited.
         timeout: Duration,
-        /// Who is missing.
+        /// The missing nodes.
         missing: String,
     },
     /// A signal came while the nodes were waited for.
@@ -64,5 +64,5 @@ pub(super) type Result<T> = std::result::Result<T, RendezvousError>;
 /// Looks for a signal that ends the wait.
 pub type Interrupted<'a> = &'a dyn Fn() -> Option<i32>;
 
-/// How long a wait lasts before a signal is looked for.
+/// The longest wait between two checks for a signal.
 pub const SLICE: Duration = Duration::from_millis(50);

@@ -12,7 +12,7 @@ pub(super) struct Heartbeats {
     generation: usize,
     /// The counters' name in the store.
     name: &'static str,
-    /// How long a living node may be silent.
+    /// The longest silence of a living node.
     keep_alive: Duration,
     seen: BTreeMap<usize, Seen>,
 }
@@ -20,7 +20,7 @@ pub(super) struct Heartbeats {
 #[derive(Clone, Copy)]
 struct Seen {
     count: i64,
-    /// When the count last changed, or was first read.
+    /// The last change of the count, or its first reading.
     at: Instant,
     has_beaten: bool,
 }

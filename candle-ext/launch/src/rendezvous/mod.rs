@@ -40,7 +40,7 @@ pub struct Rendezvous {
     /// Serves the other launchers, and the workers of the first generation; kept until they have left.
     server: Option<Server>,
     store: Client,
-    /// Where `server` is.
+    /// The address of `server`.
     address: Endpoint,
     is_only: bool,
     /// Serves the workers of the present generation, if it is not the first.
@@ -214,7 +214,7 @@ impl Rendezvous {
         WatchSettings { n_most, interval: self.monitor_interval, keep_alive: self.keep_alive }
     }
 
-    /// How long the others are waited for.
+    /// Returns the longest wait for the other nodes.
     fn patience(&self) -> Duration {
         match &self.plan {
             RendezvousPlan::Static { timeout, .. } => *timeout,

@@ -20,7 +20,7 @@ pub(super) struct NodeRecord {
 pub(super) struct RendezvousSettings {
     n_nodes: String,
     max_restarts: usize,
-    /// Of the keys in the store.
+    /// The version of the keys in the store.
     protocol: usize,
 }
 

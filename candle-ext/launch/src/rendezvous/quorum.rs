@@ -13,7 +13,7 @@ use crate::values::NodeRange;
 /// The condition under which the nodes that joined are enough.
 pub(super) struct Quorum {
     nodes: NodeRange,
-    /// How long the least are waited for, and then more.
+    /// The longest wait for the least number of nodes.
     join: Duration,
     last_call: Option<Duration>,
     began: Instant,

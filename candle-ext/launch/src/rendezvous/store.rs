@@ -27,7 +27,7 @@ fn failed(endpoint: &Endpoint, source: Error) -> RendezvousError {
     RendezvousError::Store { endpoint: endpoint.clone(), source: Box::new(source) }
 }
 
-/// Where the store is reached, by this node and by every worker.
+/// Returns the address of the store for this node and every worker.
 pub(super) fn address_of(endpoint: &Endpoint, server: Option<&Server>, is_only: bool) -> Endpoint {
     let loopback = own_loopback(&endpoint.host).filter(|_| is_only);
     let host = loopback.map_or_else(|| endpoint.host.clone(), |address| address.to_string());
@@ -41,7 +41,7 @@ fn own_loopback(host: &str) -> Option<IpAddr> {
     }
 }
 
-/// How long a try to connect lasts: a signal waits for it.
+/// The longest attempt to connect, during which no signal is checked.
 const TRY: Duration = Duration::from_secs(2);
 
 /// Connects. The host may come later than the others, and its name with it; what keeps them waiting is said once.

@@ -25,7 +25,7 @@ pub(super) struct WatchSettings {
     /// The number of nodes that there is room for, if there may be another generation with others.
     pub(super) n_most: Option<usize>,
     pub(super) interval: Duration,
-    /// How long a node may be silent.
+    /// The longest silence of a living node.
     pub(super) keep_alive: Duration,
 }
 
