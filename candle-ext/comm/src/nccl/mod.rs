@@ -31,7 +31,7 @@ use crate::rendezvous::Rendezvous;
 use crate::store::{Client, Server};
 use crate::thread_pool::ThreadPool;
 use crate::watchdog::Watchdog;
-use crate::{Error, Options, Result, World};
+use crate::{Options, Result, World};
 use group::Group;
 use worker::{Rank, Worker};
 
