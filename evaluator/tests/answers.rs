@@ -231,7 +231,7 @@ fn with_a_slow_rank(
                 let _ = world.await_failure(pause);
             }
         };
-        let crew = crew(world).with_at_work(world.at_work());
+        let crew = crew(world).with_at_work(world.keep_alive());
         let settings = AnswerSettings { batch_size, ..settings() };
         let mut answers = LmAnswers::new(&lm, settings, crew)?.with_progress(slow);
         Ok::<_, anyhow::Error>(answers.answer(&requests)?.len())

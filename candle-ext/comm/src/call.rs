@@ -1,13 +1,24 @@
 //! One call to a group: what is recorded, what messages name, and what the ranks compare.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Tensor};
 use tracing::field;
 use tracing::span::EnteredSpan;
 
-use crate::Reduce;
+use crate::sync::lock;
+
+/// The combination of the ranks' contributions. f16 and bf16 are summed in f32 and rounded once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduce {
+    /// Adds them, in the order of the ranks; integers wrap.
+    Sum,
+    /// Keeps the largest; a NaN stays a NaN.
+    Max,
+    /// Keeps the smallest; a NaN stays a NaN.
+    Min,
+}
 
 /// An operation of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,9 +124,9 @@ fn ends(to: Option<usize>, from: Option<usize>) -> Option<String> {
 
 /// The calls of one rank to all its groups, in their order; shared by the groups.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Journal(Option<Arc<Mutex<Vec<Call>>>>);
+pub(crate) struct CallTrace(Option<Arc<Mutex<Vec<Call>>>>);
 
-impl Journal {
+impl CallTrace {
     /// Makes one that keeps what it is told, or one that does not.
     pub(crate) fn new(record: bool) -> Self {
         Self(record.then(Arc::default))
@@ -123,11 +134,11 @@ impl Journal {
 
     pub(crate) fn note(&self, call: &Call) {
         if let Some(calls) = &self.0 {
-            calls.lock().unwrap_or_else(PoisonError::into_inner).push(call.clone());
+            lock(calls).push(call.clone());
         }
     }
 
     pub(crate) fn calls(&self) -> Vec<Call> {
-        self.0.as_ref().map_or_else(Vec::new, |calls| calls.lock().unwrap_or_else(PoisonError::into_inner).clone())
+        self.0.as_ref().map_or_else(Vec::new, |calls| lock(calls).clone())
     }
 }

@@ -4,19 +4,19 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::call::Journal;
-use crate::fabric::{Alarm, Fabric};
+use crate::call::CallTrace;
 use crate::group::Group;
-use crate::staff::Staff;
 use crate::store::Server;
-use crate::{AtWork, Call, Cause, Collective, Failure, Result, Solo, threads};
+use crate::thread_pool::ThreadPool;
+use crate::transport::{FailureChannel, Transport};
+use crate::{Call, Cause, Collective, Failure, KeepAlive, Result, Solo, threads};
 
 /// How a world behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// How long a rank may be silent while others wait for it: until all have joined, until the sockets of a group are
-    /// there, and between any two bytes of an operation. An operation as a whole may take longer, and so may what a rank
-    /// does [`AtWork`].
+    /// there, and between any two bytes of an operation. An operation as a whole may take longer, and so may work under
+    /// [`KeepAlive`].
     pub timeout: Duration,
     /// Whether every call is kept, for [`World::calls`].
     pub record: bool,
@@ -34,11 +34,11 @@ impl Default for Options {
 /// panic ends the world. [`World::run`] also ends it after an error.
 pub struct World {
     group: Arc<dyn Collective>,
-    staff: Arc<Staff>,
+    threads: Arc<ThreadPool>,
     // After the threads, which are waited for.
-    alarm: Arc<dyn Alarm>,
+    channel: Arc<dyn FailureChannel>,
     timeout: Duration,
-    journal: Journal,
+    trace: CallTrace,
     /// What the ranks meet in, where this one has to keep it.
     host: Option<Server>,
 }
@@ -49,30 +49,30 @@ impl World {
         Self::alone(threads::alone())
     }
 
-    /// Makes the world of the one rank of `fabric`.
-    pub(crate) fn alone(fabric: Arc<dyn Fabric>) -> Self {
-        let (staff, journal) = (Arc::default(), Journal::default());
-        Self { group: Arc::new(Solo), staff, alarm: fabric, timeout: Duration::MAX, journal, host: None }
+    /// Makes the world of the one rank of `transport`.
+    pub(crate) fn alone(transport: Arc<dyn Transport>) -> Self {
+        let (threads, trace) = (Arc::default(), CallTrace::default());
+        Self { group: Arc::new(Solo), threads, channel: transport, timeout: Duration::MAX, trace, host: None }
     }
 
-    /// Connects all ranks that `fabric` reaches.
-    pub(crate) fn open(fabric: Arc<dyn Fabric>, size: usize, options: &Options) -> Result<Self> {
-        let journal = Journal::new(options.record);
-        let staff = Arc::default();
-        let group = Arc::new(Group::world(&fabric, size, &journal, &staff)?);
-        Ok(Self { group, staff, alarm: fabric, timeout: options.timeout, journal, host: None })
+    /// Connects all ranks that `transport` reaches.
+    pub(crate) fn open(transport: Arc<dyn Transport>, size: usize, options: &Options) -> Result<Self> {
+        let trace = CallTrace::new(options.record);
+        let threads = Arc::default();
+        let group = Arc::new(Group::world(&transport, size, &trace, &threads)?);
+        Ok(Self { group, threads, channel: transport, timeout: options.timeout, trace, host: None })
     }
 
-    /// Makes one of a group whose ranks hear of a failure from `alarm`, and whose threads are `staff`.
+    /// Makes one of a group whose ranks hear of a failure from `channel`, and whose threads are `threads`.
     #[cfg(feature = "cuda")]
     pub(crate) fn of(
         group: Arc<dyn Collective>,
-        alarm: Arc<dyn Alarm>,
+        channel: Arc<dyn FailureChannel>,
         timeout: Duration,
-        staff: Arc<Staff>,
-        journal: Journal,
+        threads: Arc<ThreadPool>,
+        trace: CallTrace,
     ) -> Self {
-        Self { group, staff, alarm, timeout, journal, host: None }
+        Self { group, threads, channel, timeout, trace, host: None }
     }
 
     /// The same, with another group over that of all ranks.
@@ -107,22 +107,22 @@ impl World {
     /// Returns the world's failure, which is another one if there was one before.
     pub fn fail(&self, why: impl Display) -> Failure {
         let rank = self.rank();
-        self.alarm.fail(Failure { rank, cause: Cause::Told, message: format!("go on: rank {rank} failed to {why}") })
+        self.channel.fail(Failure { rank, cause: Cause::Told, message: format!("go on: rank {rank} failed to {why}") })
     }
 
-    /// Returns what this rank shows with that it is at work.
-    pub fn at_work(&self) -> AtWork {
-        AtWork::new(Arc::clone(&self.alarm), self.timeout, self.size())
+    /// Returns the signs of life of this rank while it is busy with work of its own.
+    pub fn keep_alive(&self) -> KeepAlive {
+        KeepAlive::new(Arc::clone(&self.channel), self.timeout, self.size())
     }
 
     /// Returns why the world has ended, if it has.
     pub fn failure(&self) -> Option<Failure> {
-        self.alarm.failure()
+        self.channel.failure()
     }
 
     /// Waits until the world has ended, for as long as `within`, and returns why.
     pub fn await_failure(&self, within: Duration) -> Option<Failure> {
-        self.alarm.await_failure(within)
+        self.channel.await_failure(within)
     }
 
     /// Does this rank's part and leaves. An error of it ends the world before anything is waited for; the world's failure
@@ -137,8 +137,8 @@ impl World {
     /// operation failed that nobody waited for. A group that is still held elsewhere is not waited for.
     pub fn leave(mut self) -> Result<()> {
         self.group = Arc::new(Solo);
-        if let Some(staff) = Arc::get_mut(&mut self.staff) {
-            staff.dismiss();
+        if let Some(threads) = Arc::get_mut(&mut self.threads) {
+            threads.join_all();
         }
         self.failure().map_or(Ok(()), |failure| Err(failure.into()))
     }
@@ -146,7 +146,7 @@ impl World {
     /// Returns this rank's calls so far, to all its groups, if [`Options::record`] was asked for. Groups of one rank
     /// record nothing.
     pub fn calls(&self) -> Vec<Call> {
-        self.journal.calls()
+        self.trace.calls()
     }
 }
 

@@ -88,14 +88,14 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         }
         "kill-within" => drop(group.all_reduce(&many()?, Reduce::Sum)?),
         "stop" if last => stop(world)?,
-        "stop-at-work" if last => world.at_work().during(|| stop(world))?,
+        "stop-at-work" if last => world.keep_alive().during(|| stop(world))?,
         "stop-beside-work" if last => {
-            world.at_work().during(|| world.await_failure(PATIENT));
+            world.keep_alive().during(|| world.await_failure(PATIENT));
             group.barrier()?;
         }
         "stop-beside-work" if world.rank() == 1 => stop(world)?,
         "at-work" if last => {
-            assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
+            assert_eq!(world.keep_alive().during(|| world.await_failure(Duration::from_secs(7))), None);
             group.all_reduce(&x, Reduce::Sum)?;
         }
         // Nobody waits for the dead one itself, only for those who do.
@@ -115,7 +115,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
             if last && scenario == "stop-chain" {
                 stop(world)?;
             } else if last {
-                assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
+                assert_eq!(world.keep_alive().during(|| world.await_failure(Duration::from_secs(7))), None);
             }
             if world.rank() == 1 {
                 group.send_recv(None, None, Some(Recv::like(&x, 2)))?;
@@ -384,7 +384,7 @@ fn a_rank_that_comes_late_is_waited_for() {
     let server = Server::bind("127.0.0.1:0").unwrap();
     let first = Rank::start("pending", 0, 2, server.port(), PATIENT);
     let store = Client::connect("127.0.0.1", server.port(), PATIENT).unwrap();
-    store.wait(&["local/0/about"]).unwrap();
+    store.wait(&["local/0/peer"]).unwrap();
     let second = Rank::start("pending", 1, 2, server.port(), PATIENT);
     assert_eq!((first.end().code, second.end().code), (Some(0), Some(0)));
 }
@@ -402,9 +402,9 @@ fn ranks_that_do_not_fit_are_refused() {
     refused(join(&store, 0, 2, HASTY), "rank 1 did not join");
     refused(join(&store, 0, 2, HASTY), "as rank 0: another process has joined as this rank");
     refused(join(&store, 1, 3, HASTY), "as rank 1: rank 0 was started for 2 ranks");
-    store.set("local/0/about", b"something else").unwrap();
+    store.set("local/0/peer", b"something else").unwrap();
     refused(join(&store.with_prefix("again"), 1, 2, HASTY), "rank 0 did not join");
-    store.set("fresh/local/0/about", b"something else").unwrap();
+    store.set("fresh/local/0/peer", b"something else").unwrap();
     refused(join(&store.with_prefix("fresh"), 1, 2, HASTY), "rank 0 runs another version of this program");
 }
 
@@ -415,9 +415,9 @@ fn joined_by_a_stranger(timeout: Duration, as_rank_1: impl FnOnce(UnixStream)) -
     let (_server, store) = store();
     let ours = store.reconnect().unwrap();
     let first = std::thread::spawn(move || join(&ours, 0, 3, timeout).err().unwrap().to_string());
-    let about = store.get("local/0/about").unwrap();
+    let about = store.get("local/0/peer").unwrap();
     for rank in [1, 2] {
-        store.set(&format!("local/{rank}/about"), &about).unwrap();
+        store.set(&format!("local/{rank}/peer"), &about).unwrap();
     }
     let socket = String::from_utf8(about).unwrap().split('\n').nth(6).unwrap().to_owned();
     as_rank_1(UnixStream::connect_addr(&SocketAddr::from_abstract_name(socket).unwrap()).unwrap());
@@ -450,7 +450,7 @@ fn ranks_of_another_user_or_container_are_refused() {
     let (_server, store) = store();
     let name = |store: &Client| {
         refused(join(store, 0, 2, HASTY), "rank 1 did not join");
-        String::from_utf8(store.get("local/0/about").unwrap()).unwrap()
+        String::from_utf8(store.get("local/0/peer").unwrap()).unwrap()
     };
     let about = name(&store);
     let changed = |line: usize| {
@@ -461,7 +461,7 @@ fn ranks_of_another_user_or_container_are_refused() {
     for (line, why) in [(4, "rank 0 runs in another container (4242, not net:["), (5, "rank 0 runs as user 4242, this")]
     {
         let store = store.with_prefix(&line.to_string());
-        store.set("local/0/about", changed(line).as_bytes()).unwrap();
+        store.set("local/0/peer", changed(line).as_bytes()).unwrap();
         refused(join(&store, 1, 2, HASTY), why);
     }
 }
@@ -479,7 +479,7 @@ fn no_time_is_too_long() {
 #[test]
 fn ranks_on_two_hosts_are_told_what_to_use() {
     let (_server, store) = store();
-    store.set("local/0/about", b"candlewick-local-4\n2\nnode-7\nanother-boot\nnet user\n0\nsocket\n1").unwrap();
+    store.set("local/0/peer", b"candlewick-peer-1\n2\nnode-7\nanother-boot\nnet user\n0\nsocket\n1").unwrap();
     let error = join(&store, 1, 2, HASTY).err().unwrap();
     assert!(matches!(error, Error::OtherHost { other: 0, .. }), "{error}");
     let said = error.to_string();

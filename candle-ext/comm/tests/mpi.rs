@@ -94,7 +94,7 @@ fn act(scenario: &str, world: &World) -> Result<String> {
         "stay-away" if last => drop(world.await_failure(PATIENT)),
         // The second stays away, and the first waits for both.
         "stay-away-beside-work" if last => {
-            world.at_work().during(|| world.await_failure(PATIENT));
+            world.keep_alive().during(|| world.await_failure(PATIENT));
             group.barrier()?;
         }
         "stay-away-beside-work" if world.rank() == 1 => {
@@ -109,12 +109,12 @@ fn act(scenario: &str, world: &World) -> Result<String> {
                 group.send_recv(x.as_ref(), Some(0), None)?;
             }
             _ => {
-                assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
+                assert_eq!(world.keep_alive().during(|| world.await_failure(Duration::from_secs(7))), None);
                 group.send_recv(Some(&x), Some(1), None)?;
             }
         },
         "at-work" if last => {
-            assert_eq!(world.at_work().during(|| world.await_failure(Duration::from_secs(7))), None);
+            assert_eq!(world.keep_alive().during(|| world.await_failure(Duration::from_secs(7))), None);
             group.all_reduce(&x, Reduce::Sum)?;
         }
         "kill" if last => kill_process(getpid(), Signal::KILL).unwrap(),

@@ -200,7 +200,7 @@ fn calls_that_do_not_match_end_by_the_time_out() {
 fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
     let ends = run(2, HASTY, |world, device| {
         if world.rank() == 1 {
-            assert_eq!(world.at_work().during(|| world.await_failure(2 * HASTY.timeout)), None);
+            assert_eq!(world.keep_alive().during(|| world.await_failure(2 * HASTY.timeout)), None);
         }
         world.group().all_reduce(&ones(device), Reduce::Sum).map(drop)
     });

@@ -209,7 +209,7 @@ fn a_rank_that_stays_away_is_named_with_what_it_misses() {
 fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
     let sums = run(3, HASTY, |world| {
         if world.rank() == 2 {
-            assert_eq!(world.at_work().during(|| world.await_failure(3 * HASTY.timeout)), None);
+            assert_eq!(world.keep_alive().during(|| world.await_failure(3 * HASTY.timeout)), None);
         }
         world.group().all_reduce(&ones(&[3]), Reduce::Sum)?.to_vec1::<f32>().map_err(Error::from)
     });
@@ -220,7 +220,7 @@ fn a_rank_at_work_is_waited_for_beyond_the_time_out() {
 fn a_rank_that_stays_away_while_another_is_at_work_is_named() {
     let (rank, message) = failure(3, HASTY, |world| match world.rank() {
         1 => stay_away(world),
-        2 => world.at_work().during(|| stay_away(world)),
+        2 => world.keep_alive().during(|| stay_away(world)),
         _ => world.group().all_reduce(&ones(&[3]), Reduce::Sum).map(drop),
     });
     assert!(rank == 1 && message.contains(": rank 1 silent for 1s (seen by rank 0)"), "{message}");
@@ -237,7 +237,7 @@ fn a_rank_at_work_is_waited_for_by_way_of_others() {
                 group.send_recv(x.as_ref(), Some(0), None).map(drop)
             }
             _ => {
-                assert_eq!(world.at_work().during(|| world.await_failure(3 * HASTY.timeout)), None);
+                assert_eq!(world.keep_alive().during(|| world.await_failure(3 * HASTY.timeout)), None);
                 group.send_recv(Some(&ones(&[3])), Some(1), None).map(drop)
             }
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::{Error, Result, anyhow, ensure};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Degrees, Mesh};
-use candlewick_comm::{AtWork, Collective, Reduce, Solo};
+use candlewick_comm::{Collective, KeepAlive, Reduce, Solo};
 use candlewick_model::Config;
 use candlewick_ops::{AttentionHeads, to_host};
 use candlewick_parallel::Groups;
@@ -36,7 +36,7 @@ pub struct Crew {
     /// Whether this one says what its copy has answered: one rank of each does.
     pub speaks: bool,
     /// What keeps the others waiting while this rank is busy, if anything does.
-    pub at_work: Option<AtWork>,
+    pub at_work: Option<KeepAlive>,
 }
 
 impl Parts {
@@ -121,13 +121,13 @@ impl Crew {
 
     /// The same, which keep each other waiting by `at_work`.
     #[must_use]
-    pub fn with_at_work(self, at_work: AtWork) -> Self {
+    pub fn with_at_work(self, at_work: KeepAlive) -> Self {
         Self { at_work: Some(at_work), ..self }
     }
 
     /// Does what waits for no other rank, while the others wait for this one as long as it takes.
     pub(crate) fn alone<T>(&self, what: impl FnOnce() -> T) -> T {
-        let _working = self.at_work.as_ref().map(AtWork::begin);
+        let _working = self.at_work.as_ref().map(KeepAlive::begin);
         what()
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::ended::Ended;
+use crate::exit::ExitReason;
 
 /// What a worker said.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,11 +51,11 @@ fn seconds(value: &Value) -> u64 {
 
 /// Copies a worker's file to where whoever started the launcher expects it, with how the worker ended, as torchrun does: a
 /// signal is a negative code.
-pub fn hand_up(from: &Path, to: &Path, ended: Ended) -> io::Result<()> {
+pub fn forward_error_file(from: &Path, to: &Path, ended: ExitReason) -> io::Result<()> {
     let mut value: Value = serde_json::from_str(&fs::read_to_string(from)?)?;
     let code = match ended {
-        Ended::Code(code) => code,
-        Ended::Signal(signal) => -signal,
+        ExitReason::Code(code) => code,
+        ExitReason::Signal(signal) => -signal,
     };
     if let Some(inner) = value.get_mut("message").and_then(Value::as_object_mut) {
         inner.insert("errorCode".into(), code.into());
@@ -102,7 +102,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let [from, to] = ["from", "to"].map(|name| folder.path().join(name));
         fs::write(&from, text).unwrap();
-        hand_up(&from, &to, Ended::Signal(9)).unwrap();
+        forward_error_file(&from, &to, ExitReason::Signal(9)).unwrap();
         let read = |text: &str| serde_json::from_str::<Value>(text).unwrap();
         assert_eq!(read(&fs::read_to_string(to).unwrap()), read(want));
     }

@@ -8,24 +8,24 @@ use std::thread;
 use signal_hook::consts::{SIGHUP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-use crate::ended::Ended;
+use crate::exit::ExitReason;
 
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A worker ended.
-    Ended {
+    Exited {
         /// Its number on this machine.
         local_rank: usize,
         /// How.
-        ended: Ended,
+        ended: ExitReason,
     },
     /// The launcher got a signal.
     Signal(i32),
     /// Something happened on another node.
     Peer {
-        /// In which round: an earlier one's news is none.
-        round: usize,
+        /// In which generation: an earlier one's news is none.
+        generation: usize,
         /// What.
         peer: Peer,
     },

@@ -5,11 +5,11 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use candlewick_comm::place::{Place, Variables};
+use candlewick_launch::agent;
 use candlewick_launch::cli::Cli;
 use candlewick_launch::console::{self, say};
-use candlewick_launch::ended::{FAILED, OK, USAGE};
+use candlewick_launch::exit::{FAILED, OK, USAGE};
 use candlewick_launch::host::Host;
-use candlewick_launch::launcher;
 use candlewick_launch::plan::Plan;
 use candlewick_launch::program;
 use candlewick_launch::streams::Stream;
@@ -51,7 +51,7 @@ fn launch(cli: &Cli, host: Host) -> i32 {
         return failed(&error, USAGE);
     }
     plan.notes.iter().for_each(|note| say(note));
-    launcher::run(&plan, &host).unwrap_or_else(|error| failed(&error, error.code()))
+    agent::run(&plan, &host).unwrap_or_else(|error| failed(&error, error.code()))
 }
 
 fn show_world(variables: &Variables) -> i32 {

@@ -18,7 +18,7 @@ pub struct Plan {
     /// How many workers this node starts.
     pub local_world_size: usize,
     /// How the nodes meet.
-    pub rendezvous: Rendezvous,
+    pub rendezvous: RendezvousPlan,
     /// The job's name.
     pub run_id: String,
     /// The workers' name.
@@ -49,7 +49,7 @@ pub struct Plan {
 
 /// How the nodes meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Rendezvous {
+pub enum RendezvousPlan {
     /// Every node knows its number and where node 0 is.
     Static {
         /// Node 0's store.
@@ -225,26 +225,26 @@ fn local_world_size(cli: &Cli, host: &Host) -> Result<usize, PlanError> {
     }
 }
 
-fn rendezvous(cli: &Cli) -> Result<Rendezvous, PlanError> {
+fn rendezvous(cli: &Cli) -> Result<RendezvousPlan, PlanError> {
     let nodes = &cli.nodes;
     let n_nodes = nodes.nnodes.max;
     let wait = |key, default| option_seconds(cli, key, default);
     if nodes.standalone {
         let endpoint = Endpoint { host: "localhost".into(), port: 0 };
         let (join, last_call) = (Duration::from_secs(600), Duration::ZERO);
-        return Ok(Rendezvous::Dynamic(Dynamic { endpoint, is_host: Some(true), join, last_call }));
+        return Ok(RendezvousPlan::Dynamic(Dynamic { endpoint, is_host: Some(true), join, last_call }));
     }
     if nodes.rdzv_backend == Backend::C10d {
         let is_host = option_flag(cli, "is_host")?;
         let (join, last_call) = (wait("join_timeout", 600)?, wait("last_call_timeout", 30)?);
         let endpoint = known(c10d_endpoint(cli)?, n_nodes)?;
-        return Ok(Rendezvous::Dynamic(Dynamic { endpoint, is_host, join, last_call }));
+        return Ok(RendezvousPlan::Dynamic(Dynamic { endpoint, is_host, join, last_call }));
     }
     if nodes.node_rank >= n_nodes {
         return Err(PlanError::NodeRank { node_rank: nodes.node_rank, n_nodes });
     }
     let timeout = wait("timeout", 900)?;
-    Ok(Rendezvous::Static { master: known(static_master(cli)?, n_nodes)?, node_rank: nodes.node_rank, timeout })
+    Ok(RendezvousPlan::Static { master: known(static_master(cli)?, n_nodes)?, node_rank: nodes.node_rank, timeout })
 }
 
 fn known(endpoint: Endpoint, n_nodes: usize) -> Result<Endpoint, PlanError> {

@@ -6,9 +6,9 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::attempt::Exit;
-use crate::ended::Ended;
 use crate::error_file::ErrorFile;
+use crate::exit::ExitReason;
+use crate::worker_group::WorkerExit;
 
 /// What is known of the worker that failed first.
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ pub struct RootCause {
     /// This machine.
     pub host: String,
     /// How it ended.
-    pub ended: Ended,
+    pub ended: ExitReason,
     /// Which attempt it was.
     pub attempt: usize,
     /// How long the attempt had lasted.
@@ -34,7 +34,7 @@ pub struct RootCause {
     /// Its folder of logs, if there is anything in it.
     pub logs: Option<PathBuf>,
     /// How the others ended, by rank.
-    pub others: Vec<(usize, Exit)>,
+    pub others: Vec<(usize, WorkerExit)>,
 }
 
 impl RootCause {
@@ -68,16 +68,16 @@ impl RootCause {
 
     fn ended_by(&self) -> String {
         let hint = match self.ended {
-            Ended::Signal(9) => ": nobody here sent it; the kernel does when memory runs out (see dmesg)",
-            Ended::Signal(7) => ": a mapped file or /dev/shm has no room left, or the file was cut",
-            Ended::Code(126 | 127) => ": the program could not be started",
+            ExitReason::Signal(9) => ": nobody here sent it; the kernel does when memory runs out (see dmesg)",
+            ExitReason::Signal(7) => ": a mapped file or /dev/shm has no room left, or the file was cut",
+            ExitReason::Code(126 | 127) => ": the program could not be started",
             _ => "",
         };
         format!("{}{hint}", self.ended)
     }
 
     fn others(&self) -> String {
-        let one = |(rank, exit): &(usize, Exit)| match exit.is_failure() {
+        let one = |(rank, exit): &(usize, WorkerExit)| match exit.is_failure() {
             true => format!("rank {rank} failed too: {}", exit.ended),
             false => format!("rank {rank} was stopped: {}", exit.ended),
         };

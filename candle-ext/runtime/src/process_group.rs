@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, anyhow};
-use candlewick_comm::{AtWork, Collective, Failure, World, exchange_bytes, is_first_of_machine};
+use candlewick_comm::{Collective, Failure, KeepAlive, World, exchange_bytes, is_first_of_machine};
 
 use crate::exit::ExitCode;
 
@@ -43,8 +43,8 @@ impl<'w> ProcessGroup<'w> {
     }
 
     /// Returns the guard that extends the other ranks' time-out while this one is busy.
-    pub fn at_work(&self) -> AtWork {
-        self.world.at_work()
+    pub fn at_work(&self) -> KeepAlive {
+        self.world.keep_alive()
     }
 
     /// Gives every rank the bytes of each rank, in rank order. If a rank failed, all fail with its reason.

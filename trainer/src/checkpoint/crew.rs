@@ -1,6 +1,6 @@
 //! The ranks that write a save together, and read it.
 
-use candlewick_comm::AtWork;
+use candlewick_comm::KeepAlive;
 
 use super::error::CheckpointError;
 use super::state::StateError;
@@ -18,7 +18,7 @@ pub trait Crew {
     /// Gives every rank what each rank says, in rank order. All ranks call it.
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError>;
     /// Returns the sign that this rank reads or writes, which prolongs the wait of the others; `None` without others.
-    fn at_work(&self) -> Option<AtWork>;
+    fn at_work(&self) -> Option<KeepAlive>;
 }
 
 /// The only rank of a run.
@@ -42,7 +42,7 @@ impl Crew for Alone {
         Ok(vec![own])
     }
 
-    fn at_work(&self) -> Option<AtWork> {
+    fn at_work(&self) -> Option<KeepAlive> {
         None
     }
 }

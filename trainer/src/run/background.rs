@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
-use candlewick_comm::{AtWork, Collective};
+use candlewick_comm::{Collective, KeepAlive};
 use candlewick_runtime::process_group::exchange_words;
 
 use crate::checkpoint::{
@@ -70,7 +70,7 @@ impl UnderWay {
 pub(super) struct BackgroundCrew {
     pub(super) group: Arc<dyn Collective>,
     pub(super) writes: bool,
-    pub(super) at_work: AtWork,
+    pub(super) at_work: KeepAlive,
 }
 
 impl Crew for BackgroundCrew {
@@ -90,7 +90,7 @@ impl Crew for BackgroundCrew {
         Ok(exchange_words(&*self.group, own)?)
     }
 
-    fn at_work(&self) -> Option<AtWork> {
+    fn at_work(&self) -> Option<KeepAlive> {
         Some(self.at_work.clone())
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{AtWork, Cause, Collective, Failure, Reduce, World};
+use candlewick_comm::{Cause, Collective, Failure, KeepAlive, Reduce, World};
 use candlewick_ops::to_host;
 use candlewick_parallel::Groups;
 use candlewick_runtime::process_group::{ProcessGroup, exchange_words};
@@ -131,7 +131,7 @@ impl Crew for Ranks<'_> {
         Ok(exchange_words(&*self.process.group(), own)?)
     }
 
-    fn at_work(&self) -> Option<AtWork> {
+    fn at_work(&self) -> Option<KeepAlive> {
         Some(self.process.at_work())
     }
 }

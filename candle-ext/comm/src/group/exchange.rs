@@ -9,7 +9,7 @@ use bytemuck::{Pod, cast_slice, cast_slice_mut};
 
 use crate::Reduce;
 use crate::element::{Element, Source, combine};
-use crate::fabric::{Links, Trouble};
+use crate::transport::{Connections, TransportError};
 
 /// How much goes to each rank at a time: what was received is still in the cache when it is added, and a tensor's storage
 /// is locked for no longer than it takes to copy so much.
@@ -17,30 +17,30 @@ pub(super) const PIECE_BYTES: usize = 1 << 18;
 
 /// One rank's connections, and its place among them.
 pub(super) struct Peers<'a> {
-    pub(super) links: &'a mut dyn Links,
+    pub(super) connections: &'a mut dyn Connections,
     pub(super) me: usize,
     pub(super) n: usize,
 }
 
 impl Peers<'_> {
     /// Sends `send[r]` to each rank r and fills `recv[r]` from it; this rank's own are left alone.
-    fn swap<T: Pod>(&mut self, mut send: Vec<&[T]>, mut recv: Vec<&mut [T]>) -> Result<(), Trouble> {
+    fn swap<T: Pod>(&mut self, mut send: Vec<&[T]>, mut recv: Vec<&mut [T]>) -> Result<(), TransportError> {
         send[self.me] = &[];
         recv[self.me] = &mut [];
         let send: Vec<&[u8]> = send.into_iter().map(cast_slice).collect();
         let mut recv: Vec<&mut [u8]> = recv.into_iter().map(cast_slice_mut).collect();
-        self.links.exchange(&send, &mut recv)
+        self.connections.exchange(&send, &mut recv)
     }
 
     /// Gives every rank what each has at its place in `out`.
-    fn share<T: Pod>(&mut self, out: &mut [T], places: &[Range<usize>]) -> Result<(), Trouble> {
+    fn share<T: Pod>(&mut self, out: &mut [T], places: &[Range<usize>]) -> Result<(), TransportError> {
         let mut recv = disjoint(out, places);
         let own = std::mem::take(&mut recv[self.me]);
         self.swap(vec![&*own; self.n], recv)
     }
 
     /// Sends `send[r]` to each rank r and returns what each rank sends this one, in rank order; `inbox` is where it lies.
-    fn parts<'i, T: Pod>(&mut self, inbox: &'i mut Vec<u64>, send: Vec<&[T]>) -> Result<Vec<&'i [T]>, Trouble> {
+    fn parts<'i, T: Pod>(&mut self, inbox: &'i mut Vec<u64>, send: Vec<&[T]>) -> Result<Vec<&'i [T]>, TransportError> {
         let own = send[self.me];
         let places = spans(&vec![own.len(); self.n]);
         let inbox = room::<T>(inbox, own.len() * self.n);
@@ -65,7 +65,7 @@ pub(super) fn all_reduce<T: Element>(
     x: &Source,
     op: Reduce,
     out: &mut [T],
-) -> Result<(), Trouble> {
+) -> Result<(), TransportError> {
     for piece in pieces::<T>(&shares(out.len(), peers.n)) {
         for part in &piece {
             x.read_elements(part.start, &mut out[part.clone()])?;
@@ -83,7 +83,7 @@ pub(super) fn reduce_scatter<T: Element>(
     scratch: &mut Scratch,
     x: &Source,
     out: &mut [T],
-) -> Result<(), Trouble> {
+) -> Result<(), TransportError> {
     let shares = shares(out.len() * peers.n, peers.n);
     for piece in pieces::<T>(&shares) {
         let outbox = room::<T>(&mut scratch.outbox, piece[0].len() * peers.n);
@@ -100,7 +100,7 @@ pub(super) fn reduce_scatter<T: Element>(
 }
 
 /// out = x_0, x_1, ...
-pub(super) fn all_gather(peers: &mut Peers, x: &Source, out: &mut [u8]) -> Result<(), Trouble> {
+pub(super) fn all_gather(peers: &mut Peers, x: &Source, out: &mut [u8]) -> Result<(), TransportError> {
     let places = spans(&vec![x.n_bytes(); peers.n]);
     x.read(0, &mut out[places[peers.me].clone()])?;
     peers.share(out, &places)
@@ -113,7 +113,7 @@ pub(super) fn all_to_all(
     x: Option<&Source>,
     [send, recv]: [&[usize]; 2],
     out: &mut [u8],
-) -> Result<(), Trouble> {
+) -> Result<(), TransportError> {
     let [mut send, mut recv] = [send, recv].map(spans);
     if let Some(x) = x {
         x.read(send[peers.me].start, &mut out[recv[peers.me].clone()])?;
@@ -136,7 +136,7 @@ pub(super) fn all_to_all(
 }
 
 /// out = x of `root`. The root sends each rank its share of x; each hands its share on.
-pub(super) fn broadcast(peers: &mut Peers, x: &Source, root: usize, out: &mut [u8]) -> Result<(), Trouble> {
+pub(super) fn broadcast(peers: &mut Peers, x: &Source, root: usize, out: &mut [u8]) -> Result<(), TransportError> {
     let places = shares(out.len(), peers.n);
     if peers.me == root {
         x.read(0, out)?;
@@ -217,11 +217,11 @@ mod tests {
 
     use super::*;
 
-    /// Links over which another view of a tensor is written to while its exchange is under way.
+    /// Connections over which another view of a tensor is written to while its exchange is under way.
     struct Writing(Tensor);
 
-    impl Links for Writing {
-        fn exchange(&mut self, _send: &[&[u8]], _recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+    impl Connections for Writing {
+        fn exchange(&mut self, _send: &[&[u8]], _recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
             let (other, ones, (sender, written)) = (self.0.clone(), self.0.ones_like()?, channel());
             thread::spawn(move || sender.send(other.slice_set(&ones, 0, 0)));
             written.recv_timeout(Duration::from_secs(20)).expect("the tensor is locked")?;
@@ -230,12 +230,13 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(operation: impl FnOnce(&mut Peers, &mut Scratch, &Source) -> Result<(), Trouble>) {
+    fn check(operation: impl FnOnce(&mut Peers, &mut Scratch, &Source) -> Result<(), TransportError>) {
         let all = Tensor::zeros((2, 1024), DType::F32, &Device::Cpu).expect("there is room");
         let [own, other] = [0, 1].map(|row| all.narrow(0, row, 1).expect("there are two rows"));
-        let mut links = Writing(other);
+        let mut connections = Writing(other);
         let source = Source::new(&own).expect("it is on the CPU");
-        operation(&mut Peers { links: &mut links, me: 0, n: 2 }, &mut Scratch::default(), &source).expect("it is done");
+        operation(&mut Peers { connections: &mut connections, me: 0, n: 2 }, &mut Scratch::default(), &source)
+            .expect("it is done");
     }
 
     #[test]

@@ -7,14 +7,16 @@ mod tests;
 mod worker;
 
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Tensor};
 
-use crate::call::Journal;
-use crate::fabric::{Fabric, Trouble};
-use crate::staff::Staff;
-use crate::{Call, Collective, Failure, Op, Pending, Recv, Reduce, Result, Solo, arguments};
+use crate::call::CallTrace;
+use crate::fnv1a::fnv1a;
+use crate::sync::lock;
+use crate::thread_pool::ThreadPool;
+use crate::transport::{Transport, TransportError};
+use crate::{Call, Collective, Op, Pending, Recv, Reduce, Result, Solo, arguments};
 use exchange::Scratch;
 use worker::{Metered, Worker};
 
@@ -23,9 +25,9 @@ pub(crate) struct Group {
     name: Arc<str>,
     rank: usize,
     size: usize,
-    journal: Journal,
+    trace: CallTrace,
     queue: Mutex<Queue>,
-    staff: Arc<Staff>,
+    threads: Arc<ThreadPool>,
 }
 
 type Job = Box<dyn FnOnce(&mut Worker) + Send>;
@@ -39,43 +41,49 @@ struct Queue {
 
 impl Group {
     /// Connects all ranks.
-    pub(crate) fn world(fabric: &Arc<dyn Fabric>, size: usize, journal: &Journal, staff: &Arc<Staff>) -> Result<Self> {
-        let (rank, members) = (fabric.rank(), (0..size).collect::<Vec<_>>());
-        let links = fabric.open("world", &members).map_err(|trouble| unconnected(&**fabric, &members, trouble))?;
+    pub(crate) fn world(
+        transport: &Arc<dyn Transport>,
+        size: usize,
+        trace: &CallTrace,
+        threads: &Arc<ThreadPool>,
+    ) -> Result<Self> {
+        let (rank, members) = (transport.rank(), (0..size).collect::<Vec<_>>());
+        let connections =
+            transport.open("world", &members).map_err(|error| error.unconnected(&**transport, &members))?;
         let worker = Worker {
             id: "world".to_owned(),
             group: "world".into(),
             me: rank,
-            links: Metered::new(links),
-            fabric: Arc::clone(fabric),
+            connections: Metered::new(connections),
+            transport: Arc::clone(transport),
             n_sent: vec![0; size],
             n_received: vec![0; size],
             scratch: Scratch::default(),
             members,
         };
-        Self::new(worker, journal.clone(), Arc::clone(staff))
+        Self::new(worker, trace.clone(), Arc::clone(threads))
     }
 
-    fn new(mut worker: Worker, journal: Journal, staff: Arc<Staff>) -> Result<Self> {
+    fn new(mut worker: Worker, trace: CallTrace, threads: Arc<ThreadPool>) -> Result<Self> {
         let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
         let (sender, jobs) = channel::<Job>();
         let run = move || jobs.into_iter().for_each(|job| job(&mut worker));
-        staff.hire(format!("comm-{name}"), run).map_err(candle_core::Error::wrap)?;
+        threads.spawn(format!("comm-{name}"), run).map_err(candle_core::Error::wrap)?;
         let queue = Mutex::new(Queue { jobs: sender, n_calls: 0, n_sends: 0 });
-        Ok(Self { name, rank, size, journal, queue, staff })
+        Ok(Self { name, rank, size, trace, queue, threads })
     }
 
     fn start<T: Send + 'static>(
         &self,
         op: Op,
         x: Option<&Tensor>,
-        body: impl FnOnce(&mut Worker, &Call) -> Result<T, Trouble> + Send + 'static,
+        body: impl FnOnce(&mut Worker, &Call) -> Result<T, TransportError> + Send + 'static,
     ) -> Result<Pending<T>> {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = lock(&self.queue);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
         let call = Call::new(&self.name, *count, op, x);
-        self.journal.note(&call);
+        self.trace.note(&call);
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
             // Nobody listens to a dropped Pending; the failure, if any, is kept by the world.
@@ -90,7 +98,7 @@ impl Group {
         &self,
         op: Op,
         x: &Tensor,
-        body: impl FnOnce(&mut Worker, &Call, &Tensor) -> Result<Tensor, Trouble> + Send + 'static,
+        body: impl FnOnce(&mut Worker, &Call, &Tensor) -> Result<Tensor, TransportError> + Send + 'static,
     ) -> Result<Pending> {
         arguments::travels(op.name(), x)?;
         // What led to x in a graph need not be kept alive.
@@ -166,38 +174,44 @@ impl Collective for Group {
             part(worker, format!("{}/{}.{index}", worker.id, call.number), name, &list, rank)
         })?;
         match made.wait()? {
-            Some(worker) => Ok(Arc::new(Self::new(worker, self.journal.clone(), Arc::clone(&self.staff))?)),
+            Some(worker) => Ok(Arc::new(Self::new(worker, self.trace.clone(), Arc::clone(&self.threads))?)),
             None => Ok(Arc::new(Solo)),
         }
     }
 }
 
 /// Connects the ranks in `list`; nothing needs to be connected for a list of one.
-fn part(of: &Worker, id: String, name: Arc<str>, list: &[usize], rank: usize) -> Result<Option<Worker>, Trouble> {
+fn part(
+    of: &Worker,
+    id: String,
+    name: Arc<str>,
+    list: &[usize],
+    rank: usize,
+) -> Result<Option<Worker>, TransportError> {
     if list.len() == 1 {
         return Ok(None);
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
-    let links = of.fabric.open(&id, &members).map_err(|trouble| trouble.map_ranks(|rank| list[rank]))?;
+    let connections = of.transport.open(&id, &members).map_err(|error| error.map_ranks(|rank| list[rank]))?;
     let me = list.iter().position(|other| *other == rank).expect("the list was chosen because it holds this rank");
     let n = members.len();
-    let fabric = Arc::clone(&of.fabric);
+    let transport = Arc::clone(&of.transport);
     let (n_sent, n_received, scratch) = (vec![0; n], vec![0; n], Scratch::default());
-    Ok(Some(Worker { id, group: name, members, me, links: Metered::new(links), fabric, n_sent, n_received, scratch }))
+    Ok(Some(Worker {
+        id,
+        group: name,
+        members,
+        me,
+        connections: Metered::new(connections),
+        transport,
+        n_sent,
+        n_received,
+        scratch,
+    }))
 }
 
-/// Stands for the lists of a split (FNV-1a), the same in every build.
+/// Returns a number that stands for the lists of a split, equal in every build.
 pub(crate) fn digest(lists: &[Vec<usize>]) -> u64 {
     let numbers = lists.iter().flat_map(|list| [list.len()].into_iter().chain(list.iter().copied()));
-    numbers.fold(0xCBF2_9CE4_8422_2325, |hash, number| (hash ^ number as u64).wrapping_mul(0x0100_0000_01B3))
-}
-
-fn unconnected(fabric: &dyn Fabric, members: &[usize], trouble: Trouble) -> Failure {
-    match trouble.tell(fabric, members) {
-        Ok((rank, cause, why)) => {
-            let message = format!("connect rank {} to the others: {why}", fabric.rank());
-            fabric.fail(Failure { rank, cause, message })
-        }
-        Err(failure) => failure,
-    }
+    fnv1a(numbers.map(|number| number as u64))
 }

@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::fabric::{Alarm, Fabric, Links, Trouble};
+use crate::transport::{Connections, FailureChannel, Transport, TransportError};
 use crate::{Call, Collective, Failure, Options, Reduce, Result, World, threads};
 
-/// The fabric of threads, but for how a part of the world is connected.
+/// The transport of threads, but for how a part of the world is connected.
 struct Broken {
-    sound: Arc<dyn Fabric>,
-    open: fn() -> Result<Box<dyn Links>, Trouble>,
+    sound: Arc<dyn Transport>,
+    open: fn() -> Result<Box<dyn Connections>, TransportError>,
 }
 
-impl Alarm for Broken {
+impl FailureChannel for Broken {
     fn rank(&self) -> usize {
         self.sound.rank()
     }
@@ -41,8 +41,8 @@ impl Alarm for Broken {
     }
 }
 
-impl Fabric for Broken {
-    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
+impl Transport for Broken {
+    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError> {
         if members.len() == 2 { (self.open)() } else { self.sound.open(id, members) }
     }
 
@@ -53,8 +53,8 @@ impl Fabric for Broken {
 
 struct Panicking;
 
-impl Links for Panicking {
-    fn exchange(&mut self, _send: &[&[u8]], _recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+impl Connections for Panicking {
+    fn exchange(&mut self, _send: &[&[u8]], _recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
         panic!("index out of bounds")
     }
 }
@@ -62,7 +62,7 @@ impl Links for Panicking {
 /// Splits four ranks, of whose parts only that of ranks 2 and 3 is broken; returns what both of these report.
 #[track_caller]
 fn check(
-    open: fn() -> Result<Box<dyn Links>, Trouble>,
+    open: fn() -> Result<Box<dyn Connections>, TransportError>,
     then: impl Fn(&dyn Collective) -> Result<()> + Sync,
 ) -> Failure {
     let options = Options { timeout: Duration::from_secs(60), record: false };
@@ -71,10 +71,11 @@ fn check(
         let world = World::open(Arc::new(Broken { sound, open }), 4, &options)?;
         world.run(|world| then(&*world.group().split("part", &lists)?))
     };
-    let hall = threads::Hall::new(&options);
+    let shared = threads::SharedWorld::new(options.timeout);
     let rank = &rank;
     let ended: Vec<Result<()>> = thread::scope(|scope| {
-        let threads: Vec<_> = threads::doors(&hall, 4).map(|door| scope.spawn(move || rank(door))).collect();
+        let threads: Vec<_> =
+            threads::transports(&shared, 4).map(|transport| scope.spawn(move || rank(transport))).collect();
         threads.into_iter().map(|thread| thread.join().expect("the rank does not panic")).collect()
     });
     let told = |ended: &Result<()>| match ended {
@@ -92,10 +93,10 @@ fn sum(group: &dyn Collective) -> Result<()> {
 
 #[test]
 fn a_rank_that_a_part_cannot_be_connected_to_is_named_as_in_the_world() {
-    let failure = check(|| Err(Trouble::Late(vec![1], Duration::from_secs(7))), sum);
+    let failure = check(|| Err(TransportError::Timeout(vec![1], Duration::from_secs(7))), sum);
     assert_eq!(failure.rank, 3);
     assert!(failure.message.contains("in group world of ranks [0, 1, 2, 3]: rank 3 silent for 7s"), "{failure}");
-    let refused = || Err(Trouble::Unreachable(1, std::io::ErrorKind::ConnectionRefused.into()));
+    let refused = || Err(TransportError::Unreachable(1, std::io::ErrorKind::ConnectionRefused.into()));
     assert_eq!(check(refused, sum).rank, 3);
 }
 

@@ -10,9 +10,9 @@ use super::exchange::{self, Peers, Scratch};
 use super::head::{Head, Opening, SMALL_BYTES, small, small_mut};
 use crate::call::span;
 use crate::element::{Element, Source, combine, tensor, with_type};
-use crate::fabric::{Fabric, Links, Trouble};
 use crate::panic::said;
-use crate::{Call, Failure, Op, Recv, Reduce, Result};
+use crate::transport::{Connections, Transport, TransportError};
+use crate::{Call, Op, Recv, Reduce, Result};
 
 /// What the thread owns.
 pub(super) struct Worker {
@@ -22,52 +22,56 @@ pub(super) struct Worker {
     /// The world ranks of the group's ranks.
     pub(super) members: Vec<usize>,
     pub(super) me: usize,
-    pub(super) links: Metered,
-    pub(super) fabric: Arc<dyn Fabric>,
+    pub(super) connections: Metered,
+    pub(super) transport: Arc<dyn Transport>,
     /// How many tensors went to each rank, and came from each: both ends count alike.
     pub(super) n_sent: Vec<u64>,
     pub(super) n_received: Vec<u64>,
     pub(super) scratch: Scratch,
 }
 
-/// Links that count what is sent.
+/// Connections that count what is sent.
 pub(super) struct Metered {
-    links: Box<dyn Links>,
+    connections: Box<dyn Connections>,
     /// Bytes.
     n_sent: u64,
 }
 
 impl Metered {
-    pub(super) fn new(links: Box<dyn Links>) -> Self {
-        Self { links, n_sent: 0 }
+    pub(super) fn new(connections: Box<dyn Connections>) -> Self {
+        Self { connections, n_sent: 0 }
     }
 }
 
-impl Links for Metered {
-    fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), Trouble> {
+impl Connections for Metered {
+    fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
         self.n_sent += send.iter().map(|bytes| bytes.len() as u64).sum::<u64>();
-        self.links.exchange(send, recv)
+        self.connections.exchange(send, recv)
     }
 }
 
 impl Worker {
     /// Carries out one call, or says why that is not possible any more.
-    pub(super) fn run<T>(&mut self, call: &Call, body: impl FnOnce(&mut Self) -> Result<T, Trouble>) -> Result<T> {
-        if let Some(failure) = self.fabric.failure() {
+    pub(super) fn run<T>(
+        &mut self,
+        call: &Call,
+        body: impl FnOnce(&mut Self) -> Result<T, TransportError>,
+    ) -> Result<T> {
+        if let Some(failure) = self.transport.failure() {
             return Err(failure.into());
         }
-        self.fabric.doing(&self.id, Some(call));
+        self.transport.doing(&self.id, Some(call));
         let span = span(&self.group, call.op, "exchange");
-        let n_before = self.links.n_sent;
+        let n_before = self.connections.n_sent;
         let done = catch_unwind(AssertUnwindSafe(|| body(self)))
-            .unwrap_or_else(|panic| Err(Trouble::Own(format!("panicked: {}", said(&*panic)))));
-        let done = done.map_err(|trouble| self.fail(call, trouble).into());
-        span.record("bytes", self.links.n_sent - n_before);
-        self.fabric.doing(&self.id, None);
+            .unwrap_or_else(|panic| Err(TransportError::Local(format!("panicked: {}", said(&*panic)))));
+        let done = done.map_err(|error| error.unfinished(&*self.transport, &self.members, call).into());
+        span.record("bytes", self.connections.n_sent - n_before);
+        self.transport.doing(&self.id, None);
         done
     }
 
-    pub(super) fn all_reduce(&mut self, call: &Call, x: &Tensor, op: Reduce) -> Result<Tensor, Trouble> {
+    pub(super) fn all_reduce(&mut self, call: &Call, x: &Tensor, op: Reduce) -> Result<Tensor, TransportError> {
         let x = &Source::new(x)?;
         let openings = self.agree_on(call, x)?;
         with_type!(dtype(call), T => made::<T>(&call.shape, |out| {
@@ -81,7 +85,7 @@ impl Worker {
         }))
     }
 
-    pub(super) fn all_gather(&mut self, call: &Call, x: &Tensor) -> Result<Tensor, Trouble> {
+    pub(super) fn all_gather(&mut self, call: &Call, x: &Tensor) -> Result<Tensor, TransportError> {
         let x = &Source::new(x)?;
         let openings = self.agree_on(call, x)?;
         let shape = with_rows(call, call.shape[0] * self.members.len());
@@ -95,7 +99,7 @@ impl Worker {
         })
     }
 
-    pub(super) fn reduce_scatter(&mut self, call: &Call, x: &Tensor) -> Result<Tensor, Trouble> {
+    pub(super) fn reduce_scatter(&mut self, call: &Call, x: &Tensor) -> Result<Tensor, TransportError> {
         let x = &Source::new(x)?;
         let openings = self.agree_on(call, x)?;
         let shape = with_rows(call, call.shape[0] / self.members.len());
@@ -117,7 +121,7 @@ impl Worker {
         x: &Tensor,
         send: &[usize],
         recv: &[usize],
-    ) -> Result<Tensor, Trouble> {
+    ) -> Result<Tensor, TransportError> {
         let x = &Source::new(x)?;
         let head = Head::new(call, 0);
         let told: Vec<_> = (0..self.members.len()).map(|r| head.with_rows(send[r], recv[r]).open()).collect();
@@ -133,7 +137,7 @@ impl Worker {
         })
     }
 
-    pub(super) fn broadcast(&mut self, call: &Call, x: &Tensor, root: usize) -> Result<Tensor, Trouble> {
+    pub(super) fn broadcast(&mut self, call: &Call, x: &Tensor, root: usize) -> Result<Tensor, TransportError> {
         let x = &Source::new(x)?;
         let openings = self.agree_on(call, x)?;
         made_of_bytes(dtype(call), &call.shape, |out| {
@@ -150,7 +154,7 @@ impl Worker {
         call: &Call,
         x: Option<(&Tensor, usize)>,
         recv: Option<&Recv>,
-    ) -> Result<Option<Tensor>, Trouble> {
+    ) -> Result<Option<Tensor>, TransportError> {
         let going = x.map(|(x, to)| Source::new(x).map(|x| (x, to))).transpose()?;
         let coming = self.swap_openings(call, going.as_ref(), recv)?;
         let mut lengths = [vec![0; self.members.len()], vec![0; self.members.len()]];
@@ -173,13 +177,13 @@ impl Worker {
     }
 
     /// Makes sure that all ranks make this call, and waits for them to do so.
-    pub(super) fn agree(&mut self, call: &Call, digest: u64) -> Result<(), Trouble> {
+    pub(super) fn agree(&mut self, call: &Call, digest: u64) -> Result<(), TransportError> {
         let heard = self.tell(vec![Head::new(call, digest).open(); self.members.len()])?;
         self.compare(&heads(&heard))
     }
 
     /// Makes sure that all ranks make this call, and hands each the others' tensors if they are small.
-    fn agree_on(&mut self, call: &Call, x: &Source) -> Result<Vec<Opening>, Trouble> {
+    fn agree_on(&mut self, call: &Call, x: &Source) -> Result<Vec<Opening>, TransportError> {
         let opening = opening(&Head::new(call, 0), Some(x))?;
         let heard = self.tell(vec![opening; self.members.len()])?;
         self.compare(&heads(&heard))?;
@@ -187,22 +191,22 @@ impl Worker {
     }
 
     fn peers(&mut self) -> (Peers<'_>, &mut Scratch) {
-        (Peers { links: &mut self.links, me: self.me, n: self.members.len() }, &mut self.scratch)
+        (Peers { connections: &mut self.connections, me: self.me, n: self.members.len() }, &mut self.scratch)
     }
 
     /// Tells each rank its opening and hears theirs; this rank's own is among them.
-    fn tell(&mut self, told: Vec<Opening>) -> Result<Vec<Opening>, Trouble> {
+    fn tell(&mut self, told: Vec<Opening>) -> Result<Vec<Opening>, TransportError> {
         let mut heard = told.clone();
         let (mut send, mut recv) = self.nothing();
         for (r, (told, heard)) in told.iter().zip(&mut heard).enumerate().filter(|(r, _)| *r != self.me) {
             (send[r], recv[r]) = (cast_slice(told), cast_slice_mut(heard));
         }
-        self.links.exchange(&send, &mut recv)?;
+        self.connections.exchange(&send, &mut recv)?;
         Ok(heard)
     }
 
     // All ranks find the same one wrong: the one that differs from most, the last of several.
-    fn compare(&self, heard: &[Head]) -> Result<(), Trouble> {
+    fn compare(&self, heard: &[Head]) -> Result<(), TransportError> {
         let alike = |r: &usize| heard.iter().filter(|head| head.fits(&heard[*r])).count();
         let odd = (0..heard.len()).rev().min_by_key(alike).expect("a group has a rank");
         let Some(other) = heard.iter().position(|head| !head.fits(&heard[odd])) else { return Ok(()) };
@@ -214,15 +218,15 @@ impl Worker {
         } else {
             format!("{first_who} calls {first}, {second_who} calls {second}")
         };
-        Err(Trouble::Mismatch(odd, what))
+        Err(TransportError::Mismatch(odd, what))
     }
 
-    fn compare_rows(&self, heard: &[Head], recv: &[usize]) -> Result<(), Trouble> {
+    fn compare_rows(&self, heard: &[Head], recv: &[usize]) -> Result<(), TransportError> {
         let Some(other) = (0..recv.len()).find(|r| heard[*r].rows_there != recv[*r] as u64) else { return Ok(()) };
         let (sender, receiver) = (self.who(other), self.who(self.me));
         let what =
             format!("{sender} sends {} rows to {receiver}, which expects {}", heard[other].rows_there, recv[other]);
-        Err(Trouble::Mismatch(other, what))
+        Err(TransportError::Mismatch(other, what))
     }
 
     /// Exchanges the openings of a send: only the sender tells its call, and the receiver compares it with what it expects.
@@ -231,7 +235,7 @@ impl Worker {
         call: &Call,
         going: Option<&(Source, usize)>,
         recv: Option<&Recv>,
-    ) -> Result<Option<Opening>, Trouble> {
+    ) -> Result<Option<Opening>, TransportError> {
         let number = going.map_or(0, |(_, to)| self.n_sent[*to] + 1);
         let told = opening(&Head::new(call, 0).with_number(number), going.map(|(x, _)| x))?;
         let mut heard = Head::default().open();
@@ -244,13 +248,13 @@ impl Worker {
             self.n_received[*from] += 1;
             inboxes[*from] = cast_slice_mut(&mut heard);
         }
-        self.links.exchange(&send, &mut inboxes)?;
+        self.connections.exchange(&send, &mut inboxes)?;
         let Some(recv) = recv else { return Ok(None) };
         self.compare_send(call, &Head::of(&heard), recv)?;
         Ok(Some(heard))
     }
 
-    fn compare_send(&self, call: &Call, sent: &Head, recv: &Recv) -> Result<(), Trouble> {
+    fn compare_send(&self, call: &Call, sent: &Head, recv: &Recv) -> Result<(), TransportError> {
         let theirs = sent.call(&self.group);
         let [sender, receiver] = [recv.from, self.me].map(|rank| self.who(rank));
         let is_meant = matches!(theirs.op, Op::SendRecv { .. }) && theirs.number == self.n_received[recv.from];
@@ -259,7 +263,7 @@ impl Worker {
             true => recv.unlike(theirs.dtype.map(|dtype| (dtype, &*theirs.shape)), [sender, receiver]),
             false => format!("{sender} calls {theirs}, {receiver} calls {call}"),
         };
-        Err(Trouble::Mismatch(recv.from, what))
+        Err(TransportError::Mismatch(recv.from, what))
     }
 
     fn swap_tensors(
@@ -267,7 +271,7 @@ impl Worker {
         going: Option<&(Source, usize)>,
         [send, recv]: &[Vec<usize>; 2],
         out: &mut [u8],
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), TransportError> {
         let (mut peers, scratch) = self.peers();
         exchange::all_to_all(&mut peers, scratch, going.map(|(x, _)| x), [send, recv], out)
     }
@@ -277,18 +281,7 @@ impl Worker {
     }
 
     fn who(&self, rank: usize) -> String {
-        self.fabric.who(self.members[rank])
-    }
-
-    /// Ends the world with what went wrong in `call`; returns why it ended.
-    fn fail(&self, call: &Call, trouble: Trouble) -> Failure {
-        let (rank, cause, what) = match trouble.tell(&*self.fabric, &self.members) {
-            Ok(told) => told,
-            Err(failure) => return failure,
-        };
-        let (group, members, seen_by) = (&self.group, &self.members, self.fabric.rank());
-        let message = format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
-        self.fabric.fail(Failure { rank, cause, message })
+        self.transport.who(self.members[rank])
     }
 }
 
@@ -314,7 +307,10 @@ fn with_rows(call: &Call, n_rows: usize) -> Vec<usize> {
 }
 
 /// Makes a tensor whose elements `fill` provides.
-fn made<T: Element>(shape: &[usize], fill: impl FnOnce(&mut [T]) -> Result<(), Trouble>) -> Result<Tensor, Trouble> {
+fn made<T: Element>(
+    shape: &[usize],
+    fill: impl FnOnce(&mut [T]) -> Result<(), TransportError>,
+) -> Result<Tensor, TransportError> {
     let mut out = zeroed_vec(shape.iter().product());
     fill(&mut out)?;
     Ok(tensor(out, shape)?)
@@ -323,7 +319,7 @@ fn made<T: Element>(shape: &[usize], fill: impl FnOnce(&mut [T]) -> Result<(), T
 fn made_of_bytes(
     dtype: DType,
     shape: &[usize],
-    fill: impl FnOnce(&mut [u8]) -> Result<(), Trouble>,
-) -> Result<Tensor, Trouble> {
+    fill: impl FnOnce(&mut [u8]) -> Result<(), TransportError>,
+) -> Result<Tensor, TransportError> {
     with_type!(dtype, T => made::<T>(shape, |out| fill(cast_slice_mut(out))))
 }

@@ -1,5 +1,4 @@
-//! The thread that listens to all other ranks, whether or not anything is being exchanged: who calls, who leaves, who
-//! fails, who dies.
+//! The thread that reads from all other ranks, also between exchanges, and notices new connections, failures and exits.
 
 use std::io::{self, Read};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,18 +10,18 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::socket_peercred;
 
 use super::shared::{BEAT, FAIL, LEAVE, Shared, WAITS};
-use crate::deadline::deadline;
 use crate::error::MAX_FAILURE_BYTES;
+use crate::liveness::deadline;
 use crate::{Cause, Failure};
 
 /// How long a caller may take to say who it is; it has already written that when it is accepted.
 const INTRODUCE_WITHIN: Duration = Duration::from_secs(2);
 
-/// What there is to attend to.
-struct News {
+/// The sockets that are ready to read.
+struct Ready {
     woken: bool,
     called: bool,
-    spoke: Vec<(usize, Arc<UnixStream>)>,
+    readable: Vec<(usize, Arc<UnixStream>)>,
 }
 
 /// What the thread owns.
@@ -43,13 +42,13 @@ impl Watcher {
     fn run(mut self) {
         loop {
             let (stopping, control) = {
-                let state = self.shared.lock();
+                let state = self.shared.monitor.lock();
                 (state.stopping, state.control.clone())
             };
             if stopping {
                 return;
             }
-            let ready = match self.await_news(&control) {
+            let ready = match self.await_any(&control) {
                 Ok(ready) => ready,
                 Err(error) => {
                     self.give_up(&format!("listen to the others: {error}"));
@@ -65,8 +64,8 @@ impl Watcher {
                 self.accepts = false;
                 self.give_up(&format!("accept a connection: {error}"));
             }
-            for (rank, stream) in ready.spoke {
-                self.hear(rank, &stream);
+            for (rank, stream) in ready.readable {
+                self.read_from(rank, &stream);
             }
         }
     }
@@ -77,11 +76,11 @@ impl Watcher {
         self.shared.fail(Failure { rank, cause: Cause::Told, message });
     }
 
-    fn await_news(&self, control: &[Option<Arc<UnixStream>>]) -> io::Result<News> {
-        let speakers: Vec<_> =
+    fn await_any(&self, control: &[Option<Arc<UnixStream>>]) -> io::Result<Ready> {
+        let streams: Vec<_> =
             control.iter().enumerate().filter_map(|(r, stream)| Some((r, stream.as_ref()?))).collect();
         let mut fds = vec![PollFd::new(&self.woken, PollFlags::IN)];
-        fds.extend(speakers.iter().map(|(_, stream)| PollFd::new(&***stream, PollFlags::IN)));
+        fds.extend(streams.iter().map(|(_, stream)| PollFd::new(&***stream, PollFlags::IN)));
         if self.accepts {
             fds.push(PollFd::new(&self.listener, PollFlags::IN));
         }
@@ -91,11 +90,11 @@ impl Watcher {
             }
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        let spoke = speakers.iter().zip(&ready[1..]).filter(|(_, ready)| **ready);
-        Ok(News {
+        let readable = streams.iter().zip(&ready[1..]).filter(|(_, ready)| **ready);
+        Ok(Ready {
             woken: ready[0],
-            spoke: spoke.map(|((rank, stream), _)| (*rank, Arc::clone(stream))).collect(),
-            called: ready[1 + speakers.len()..].contains(&true),
+            readable: readable.map(|((rank, stream), _)| (*rank, Arc::clone(stream))).collect(),
+            called: ready[1 + streams.len()..].contains(&true),
         })
     }
 
@@ -120,11 +119,11 @@ impl Watcher {
         Ok(())
     }
 
-    fn hear(&self, rank: usize, stream: &UnixStream) {
+    fn read_from(&self, rank: usize, stream: &UnixStream) {
         match read_frame(stream) {
             Ok((LEAVE, _)) => return self.shared.left(rank),
-            Ok((BEAT, _)) => return self.shared.heard_beat(rank),
-            Ok((WAITS, payload)) => return self.shared.heard_wait(rank, &payload),
+            Ok((BEAT, _)) => return self.shared.on_beat(rank),
+            Ok((WAITS, payload)) => return self.shared.on_wait(rank, &payload),
             Ok((FAIL, payload)) => {
                 if let Some(failure) = Failure::decode(&payload) {
                     self.shared.adopt(failure);
@@ -134,7 +133,7 @@ impl Watcher {
             _ => {}
         }
         self.shared.closed(rank);
-        if let Some(stream) = self.shared.lock().control.get_mut(rank) {
+        if let Some(stream) = self.shared.monitor.lock().control.get_mut(rank) {
             *stream = None;
         }
     }

@@ -8,7 +8,7 @@ pub(super) enum Frame {
     /// The sender has left.
     Leave,
     /// Something went wrong on the sender: rank 0 says whose failure was the first.
-    Accuse(Failure),
+    ReportFailure(Failure),
     /// The world has ended.
     Ended(Failure),
     /// Messages of the group with this id carry this tag.
@@ -23,7 +23,7 @@ impl Frame {
     pub(super) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Leave => vec![0],
-            Self::Accuse(failure) => [&[1][..], &failure.encode()].concat(),
+            Self::ReportFailure(failure) => [&[1][..], &failure.encode()].concat(),
             Self::Ended(failure) => [&[2][..], &failure.encode()].concat(),
             Self::Open(tag, id) => [&[3][..], &tag.to_le_bytes(), id.as_bytes()].concat(),
             Self::Beat => vec![4],
@@ -35,7 +35,7 @@ impl Frame {
         let (kind, rest) = bytes.split_first()?;
         match kind {
             0 => Some(Self::Leave),
-            1 => Failure::decode(rest).map(Self::Accuse),
+            1 => Failure::decode(rest).map(Self::ReportFailure),
             2 => Failure::decode(rest).map(Self::Ended),
             3 => {
                 let (tag, id) = rest.split_first_chunk()?;
@@ -59,7 +59,7 @@ mod tests {
         let open = Frame::Open(32_000, "world/3.1".to_owned());
         for frame in [
             Frame::Leave,
-            Frame::Accuse(failure.clone()),
+            Frame::ReportFailure(failure.clone()),
             Frame::Ended(failure),
             Frame::Beat,
             Frame::Waits(vec![3, 70_000]),

@@ -1,18 +1,17 @@
 //! Ranks that `mpirun` or `srun` started, on one machine or many, connected by an installed MPI (Open MPI, MPICH, Intel
 //! MPI).
 //!
-//! MPI only carries bytes between two ranks: order, checks and sums are `group`'s, so all results have the bits that they
+//! MPI only carries bytes between two ranks: request, checks and sums are `group`'s, so all results have the bits that they
 //! have on threads. One thread of a process makes all calls to MPI, and asks it for no more than `MPI_THREAD_FUNNELED`.
 //! What is sent and received is copied once: MPI's buffers are its own until it says otherwise, whatever fails meanwhile.
 //!
 //! A rank that fails tells the others. One that dies is noticed by whoever started the ranks, who then ends the others;
 //! one that stops, or that no message reaches any more, by the time-out.
 
-mod about;
-mod clerk;
+mod connections;
 mod frame;
-mod letter;
-mod links;
+mod message;
+mod progress;
 mod shared;
 
 use std::sync::Arc;
@@ -20,10 +19,10 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use crate::fabric::{Alarm, Fabric, Links, Trouble};
+use crate::transport::{Connections, FailureChannel, Transport, TransportError};
 use crate::{Call, Error, Failure, Options, Result, World};
-use clerk::Clerk;
-use links::Routes;
+use connections::MpiConnections;
+use progress::ProgressThread;
 use shared::Shared;
 
 /// Joins the world of `size` ranks as rank `rank`: what whoever started this process says, and MPI must say, too. Fails if
@@ -34,13 +33,13 @@ pub fn join(rank: usize, size: usize, options: Options) -> Result<World> {
     let refuse = |why| Error::Join { rank, size, why };
     let (sender, started) = channel();
     let work = move || {
-        let clerk = match Clerk::start(rank, size, options.timeout) {
-            Ok(clerk) => clerk,
+        let progress = match ProgressThread::start(rank, size, options.timeout) {
+            Ok(progress) => progress,
             Err(why) => return drop(sender.send(Err(why))),
         };
         // Who has stopped waiting has said why.
-        if sender.send(Ok(Arc::clone(clerk.shared()))).is_ok() {
-            clerk.run();
+        if sender.send(Ok(Arc::clone(progress.shared()))).is_ok() {
+            progress.run();
         }
     };
     let thread = thread::Builder::new().name("comm-mpi".to_owned()).spawn(work);
@@ -52,22 +51,22 @@ pub fn join(rank: usize, size: usize, options: Options) -> Result<World> {
         }
         Err(RecvTimeoutError::Disconnected) => return Err(refuse("MPI did not start".to_owned())),
     };
-    World::open(Arc::new(Post { shared, thread: Some(thread) }), size, &options)
+    World::open(Arc::new(MpiTransport { shared, thread: Some(thread) }), size, &options)
 }
 
-/// See [`Fabric`].
-struct Post {
+/// See [`Transport`].
+struct MpiTransport {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Alarm for Post {
+impl FailureChannel for MpiTransport {
     fn rank(&self) -> usize {
         self.shared.rank
     }
 
     fn who(&self, rank: usize) -> String {
-        self.shared.others[rank].to_string()
+        self.shared.peers[rank].to_string()
     }
 
     fn fail(&self, failure: Failure) -> Failure {
@@ -75,11 +74,11 @@ impl Alarm for Post {
     }
 
     fn failure(&self) -> Option<Failure> {
-        self.shared.failure()
+        self.shared.monitor.failure()
     }
 
     fn await_failure(&self, within: Duration) -> Option<Failure> {
-        self.shared.await_failure(within)
+        self.shared.monitor.await_failure(within)
     }
 
     fn beat(&self) {
@@ -87,17 +86,17 @@ impl Alarm for Post {
     }
 }
 
-impl Fabric for Post {
-    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Links>, Trouble> {
+impl Transport for MpiTransport {
+    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError> {
         let tag = self.shared.open(id, members)?;
-        Ok(Box::new(Routes::new(Arc::clone(&self.shared), members.to_vec(), tag)))
+        Ok(Box::new(MpiConnections::new(Arc::clone(&self.shared), members.to_vec(), tag)))
     }
 
     // A dead rank's end is told by who started it, not by us.
     fn doing(&self, _id: &str, _call: Option<&Call>) {}
 }
 
-impl Drop for Post {
+impl Drop for MpiTransport {
     fn drop(&mut self) {
         self.shared.leave();
         if let Some(thread) = self.thread.take() {

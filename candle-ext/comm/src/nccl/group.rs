@@ -4,7 +4,7 @@
 //! waits for the group's when a result is waited for.
 
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use candle_core::{CudaDevice, DType, Device, Tensor};
@@ -16,12 +16,13 @@ use super::launch_order::{LaunchOrder, Ticket};
 use super::memory::{address, room};
 use super::worker::{Expected, Job, Launch, Worker};
 use crate::arguments;
-use crate::call::Journal;
-use crate::fabric::{Alarm, Trouble};
+use crate::call::CallTrace;
 use crate::group::digest;
-use crate::herald::Herald;
-use crate::staff::Staff;
 use crate::staged::to_host;
+use crate::sync::lock;
+use crate::thread_pool::ThreadPool;
+use crate::transport::{FailureChannel, TransportError};
+use crate::watchdog::Watchdog;
 use crate::{Call, Collective, Error, Op, Pending, Recv, Reduce, Result, Solo};
 
 /// See [`Collective`].
@@ -30,13 +31,13 @@ pub(super) struct Group {
     rank: usize,
     size: usize,
     device: CudaDevice,
-    herald: Arc<Herald>,
-    journal: Journal,
+    watchdog: Arc<Watchdog>,
+    trace: CallTrace,
     queue: Mutex<Queue>,
     descriptions: Mutex<Descriptions>,
     /// Shared by the groups of the device.
     order: Arc<LaunchOrder>,
-    staff: Arc<Staff>,
+    threads: Arc<ThreadPool>,
 }
 
 /// The way to the group's thread. Numbers are given out under the same lock that keeps calls in order.
@@ -60,29 +61,29 @@ struct Plan {
 }
 
 impl Group {
-    pub(super) fn new(worker: Worker, device: &Device, journal: Journal, staff: Arc<Staff>) -> Result<Self> {
+    pub(super) fn new(worker: Worker, device: &Device, trace: CallTrace, threads: Arc<ThreadPool>) -> Result<Self> {
         let Device::Cuda(device) = device else { unreachable!("the world was joined with a GPU") };
         let (name, rank, size) = (Arc::clone(&worker.group), worker.me, worker.members.len());
-        let (herald, order) = (Arc::clone(&worker.rank.herald), Arc::clone(&worker.rank.order));
+        let (watchdog, order) = (Arc::clone(&worker.rank.watchdog), Arc::clone(&worker.rank.order));
         let (jobs, received) = channel();
-        staff.hire(format!("comm-{name}"), move || worker.run(&received)).map_err(candle_core::Error::wrap)?;
+        threads.spawn(format!("comm-{name}"), move || worker.run(&received)).map_err(candle_core::Error::wrap)?;
         let queue = Mutex::new(Queue { jobs, n_calls: 0, n_sends: 0 });
         let (device, descriptions) = (device.clone(), Mutex::default());
-        Ok(Self { name, rank, size, device, herald, journal, queue, descriptions, order, staff })
+        Ok(Self { name, rank, size, device, watchdog, trace, queue, descriptions, order, threads })
     }
 
     fn start<T: Send + 'static>(
         &self,
         op: Op,
         x: Option<&Tensor>,
-        body: impl FnOnce(&mut Worker, &Call, Ticket) -> Result<T, Trouble> + Send + 'static,
+        body: impl FnOnce(&mut Worker, &Call, Ticket) -> Result<T, TransportError> + Send + 'static,
     ) -> Result<Pending<T>> {
         // The group's calls have their tickets in the order in which its thread gets them.
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = lock(&self.queue);
         let count = if matches!(op, Op::SendRecv { .. }) { &mut queue.n_sends } else { &mut queue.n_calls };
         *count += 1;
         let call = Call::new(&self.name, *count, op, x);
-        self.journal.note(&call);
+        self.trace.note(&call);
         let ticket = self.order.ticket();
         let (sender, pending) = Pending::started(&call);
         let job: Job = Box::new(move |worker| {
@@ -108,8 +109,8 @@ impl Group {
             let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected: None })?;
             Ok(Coming { tensors: outputs, done })
         })?;
-        let (device, herald, to) = (self.device.clone(), Arc::clone(&self.herald), x.device().clone());
-        Ok(coming.then(move |coming| arrive(&device, &herald, coming, &to, finish)))
+        let (device, watchdog, to) = (self.device.clone(), Arc::clone(&self.watchdog), x.device().clone());
+        Ok(coming.then(move |coming| arrive(&device, &watchdog, coming, &to, finish)))
     }
 
     /// When all that was asked of the device so far is done.
@@ -144,7 +145,7 @@ impl Group {
 
     /// Returns the steps that describe `x` to its receiver and send it, and the tensors that they read.
     fn sends(&self, x: Tensor, to: usize) -> Result<(Vec<Step>, Vec<Tensor>)> {
-        let described = self.descriptions.lock().unwrap_or_else(PoisonError::into_inner).of(&x)?;
+        let described = lock(&self.descriptions).of(&x)?;
         let mut steps = vec![send(&described, to)?];
         steps.extend((x.elem_count() > 0).then(|| send(&x, to)).transpose()?);
         Ok((steps, vec![described, x]))
@@ -261,9 +262,9 @@ impl Collective for Group {
             let done = worker.put(call, ticket, Launch { ready, steps, tensors, expected })?;
             Ok(y.map(|y| Coming { tensors: vec![y], done }))
         })?;
-        let (device, herald) = (self.device.clone(), Arc::clone(&self.herald));
+        let (device, watchdog) = (self.device.clone(), Arc::clone(&self.watchdog));
         let to = x.map_or_else(|| Device::Cuda(self.device.clone()), |x| x.device().clone());
-        Ok(received.then(move |coming| coming.map(|coming| arrive(&device, &herald, coming, &to, first)).transpose()))
+        Ok(received.then(move |coming| coming.map(|coming| arrive(&device, &watchdog, coming, &to, first)).transpose()))
     }
 
     fn barrier(&self) -> Result<()> {
@@ -291,7 +292,7 @@ impl Collective for Group {
         match made.wait()? {
             Some(worker) => {
                 let device = Device::Cuda(self.device.clone());
-                Ok(Arc::new(Self::new(worker, &device, self.journal.clone(), Arc::clone(&self.staff))?))
+                Ok(Arc::new(Self::new(worker, &device, self.trace.clone(), Arc::clone(&self.threads))?))
             }
             None => Ok(Arc::new(Solo)),
         }
@@ -299,30 +300,30 @@ impl Collective for Group {
 }
 
 /// Connects the ranks in `list`; nothing needs to be connected for a list of one.
-fn part(of: &Worker, id: &str, name: Arc<str>, list: &[usize]) -> Result<Option<Worker>, Trouble> {
+fn part(of: &Worker, id: &str, name: Arc<str>, list: &[usize]) -> Result<Option<Worker>, TransportError> {
     if list.len() == 1 {
         return Ok(None);
     }
     let members: Vec<usize> = list.iter().map(|rank| of.members[*rank]).collect();
     let opened = Worker::open(&of.rank, id, Arc::clone(&name), &members);
     let connecting = |what| format!("connect group {name} of ranks {members:?}: {what}");
-    opened.map(Some).map_err(|trouble| match trouble.map_ranks(|rank| list[rank]) {
-        Trouble::Own(what) => Trouble::Own(connecting(what)),
-        Trouble::Overdue(rank, what) => Trouble::Overdue(rank, connecting(what)),
+    opened.map(Some).map_err(|error| match error.map_ranks(|rank| list[rank]) {
+        TransportError::Local(what) => TransportError::Local(connecting(what)),
+        TransportError::CallStalled(rank, what) => TransportError::CallStalled(rank, connecting(what)),
         other => other,
     })
 }
 
 /// Makes sure that all ranks give the same lists.
-fn agree(worker: &Worker, call: &Call, id: &str, digest: u64) -> Result<(), Trouble> {
+fn agree(worker: &Worker, call: &Call, id: &str, digest: u64) -> Result<(), TransportError> {
     let own = digest.to_le_bytes();
-    let store = worker.rank.herald.store()?;
+    let store = worker.rank.watchdog.store()?;
     let first = store.compare_set(&format!("split/{id}"), &[], &own);
-    match first.map_err(|error| Trouble::Own(error.to_string()))? == own {
+    match first.map_err(|error| TransportError::Local(error.to_string()))? == own {
         true => Ok(()),
         false => {
-            let who = worker.rank.herald.who(worker.members[worker.me]);
-            Err(Trouble::Mismatch(worker.me, format!("{who} calls {call} with other lists than another rank")))
+            let who = worker.rank.watchdog.who(worker.members[worker.me]);
+            Err(TransportError::Mismatch(worker.me, format!("{who} calls {call} with other lists than another rank")))
         }
     }
 }
@@ -330,7 +331,7 @@ fn agree(worker: &Worker, call: &Call, id: &str, digest: u64) -> Result<(), Trou
 /// Makes a result of what has come, for those who use it on the device after now, or on the host.
 fn arrive(
     device: &CudaDevice,
-    herald: &Herald,
+    watchdog: &Watchdog,
     coming: Coming,
     to: &Device,
     finish: impl FnOnce(Vec<Tensor>) -> candle_core::Result<Tensor>,
@@ -345,7 +346,7 @@ fn arrive(
         _ => y.to_device(to)?,
     };
     // What was stopped on the device has left nothing there.
-    herald.failure().map_or(Ok(y), |failure| Err(failure.into()))
+    watchdog.failure().map_or(Ok(y), |failure| Err(failure.into()))
 }
 
 fn first(mut tensors: Vec<Tensor>) -> candle_core::Result<Tensor> {

@@ -5,8 +5,10 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
+
+use crate::sync::lock;
 
 /// The tickets of a device.
 #[derive(Default)]
@@ -35,7 +37,7 @@ impl LaunchOrder {
 impl Ticket {
     /// Waits for its turn for as long as `within`; returns whether it has come.
     pub(super) fn await_turn(&self, within: Duration) -> bool {
-        let dropped = self.order.dropped.lock().unwrap_or_else(PoisonError::into_inner);
+        let dropped = lock(&self.order.dropped);
         drop(self.order.changed.wait_timeout_while(dropped, within, |_| !self.has_turn()));
         self.has_turn()
     }
@@ -47,7 +49,7 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        let mut dropped = self.order.dropped.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut dropped = lock(&self.order.dropped);
         dropped.insert(self.number);
         let mut next = self.order.next.load(Ordering::Acquire);
         while dropped.remove(&next) {

@@ -22,16 +22,16 @@ mod memory;
 mod worker;
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use candle_core::{CudaDevice, Device};
 
-use crate::call::Journal;
-use crate::deadline::deadline;
-use crate::herald::{About, Herald};
-use crate::staff::Staff;
-use crate::store::{self, Client, Server};
-use crate::{Error, Options, Result, World};
+use crate::call::CallTrace;
+use crate::peer::PeerInfo;
+use crate::rendezvous::Rendezvous;
+use crate::store::{Client, Server};
+use crate::thread_pool::ThreadPool;
+use crate::watchdog::Watchdog;
+use crate::{Options, Result, World};
 use group::Group;
 use worker::{Rank, Worker};
 
@@ -48,92 +48,42 @@ pub fn join(
     host: Option<Server>,
     options: Options,
 ) -> Result<World> {
-    let refuse = |why: String| Error::Join { rank, size, why };
+    let rendezvous = Rendezvous::new(store.with_prefix("nccl"), rank, size, options.timeout)?;
     let Device::Cuda(cuda) = device else {
-        return Err(refuse(format!("NCCL connects GPUs, and this rank computes on {:?}", device.location())));
+        let why = format!("NCCL connects GPUs, and this rank computes on {:?}", device.location());
+        return Err(rendezvous.refuse(why));
     };
-    if rank >= size {
-        return Err(refuse("there is no such rank".to_owned()));
-    }
-    api::nccl().map_err(&refuse)?;
-    let meeting =
-        Meeting { store: store.with_prefix("nccl"), rank, size, deadline: deadline(options.timeout), options };
-    let own = this_process(rank, size, cuda).map_err(&refuse)?;
-    let others = meeting.meet(&own)?;
-    let herald = Arc::new(Herald::start(&meeting.store, rank, others, host, options.timeout)?);
-    let (staff, journal) = (Arc::<Staff>::default(), Journal::new(options.record));
+    let refuse = |why| rendezvous.refuse(why);
+    api::nccl().map_err(refuse)?;
+    let own = PeerInfo::this_process(rank, size, uuid(cuda).map_err(refuse)?);
+    let peers = rendezvous.meet(&own, |_| Ok(()))?;
+    check_devices(&peers).map_err(refuse)?;
+    let watchdog = Watchdog::start(rendezvous.store(), own, peers, options.timeout)?;
+    let watchdog = Arc::new(watchdog.with_host(host));
+    let (threads, trace) = (Arc::<ThreadPool>::default(), CallTrace::new(options.record));
     let (everyone, order) = ((0..size).collect::<Vec<_>>(), Arc::default());
-    let shared = Rank { herald: Arc::clone(&herald), device: cuda.clone(), order };
+    let shared = Rank { watchdog: Arc::clone(&watchdog), device: cuda.clone(), order };
     let worker = Worker::open(&shared, "world", "world".into(), &everyone);
-    let worker = worker.map_err(|trouble| herald.unconnected(trouble))?;
-    let group = Group::new(worker, device, journal.clone(), Arc::clone(&staff))?;
-    Ok(World::of(Arc::new(group), herald, options.timeout, staff, journal))
+    let worker = worker.map_err(|error| error.unconnected(&*watchdog, &everyone))?;
+    let group = Group::new(worker, device, trace.clone(), Arc::clone(&threads))?;
+    Ok(World::of(Arc::new(group), watchdog, options.timeout, threads, trace))
 }
 
-fn this_process(rank: usize, size: usize, device: &CudaDevice) -> Result<About, String> {
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+/// Returns the UUID of a rank's GPU.
+fn uuid(device: &CudaDevice) -> Result<String, String> {
     let uuid = device.cuda_stream().context().uuid().map_err(|error| format!("name its GPU: {error}"))?;
-    let device = uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
-    Ok(About { rank, size, host, pid: std::process::id(), device })
+    Ok(uuid.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect())
 }
 
-/// The ranks coming together in the store.
-struct Meeting {
-    store: Client,
-    rank: usize,
-    size: usize,
-    deadline: Instant,
-    options: Options,
-}
-
-impl Meeting {
-    /// Returns what all ranks say about themselves.
-    fn meet(&self, own: &About) -> Result<Vec<About>> {
-        if self.store.add(&format!("{}/claims", self.rank), 1)? > 1 {
-            return Err(self.refuse("another process has joined as this rank".to_owned()));
-        }
-        self.store.set(&key(self.rank), &own.encode())?;
-        let others = (0..self.size).map(|rank| self.await_one(rank)).collect::<Result<Vec<_>>>()?;
-        self.check(&others)?;
-        Ok(others)
-    }
-
-    fn await_one(&self, rank: usize) -> Result<About> {
-        let left = self.deadline.saturating_duration_since(Instant::now());
-        match self.store.wait_for(&[&key(rank)], left) {
-            Ok(()) => {}
-            Err(store::Error::Timeout { .. }) => {
-                let (absent, timeout) = (vec![rank], self.options.timeout);
-                return Err(Error::Absent { rank: self.rank, size: self.size, absent, timeout });
-            }
-            Err(error) => return Err(error.into()),
-        }
-        let about = About::decode(rank, &self.store.get(&key(rank))?);
-        about.ok_or_else(|| self.refuse(format!("rank {rank} runs another version of this program")))
-    }
-
-    fn check(&self, others: &[About]) -> Result<()> {
-        if let Some(other) = others.iter().find(|other| other.size != self.size) {
-            let (other, other_size) = (other.rank, other.size);
-            return Err(Error::OtherSize { rank: self.rank, size: self.size, other, other_size });
-        }
-        let twice = others.iter().enumerate().find_map(|(at, one)| {
-            let same = others[..at].iter().find(|other| other.device == one.device)?;
-            Some((same, one))
-        });
-        match twice {
-            None => Ok(()),
-            Some((one, other)) => Err(self.refuse(format!(
-                "{one} and {other} have the same GPU, and NCCL wants one for each; set ddp_backend: staged to share it"
-            ))),
-        }
-    }
-
-    fn refuse(&self, why: String) -> Error {
-        Error::Join { rank: self.rank, size: self.size, why }
-    }
-}
-
-fn key(rank: usize) -> String {
-    format!("{rank}/about")
+/// Fails if two ranks have one GPU.
+fn check_devices(peers: &[PeerInfo]) -> Result<(), String> {
+    let shared = peers.iter().enumerate().find_map(|(at, other)| {
+        let one = peers[..at].iter().find(|one| one.address == other.address)?;
+        Some((one, other))
+    });
+    shared.map_or(Ok(()), |(one, other)| {
+        Err(format!(
+            "{one} and {other} have the same GPU, and NCCL wants one for each; set ddp_backend: staged to share it"
+        ))
+    })
 }

@@ -15,8 +15,8 @@ use super::communicator::{Communicator, Step, unique_id};
 use super::description::decode;
 use super::launch_order::{LaunchOrder, Ticket};
 use super::memory::read_words;
-use crate::fabric::{Alarm, Trouble};
-use crate::herald::Herald;
+use crate::transport::{FailureChannel, TransportError};
+use crate::watchdog::Watchdog;
 use crate::{Call, Cause, Failure, Recv, Result, store};
 
 /// How often is looked at what is under way.
@@ -36,7 +36,7 @@ pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 /// The state that all groups of a rank share.
 #[derive(Clone)]
 pub(super) struct Rank {
-    pub(super) herald: Arc<Herald>,
+    pub(super) watchdog: Arc<Watchdog>,
     pub(super) device: CudaDevice,
     pub(super) order: Arc<LaunchOrder>,
 }
@@ -98,19 +98,19 @@ enum Described {
 
 impl Worker {
     /// Connects the ranks `members`, which all call this with the same `id`, never used before.
-    pub(super) fn open(rank: &Rank, id: &str, group: Arc<str>, members: &[usize]) -> Result<Self, Trouble> {
-        let own = rank.herald.rank();
+    pub(super) fn open(rank: &Rank, id: &str, group: Arc<str>, members: &[usize]) -> Result<Self, TransportError> {
+        let own = rank.watchdog.rank();
         let me = members.iter().position(|rank| *rank == own).expect("who opens a group is in it");
         let context = Arc::clone(rank.device.cuda_stream().context());
         let (stream, reads) = (context.new_stream().map_err(cuda)?, context.new_stream().map_err(cuda)?);
         stream.context().bind_to_thread().map_err(cuda)?;
-        let unique_id = meet(&rank.herald, id, members)?;
-        let communicator = Communicator::start(me, members.len(), unique_id).map_err(Trouble::Own)?;
+        let unique_id = meet(&rank.watchdog, id, members)?;
+        let communicator = Communicator::start(me, members.len(), unique_id).map_err(TransportError::Local)?;
         let (id, members, under_way) = (id.to_owned(), members.to_vec(), VecDeque::new());
         let (rank, communicator) = (rank.clone(), Some(communicator));
         let worker = Self { id, group, members, me, rank, stream, reads, communicator, under_way };
         worker.await_communicator(|| {
-            Some(Trouble::Own("NCCL has not connected the ranks within the time-out".to_owned()))
+            Some(TransportError::Local("NCCL has not connected the ranks within the time-out".to_owned()))
         })?;
         Ok(worker)
     }
@@ -139,18 +139,18 @@ impl Worker {
     pub(super) fn carry_out<T>(
         &mut self,
         call: &Call,
-        body: impl FnOnce(&mut Self) -> Result<T, Trouble>,
+        body: impl FnOnce(&mut Self) -> Result<T, TransportError>,
     ) -> Result<T> {
-        if let Some(failure) = self.rank.herald.failure() {
+        if let Some(failure) = self.rank.watchdog.failure() {
             return Err(failure.into());
         }
-        self.rank.herald.begin(&self.id, call);
+        self.rank.watchdog.begin(&self.id, call);
         let done = self.stream.context().bind_to_thread().map_err(cuda).and_then(|()| body(self));
-        done.map_err(|trouble| self.fail(call, trouble).into())
+        done.map_err(|error| self.fail(call, error).into())
     }
 
     /// Waits until all calls before the ticket's have launched, in whatever group.
-    pub(super) fn await_turn(&self, ticket: &Ticket) -> Result<(), Trouble> {
+    pub(super) fn await_turn(&self, ticket: &Ticket) -> Result<(), TransportError> {
         while !ticket.await_turn(LOOK_EVERY) {
             self.check()?;
         }
@@ -158,15 +158,21 @@ impl Worker {
     }
 
     /// Puts an operation onto the stream; returns what tells that it is done. Its tensors are kept until then.
-    pub(super) fn put(&mut self, call: &Call, ticket: Ticket, launch: Launch) -> Result<Arc<CudaEvent>, Trouble> {
+    pub(super) fn put(
+        &mut self,
+        call: &Call,
+        ticket: Ticket,
+        launch: Launch,
+    ) -> Result<Arc<CudaEvent>, TransportError> {
         let Launch { ready, steps, tensors, expected } = launch;
         self.await_turn(&ticket)?;
         self.stream.wait(&ready).map_err(cuda)?;
         let stream = self.stream.cu_stream().cast();
-        let communicator = self.communicator.as_ref().ok_or_else(|| Trouble::Own("NCCL was stopped".to_owned()))?;
+        let communicator =
+            self.communicator.as_ref().ok_or_else(|| TransportError::Local("NCCL was stopped".to_owned()))?;
         // SAFETY: the stream is of the communicator's device; the steps' addresses are those of `tensors`, which are kept in
         // `under_way` until `done`.
-        let put = unsafe { communicator.put(stream, &steps) }.map_err(Trouble::Own);
+        let put = unsafe { communicator.put(stream, &steps) }.map_err(TransportError::Local);
         let put = put.and_then(|()| self.await_communicator(|| self.late(call)));
         drop(ticket);
         let done = Arc::new(self.stream.record_event(None).map_err(cuda)?);
@@ -177,16 +183,16 @@ impl Worker {
     }
 
     /// Waits until what was put onto the stream is done.
-    pub(super) fn await_done(&mut self, call: &Call, done: &CudaEvent) -> Result<(), Trouble> {
+    pub(super) fn await_done(&mut self, call: &Call, done: &CudaEvent) -> Result<(), TransportError> {
         let began = Instant::now();
         while !done.try_is_complete().map_err(cuda)? {
             self.check()?;
-            if began.elapsed() > self.rank.herald.timeout()
-                && let Some(trouble) = self.late(call)
+            if began.elapsed() > self.rank.watchdog.timeout()
+                && let Some(error) = self.late(call)
                 // To find out who is late takes a while, in which it may have come.
                 && !done.try_is_complete().map_err(cuda)?
             {
-                return Err(trouble);
+                return Err(error);
             }
             thread::sleep(SHORTLY);
         }
@@ -194,21 +200,21 @@ impl Worker {
     }
 
     /// Fails if the world has ended, or NCCL has given up.
-    fn check(&self) -> Result<bool, Trouble> {
-        match (self.rank.herald.failure(), &self.communicator) {
-            (Some(failure), _) => Err(Trouble::Failed(failure)),
-            (None, Some(communicator)) => communicator.is_ready().map_err(Trouble::Own),
+    fn check(&self) -> Result<bool, TransportError> {
+        match (self.rank.watchdog.failure(), &self.communicator) {
+            (Some(failure), _) => Err(TransportError::Failed(failure)),
+            (None, Some(communicator)) => communicator.is_ready().map_err(TransportError::Local),
             (None, None) => Ok(true),
         }
     }
 
-    fn await_communicator(&self, late: impl Fn() -> Option<Trouble>) -> Result<(), Trouble> {
+    fn await_communicator(&self, late: impl Fn() -> Option<TransportError>) -> Result<(), TransportError> {
         let began = Instant::now();
         while !self.check()? {
-            if began.elapsed() > self.rank.herald.timeout()
-                && let Some(trouble) = late()
+            if began.elapsed() > self.rank.watchdog.timeout()
+                && let Some(error) = late()
             {
-                return Err(trouble);
+                return Err(error);
             }
             thread::sleep(SHORTLY);
         }
@@ -224,15 +230,15 @@ impl Worker {
             }
             let call = first.call.clone();
             self.under_way.push_front(first);
-            if let Err(trouble) = looked {
-                self.fail(&call, trouble);
+            if let Err(error) = looked {
+                self.fail(&call, error);
             }
             return;
         }
     }
 
     /// Returns whether the oldest call under way is done.
-    fn look_at(&self, first: &mut UnderWay) -> Result<bool, Trouble> {
+    fn look_at(&self, first: &mut UnderWay) -> Result<bool, TransportError> {
         if first.done.try_is_complete().map_err(cuda)? {
             first.expected.as_ref().map_or(Ok(()), |expected| self.compare(expected, Described::InFull))?;
             return Ok(true);
@@ -248,18 +254,18 @@ impl Worker {
             first.compare_after += COMPARE_EVERY;
             self.compare(expected, Described::Perhaps)?;
         }
-        if waited > self.rank.herald.timeout()
-            && let Some(trouble) = self.late(&first.call)
+        if waited > self.rank.watchdog.timeout()
+            && let Some(error) = self.late(&first.call)
             // To find out who is late takes a while, in which it may have come.
             && !first.done.is_complete()
         {
-            return Err(trouble);
+            return Err(error);
         }
         Ok(false)
     }
 
     /// Fails if a sender describes another tensor than this rank expects.
-    fn compare(&self, expected: &Expected, described: Described) -> Result<(), Trouble> {
+    fn compare(&self, expected: &Expected, described: Described) -> Result<(), TransportError> {
         let Expected { recv, description } = expected;
         let sent = decode(&read_words(&self.reads, description)?);
         let sent = sent.as_ref().map(|(dtype, shape)| (*dtype, shape.as_slice()));
@@ -267,21 +273,13 @@ impl Worker {
         if is_missing || sent.is_some_and(|(dtype, shape)| recv.fits(Some(dtype), shape)) {
             return Ok(());
         }
-        let ends = [recv.from, self.me].map(|rank| self.rank.herald.who(self.members[rank]));
-        Err(Trouble::Mismatch(recv.from, recv.unlike(sent, ends)))
+        let ends = [recv.from, self.me].map(|rank| self.rank.watchdog.who(self.members[rank]));
+        Err(TransportError::Mismatch(recv.from, recv.unlike(sent, ends)))
     }
 
     /// Ends the world with what went wrong in `call`, and stops what runs on the device; returns why the world ended.
-    fn fail(&mut self, call: &Call, trouble: Trouble) -> Failure {
-        let failure = match trouble.tell(&*self.rank.herald, &self.members) {
-            Err(failure) => failure,
-            Ok((rank, cause, what)) => {
-                let (group, members, seen_by) = (&self.group, &self.members, self.rank.herald.rank());
-                let message =
-                    format!("finish {call} in group {group} of ranks {members:?}: {what} (seen by rank {seen_by})");
-                self.rank.herald.fail(Failure { rank, cause, message })
-            }
-        };
+    fn fail(&mut self, call: &Call, error: TransportError) -> Failure {
+        let failure = error.unfinished(&*self.rank.watchdog, &self.members, call);
         self.stop();
         failure
     }
@@ -302,27 +300,27 @@ impl Worker {
         }
     }
 
-    fn late(&self, call: &Call) -> Option<Trouble> {
-        self.rank.herald.late(&self.id, &self.members, call, self.rank.herald.timeout())
+    fn late(&self, call: &Call) -> Option<TransportError> {
+        self.rank.watchdog.late(&self.id, &self.members, call)
     }
 
     /// Closes the group. A failure to do so ends the world.
     fn close(mut self) {
-        let (herald, communicator) = (Arc::clone(&self.rank.herald), self.communicator.take());
-        let Some(communicator) = communicator.filter(|_| herald.failure().is_none()) else { return };
+        let (watchdog, communicator) = (Arc::clone(&self.rank.watchdog), self.communicator.take());
+        let Some(communicator) = communicator.filter(|_| watchdog.failure().is_none()) else { return };
         let Err(what) = self.end(communicator) else { return };
-        let (rank, group, members) = (herald.rank(), &self.group, &self.members);
-        let message = format!("close group {group} of ranks {members:?}: {}: {what}", herald.who(rank));
-        herald.fail(Failure { rank, cause: Cause::Told, message });
+        let (rank, group, members) = (watchdog.rank(), &self.group, &self.members);
+        let message = format!("close group {group} of ranks {members:?}: {}: {what}", watchdog.who(rank));
+        watchdog.fail(Failure { rank, cause: Cause::Told, message });
     }
 
     /// Ends the communicator; what other ranks still read from this one is sent before.
     fn end(&self, communicator: Communicator) -> Result<(), String> {
         self.stream.context().bind_to_thread().map_err(|error| format!("CUDA: {error}"))?;
         communicator.finalize()?;
-        let (began, timeout) = (Instant::now(), self.rank.herald.timeout());
+        let (began, timeout) = (Instant::now(), self.rank.watchdog.timeout());
         while !communicator.is_ready()? {
-            if self.rank.herald.failure().is_some() {
+            if self.rank.watchdog.failure().is_some() {
                 return Ok(());
             }
             if began.elapsed() > timeout {
@@ -335,27 +333,28 @@ impl Worker {
 }
 
 /// Gives the ranks of a new group what they know each other by: the first hands it out.
-fn meet(herald: &Herald, id: &str, members: &[usize]) -> Result<UniqueId, Trouble> {
-    let (store, key) = (herald.store()?, format!("id/{id}"));
-    let lost = |error: store::Error| Trouble::Own(error.to_string());
-    if members[0] == herald.rank() {
-        let unique_id = unique_id().map_err(Trouble::Own)?;
+fn meet(watchdog: &Watchdog, id: &str, members: &[usize]) -> Result<UniqueId, TransportError> {
+    let (store, key) = (watchdog.store()?, format!("id/{id}"));
+    let lost = |error: store::Error| TransportError::Local(error.to_string());
+    if members[0] == watchdog.rank() {
+        let unique_id = unique_id().map_err(TransportError::Local)?;
         store.set(&key, &unique_id.0).map_err(lost)?;
         return Ok(unique_id);
     }
-    match store.wait_for(&[&key], herald.timeout()) {
+    match store.wait_for(&[&key], watchdog.timeout()) {
         Ok(()) => {}
         Err(store::Error::Timeout { timeout, .. }) => {
-            let what = format!("{} has not made NCCL's id within {timeout:?}", herald.who(members[0]));
-            return Err(Trouble::Overdue(0, what));
+            let what = format!("{} has not made NCCL's id within {timeout:?}", watchdog.who(members[0]));
+            return Err(TransportError::CallStalled(0, what));
         }
         Err(error) => return Err(lost(error)),
     }
     let bytes = store.get(&key).map_err(lost)?;
-    let bytes = bytes.try_into().map_err(|_| Trouble::Own("read NCCL's id: it has another length".to_owned()))?;
+    let bytes =
+        bytes.try_into().map_err(|_| TransportError::Local("read NCCL's id: it has another length".to_owned()))?;
     Ok(UniqueId(bytes))
 }
 
-pub(super) fn cuda(error: DriverError) -> Trouble {
-    Trouble::Own(format!("CUDA: {error}"))
+pub(super) fn cuda(error: DriverError) -> TransportError {
+    TransportError::Local(format!("CUDA: {error}"))
 }

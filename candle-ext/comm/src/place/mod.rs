@@ -9,6 +9,7 @@ mod nodelist;
 use std::collections::BTreeMap;
 use std::fmt;
 
+use crate::fnv1a::fnv1a;
 use nodelist::first_host;
 
 /// The variables of a process.
@@ -306,9 +307,7 @@ fn slurm_master(read: &Reader, is_one_machine: bool) -> Result<Master, PlaceErro
 /// A port from the last four digits of a job's number, as people do, or from a hash (FNV-1a) of its name. All are below
 /// those that the system gives out by itself.
 fn port_of_job(job: &str) -> u16 {
-    let number = job.parse().unwrap_or_else(|_| {
-        job.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
-    });
+    let number = job.parse().unwrap_or_else(|_| fnv1a(job.bytes().map(u64::from)));
     15000 + (number % 10000) as u16
 }
 

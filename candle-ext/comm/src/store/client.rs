@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,8 @@ use super::wire::{
     read_value,
 };
 use super::{Error, Result};
-use crate::deadline::deadline;
+use crate::liveness::deadline;
+use crate::sync::lock;
 
 /// How long a server that was reached may take to take a query, and for an answer that it need not wait for.
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
@@ -139,7 +140,7 @@ impl Client {
     }
 
     fn lock(&self) -> MutexGuard<'_, Connection> {
-        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.connection)
     }
 }
 

@@ -4,13 +4,14 @@ use std::collections::HashMap;
 use std::io::{BufReader, Write};
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::table::{ClientId, Table};
 use super::wire::{MAGIC, Query, STOP_WAITING};
 use super::{Error, Result};
+use crate::sync::lock;
 
 /// The time that a new connection gets for its first query. A port scanner does not keep a thread.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -92,7 +93,7 @@ struct State {
 impl Shared {
     // A thread that panicked holds no half-made change: every query is applied by one call.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candlewick_launch::cli::Cli;
 use candlewick_launch::host::Host;
-use candlewick_launch::plan::{Plan, Rendezvous};
+use candlewick_launch::plan::{Plan, RendezvousPlan};
 use candlewick_launch::streams::{PerRank, Streams};
 use clap::Parser;
 use serde_json::{Value, json};
@@ -38,10 +38,10 @@ fn settings(case: &Value, n_cores: usize) -> Option<Value> {
     let host = Host { n_cores, n_gpus, name: "h".into(), variables: BTreeMap::new() };
     let plan = Plan::resolve(&cli, &host).ok()?;
     let (backend, endpoint, mut options) = match &plan.rendezvous {
-        Rendezvous::Static { master, node_rank, .. } => {
+        RendezvousPlan::Static { master, node_rank, .. } => {
             ("static", master.to_string(), BTreeMap::from([("rank".to_owned(), node_rank.to_string())]))
         }
-        Rendezvous::Dynamic(dynamic) => ("c10d", dynamic.endpoint.to_string(), BTreeMap::new()),
+        RendezvousPlan::Dynamic(dynamic) => ("c10d", dynamic.endpoint.to_string(), BTreeMap::new()),
     };
     options.extend(cli.nodes.rdzv_conf.0.clone());
     let shown = plan.output.shown.as_ref();

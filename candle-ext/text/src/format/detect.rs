@@ -5,7 +5,8 @@ use serde_json::Value;
 use super::error::type_name;
 use super::hints;
 use super::known::known_role_mapping;
-use super::{Alpaca, Format, FormatError, Messages, Pairs, RoleMapping, ShareGpt, TextColumn};
+use super::row_format::Format;
+use super::{Alpaca, FormatError, Messages, Pairs, RoleMapping, ShareGpt, TextColumn};
 use crate::source::{Row, Source};
 
 /// What the recipe says about the columns of a data set; the default says nothing.
@@ -56,36 +57,39 @@ const PAIRS: [(&str, &str); 9] = [
 /// How many rows are looked at: JSON rows may leave columns out.
 const N_LOOKED_AT: usize = 16;
 
-pub(crate) fn find(request: &FormatRequest, source: &dyn Source) -> Result<Format, FormatError> {
-    check_keys(request)?;
-    let sight = Sight::of(source)?;
-    let known = request.id.as_deref().filter(|_| request.column.is_none()).and_then(known_role_mapping);
-    let format = if !request.role_mapping.is_empty() {
-        mapped(&sight, &request.role_mapping, request.content_key.as_deref())?
-    } else if let Some(name) = &request.format {
-        by_name(&sight, name, request)?
-    } else if let Some(known) = known {
-        let own = |(role, path): &(&str, &str)| ((*role).to_owned(), (*path).to_owned());
-        let roles: Vec<_> = known.iter().map(own).collect();
-        mapped(&sight, &roles, request.content_key.as_deref())?
-    } else if request.purpose == Purpose::Causal {
-        text(&sight, request)?
-    } else if request.content_key.is_some() {
-        by_name(&sight, "messages", request)?
-    } else if let Some(column) = &request.column {
-        chat_in(&sight, sight.require(column)?).unwrap_or_else(|| text_in(column))
-    } else {
-        by_sight(&sight)?
-    };
-    for (row, place) in sight.rows.iter().zip(&sight.places).take(1) {
-        format.parse(row).map_err(|fault| FormatError::Row {
-            place: place.clone(),
-            format: format.name(),
-            problem: fault.problem,
-            fix: fault.fix,
-        })?;
+impl Format {
+    /// Returns the format that `request` names, else the one that the first rows of `source` have.
+    pub fn find(request: &FormatRequest, source: &dyn Source) -> Result<Self, FormatError> {
+        check_keys(request)?;
+        let sight = Sight::of(source)?;
+        let known = request.id.as_deref().filter(|_| request.column.is_none()).and_then(known_role_mapping);
+        let format = if !request.role_mapping.is_empty() {
+            mapped(&sight, &request.role_mapping, request.content_key.as_deref())?
+        } else if let Some(name) = &request.format {
+            by_name(&sight, name, request)?
+        } else if let Some(known) = known {
+            let own = |(role, path): &(&str, &str)| ((*role).to_owned(), (*path).to_owned());
+            let roles: Vec<_> = known.iter().map(own).collect();
+            mapped(&sight, &roles, request.content_key.as_deref())?
+        } else if request.purpose == Purpose::Causal {
+            text(&sight, request)?
+        } else if request.content_key.is_some() {
+            by_name(&sight, "messages", request)?
+        } else if let Some(column) = &request.column {
+            chat_in(&sight, sight.require(column)?).unwrap_or_else(|| text_in(column))
+        } else {
+            by_sight(&sight)?
+        };
+        for (row, place) in sight.rows.iter().zip(&sight.places).take(1) {
+            format.parse(row).map_err(|fault| FormatError::Row {
+                place: place.clone(),
+                format: format.name(),
+                problem: fault.problem,
+                fix: fault.fix,
+            })?;
+        }
+        Ok(format)
     }
-    Ok(format)
 }
 
 /// Refuses keys that another one would leave without effect.

@@ -3,22 +3,15 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::{RepoId, RepoKind};
+use super::repo::{RepoId, RepoIdError, RepoKind};
 use crate::source::SourceError;
 
 /// A repository or file that cannot be had. Completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     /// The id cannot be one.
-    #[error("find the {} {id:?}: {problem}", kind.name())]
-    Id {
-        /// What was written.
-        id: String,
-        /// What was looked for.
-        kind: RepoKind,
-        /// Why it is no id, and what may be meant.
-        problem: String,
-    },
+    #[error(transparent)]
+    Id(#[from] RepoIdError),
     /// A folder on this machine that cannot serve as a model.
     #[error("use {name} as a model: {problem}")]
     Local {
@@ -212,6 +205,15 @@ impl HubError {
     pub(crate) fn cache(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
         Self::Cache { path: path.into(), source }
     }
+}
+
+/// Returns the last cause of an error, such as "connection refused".
+pub(crate) fn innermost(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(next) = cause.source() {
+        cause = next;
+    }
+    cause.to_string()
 }
 
 fn tried(n_tries: usize) -> String {

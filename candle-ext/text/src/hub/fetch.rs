@@ -17,8 +17,8 @@ use reqwest::{Client, ClientBuilder, Response, StatusCode, Url};
 
 use super::body::{Announced, Body};
 use super::cache::{Cache, is_inside, make_parent};
+use super::error::innermost;
 use super::patience::{Asked, Failure, Refusal, patiently};
-use super::remote::innermost;
 use super::retry_after::retry_after;
 use super::{HubError, HubSettings, Listed, RepoId};
 

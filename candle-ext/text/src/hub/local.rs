@@ -6,9 +6,14 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::HubError;
-use super::model::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, INDEX, WEIGHTS};
 use crate::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
 use crate::source::nearest_name;
+
+pub(super) const CONFIG: &str = "config.json";
+pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
+pub(super) const WEIGHTS: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
+pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 
 /// A model or adapter folder that was found on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -9,6 +9,7 @@ mod cache;
 mod dataset;
 mod error;
 mod fetch;
+mod listing;
 mod local;
 mod model;
 mod patience;
@@ -22,17 +23,16 @@ pub use error::HubError;
 pub use fetch::{OnProgress, Progress};
 pub use local::{Contents, LocalModel, local_model};
 pub use model::{ModelFolders, ModelPart};
-pub use repo::{RepoId, RepoKind};
+pub use repo::{RepoId, RepoIdError, RepoKind};
 pub use settings::HubSettings;
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use serde::{Deserialize, Serialize};
-
 use cache::Cache;
 use fetch::Wire;
+pub(crate) use listing::{Listed, Listing};
 use remote::Remote;
 
 /// The Hub as one process sees it. Cheap to share between threads by reference.
@@ -41,23 +41,6 @@ pub struct Hub {
     cache: Cache,
     /// Missing when offline: then nothing may be asked.
     online: Option<(Remote, Wire)>,
-}
-
-/// The files of a repository at one commit.
-pub(crate) struct Listing {
-    repo: RepoId,
-    revision: String,
-    commit: String,
-    files: Vec<Listed>,
-    /// As known from the cache, because the Hub was not or could not be asked: nothing can be fetched.
-    is_cached: bool,
-}
-
-/// One file of a listing.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Listed {
-    path: String,
-    size: u64,
 }
 
 /// Directives of a log filter that silence the Hub's libraries: what matters of their messages is in [`HubError`].
@@ -174,32 +157,5 @@ impl Hub {
         }
         let revision = revision.to_owned();
         Ok(Listing { repo: repo.clone(), revision, commit, files, is_cached: true })
-    }
-}
-
-impl Listing {
-    pub(crate) fn paths(&self) -> Vec<String> {
-        self.files.iter().map(|file| file.path.clone()).collect()
-    }
-
-    pub(crate) fn has(&self, path: &str) -> bool {
-        self.files.iter().any(|file| file.path == path)
-    }
-
-    /// A file that is wanted is not there.
-    pub(crate) fn lacks(&self, path: &str) -> HubError {
-        if self.is_cached {
-            return HubError::offline(&self.repo, &self.revision, format!("{path} is not in the cache"));
-        }
-        HubError::FileNotFound { id: self.repo.to_string(), revision: self.revision.clone(), file: path.to_owned() }
-    }
-
-    /// What is there does not do.
-    pub(crate) fn unfit(&self, problem: String) -> HubError {
-        if self.is_cached {
-            let missing = format!("what the cache holds does not do: {problem}");
-            return HubError::offline(&self.repo, &self.revision, missing);
-        }
-        HubError::Contents { id: self.repo.to_string(), problem }
     }
 }

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::local::{Contents, LocalModel, base_of, local_model, near, shorten};
+use super::local::{
+    ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, Contents, INDEX, LocalModel, WEIGHTS, base_of, local_model, near, shorten,
+};
 use super::{Hub, HubError, Listing, RepoId, RepoKind};
 use crate::files::{MAX_GENERATED_BYTES, read_regular_text_file, without_bom};
 
@@ -28,11 +30,6 @@ pub struct ModelFolders {
     pub notes: Vec<String>,
 }
 
-pub(super) const CONFIG: &str = "config.json";
-pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
-pub(super) const WEIGHTS: &str = "model.safetensors";
-pub(super) const INDEX: &str = "model.safetensors.index.json";
-pub(super) const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 /// Taken where they are there.
 const SMALL: [&str; 13] = [
     CONFIG,

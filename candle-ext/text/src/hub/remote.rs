@@ -6,6 +6,7 @@ use hf_hub::repository::{RepoTreeEntry, RepoTypeDataset, RepoTypeModel};
 use hf_hub::{HFClient, HFClientSync, HFError, HFResult};
 
 use super::cache::{is_commit, is_inside};
+use super::error::innermost;
 use super::fetch::listing_client;
 use super::patience::{Asked, Failure, Refusal, patiently};
 use super::{HubError, HubSettings, Listed, RepoId, RepoKind};
@@ -116,13 +117,4 @@ fn wait(error: &HFError) -> Option<Duration> {
         HFError::RateLimited { retry_after, .. } => *retry_after,
         _ => None,
     }
-}
-
-/// The last cause of an error, which is the one that says something: "connection refused".
-pub(crate) fn innermost(error: &dyn std::error::Error) -> String {
-    let mut cause = error;
-    while let Some(next) = cause.source() {
-        cause = next;
-    }
-    cause.to_string()
 }

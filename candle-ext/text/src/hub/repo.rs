@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use super::HubError;
-
 /// What a repository holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RepoKind {
@@ -20,6 +18,18 @@ pub struct RepoId {
     id: String,
 }
 
+/// A text that cannot be the id of a repository.
+#[derive(Debug, thiserror::Error)]
+#[error("find the {} {id:?}: {problem}", kind.name())]
+pub struct RepoIdError {
+    /// The text as it was written.
+    pub id: String,
+    /// The kind of repository that it was to name.
+    pub kind: RepoKind,
+    /// Why it is no id, and what may be meant.
+    pub problem: String,
+}
+
 const MAX_LEN: usize = 96;
 
 impl RepoKind {
@@ -34,12 +44,12 @@ impl RepoKind {
 
 impl RepoId {
     /// Checks that `id` can be a Hub id; the error proposes what may be meant.
-    pub fn parse(kind: RepoKind, id: &str) -> Result<Self, HubError> {
+    pub fn parse(kind: RepoKind, id: &str) -> Result<Self, RepoIdError> {
         match problem_of(id) {
             None => Ok(Self { kind, id: id.to_owned() }),
             Some(problem) => {
                 let near = Self::meant(id).map_or(String::new(), |m| format!("; did you mean {m}?"));
-                Err(HubError::Id { id: id.to_owned(), kind, problem: format!("{problem}{near}") })
+                Err(RepoIdError { id: id.to_owned(), kind, problem: format!("{problem}{near}") })
             }
         }
     }

@@ -1,7 +1,5 @@
 //! Names of the files that a source reads, for logs and results.
 
-use super::{Row, Source, SourceError};
-
 /// Files that a source reads, and the split that they make.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SourceFiles {
@@ -35,7 +33,8 @@ impl SourceFiles {
         (self.n_available > 1).then(|| format!("{n} of {} files: {}{split}", self.n_available, named(&self.paths)))
     }
 
-    fn join(mut self, other: Self) -> Self {
+    /// Adds the files of a source that is read after this one.
+    pub(super) fn join(mut self, other: Self) -> Self {
         if self.place == other.place {
             self.n_available = self.n_available.max(other.n_available);
             self.split = self.split.zip(other.split).map(|(a, b)| if a == b { a } else { format!("{a}+{b}") });
@@ -46,11 +45,6 @@ impl SourceFiles {
         let paths = [self.full_paths(), other.full_paths()].concat();
         Self { place: None, paths, n_available, split: None }
     }
-
-    /// Merges the files of sources that are read one after another.
-    pub(super) fn of_all<'a>(sources: impl IntoIterator<Item = &'a dyn Source>) -> Self {
-        sources.into_iter().map(Source::files).reduce(Self::join).unwrap_or_default()
-    }
 }
 
 /// Names the first of several files and counts the others.
@@ -59,27 +53,6 @@ pub fn named(paths: &[String]) -> String {
     match paths.len().saturating_sub(MAX_NAMED) {
         0 => shown,
         n => format!("{shown} and {n} more"),
-    }
-}
-
-/// A source together with the files that it reads.
-pub(crate) struct WithFiles {
-    pub(crate) inner: Box<dyn Source>,
-    pub(crate) files: SourceFiles,
-}
-
-impl Source for WithFiles {
-    fn len(&self) -> usize {
-        self.inner.len()
-    }
-    fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
-        self.inner.row(row_idx)
-    }
-    fn locate(&self, row_idx: usize) -> String {
-        self.inner.locate(row_idx)
-    }
-    fn files(&self) -> SourceFiles {
-        self.files.clone()
     }
 }
 

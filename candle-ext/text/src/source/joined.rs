@@ -1,4 +1,4 @@
-//! Sources in a row, and a part of a source.
+//! Sources made of other sources: several in a row, a part of one, one with the names of its files.
 
 use std::ops::Range;
 
@@ -43,7 +43,7 @@ impl Source for Joined {
         part.locate(row_idx)
     }
     fn files(&self) -> SourceFiles {
-        SourceFiles::of_all(self.parts.iter().map(AsRef::as_ref))
+        self.parts.iter().map(|part| part.files()).reduce(SourceFiles::join).unwrap_or_default()
     }
 }
 
@@ -73,5 +73,26 @@ impl Source for Sliced {
     }
     fn files(&self) -> SourceFiles {
         self.inner.files()
+    }
+}
+
+/// A source together with the files that it reads.
+pub(crate) struct WithFiles {
+    pub(crate) inner: Box<dyn Source>,
+    pub(crate) files: SourceFiles,
+}
+
+impl Source for WithFiles {
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+    fn row(&self, row_idx: usize) -> Result<Row, SourceError> {
+        self.inner.row(row_idx)
+    }
+    fn locate(&self, row_idx: usize) -> String {
+        self.inner.locate(row_idx)
+    }
+    fn files(&self) -> SourceFiles {
+        self.files.clone()
     }
 }

@@ -8,8 +8,8 @@ use super::json_file::JsonFile;
 use super::json_lines::JsonLines;
 use super::mapped::Mapped;
 use super::parquet_file::ParquetFile;
-use super::text_file::TextFile;
-use super::{ReadOptions, Source, SourceError};
+use super::text_file::{SampleBy, TextFile};
+use super::{Source, SourceError};
 
 /// A family of file formats that can stand in one data set together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,6 +22,17 @@ pub enum Kind {
     Csv,
     /// `.txt`
     Text,
+}
+
+/// The choices that the content of files leaves open.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ReadOptions {
+    /// The part of a `.txt` file that is a row.
+    pub sample_by: SampleBy,
+    /// The key of a `.json` object that holds the list of rows.
+    pub field: Option<String>,
+    /// The character between the columns of a `.csv` or `.tsv` file; `None`: a comma, or a tab.
+    pub delimiter: Option<u8>,
 }
 
 /// Endings of compressed files that are unpacked.

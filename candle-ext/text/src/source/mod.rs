@@ -29,7 +29,7 @@ pub use cards::Card;
 pub use error::SourceError;
 pub use files::{SourceFiles, named};
 pub use joined::{Joined, Sliced};
-pub use kind::{Kind, data_files};
+pub use kind::{Kind, ReadOptions, data_files};
 pub use local::{FileSelector, LocalRequest, open_files, open_local};
 pub use one_file::{FileNames, Unnamed, name_words};
 pub use spec::{Bound, Slice, Spec, SplitPart};
@@ -37,7 +37,7 @@ pub use splits::{Selection, SplitQuery, choose};
 pub use strict::parse_value;
 pub use text_file::SampleBy;
 
-pub(crate) use files::WithFiles;
+pub(crate) use joined::WithFiles;
 pub(crate) use local::{join, near_sibling, nearest_name, slice};
 pub(crate) use splits::patterns_of;
 
@@ -64,15 +64,4 @@ pub trait Source: Send + Sync {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-}
-
-/// How files are read where their content leaves a choice.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ReadOptions {
-    /// What a row of a `.txt` file is.
-    pub sample_by: SampleBy,
-    /// The key of a `.json` object that holds the list of rows.
-    pub field: Option<String>,
-    /// What stands between the columns of a `.csv` or `.tsv` file; `None`: a comma, or a tab.
-    pub delimiter: Option<u8>,
 }

@@ -2,15 +2,43 @@
 
 use serde_json::Value as Json;
 
-use super::arguments;
 use crate::conversation::{Conversation, Message};
 
 /// The forms to try in turn: arguments of tool calls as objects, missing contents as empty texts, and both.
 pub(super) fn forms(chat: &Conversation) -> impl Iterator<Item = Conversation> {
-    let objects = arguments::as_objects(chat);
+    let objects = as_objects(chat);
     let contents = with_contents(chat);
     let both = objects.as_ref().and_then(with_contents);
     [objects, contents, both].into_iter().flatten()
+}
+
+/// Returns the conversation with objects where arguments were JSON text, if there are any such.
+pub(super) fn as_objects(chat: &Conversation) -> Option<Conversation> {
+    let messages: Vec<Option<Message>> = chat.messages.iter().map(with_objects).collect();
+    if messages.iter().all(Option::is_none) {
+        return None;
+    }
+    let pairs = messages.into_iter().zip(&chat.messages);
+    let messages = pairs.map(|(changed, own)| changed.unwrap_or_else(|| own.clone())).collect();
+    Some(Conversation { messages, tools: chat.tools.clone() })
+}
+
+fn with_objects(message: &Message) -> Option<Message> {
+    let mut calls = message.fields().get("tool_calls")?.clone();
+    let mut has_changed = false;
+    for call in calls.as_array_mut()? {
+        let call = if call.get("function").is_some() { &mut call["function"] } else { call };
+        if let Some(object) = call.get("arguments").and_then(object) {
+            call["arguments"] = object;
+            has_changed = true;
+        }
+    }
+    has_changed.then(|| message.clone().with("tool_calls", calls))
+}
+
+/// Returns the object that arguments hold as JSON text.
+pub(super) fn object(arguments: &Json) -> Option<Json> {
+    serde_json::from_str(arguments.as_str()?).ok().filter(Json::is_object)
 }
 
 /// Data sets write `content: null` beside tool calls, and templates add texts to it.

@@ -229,7 +229,7 @@ fn a_rank_that_was_given_up_blames_the_others_and_not_the_folder() {
                 _ => Err("rank 1 was silent for 3s".into()),
             }
         }
-        fn at_work(&self) -> Option<candlewick_comm::AtWork> {
+        fn at_work(&self) -> Option<candlewick_comm::KeepAlive> {
             None
         }
     }

@@ -1,0 +1,188 @@
+//! The ranks that wait for each other while nothing moves, and those of them that show no sign of life.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::SIGNS_PER_TIMEOUT;
+
+/// The last signs of life of each rank of a world.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct WaitGraph(BTreeMap<usize, RankSigns>);
+
+/// The last signs of life of one rank.
+#[derive(Clone, Debug, Default)]
+struct RankSigns {
+    busy: Option<Instant>,
+    /// The ranks that it waits for, each with the time at which it said so.
+    waits_for: BTreeMap<usize, Instant>,
+}
+
+/// The state of one rank along a chain of waits.
+enum RankState {
+    Busy,
+    Silent,
+    WaitsFor(Vec<usize>),
+}
+
+/// The time that one rank has waited in one exchange.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wait {
+    timeout: Duration,
+    last_progress: Instant,
+    /// The last time at which this rank showed that it waits.
+    shown: Instant,
+}
+
+impl WaitGraph {
+    /// Notes that a rank is busy with work of its own.
+    pub(crate) fn busy(&mut self, rank: usize) {
+        self.0.entry(rank).or_default().busy = Some(Instant::now());
+    }
+
+    /// Notes that a rank waits for others.
+    pub(crate) fn waits(&mut self, rank: usize, others: &[usize]) {
+        let now = Instant::now();
+        self.0.entry(rank).or_default().waits_for.extend(others.iter().map(|other| (*other, now)));
+    }
+
+    /// Returns the ranks to hold responsible once `own` has waited for `others` for the whole time-out.
+    ///
+    /// The chains of waits are followed, also through other threads of `own`. The ranks on them that showed nothing are
+    /// returned. If all wait for each other, `others` are. If a chain ends at a busy rank and none is silent, none are.
+    pub(crate) fn suspects(&self, own: usize, others: &[usize], wait: &Wait) -> Option<Vec<usize>> {
+        if !wait.is_over() {
+            return None;
+        }
+        let (mut visited, mut silent, mut is_any_busy) = (others.to_vec(), Vec::new(), false);
+        let mut next = 0;
+        while let Some(&rank) = visited.get(next) {
+            next += 1;
+            match self.state(rank, rank == own, wait.timeout) {
+                RankState::Busy => is_any_busy = true,
+                RankState::Silent => silent.push(rank),
+                RankState::WaitsFor(ranks) => {
+                    let new: Vec<usize> = ranks.into_iter().filter(|rank| !visited.contains(rank)).collect();
+                    visited.extend(new);
+                }
+            }
+        }
+        match (silent.is_empty(), is_any_busy) {
+            (false, _) => Some(silent),
+            (true, true) => None,
+            (true, false) => Some(others.to_vec()),
+        }
+    }
+
+    /// Returns the state of a rank. A busy rank has the whole time-out for its next call; a rank that waits repeats that
+    /// more often. This process itself is never silent.
+    fn state(&self, rank: usize, is_own: bool, timeout: Duration) -> RankState {
+        let signs = self.0.get(&rank);
+        if signs.and_then(|signs| signs.busy).is_some_and(|seen| seen.elapsed() < timeout) {
+            return RankState::Busy;
+        }
+        let is_recent = |(_, seen): &(&usize, &Instant)| seen.elapsed() < timeout / 2;
+        let waits_for = signs.into_iter().flat_map(|signs| &signs.waits_for).filter(is_recent);
+        let waits_for: Vec<usize> = waits_for.map(|(other, _)| *other).collect();
+        if waits_for.is_empty() && !is_own { RankState::Silent } else { RankState::WaitsFor(waits_for) }
+    }
+}
+
+impl Wait {
+    pub(crate) fn begin(timeout: Duration) -> Self {
+        let now = Instant::now();
+        Self { timeout, last_progress: now, shown: now }
+    }
+
+    /// Begins the wait anew, because something has moved.
+    pub(crate) fn progress(&mut self) {
+        *self = Self::begin(self.timeout);
+    }
+
+    /// Returns for how long nothing has moved.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.last_progress.elapsed()
+    }
+
+    /// Returns whether it has lasted for the time-out.
+    pub(crate) fn is_over(&self) -> bool {
+        self.left().is_zero()
+    }
+
+    /// Returns the time until the time-out ends or this rank should show again that it waits.
+    pub(crate) fn patience(&self) -> Duration {
+        let until_shown = (self.timeout / SIGNS_PER_TIMEOUT).saturating_sub(self.shown.elapsed());
+        let left = self.left();
+        if left.is_zero() { until_shown } else { until_shown.min(left) }
+    }
+
+    /// Returns whether this rank should show again that it waits.
+    pub(crate) fn is_to_be_shown(&mut self) -> bool {
+        let is_due = self.shown.elapsed() >= self.timeout / SIGNS_PER_TIMEOUT;
+        if is_due {
+            self.shown = Instant::now();
+        }
+        is_due
+    }
+
+    fn left(&self) -> Duration {
+        self.timeout.saturating_sub(self.last_progress.elapsed())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the suspects of rank 0 after the time-out, which waits for `others`, where these are busy and those wait.
+    fn suspects(others: &[usize], busy: &[usize], waiting: &[(usize, &[usize])]) -> Option<Vec<usize>> {
+        let timeout = Duration::from_secs(3600);
+        let mut graph = WaitGraph::default();
+        busy.iter().for_each(|rank| graph.busy(*rank));
+        waiting.iter().for_each(|(rank, others)| graph.waits(*rank, others));
+        let begun = Wait::begin(timeout);
+        assert_eq!(graph.suspects(0, others, &begun), None, "its time is not up");
+        let long_ago = Instant::now().checked_sub(timeout).expect("the machine has been up for an hour");
+        graph.suspects(0, others, &Wait { last_progress: long_ago, ..begun })
+    }
+
+    #[test]
+    fn silent_ranks_are_suspects_and_waiting_or_busy_ones_are_not() {
+        assert_eq!(suspects(&[1, 2], &[], &[]), Some(vec![1, 2]));
+        assert_eq!(suspects(&[1, 2], &[2], &[]), Some(vec![1]));
+        assert_eq!(suspects(&[1, 2], &[1, 2], &[]), None);
+        // Along a chain.
+        assert_eq!(suspects(&[1], &[], &[(1, &[2]), (2, &[3])]), Some(vec![3]));
+        assert_eq!(suspects(&[1], &[3], &[(1, &[2]), (2, &[3])]), None);
+        assert_eq!(suspects(&[1], &[3], &[(1, &[2, 3])]), Some(vec![2]));
+        // For another thread of this rank, which waits for another rank, or is busy.
+        assert_eq!(suspects(&[1], &[], &[(0, &[1, 2]), (1, &[0])]), Some(vec![2]));
+        assert_eq!(suspects(&[1], &[0], &[(0, &[1]), (1, &[0])]), None);
+        // In a circle.
+        assert_eq!(suspects(&[1], &[], &[(1, &[2]), (2, &[0, 1])]), Some(vec![1]));
+        assert_eq!(suspects(&[1], &[3], &[(1, &[2]), (2, &[0])]), Some(vec![1]));
+    }
+
+    #[test]
+    fn old_signs_of_life_do_not_count() {
+        let mut graph = WaitGraph::default();
+        graph.busy(1);
+        graph.waits(2, &[1]);
+        let wait = Wait::begin(Duration::ZERO);
+        assert_eq!(graph.suspects(0, &[1, 2], &wait), Some(vec![1, 2]));
+    }
+
+    #[test]
+    fn a_wait_is_shown_several_times_before_it_is_over() {
+        let timeout = Duration::from_secs(80);
+        let ago = |seconds| Instant::now().checked_sub(Duration::from_secs(seconds)).expect("the machine is up");
+        let mut wait = Wait { timeout, last_progress: ago(75), shown: ago(2) };
+        assert!(wait.patience() <= Duration::from_secs(5) && !wait.is_to_be_shown());
+        wait.shown = ago(11);
+        assert!(wait.patience().is_zero() && wait.is_to_be_shown() && !wait.is_to_be_shown());
+        let over = Wait { timeout, last_progress: ago(90), shown: ago(1) };
+        assert!(over.patience() > Duration::from_secs(5));
+        wait.progress();
+        assert!(wait.patience() > Duration::from_secs(5));
+    }
+}

@@ -1,0 +1,133 @@
+//! The sockets of one group, all of them sending and receiving at once.
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use super::shared::Shared;
+use crate::liveness::Wait;
+use crate::transport::{Connections, TransportError};
+
+/// How much is written to one rank before the others get their turn.
+const TURN_BYTES: usize = 1 << 18;
+
+/// One rank's sockets in one group.
+pub(super) struct UnixSocketConnections {
+    streams: Vec<Option<UnixStream>>,
+    /// The world ranks of the group's ranks.
+    members: Vec<usize>,
+    shared: Arc<Shared>,
+    timeout: Duration,
+}
+
+impl UnixSocketConnections {
+    pub(super) fn new(
+        streams: Vec<Option<UnixStream>>,
+        members: Vec<usize>,
+        shared: Arc<Shared>,
+        timeout: Duration,
+    ) -> Self {
+        Self { streams, members, shared, timeout }
+    }
+
+    /// Waits until sockets that have something to do can do it, the world has ended, or `left` has passed; returns the
+    /// peers of these sockets.
+    fn await_any(&self, send: &[&[u8]], recv: &[&mut [u8]], left: Duration) -> Result<Vec<usize>, TransportError> {
+        let mut fds = vec![PollFd::new(self.shared.ended(), PollFlags::IN)];
+        let mut peers = Vec::with_capacity(self.streams.len());
+        for (peer, stream) in self.streams.iter().enumerate() {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::OUT, !send[peer].is_empty());
+            flags.set(PollFlags::IN, !recv[peer].is_empty());
+            if let (Some(stream), false) = (stream, flags.is_empty()) {
+                fds.push(PollFd::new(stream, flags));
+                peers.push(peer);
+            }
+        }
+        let left = Timespec { tv_sec: left.as_secs().min(1 << 30) as i64, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut fds, Some(&left)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(TransportError::Local(format!("wait for the others: {error}"))),
+        }
+        let ready = fds[1..].iter().zip(peers).filter(|(fd, _)| !fd.revents().is_empty());
+        Ok(ready.map(|(_, peer)| peer).collect())
+    }
+}
+
+impl Connections for UnixSocketConnections {
+    fn exchange(&mut self, send: &[&[u8]], recv: &mut [&mut [u8]]) -> Result<(), TransportError> {
+        // What is left of each.
+        let mut send = send.to_vec();
+        let mut recv: Vec<&mut [u8]> = recv.iter_mut().map(|place| &mut **place).collect();
+        let mut wait = Wait::begin(self.timeout);
+        let mut ready: Vec<usize> = (0..self.streams.len()).collect();
+        loop {
+            let mut moved = false;
+            for peer in ready {
+                let Some(stream) = &self.streams[peer] else { continue };
+                let turn = write_some(stream, &mut send[peer])
+                    .and_then(|wrote| Ok(wrote | read_some(stream, &mut recv[peer])?));
+                moved |= turn.map_err(|error| self.shared.why_closed(self.members[peer], peer, error))?;
+            }
+            if send.iter().all(|left| left.is_empty()) && recv.iter().all(|left| left.is_empty()) {
+                return Ok(());
+            }
+            if moved {
+                wait.progress();
+            } else if let Some(failure) = self.shared.monitor.failure() {
+                return Err(TransportError::Failed(failure));
+            }
+            let waits_for = || late(&send, &recv).into_iter().map(|peer| self.members[peer]).collect::<Vec<_>>();
+            if wait.is_to_be_shown() {
+                self.shared.show_wait(&waits_for());
+            }
+            if wait.is_over()
+                && let Some(silent) = self.shared.suspects(&waits_for(), &wait)
+            {
+                return Err(TransportError::PeersTimedOut(silent, self.timeout));
+            }
+            ready = self.await_any(&send, &recv, wait.patience())?;
+        }
+    }
+}
+
+fn write_some(mut stream: &UnixStream, left: &mut &[u8]) -> io::Result<bool> {
+    if left.is_empty() {
+        return Ok(false);
+    }
+    let Some(n) = unless_busy(stream.write(&left[..left.len().min(TURN_BYTES)]))? else { return Ok(false) };
+    *left = &left[n..];
+    Ok(true)
+}
+
+fn read_some(mut stream: &UnixStream, left: &mut &mut [u8]) -> io::Result<bool> {
+    if left.is_empty() {
+        return Ok(false);
+    }
+    match unless_busy(stream.read(left))? {
+        Some(0) => Err(ErrorKind::UnexpectedEof.into()),
+        Some(n) => {
+            *left = &mut std::mem::take(left)[n..];
+            Ok(true)
+        }
+        None => Ok(false),
+    }
+}
+
+/// Returns what was done, or nothing if that was not possible just now.
+fn unless_busy(done: io::Result<usize>) -> io::Result<Option<usize>> {
+    match done {
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
+        done => done.map(Some),
+    }
+}
+
+/// Those from whom something is missing; those who do not take what they are sent, if nothing is.
+fn late(send: &[&[u8]], recv: &[&mut [u8]]) -> Vec<usize> {
+    let silent: Vec<usize> = (0..recv.len()).filter(|peer| !recv[*peer].is_empty()).collect();
+    if silent.is_empty() { (0..send.len()).filter(|peer| !send[*peer].is_empty()).collect() } else { silent }
+}

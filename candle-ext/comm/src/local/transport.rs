@@ -1,0 +1,174 @@
+//! One process's connections to all others: the sockets of each group, and the reports of failures.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::{self, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt::set_socket_send_buffer_size;
+
+use super::connections::UnixSocketConnections;
+use super::shared::{CONTROL, Shared};
+use super::watch::{Watcher, hello};
+use crate::failure::StoreArbiter;
+use crate::liveness::deadline;
+use crate::peer::PeerInfo;
+use crate::rendezvous::Rendezvous;
+use crate::transport::{Connections, FailureChannel, Transport, TransportError};
+use crate::{Call, Failure, Options, Result};
+
+/// The buffer requested of the kernel for each socket; it may grant less.
+const BUFFER_BYTES: usize = 1 << 20;
+
+/// A socket that others find by name.
+pub(super) struct Listening {
+    name: String,
+    listener: UnixListener,
+}
+
+impl Listening {
+    /// Listens on an abstract socket: nothing is left behind in the file system, however the process ends.
+    pub(super) fn start() -> io::Result<Self> {
+        let random = RandomState::new().build_hasher().finish();
+        let name = format!("candlewick-{}-{random:016x}", std::process::id());
+        let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name)?)?;
+        Ok(Self { name, listener })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+/// See [`Transport`].
+pub(super) struct UnixSocketTransport {
+    shared: Arc<Shared>,
+    timeout: Duration,
+    watcher: Option<JoinHandle<()>>,
+    wake: UnixStream,
+}
+
+impl UnixSocketTransport {
+    /// Connects this rank to `peers`, and watches them and `listening` from then on.
+    pub(super) fn connect(
+        rendezvous: &Rendezvous,
+        peers: Vec<PeerInfo>,
+        listening: Listening,
+        options: &Options,
+    ) -> Result<Self> {
+        let system = |error: io::Error| candle_core::Error::wrap(error);
+        let arbiter = StoreArbiter::connect(rendezvous.store())?;
+        let shared = Arc::new(Shared::new(rendezvous.rank(), peers, arbiter).map_err(system)?);
+        let (wake, woken) = UnixStream::pair().map_err(system)?;
+        listening.listener.set_nonblocking(true).map_err(system)?;
+        let watcher = Watcher { shared: Arc::clone(&shared), listener: listening.listener, accepts: true, woken };
+        let watcher = Some(watcher.start().map_err(system)?);
+        let transport = Self { shared, timeout: options.timeout, watcher, wake };
+        let everyone: Vec<usize> = (0..transport.shared.peers.len()).collect();
+        transport.connect_all(rendezvous.deadline()).map_err(|error| error.unconnected(&transport, &everyone))?;
+        Ok(transport)
+    }
+
+    /// Connects to everyone; each is listened to from when it is connected.
+    fn connect_all(&self, deadline: Instant) -> Result<(), TransportError> {
+        for rank in 0..self.shared.rank {
+            let stream = self.call(CONTROL, rank).map_err(|error| uncalled(rank, error))?;
+            self.shared.arrived(CONTROL, rank, stream);
+            self.poke();
+        }
+        self.shared.await_all(deadline, self.timeout)
+    }
+
+    /// Connects to each of `members`: the higher rank calls, the lower is called.
+    fn streams(&self, id: &str, members: &[usize]) -> Result<Vec<Option<UnixStream>>, TransportError> {
+        let deadline = deadline(self.timeout);
+        for (index, rank) in members.iter().enumerate().filter(|(_, rank)| **rank < self.shared.rank) {
+            let stream = self.call(id, *rank).map_err(|error| uncalled(index, error))?;
+            self.shared.arrived(id, *rank, stream);
+        }
+        let await_one = |(index, rank): (usize, &usize)| {
+            if *rank == self.shared.rank {
+                return Ok(None);
+            }
+            let stream = self.shared.await_arrival(id, *rank, deadline)?;
+            stream.map(Some).ok_or(TransportError::Timeout(vec![index], self.timeout))
+        };
+        members.iter().enumerate().map(await_one).collect()
+    }
+
+    fn call(&self, id: &str, rank: usize) -> io::Result<UnixStream> {
+        let addr = SocketAddr::from_abstract_name(&self.shared.peers[rank].address)?;
+        let mut stream = UnixStream::connect_addr(&addr)?;
+        stream.write_all(&hello(id, self.shared.rank))?;
+        Ok(stream)
+    }
+
+    fn poke(&self) {
+        // A full pipe is as good as another byte in it.
+        let _ = (&self.wake).write(&[1]);
+    }
+}
+
+impl FailureChannel for UnixSocketTransport {
+    fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    fn who(&self, rank: usize) -> String {
+        self.shared.who(rank)
+    }
+
+    fn fail(&self, failure: Failure) -> Failure {
+        self.shared.fail(failure)
+    }
+
+    fn failure(&self) -> Option<Failure> {
+        self.shared.monitor.failure()
+    }
+
+    fn await_failure(&self, within: Duration) -> Option<Failure> {
+        self.shared.monitor.await_failure(within)
+    }
+
+    fn beat(&self) {
+        self.shared.beat();
+    }
+}
+
+impl Transport for UnixSocketTransport {
+    fn open(&self, id: &str, members: &[usize]) -> Result<Box<dyn Connections>, TransportError> {
+        let streams = self.streams(id, members)?;
+        for stream in streams.iter().flatten() {
+            // A smaller buffer than asked for is slower, not wrong.
+            let _ = set_socket_send_buffer_size(stream, BUFFER_BYTES);
+            stream.set_nonblocking(true).map_err(|error| TransportError::Local(error.to_string()))?;
+        }
+        Ok(Box::new(UnixSocketConnections::new(streams, members.to_vec(), Arc::clone(&self.shared), self.timeout)))
+    }
+
+    fn doing(&self, id: &str, call: Option<&Call>) {
+        self.shared.doing(id, call);
+    }
+}
+
+impl Drop for UnixSocketTransport {
+    fn drop(&mut self) {
+        self.shared.leave();
+        self.poke();
+        if let Some(watcher) = self.watcher.take() {
+            let _ = watcher.join();
+        }
+    }
+}
+
+/// Says whose fault it is that a call did not get through.
+fn uncalled(peer: usize, error: io::Error) -> TransportError {
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset};
+    if matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset) {
+        return TransportError::Unreachable(peer, error);
+    }
+    TransportError::Local(format!("connect to another rank: {error}"))
+}

@@ -1,0 +1,45 @@
+//! Ranks that are threads of one process: for tests, and for runs on one machine that need no processes.
+
+mod transport;
+
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread;
+
+use crate::panic::said;
+use crate::{Options, Result, World};
+pub(crate) use transport::{SharedWorld, alone, transports};
+
+/// Runs `rank` on `size` threads, each with its own end of one world, and returns what they return, in rank order. If
+/// one fails or panics, all that wait for it fail too, and the first failure is returned.
+pub fn run<T: Send, E: Display>(
+    size: usize,
+    options: Options,
+    rank: impl Fn(&World) -> Result<T, E> + Sync,
+) -> Result<Vec<T>> {
+    let world = SharedWorld::new(options.timeout);
+    let results: Vec<Result<T>> = thread::scope(|scope| {
+        let rank = &rank;
+        let spawn = |world: Result<World>| scope.spawn(move || run_rank(world?, rank));
+        let threads: Vec<_> = worlds(&world, size, &options).map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().expect("panics are caught in the thread")).collect()
+    });
+    match world.failure() {
+        Some(first) => Err(first.into()),
+        None => results.into_iter().collect(),
+    }
+}
+
+fn worlds(world: &Arc<SharedWorld>, size: usize, options: &Options) -> impl Iterator<Item = Result<World>> {
+    let open =
+        move |transport| if size == 1 { Ok(World::alone(transport)) } else { World::open(transport, size, options) };
+    transports(world, size).map(open)
+}
+
+fn run_rank<T, E: Display>(world: World, rank: &impl Fn(&World) -> Result<T, E>) -> Result<T> {
+    world.run(|world| match catch_unwind(AssertUnwindSafe(|| rank(world))) {
+        Ok(done) => done.map_err(|error| error.to_string()),
+        Err(panic) => Err(format!("finish: it panicked: {}", said(&*panic))),
+    })
+}

@@ -1,0 +1,275 @@
+//! Heartbeats and failures through the store where a world's ranks met, for backends with no other way to talk.
+//!
+//! The first failure that the store gets stands. A thread of each rank waits for it and leaves heartbeats meanwhile, by which
+//! a late rank is found.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::failure::{FAILURE, FailureMonitor, StoreArbiter};
+use crate::liveness::{Heartbeat, StalledCall, deadline};
+use crate::peer::PeerInfo;
+use crate::store::{self, Client, Server};
+use crate::transport::{FailureChannel, TransportError};
+use crate::{Call, Cause, Failure, Result};
+
+/// The key that counts the ranks that have left.
+const LEFT: &str = "left";
+
+/// The time between two heartbeats.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+
+/// One rank's end. Dropping it leaves; the rank that keeps the store waits for the others to do so.
+pub(crate) struct Watchdog {
+    shared: Arc<Shared>,
+    arbiter: StoreArbiter,
+    /// The store, if it is this rank's.
+    host: Option<Server>,
+}
+
+/// The parts of a rank's end that its thread shares.
+struct Shared {
+    own: PeerInfo,
+    peers: Vec<PeerInfo>,
+    timeout: Duration,
+    monitor: FailureMonitor<State>,
+}
+
+#[derive(Default)]
+struct State {
+    heartbeat: Heartbeat,
+    /// The last time at which this rank showed that it is busy.
+    last_busy: Option<Instant>,
+    leaving: bool,
+}
+
+impl Watchdog {
+    /// Starts the heartbeats of the rank `own` of `peers` in `store`.
+    pub(crate) fn start(store: &Client, own: PeerInfo, peers: Vec<PeerInfo>, timeout: Duration) -> Result<Self> {
+        let shared = Arc::new(Shared { own, peers, timeout, monitor: FailureMonitor::default() });
+        let (heartbeats, arbiter) = (store.reconnect()?, StoreArbiter::connect(store)?);
+        let beating = Arc::clone(&shared);
+        // It ends when this rank leaves. Nothing waits for that, as it may be within a wait of its own.
+        let beat = thread::Builder::new().name("comm-watchdog".to_owned()).spawn(move || beating.beat(&heartbeats));
+        beat.map_err(candle_core::Error::wrap)?;
+        Ok(Self { shared, arbiter, host: None })
+    }
+
+    /// Keeps the store until the other ranks have left, if it is this rank's.
+    pub(crate) fn with_host(mut self, host: Option<Server>) -> Self {
+        self.host = host;
+        self
+    }
+
+    /// Returns how long a rank may be silent.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn timeout(&self) -> Duration {
+        self.shared.timeout
+    }
+
+    /// Opens another connection to the store, for what may wait.
+    pub(crate) fn store(&self) -> Result<Client, TransportError> {
+        self.arbiter
+            .store()
+            .reconnect_within(self.shared.timeout)
+            .map_err(|error| TransportError::Local(error.to_string()))
+    }
+
+    /// Notes that group `id` begins a call.
+    pub(crate) fn begin(&self, id: &str, call: &Call) {
+        self.shared.monitor.lock().heartbeat.note(id, call);
+    }
+
+    /// Returns which rank keeps `call` of the group `id` of `members` from its end after the time-out, by the heartbeats of
+    /// all. Returns nothing while another rank is busy.
+    pub(crate) fn late(&self, id: &str, members: &[usize], call: &Call) -> Option<TransportError> {
+        let own = members.iter().position(|rank| *rank == self.rank()).unwrap_or(0);
+        let names: Vec<String> = members.iter().map(|rank| self.who(*rank)).collect();
+        let before: Vec<_> = members.iter().map(|rank| self.heartbeat(*rank)).collect();
+        if let Some(failure) = self.await_failure(3 * HEARTBEAT_INTERVAL) {
+            return Some(TransportError::Failed(failure));
+        }
+        let pair = |(before, rank): (_, &usize)| [before, self.heartbeat(*rank)];
+        let heartbeats: Vec<_> = before.into_iter().zip(members).map(pair).collect();
+        let stalled = StalledCall { call, group_id: id, names: &names, own };
+        let (rank, why) = stalled.diagnose(&heartbeats)?;
+        Some(TransportError::CallStalled(rank, format!("not within {:?}: {why}", self.shared.timeout)))
+    }
+
+    fn heartbeat(&self, rank: usize) -> Option<Heartbeat> {
+        let (store, key) = (self.arbiter.store(), heartbeat_key(rank));
+        let is_there = store.check(&[&key]).ok()?;
+        is_there.then(|| Heartbeat::decode(&store.get(&key).ok()?)).flatten()
+    }
+
+    /// Waits until all other ranks have left, because they need the store.
+    fn await_others(&self) {
+        let n_others = self.shared.peers.len() as i64;
+        let deadline = deadline(self.shared.timeout);
+        let all_left = || self.arbiter.store().add(LEFT, 0).is_ok_and(|n_left| n_left >= n_others);
+        while !all_left() && self.failure().is_none() && Instant::now() < deadline {
+            thread::sleep(HEARTBEAT_INTERVAL / 20);
+        }
+    }
+}
+
+impl FailureChannel for Watchdog {
+    fn rank(&self) -> usize {
+        self.shared.own.rank
+    }
+
+    fn who(&self, rank: usize) -> String {
+        self.shared.peers[rank].to_string()
+    }
+
+    fn fail(&self, failure: Failure) -> Failure {
+        // The other ranks find the failure in the store.
+        self.shared.monitor.fail(failure, |own| self.arbiter.first(own), |_| ())
+    }
+
+    fn failure(&self) -> Option<Failure> {
+        self.shared.monitor.failure()
+    }
+
+    fn await_failure(&self, within: Duration) -> Option<Failure> {
+        self.shared.monitor.await_failure(within)
+    }
+
+    fn beat(&self) {
+        self.shared.monitor.lock().last_busy = Some(Instant::now());
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.shared.monitor.lock().leaving = true;
+        let _ = self.arbiter.store().add(LEFT, 1);
+        if self.host.is_some() {
+            self.await_others();
+        }
+    }
+}
+
+impl Shared {
+    /// Leaves heartbeats until the world ends or this rank leaves.
+    fn beat(&self, store: &Client) {
+        while let Some(heartbeat) = self.next_heartbeat() {
+            let key = heartbeat_key(self.own.rank);
+            let waited = store.set(&key, &heartbeat).and_then(|()| store.wait_for(&[FAILURE], HEARTBEAT_INTERVAL));
+            let failure = match waited {
+                Err(store::Error::Timeout { .. }) => continue,
+                Ok(()) => store.get(FAILURE).ok().and_then(|bytes| Failure::decode(&bytes)),
+                Err(_) => None,
+            };
+            if !self.monitor.lock().leaving {
+                self.monitor.adopt(failure.unwrap_or_else(|| self.lost(store)), |_| ());
+            }
+            return;
+        }
+    }
+
+    /// Returns the next heartbeat; nothing once this rank leaves or the world has ended.
+    fn next_heartbeat(&self) -> Option<Vec<u8>> {
+        let mut state = self.monitor.lock();
+        if state.leaving || state.failure().is_some() {
+            return None;
+        }
+        state.heartbeat.count += 1;
+        // Two signs of life are less far apart than this.
+        state.heartbeat.is_busy = state.last_busy.is_some_and(|busy| busy.elapsed() < self.timeout / 4);
+        Some(state.heartbeat.encode())
+    }
+
+    fn lost(&self, store: &Client) -> Failure {
+        let (host, port, rank) = (store.host(), store.port(), self.own.rank);
+        let message = format!("go on: the store at {host}:{port} does not answer (seen by rank {rank})");
+        Failure { rank: 0, cause: Cause::Died, message }
+    }
+}
+
+fn heartbeat_key(rank: usize) -> String {
+    format!("{rank}/heartbeat")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+    use crate::{Op, Reduce};
+
+    fn peer(rank: usize) -> PeerInfo {
+        let (host, pid) = ("node7".to_owned(), 40 + rank as u32);
+        PeerInfo { host, pid, ..PeerInfo::this_process(rank, 3, format!("GPU-{rank}")) }
+    }
+
+    /// Starts three ranks that met in the store of the first.
+    fn watchdogs(timeout: Duration) -> Vec<Watchdog> {
+        let server = Server::bind("127.0.0.1:0").unwrap();
+        let store = Client::connect("127.0.0.1", server.port(), Duration::from_secs(60)).unwrap();
+        let mut host = Some(server);
+        let peers: Vec<PeerInfo> = (0..3).map(peer).collect();
+        let start = |rank| Watchdog::start(&store, peer(rank), peers.clone(), timeout).unwrap().with_host(host.take());
+        (0..3).map(start).collect()
+    }
+
+    #[test]
+    fn the_first_failure_stands_on_all_ranks() {
+        let watchdogs = watchdogs(Duration::from_secs(60));
+        let fail = |rank: usize| {
+            watchdogs[rank].fail(Failure { rank, cause: Cause::Told, message: format!("read row {rank}") })
+        };
+        let first = fail(1);
+        assert_eq!((first.rank, fail(2)), (1, first.clone()));
+        for watchdog in &watchdogs {
+            assert_eq!(watchdog.await_failure(Duration::from_secs(60)), Some(first.clone()));
+        }
+    }
+
+    #[test]
+    fn the_store_is_kept_until_all_have_left() {
+        let mut watchdogs = watchdogs(Duration::from_secs(60));
+        let first = watchdogs.remove(0);
+        let left = thread::spawn(move || drop(first));
+        // The others still have it.
+        assert!(watchdogs.iter().all(|watchdog| watchdog.store().unwrap().add("count", 1).is_ok()));
+        assert!(!left.is_finished() && watchdogs.iter().all(|watchdog| watchdog.failure().is_none()));
+        drop(watchdogs);
+        left.join().unwrap();
+    }
+
+    #[test]
+    fn a_store_that_goes_away_ends_the_world() {
+        let mut watchdogs = watchdogs(Duration::ZERO);
+        drop(watchdogs.remove(0));
+        let failure = watchdogs[0].await_failure(Duration::from_secs(60)).unwrap();
+        assert!(failure.rank == 0 && failure.message.contains("does not answer (seen by rank 1)"), "{failure}");
+    }
+
+    #[test]
+    fn a_silent_rank_differs_from_one_that_is_behind() {
+        let mut watchdogs = watchdogs(Duration::from_secs(60));
+        let call = |number| {
+            let (op, dtype) = (Op::AllReduce(Reduce::Sum), Some(DType::F32));
+            Call { group: "world".into(), number, op, dtype, shape: vec![3] }
+        };
+        let late = |watchdog: &Watchdog| match watchdog.late("world", &[0, 1, 2], &call(2)) {
+            Some(TransportError::CallStalled(rank, why)) => (rank, why),
+            other => panic!("{other:?}"),
+        };
+        for (watchdog, number) in watchdogs.iter().zip([2, 1, 2]) {
+            watchdog.begin("world", &call(number));
+        }
+        let behind =
+            "not within 60s: rank 1 (pid 41 on node7) has not begun it: it began all_reduce 1 (sum, f32 [3]) last";
+        assert_eq!(late(&watchdogs[0]), (1, behind.to_owned()));
+        // Its thread ends with it.
+        drop(watchdogs.remove(2));
+        let (rank, why) = late(&watchdogs[0]);
+        assert_eq!((rank, why.as_str()), (2, "not within 60s: rank 2 (pid 42 on node7) shows no sign of life"));
+        // The first waits for the others.
+        drop(watchdogs.pop());
+    }
+}

@@ -1,0 +1,138 @@
+//! The participants on which the nodes agreed, and the variables that a worker gets from them.
+
+use crate::plan::Plan;
+use candlewick_comm::place::{Master, Variables};
+
+/// The participants of one rendezvous, in the order of their numbers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Generation {
+    /// The number of the generation, from 0.
+    pub number: usize,
+    /// The number of this node.
+    pub group_rank: usize,
+    /// The nodes in the order of their numbers.
+    pub participants: Vec<Participant>,
+    /// The store of the workers.
+    pub master: Master,
+}
+
+/// A node that takes part.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Participant {
+    /// Its name.
+    pub host: String,
+    /// The number of workers that it starts.
+    pub n_workers: usize,
+    /// The role of its workers.
+    pub role: String,
+}
+
+impl Generation {
+    /// Returns the number of workers of all nodes.
+    pub fn world_size(&self) -> usize {
+        self.participants.iter().map(|participant| participant.n_workers).sum()
+    }
+
+    /// Returns the rank of one of this node's workers: those of the nodes before it come first.
+    pub fn rank(&self, local_rank: usize) -> usize {
+        let before = &self.participants[..self.group_rank];
+        before.iter().map(|participant| participant.n_workers).sum::<usize>() + local_rank
+    }
+
+    /// Returns the rank among the workers of the same name, and how many those are.
+    fn rank_in_role(&self, local_rank: usize) -> (usize, usize) {
+        let role = &self.participants[self.group_rank].role;
+        let count = |participants: &[Participant]| {
+            participants
+                .iter()
+                .filter(|participant| participant.role == *role)
+                .map(|participant| participant.n_workers)
+                .sum::<usize>()
+        };
+        (count(&self.participants[..self.group_rank]) + local_rank, count(&self.participants))
+    }
+}
+
+/// Returns the variables of one worker, beside those that it inherits. `inherited` are the launcher's own.
+pub fn worker_variables(
+    plan: &Plan,
+    generation: &Generation,
+    restart: usize,
+    local_rank: usize,
+    inherited: &Variables,
+) -> Variables {
+    let (role_rank, role_world_size) = generation.rank_in_role(local_rank);
+    let shown_local_rank = if plan.virtual_local_rank { 0 } else { local_rank };
+    let agent = if generation.master.agent_hosts_store { "True" } else { "False" };
+    let mut variables = Variables::new();
+    let mut set = |name: &str, value: &dyn ToString| drop(variables.insert(name.to_owned(), value.to_string()));
+    set("RANK", &generation.rank(local_rank));
+    set("LOCAL_RANK", &shown_local_rank);
+    set("WORLD_SIZE", &generation.world_size());
+    set("LOCAL_WORLD_SIZE", &plan.local_world_size);
+    set("GROUP_RANK", &generation.group_rank);
+    set("GROUP_WORLD_SIZE", &generation.participants.len());
+    set("ROLE_NAME", &plan.role);
+    set("ROLE_RANK", &role_rank);
+    set("ROLE_WORLD_SIZE", &role_world_size);
+    set("MASTER_ADDR", &generation.master.addr);
+    set("MASTER_PORT", &generation.master.port);
+    set("TORCHELASTIC_RESTART_COUNT", &restart);
+    set("TORCHELASTIC_MAX_RESTARTS", &plan.max_restarts);
+    set("TORCHELASTIC_RUN_ID", &plan.run_id);
+    set("TORCHELASTIC_SIGNALS_TO_HANDLE", &plan.signals.text);
+    set("TORCHELASTIC_USE_AGENT_STORE", &agent);
+    if !inherited.contains_key("TORCH_NCCL_ASYNC_ERROR_HANDLING") {
+        set("TORCH_NCCL_ASYNC_ERROR_HANDLING", &1);
+    }
+    if plan.virtual_local_rank {
+        set("CUDA_VISIBLE_DEVICES", &only_gpu(local_rank, inherited));
+    }
+    plan.threads.iter().for_each(|(name, value)| set(name, value));
+    variables
+}
+
+/// The GPU of one worker: its entry among those that the launcher may see.
+fn only_gpu(local_rank: usize, inherited: &Variables) -> String {
+    let listed = inherited.get("CUDA_VISIBLE_DEVICES").and_then(|list| list.split(',').nth(local_rank));
+    listed.map_or_else(|| local_rank.to_string(), |gpu| gpu.trim().to_owned())
+}
+
+/// Returns the program and its arguments for one worker: `${local_rank}` is replaced.
+pub fn worker_command(plan: &Plan, local_rank: usize) -> Vec<String> {
+    let number = local_rank.to_string();
+    let mut words = plan.command.clone();
+    words.iter_mut().skip(1).for_each(|word| *word = word.replace("${local_rank}", &number));
+    words
+}
+
+/// Returns what stands before a worker's lines.
+pub fn line_prefix(plan: &Plan, generation: &Generation, local_rank: usize) -> String {
+    let template = plan.output.prefix.replace("${role_name}", &plan.role);
+    let template = template.replace("${local_rank}", &local_rank.to_string());
+    template.replace("${rank}", &generation.rank(local_rank).to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn participant(n_workers: usize, role: &str) -> Participant {
+        Participant { host: "h".into(), n_workers, role: role.into() }
+    }
+
+    #[test]
+    fn ranks_follow_the_nodes_and_roles_count_apart() {
+        let participants = vec![participant(2, "actor"), participant(3, "critic"), participant(1, "actor")];
+        let master = Master { addr: "h".into(), port: 1, agent_hosts_store: true };
+        let generation = |group_rank| Generation {
+            number: 0,
+            group_rank,
+            participants: participants.clone(),
+            master: master.clone(),
+        };
+        assert_eq!(generation(0).world_size(), 6);
+        assert_eq!([generation(0).rank(1), generation(1).rank(0), generation(2).rank(0)], [1, 2, 5]);
+        assert_eq!([generation(1).rank_in_role(2), generation(2).rank_in_role(0)], [(2, 3), (2, 3)]);
+    }
+}

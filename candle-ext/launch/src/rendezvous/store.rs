@@ -1,0 +1,73 @@
+//! The store of a rendezvous: its host and its address.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::{Duration, Instant};
+
+use candlewick_comm::store::{Client, Error, Server};
+
+use super::error::{Interrupted, RendezvousError, Result, SLICE};
+use crate::console::say;
+use crate::endpoint::Endpoint;
+
+/// A node that is alone and calls itself by a loopback address needs to be reached by nobody else.
+pub(super) fn bind(endpoint: &Endpoint, is_only: bool) -> Result<Server> {
+    let server = match own_loopback(&endpoint.host).filter(|_| is_only) {
+        Some(address) => Server::bind((address, endpoint.port)),
+        None => Server::bind_any(endpoint.port),
+    };
+    server.map_err(|source| match &source {
+        Error::Bind { source: reason, .. } if reason.kind() == std::io::ErrorKind::AddrInUse => {
+            RendezvousError::PortInUse { endpoint: endpoint.clone() }
+        }
+        _ => failed(endpoint, source),
+    })
+}
+
+fn failed(endpoint: &Endpoint, source: Error) -> RendezvousError {
+    RendezvousError::Store { endpoint: endpoint.clone(), source: Box::new(source) }
+}
+
+/// Returns the address of the store for this node and every worker.
+pub(super) fn address_of(endpoint: &Endpoint, server: Option<&Server>, is_only: bool) -> Endpoint {
+    let loopback = own_loopback(&endpoint.host).filter(|_| is_only);
+    let host = loopback.map_or_else(|| endpoint.host.clone(), |address| address.to_string());
+    Endpoint { host, port: server.map_or(endpoint.port, Server::port) }
+}
+
+fn own_loopback(host: &str) -> Option<IpAddr> {
+    match host {
+        "localhost" => Some(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+        _ => host.parse().ok().filter(IpAddr::is_loopback),
+    }
+}
+
+/// The longest attempt to connect, during which no signal is checked.
+const TRY: Duration = Duration::from_secs(2);
+
+/// Connects. The host may come later than the others, and its name with it; what keeps them waiting is said once.
+pub(super) fn connect(
+    address: &Endpoint,
+    timeout: Duration,
+    answer_within: Duration,
+    interrupted: Interrupted,
+) -> Result<Client> {
+    let deadline = Instant::now() + timeout;
+    let mut is_said = false;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match Client::connect(&address.host, address.port, left.min(TRY)) {
+            Ok(client) => return client.reconnect_within(answer_within).map_err(|source| failed(address, source)),
+            Err(error @ (Error::Connect { .. } | Error::Unanswered { .. })) if Instant::now() < deadline => {
+                if !is_said {
+                    say(&format!("waiting for {address}: failed to {error}"));
+                }
+                is_said = true;
+            }
+            Err(source) => return Err(failed(address, source)),
+        }
+        if let Some(signal) = interrupted() {
+            return Err(RendezvousError::Interrupted(signal));
+        }
+        std::thread::sleep(SLICE);
+    }
+}

@@ -1,0 +1,168 @@
+//! The watch over the other nodes while workers run: failed workers, stopped or silent nodes, nodes that want to join. It
+//! shows that this node is alive.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use candlewick_comm::store::{Client, Error};
+
+use super::heartbeats::Heartbeats;
+use super::node_rank::NodeRank;
+use crate::event::{Event, Peer};
+
+/// A thread that watches. It ends with this value.
+#[derive(Debug)]
+pub struct Watch {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The questions of a watch, and their interval.
+pub(super) struct WatchSettings {
+    /// The number of nodes that there is room for, if there may be another generation with others.
+    pub(super) n_most: Option<usize>,
+    pub(super) interval: Duration,
+    /// The longest silence of a living node.
+    pub(super) keep_alive: Duration,
+}
+
+impl Watch {
+    pub(super) fn start(store: Client, node: NodeRank, settings: WatchSettings, events: Sender<Event>) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let should_stop = Arc::clone(&stop);
+        let thread = thread::spawn(move || {
+            let mut heartbeats = PeerHeartbeats::new(node, settings.keep_alive);
+            let mut has_told = false;
+            while !should_stop.load(Ordering::Relaxed) {
+                let news = match look(&store, node, settings.n_most, &mut heartbeats) {
+                    Ok(news) => news,
+                    Err(error) => Some(Peer::Lost(format!("the node that hosts the store is gone ({error})"))),
+                };
+                let is_lost = matches!(news, Some(Peer::Lost(_)));
+                // One thing is enough for the launcher; the others still want to know that this node lives.
+                if let Some(peer) = news.filter(|_| !has_told) {
+                    has_told = true;
+                    // The launcher is not interested any more.
+                    let _ = events.send(Event::Peer { generation: node.generation, peer });
+                }
+                if is_lost {
+                    return;
+                }
+                thread::sleep(settings.interval.clamp(SHORTEST, LONGEST));
+            }
+        });
+        Self { stop, thread: Some(thread) }
+    }
+}
+
+/// The end of a run does not wait long for the watch.
+const LONGEST: Duration = Duration::from_millis(500);
+const SHORTEST: Duration = Duration::from_millis(20);
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Returns under which key the others are told, and what.
+pub(super) fn told(peer: &Peer) -> Option<(&'static str, &str)> {
+    match peer {
+        Peer::Failed(text) => Some(("failed", text)),
+        Peer::Stopped(text) => Some(("stopped", text)),
+        Peer::Saved(text) => Some(("saved", text)),
+        Peer::Lost(_) | Peer::Joins => None,
+    }
+}
+
+/// Returns what another node has told. This one's own words are no news.
+pub(super) fn heard(store: &Client, node: NodeRank, name: &str) -> Result<Option<String>, Error> {
+    let key = node.key(name);
+    if !store.check(&[&key])? {
+        return Ok(None);
+    }
+    let text = String::from_utf8_lossy(&store.get(&key)?).into_owned();
+    let (group_rank, text) = text.split_once(' ').unwrap_or(("", &text));
+    Ok((group_rank != node.group_rank.to_string()).then(|| text.to_owned()))
+}
+
+fn look(
+    store: &Client,
+    node: NodeRank,
+    n_most: Option<usize>,
+    heartbeats: &mut PeerHeartbeats,
+) -> Result<Option<Peer>, Error> {
+    let silence = heartbeats.poll(store)?;
+    for (name, peer) in
+        [("failed", Peer::Failed as fn(String) -> Peer), ("stopped", Peer::Stopped), ("saved", Peer::Saved)]
+    {
+        if let Some(text) = heard(store, node, name)? {
+            return Ok(Some(peer(text)));
+        }
+    }
+    match n_most {
+        Some(n_most) if has_moved_on(store, node, n_most)? => Ok(Some(Peer::Joins)),
+        _ => Ok(silence),
+    }
+}
+
+/// A node waits to be let in, or others have met it already. Those that are done would not be there.
+fn has_moved_on(store: &Client, node: NodeRank, n_most: usize) -> Result<bool, Error> {
+    let is_open = node.n_nodes < n_most && store.add(&node.key("done"), 0)? == 0;
+    let is_wanted = is_open && store.add(&node.key("waiting"), 0)? > 0;
+    Ok(is_wanted || store.add("generation", 0)? > node.generation as i64)
+}
+
+/// The heartbeats of the other nodes, beside this node's own.
+pub(super) struct PeerHeartbeats {
+    node: NodeRank,
+    keep_alive: Duration,
+    next: Instant,
+    heartbeats: Heartbeats,
+}
+
+impl PeerHeartbeats {
+    pub(super) fn new(node: NodeRank, keep_alive: Duration) -> Self {
+        let heartbeats = Heartbeats::new(node.generation, "beats", keep_alive);
+        Self { node, keep_alive, next: Instant::now(), heartbeats }
+    }
+
+    /// Shows that this node is alive; returns the failure of another that has not shown it.
+    fn poll(&mut self, store: &Client) -> Result<Option<Peer>, Error> {
+        let now = Instant::now();
+        if now < self.next {
+            return Ok(None);
+        }
+        self.next = now + (self.keep_alive / 5).min(Duration::from_secs(1));
+        self.heartbeats.beat(store, self.node.group_rank)?;
+        for group_rank in self.others() {
+            if !self.heartbeats.may_live(store, group_rank)? && !self.is_gone(store, group_rank)? {
+                let text = format!("node {group_rank} was not heard of for {:?}", self.keep_alive);
+                return Ok(Some(Peer::Failed(text)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Returns whether another node is alive and has not gone for good.
+    pub(super) fn are_others_here(&mut self, store: &Client) -> bool {
+        self.others().into_iter().any(|group_rank| {
+            let is_away = self.is_gone(store, group_rank).unwrap_or(true);
+            !is_away && self.heartbeats.may_live(store, group_rank).unwrap_or(false)
+        })
+    }
+
+    fn others(&self) -> Vec<usize> {
+        (0..self.node.n_nodes).filter(|group_rank| *group_rank != self.node.group_rank).collect()
+    }
+
+    fn is_gone(&self, store: &Client, group_rank: usize) -> Result<bool, Error> {
+        store.check(&[&self.node.node_key("gone", group_rank)])
+    }
+}

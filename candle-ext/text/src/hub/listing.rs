@@ -1,0 +1,50 @@
+//! The files of a repository.
+
+use serde::{Deserialize, Serialize};
+
+use super::error::HubError;
+use super::repo::RepoId;
+
+/// The files of a repository at one commit.
+pub(crate) struct Listing {
+    pub(super) repo: RepoId,
+    pub(super) revision: String,
+    pub(super) commit: String,
+    pub(super) files: Vec<Listed>,
+    /// As known from the cache, because the Hub was not or could not be asked: nothing can be fetched.
+    pub(super) is_cached: bool,
+}
+
+/// One file of a listing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Listed {
+    pub(super) path: String,
+    pub(super) size: u64,
+}
+
+impl Listing {
+    pub(crate) fn paths(&self) -> Vec<String> {
+        self.files.iter().map(|file| file.path.clone()).collect()
+    }
+
+    pub(crate) fn has(&self, path: &str) -> bool {
+        self.files.iter().any(|file| file.path == path)
+    }
+
+    /// A file that is wanted is not there.
+    pub(crate) fn lacks(&self, path: &str) -> HubError {
+        if self.is_cached {
+            return HubError::offline(&self.repo, &self.revision, format!("{path} is not in the cache"));
+        }
+        HubError::FileNotFound { id: self.repo.to_string(), revision: self.revision.clone(), file: path.to_owned() }
+    }
+
+    /// What is there does not do.
+    pub(crate) fn unfit(&self, problem: String) -> HubError {
+        if self.is_cached {
+            let missing = format!("what the cache holds does not do: {problem}");
+            return HubError::offline(&self.repo, &self.revision, missing);
+        }
+        HubError::Contents { id: self.repo.to_string(), problem }
+    }
+}
