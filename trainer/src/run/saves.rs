@@ -83,7 +83,7 @@ impl<'a> Saves<'a> {
             return Ok(None);
         };
         let mut state = EngineState::of(self.run.engine)?;
-        let resumed = resume(checkpoint, &self.fingerprint, &mut state, self.run.ranks)?;
+        let resumed = resume(checkpoint, &self.fingerprint, &mut state, &self.run.ranks.process)?;
         if let Some(resumed) = &resumed {
             self.run.engine.store().refresh()?;
             let newest = (resumed.run.step, resumed.dir.clone());
@@ -200,19 +200,24 @@ impl<'a> Saves<'a> {
         let newest = (state.step, checkpoint.dir(state.tag()));
         let outcome = match checkpoint.kind {
             Kind::Sharded if checkpoint.async_save => {
-                let engine = EngineState::of(self.run.engine)?;
-                self.under_way = Some(UnderWay::begin(checkpoint, state, &engine, self.run.ranks.savers())?);
+                let engine = self.state()?;
+                self.under_way = Some(UnderWay::begin(checkpoint, state, &engine, self.run.ranks.background.clone())?);
                 Outcome::UnderWay
             }
             Kind::Sharded => {
-                let Saved { dir, removed, .. } =
-                    save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?;
+                let Saved { dir, removed, .. } = save(checkpoint, &state, &self.state()?, &self.run.ranks.process)?;
                 Outcome::Saved(SavedCheckpoint { dir, removed })
             }
             Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, &state)?),
         };
         self.last.insert(place, newest);
         Ok(outcome)
+    }
+
+    /// Returns the training state with what this rank writes of it.
+    fn state(&self) -> Result<EngineState> {
+        let state = EngineState::of(self.run.engine)?;
+        Ok(if self.run.ranks.writes { state } else { state.without_writes() })
     }
 
     fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {
