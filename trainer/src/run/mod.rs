@@ -37,7 +37,7 @@ use crate::plan::Plan;
 use crate::signals::{Stop, StopRequests};
 
 pub use assets::Assets;
-pub(crate) use build::residency;
+pub(crate) use build::{engine_spec, residency};
 pub use connect::connect;
 pub use step::{AllStepsSkipped, NonFinite};
 pub use tasks::check_tasks;
