@@ -1,9 +1,10 @@
 //! A task as its YAML says it, checked: every key that lm-evaluation-harness knows is understood or refused by name, any
 //! other is an error. Nothing is loaded here and no function looked up but by name.
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json, json};
 
-use super::error::{Fault, Place, TaskError, did_you_mean};
+use super::error::{Fault, Place, TaskError};
 use super::filter::{FilterConfig, filter_list};
 use super::keys::{Keys, wrong};
 use super::metric::{Metric, MetricConfig, metric_list};

@@ -1,8 +1,9 @@
 //! Reading a YAML map key by key: each key by its type, none unknown.
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
-use super::error::{Fault, did_you_mean};
+use super::error::Fault;
 use super::yaml::{Entry, Node, Value};
 
 /// A map of a task file. `what` names it in complaints: "a task", "a metric".

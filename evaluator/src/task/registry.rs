@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use candlewick_text::suggestion::did_you_mean;
 use globset::GlobBuilder;
 
 use super::config::TaskConfig;
-use super::error::{Fault, Place, TaskError, did_you_mean};
+use super::error::{Fault, Place, TaskError};
 use super::group::{GROUP_KEYS, Group};
 use super::keys::Keys;
 use super::load::{built_in, from_path, put};

@@ -2,13 +2,14 @@
 
 use std::fmt;
 
+use candlewick_text::suggestion::nearest;
 use serde::de::value::StrDeserializer;
 use serde::de::{
     self, DeserializeOwned, DeserializeSeed, EnumAccess, Expected, IntoDeserializer, MapAccess, SeqAccess, Unexpected,
     VariantAccess, Visitor,
 };
 
-use super::error::{Fault, did_you_mean};
+use super::error::Fault;
 use super::keys;
 use super::node::{Entry, Mark, Node, Value, quoted};
 
@@ -85,7 +86,7 @@ fn unknown_key(mark: Option<Mark>, parent: &str, key: &str, known: &'static [&'s
 }
 
 fn suggest(fault: Fault, word: &str, known: &[&'static str]) -> Fault {
-    match did_you_mean(word, known.iter().copied()) {
+    match nearest(word, known.iter().copied()) {
         Some(candidate) => fault.note(format!("did you mean `{candidate}`?")),
         None => fault,
     }

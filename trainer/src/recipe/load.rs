@@ -5,9 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_file_or_pipe};
+use candlewick_text::suggestion::nearest;
 
 use super::decode::decode;
-use super::error::{Fault, RecipeError, Source, did_you_mean};
+use super::error::{Fault, RecipeError, Source};
 use super::node::{Mark, Node, Value, quoted};
 use super::{Recipe, home, overrides};
 
@@ -139,7 +140,7 @@ fn check_type(tree: &Node) -> Result<(), Fault> {
         Value::Str(name) if TYPES.contains(&name.as_str()) => Ok(()),
         Value::Str(name) => {
             let fault = Fault::new(Some(entry.node.mark), format!("type: unknown value {}", quoted(name)));
-            let fault = match did_you_mean(name, TYPES) {
+            let fault = match nearest(name, TYPES) {
                 Some(near) => fault.note(format!("did you mean `{near}`?")),
                 None => fault.note("types that a recipe's own Python code adds are not supported"),
             };
