@@ -3,10 +3,11 @@
 
 use std::fmt;
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use candlewick_text::files::write_atomically;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -120,7 +121,9 @@ impl RunJson {
         change(&mut self.report);
         self.report.updated_at = utc(SystemTime::now());
         self.report.elapsed_s = self.started.elapsed().as_secs_f64();
-        self.path.as_deref().map_or(Ok(()), |path| replace(path, &serde_json::to_vec_pretty(&self.report)?))
+        let report = serde_json::to_vec_pretty(&self.report)?;
+        // Not synced: it happens every step, and a power cut may cost the last of them.
+        self.path.as_deref().map_or(Ok(()), |path| write_atomically(path, |file| file.write_all(&report)))
     }
 
     /// Writes the last version.
@@ -163,17 +166,6 @@ impl Host {
 fn is_done(path: &Path) -> bool {
     let report = fs::read(path).ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok());
     report.is_some_and(|report| report["exit"]["code"] == 0)
-}
-
-/// Puts `bytes` in the place of the file at once. Not synced: it happens every step, and a power
-/// cut may cost the last of them.
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let temporary = path.with_extension("json.tmp");
-    if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent)?;
-    }
-    fs::write(&temporary, bytes)?;
-    fs::rename(&temporary, path)
 }
 
 /// Writes a time as 2026-11-21T02:03:04Z.
