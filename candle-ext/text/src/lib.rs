@@ -12,3 +12,4 @@ pub mod source;
 pub mod suggestion;
 pub mod template;
 pub mod tokenizer;
+pub mod yaml;

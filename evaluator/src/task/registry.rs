@@ -386,7 +386,7 @@ fn members(node: &Node) -> &[Node] {
 fn name_of(node: &Node) -> Option<String> {
     match &node.value {
         Value::Text(text) => Some(text.clone()),
-        Value::Number(number) => Some(number.to_string()),
+        number @ (Value::Int(_) | Value::Float(_)) => number.number().map(|number| number.to_string()),
         Value::Map(_) => ["task", "group"].into_iter().find_map(|key| name_of(&node.get(key)?.node)),
         _ => None,
     }
