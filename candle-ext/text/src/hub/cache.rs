@@ -1,6 +1,18 @@
 //! The cache layout that all Hub tools share: `blobs/<etag>`, `snapshots/<commit>/<path>` links to
 //! them, `refs/<revision>` names the commit, `.locks` keeps two downloads of one blob apart. Our own are
 //! `.listings/<commit>.json`.
+//!
+//! hf-hub 1.0 has the same layout and keeps the functions for it private. Its public `scan_cache` walks every repository, and
+//! `local_files_only` returns any file that is there. Our functions add these checks:
+//!
+//! | function | check that hf-hub lacks |
+//! |---|---|
+//! | `holds`, `has` | a file has the listed size |
+//! | `listing`, `set_listing` | offline, a snapshot has every file that the Hub listed |
+//! | `set_commit` | a revision is recorded only when all its files are here, by a rename |
+//! | `commit_of` | a reference holds a commit's hash and lies below `refs` |
+//! | `lock` | a lock is waited for as long as the other download takes, not ten seconds |
+//! | `link` | a pointer is replaced by a rename, never removed first |
 
 use std::fs::{self, File};
 use std::io::{self, Write};
