@@ -5,9 +5,10 @@ use std::fmt;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime};
 
 use candlewick_text::files::write_atomically;
+use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -170,23 +171,7 @@ fn is_done(path: &Path) -> bool {
 
 /// Writes a time as 2026-11-21T02:03:04Z.
 fn utc(time: SystemTime) -> String {
-    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let (year, month, day) = date(seconds / 86_400);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
-}
-
-/// The Gregorian date of a day counted from 1970-01-01. Years begin in March here, so that the
-/// leap day is a year's last.
-fn date(days: u64) -> (u64, u64, u64) {
-    let days = days + 719_468; // from 0000-03-01
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let march_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
-    let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
-    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+    Timestamp::try_from(time).unwrap_or_default().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
 #[cfg(test)]
@@ -195,7 +180,7 @@ mod tests {
     use super::*;
     use crate::metrics::plan::Console;
     use serde_json::json;
-    use std::time::Duration;
+    use std::time::{Duration, UNIX_EPOCH};
 
     fn log(output_dir: Option<PathBuf>) -> LogPlan {
         LogPlan {

@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candlewick_model::checkpoint::{Checkpoint, Companions, DEFAULT_SHARD_BYTES, Export};
 use candlewick_model::{AdapterFolder, BASE_RECORD, BaseRecord, ParamSpec};
+use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
@@ -19,9 +20,9 @@ use crate::data::Stream;
 use crate::plan::{Init, Plan};
 
 use super::background::{Done, UnderWay};
+use super::build;
 use super::session::{Progress, Run};
 use super::state::EngineState;
-use super::{Began, build};
 
 pub(super) struct Saves<'a> {
     run: Run<'a>,
@@ -55,17 +56,17 @@ pub(super) struct SavedCheckpoint {
 /// Returns the start of the run that a run of `plan` will resume, if it will resume one.
 ///
 /// A run that resumes a copied checkpoint is another run: it keeps the date, and owns nothing of the original's.
-pub(super) fn began(plan: &Plan) -> Result<Option<Began>> {
+pub(super) fn began(plan: &Plan) -> Result<Option<RunId>> {
     let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
     let Some(save) = newest_complete(&checkpoint.output_dir)? else { return Ok(None) };
     let (began, state) = (save.manifest.began, read_state(&save).ok());
     let date = state.as_ref().and_then(|state| state.date).unwrap_or(began);
     let is_copy = state.is_some_and(|state| state.is_copied_to(&save.dir));
-    Ok(Some(Began { run: if is_copy { Began::now().run } else { began }, date }))
+    Ok(Some(RunId { run: if is_copy { RunId::now().run } else { began }, date }))
 }
 
 /// Tells whether there is a save that was made after this run began: one of its own, not of an earlier run.
-pub(super) fn is_of_run(dir: &Path, began: Began) -> bool {
+pub(super) fn is_of_run(dir: &Path, began: RunId) -> bool {
     let modified = std::fs::metadata(dir).and_then(|metadata| metadata.modified());
     modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(began.run))
 }
