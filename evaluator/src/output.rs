@@ -1,10 +1,11 @@
 //! The folder that an evaluation writes to: results, samples and the answers that were given.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use candlewick_text::files::write_durably;
 use serde::Serialize;
 
 /// Where the files of one run go: those of lm-eval, by the names that it gives them.
@@ -56,18 +57,10 @@ impl Output {
         self.write(&format!("{}_{}.html", self.stem, self.date), |file| file.write_all(page.as_bytes()))
     }
 
-    /// Writes a file under another name first: what has its own name is whole.
+    /// Writes a file of the folder, which appears whole or not at all.
     fn write(&self, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> Result<PathBuf> {
         let path = self.folder.join(name);
-        let unfinished = self.folder.join(format!("{name}.unfinished"));
-        let write = || -> io::Result<()> {
-            fs::create_dir_all(&self.folder)?;
-            let mut file = BufWriter::new(File::create(&unfinished)?);
-            fill(&mut file)?;
-            file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-            fs::rename(&unfinished, &path)
-        };
-        write().with_context(|| format!("failed to write {}", path.display()))?;
+        write_durably(&path, fill).with_context(|| format!("failed to write {}", path.display()))?;
         Ok(path)
     }
 }
@@ -92,6 +85,8 @@ pub fn sanitized(name: &str) -> String {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     #[test]

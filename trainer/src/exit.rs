@@ -44,10 +44,6 @@ fn own_code(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     if let Some(DataError::Cache { .. }) = error.downcast_ref::<DataError>() {
         return Some(ExitCode::Checkpoint);
     }
-    if let Some(CheckpointError::OtherRank { .. } | CheckpointError::Crew(_)) = error.downcast_ref::<CheckpointError>()
-    {
-        return Some(ExitCode::Peer);
-    }
     let codes = [
         (error.is::<RecipeError>(), ExitCode::Usage),
         (error.is::<DataError>(), ExitCode::Data),

@@ -9,14 +9,14 @@ use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Options, World, sum, threads};
-use candlewick_model::{AdapterSpec, Config, MlpRows, Model};
+use candlewick_model::{AdapterSpec, Config, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, Seqs, to_host};
-use candlewick_parallel::{Engine, Formats, Groups, LossScale, Micro, Mode, ParamStore, Pipeline, Sequence};
+use candlewick_parallel::{Engine, Groups, LossScale, Micro};
 use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::plan::{PipelinePlan, Plan, RanksPlan};
-use crate::run::residency;
+use crate::run::engine_spec;
 
 /// Relative to the norm of a parameter's update: f32 sums of some hundred terms in another order.
 const TOLERANCE: f64 = 1e-4;
@@ -138,11 +138,10 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
     let Way { ranks, pipeline, plan } = way;
     let mesh = Mesh::new(ranks.degrees(), everyone.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
     let groups = Groups::new(&mesh, everyone)?;
-    let layout = pipeline.layout(model.config());
-    let sharing = groups.sharing(ranks.sharded(), layout.clone(), ranks.norms());
-    let formats = Formats::computing_in(DType::F32);
-    let store = ParamStore::new(model, formats, Mode::Train, &Device::Cpu, sharing)?;
-    store.fill(|spec| {
+    let engine = engine_spec(plan, &ranks, pipeline, model.config())
+        .build(model.clone(), &groups, Device::Cpu)?
+        .with_mlp_rows(plan.model.mlp_rows());
+    engine.store().fill(|spec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(plan.seed, &mut values);
         if AdapterSpec::owns(&spec.name) || spec.name.ends_with("bias") {
@@ -151,21 +150,6 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     })?;
-    let mut engine = Engine::new(
-        model.clone(),
-        store,
-        residency(plan.model.activations, model.n_blocks()),
-        Arc::clone(&groups.losses),
-        Device::Cpu,
-    )
-    .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together })
-    .with_pipeline(Pipeline::new(Arc::clone(&groups.stages), layout, pipeline.order())?);
-    if ranks.n_of_micro_batch() > 1 {
-        engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
-    }
-    if ranks.tensor > 1 {
-        engine = engine.with_tensor(groups.tensor_ranks(ranks.norms()));
-    }
     let before = masters(&engine)?;
     let place = |axis| mesh.place(everyone.rank(), axis);
     let seat = place(Axis::DpReplicate) * ranks.dp_shard + place(Axis::DpShard);

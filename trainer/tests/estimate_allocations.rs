@@ -6,11 +6,12 @@ mod estimated;
 
 use candle_core::Device;
 use candlewick_comm::World;
+use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
 use estimated::Case;
 use peak_alloc::PeakAlloc;
 use trainer::estimate::Class;
-use trainer::run::{Began, prepare_data, train};
+use trainer::run::{prepare_data, train};
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -60,7 +61,7 @@ fn counted(arguments: &[&str]) {
 /// Returns the most bytes that were allocated at once, beyond those before.
 fn train_in_process(case: &Case) -> usize {
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() }).unwrap();
-    prepare_data(&case.plan, &hub, Began::now()).unwrap();
+    prepare_data(&case.plan, &hub, RunId::now()).unwrap();
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
     train(&case.plan, &hub, &World::solo(), &Device::Cpu).unwrap();

@@ -6,11 +6,12 @@
 mod estimated;
 
 use candlewick_comm::{Options, World, threads};
+use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
 use estimated::Case;
 use peak_alloc::PeakAlloc;
 use trainer::estimate::{Class, Place, Setup, estimate_stage};
-use trainer::run::{Began, prepare_data, train};
+use trainer::run::{prepare_data, train};
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -48,7 +49,7 @@ fn ranks_allocate_what_the_formulas_say() {
 /// Returns the most bytes that were allocated at once, beyond those before.
 fn train_in_process(n_ranks: usize, case: &Case) -> usize {
     let hub = || Hub::new(HubSettings { offline: true, ..HubSettings::from_env() }).unwrap();
-    prepare_data(&case.plan, &hub(), Began::now()).unwrap();
+    prepare_data(&case.plan, &hub(), RunId::now()).unwrap();
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
     let rank = |world: &World| {

@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::Device;
 use candlewick_comm::World;
 use candlewick_ops::{MemoryLimit, emulate_with_limit};
+use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
 use estimated::Case;
 use peak_alloc::PeakAlloc;
 use trainer::exit::{ExitCode, classify};
-use trainer::run::{Began, prepare_data, train};
+use trainer::run::{prepare_data, train};
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -34,7 +35,7 @@ fn too_little_device_memory_is_exit_code_4_with_bytes_by_class_the_estimate_and_
     arguments.extend(["data.max_length=32".to_owned(), "train_iters=1".to_owned()]);
     let case = Case::new(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() }).unwrap();
-    prepare_data(&case.plan, &hub, Began::now()).unwrap();
+    prepare_data(&case.plan, &hub, RunId::now()).unwrap();
     let run = || train(&case.plan, &hub, &World::solo(), &Device::Cpu);
     let peak = || ALLOCATOR.peak_usage() as u64;
     let with_limit = |total_bytes| emulate_with_limit(MemoryLimit { total_bytes, in_use, peak }, run);

@@ -2,17 +2,13 @@
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candle_core::{DType, Device, Tensor};
-use candlewick_comm::Solo;
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionChoice, Seqs};
-use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, Micro, Mode, Norms, ParamStore, Pipeline, Residency, Schedule, Sharded,
-};
+use candlewick_parallel::{Engine, EngineSpec, Groups, Layout, Micro, Sharded};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
 use candlewick_text::template::ChatTemplate;
@@ -103,19 +99,13 @@ impl Lm {
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         // The head is computed for few tokens.
         let layout = Layout::balanced(model.n_blocks(), parts.stages, 1, 0.0);
-        let sharing = groups.sharing(parts.in_shares.then_some(Sharded::Weights), layout.clone(), Norms::Whole);
-        let store = ParamStore::new(&model, Formats::computing_in(dtype), Mode::Infer, &device, sharing)?;
+        let sharded = parts.in_shares.then_some(Sharded::Weights);
+        let engine = EngineSpec { sharded, ..EngineSpec::inference(dtype, layout) }.build(model, groups, device)?;
         let base = Checkpoint::open(folder)?;
         adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
         let base = Origin::Checkpoint(&base);
-        let notes = fill(&store, &model, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
+        let notes = fill(&engine, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));
-        let residency = vec![Residency::Keep; model.n_blocks()];
-        let pipeline = Pipeline::new(Arc::clone(&groups.stages), layout, Schedule::default())?;
-        let mut engine = Engine::new(model, store, residency, Arc::new(Solo), device).with_pipeline(pipeline);
-        if parts.tensor > 1 {
-            engine = engine.with_tensor(groups.tensor_ranks(Norms::Whole));
-        }
         Ok(Self { engine, tokenizer, template, folders, dtype, attention: AttentionChoice::default() })
     }
 

@@ -12,9 +12,9 @@ use candlewick_runtime::process_group::{ProcessGroup, fail};
 use crate::parts::{Crew, Parts};
 
 /// This rank and the others.
-pub struct Ranks<'w> {
+pub struct Ranks {
     /// All ranks, on the host.
-    pub process: ProcessGroup<'w>,
+    pub process: ProcessGroup,
     /// The part of a model that each rank has.
     pub parts: Parts,
     /// See [`Parts::groups`].
@@ -45,15 +45,15 @@ pub fn together<T>(
     Ok(value)
 }
 
-impl<'w> Ranks<'w> {
+impl Ranks {
     /// Makes one rank of `world`. All ranks call it.
-    pub fn new(world: &'w World, parts: Parts) -> Result<Self> {
+    pub fn new(world: &World, parts: Parts) -> Result<Self> {
         Ok(Self { process: ProcessGroup::new(world)?, parts, groups: parts.groups(&*world.group())? })
     }
 
     /// Returns the ranks that answer together.
     pub fn crew(&self) -> Crew {
-        Crew::of(self.process.group(), &self.groups, self.parts.in_shares).with_at_work(self.process.at_work())
+        Crew::of(self.process.group(), &self.groups, self.parts.in_shares).with_at_work(self.process.keep_alive())
     }
 }
 

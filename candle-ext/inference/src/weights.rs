@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterSpec, Model, ModelError, ParamSpec};
-use candlewick_parallel::ParamStore;
+use candlewick_model::{AdapterSpec, ModelError, ParamSpec};
+use candlewick_parallel::Engine;
 
 /// Where parameters come from.
 #[derive(Clone, Copy, Debug)]
@@ -17,15 +17,16 @@ pub enum Origin<'a> {
     },
 }
 
-/// Sets all parameters of `store`: the model's own from `base`, an adapter's factors from `adapter`.
+/// Sets all parameters of `engine`: the model's own from `base`, an adapter's factors from `adapter`.
 ///
 /// Returns what the user should know, such as tensors that are there but not used.
-pub fn fill(store: &ParamStore, model: &Model, base: Origin, adapter: Origin) -> Result<Vec<String>, ModelError> {
+pub fn fill(engine: &Engine, base: Origin, adapter: Origin) -> Result<Vec<String>, ModelError> {
+    let model = engine.model();
     let mut notes = base.check(model.base_params())?;
     if model.lora().is_some() {
         notes.extend(adapter.check(model.adapter_params())?);
     }
-    store.fill(|spec| if AdapterSpec::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) })?;
+    engine.store().fill(|spec| if AdapterSpec::owns(&spec.name) { adapter.read(spec) } else { base.read(spec) })?;
     Ok(notes)
 }
 

@@ -2,6 +2,7 @@
 //!
 //! No kernels and no family names: kernels are in `candlewick-ops`, what a block computes is in `candlewick-model`.
 
+mod assembly;
 mod branches;
 mod engine;
 mod groups;
@@ -16,6 +17,7 @@ mod regions;
 mod sequence;
 mod tensor;
 
+pub use assembly::EngineSpec;
 pub use branches::{Branches, Path, Run, Until};
 pub use engine::{
     Asked, Engine, LOGITS_BYTES_ON_CPU, LossScale, Micro, Optimizer, Residency, StepLoss, StepLosses, StepReport,

@@ -10,3 +10,4 @@ pub mod exit;
 pub mod place;
 pub mod process_group;
 pub mod progress;
+pub mod run_id;

@@ -7,55 +7,84 @@ use candlewick_comm::{Collective, Failure, KeepAlive, World, exchange_bytes, is_
 
 use crate::exit::ExitCode;
 
-/// Bytes of a rank, or the reason why it cannot go on.
-pub type Word = Result<Vec<u8>, String>;
+/// The payload of one rank in an exchange, or the error that it reports.
+pub type Payload = Result<Vec<u8>, String>;
 
 /// One rank of a program and the others. Every method that returns a `Result` is called by all ranks.
-pub struct ProcessGroup<'w> {
-    world: &'w World,
+#[derive(Clone)]
+pub struct ProcessGroup {
+    group: Arc<dyn Collective>,
+    keep_alive: KeepAlive,
     is_first_of_node: bool,
 }
 
-impl<'w> ProcessGroup<'w> {
+impl ProcessGroup {
     /// Makes one of the ranks of `world`.
-    pub fn new(world: &'w World) -> Result<Self> {
-        Ok(Self { world, is_first_of_node: is_first_of_machine(&*world.group())? })
+    pub fn new(world: &World) -> Result<Self> {
+        let group = world.group();
+        let is_first_of_node = is_first_of_machine(&*group)?;
+        Ok(Self { group, keep_alive: world.keep_alive(), is_first_of_node })
+    }
+
+    /// Makes the only rank of a program.
+    pub fn solo() -> Self {
+        let world = World::solo();
+        Self { group: world.group(), keep_alive: world.keep_alive(), is_first_of_node: true }
+    }
+
+    /// Returns these ranks with exchanges over `group`, which has all of them in the same order.
+    #[must_use]
+    pub fn over(&self, group: Arc<dyn Collective>) -> Self {
+        Self { group, ..self.clone() }
     }
 
     /// Returns the group of all ranks, on the host.
     pub fn group(&self) -> Arc<dyn Collective> {
-        self.world.group()
+        Arc::clone(&self.group)
     }
 
     /// Returns this rank's number.
     pub fn rank(&self) -> usize {
-        self.world.rank()
+        self.group.rank()
     }
 
     /// Returns the number of ranks.
     pub fn size(&self) -> usize {
-        self.world.size()
+        self.group.size()
     }
 
     /// Tells whether this is the rank that reports, and writes what is written once.
     pub fn is_first(&self) -> bool {
-        self.world.rank() == 0
+        self.rank() == 0
     }
 
     /// Returns the guard that extends the other ranks' time-out while this one is busy.
-    pub fn at_work(&self) -> KeepAlive {
-        self.world.keep_alive()
+    pub fn keep_alive(&self) -> KeepAlive {
+        self.keep_alive.clone()
+    }
+
+    /// Gives every rank the payload of each rank, in rank order. Fails only if the group has failed.
+    pub fn exchange_payloads(&self, own: Payload) -> Result<Vec<Payload>> {
+        let (mark, bytes) = match own {
+            Ok(bytes) => (b'+', bytes),
+            Err(reason) => (b'-', reason.into_bytes()),
+        };
+        let all = exchange_bytes(&*self.group, &[&[mark], bytes.as_slice()].concat())?;
+        let payload = |bytes: Vec<u8>| match bytes.split_first() {
+            Some((b'+', payload)) => Ok(payload.to_vec()),
+            marked => Err(String::from_utf8_lossy(marked.map_or(&[], |(_, reason)| reason)).into_owned()),
+        };
+        Ok(all.into_iter().map(payload).collect())
     }
 
     /// Gives every rank the bytes of each rank, in rank order. If a rank failed, all fail with its reason.
     pub fn exchange(&self, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-        let words = exchange_words(&*self.group(), own.as_ref().map_err(|error| format!("{error:#}")).cloned());
+        let payloads = self.exchange_payloads(own.as_ref().map_err(|error| format!("{error:#}")).cloned());
         // A rank's own error says more than the text of it.
         own?;
-        let words = words?.into_iter().enumerate();
-        words
-            .map(|(rank, word)| word.map_err(|reason| anyhow!("rank {rank}: {reason}").context(ExitCode::Peer)))
-            .collect()
+        let payloads = payloads?.into_iter().enumerate();
+        let failed = |rank, reason| anyhow!("rank {rank}: {reason}").context(ExitCode::Peer);
+        payloads.map(|(rank, payload)| payload.map_err(|reason| failed(rank, reason))).collect()
     }
 
     /// Returns this rank's value once no rank has failed. If a rank failed, all fail with its reason.
@@ -70,21 +99,16 @@ impl<'w> ProcessGroup<'w> {
 
     /// Runs `f` on the first rank while the others wait. If it fails, all fail.
     pub fn on_first_rank<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
-        self.all_ok(if self.is_first() { self.at_work().during(f).map(Some) } else { Ok(None) })
+        self.all_ok(if self.is_first() { self.keep_alive().during(f).map(Some) } else { Ok(None) })
     }
 
     /// Runs `f` on one rank of each node before the others, which find its downloads and caches. If a rank fails, all fail.
     pub fn one_rank_per_node_first<T>(&self, f: impl Fn() -> Result<T>) -> Result<T> {
-        let first = if self.is_first_of_node { self.at_work().during(&f).map(Some) } else { Ok(None) };
+        let first = if self.is_first_of_node { self.keep_alive().during(&f).map(Some) } else { Ok(None) };
         match self.all_ok(first)? {
             Some(value) => self.all_ok(Ok(value)),
-            None => self.all_ok(self.at_work().during(f)),
+            None => self.all_ok(self.keep_alive().during(f)),
         }
-    }
-
-    /// See [`fail`].
-    pub fn fail(&self, program: &str, failed: (ExitCode, Error), ended_by: impl FnOnce(&Failure) -> Error) -> Error {
-        fail(self.world, program, failed, ended_by)
     }
 }
 
@@ -105,20 +129,6 @@ pub fn fail(
             error
         }
     }
-}
-
-/// Gives every rank of a group the word of each rank, in rank order.
-pub fn exchange_words(group: &dyn Collective, own: Word) -> Result<Vec<Word>, candlewick_comm::Error> {
-    let (mark, bytes) = match own {
-        Ok(bytes) => (b'+', bytes),
-        Err(reason) => (b'-', reason.into_bytes()),
-    };
-    let all = exchange_bytes(group, &[&[mark], bytes.as_slice()].concat())?;
-    let word = |bytes: Vec<u8>| match bytes.split_first() {
-        Some((b'+', said)) => Ok(said.to_vec()),
-        said => Err(String::from_utf8_lossy(said.map_or(&[], |(_, reason)| reason)).into_owned()),
-    };
-    Ok(all.into_iter().map(word).collect())
 }
 
 #[cfg(test)]

@@ -1,8 +1,11 @@
-//! Whole files, with a limit on their bytes. A foreign file may be a pipe, a device or a link to one, and never end.
+//! Whole files: reads with a limit on their bytes, and atomic writes. A foreign file may be a pipe, a device or a link to one,
+//! and never end.
 
-use std::fs::{File, Metadata, metadata};
-use std::io::{self, Read};
+use std::fs::{File, Metadata, create_dir_all, metadata};
+use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
+
+use tempfile::Builder;
 
 /// The most bytes of a file that a person writes: a recipe, a task, a list of messages.
 pub const MAX_WRITTEN_BYTES: u64 = 64 << 20;
@@ -46,6 +49,45 @@ pub fn read_text_or_stdin(path: &Path, most: u64) -> io::Result<String> {
     }
 }
 
+/// Replaces the file at `path` with what `write` writes. A reader finds the old file or the whole new one.
+///
+/// The folders above `path` are created. A power cut may lose the new file.
+///
+/// # Errors
+/// If a folder or a file cannot be created, or `write` fails. The old file then stays.
+pub fn write_atomically(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
+    replace_atomically(path, |unfinished| {
+        let mut file = BufWriter::new(File::create_new(unfinished)?);
+        write(&mut file)?;
+        file.flush()
+    })
+}
+
+/// Replaces the file at `path` as [`write_atomically`] does, once the new bytes are on the disk.
+///
+/// # Errors
+/// As [`write_atomically`], and if the disk cannot take the bytes.
+pub fn write_durably(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
+    write_atomically(path, |file| {
+        write(file)?;
+        file.flush()?;
+        file.get_ref().sync_all()
+    })
+}
+
+/// Replaces `path` with the file or link that `create` makes under another name in its folder.
+///
+/// # Errors
+/// As [`write_atomically`].
+pub fn replace_atomically(path: &Path, create: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
+    let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
+    create_dir_all(folder)?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let unfinished = Builder::new().prefix(&format!(".{name}.")).suffix(".tmp").make_in(folder, |_| Ok(()))?;
+    create(unfinished.path())?;
+    unfinished.persist(path).map(drop).map_err(|error| error.error)
+}
+
 /// Returns JSON without the byte order mark that some editors put first.
 pub fn without_bom(json: &[u8]) -> &[u8] {
     json.strip_prefix("\u{feff}".as_bytes()).unwrap_or(json)
@@ -82,6 +124,32 @@ mod tests {
         let zero = Path::new("/dev/zero");
         assert!(read_regular_file(zero, 10).unwrap_err().to_string().contains("a device"));
         assert_eq!(read_file_or_pipe(zero, 10).unwrap_err().to_string(), "it has more than 10 bytes");
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_write_that_fails_leaves_the_old_file_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a/b.json");
+        write_durably(&path, |file| file.write_all(b"old")).unwrap();
+        let failed = write_durably(&path, |file| file.write_all(b"ne").and(Err(io::ErrorKind::StorageFull.into())));
+        assert_eq!(failed.unwrap_err().kind(), io::ErrorKind::StorageFull);
+        assert_eq!(std::fs::read(&path).unwrap(), b"old");
+        write_durably(&path, |file| file.write_all(b"new")).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"new");
+        assert_eq!(names(path.parent().unwrap()), ["b.json"]);
+    }
+
+    #[test]
+    fn a_file_has_the_permissions_of_any_new_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let [plain, path] = ["plain", "path"].map(|name| folder.path().join(name));
+        std::fs::write(&plain, "").unwrap();
+        write_atomically(&path, |_| Ok(())).unwrap();
+        assert_eq!(metadata(&path).unwrap().permissions(), metadata(&plain).unwrap().permissions());
     }
 
     #[test]

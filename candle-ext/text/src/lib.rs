@@ -9,5 +9,7 @@ mod panics;
 pub mod printable;
 pub mod render;
 pub mod source;
+pub mod suggestion;
 pub mod template;
 pub mod tokenizer;
+pub mod yaml;

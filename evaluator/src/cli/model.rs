@@ -89,7 +89,7 @@ impl Model {
             .all_ok(Config::read(&folders.model).map_err(Into::into).and_then(|config| ranks.parts.check(&config)))?;
         let load = || self.compute.load_from(&folders, device, (ranks.parts, &ranks.groups));
         // Ranks that have a model together make groups of their own while they load it, and wait for each other.
-        ranks.process.all_ok(if ranks.parts.is_whole() { ranks.process.at_work().during(load) } else { load() })
+        ranks.process.all_ok(if ranks.parts.is_whole() { ranks.process.keep_alive().during(load) } else { load() })
     }
 }
 

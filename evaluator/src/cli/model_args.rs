@@ -4,10 +4,10 @@
 use std::ffi::OsString;
 use std::iter::Peekable;
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::Value as Json;
 
 use super::key_values::key_values;
-use crate::task::did_you_mean;
 
 /// lm-eval's keys for its Hugging Face model, and the options that they mean.
 const KEYS: [(&str, &str); 15] = [

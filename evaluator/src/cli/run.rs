@@ -2,12 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
 use candlewick_text::hub::Hub;
-use candlewick_text::template::Clock;
 use clap::Args;
 use serde_json::{Map, Value as Json, json};
 
@@ -29,6 +28,7 @@ use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{Ranks, together};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::place::place;
+use candlewick_runtime::run_id::RunId;
 
 #[derive(Debug, Args)]
 pub(super) struct Run {
@@ -113,7 +113,7 @@ fn level(text: &str) -> Result<tracing::Level, String> {
 pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
     args.foreign.check()?;
     together(&place()?, args.parts.parts(), args.model.compute.device, |ranks, device| {
-        let began = Began::agree(ranks)?;
+        let (id, began) = (RunId::agree(&ranks.process, Ok(RunId::now()))?, Instant::now());
         let selection = args.select()?;
         let paths = args.prompts.data_paths(&selection.tasks)?;
         let mut tasks = args.open(hub, ranks, &selection, &paths)?;
@@ -122,15 +122,15 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
             tasks = tasks.into_iter().map(Task::predict_only).collect();
         }
         let lm = args.model.load_on(hub, ranks, device)?;
-        let chat = args.chat(&lm, &began)?;
-        let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks, &began)?;
-        let questions = ranks.process.at_work().during(|| Questions::new(tasks, selection.groups, options))?;
+        let chat = args.chat(&lm, id)?;
+        let options = args.options(chat.as_ref().map(|chat| chat as &dyn ChatStyle), &tasks, id)?;
+        let questions = ranks.process.keep_alive().during(|| Questions::new(tasks, selection.groups, options))?;
         if ranks.process.is_first() {
             args.remark(&questions);
         }
-        let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, began.name()));
+        let output = args.output_path.as_ref().map(|path| Output::new(path, &args.model.model, id.file_stamp()));
         let log = args.use_cache.clone().or(output.as_ref().map(Output::answers));
-        let settings = args.answering.settings(args.seeds().of_run(began.drawn()).0, log);
+        let settings = args.answering.settings(args.seeds().of_run(id.run).0, log);
         let answers = LmAnswers::new(&lm, settings, ranks.crew())?;
         let max_length = answers.max_length();
         let mut answers = if args.is_quiet() { answers } else { answers.with_progress(bar(ranks)) };
@@ -143,42 +143,11 @@ pub(super) fn run(args: &Run, hub: &Hub) -> Result<()> {
             };
             let runs = questions.score(&answered, args.bootstrap_iters, write)?;
             let mut results = questions.results(&runs, &answered)?;
-            results.run = args.about(&lm, chat.as_ref(), max_length, &began)?;
+            results.run = args.about(&lm, chat.as_ref(), max_length, (id, began))?;
             args.report(&results, &runs, &questions, output.as_ref())
         };
         ranks.process.on_first_rank(report).map(drop)
     })
-}
-
-/// When a run began, as its first rank has it.
-struct Began {
-    since_1970: f64,
-    clock: Instant,
-}
-
-impl Began {
-    fn agree(ranks: &Ranks) -> Result<Self> {
-        let own = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        let all = ranks.process.exchange(Ok(own.to_le_bytes().to_vec()))?;
-        let first = all.first().and_then(|bytes| bytes.as_slice().try_into().ok());
-        let first = first.context("failed to read the first rank's clock")?;
-        Ok(Self { since_1970: f64::from_le_bytes(first), clock: Instant::now() })
-    }
-
-    /// A seed that no other run has, but every rank of this one.
-    fn drawn(&self) -> u64 {
-        self.since_1970.to_bits()
-    }
-
-    fn as_clock(&self) -> Clock {
-        Clock::Fixed(self.since_1970 as i64)
-    }
-
-    /// As it stands in names of files.
-    fn name(&self) -> String {
-        let seconds = self.as_clock().format("%Y-%m-%dT%H-%M-%S").unwrap_or_default();
-        format!("{seconds}.{:06}", (self.since_1970.fract() * 1e6) as u32)
-    }
 }
 
 impl Run {
@@ -279,7 +248,7 @@ impl Run {
         ranks.process.one_rank_per_node_first(|| selection.tasks.iter().cloned().map(open).collect())
     }
 
-    fn chat(&self, lm: &Lm, began: &Began) -> Result<Option<Chat>> {
+    fn chat(&self, lm: &Lm, id: RunId) -> Result<Option<Chat>> {
         if self.prompts.apply_chat_template.is_none() {
             return Ok(None);
         }
@@ -287,7 +256,7 @@ impl Run {
         let template = template.ok_or_else(|| {
             anyhow!("failed to print prompts as chats: the model has no chat template").context(ExitCode::Usage)
         })?;
-        Ok(Some(Chat::new(self.prompts.dressed(template)?.with_clock(began.as_clock()))))
+        Ok(Some(Chat::new(self.prompts.dressed(template)?.with_clock(id.clock()))))
     }
 
     /// What each task's prompts are made by.
@@ -295,10 +264,10 @@ impl Run {
         &'a self,
         chat: Option<&'a dyn ChatStyle>,
         tasks: &[Task],
-        began: &Began,
+        id: RunId,
     ) -> Result<Vec<PromptOptions<'a>>> {
         let mut samples = self.samples.as_deref().map(read_samples).transpose()?.unwrap_or_default();
-        let fewshot_seed = self.seeds().of_run(began.drawn()).1;
+        let fewshot_seed = self.seeds().of_run(id.run).1;
         let confirm_run_unsafe_code = self.confirm_run_unsafe_code;
         let limit = self.limit.map(Limit::value);
         let all = PromptOptions { fewshot_seed, limit, confirm_run_unsafe_code, ..self.prompts.options(chat)? };
@@ -317,7 +286,13 @@ impl Run {
         self.seed.unwrap_or(Seeds::usual(self.prompts.fewshot_seed))
     }
 
-    fn about(&self, lm: &Lm, chat: Option<&Chat>, max_length: usize, began: &Began) -> Result<Map<String, Json>> {
+    fn about(
+        &self,
+        lm: &Lm,
+        chat: Option<&Chat>,
+        max_length: usize,
+        (id, began): (RunId, Instant),
+    ) -> Result<Map<String, Json>> {
         let options = self.prompts.options(chat.map(|chat| chat as &dyn ChatStyle))?;
         let [python, numpy, torch, fewshot] = self.seeds().all;
         let reported = json!({
@@ -344,8 +319,8 @@ impl Run {
                 system_instruction: options.system_instruction.as_deref(),
                 fewshot_as_multiturn: options.fewshot_as_multiturn,
                 options: reported.as_object().cloned().unwrap_or_default(),
-                date: began.since_1970,
-                seconds: began.clock.elapsed().as_secs_f64(),
+                date: id.seconds(),
+                seconds: began.elapsed().as_secs_f64(),
             },
         ))
     }

@@ -1,9 +1,10 @@
 //! A task as its YAML says it, checked: every key that lm-evaluation-harness knows is understood or refused by name, any
 //! other is an error. Nothing is loaded here and no function looked up but by name.
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json, json};
 
-use super::error::{Fault, Place, TaskError, did_you_mean};
+use super::error::{Fault, Place, TaskError};
 use super::filter::{FilterConfig, filter_list};
 use super::keys::{Keys, wrong};
 use super::metric::{Metric, MetricConfig, metric_list};
@@ -428,8 +429,8 @@ fn field(keys: &Keys, key: &str) -> Result<Option<Field>, Fault> {
     let template = |text: &str| Field::Template(text.to_owned(), entry.node.place.clone());
     Ok(Some(match &entry.node.value {
         Value::Text(text) => template(text),
-        Value::Function(_) => as_function(entry).map(Field::Function).expect("the value is a function"),
-        Value::Number(_) | Value::List(_) | Value::Bool(_) => Field::Constant(entry.node.json()),
+        Value::Tagged(..) => as_function(entry).map(Field::Function).expect("the value is a function"),
+        Value::Int(_) | Value::Float(_) | Value::List(_) | Value::Bool(_) => Field::Constant(entry.node.json()),
         Value::Map(entries) if key == "doc_to_choice" => {
             Field::Constant(entries.iter().map(|entry| entry.node.json()).collect())
         }
@@ -461,7 +462,7 @@ fn function(keys: &Keys, key: &str) -> Result<Option<Function>, Fault> {
 /// The value as a function, by its full name.
 pub(crate) fn as_function(entry: &Entry) -> Option<Function> {
     match &entry.node.value {
-        Value::Function(name) => Some(Function::new(name, &entry.node.place)),
+        Value::Tagged(_, name) => Some(Function::new(name.text_or_empty().trim(), &entry.node.place)),
         _ => None,
     }
 }

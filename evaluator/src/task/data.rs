@@ -6,12 +6,13 @@ use std::path::Path;
 
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::source::{FileSelector, ReadOptions, Source, Spec, SplitPart, named};
+use candlewick_text::suggestion::did_you_mean;
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use super::config::{DatasetConfig, TaskConfig};
 use super::data_paths::DataPaths;
-use super::error::{Fault, TaskError, did_you_mean};
+use super::error::{Fault, TaskError};
 use super::mersenne::Random;
 use super::native::{Doc, ProcessDocs};
 use super::python::literal::literal_eval;

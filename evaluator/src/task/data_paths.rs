@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use candlewick_text::source::{FileNames, FileSelector, Unnamed, name_words};
+use candlewick_text::suggestion::did_you_mean;
 use globset::GlobBuilder;
 
 use super::config::{DatasetConfig, TaskConfig};
-use super::error::{TaskError, did_you_mean};
+use super::error::TaskError;
 
 /// Data of tasks, as a user names them.
 #[derive(Clone, Debug, Default)]

@@ -145,14 +145,3 @@ impl fmt::Display for Fault {
         f.write_str(&self.message)
     }
 }
-
-/// "; did you mean `x`?" with the nearest of `known`, or nothing if none is near.
-pub(crate) fn did_you_mean<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> String {
-    let lower = word.to_lowercase();
-    let near = known
-        .into_iter()
-        .map(|name| (strsim::jaro_winkler(&lower, &name.to_lowercase()), name))
-        .filter(|(score, name)| *score > 0.84 || word.len() > 3 && strsim::damerau_levenshtein(&lower, name) <= 2)
-        .max_by(|a, b| a.0.total_cmp(&b.0));
-    near.map_or_else(String::new, |(_, name)| format!("; did you mean `{name}`?"))
-}

@@ -1,8 +1,9 @@
 //! `generation_kwargs`: what a task says about generation, and what of it the model's side is told.
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
-use super::error::{Fault, did_you_mean};
+use super::error::Fault;
 use super::yaml::Entry;
 use candlewick_inference::request::GenerationSettings;
 

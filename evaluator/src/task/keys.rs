@@ -1,8 +1,9 @@
 //! Reading a YAML map key by key: each key by its type, none unknown.
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
-use super::error::{Fault, did_you_mean};
+use super::error::Fault;
 use super::yaml::{Entry, Node, Value};
 
 /// A map of a task file. `what` names it in complaints: "a task", "a metric".
@@ -77,10 +78,11 @@ impl<'a> Keys<'a> {
 
     pub(crate) fn count(&self, key: &str) -> Result<Option<usize>, Fault> {
         let Some(entry) = self.get(key) else { return Ok(None) };
-        match &entry.node.value {
-            Value::Number(number) if number.as_u64().is_some() => Ok(number.as_u64().map(|n| n as usize)),
-            _ => Err(wrong(entry, "a whole number from 0 on")),
+        match entry.node.value {
+            Value::Int(number) => usize::try_from(number).ok(),
+            _ => None,
         }
+        .map_or_else(|| Err(wrong(entry, "a whole number from 0 on")), |count| Ok(Some(count)))
     }
 
     /// Reads a count of at most `most`.
@@ -94,10 +96,11 @@ impl<'a> Keys<'a> {
 
     pub(crate) fn integer(&self, key: &str) -> Result<Option<i64>, Fault> {
         let Some(entry) = self.get(key) else { return Ok(None) };
-        match &entry.node.value {
-            Value::Number(number) if number.as_i64().is_some() => Ok(number.as_i64()),
-            _ => Err(wrong(entry, "a whole number")),
+        match entry.node.value {
+            Value::Int(number) => i64::try_from(number).ok(),
+            _ => None,
         }
+        .map_or_else(|| Err(wrong(entry, "a whole number")), |number| Ok(Some(number)))
     }
 
     /// One text, or a list of them.
@@ -106,13 +109,9 @@ impl<'a> Keys<'a> {
         match &entry.node.value {
             Value::Text(text) => Ok(Some(vec![text.clone()])),
             Value::List(items) => {
-                let texts = items.iter().map(|item| match &item.value {
-                    Value::Text(text) => Ok(text.clone()),
-                    Value::Number(number) => Ok(number.to_string()),
-                    _ => {
-                        Err(Fault::at(item.place.clone(), format!("{key}: expected texts, found {}", item.describe())))
-                    }
-                });
+                let expected = |item: &Node| format!("{key}: expected texts, found {}", item.describe());
+                let text = |item| scalar(item).ok_or_else(|| Fault::at(item.place.clone(), expected(item)));
+                let texts = items.iter().map(text);
                 texts.collect::<Result<_, _>>().map(Some)
             }
             _ => Err(wrong(entry, "a text or a list of texts")),
@@ -142,9 +141,13 @@ pub(crate) fn wrong(entry: &Entry, wanted: &str) -> Fault {
 }
 
 fn text_of(entry: &Entry) -> Result<String, Fault> {
-    match &entry.node.value {
-        Value::Text(text) => Ok(text.clone()),
-        Value::Number(number) => Ok(number.to_string()),
-        _ => Err(wrong(entry, "a text")),
+    scalar(&entry.node).ok_or_else(|| wrong(entry, "a text"))
+}
+
+/// Returns a text, or a number as text.
+fn scalar(node: &Node) -> Option<String> {
+    match &node.value {
+        Value::Text(text) => Some(text.clone()),
+        value => value.number().map(|number| number.to_string()),
     }
 }

@@ -8,7 +8,7 @@ use candlewick_text::files::{MAX_WRITTEN_BYTES, read_regular_text_file};
 
 use super::error::{Fault, TaskError};
 use super::keys::wrong;
-use super::yaml::{Entry, Node, Value};
+use super::yaml::{Entry, Node, Value, parse};
 
 /// The tasks that come with the program.
 static BUILT_IN: include_dir::Dir<'static> = include_dir::include_dir!("$CARGO_MANIFEST_DIR/tasks");
@@ -23,7 +23,7 @@ pub(super) fn built_in() -> Result<Vec<Node>, Fault> {
     let mut all = Vec::new();
     for file in files {
         let text = file.contents_utf8().unwrap_or_default();
-        all.extend(documents(Node::parse(file.path(), text)?));
+        all.extend(documents(parse(file.path(), text)?));
     }
     Ok(all)
 }
@@ -74,7 +74,7 @@ fn collect(folder: &Path, depth: usize, files: &mut Vec<PathBuf>) -> Result<(), 
 fn from_file(path: &Path, depth: usize) -> Result<Vec<Node>, TaskError> {
     let text = read_regular_text_file(path, MAX_WRITTEN_BYTES)
         .map_err(|source| TaskError::Io { path: path.to_owned(), source })?;
-    let whole = Node::parse(path, &text)?;
+    let whole = parse(path, &text)?;
     documents(whole).into_iter().map(|node| included(node, depth)).collect()
 }
 

@@ -32,7 +32,6 @@ pub use ask::{Instance, PromptOptions, Task, TaskData};
 pub use config::{OutputType, TaskConfig};
 pub use data::SplitData;
 pub use data_paths::DataPaths;
-pub(crate) use error::did_you_mean;
 pub use error::{Fault, Place, TaskError};
 pub use generation::settings as generation_settings;
 pub(crate) use generation::without_effect;

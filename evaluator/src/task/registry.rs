@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use candlewick_text::suggestion::did_you_mean;
 use globset::GlobBuilder;
 
 use super::config::TaskConfig;
-use super::error::{Fault, Place, TaskError, did_you_mean};
+use super::error::{Fault, Place, TaskError};
 use super::group::{GROUP_KEYS, Group};
 use super::keys::Keys;
 use super::load::{built_in, from_path, put};
@@ -385,7 +386,7 @@ fn members(node: &Node) -> &[Node] {
 fn name_of(node: &Node) -> Option<String> {
     match &node.value {
         Value::Text(text) => Some(text.clone()),
-        Value::Number(number) => Some(number.to_string()),
+        number @ (Value::Int(_) | Value::Float(_)) => number.number().map(|number| number.to_string()),
         Value::Map(_) => ["task", "group"].into_iter().find_map(|key| name_of(&node.get(key)?.node)),
         _ => None,
     }

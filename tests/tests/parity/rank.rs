@@ -11,8 +11,7 @@ use candlewick_comm::{Call, Options, World, sum, threads};
 use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, LossScale, Mode, Norms, OnHost, ParamState, ParamStore, Pipeline, Residency,
-    Schedule, Sequence, Sharded,
+    Engine, EngineSpec, Formats, Groups, Layout, LossScale, Norms, OnHost, ParamState, Residency, Schedule, Sharded,
 };
 
 use crate::case::{Batching, Kind, micros};
@@ -181,11 +180,23 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
     let everyone = Lying { group: world.group(), name: "world".to_owned(), lie: lie.cloned() };
     let groups = Groups::new(&mesh, &everyone)?;
     let model = kind.model();
-    let formats = Formats::computing_in(DType::F32);
-    let layout = way.layout(model.n_blocks());
-    let sharing = groups.sharing(way.sharded, layout.clone(), way.norms);
-    let store = ParamStore::with_host(&model, formats, Mode::Train, way.on_host, &Device::Cpu, sharing)?;
-    store.fill(|spec| {
+    // Every kind of residency: weights come and go differently for each.
+    let residency = (0..model.n_blocks()).map(|block| match block % 4 {
+        0 => Residency::Keep,
+        1 => Residency::Recompute,
+        2 => Residency::Selective,
+        _ => Residency::Offload,
+    });
+    let spec = EngineSpec {
+        sharded: way.sharded,
+        norms: way.norms,
+        schedule: way.schedule,
+        on_host: way.on_host,
+        residency: residency.collect(),
+        ..EngineSpec::training(Formats::computing_in(DType::F32), way.layout(model.n_blocks()))
+    };
+    let engine = spec.build(model, &groups, Device::Cpu)?.with_mlp_rows(way.mlp_rows);
+    engine.store().fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);
         if spec.name.ends_with("lora_B.weight") || spec.name.ends_with("bias") {
@@ -195,27 +206,10 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
         }
         Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
     })?;
-    // Every kind of residency: weights come and go differently for each.
-    let residency = (0..model.n_blocks()).map(|block| match block % 4 {
-        0 => Residency::Keep,
-        1 => Residency::Recompute,
-        2 => Residency::Selective,
-        _ => Residency::Offload,
-    });
-    let residency = residency.collect();
-    let mut engine = Engine::new(model, store, residency, Arc::clone(&groups.losses), Device::Cpu)
-        .with_mlp_rows(way.mlp_rows)
-        .with_pipeline(Pipeline::new(Arc::clone(&groups.stages), layout, way.schedule)?);
-    if let Some(logits_bytes) = way.logits_bytes {
-        engine = engine.with_logits_bytes(logits_bytes);
-    }
-    if way.degrees.cp * way.degrees.sp > 1 {
-        engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
-    }
-    if way.degrees.tp > 1 {
-        engine = engine.with_tensor(groups.tensor_ranks(way.norms));
-    }
-    Ok(engine)
+    Ok(match way.logits_bytes {
+        Some(logits_bytes) => engine.with_logits_bytes(logits_bytes),
+        None => engine,
+    })
 }
 
 fn of_rank(

@@ -108,17 +108,6 @@ pub enum CheckpointError {
         /// What rank 0 sees.
         here: String,
     },
-    /// Another rank of the run could not do its part.
-    #[error("save or load together: rank {rank} failed to {reason}")]
-    OtherRank {
-        /// Which.
-        rank: usize,
-        /// Why.
-        reason: String,
-    },
-    /// The other ranks cannot be reached.
-    #[error("save or load together")]
-    Crew(#[source] StateError),
     /// The engine could not give or take a tensor.
     #[error("{action} the tensor {name}")]
     State {

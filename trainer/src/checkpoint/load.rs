@@ -7,7 +7,9 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use super::crew::{Crew, at_work, first, together};
+use anyhow::{Error, Result};
+use candlewick_runtime::process_group::ProcessGroup;
+
 use super::error::CheckpointError;
 use super::find::{Complete, Search, Skipped, search};
 use super::fingerprint::Fingerprint;
@@ -32,24 +34,24 @@ pub struct Resumed {
 /// Loads the newest whole save of `plan.output_dir` into `state`, or returns `None` where there is
 /// no save at all. `fingerprint` is the present plan's; another one in the save is an error.
 ///
-/// Each rank of `crew` verifies some of the files and loads what it needs. All call it, and come to the same.
+/// Each rank verifies some of the files and loads what it needs. All ranks of `process` call it and agree on the save.
 pub fn resume(
     plan: &CheckpointPlan,
     fingerprint: &Fingerprint,
     state: &mut dyn TrainState,
-    crew: &dyn Crew,
-) -> Result<Option<Resumed>, CheckpointError> {
-    let cleared = first(crew, || clear_leftovers(&plan.output_dir))?;
+    process: &ProcessGroup,
+) -> Result<Option<Resumed>> {
+    let cleared = process.on_first_rank(|| Ok(clear_leftovers(&plan.output_dir)?))?;
     for line in cleared.into_iter().flatten() {
         tracing::info!("{line} in {}", plan.output_dir.display());
     }
-    let found = search_together(plan, crew)?;
+    let found = search_together(plan, process)?;
     let mut skipped = found.skipped;
     for complete in found.complete {
-        match verify(&complete, crew)? {
+        match verify(&complete, process)? {
             Ok(run) => {
                 check_same(&complete, &run, fingerprint, &state.tensors())?;
-                at_work(crew, || load_tensors(&complete, state))?;
+                process.keep_alive().during(|| load_tensors(&complete, state))?;
                 skipped.iter().for_each(Skipped::warn);
                 return Ok(Some(Resumed { run, dir: complete.dir, skipped }));
             }
@@ -60,19 +62,19 @@ pub fn resume(
         return Ok(None);
     }
     let reasons = skipped.iter().map(|s| format!("{}: {}", s.dir.display(), s.reason)).collect();
-    Err(CheckpointError::NoneWhole { output_dir: plan.output_dir.clone(), reasons })
+    Err(CheckpointError::NoneWhole { output_dir: plan.output_dir.clone(), reasons }.into())
 }
 
 /// Searches on every rank, all of which must find the same.
-fn search_together(plan: &CheckpointPlan, crew: &dyn Crew) -> Result<Search, CheckpointError> {
+fn search_together(plan: &CheckpointPlan, process: &ProcessGroup) -> Result<Search> {
     let (found, own) = match search(&plan.output_dir) {
         Ok(found) => (found.clone(), Ok(names(&found).into_bytes())),
         Err(error) => (Search::default(), Err(error)),
     };
-    let all = together(crew, own)?;
+    let all = process.exchange(own.map_err(Error::from))?;
     let Some(rank) = all.iter().position(|names| *names != all[0]) else { return Ok(found) };
     let [there, here] = [rank, 0].map(|rank| String::from_utf8_lossy(&all[rank]).into_owned());
-    Err(CheckpointError::OtherSaves { output_dir: plan.output_dir.clone(), rank, there, here })
+    Err(CheckpointError::OtherSaves { output_dir: plan.output_dir.clone(), rank, there, here }.into())
 }
 
 /// The saves of a folder, for a message.
@@ -84,10 +86,10 @@ fn names(found: &Search) -> String {
 }
 
 /// Compares every hash and reads the loop's state. The reason why a save is not whole is the same for all ranks.
-fn verify(complete: &Complete, crew: &dyn Crew) -> Result<Result<RunState, String>, CheckpointError> {
-    let own = at_work(crew, || verify_share(complete, (crew.rank(), crew.size())));
-    let told = crew.tell(own.map(|()| Vec::new())).map_err(CheckpointError::Crew)?;
-    match told.into_iter().find_map(Result::err) {
+fn verify(complete: &Complete, process: &ProcessGroup) -> Result<Result<RunState, String>> {
+    let own = process.keep_alive().during(|| verify_share(complete, (process.rank(), process.size())));
+    let all = process.exchange_payloads(own.map(|()| Vec::new()))?;
+    match all.into_iter().find_map(Result::err) {
         Some(reason) => Ok(Err(reason)),
         None => Ok(read_state(complete)),
     }

@@ -11,7 +11,6 @@
 //! can take it up. It is written beside its place under a dotted name, fsynced and renamed, so a folder with the
 //! right name is whole unless it was changed later; the hashes show that. `owner` tells which run wrote a folder.
 
-mod crew;
 mod disk;
 mod error;
 mod find;
@@ -32,7 +31,6 @@ mod storage;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
-pub use crew::{Alone, Crew, Word};
 pub use disk::{PlannedSaves, bytes_needed, free_bytes, preflight};
 pub use error::CheckpointError;
 pub use find::{Complete, Search, Skipped, newest_complete, search};

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use anyhow::{Error, Result};
+use candlewick_runtime::process_group::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
-use super::crew::{Crew, at_work, first, together};
 use super::error::CheckpointError;
 use super::hash::HashedFile;
 use super::latest::update_latest_link;
@@ -33,14 +34,9 @@ pub struct Saved {
 /// Writes the state after `run.step` steps under the tag of that step, then deletes what `keep`
 /// says. A save of the same tag is replaced. After an error the earlier saves are as they were.
 ///
-/// Each rank of `crew` writes what it has; the first one makes it a save. All call it.
-pub fn save(
-    plan: &CheckpointPlan,
-    run: &RunState,
-    state: &dyn TrainState,
-    crew: &dyn Crew,
-) -> Result<Saved, CheckpointError> {
-    save_with(&Drive, SHARD_BYTES, plan, run, state, crew)
+/// Each rank writes what it has; the first one completes the save. All ranks of `process` call it.
+pub fn save(plan: &CheckpointPlan, run: &RunState, state: &dyn TrainState, process: &ProcessGroup) -> Result<Saved> {
+    save_with(&Drive, SHARD_BYTES, plan, run, state, process)
 }
 
 pub(crate) fn save_with(
@@ -49,27 +45,25 @@ pub(crate) fn save_with(
     plan: &CheckpointPlan,
     run: &RunState,
     state: &dyn TrainState,
-    crew: &dyn Crew,
-) -> Result<Saved, CheckpointError> {
+    process: &ProcessGroup,
+) -> Result<Saved> {
     let tag = run.tag();
     let dir = plan.dir(tag);
     let temporary = plan.output_dir.join(temporary_name(&plan.kind.dir_name(tag)));
     let begin = || {
         refuse_foreign(plan.kind, &dir, run.began)?;
-        start(storage, &plan.output_dir, &temporary).map_err(|error| error.in_save(&dir))
+        Ok(start(storage, &plan.output_dir, &temporary).map_err(|error| error.in_save(&dir))?)
     };
-    let written = first(crew, begin)
+    let written = process
+        .on_first_rank(begin)
         .and_then(|_| {
-            let own = if crew.writes() {
-                at_work(crew, || write_share(storage, shard_bytes, &temporary, state, crew.rank()))
-            } else {
-                Ok(Share::default())
-            };
-            together(crew, own.map(|share| share.to_bytes()).map_err(|error| error.in_share(&dir, crew.rank())))
+            let rank = process.rank();
+            let write = || write_share(storage, shard_bytes, &temporary, state, rank);
+            exchange_shares(process, process.keep_alive().during(write).map_err(|error| error.in_share(&dir, rank)))
         })
         .and_then(|shares| {
             let shares = shares.iter().map(|bytes| Share::of_bytes(bytes, &dir)).collect::<Result<Vec<_>, _>>()?;
-            first(crew, || {
+            process.on_first_rank(|| {
                 let n_bytes = finish(storage, &temporary, run, shares)
                     .and_then(|n_bytes| publish(storage, &temporary, &dir).map(|()| n_bytes))
                     .map_err(|error| error.in_save(&dir))?;
@@ -78,7 +72,7 @@ pub(crate) fn save_with(
                 Ok((n_bytes, plan.keep.map_or(Ok(Vec::new()), prune)?))
             })
         });
-    if written.is_err() && crew.rank() == 0 {
+    if written.is_err() && process.is_first() {
         // The first error is the one to report; what stays behind is cleared by the next start.
         let _ = storage.remove_dir(&temporary);
     }
@@ -101,6 +95,18 @@ impl Share {
     fn of_bytes(bytes: &[u8], dir: &Path) -> Result<Self, CheckpointError> {
         let malformed = |error| CheckpointError::damaged(dir, format!("what another rank says of its part: {error}"));
         serde_json::from_slice(bytes).map_err(malformed)
+    }
+}
+
+/// Gives every rank what each has written. A rank that the others gave up finds their folder removed: it returns the group's
+/// failure.
+fn exchange_shares(process: &ProcessGroup, own: Result<Share, CheckpointError>) -> Result<Vec<Vec<u8>>> {
+    match own {
+        Err(removed @ CheckpointError::NotShared { .. }) => {
+            process.exchange_payloads(Err(removed.to_string()))?;
+            Err(removed.into())
+        }
+        own => process.exchange(own.map(|share| share.to_bytes()).map_err(Error::from)),
     }
 }
 

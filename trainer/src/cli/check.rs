@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
 use candlewick_text::source::Kind;
 
@@ -13,7 +14,7 @@ use crate::exit::ExitCode;
 use crate::plan::is_path;
 use crate::plan::{Plan, Reach, Shown};
 use crate::recipe::Loaded;
-use crate::run::{Assets, Began, check_tasks};
+use crate::run::{Assets, check_tasks};
 
 pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&check.recipe.path, &check.recipe.overrides)?;
@@ -59,7 +60,7 @@ fn stat_local_files(plan: &Plan) -> Result<()> {
 /// Opens the tokenizer and every data set as a run would, from this machine alone.
 fn open_everything(plan: &Plan) -> Result<()> {
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::from_env() })?;
-    Assets::find(plan, &hub, Began::now())?;
+    Assets::find(plan, &hub, RunId::now())?;
     for source in sources(plan) {
         crate::data::open(source, plan.data.kind, &hub)?;
     }

@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 
 use anyhow::{Context, Result};
+use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
 use candlewick_text::printable::printable;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
@@ -12,11 +13,11 @@ use super::Format;
 use crate::data::{Batch, Cursor, IGNORE_INDEX, Prepared, Step, Stream};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
-use crate::run::{Began, prepare_data};
+use crate::run::prepare_data;
 
 /// Prepares the data of `plan` and prints the token statistics, or the first `n_steps` steps.
 pub(super) fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCode> {
-    let (assets, prepared) = prepare_data(plan, hub, Began::now())?;
+    let (assets, prepared) = prepare_data(plan, hub, RunId::now())?;
     let mut out = io::stdout().lock();
     let shown = match format {
         Format::Text => text(&mut out, plan, &assets.tokenizer, &prepared, n_steps),

@@ -9,6 +9,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 
+use candlewick_text::files::write_durably;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -63,20 +64,19 @@ pub(super) fn unused_name(path: &Path) -> PathBuf {
 
 /// Rewrites the file without the lines past `step` and without what is no line of ours.
 fn cut_after(path: &Path, step: usize) -> io::Result<()> {
-    let temporary = path.with_extension("jsonl.tmp");
-    let mut kept = io::BufWriter::new(File::create(&temporary)?);
     let mut reader = BufReader::new(File::open(path)?);
-    let mut line = Vec::new();
-    while reader.read_until(b'\n', &mut line)? > 0 {
-        let record: Option<Value> = serde_json::from_slice(&line).ok();
-        let iter = record.as_ref().and_then(|record| record.get("iter")?.as_u64());
-        if line.ends_with(b"\n") && iter.is_some_and(|iter| iter <= step as u64) {
-            kept.write_all(&line)?;
+    write_durably(path, |kept| {
+        let mut line = Vec::new();
+        while reader.read_until(b'\n', &mut line)? > 0 {
+            let record: Option<Value> = serde_json::from_slice(&line).ok();
+            let iter = record.as_ref().and_then(|record| record.get("iter")?.as_u64());
+            if line.ends_with(b"\n") && iter.is_some_and(|iter| iter <= step as u64) {
+                kept.write_all(&line)?;
+            }
+            line.clear();
         }
-        line.clear();
-    }
-    kept.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
-    fs::rename(&temporary, path)
+        Ok(())
+    })
 }
 
 #[cfg(test)]

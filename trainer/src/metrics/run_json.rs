@@ -3,10 +3,12 @@
 
 use std::fmt;
 use std::fs;
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime};
 
+use candlewick_text::files::write_atomically;
+use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -120,7 +122,9 @@ impl RunJson {
         change(&mut self.report);
         self.report.updated_at = utc(SystemTime::now());
         self.report.elapsed_s = self.started.elapsed().as_secs_f64();
-        self.path.as_deref().map_or(Ok(()), |path| replace(path, &serde_json::to_vec_pretty(&self.report)?))
+        let report = serde_json::to_vec_pretty(&self.report)?;
+        // Not synced: it happens every step, and a power cut may cost the last of them.
+        self.path.as_deref().map_or(Ok(()), |path| write_atomically(path, |file| file.write_all(&report)))
     }
 
     /// Writes the last version.
@@ -165,36 +169,9 @@ fn is_done(path: &Path) -> bool {
     report.is_some_and(|report| report["exit"]["code"] == 0)
 }
 
-/// Puts `bytes` in the place of the file at once. Not synced: it happens every step, and a power
-/// cut may cost the last of them.
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let temporary = path.with_extension("json.tmp");
-    if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent)?;
-    }
-    fs::write(&temporary, bytes)?;
-    fs::rename(&temporary, path)
-}
-
 /// Writes a time as 2026-11-21T02:03:04Z.
 fn utc(time: SystemTime) -> String {
-    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let (year, month, day) = date(seconds / 86_400);
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
-}
-
-/// The Gregorian date of a day counted from 1970-01-01. Years begin in March here, so that the
-/// leap day is a year's last.
-fn date(days: u64) -> (u64, u64, u64) {
-    let days = days + 719_468; // from 0000-03-01
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let march_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
-    let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
-    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+    Timestamp::try_from(time).unwrap_or_default().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }
 
 #[cfg(test)]
@@ -203,7 +180,7 @@ mod tests {
     use super::*;
     use crate::metrics::plan::Console;
     use serde_json::json;
-    use std::time::Duration;
+    use std::time::{Duration, UNIX_EPOCH};
 
     fn log(output_dir: Option<PathBuf>) -> LogPlan {
         LogPlan {

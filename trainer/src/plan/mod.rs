@@ -25,7 +25,7 @@ mod temp_dir;
 use std::fmt::Display;
 use std::path::PathBuf;
 
-use candlewick_model::{Config, LoraConfig};
+use candlewick_model::{Config, LoraConfig, MlpRows};
 use candlewick_ops::{AttentionChoice, DeviceChoice, LossScaling};
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -134,6 +134,13 @@ pub struct ModelPlan {
     pub tiled_mlp: bool,
     /// What computes attention.
     pub attention: AttentionChoice,
+}
+
+impl ModelPlan {
+    /// Returns how MLPs pass over the tokens.
+    pub fn mlp_rows(&self) -> MlpRows {
+        if self.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together }
+    }
 }
 
 /// Where a model's weights come from.

@@ -2,19 +2,20 @@
 
 use std::fmt;
 
+use candlewick_text::suggestion::nearest;
 use serde::de::value::StrDeserializer;
 use serde::de::{
     self, DeserializeOwned, DeserializeSeed, EnumAccess, Expected, IntoDeserializer, MapAccess, SeqAccess, Unexpected,
     VariantAccess, Visitor,
 };
 
-use super::error::{Fault, did_you_mean};
+use super::error::Fault;
 use super::keys;
 use super::node::{Entry, Mark, Node, Value, quoted};
 
 /// Decodes the whole tree.
 pub(crate) fn decode<T: DeserializeOwned>(node: &Node) -> Result<T, Fault> {
-    T::deserialize(NodeDeserializer { node, path: String::new(), key: node.mark }).map_err(Failure::into_fault)
+    T::deserialize(NodeDeserializer { node, path: String::new(), key: node.place }).map_err(Failure::into_fault)
 }
 
 /// What went wrong, and where once a deserializer has told.
@@ -85,7 +86,7 @@ fn unknown_key(mark: Option<Mark>, parent: &str, key: &str, known: &'static [&'s
 }
 
 fn suggest(fault: Fault, word: &str, known: &[&'static str]) -> Fault {
-    match did_you_mean(word, known.iter().copied()) {
+    match nearest(word, known.iter().copied()) {
         Some(candidate) => fault.note(format!("did you mean `{candidate}`?")),
         None => fault,
     }
@@ -174,7 +175,7 @@ struct NodeDeserializer<'a> {
 
 impl<'a> NodeDeserializer<'a> {
     fn fail(&self, failure: Failure) -> Failure {
-        failure.or_at(&self.path, self.node.mark)
+        failure.or_at(&self.path, self.node.place)
     }
 
     fn mismatch(&self, expected: &str) -> Failure {
@@ -183,7 +184,7 @@ impl<'a> NodeDeserializer<'a> {
 
     fn list<'de, V: Visitor<'de>>(self, items: &[Node], visitor: V) -> Result<V::Value, Failure> {
         let mut access = Items { items, next: 0, path: &self.path };
-        let value = visitor.visit_seq(&mut access).map_err(|e| e.or_at(&self.path, self.node.mark))?;
+        let value = visitor.visit_seq(&mut access).map_err(|e| e.or_at(&self.path, self.node.place))?;
         if access.next < items.len() {
             let expected = format!("a list of {}", access.next);
             let found = format!("a list of {}", items.len());
@@ -193,11 +194,11 @@ impl<'a> NodeDeserializer<'a> {
     }
 
     fn map<'de, V: Visitor<'de>>(self, entries: &[Entry], visitor: V) -> Result<V::Value, Failure> {
-        let place = if self.path.is_empty() { self.node.mark } else { self.key };
+        let place = if self.path.is_empty() { self.node.place } else { self.key };
         let mut access = Entries { entries, next: 0, path: &self.path };
         visitor.visit_map(&mut access).map_err(|failure| {
             match (&failure.kind, entries.get(access.next.wrapping_sub(1))) {
-                (Kind::Twice(_), Some(entry)) => failure.or_at(&join(&self.path, &entry.key), entry.mark),
+                (Kind::Twice(_), Some(entry)) => failure.or_at(&join(&self.path, &entry.key), entry.place),
                 _ => failure.or_at(&self.path, place),
             }
         })
@@ -208,7 +209,7 @@ impl<'de> de::Deserializer<'de> for NodeDeserializer<'_> {
     type Error = Failure;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Failure> {
-        let (path, mark) = (self.path.clone(), self.node.mark);
+        let (path, mark) = (self.path.clone(), self.node.place);
         match &self.node.value {
             Value::Null => visitor.visit_unit(),
             Value::Bool(value) => visitor.visit_bool(*value),
@@ -218,9 +219,10 @@ impl<'de> de::Deserializer<'de> for NodeDeserializer<'_> {
                 _ => visitor.visit_f64(*value as f64),
             },
             Value::Float(value) => visitor.visit_f64(*value),
-            Value::Str(text) => visitor.visit_str(text),
+            Value::Text(text) => visitor.visit_str(text),
             Value::List(items) => self.list(items, visitor),
             Value::Map(entries) => self.map(entries, visitor),
+            Value::Tagged(..) => Err(self.mismatch("a value without a tag")),
         }
         .map_err(|e| e.or_at(&path, mark))
     }
@@ -228,8 +230,8 @@ impl<'de> de::Deserializer<'de> for NodeDeserializer<'_> {
     fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Failure> {
         match &self.node.value {
             Value::Bool(value) => visitor.visit_bool(*value),
-            Value::Str(text) if ["yes", "on"].contains(&text.to_lowercase().as_str()) => visitor.visit_bool(true),
-            Value::Str(text) if ["no", "off"].contains(&text.to_lowercase().as_str()) => visitor.visit_bool(false),
+            Value::Text(text) if ["yes", "on"].contains(&text.to_lowercase().as_str()) => visitor.visit_bool(true),
+            Value::Text(text) if ["no", "off"].contains(&text.to_lowercase().as_str()) => visitor.visit_bool(false),
             _ => Err(self.mismatch("true or false")),
         }
     }
@@ -264,7 +266,7 @@ impl<'de> de::Deserializer<'de> for NodeDeserializer<'_> {
         visitor: V,
     ) -> Result<V::Value, Failure> {
         match &self.node.value {
-            Value::Str(name) => visitor.visit_enum(Name(name)).map_err(|e| e.or_at(&self.path, self.node.mark)),
+            Value::Text(name) => visitor.visit_enum(Name(name)).map_err(|e| e.or_at(&self.path, self.node.place)),
             _ => Err(self.mismatch("text (a name)")),
         }
     }
@@ -289,9 +291,9 @@ impl<'de> SeqAccess<'de> for &mut Items<'_> {
         let path = join(self.path, &self.next.to_string());
         self.next += 1;
         let place = path.clone();
-        seed.deserialize(NodeDeserializer { node, path, key: node.mark })
+        seed.deserialize(NodeDeserializer { node, path, key: node.place })
             .map(Some)
-            .map_err(|e| e.or_at(&place, node.mark))
+            .map_err(|e| e.or_at(&place, node.place))
     }
 }
 
@@ -308,15 +310,15 @@ impl<'de> MapAccess<'de> for &mut Entries<'_> {
         let Some(entry) = self.entries.get(self.next) else { return Ok(None) };
         self.next += 1;
         let key: StrDeserializer<'_, Failure> = entry.key.as_str().into_deserializer();
-        seed.deserialize(key).map(Some).map_err(|e| e.or_at(&join(self.path, &entry.key), entry.mark))
+        seed.deserialize(key).map(Some).map_err(|e| e.or_at(&join(self.path, &entry.key), entry.place))
     }
 
     fn next_value_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<T::Value, Failure> {
         let entry = &self.entries[self.next - 1];
         let path = join(self.path, &entry.key);
         let place = path.clone();
-        seed.deserialize(NodeDeserializer { node: &entry.node, path, key: entry.mark })
-            .map_err(|e| e.or_at(&place, entry.node.mark))
+        seed.deserialize(NodeDeserializer { node: &entry.node, path, key: entry.place })
+            .map_err(|e| e.or_at(&place, entry.node.place))
     }
 }
 

@@ -133,16 +133,3 @@ fn write_snippet(f: &mut fmt::Formatter<'_>, text: &str, line: usize, column: us
     let carets = "^".repeat(len.clamp(1, (n_chars + 1 - column).max(1)));
     write!(f, "\n {margin} |\n {number} | {shown}\n {margin} | {lead}{carets}")
 }
-
-/// Offers the candidate nearest to a misspelt word, if one is near.
-pub(crate) fn did_you_mean<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let lower = word.to_lowercase();
-    candidates
-        .into_iter()
-        .map(|candidate| (strsim::jaro_winkler(&lower, &candidate.to_lowercase()), candidate))
-        .filter(|(score, candidate)| {
-            *score > 0.84 || strsim::damerau_levenshtein(&lower, candidate) <= 2 && word.len() > 3
-        })
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, candidate)| candidate)
-}

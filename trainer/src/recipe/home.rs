@@ -38,14 +38,14 @@ fn expand_entry(entry: &mut Entry, home: &str) {
 
 fn expand_texts(node: &mut Node, home: &str) {
     match &mut node.value {
-        Value::Str(text) => {
+        Value::Text(text) => {
             if let Some(rest) = text.strip_prefix("~/") {
                 *text = format!("{home}/{rest}");
             }
         }
         Value::List(items) => items.iter_mut().for_each(|item| expand_texts(item, home)),
         Value::Map(entries) => entries.iter_mut().for_each(|entry| {
-            if let Value::Str(_) = entry.node.value {
+            if let Value::Text(_) = entry.node.value {
                 expand_texts(&mut entry.node, home);
             }
         }),
@@ -62,7 +62,7 @@ mod tests {
     fn paths_are_expanded_and_other_texts_are_not() {
         let text = "output_dir: ~/runs\ndata:\n  sources: [~/a.jsonl, {name_or_path: ~/b}, c~/d]\neval:\n  data: {arc: ~/arc}\n\
                     generate:\n  prompts: [~/x]\ncheckpoint: [{output_dir: ~/m}]\n";
-        let mut tree = Node::parse(text).unwrap();
+        let mut tree = crate::recipe::node::parse(text).unwrap();
         expand(&mut tree, "/users/me");
         let at = |key: &str| tree.at(key).unwrap().0.value.clone();
         for (key, want) in [
@@ -74,7 +74,7 @@ mod tests {
             ("generate.prompts.0", "~/x"),
             ("checkpoint.0.output_dir", "/users/me/m"),
         ] {
-            assert_eq!(at(key), Value::Str(want.into()), "{key}");
+            assert_eq!(at(key), Value::Text(want.into()), "{key}");
         }
     }
 }

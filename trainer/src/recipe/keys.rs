@@ -1,8 +1,8 @@
 //! The keys that a recipe can have, and the one that an unknown key probably means.
 
+use candlewick_text::suggestion::nearest;
 use serde_json::{Map, Value};
 
-use super::error::did_you_mean;
 use super::foreign::FOREIGN_KEYS;
 use super::json_schema;
 
@@ -71,7 +71,7 @@ pub(crate) fn advice(path: &str, siblings: &[&str]) -> Option<String> {
     if let Some(advice) = foreign(path) {
         return Some(advice);
     }
-    let sibling = did_you_mean(name, siblings.iter().copied());
+    let sibling = nearest(name, siblings.iter().copied());
     // Within a section its own keys are meant first; at the top any section may be.
     if let Some(sibling) = sibling.filter(|_| path.contains('.')) {
         return Some(meant(&[sibling]));

@@ -5,11 +5,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candlewick_text::files::{MAX_WRITTEN_BYTES, read_file_or_pipe};
+use candlewick_text::suggestion::nearest;
 
 use super::decode::decode;
-use super::error::{Fault, RecipeError, Source, did_you_mean};
+use super::error::{Fault, RecipeError, Source};
 use super::node::{Mark, Node, Value, quoted};
-use super::{Recipe, home, overrides};
+use super::{Recipe, home, node, overrides};
 
 /// A recipe, and where each of its keys was written.
 #[derive(Clone, Debug)]
@@ -53,7 +54,7 @@ impl Loaded {
     pub fn parse(path: &Path, text: String, arguments: &[String]) -> Result<Self, RecipeError> {
         let source = Arc::new(Source { path: path.to_owned(), text, arguments: arguments.to_vec() });
         let fail = |fault: Fault| RecipeError::new(source.clone(), vec![fault]);
-        let mut tree = Node::parse(&source.text).map_err(|error| {
+        let mut tree = node::parse(&source.text).map_err(|error| {
             let mark = error.at.map(|(line, column)| Mark::File { line, column, len: 1 });
             fail(Fault::new(mark, error.message))
         })?;
@@ -94,7 +95,7 @@ impl Loaded {
             Value::Bool(value) => Some(value.to_string()),
             Value::Int(value) => Some(value.to_string()),
             Value::Float(value) => Some(value.to_string()),
-            Value::Str(text) if text.len() <= 40 => Some(text.clone()),
+            Value::Text(text) if text.len() <= 40 => Some(text.clone()),
             _ => None,
         }
     }
@@ -136,10 +137,10 @@ fn check_type(tree: &Node) -> Result<(), Fault> {
     const TYPES: [&str; 3] = ["sft", "causal", "dpo"];
     let Some(entry) = tree.get("type") else { return Ok(()) };
     match &entry.node.value {
-        Value::Str(name) if TYPES.contains(&name.as_str()) => Ok(()),
-        Value::Str(name) => {
-            let fault = Fault::new(Some(entry.node.mark), format!("type: unknown value {}", quoted(name)));
-            let fault = match did_you_mean(name, TYPES) {
+        Value::Text(name) if TYPES.contains(&name.as_str()) => Ok(()),
+        Value::Text(name) => {
+            let fault = Fault::new(Some(entry.node.place), format!("type: unknown value {}", quoted(name)));
+            let fault = match nearest(name, TYPES) {
                 Some(near) => fault.note(format!("did you mean `{near}`?")),
                 None => fault.note("types that a recipe's own Python code adds are not supported"),
             };

@@ -2,7 +2,7 @@
 
 use super::error::Fault;
 use super::keys::is_key;
-use super::node::{Entry, Mark, Node, Value};
+use super::node::{Entry, Mark, Node, Value, parse_at};
 
 /// Maps of which null is a value.
 const NULL_IS_A_VALUE: [&str; 4] =
@@ -45,11 +45,11 @@ impl<'a> Override<'a> {
             let fault = Fault::new(Some(mark), format!("{key}: expected a value, found nothing"));
             return Err(fault.note(format!("`{key}=null` removes the key; a shell variable may be empty")));
         }
-        let value = Node::parse(text).map_err(|error| {
+        let value = parse_at(text, |_| mark).map_err(|error| {
             Fault::new(Some(mark), format!("the value is not YAML: {}", error.message))
                 .note("put texts with special characters into quotes, for YAML and for the shell: 'key=\"a: b\"'")
         })?;
-        Ok(Self { path, value: value.marked(mark), mark })
+        Ok(Self { path, value, mark })
     }
 
     fn apply(self, root: &mut Node) -> Result<(), Fault> {
@@ -125,7 +125,7 @@ fn set(node: &mut Node, path: &[&str], depth: usize, value: Node, mark: Mark) ->
         Value::List(items) => {
             let idx = index(segment, items.len(), &path[..depth], mark)?;
             if idx == items.len() {
-                items.push(Node { value: Value::Null, mark });
+                items.push(Node { value: Value::Null, place: mark });
             }
             set(&mut items[idx], path, depth + 1, value, mark)
         }
@@ -139,19 +139,19 @@ fn set(node: &mut Node, path: &[&str], depth: usize, value: Node, mark: Mark) ->
 /// Turns what can have keys into a map or a list: nothing, a source's name, a single checkpoint.
 fn open(node: &mut Node, path: &[&str], depth: usize, mark: Mark) {
     let is_index = as_index(path[depth]).is_some();
-    let node_mark = node.mark;
+    let node_mark = node.place;
     match (&mut node.value, path[..depth].to_vec().as_slice()) {
         (Value::Null, _) => {
             let value = if is_index { Value::List(Vec::new()) } else { Value::Map(Vec::new()) };
-            *node = Node { value, mark };
+            *node = Node { value, place: mark };
         }
-        (Value::Str(name), ["data", "sources" | "eval_sources", _]) => {
-            let value = Value::Str(std::mem::take(name));
-            let name = Entry { key: "name_or_path".into(), mark: node_mark, node: Node { value, mark: node_mark } };
+        (Value::Text(name), ["data", "sources" | "eval_sources", _]) => {
+            let value = Value::Text(std::mem::take(name));
+            let name = Entry { key: "name_or_path".into(), place: node_mark, node: Node { value, place: node_mark } };
             node.value = Value::Map(vec![name]);
         }
         (Value::Map(entries), ["checkpoint"]) if is_index => {
-            let only = Node { value: Value::Map(std::mem::take(entries)), mark: node_mark };
+            let only = Node { value: Value::Map(std::mem::take(entries)), place: node_mark };
             node.value = Value::List(vec![only]);
         }
         _ => {}
@@ -162,13 +162,13 @@ fn child<'a>(entries: &'a mut Vec<Entry>, segment: &str, path: &[&str], depth: u
     let second = second_name(path, depth);
     let found = entries.iter().position(|entry| entry.key == segment || second == Some(entry.key.as_str()));
     let idx = found.unwrap_or_else(|| {
-        entries.push(Entry { key: segment.to_owned(), mark, node: Node { value: Value::Null, mark } });
+        entries.push(Entry { key: segment.to_owned(), place: mark, node: Node { value: Value::Null, place: mark } });
         entries.len() - 1
     });
     let entry = &mut entries[idx];
     if depth + 1 == path.len() {
         entry.key = segment.to_owned();
-        entry.mark = mark;
+        entry.place = mark;
     }
     &mut entry.node
 }

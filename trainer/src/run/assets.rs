@@ -4,11 +4,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
+use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, ModelPart};
 use candlewick_text::template::{ChatTemplate, Clock};
 use candlewick_text::tokenizer::Tokenizer;
 
-use super::Began;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
 use crate::plan::{ChatTemplateSource, Init, Plan, TokenizerPlan};
@@ -27,7 +27,7 @@ pub struct Assets {
 impl Assets {
     /// Finds the model's and the tokenizer's folders, downloading what is not here. A chat template that prints the date
     /// prints that of `began`.
-    pub fn find(plan: &Plan, hub: &Hub, began: Began) -> Result<Self> {
+    pub fn find(plan: &Plan, hub: &Hub, began: RunId) -> Result<Self> {
         let part = match plan.model.init {
             Init::Load => ModelPart::Whole,
             Init::Random => ModelPart::WithoutWeights,

@@ -2,22 +2,19 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
-use candlewick_comm::{Collective, KeepAlive};
-use candlewick_runtime::process_group::exchange_words;
+use candlewick_runtime::process_group::ProcessGroup;
 
 use crate::checkpoint::{
-    AT_ONCE, CheckpointError, CheckpointPlan, Crew, Piece, RunState, Saved, StateError, Tag, TensorMeta, TrainState,
-    Word, save,
+    AT_ONCE, CheckpointPlan, Piece, RunState, Saved, StateError, Tag, TensorMeta, TrainState, save,
 };
 
 /// A save on its way to disk.
 pub(super) struct UnderWay {
-    thread: JoinHandle<Result<(Saved, Duration), CheckpointError>>,
+    thread: JoinHandle<Result<(Saved, Duration)>>,
     tag: Tag,
     /// How long training waited for the copy.
     copying: Duration,
@@ -39,16 +36,15 @@ impl UnderWay {
         plan: &CheckpointPlan,
         run: RunState,
         state: &dyn TrainState,
-        crew: BackgroundCrew,
+        process: ProcessGroup,
     ) -> Result<Self> {
         let began = Instant::now();
         let (plan, tag) = (plan.clone(), run.tag());
-        let written = if crew.writes { state.written() } else { Vec::new() };
-        let snapshot = Snapshot::of(state, written).map_err(|error| anyhow!("failed to copy the state: {error}"))?;
+        let snapshot = Snapshot::of(state).map_err(|error| anyhow!("failed to copy the state: {error}"))?;
         let copying = began.elapsed();
         // Those that compute have no time, and the main thread, which may wait for this one, is one of them.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).thread_name(|i| format!("save-{i}")).build()?;
-        let write = move || save(&plan, &run, &snapshot, &crew).map(|saved| (saved, began.elapsed()));
+        let write = move || save(&plan, &run, &snapshot, &process).map(|saved| (saved, began.elapsed()));
         let thread = std::thread::Builder::new().name("save".to_owned()).spawn(move || pool.install(write))?;
         Ok(Self { thread, tag, copying })
     }
@@ -66,35 +62,6 @@ impl UnderWay {
     }
 }
 
-/// The ranks of a save in the background, in a group that nothing else uses.
-pub(super) struct BackgroundCrew {
-    pub(super) group: Arc<dyn Collective>,
-    pub(super) writes: bool,
-    pub(super) at_work: KeepAlive,
-}
-
-impl Crew for BackgroundCrew {
-    fn rank(&self) -> usize {
-        self.group.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.group.size()
-    }
-
-    fn writes(&self) -> bool {
-        self.writes
-    }
-
-    fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
-        Ok(exchange_words(&*self.group, own)?)
-    }
-
-    fn at_work(&self) -> Option<KeepAlive> {
-        Some(self.at_work.clone())
-    }
-}
-
 /// A copy of what a rank writes.
 struct Snapshot {
     tensors: Vec<TensorMeta>,
@@ -103,7 +70,8 @@ struct Snapshot {
 }
 
 impl Snapshot {
-    fn of(state: &dyn TrainState, pieces: Vec<Piece>) -> Result<Self, StateError> {
+    fn of(state: &dyn TrainState) -> Result<Self, StateError> {
+        let pieces = state.written();
         let mut values = HashMap::new();
         for Piece { tensor, range, .. } in &pieces {
             let mut copy = Vec::with_capacity(range.len());
@@ -150,6 +118,11 @@ mod tests {
             vec![TensorMeta { name: "w".to_owned(), shape: vec![10] }]
         }
 
+        fn written(&self) -> Vec<Piece> {
+            let tensor = self.tensors().remove(0);
+            vec![Piece { tensor, columns: 0..10, range: 3..8 }]
+        }
+
         fn read(&self, _: &str, start: usize, n: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
             let values: Vec<f32> = (start..start + n).map(|at| at as f32).collect();
             take(&values);
@@ -163,9 +136,7 @@ mod tests {
 
     #[test]
     fn a_copy_gives_what_was_copied_and_nothing_else() {
-        let tensor = Ten.tensors().remove(0);
-        let pieces = vec![Piece { tensor, columns: 0..10, range: 3..8 }];
-        let mut copy = Snapshot::of(&Ten, pieces).unwrap();
+        let mut copy = Snapshot::of(&Ten).unwrap();
         let mut read = Vec::new();
         copy.read("w", 4, 3, &mut |values| read.extend_from_slice(values)).unwrap();
         assert_eq!(read, [4.0, 5.0, 6.0]);

@@ -1,18 +1,16 @@
 //! The engine of a plan: model, weights, and what each block keeps.
 
-use std::sync::Arc;
-
 use anyhow::{Context, Result, anyhow};
 use candle_core::{DType, Device, DeviceLocation};
 use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
-use candlewick_model::{AdapterFolder, MlpRows, Model};
+use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
-use candlewick_parallel::{Engine, Formats, Groups, Mode, OnHost, ParamStore, Parking, Pipeline, Residency, Sequence};
+use candlewick_parallel::{Engine, EngineSpec, Formats, OnHost, Parking, Residency};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
-use crate::plan::{Activations, ComputeDtype, Init, OptimizerPlan, Plan};
+use crate::plan::{Activations, ComputeDtype, Init, OptimizerPlan, PipelinePlan, Plan, RanksPlan};
 
 use super::{Assets, Ranks};
 
@@ -53,14 +51,40 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         let what = if plan.weights_on_host { "weights and optimizer are" } else { "the optimizer is" };
         said.push(format!("{what} not offloaded: what computes is the CPU, whose memory is the host's"));
     }
-    let formats = Formats { compute, masters, moments };
-    let layout = plan.pipeline.layout(model.config());
-    let sharing = ranks.groups.sharing(plan.ranks.sharded(), layout.clone(), plan.ranks.norms());
     let on_host = match device.is_cpu() {
         true => OnHost::default(),
         false => OnHost { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
-    let store = ParamStore::with_host(&model, formats, Mode::Train, on_host, &device, sharing)?;
+    let parking = match device.is_cpu() {
+        true => Parking::Folder(plan.model.parking_folder.clone()),
+        false => Parking::HostMemory,
+    };
+    let formats = Formats { compute, masters, moments };
+    let spec = EngineSpec { formats, on_host, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
+    let engine = spec
+        .build(model, &ranks.groups, device)?
+        .with_attention(attention)
+        .with_parking(parking)
+        .with_mlp_rows(plan.model.mlp_rows());
+    for note in load(plan, assets, &engine)? {
+        tracing::warn!("{note}");
+    }
+    Ok(Built { engine, notes: said, peak })
+}
+
+/// Returns the spec of an engine in f32 whose blocks keep what `plan` says, shared among `ranks` and stages of `pipeline`.
+pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePlan, config: &Config) -> EngineSpec {
+    EngineSpec {
+        sharded: ranks.sharded(),
+        norms: ranks.norms(),
+        schedule: pipeline.order(),
+        residency: residency(plan.model.activations, config.n_layers()),
+        ..EngineSpec::training(Formats::computing_in(DType::F32), pipeline.layout(config))
+    }
+}
+
+/// Sets the weights from the plan's checkpoint and adapter, or from its seed. Returns notes for the user.
+fn load(plan: &Plan, assets: &Assets, engine: &Engine) -> Result<Vec<String>> {
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
@@ -71,27 +95,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         adapter.check_base(base)?;
     }
     let base = base.as_ref().map_or(random, Origin::Checkpoint);
-    let notes = fill(&store, &model, base, adapter.as_ref().map_or(random, |it| Origin::Checkpoint(&it.weights)))?;
-    notes.iter().for_each(|note| tracing::warn!("{note}"));
-    let residency = residency(plan.model.activations, model.n_blocks());
-    let parking = match device.is_cpu() {
-        true => Parking::Folder(plan.model.parking_folder.clone()),
-        false => Parking::HostMemory,
-    };
-    let pipeline = Pipeline::new(Arc::clone(&ranks.groups.stages), layout, plan.pipeline.order())?;
-    let mut engine = Engine::new(model, store, residency, Arc::clone(&ranks.groups.losses), device)
-        .with_attention(attention)
-        .with_parking(parking)
-        .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together })
-        .with_pipeline(pipeline);
-    if plan.ranks.n_of_micro_batch() > 1 {
-        let Groups { context, sequence, .. } = &ranks.groups;
-        engine = engine.with_sequence(Sequence::new(Arc::clone(context), Arc::clone(sequence)));
-    }
-    if plan.ranks.tensor > 1 {
-        engine = engine.with_tensor(ranks.groups.tensor_ranks(plan.ranks.norms()));
-    }
-    Ok(Built { engine, notes: said, peak })
+    Ok(fill(engine, base, adapter.as_ref().map_or(random, |it| Origin::Checkpoint(&it.weights)))?)
 }
 
 /// What products reach: on a GPU in bf16, the format of nearly all of them, by its name; on the CPU as measured now.

@@ -18,15 +18,15 @@ mod state;
 mod step;
 mod tasks;
 
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use candlewick_comm::World;
 use candlewick_ops::span;
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
-use candlewick_text::template::Clock;
 use evaluator::chat::Chat;
 use evaluator::task::Selection;
 
@@ -37,7 +37,7 @@ use crate::plan::Plan;
 use crate::signals::{Stop, StopRequests};
 
 pub use assets::Assets;
-pub(crate) use build::{dtype, residency};
+pub(crate) use build::{dtype, engine_spec, residency};
 pub use connect::connect;
 pub use step::{AllStepsSkipped, NonFinite};
 pub use tasks::check_tasks;
@@ -56,27 +56,6 @@ enum End {
     Exit(&'static str),
     /// A stop was requested.
     Stop(Stop),
-}
-
-/// The start of a run, in milliseconds since 1970. A resumed run keeps it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Began {
-    /// The name of the run in what it writes.
-    run: u64,
-    /// The moment whose date its chat template prints: that of the first run in a chain of copied checkpoints.
-    date: u64,
-}
-
-impl Began {
-    /// A run that begins now.
-    pub fn now() -> Self {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
-        Self { run: now, date: now }
-    }
-
-    fn clock(self) -> Clock {
-        Clock::Fixed((self.date / 1000).cast_signed())
-    }
 }
 
 /// Trains on `device` as `plan` says, as one rank of `world`, and returns how the run ended. If it fails, the other ranks are told and fail too.
@@ -115,7 +94,7 @@ fn train_as(plan: &Plan, hub: &Hub, ranks: &Ranks) -> Result<ExitCode> {
 }
 
 /// Reads and renders the data of `plan`, as a run does before its first step.
-pub fn prepare_data(plan: &Plan, hub: &Hub, began: Began) -> Result<(Assets, Prepared)> {
+pub fn prepare_data(plan: &Plan, hub: &Hub, began: RunId) -> Result<(Assets, Prepared)> {
     let assets = Assets::find(plan, hub, began)?;
     let prepared = prepare(&plan.data, &assets.tokenizer, assets.template()?, hub)?;
     Ok((assets, prepared))
@@ -123,7 +102,8 @@ pub fn prepare_data(plan: &Plan, hub: &Hub, began: Began) -> Result<(Assets, Pre
 
 fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     ranks.process.all_ok(refuse_stale_stop(plan))?;
-    let began = began(plan, ranks)?;
+    let own = saves::began(plan).map(|began| began.unwrap_or_else(RunId::now));
+    let began = RunId::agree(&ranks.process, own)?;
     let selection = ranks.process.all_ok(tasks::select(plan))?;
     let scores = ranks.process.all_ok(tasks::scores(plan, selection.as_ref()))?;
     let (assets, prepared) = ranks.process.one_rank_per_node_first(|| prepare_data(plan, hub, began))?;
@@ -157,15 +137,6 @@ fn refuse_stale_stop(plan: &Plan) -> Result<()> {
     stale.map_or(Ok(()), |path| {
         bail!("failed to start: the stop file {} is there already; remove the file", path.display())
     })
-}
-
-/// When the run began, for all ranks: a template that prints the date prints one.
-fn began(plan: &Plan, ranks: &Ranks) -> Result<Began> {
-    let own = saves::began(plan).map(|began| began.unwrap_or_else(Began::now));
-    let all = ranks.process.exchange(own.map(|Began { run, date }| [run, date].map(u64::to_le_bytes).concat()))?;
-    let mut moments = all[0].chunks_exact(8).map(|bytes| bytes.try_into().map(u64::from_le_bytes));
-    let mut moment = || moments.next().context("failed to read the first rank's clock").and_then(|at| Ok(at?));
-    Ok(Began { run: moment()?, date: moment()? })
 }
 
 /// Reads the documents of the plan's tasks.

@@ -1,19 +1,16 @@
 //! This process among those that train together.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::{Context, Error, Result, anyhow};
 use candle_core::{Device, Tensor};
 use candlewick_comm::mesh::{Axis, Mesh};
-use candlewick_comm::{Cause, Collective, Failure, KeepAlive, Reduce, World};
+use candlewick_comm::{Cause, Failure, Reduce, World};
 use candlewick_ops::to_host;
 use candlewick_parallel::Groups;
-use candlewick_runtime::process_group::{ProcessGroup, exchange_words};
+use candlewick_runtime::process_group::{ProcessGroup, fail};
 use serde_json::Value;
 
-use super::background::BackgroundCrew;
-use crate::checkpoint::{Crew, StateError, Word};
 use crate::exit::{ExitCode, classify};
 use crate::plan::{Activations, Plan, RanksPlan};
 use crate::recipe::MemoryModes;
@@ -21,17 +18,18 @@ use crate::signals::{Signal, Stop};
 
 /// This rank and its groups.
 pub(super) struct Ranks<'w> {
+    world: &'w World,
     /// All ranks, on the host.
-    pub(super) process: ProcessGroup<'w>,
+    pub(super) process: ProcessGroup,
     /// What this one computes on.
     pub(super) device: Device,
     pub(super) groups: Groups,
     /// This rank's place among those that compute different micro-batches, and how many places there are.
     pub(super) seat: (usize, usize),
     /// Whether it saves: no other rank keeps the same.
-    writes: bool,
-    /// All ranks again, for saves in the background.
-    savers: Arc<dyn Collective>,
+    pub(super) writes: bool,
+    /// All ranks, for checkpoints that are written in the background.
+    pub(super) background: ProcessGroup,
 }
 
 impl<'w> Ranks<'w> {
@@ -46,14 +44,10 @@ impl<'w> Ranks<'w> {
         };
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
-        let savers = world.group().split("saves", &[(0..world.size()).collect()])?;
+        let background = world.group().split("saves", &[(0..world.size()).collect()])?;
         let process = ProcessGroup::new(world)?;
-        Ok(Self { process, device, groups, seat: (seat, plan.n_data()), writes, savers })
-    }
-
-    /// Returns the crew of saves in the background.
-    pub(super) fn savers(&self) -> BackgroundCrew {
-        BackgroundCrew { group: Arc::clone(&self.savers), writes: self.writes, at_work: self.process.at_work() }
+        let background = process.over(background);
+        Ok(Self { world, process, device, groups, seat: (seat, plan.n_data()), writes, background })
     }
 
     /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
@@ -80,7 +74,7 @@ impl<'w> Ranks<'w> {
 
     /// Tells the other ranks why this one ends; if it ends because another did, says so instead.
     pub(super) fn blame(&self, error: Error) -> Error {
-        self.process.fail("train", (classify(&error), error), ended_by)
+        fail(self.world, "train", (classify(&error), error), ended_by)
     }
 
     /// Returns the plan of all ranks: what they chose by the memory that each found free is what the one with least of it can
@@ -108,31 +102,9 @@ impl<'w> Ranks<'w> {
         let error = anyhow!(
             "failed to start: rank {rank} has another plan than rank {}: {key} is {theirs} there, and here {ours}; give all \
              ranks the same recipe and arguments",
-            self.rank()
+            self.process.rank()
         );
         Err(error.context(ExitCode::Usage))
-    }
-}
-
-impl Crew for Ranks<'_> {
-    fn rank(&self) -> usize {
-        self.process.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.process.size()
-    }
-
-    fn writes(&self) -> bool {
-        self.writes
-    }
-
-    fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
-        Ok(exchange_words(&*self.process.group(), own)?)
-    }
-
-    fn at_work(&self) -> Option<KeepAlive> {
-        Some(self.process.at_work())
     }
 }
 
@@ -200,7 +172,7 @@ mod tests {
             ([Selective, Recompute, Keep], Recompute),
             ([Keep; 3], Keep),
         ] {
-            assert_eq!(of_three(|ranks| ranks.leanest(own[ranks.rank()])), [want; 3]);
+            assert_eq!(of_three(|ranks| ranks.leanest(own[ranks.process.rank()])), [want; 3]);
         }
     }
 
@@ -220,8 +192,8 @@ mod tests {
     fn a_stop_that_one_rank_hears_of_stops_all_at_one_step() {
         let switch = Path::new("/tmp/stop");
         let heard = of_three(|ranks| {
-            let own = (ranks.rank() == 1).then_some(Stop::Signal(Signal::Terminate));
-            let other = (ranks.rank() == 2).then(|| Stop::KillSwitch(switch.to_owned()));
+            let own = (ranks.process.rank() == 1).then_some(Stop::Signal(Signal::Terminate));
+            let other = (ranks.process.rank() == 2).then(|| Stop::KillSwitch(switch.to_owned()));
             let nothing = ranks.agree(None, Some(switch))?;
             let switched = ranks.agree(other.clone(), Some(switch))?;
             Ok([nothing, switched, ranks.agree(own.or(other), Some(switch))?])

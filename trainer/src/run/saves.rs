@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 use candlewick_model::checkpoint::{Checkpoint, Companions, DEFAULT_SHARD_BYTES, Export};
 use candlewick_model::{AdapterFolder, BASE_RECORD, BaseRecord, ParamSpec};
+use candlewick_runtime::run_id::RunId;
 use serde_json::{Value, json};
 
 use crate::checkpoint::{
@@ -19,9 +20,9 @@ use crate::data::Stream;
 use crate::plan::{Init, Plan};
 
 use super::background::{Done, UnderWay};
+use super::build;
 use super::session::{Progress, Run};
 use super::state::EngineState;
-use super::{Began, build};
 
 pub(super) struct Saves<'a> {
     run: Run<'a>,
@@ -55,17 +56,17 @@ pub(super) struct SavedCheckpoint {
 /// Returns the start of the run that a run of `plan` will resume, if it will resume one.
 ///
 /// A run that resumes a copied checkpoint is another run: it keeps the date, and owns nothing of the original's.
-pub(super) fn began(plan: &Plan) -> Result<Option<Began>> {
+pub(super) fn began(plan: &Plan) -> Result<Option<RunId>> {
     let Some(checkpoint) = plan.checkpoints.iter().find(|checkpoint| checkpoint.auto_resume) else { return Ok(None) };
     let Some(save) = newest_complete(&checkpoint.output_dir)? else { return Ok(None) };
     let (began, state) = (save.manifest.began, read_state(&save).ok());
     let date = state.as_ref().and_then(|state| state.date).unwrap_or(began);
     let is_copy = state.is_some_and(|state| state.is_copied_to(&save.dir));
-    Ok(Some(Began { run: if is_copy { Began::now().run } else { began }, date }))
+    Ok(Some(RunId { run: if is_copy { RunId::now().run } else { began }, date }))
 }
 
 /// Tells whether there is a save that was made after this run began: one of its own, not of an earlier run.
-pub(super) fn is_of_run(dir: &Path, began: Began) -> bool {
+pub(super) fn is_of_run(dir: &Path, began: RunId) -> bool {
     let modified = std::fs::metadata(dir).and_then(|metadata| metadata.modified());
     modified.is_ok_and(|time| time >= UNIX_EPOCH + Duration::from_millis(began.run))
 }
@@ -83,7 +84,7 @@ impl<'a> Saves<'a> {
             return Ok(None);
         };
         let mut state = EngineState::of(self.run.engine)?;
-        let resumed = resume(checkpoint, &self.fingerprint, &mut state, self.run.ranks)?;
+        let resumed = resume(checkpoint, &self.fingerprint, &mut state, &self.run.ranks.process)?;
         if let Some(resumed) = &resumed {
             self.run.engine.store().refresh()?;
             let newest = (resumed.run.step, resumed.dir.clone());
@@ -200,19 +201,24 @@ impl<'a> Saves<'a> {
         let newest = (state.step, checkpoint.dir(state.tag()));
         let outcome = match checkpoint.kind {
             Kind::Sharded if checkpoint.async_save => {
-                let engine = EngineState::of(self.run.engine)?;
-                self.under_way = Some(UnderWay::begin(checkpoint, state, &engine, self.run.ranks.savers())?);
+                let engine = self.state()?;
+                self.under_way = Some(UnderWay::begin(checkpoint, state, &engine, self.run.ranks.background.clone())?);
                 Outcome::UnderWay
             }
             Kind::Sharded => {
-                let Saved { dir, removed, .. } =
-                    save(checkpoint, &state, &EngineState::of(self.run.engine)?, self.run.ranks)?;
+                let Saved { dir, removed, .. } = save(checkpoint, &state, &self.state()?, &self.run.ranks.process)?;
                 Outcome::Saved(SavedCheckpoint { dir, removed })
             }
             Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, &state)?),
         };
         self.last.insert(place, newest);
         Ok(outcome)
+    }
+
+    /// Returns the training state with what this rank writes of it.
+    fn state(&self) -> Result<EngineState> {
+        let state = EngineState::of(self.run.engine)?;
+        Ok(if self.run.ranks.writes { state } else { state.without_writes() })
     }
 
     fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {
@@ -261,7 +267,7 @@ impl<'a> Saves<'a> {
     ) -> Result<Vec<PathBuf>> {
         let dir = checkpoint.dir(state.tag());
         refuse_foreign(checkpoint.kind, &dir, state.began)?;
-        let at_work = self.run.ranks.process.at_work();
+        let at_work = self.run.ranks.process.keep_alive();
         let mut working = Some(at_work.begin());
         // Exports are in the order of the model.
         let fetch = |spec: &ParamSpec| {

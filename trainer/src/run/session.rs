@@ -9,6 +9,7 @@ use candle_core::DeviceLocation;
 use candlewick_model::MlpRows;
 use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, span};
 use candlewick_parallel::{Engine, Residency};
+use candlewick_runtime::run_id::RunId;
 use serde_json::json;
 
 use crate::checkpoint::{CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Scores, Tag};
@@ -26,7 +27,7 @@ use super::background::Done;
 use super::saves::{self, SavedCheckpoint, Saves};
 use super::step::{self, AllStepsSkipped, Launched, Outcome, Update};
 use super::tasks::Tasks;
-use super::{Assets, Began, Ranks};
+use super::{Assets, Ranks};
 
 /// What a run consists of before its first step.
 #[derive(Clone, Copy)]
@@ -43,7 +44,7 @@ pub(super) struct Run<'a> {
     pub(super) tasks: Option<&'a Tasks<'a>>,
     /// What says which save is the best, without a value.
     pub(super) scores: &'a Scores,
-    pub(super) began: Began,
+    pub(super) began: RunId,
     pub(super) stop: &'a StopRequests,
 }
 

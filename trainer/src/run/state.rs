@@ -44,6 +44,11 @@ impl EngineState {
         Ok(Self { tensors, pieces, written, views })
     }
 
+    /// Returns the state of a rank that writes nothing.
+    pub(super) fn without_writes(self) -> Self {
+        Self { written: Vec::new(), ..self }
+    }
+
     fn part(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
         let (first, view) = self.views.get(name).ok_or_else(|| format!("this rank has nothing of a tensor {name}"))?;
         let start = start.checked_sub(*first).ok_or_else(|| format!("this rank has {name} from element {first} on"))?;

@@ -136,7 +136,7 @@ impl<'a> Tasks<'a> {
     }
 
     fn crew(&self, ranks: &Ranks) -> Crew {
-        Crew::of(ranks.process.group(), &ranks.groups, self.in_shares).with_at_work(ranks.process.at_work())
+        Crew::of(ranks.process.group(), &ranks.groups, self.in_shares).with_at_work(ranks.process.keep_alive())
     }
 
     /// Asks the model, each copy of it its share, and returns what the first rank makes of the answers; `None` if a stop
@@ -166,7 +166,7 @@ impl<'a> Tasks<'a> {
             Ok(self.questions.results(&runs, &answered)?.values())
         };
         let own = match ranks.process.is_first() {
-            true => ranks.process.at_work().during(score).and_then(|values| Ok(serde_json::to_vec(&values)?)),
+            true => ranks.process.keep_alive().during(score).and_then(|values| Ok(serde_json::to_vec(&values)?)),
             false => Ok(Vec::new()),
         };
         let told = ranks.process.exchange(own)?;

@@ -8,6 +8,7 @@ use super::known::known_role_mapping;
 use super::row_format::Format;
 use super::{Alpaca, FormatError, Messages, Pairs, RoleMapping, ShareGpt, TextColumn};
 use crate::source::{Row, Source};
+use crate::suggestion::nearest;
 
 /// What the recipe says about the columns of a data set; the default says nothing.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -158,9 +159,8 @@ impl Sight {
     }
 
     fn near(&self, wanted: &str) -> String {
-        let score = |own: &String| strsim::jaro_winkler(&own.to_lowercase(), wanted);
-        let near = self.columns.iter().max_by(|a, b| score(a).total_cmp(&score(b)));
-        near.filter(|own| score(own) > 0.8).map_or(String::new(), |own| format!("; did you mean {own:?}?"))
+        let near = nearest(wanted, &self.columns);
+        near.map_or(String::new(), |own| format!("; did you mean {own:?}?"))
     }
 
     fn unknown(&self, problem: String) -> FormatError {
@@ -195,10 +195,8 @@ fn by_name(sight: &Sight, name: &str, request: &FormatRequest) -> Result<Format,
         name if PAIR_NAMES.contains(&name) => pairs(sight)?.ok_or_else(|| missing("prompt, completion")),
         "text" => text(sight, request),
         other => {
-            let near =
-                NAMES.iter().max_by(|a, b| strsim::jaro_winkler(a, other).total_cmp(&strsim::jaro_winkler(b, other)));
-            let near = near.map_or("", |near| near);
-            let problem = format!("{other:?} is not a format; did you mean {near:?}? There are: {}", NAMES.join(", "));
+            let near = nearest(other, NAMES).map_or(".".to_owned(), |near| format!("; did you mean {near:?}?"));
+            let problem = format!("{other:?} is not a format{near} There are: {}", NAMES.join(", "));
             Err(FormatError::Request { key: "format", problem })
         }
     }
@@ -224,7 +222,7 @@ fn by_sight(sight: &Sight) -> Result<Format, FormatError> {
     if let Some(problem) = nearly_chat(sight) {
         return Err(sight.unknown(problem));
     }
-    Err(sight.unknown(format!("its columns are of no known format{}", nearest(sight))))
+    Err(sight.unknown(format!("its columns are of no known format{}", near_column(sight))))
 }
 
 /// A list in a chat's column whose items lack what messages have.
@@ -242,7 +240,7 @@ fn nearly_chat(sight: &Sight) -> Option<String> {
 }
 
 /// The column that would do if another stood beside it, or is nearly one that would.
-fn nearest(sight: &Sight) -> String {
+fn near_column(sight: &Sight) -> String {
     let halves =
         ["instruction"].into_iter().chain(PAIRS.iter().flat_map(|(prompt, completion)| [*prompt, *completion]));
     if let Some(half) = halves.clone().find(|half| sight.has(half)) {

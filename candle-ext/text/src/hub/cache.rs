@@ -1,12 +1,25 @@
 //! The cache layout that all Hub tools share: `blobs/<etag>`, `snapshots/<commit>/<path>` links to
 //! them, `refs/<revision>` names the commit, `.locks` keeps two downloads of one blob apart. Our own are
 //! `.listings/<commit>.json`.
+//!
+//! hf-hub 1.0 has the same layout and keeps the functions for it private. Its public `scan_cache` walks every repository, and
+//! `local_files_only` returns any file that is there. Our functions add these checks:
+//!
+//! | function | check that hf-hub lacks |
+//! |---|---|
+//! | `holds`, `has` | a file has the listed size |
+//! | `listing`, `set_listing` | offline, a snapshot has every file that the Hub listed |
+//! | `set_commit` | a revision is recorded only when all its files are here, by a rename |
+//! | `commit_of` | a reference holds a commit's hash and lies below `refs` |
+//! | `lock` | a lock is waited for as long as the other download takes, not ten seconds |
+//! | `link` | a pointer is replaced by a rename, never removed first |
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Write};
 use std::path::{Component, Path, PathBuf};
 
 use super::{HubError, Listed, RepoId};
+use crate::files::{replace_atomically, write_atomically};
 
 pub(crate) struct Cache {
     root: PathBuf,
@@ -41,7 +54,7 @@ impl Cache {
     /// Notes that `revision` is `commit` now.
     pub(crate) fn set_commit(&self, repo: &RepoId, revision: &str, commit: &str) -> Result<(), HubError> {
         match self.ref_path(repo, revision).filter(|_| !is_commit(revision)) {
-            Some(path) => replace(&path, |temporary| fs::write(temporary, commit)),
+            Some(path) => write(&path, commit.as_bytes()),
             None => Ok(()),
         }
     }
@@ -58,7 +71,7 @@ impl Cache {
             return Ok(());
         }
         let text = serde_json::to_vec(files).expect("paths and sizes are JSON");
-        replace(&self.listing_path(repo, commit), |temporary| fs::write(temporary, text))
+        write(&self.listing_path(repo, commit), &text)
     }
 
     /// All files of a snapshot that lead to a blob.
@@ -128,7 +141,8 @@ impl Cache {
         let blob = self.blob(repo, etag);
         let up = "../".repeat(2 + path.split('/').count() - 1);
         let relative = format!("{up}blobs/{etag}");
-        replace(&pointer, |temporary| point(&blob, &relative, temporary))
+        let linked = replace_atomically(&pointer, |unfinished| point(&blob, &relative, unfinished));
+        linked.map_err(|e| HubError::cache(pointer, e))
     }
 
     fn listing_path(&self, repo: &RepoId, commit: &str) -> PathBuf {
@@ -155,14 +169,8 @@ pub(crate) fn make_parent(path: &Path) -> Result<(), HubError> {
     fs::create_dir_all(parent).map_err(|e| HubError::cache(parent, e))
 }
 
-/// Writes beside `path` and renames over it, so that no reader sees it half done.
-fn replace(path: &Path, write: impl FnOnce(&Path) -> io::Result<()>) -> Result<(), HubError> {
-    make_parent(path)?;
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let thread = std::thread::current().id();
-    let temporary = path.with_file_name(format!(".{name}.{}.{thread:?}", std::process::id()));
-    let _ = fs::remove_file(&temporary);
-    write(&temporary).and_then(|()| fs::rename(&temporary, path)).map_err(|e| HubError::cache(path, e))
+fn write(path: &Path, bytes: &[u8]) -> Result<(), HubError> {
+    write_atomically(path, |file| file.write_all(bytes)).map_err(|e| HubError::cache(path, e))
 }
 
 #[cfg(unix)]

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::HubError;
 use crate::files::{MAX_WRITTEN_BYTES, read_regular_file, without_bom};
-use crate::source::nearest_name;
+use crate::suggestion::nearest;
 
 pub(super) const CONFIG: &str = "config.json";
 pub(super) const ADAPTER_CONFIG: &str = "adapter_config.json";
@@ -99,16 +99,16 @@ pub fn local_model(name: &str) -> Result<Option<LocalModel>, HubError> {
 
 /// Returns the end of a sentence about a missing path: `; did you mean X?`, or a full stop where no path is like it.
 pub(crate) fn near(name: &str) -> String {
-    nearest(Path::new(name)).map_or_else(|| ".".to_owned(), |path| format!("; did you mean {}?", path.display()))
+    near_path(Path::new(name)).map_or_else(|| ".".to_owned(), |path| format!("; did you mean {}?", path.display()))
 }
 
 /// The existing path that is most like a missing one, if one is.
-fn nearest(path: &Path) -> Option<PathBuf> {
+fn near_path(path: &Path) -> Option<PathBuf> {
     let parent = path.ancestors().skip(1).find(|ancestor| ancestor.is_dir() || *ancestor == Path::new(""))?;
     let wanted = path.strip_prefix(parent).ok()?.iter().next()?.to_string_lossy().into_owned();
     let listed = if parent == Path::new("") { Path::new(".") } else { parent };
     let names = subfolders(listed).filter_map(|folder| Some(folder.file_name()?.to_string_lossy().into_owned()));
-    Some(parent.join(nearest_name(names, &wanted)?))
+    Some(parent.join(nearest(&wanted, names)?))
 }
 
 /// A name of reasonable length for a message.

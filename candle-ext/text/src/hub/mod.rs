@@ -2,7 +2,14 @@
 //!
 //! Repository facts and listings come through hf-hub; the bytes do not, because hf-hub 1.0 stores
 //! a body without looking at its status, size or hash, and gives up on a lock after ten seconds.
-//! [`fetch`](fetch) does that part. Files land in the cache layout that all Hub tools share.
+//! Files land in the cache layout that all Hub tools share. Each own module adds checks that hf-hub lacks:
+//!
+//! | module | check |
+//! |---|---|
+//! | [`fetch`](fetch) | status, ETag and redirects of a file's HEAD; a rate below which a download is given up |
+//! | [`body`](body) | size and SHA-256 of a body, and those of one that is continued |
+//! | [`patience`](patience) | a bound on each wait that a server asks for |
+//! | [`cache`](cache) | sizes of cached files, and whole snapshots offline |
 
 mod body;
 mod cache;

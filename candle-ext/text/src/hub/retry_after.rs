@@ -1,40 +1,20 @@
 //! How long a server asks to wait: seconds, or a date.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
-const MONTHS: [&str; 12] = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+use std::time::{Duration, SystemTime};
 
 /// Reads the header `Retry-After`. A date that is over is no wait at all.
 pub(super) fn retry_after(value: &str, now: SystemTime) -> Option<Duration> {
     let value = value.trim();
     match value.parse() {
         Ok(seconds) => Some(Duration::from_secs(seconds)),
-        Err(_) => Some(date(value)?.duration_since(now).unwrap_or_default()),
+        Err(_) => Some(httpdate::parse_http_date(value).ok()?.duration_since(now).unwrap_or_default()),
     }
-}
-
-/// `Wed, 21 Oct 2015 07:28:00 GMT`, the one form of date that HTTP lets a server write.
-fn date(text: &str) -> Option<SystemTime> {
-    let words: Vec<&str> = text.split_whitespace().collect();
-    let [_, day, month, year, time, "GMT"] = words.as_slice() else { return None };
-    let number = |word: &str| word.parse::<u64>().ok();
-    let month = 1 + MONTHS.iter().position(|name| name == month)? as u64;
-    let time: Vec<u64> = time.split(':').map(number).collect::<Option<_>>()?;
-    let (day, year) = (number(day)?, number(year)?);
-    let [hour, minute, second] = time.as_slice() else { return None };
-    let is_possible = (1970..10_000).contains(&year) && (1..=31).contains(&day) && *hour < 24 && *minute < 60;
-    let seconds = || days_since_1970(year, month, day) * 86_400 + hour * 3600 + minute * 60 + second.min(&60);
-    is_possible.then(|| UNIX_EPOCH + Duration::from_secs(seconds()))
-}
-
-/// Years begin with March here, so that the leap day is the last one.
-fn days_since_1970(year: u64, month: u64, day: u64) -> u64 {
-    let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
-    year * 365 + year / 4 - year / 100 + year / 400 + (month * 153 + 2) / 5 + day - 719_469
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::UNIX_EPOCH;
+
     use super::*;
 
     #[track_caller]

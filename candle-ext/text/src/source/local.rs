@@ -7,6 +7,7 @@ use super::kind::open_file;
 use super::one_file::{FileNames, Unnamed, choose_one, of_split};
 use super::splits::{Selection, SplitQuery, choose, matching, patterns_of};
 use super::{Card, Joined, ReadOptions, Sliced, Source, SourceError, SourceFiles, SplitPart, WithFiles};
+use crate::suggestion::nearest;
 
 /// A data set on this machine and the rows wanted of it.
 #[derive(Debug, Clone, Default)]
@@ -256,17 +257,11 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."))
 }
 
-/// Returns the name that is most like `wanted`, if one is like it.
-pub(crate) fn nearest_name(names: impl Iterator<Item = String>, wanted: &str) -> Option<String> {
-    let scored = names.map(|name| (strsim::jaro_winkler(&name, wanted), name)).filter(|(score, _)| *score > 0.8);
-    scored.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, name)| name)
-}
-
 /// The file or folder whose name is nearest to that of a path that is missing.
 pub(crate) fn near_sibling(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_string_lossy().into_owned();
     let entries = std::fs::read_dir(folder_of(path)).ok()?.flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
-    let other = nearest_name(names, &name)?;
+    let other = nearest(&name, names)?;
     Some(path.with_file_name(other))
 }

@@ -38,7 +38,7 @@ pub use strict::parse_value;
 pub use text_file::SampleBy;
 
 pub(crate) use joined::WithFiles;
-pub(crate) use local::{join, near_sibling, nearest_name, slice};
+pub(crate) use local::{join, near_sibling, slice};
 pub(crate) use splits::patterns_of;
 
 /// One row: column names to values, in the file's order.

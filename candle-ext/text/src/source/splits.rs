@@ -7,6 +7,7 @@ use globset::GlobBuilder;
 use super::Card;
 use super::cards::Config;
 use super::kind::{check_one_kind, data_files};
+use crate::suggestion::nearest;
 
 /// What is wanted of a set of files.
 #[derive(Debug, Clone, Copy)]
@@ -155,13 +156,8 @@ pub(super) fn pick<'a>(names: &[&'a str], query: &SplitQuery) -> Result<&'a str,
         _ => None,
     };
     find(query.split).or_else(held_out).or_else(other).ok_or_else(|| {
-        let near = names.iter().max_by(|a, b| {
-            let score = |name: &str| strsim::jaro_winkler(name, query.split);
-            score(a).total_cmp(&score(b))
-        });
-        let near = near
-            .filter(|name| strsim::jaro_winkler(name, query.split) > 0.8)
-            .map_or(String::new(), |name| format!("; did you mean {name:?}?"));
+        let near = nearest(query.split, names);
+        let near = near.map_or(String::new(), |name| format!("; did you mean {name:?}?"));
         format!("it has no split {:?}; there are: {}{near}", query.split, names.join(", "))
     })
 }

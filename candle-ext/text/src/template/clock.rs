@@ -2,7 +2,10 @@
 //! a run's data do not depend on the day it was started.
 
 use std::fmt::Write;
-use std::time::{SystemTime, UNIX_EPOCH};
+
+use jiff::Timestamp;
+use jiff::civil::DateTime;
+use jiff::tz::TimeZone;
 
 /// Where a template's date comes from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -20,15 +23,13 @@ impl Clock {
     pub fn format(self, format: &str) -> Result<String, char> {
         let seconds = match self {
             Clock::Fixed(seconds) => seconds,
-            Clock::System => {
-                SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs().cast_signed())
-            }
+            Clock::System => Timestamp::now().as_second(),
         };
         Moment::from_unix(seconds).format(format)
     }
 }
 
-const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
+const DAYS: [&str; 7] = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"];
 const MONTHS: [&str; 12] = [
     "January",
     "February",
@@ -45,35 +46,16 @@ const MONTHS: [&str; 12] = [
 ];
 
 struct Moment {
-    year: i64,
-    /// From 1.
-    month: i64,
-    day: i64,
-    day_of_year: i64,
-    /// 0 is Sunday.
-    weekday: i64,
-    second_of_day: i64,
     unix: i64,
+    utc: DateTime,
 }
 
 impl Moment {
+    /// Returns the moment `unix` seconds after 1970, or the nearest that has a date of four digits.
     fn from_unix(unix: i64) -> Self {
-        let days = unix.div_euclid(86_400);
-        let (year, day_of_year) = year_of(days);
-        let (mut month, mut day) = (1, day_of_year);
-        while day > days_in(year, month) {
-            day -= days_in(year, month);
-            month += 1;
-        }
-        Self {
-            year,
-            month,
-            day,
-            day_of_year,
-            weekday: (days + 4).rem_euclid(7),
-            second_of_day: unix.rem_euclid(86_400),
-            unix,
-        }
+        let (first, last) = (Timestamp::MIN, Timestamp::MAX);
+        let timestamp = Timestamp::from_second(unix).unwrap_or(if unix < 0 { first } else { last });
+        Self { unix, utc: TimeZone::UTC.to_datetime(timestamp) }
     }
 
     fn format(&self, format: &str) -> Result<String, char> {
@@ -95,27 +77,28 @@ impl Moment {
     }
 
     fn write(&self, out: &mut String, directive: char, padded: bool) -> Result<(), char> {
-        let hour = self.second_of_day / 3600;
+        let Self { unix, utc } = self;
+        let hour = i64::from(utc.hour());
         let hour_of_12 = if hour % 12 == 0 { 12 } else { hour % 12 };
         let mut number = |value: i64, width: usize| {
             let width = if padded { width } else { 0 };
             write!(out, "{value:0width$}").expect("writing to a String does not fail");
         };
         match directive {
-            'Y' => number(self.year, 4),
-            'm' => number(self.month, 2),
-            'd' => number(self.day, 2),
-            'e' => write!(out, "{:2}", self.day).expect("writing to a String does not fail"),
-            'y' => number(self.year.rem_euclid(100), 2),
-            'j' => number(self.day_of_year, 3),
+            'Y' => number(utc.year().into(), 4),
+            'm' => number(utc.month().into(), 2),
+            'd' => number(utc.day().into(), 2),
+            'e' => write!(out, "{:2}", utc.day()).expect("writing to a String does not fail"),
+            'y' => number(i64::from(utc.year()).rem_euclid(100), 2),
+            'j' => number(utc.day_of_year().into(), 3),
             'H' => number(hour, 2),
             'I' => number(hour_of_12, 2),
-            'M' => number(self.second_of_day / 60 % 60, 2),
-            'S' => number(self.second_of_day % 60, 2),
+            'M' => number(utc.minute().into(), 2),
+            'S' => number(utc.second().into(), 2),
             'f' => number(0, 6),
-            'u' => number((self.weekday + 6) % 7 + 1, 1),
-            'w' => number(self.weekday, 1),
-            's' => number(self.unix, 1),
+            'u' => number(utc.weekday().to_monday_one_offset().into(), 1),
+            'w' => number(utc.weekday().to_sunday_zero_offset().into(), 1),
+            's' => number(*unix, 1),
             'p' => out.push_str(if hour < 12 { "AM" } else { "PM" }),
             'a' => out.push_str(&self.weekday_name()[..3]),
             'A' => out.push_str(self.weekday_name()),
@@ -137,39 +120,11 @@ impl Moment {
     }
 
     fn weekday_name(&self) -> &'static str {
-        usize::try_from(self.weekday).map_or("", |weekday| DAYS[weekday])
+        DAYS[self.utc.weekday().to_monday_zero_offset() as usize]
     }
 
     fn month_name(&self) -> &'static str {
-        usize::try_from(self.month - 1).map_or("", |month| MONTHS[month])
-    }
-}
-
-/// The year of a day counted from 1970-01-01, and which day of it that is, from 1.
-fn year_of(days: i64) -> (i64, i64) {
-    // Days of the proleptic Gregorian calendar before the first of January of a year.
-    let before = |year: i64| {
-        let years = year - 1;
-        years * 365 + years.div_euclid(4) - years.div_euclid(100) + years.div_euclid(400)
-    };
-    let days = days + before(1970);
-    let mut year = days * 400 / 146_097 + 1;
-    while before(year) > days {
-        year -= 1;
-    }
-    while before(year + 1) <= days {
-        year += 1;
-    }
-    (year, days - before(year) + 1)
-}
-
-fn days_in(year: i64, month: i64) -> i64 {
-    let is_leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
-    match month {
-        2 if is_leap => 29,
-        2 => 28,
-        4 | 6 | 9 | 11 => 30,
-        _ => 31,
+        MONTHS[self.utc.month() as usize - 1]
     }
 }
 

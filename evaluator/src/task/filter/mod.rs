@@ -9,11 +9,12 @@ mod transform;
 use std::fmt::Debug;
 use std::sync::Arc;
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
 use super::answer::Answer;
 use super::config::as_function;
-use super::error::{Fault, did_you_mean};
+use super::error::Fault;
 use super::keys::{Keys, wrong};
 use super::native;
 use super::python::text;

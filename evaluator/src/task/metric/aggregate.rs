@@ -1,10 +1,12 @@
 //! Aggregations: one number from the values of all documents, also from a resample of them.
 
+use candlewick_text::suggestion::did_you_mean;
+
 use super::bleu::BleuCounts;
 use super::chrf::ChrfCounts;
 use super::score::Score;
 use crate::task::config::as_function;
-use crate::task::error::{Fault, did_you_mean};
+use crate::task::error::Fault;
 use crate::task::keys::wrong;
 use crate::task::yaml::{Entry, Value};
 

@@ -7,8 +7,10 @@ mod exact_match;
 mod score;
 mod stderr;
 
+use candlewick_text::suggestion::did_you_mean;
+
 use super::config::{Function, OutputType, as_function};
-use super::error::{Fault, did_you_mean};
+use super::error::Fault;
 use super::keys::{Keys, wrong};
 use super::native;
 use super::yaml::{Entry, Node, Value};

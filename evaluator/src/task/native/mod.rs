@@ -17,11 +17,12 @@ mod winogrande;
 
 use std::sync::Arc;
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
 use super::answer::Answer;
 use super::config::Function;
-use super::error::{Fault, did_you_mean};
+use super::error::Fault;
 use super::filter::Filter;
 use super::keys::Keys;
 use super::mersenne::Random;

@@ -15,13 +15,13 @@ fn check_fall_back(harm: impl Fn(&Path), reason: &str) {
     save_step(&Drive, &plan, 1).unwrap();
     harm(&save_step(&Drive, &plan, 2).unwrap().dir);
     let mut toy = Toy::at(0);
-    let resumed = resume(&plan, &fingerprint(), &mut toy, &Alone).unwrap().unwrap();
+    let resumed = resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap().unwrap();
     assert_eq!((resumed.run.step, &toy), (1, &Toy::at(1)));
     assert!(resumed.skipped[0].reason.contains(reason), "{}", resumed.skipped[0].reason);
 
     fs::remove_dir_all(plan.dir(Tag { step: 1, epoch: 0 })).unwrap();
-    let error = resume(&plan, &fingerprint(), &mut toy, &Alone).unwrap_err();
-    assert!(matches!(error, CheckpointError::NoneWhole { .. }), "{error}");
+    let error = resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap_err();
+    assert!(matches!(error.downcast_ref(), Some(CheckpointError::NoneWhole { .. })), "{error}");
     assert!(error.to_string().contains(reason), "{error}");
 }
 
@@ -123,7 +123,7 @@ proptest! {
         let saved = save_step(&Drive, &plan, 1).unwrap().dir;
         edit(saved.join(&names(&saved)[file]), |bytes| mutate(bytes, &edits));
         let mut toy = Toy::at(0);
-        match resume(&plan, &fingerprint(), &mut toy, &Alone) {
+        match resume(&plan, &fingerprint(), &mut toy, &ProcessGroup::solo()) {
             Ok(resumed) => prop_assert_eq!((resumed.unwrap().run, toy), (run(1), Toy::at(1))),
             Err(_) => prop_assert_eq!(toy, Toy::at(0)),
         }

@@ -145,7 +145,9 @@ fn a_full_disk_leaves_the_old_save_and_nothing_else() {
     loop {
         match save_step(&Faulty::new(Fault::FullAfter(limit)), &plan, 2) {
             Ok(_) => break,
-            Err(error) => assert!(matches!(error, CheckpointError::DiskFull { .. }), "{limit}: {error}"),
+            Err(error) => {
+                assert!(matches!(error.downcast_ref(), Some(CheckpointError::DiskFull { .. })), "{limit}: {error}")
+            }
         }
         assert_eq!(names(&plan.output_dir), ["epoch_0_global_step_1"]);
         assert_eq!(resumed_step(&plan), 1);

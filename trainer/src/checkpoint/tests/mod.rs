@@ -7,7 +7,10 @@ mod space;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::sync::Mutex;
 
+use candlewick_comm::{Failure, Options, threads};
+use candlewick_runtime::process_group::ProcessGroup;
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -97,15 +100,15 @@ fn run(step: usize) -> RunState {
 /// The toy's tensors need two shards of this size.
 const SHARD: usize = 64;
 
-fn save_step(storage: &dyn Storage, plan: &CheckpointPlan, step: usize) -> Result<Saved, CheckpointError> {
-    save_with(storage, SHARD, plan, &run(step), &Toy::at(step), &Alone)
+fn save_step(storage: &dyn Storage, plan: &CheckpointPlan, step: usize) -> anyhow::Result<Saved> {
+    save_with(storage, SHARD, plan, &run(step), &Toy::at(step), &ProcessGroup::solo())
 }
 
 /// Resumes a fresh engine and returns the step, having compared every value with that step's.
 #[track_caller]
 fn resumed_step(plan: &CheckpointPlan) -> usize {
     let mut toy = Toy::at(0);
-    let resumed = resume(plan, &fingerprint(), &mut toy, &Alone).unwrap().expect("a save");
+    let resumed = resume(plan, &fingerprint(), &mut toy, &ProcessGroup::solo()).unwrap().expect("a save");
     assert_eq!(resumed.run, run(resumed.run.step));
     assert_eq!(toy, Toy::at(resumed.run.step));
     resumed.run.step
@@ -124,7 +127,7 @@ fn names(dir: &Path) -> Vec<String> {
 fn a_save_reads_back_to_the_bit_and_is_safetensors() {
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    assert_eq!(resume(&plan, &fingerprint(), &mut Toy::at(0), &Alone).unwrap(), None);
+    assert_eq!(resume(&plan, &fingerprint(), &mut Toy::at(0), &ProcessGroup::solo()).unwrap(), None);
     let saved = save_step(&Drive, &plan, 3).unwrap();
     assert_eq!(resumed_step(&plan), 3);
     assert_eq!(
@@ -149,8 +152,8 @@ fn scores_come_back_to_the_bit() {
     let mut scores = Scores::of("acc".to_owned(), true);
     [(1, 0.1), (2, f64::NAN), (3, 1.0 / 3.0)].into_iter().for_each(|(step, value)| scores.add(step, value));
     let state = RunState { scores: scores.clone(), evaluated: Some(3), ..run(3) };
-    save(&plan, &state, &Toy::at(1), &Alone).unwrap();
-    let resumed = resume(&plan, &fingerprint(), &mut Toy::at(0), &Alone).unwrap().unwrap();
+    save(&plan, &state, &Toy::at(1), &ProcessGroup::solo()).unwrap();
+    let resumed = resume(&plan, &fingerprint(), &mut Toy::at(0), &ProcessGroup::solo()).unwrap().unwrap();
     assert_eq!((resumed.run.scores, resumed.run.evaluated), (scores, Some(3)));
 }
 
@@ -160,9 +163,9 @@ fn a_tensor_larger_than_a_piece_reads_back() {
     let plan = plan(&dir, None);
     let n = (1 << 20) + 3;
     let big = Toy([("big".to_owned(), (vec![n], (0..n as u32).collect()))].into());
-    save(&plan, &run(1), &big, &Alone).unwrap();
+    save(&plan, &run(1), &big, &ProcessGroup::solo()).unwrap();
     let mut read = Toy([("big".to_owned(), (vec![n], vec![0; n]))].into());
-    resume(&plan, &fingerprint(), &mut read, &Alone).unwrap();
+    resume(&plan, &fingerprint(), &mut read, &ProcessGroup::solo()).unwrap();
     assert!(read == big);
 }
 
@@ -185,7 +188,7 @@ fn check_refused(now: &Fingerprint, mut toy: Toy, want: &[&str]) {
     let plan = plan(&dir, None);
     save_step(&Drive, &plan, 1).unwrap();
     let before = toy.clone();
-    match resume(&plan, now, &mut toy, &Alone).unwrap_err() {
+    match resume(&plan, now, &mut toy, &ProcessGroup::solo()).unwrap_err().downcast().unwrap() {
         CheckpointError::Different { differences, .. } => assert_eq!(differences, want),
         other => panic!("{other}"),
     }
@@ -209,33 +212,25 @@ fn another_plan_or_model_is_refused_by_name_and_nothing_is_loaded() {
     check_refused(&fingerprint(), toy, &want);
 }
 
-/// Rank 1 of two: it was stopped while the first gave up and removed the folder.
+/// The first rank gives up after its folder was made, and rank 1 does not find the folder.
 #[test]
-fn a_rank_that_was_given_up_blames_the_others_and_not_the_folder() {
-    struct GivenUp(std::cell::Cell<usize>);
-    impl Crew for GivenUp {
-        fn rank(&self) -> usize {
-            1
-        }
-        fn size(&self) -> usize {
-            2
-        }
-        fn writes(&self) -> bool {
-            true
-        }
-        fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
-            match self.0.replace(self.0.get() + 1) {
-                0 => Ok(vec![Ok(Vec::new()), own]),
-                _ => Err("rank 1 was silent for 3s".into()),
-            }
-        }
-        fn at_work(&self) -> Option<candlewick_comm::KeepAlive> {
-            None
-        }
-    }
+fn a_rank_that_was_given_up_reports_the_failure_and_not_the_folder() {
     let dir = tempfile::tempdir().unwrap();
-    let error = save(&plan(&dir, None), &run(1), &Toy::at(1), &GivenUp(Default::default())).unwrap_err();
-    assert!(matches!(error, CheckpointError::Crew(_)), "{error}");
+    let reported = Mutex::new(None);
+    let ended = threads::run(2, Options::default(), |world| {
+        let process = ProcessGroup::new(world)?;
+        if process.is_first() {
+            process.exchange(Ok(Vec::new()))?;
+            world.fail("wait for rank 1");
+        } else {
+            *reported.lock().unwrap() = save(&plan(&dir, None), &run(1), &Toy::at(1), &process).err();
+        }
+        anyhow::Ok(())
+    });
+    assert!(ended.is_err());
+    let error = reported.lock().unwrap().take().expect("an error of rank 1");
+    assert!(Failure::behind(&*error).is_some(), "{error:#}");
+    assert!(format!("{error:#}").contains("wait for rank 1"), "{error:#}");
 }
 
 #[test]
@@ -254,9 +249,9 @@ fn an_engines_failure_ends_the_save_and_removes_it() {
     }
     let dir = tempfile::tempdir().unwrap();
     let plan = plan(&dir, None);
-    let error = save(&plan, &run(1), &Broken, &Alone).unwrap_err();
+    let error = save(&plan, &run(1), &Broken, &ProcessGroup::solo()).unwrap_err();
     assert_eq!(error.to_string(), "read the tensor exp_avg/a");
     assert!(names(&plan.output_dir).is_empty());
     save_step(&Drive, &plan, 1).unwrap();
-    assert!(resume(&plan, &fingerprint(), &mut Broken, &Alone).is_err());
+    assert!(resume(&plan, &fingerprint(), &mut Broken, &ProcessGroup::solo()).is_err());
 }

@@ -84,7 +84,7 @@ fn a_stray_file_named_like_a_save_is_named_and_left_alone() {
     let stray = plan.dir(Tag { step: 2, epoch: 0 });
     fs::write(&stray, "x").unwrap();
     let error = save_step(&Drive, &plan, 2).unwrap_err();
-    assert!(matches!(error, CheckpointError::Occupied { .. }), "{error}");
+    assert!(matches!(error.downcast_ref(), Some(CheckpointError::Occupied { .. })), "{error}");
     assert_eq!(resumed_step(&plan), 1);
     assert_eq!(fs::read_to_string(stray).unwrap(), "x");
 }

@@ -1,0 +1,79 @@
+//! Assembly of an engine from a model, the groups of a mesh, dtypes and a memory plan.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Result};
+use candlewick_comm::{Collective, Solo};
+use candlewick_model::Model;
+
+use crate::engine::{Engine, Residency};
+use crate::groups::Groups;
+use crate::params::{Formats, Mode, OnHost, ParamStore, Sharded};
+use crate::pipeline::{Layout, Pipeline, Schedule};
+use crate::placement::Norms;
+use crate::sequence::Sequence;
+
+/// The dtypes, the parallel layout and the memory plan of an engine.
+#[derive(Clone, Debug)]
+pub struct EngineSpec {
+    /// Training or inference.
+    pub mode: Mode,
+    /// The dtypes of weights, masters and moments.
+    pub formats: Formats,
+    /// The ZeRO stage, if parameters are sharded.
+    pub sharded: Option<Sharded>,
+    /// The placement of norms among the tensor-parallel ranks.
+    pub norms: Norms,
+    /// The blocks of each pipeline stage.
+    pub layout: Layout,
+    /// The pipeline schedule.
+    pub schedule: Schedule,
+    /// The parameters that lie in the memory of a GPU's host.
+    pub on_host: OnHost,
+    /// The activations that each block keeps for backward.
+    pub residency: Vec<Residency>,
+}
+
+impl EngineSpec {
+    /// Returns the spec of an engine that trains every block of `layout` with its whole tape kept.
+    pub fn training(formats: Formats, layout: Layout) -> Self {
+        let residency = vec![Residency::Keep; layout.n_blocks()];
+        Self {
+            mode: Mode::Train,
+            formats,
+            sharded: None,
+            norms: Norms::Whole,
+            layout,
+            schedule: Schedule::default(),
+            on_host: OnHost::default(),
+            residency,
+        }
+    }
+
+    /// Returns the spec of an engine that computes in `dtype` and trains nothing.
+    pub fn inference(dtype: DType, layout: Layout) -> Self {
+        Self { mode: Mode::Infer, ..Self::training(Formats::computing_in(dtype), layout) }
+    }
+
+    /// Builds one rank's engine over `groups`, with parameters that are not yet filled. All ranks call it.
+    ///
+    /// Training sums losses over the ranks of `groups.losses`. In inference each rank keeps its own.
+    pub fn build(self, model: Model, groups: &Groups, device: Device) -> Result<Engine> {
+        let Self { mode, formats, sharded, norms, layout, schedule, on_host, residency } = self;
+        let sharing = groups.sharing(sharded, layout.clone(), norms);
+        let store = ParamStore::with_host(&model, formats, mode, on_host, &device, sharing)?;
+        let losses: Arc<dyn Collective> = match mode {
+            Mode::Train => Arc::clone(&groups.losses),
+            Mode::Infer => Arc::new(Solo),
+        };
+        let pipeline = Pipeline::new(Arc::clone(&groups.stages), layout, schedule)?;
+        let mut engine = Engine::new(model, store, residency, losses, device).with_pipeline(pipeline);
+        if groups.context.size() * groups.sequence.size() > 1 {
+            engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
+        }
+        if groups.tensor.size() > 1 {
+            engine = engine.with_tensor(groups.tensor_ranks(norms));
+        }
+        Ok(engine)
+    }
+}
