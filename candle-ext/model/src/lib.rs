@@ -23,6 +23,6 @@ pub use error::ModelError;
 pub use family::Family;
 pub use lora::{Adapter, AdapterFolder, BASE_RECORD, BaseRecord, LoraConfig, Merge, Merged, merge};
 pub use model::Model;
-pub use param::{Dim, Init, ParamSpec, Region};
+pub use param::{Dim, GroupKind, Init, ParamSpec, Region};
 pub use unit::{Shared, Unit};
 pub use weights::Weights;

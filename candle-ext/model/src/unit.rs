@@ -1,7 +1,7 @@
 //! The units of a model, [embedding, block 0.., head], with every parameter's name and shape.
 
 use crate::{
-    Config, Dim, Init, LoraConfig, ModelError, ParamSpec, Region,
+    Config, Dim, GroupKind, Init, LoraConfig, ModelError, ParamSpec, Region,
     lora::{Adapter, factors},
 };
 
@@ -148,7 +148,7 @@ fn vocabulary(name: &str, config: &Config) -> ParamSpec {
 
 pub(crate) fn matrix(name: String, [rows, columns]: [Extent; 2], region: Region, init: Init) -> ParamSpec {
     let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
-    ParamSpec { name, shape, dims, region, init, decay: true, trainable: true }
+    ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group: GroupKind::Dense }
 }
 
 fn norm(name: String, width: Extent, region: Region) -> ParamSpec {
@@ -157,5 +157,5 @@ fn norm(name: String, width: Extent, region: Region) -> ParamSpec {
 
 fn vector(name: String, width: Extent, region: Region, init: Init) -> ParamSpec {
     let (shape, dims) = (vec![width.len], vec![width.dim]);
-    ParamSpec { name, shape, dims, region, init, decay: false, trainable: true }
+    ParamSpec { name, shape, dims, region, init, decay: false, trainable: true, group: GroupKind::Dense }
 }

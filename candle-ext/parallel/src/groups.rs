@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use candle_core::Result;
-use candlewick_comm::Collective;
+use candle_core::{Result, bail};
 use candlewick_comm::mesh::{Axis, Mesh};
+use candlewick_comm::{Collective, Solo};
 
-use crate::params::{Sharded, Sharing, Stages};
+use crate::params::{GroupRanks, Sharded, Sharing, Stages};
 use crate::pipeline::Layout;
 use crate::placement::Norms;
 use crate::tensor::TensorRanks;
@@ -36,6 +36,21 @@ pub struct Groups {
     pub model: Arc<dyn Collective>,
     /// The same with those that keep a share each.
     pub model_shards: Arc<dyn Collective>,
+    /// Groups of the experts' parameters.
+    expert: Option<ExpertGroups>,
+}
+
+/// Groups of the experts' parameters.
+#[derive(Clone)]
+struct ExpertGroups {
+    /// Ranks with the same experts: gradients are summed over them.
+    edp: Arc<dyn Collective>,
+    /// Ranks with other experts each.
+    ep: Arc<dyn Collective>,
+    /// Ranks that have all experts of all stages once.
+    model: Arc<dyn Collective>,
+    /// Ranks that have them once if each of `edp` keeps a shard.
+    model_shards: Arc<dyn Collective>,
 }
 
 impl Groups {
@@ -58,7 +73,23 @@ impl Groups {
             stages,
             model: mesh.group(world, &[Axis::Pp, Axis::Tp])?,
             model_shards: mesh.group(world, &model_shards)?,
+            expert: None,
         })
+    }
+
+    /// Adds the groups of experts, for a model that has some. All ranks of `world` call it.
+    pub fn with_experts(self, mesh: &Mesh, world: &dyn Collective) -> Result<Self> {
+        let etp = mesh.degrees().etp;
+        if etp > 1 {
+            bail!("etp {etp}: the matrices of an expert cannot be split; set expert tensor parallelism to 1")
+        }
+        let expert = ExpertGroups {
+            edp: mesh.group(world, &[Axis::Edp])?,
+            ep: mesh.group(world, &[Axis::Ep])?,
+            model: mesh.group(world, &[Axis::Pp, Axis::Ep])?,
+            model_shards: mesh.group(world, &[Axis::Pp, Axis::Edp, Axis::Ep])?,
+        };
+        Ok(Self { expert: Some(expert), ..self })
     }
 
     /// Returns the ranks that share every matrix.
@@ -69,20 +100,22 @@ impl Groups {
     /// Returns how parameters are shared over these groups: of what is not sharded each rank of `data` keeps all that its stage
     /// and its place among the tensor parallel ranks have.
     pub fn sharing(&self, sharded: Option<Sharded>, layout: Layout, norms: Norms) -> Sharing {
-        let alone = Sharing::alone();
-        let (sharded, shards, replicas, all) = match sharded {
-            Some(sharded) => (sharded, &self.shards, &self.replicas, &self.model_shards),
-            None => (alone.sharded, &alone.shards, &self.data, &self.model),
+        let solo: Arc<dyn Collective> = Arc::new(Solo);
+        let (shard, replicate, distinct) = match sharded {
+            Some(_) => (&self.shards, &self.replicas, &self.model_shards),
+            None => (&solo, &self.data, &self.model),
         };
+        let ranks = |shard: &Arc<_>, replicate: &Arc<_>, split: &Arc<_>, distinct: &Arc<_>| {
+            let [shard, replicate, split, distinct] = [shard, replicate, split, distinct].map(Arc::clone);
+            GroupRanks { shard, replicate, split, distinct }
+        };
+        let dense = ranks(shard, replicate, &self.tensor, distinct);
+        let expert = self.expert.as_ref().map(|expert| match sharded {
+            Some(_) => ranks(&expert.edp, &solo, &expert.ep, &expert.model_shards),
+            None => ranks(&solo, &expert.edp, &expert.ep, &expert.model),
+        });
         let stages = Stages { ranks: Arc::clone(&self.stages), layout: Some(layout), ties: Arc::clone(&self.ties) };
-        Sharing {
-            sharded,
-            shards: Arc::clone(shards),
-            replicas: Arc::clone(replicas),
-            tensor: self.tensor_ranks(norms),
-            stages,
-            all: Arc::clone(all),
-        }
+        Sharing { sharded: sharded.unwrap_or(Sharded::Optimizer), dense, expert, norms, stages }
     }
 }
 

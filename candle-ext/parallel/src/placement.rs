@@ -3,7 +3,7 @@
 
 use candle_core::{Result, Tensor, bail};
 use candlewick_comm::Collective;
-use candlewick_model::{Dim, ParamSpec, Region};
+use candlewick_model::{Dim, GroupKind, ParamSpec, Region};
 
 /// What the ranks of a tensor parallel group see outside of branches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,17 +37,31 @@ pub(crate) struct Slice {
     pub(crate) most: usize,
 }
 
-/// Returns how many elements of a parameter the one of `n_ranks` tensor parallel ranks keeps that has most of them.
+/// A rank among those that hold a slice each of a parameter.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RankOf {
+    pub(crate) rank: usize,
+    pub(crate) n_ranks: usize,
+}
+
+/// Returns the largest number of elements of a parameter that any of `n_ranks` ranks with a slice each keeps.
 pub fn most_kept(spec: &ParamSpec, n_ranks: usize) -> Result<usize> {
-    Ok(Place::of(spec, Norms::Whole, [0, n_ranks])?.most(&spec.shape))
+    Ok(Place::of(spec, Norms::Whole, RankOf { rank: 0, n_ranks })?.most(&spec.shape))
 }
 
 impl Place {
-    /// Says what `rank` of `n_ranks` has of a parameter.
-    pub(crate) fn of(spec: &ParamSpec, norms: Norms, [rank, n_ranks]: [usize; 2]) -> Result<Self> {
-        let is_split = |dim: &Dim| matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn);
+    /// Returns the placement of a parameter on one of the ranks that hold a slice each: tensor parallel ranks split dense ones,
+    /// expert parallel ranks split experts.
+    pub(crate) fn of(spec: &ParamSpec, norms: Norms, rank: RankOf) -> Result<Self> {
+        let is_split = |dim: &Dim| match spec.group {
+            GroupKind::Dense => matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn),
+            GroupKind::Expert => *dim == Dim::Experts,
+        };
         if let Some(dim) = spec.dims.iter().position(is_split) {
-            return Ok(Self::Part(Slice::of(spec, dim, [rank, n_ranks])?));
+            return Ok(Self::Part(Slice::of(spec, dim, rank)?));
+        }
+        if spec.group == GroupKind::Expert {
+            bail!("{} belongs to an expert, but none of its dims {:?} counts experts", spec.name, spec.dims)
         }
         Ok(match (spec.region, spec.dims.as_slice(), norms) {
             (Region::Residual, _, Norms::Whole) => Self::Whole,
@@ -101,18 +115,22 @@ impl Place {
 }
 
 impl Slice {
-    fn of(spec: &ParamSpec, dim: usize, [rank, n_ranks]: [usize; 2]) -> Result<Self> {
+    fn of(spec: &ParamSpec, dim: usize, RankOf { rank, n_ranks }: RankOf) -> Result<Self> {
         let n = spec.shape[dim];
+        let kind = match spec.group {
+            GroupKind::Dense => "tensor",
+            GroupKind::Expert => "expert",
+        };
         // Only tokens may be shared out unevenly: heads are whole, and columns must fit together.
         if !n.is_multiple_of(n_ranks) && spec.dims[dim] != Dim::Vocab {
-            bail!("{} of {:?} over {n_ranks} tensor parallel ranks: dim {dim} is not divisible", spec.name, spec.shape)
+            bail!("{} of {:?} over {n_ranks} {kind} parallel ranks: dim {dim} is not divisible", spec.name, spec.shape)
         }
         let most = n.div_ceil(n_ranks);
         let start = (rank * most).min(n);
         let len = most.min(n - start);
         if len == 0 {
             bail!(
-                "{} of {:?} over {n_ranks} tensor parallel ranks: nothing is left for rank {rank}",
+                "{} of {:?} over {n_ranks} {kind} parallel ranks: nothing is left for rank {rank}",
                 spec.name,
                 spec.shape
             )
@@ -131,7 +149,8 @@ mod tests {
 
     fn spec(shape: &[usize], dims: &[Dim], region: Region) -> ParamSpec {
         let (name, shape, dims) = ("w".to_owned(), shape.to_vec(), dims.to_vec());
-        ParamSpec { name, shape, dims, region, init: Init::Zeros, decay: true, trainable: true }
+        let (init, group) = (Init::Zeros, GroupKind::Dense);
+        ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group }
     }
 
     #[test]
@@ -147,7 +166,7 @@ mod tests {
             let n = spec.numel();
             let whole = Tensor::arange(0.0f32, n as f32, &Device::Cpu).unwrap().reshape(shape).unwrap();
             let all = threads::run(3, Options::default(), |world| -> Result<Tensor> {
-                let place = Place::of(&spec, Norms::Whole, [world.rank(), 3])?;
+                let place = Place::of(&spec, Norms::Whole, RankOf { rank: world.rank(), n_ranks: 3 })?;
                 let kept = place.cut(&whole)?.flatten_all()?;
                 assert_eq!(kept.elem_count(), place.shape(shape).iter().product::<usize>());
                 let padded = kept.pad_with_zeros(0, 0, place.most(shape) - kept.elem_count())?;
@@ -165,21 +184,39 @@ mod tests {
 
     #[test]
     fn what_cannot_be_cut_is_refused_by_name() {
-        let refused = |shape: &[usize], dims: &[Dim], ranks| {
+        let refused = |shape: &[usize], dims: &[Dim], rank, n_ranks| {
+            let ranks = RankOf { rank, n_ranks };
             Place::of(&spec(shape, dims, Region::Branch), Norms::Whole, ranks).unwrap_err().to_string()
         };
-        assert!(refused(&[5, 4], &[Dim::Heads, Dim::Embed], [0, 2]).contains("w of [5, 4] over 2"));
-        assert!(refused(&[3, 4], &[Dim::Vocab, Dim::Embed], [3, 4]).contains("nothing is left for rank 3"));
+        assert!(refused(&[5, 4], &[Dim::Heads, Dim::Embed], 0, 2).contains("w of [5, 4] over 2"));
+        assert!(refused(&[3, 4], &[Dim::Vocab, Dim::Embed], 3, 4).contains("nothing is left for rank 3"));
     }
+
+    const SECOND: RankOf = RankOf { rank: 1, n_ranks: 2 };
 
     #[test]
     fn norms_see_all_tokens_or_a_part() {
         let norm = spec(&[4], &[Dim::Embed], Region::Residual);
-        assert_eq!(Place::of(&norm, Norms::Whole, [1, 2]).unwrap(), Place::Whole);
-        assert_eq!(Place::of(&norm, Norms::InParts, [1, 2]).unwrap(), Place::Summed);
+        assert_eq!(Place::of(&norm, Norms::Whole, SECOND).unwrap(), Place::Whole);
+        assert_eq!(Place::of(&norm, Norms::InParts, SECOND).unwrap(), Place::Summed);
         let bias = spec(&[4], &[Dim::Embed], Region::Branch);
-        assert_eq!(Place::of(&bias, Norms::Whole, [1, 2]).unwrap(), Place::SummedOnFirst);
+        assert_eq!(Place::of(&bias, Norms::Whole, SECOND).unwrap(), Place::SummedOnFirst);
         let whole = Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap();
         assert_eq!(Place::Whole.cut(&whole).unwrap().i(0).unwrap().to_scalar::<f32>().unwrap(), 0.0);
+    }
+
+    #[test]
+    fn experts_are_split_over_expert_parallel_ranks() {
+        let expert = |dims: &[Dim]| ParamSpec { group: GroupKind::Expert, ..spec(&[6, 4], dims, Region::Branch) };
+        let rows = Slice { dim: 0, start: 3, len: 3, most: 3 };
+        let place = |dims: &[Dim]| Place::of(&expert(dims), Norms::Whole, SECOND);
+        assert_eq!(place(&[Dim::Experts, Dim::Embed]).unwrap(), Place::Part(rows));
+        assert_eq!(place(&[Dim::Ffn, Dim::Experts]).unwrap(), Place::Part(Slice { dim: 1, start: 2, len: 2, most: 2 }));
+        assert!(place(&[Dim::Ffn, Dim::Embed]).unwrap_err().to_string().contains("w belongs to an expert"));
+        let four = RankOf { rank: 0, n_ranks: 4 };
+        let refused = Place::of(&expert(&[Dim::Experts, Dim::Embed]), Norms::Whole, four).unwrap_err();
+        assert!(refused.to_string().contains("over 4 expert parallel ranks: dim 0 is not divisible"), "{refused}");
+        let router = spec(&[6, 4], &[Dim::Experts, Dim::Embed], Region::Residual);
+        assert_eq!(Place::of(&router, Norms::Whole, SECOND).unwrap(), Place::Whole);
     }
 }

@@ -10,7 +10,9 @@ use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Rows, Seqs, Tape,
     Upstream, Verdict, linear_cross_entropy,
 };
-use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, OnHost, ParamStore, Residency, Sharing};
+use candlewick_parallel::{
+    Engine, Formats, KvCache, LossScale, Micro, Mode, OnHost, ParamStore, Residency, Sharing, StoreOptions,
+};
 use rand::{Rng, SeedableRng};
 use serde_json::json;
 
@@ -35,7 +37,8 @@ fn engine_in(model: Model, formats: Formats, residency: Residency) -> Engine {
 }
 
 fn engine_with(model: Model, formats: Formats, on_host: OnHost, residency: Residency) -> Engine {
-    let store = ParamStore::with_host(&model, formats, Mode::Train, on_host, &Device::Cpu, Sharing::alone()).unwrap();
+    let options = StoreOptions { formats, mode: Mode::Train, on_host };
+    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, Sharing::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

@@ -12,7 +12,7 @@ use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
     Engine, Formats, Groups, Layout, LossScale, Mode, Norms, OnHost, ParamState, ParamStore, Pipeline, Residency,
-    Schedule, Sequence, Sharded,
+    Schedule, Sequence, Sharded, StoreOptions,
 };
 
 use crate::case::{Batching, Kind, micros};
@@ -184,7 +184,8 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
     let formats = Formats::computing_in(DType::F32);
     let layout = way.layout(model.n_blocks());
     let sharing = groups.sharing(way.sharded, layout.clone(), way.norms);
-    let store = ParamStore::with_host(&model, formats, Mode::Train, way.on_host, &Device::Cpu, sharing)?;
+    let options = StoreOptions { formats, mode: Mode::Train, on_host: way.on_host };
+    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, sharing)?;
     store.fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);

@@ -8,7 +8,9 @@ use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
-use candlewick_parallel::{Engine, Formats, Groups, Mode, OnHost, ParamStore, Parking, Pipeline, Residency, Sequence};
+use candlewick_parallel::{
+    Engine, Formats, Groups, Mode, OnHost, ParamStore, Parking, Pipeline, Residency, Sequence, StoreOptions,
+};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
@@ -60,7 +62,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         true => OnHost::default(),
         false => OnHost { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
-    let store = ParamStore::with_host(&model, formats, Mode::Train, on_host, &device, sharing)?;
+    let store =
+        ParamStore::of_units(model.units(), StoreOptions { formats, mode: Mode::Train, on_host }, &device, sharing)?;
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),
