@@ -13,8 +13,6 @@ pub trait Crew {
     fn rank(&self) -> usize;
     /// How many ranks there are.
     fn size(&self) -> usize;
-    /// Tells whether this rank writes its part: no other has the same.
-    fn writes(&self) -> bool;
     /// Gives every rank what each rank says, in rank order. All ranks call it.
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError>;
     /// Returns the sign that this rank reads or writes, which prolongs the wait of the others; `None` without others.
@@ -32,10 +30,6 @@ impl Crew for Alone {
 
     fn size(&self) -> usize {
         1
-    }
-
-    fn writes(&self) -> bool {
-        true
     }
 
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {

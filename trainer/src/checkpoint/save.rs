@@ -33,7 +33,7 @@ pub struct Saved {
 /// Writes the state after `run.step` steps under the tag of that step, then deletes what `keep`
 /// says. A save of the same tag is replaced. After an error the earlier saves are as they were.
 ///
-/// Each rank of `crew` writes what it has; the first one makes it a save. All call it.
+/// Each rank of `crew` writes its [pieces](TrainState::written); the first one makes it a save. All call it.
 pub fn save(
     plan: &CheckpointPlan,
     run: &RunState,
@@ -60,11 +60,7 @@ pub(crate) fn save_with(
     };
     let written = first(crew, begin)
         .and_then(|_| {
-            let own = if crew.writes() {
-                at_work(crew, || write_share(storage, shard_bytes, &temporary, state, crew.rank()))
-            } else {
-                Ok(Share::default())
-            };
+            let own = at_work(crew, || write_share(storage, shard_bytes, &temporary, state, crew.rank()));
             together(crew, own.map(|share| share.to_bytes()).map_err(|error| error.in_share(&dir, crew.rank())))
         })
         .and_then(|shares| {
@@ -111,7 +107,7 @@ fn start(storage: &dyn Storage, output_dir: &Path, temporary: &Path) -> Result<(
     storage.mark(temporary).map_err(CheckpointError::io("mark", temporary))
 }
 
-/// Writes what this rank has.
+/// Writes the pieces that this rank is to write; a rank without any writes no file.
 fn write_share(
     storage: &dyn Storage,
     shard_bytes: usize,

@@ -43,8 +43,8 @@ impl UnderWay {
     ) -> Result<Self> {
         let began = Instant::now();
         let (plan, tag) = (plan.clone(), run.tag());
-        let written = if crew.writes { state.written() } else { Vec::new() };
-        let snapshot = Snapshot::of(state, written).map_err(|error| anyhow!("failed to copy the state: {error}"))?;
+        let snapshot =
+            Snapshot::of(state, state.written()).map_err(|error| anyhow!("failed to copy the state: {error}"))?;
         let copying = began.elapsed();
         // Those that compute have no time, and the main thread, which may wait for this one, is one of them.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).thread_name(|i| format!("save-{i}")).build()?;
@@ -69,7 +69,6 @@ impl UnderWay {
 /// The ranks of a save in the background, in a group that nothing else uses.
 pub(super) struct BackgroundCrew {
     pub(super) group: Arc<dyn Collective>,
-    pub(super) writes: bool,
     pub(super) at_work: AtWork,
 }
 
@@ -80,10 +79,6 @@ impl Crew for BackgroundCrew {
 
     fn size(&self) -> usize {
         self.group.size()
-    }
-
-    fn writes(&self) -> bool {
-        self.writes
     }
 
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {

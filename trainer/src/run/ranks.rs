@@ -28,8 +28,6 @@ pub(super) struct Ranks<'w> {
     pub(super) groups: Groups,
     /// This rank's place among those that compute different micro-batches, and how many places there are.
     pub(super) seat: (usize, usize),
-    /// Whether it saves: no other rank keeps the same.
-    writes: bool,
     /// All ranks again, for saves in the background.
     savers: Arc<dyn Collective>,
 }
@@ -40,20 +38,16 @@ impl<'w> Ranks<'w> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = Groups::new(&mesh, &*world.group())?;
-        let writes = match plan.sharded() {
-            Some(_) => groups.replicas.rank() == 0,
-            None => groups.data.rank() == 0,
-        };
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let savers = world.group().split("saves", &[(0..world.size()).collect()])?;
         let process = ProcessGroup::new(world)?;
-        Ok(Self { process, device, groups, seat: (seat, plan.n_data()), writes, savers })
+        Ok(Self { process, device, groups, seat: (seat, plan.n_data()), savers })
     }
 
     /// Returns the crew of saves in the background.
     pub(super) fn savers(&self) -> BackgroundCrew {
-        BackgroundCrew { group: Arc::clone(&self.savers), writes: self.writes, at_work: self.process.at_work() }
+        BackgroundCrew { group: Arc::clone(&self.savers), at_work: self.process.at_work() }
     }
 
     /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
@@ -121,10 +115,6 @@ impl Crew for Ranks<'_> {
 
     fn size(&self) -> usize {
         self.process.size()
-    }
-
-    fn writes(&self) -> bool {
-        self.writes
     }
 
     fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {

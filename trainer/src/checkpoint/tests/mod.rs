@@ -2,6 +2,7 @@
 
 mod damage;
 mod faults;
+mod ranks;
 mod space;
 
 use std::collections::BTreeMap;
@@ -219,9 +220,6 @@ fn a_rank_that_was_given_up_blames_the_others_and_not_the_folder() {
         }
         fn size(&self) -> usize {
             2
-        }
-        fn writes(&self) -> bool {
-            true
         }
         fn tell(&self, own: Word) -> Result<Vec<Word>, StateError> {
             match self.0.replace(self.0.get() + 1) {
