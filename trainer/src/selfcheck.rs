@@ -139,9 +139,9 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
     let mesh = Mesh::new(ranks.degrees(), everyone.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
     let groups = Groups::new(&mesh, everyone)?;
     let layout = pipeline.layout(model.config());
-    let sharing = groups.sharing(ranks.sharded(), layout.clone(), ranks.norms());
+    let sharding = groups.sharding_groups(ranks.zero_stage(), layout.clone(), ranks.norms());
     let formats = Formats::computing_in(DType::F32);
-    let store = ParamStore::new(model, formats, Mode::Train, &Device::Cpu, sharing)?;
+    let store = ParamStore::new(model, formats, Mode::Train, &Device::Cpu, sharding)?;
     store.fill(|spec| {
         let mut values = vec![0.0; spec.numel()];
         spec.initialise(plan.seed, &mut values);

@@ -11,7 +11,7 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionChoice, Seqs};
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, Micro, Mode, Norms, ParamStore, Pipeline, Residency, Schedule, Sharded,
+    Engine, Formats, Groups, Layout, Micro, Mode, Norms, ParamStore, Pipeline, Residency, Schedule, ZeroStage,
 };
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
@@ -103,8 +103,9 @@ impl Lm {
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         // The head is computed for few tokens.
         let layout = Layout::balanced(model.n_blocks(), parts.stages, 1, 0.0);
-        let sharing = groups.sharing(parts.in_shares.then_some(Sharded::Weights), layout.clone(), Norms::Whole);
-        let store = ParamStore::new(&model, Formats::computing_in(dtype), Mode::Infer, &device, sharing)?;
+        let sharding =
+            groups.sharding_groups(parts.in_shares.then_some(ZeroStage::Three), layout.clone(), Norms::Whole);
+        let store = ParamStore::new(&model, Formats::computing_in(dtype), Mode::Infer, &device, sharding)?;
         let base = Checkpoint::open(folder)?;
         adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
         let base = Origin::Checkpoint(&base);

@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 use candlewick_comm::mesh::{Axis, Mesh};
 use candlewick_comm::{Collective, Solo};
 
-use crate::params::{GroupRanks, Sharded, Sharing, Stages};
+use crate::params::{GroupRanks, ShardingGroups, Stages, ZeroStage};
 use crate::pipeline::Layout;
 use crate::placement::Norms;
 use crate::tensor::TensorRanks;
@@ -97,11 +97,11 @@ impl Groups {
         TensorRanks { ranks: Arc::clone(&self.tensor), norms }
     }
 
-    /// Returns how parameters are shared over these groups: of what is not sharded each rank of `data` keeps all that its stage
-    /// and its place among the tensor parallel ranks have.
-    pub fn sharing(&self, sharded: Option<Sharded>, layout: Layout, norms: Norms) -> Sharing {
+    /// Returns the process groups of parameters in a ZeRO stage. Without one each rank of `data` keeps all parameters of its
+    /// stage and tensor parallel rank.
+    pub fn sharding_groups(&self, zero_stage: Option<ZeroStage>, layout: Layout, norms: Norms) -> ShardingGroups {
         let solo: Arc<dyn Collective> = Arc::new(Solo);
-        let (shard, replicate, distinct) = match sharded {
+        let (shard, replicate, distinct) = match zero_stage {
             Some(_) => (&self.shards, &self.replicas, &self.model_shards),
             None => (&solo, &self.data, &self.model),
         };
@@ -110,12 +110,12 @@ impl Groups {
             GroupRanks { shard, replicate, split, distinct }
         };
         let dense = ranks(shard, replicate, &self.tensor, distinct);
-        let expert = self.expert.as_ref().map(|expert| match sharded {
+        let expert = self.expert.as_ref().map(|expert| match zero_stage {
             Some(_) => ranks(&expert.edp, &solo, &expert.ep, &expert.model_shards),
             None => ranks(&solo, &expert.edp, &expert.ep, &expert.model),
         });
         let stages = Stages { ranks: Arc::clone(&self.stages), layout: Some(layout), ties: Arc::clone(&self.ties) };
-        Sharing { sharded: sharded.unwrap_or(Sharded::Optimizer), dense, expert, norms, stages }
+        ShardingGroups { zero_stage: zero_stage.unwrap_or(ZeroStage::One), dense, expert, norms, stages }
     }
 }
 

@@ -11,7 +11,7 @@ use candlewick_ops::{
     Upstream, Verdict, linear_cross_entropy,
 };
 use candlewick_parallel::{
-    Engine, Formats, KvCache, LossScale, Micro, Mode, OnHost, ParamStore, Residency, Sharing, StoreOptions,
+    Engine, Formats, KvCache, LossScale, Micro, Mode, OnHost, ParamStore, Residency, ShardingGroups, StoreOptions,
 };
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -38,7 +38,7 @@ fn engine_in(model: Model, formats: Formats, residency: Residency) -> Engine {
 
 fn engine_with(model: Model, formats: Formats, on_host: OnHost, residency: Residency) -> Engine {
     let options = StoreOptions { formats, mode: Mode::Train, on_host };
-    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, Sharing::alone()).unwrap();
+    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

@@ -16,8 +16,8 @@ use candlewick_ops::{
     linear, linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, LossScale, Micro, Mode, Norms, OnHost, ParamState, ParamStore, Residency, Sharded,
-    StoreOptions,
+    Engine, Formats, Groups, Layout, LossScale, Micro, Mode, Norms, OnHost, ParamState, ParamStore, Residency,
+    StoreOptions, ZeroStage,
 };
 use serde_json::json;
 
@@ -33,7 +33,7 @@ const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weigh
 /// Below the norms of all steps, so that each is clipped.
 const MAX_NORM: f64 = 0.2;
 
-const STAGES: [Option<Sharded>; 4] = [None, Some(Sharded::Optimizer), Some(Sharded::Gradients), Some(Sharded::Weights)];
+const STAGES: [Option<ZeroStage>; 4] = [None, Some(ZeroStage::One), Some(ZeroStage::Two), Some(ZeroStage::Three)];
 
 /// Data parallel replicas and shards, and expert parallel ranks.
 const fn degrees(dp_replicate: usize, dp_shard: usize, ep: usize) -> Degrees {
@@ -98,13 +98,13 @@ struct Rank {
 }
 
 impl Rank {
-    fn new(world: &World, degrees: Degrees, sharded: Option<Sharded>) -> Result<Self> {
+    fn new(world: &World, degrees: Degrees, zero_stage: Option<ZeroStage>) -> Result<Self> {
         let mesh = Mesh::new(degrees, world.size()).unwrap();
         let groups = Groups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
-        let sharing = groups.sharing(sharded, Layout::whole(1), Norms::Whole);
+        let sharding = groups.sharding_groups(zero_stage, Layout::whole(1), Norms::Whole);
         let formats = Formats::computing_in(DType::F32);
         let options = StoreOptions { formats, mode: Mode::Train, on_host: OnHost::default() };
-        let store = ParamStore::of_units(&units(), options, &Device::Cpu, sharing)?;
+        let store = ParamStore::of_units(&units(), options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         Ok(Self { mesh, rank: world.rank(), all: world.group(), store })
     }
@@ -264,9 +264,9 @@ struct Outcome {
 }
 
 /// Trains on a mesh, from a checkpoint if there is one.
-fn train(degrees: Degrees, sharded: Option<Sharded>, steps: Range<usize>, from: Option<&Saved>) -> Outcome {
+fn train(degrees: Degrees, zero_stage: Option<ZeroStage>, steps: Range<usize>, from: Option<&Saved>) -> Outcome {
     let ranks = threads::run(degrees.n_ranks(), Options::default(), |world| -> Result<_> {
-        let rank = Rank::new(world, degrees, sharded)?;
+        let rank = Rank::new(world, degrees, zero_stage)?;
         from.map_or(Ok(()), |saved| load(&rank.store, saved))?;
         let policy = GradPolicy { max_norm: Some(MAX_NORM), ..GradPolicy::PLAIN };
         let scaler = GradScaler::new(policy, steps.start, &Device::Cpu)?;
@@ -313,9 +313,9 @@ fn one_rank() -> Outcome {
 #[test]
 fn experts_on_pairs_of_four_ranks_train_as_on_one_rank() {
     let want = one_rank();
-    for sharded in STAGES {
+    for zero_stage in STAGES {
         for mesh in [degrees(1, 4, 2), degrees(2, 2, 2), degrees(4, 1, 2), degrees(1, 4, 4), degrees(1, 4, 1)] {
-            assert_close(&format!("{mesh} {sharded:?}"), &train(mesh, sharded, 0..N_STEPS, None), &want);
+            assert_close(&format!("{mesh} {zero_stage:?}"), &train(mesh, zero_stage, 0..N_STEPS, None), &want);
         }
     }
 }
@@ -323,18 +323,18 @@ fn experts_on_pairs_of_four_ranks_train_as_on_one_rank() {
 #[test]
 fn a_run_of_four_ranks_resumes_on_two_and_on_one() {
     let want = one_rank();
-    for sharded in STAGES {
-        let four = train(degrees(2, 2, 2), sharded, 0..2, None);
-        let two = train(degrees(1, 2, 2), sharded, 2..4, Some(&four.saved));
-        let one = train(degrees(1, 1, 1), sharded, 4..N_STEPS, Some(&two.saved));
-        assert_close(&format!("{sharded:?}"), &one, &want);
+    for zero_stage in STAGES {
+        let four = train(degrees(2, 2, 2), zero_stage, 0..2, None);
+        let two = train(degrees(1, 2, 2), zero_stage, 2..4, Some(&four.saved));
+        let one = train(degrees(1, 1, 1), zero_stage, 4..N_STEPS, Some(&two.saved));
+        assert_close(&format!("{zero_stage:?}"), &one, &want);
     }
 }
 
 #[test]
 fn each_group_has_writers_of_its_own() {
     let writers = threads::run(4, Options::default(), |world| -> Result<[bool; 2]> {
-        let rank = Rank::new(world, degrees(2, 2, 2), Some(Sharded::Optimizer))?;
+        let rank = Rank::new(world, degrees(2, 2, 2), Some(ZeroStage::One))?;
         let states = rank.store.states()?;
         Ok(["embed", "down"].map(|name| states.iter().any(|state| state.name == name && state.is_only)))
     });
@@ -345,10 +345,10 @@ fn each_group_has_writers_of_its_own() {
 #[test]
 fn experts_without_expert_groups_are_refused_by_name() {
     let groups = Groups::new(&Mesh::new(Degrees::default(), 1).unwrap(), &candlewick_comm::Solo).unwrap();
-    let sharing = groups.sharing(None, Layout::whole(1), Norms::Whole);
+    let sharding = groups.sharding_groups(None, Layout::whole(1), Norms::Whole);
     let options =
         StoreOptions { formats: Formats::computing_in(DType::F32), mode: Mode::Train, on_host: OnHost::default() };
-    let refused = ParamStore::of_units(&units(), options, &Device::Cpu, sharing).err().unwrap().to_string();
+    let refused = ParamStore::of_units(&units(), options, &Device::Cpu, sharding).err().unwrap().to_string();
     assert!(refused.contains("up belongs to an expert"), "{refused}");
     let mesh = Mesh::new(Degrees { dp_shard: 2, etp: 2, ..Degrees::default() }, 2).unwrap();
     let refused = threads::run(2, Options::default(), |world| -> Result<String> {
@@ -371,7 +371,7 @@ fn micro(step: usize, rank: usize, n_ranks: usize) -> Micro {
 }
 
 /// Norms of the steps of an engine, and its weights after them, with the matrices of the MLPs as experts.
-fn train_engine(mesh: Degrees, sharded: Option<Sharded>) -> (Vec<f64>, Vec<Vec<f32>>) {
+fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<Vec<f32>>) {
     let config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": D, "intermediate_size": 32,
         "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": V, "max_position_embeddings": 64,
@@ -386,10 +386,10 @@ fn train_engine(mesh: Degrees, sharded: Option<Sharded>) -> (Vec<f64>, Vec<Vec<f
         }
         let mesh = Mesh::new(mesh, world.size()).unwrap();
         let groups = Groups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
-        let sharing = groups.sharing(sharded, Layout::whole(model.n_blocks()), Norms::Whole);
+        let sharding = groups.sharding_groups(zero_stage, Layout::whole(model.n_blocks()), Norms::Whole);
         let formats = Formats::computing_in(DType::F32);
         let options = StoreOptions { formats, mode: Mode::Train, on_host: OnHost::default() };
-        let store = ParamStore::of_units(&units, options, &Device::Cpu, sharing)?;
+        let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         let residency = vec![Residency::Keep, Residency::Recompute];
         let engine = Engine::new(model, store, residency, Arc::clone(&groups.losses), Device::Cpu);
@@ -414,15 +414,18 @@ fn train_engine(mesh: Degrees, sharded: Option<Sharded>) -> (Vec<f64>, Vec<Vec<f
 #[test]
 fn an_engine_trains_groups_with_other_numbers_of_shards_as_one_rank_does() {
     let (norms, weights) = train_engine(degrees(1, 1, 1), None);
-    for sharded in STAGES {
+    for zero_stage in STAGES {
         for mesh in [degrees(2, 2, 1), degrees(1, 4, 1)] {
-            let (ours, other) = train_engine(mesh, sharded);
+            let (ours, other) = train_engine(mesh, zero_stage);
             let is_close = |a: f64, b: f64| (a - b).abs() <= TOLERANCE * b.abs();
-            assert!(norms.iter().zip(&ours).all(|(a, b)| is_close(*a, *b)), "{mesh} {sharded:?}: {ours:?} {norms:?}");
+            assert!(
+                norms.iter().zip(&ours).all(|(a, b)| is_close(*a, *b)),
+                "{mesh} {zero_stage:?}: {ours:?} {norms:?}"
+            );
             for (a, b) in weights.iter().zip(&other) {
                 let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
                 let off = norm(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
-                assert!(off <= TOLERANCE * norm(&mut a.iter().map(|x| f64::from(*x))), "{mesh} {sharded:?}");
+                assert!(off <= TOLERANCE * norm(&mut a.iter().map(|x| f64::from(*x))), "{mesh} {zero_stage:?}");
             }
         }
     }

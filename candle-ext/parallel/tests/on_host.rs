@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, LossScaling, copy_into};
-use candlewick_parallel::{Formats, Mode, OnHost, ParamStore, Sharing, StoreOptions};
+use candlewick_parallel::{Formats, Mode, OnHost, ParamStore, ShardingGroups, StoreOptions};
 use serde_json::json;
 
 const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
@@ -22,7 +22,7 @@ fn model() -> Model {
 fn store(formats: Formats, on_host: Option<OnHost>) -> ParamStore {
     let (model, device) = (model(), Device::Cpu);
     let options = StoreOptions { formats, mode: Mode::Train, on_host: on_host.unwrap_or_default() };
-    let store = ParamStore::of_units(model.units(), options, &device, Sharing::alone()).unwrap();
+    let store = ParamStore::of_units(model.units(), options, &device, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

@@ -12,7 +12,7 @@ use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
     Engine, Formats, Groups, Layout, LossScale, Mode, Norms, OnHost, ParamState, ParamStore, Pipeline, Residency,
-    Schedule, Sequence, Sharded, StoreOptions,
+    Schedule, Sequence, StoreOptions, ZeroStage,
 };
 
 use crate::case::{Batching, Kind, micros};
@@ -30,7 +30,7 @@ const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weigh
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Way {
     pub(crate) degrees: Degrees,
-    pub(crate) sharded: Option<Sharded>,
+    pub(crate) zero_stage: Option<ZeroStage>,
     pub(crate) norms: Norms,
     pub(crate) schedule: Schedule,
     /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
@@ -44,7 +44,7 @@ pub(crate) struct Way {
 impl Way {
     pub(crate) const ONE_RANK: Self = Self {
         degrees: Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 },
-        sharded: None,
+        zero_stage: None,
         norms: Norms::Whole,
         schedule: Schedule::OneForwardOneBackward,
         runs: None,
@@ -183,9 +183,9 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
     let model = kind.model();
     let formats = Formats::computing_in(DType::F32);
     let layout = way.layout(model.n_blocks());
-    let sharing = groups.sharing(way.sharded, layout.clone(), way.norms);
+    let sharding = groups.sharding_groups(way.zero_stage, layout.clone(), way.norms);
     let options = StoreOptions { formats, mode: Mode::Train, on_host: way.on_host };
-    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, sharing)?;
+    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, sharding)?;
     store.fill(|spec| {
         let mut values = vec![0f32; spec.numel()];
         spec.initialise(3, &mut values);

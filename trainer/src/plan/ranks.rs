@@ -3,7 +3,7 @@
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::Config;
 use candlewick_ops::{AttentionHeads, AttentionImpl};
-use candlewick_parallel::{Norms, Sharded};
+use candlewick_parallel::{Norms, ZeroStage};
 use serde::Serialize;
 
 use super::model::ATTENTION;
@@ -93,11 +93,11 @@ impl RanksPlan {
     }
 
     /// What falls into shares, if anything does.
-    pub fn sharded(&self) -> Option<Sharded> {
+    pub fn zero_stage(&self) -> Option<ZeroStage> {
         match self.zero_stage {
-            3 => Some(Sharded::Weights),
-            2 => Some(Sharded::Gradients),
-            1 => Some(Sharded::Optimizer),
+            3 => Some(ZeroStage::Three),
+            2 => Some(ZeroStage::Two),
+            1 => Some(ZeroStage::One),
             _ => None,
         }
     }

@@ -57,13 +57,13 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     }
     let formats = Formats { compute, masters, moments };
     let layout = plan.pipeline.layout(model.config());
-    let sharing = ranks.groups.sharing(plan.ranks.sharded(), layout.clone(), plan.ranks.norms());
+    let sharding = ranks.groups.sharding_groups(plan.ranks.zero_stage(), layout.clone(), plan.ranks.norms());
     let on_host = match device.is_cpu() {
         true => OnHost::default(),
         false => OnHost { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
     let store =
-        ParamStore::of_units(model.units(), StoreOptions { formats, mode: Mode::Train, on_host }, &device, sharing)?;
+        ParamStore::of_units(model.units(), StoreOptions { formats, mode: Mode::Train, on_host }, &device, sharding)?;
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),

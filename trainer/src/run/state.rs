@@ -87,7 +87,7 @@ mod tests {
     use candle_core::Device;
     use candlewick_comm::Solo;
     use candlewick_model::{Config, Model};
-    use candlewick_parallel::{Formats, Mode, ParamStore, Residency, Sharing};
+    use candlewick_parallel::{Formats, Mode, ParamStore, Residency, ShardingGroups};
 
     #[test]
     fn what_is_loaded_is_read_back_and_reaches_the_store() {
@@ -98,7 +98,7 @@ mod tests {
         });
         let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
         let formats = Formats::computing_in(DType::F32);
-        let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
+        let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
         let engine = Engine::new(model, store, vec![Residency::Keep], std::sync::Arc::new(Solo), Device::Cpu);
         let mut state = EngineState::of(&engine).unwrap();
         assert_eq!(state.tensors().len(), 3 * (1 + 9 + 1));

@@ -12,7 +12,7 @@ use super::bytes::{of_buffer, of_tensor};
 use super::layout::{ParamGroup, ParamLayout};
 use super::offload::MemoryLocation;
 use super::reducer::GradReducer;
-use super::sharding::Sharded;
+use super::sharding::ZeroStage;
 
 /// Weights of all groups of a stage.
 pub(crate) struct ShardedBuffers {
@@ -39,10 +39,10 @@ pub(crate) struct WeightRun {
 impl ShardedBuffers {
     /// Allocates the runs, all zero. Trainable weights get the sinks of `reducer`.
     pub(crate) fn new(layout: &ParamLayout, reducer: &GradReducer, dtype: DType, device: &Device) -> Result<Self> {
-        let sharded = layout.sharing.sharded;
+        let zero_stage = layout.sharding.zero_stage;
         let (mut runs, mut weights) = (Vec::new(), HashMap::new());
         for group in &layout.groups {
-            let run = WeightRun::zeros(group, sharded, dtype, device)?;
+            let run = WeightRun::zeros(group, zero_stage, dtype, device)?;
             for param in &group.params {
                 let (name, view) = (&param.spec.name, run.all.view(param.range.start, param.shape())?);
                 let weight = match reducer.sink(name) {
@@ -73,9 +73,9 @@ impl ShardedBuffers {
 }
 
 impl WeightRun {
-    fn zeros(group: &ParamGroup, sharded: Sharded, dtype: DType, device: &Device) -> Result<Self> {
+    fn zeros(group: &ParamGroup, zero_stage: ZeroStage, dtype: DType, device: &Device) -> Result<Self> {
         let location = group.offload.weights;
-        let is_resident = sharded != Sharded::Weights && location == MemoryLocation::Device;
+        let is_resident = zero_stage != ZeroStage::Three && location == MemoryLocation::Device;
         let (n, shard) = (group.numel, &group.shard);
         let (all, own) = match is_resident {
             true => {

@@ -7,7 +7,7 @@ use candlewick_ops::{Buffer, GradSink, add, copy_into, zero_};
 
 use super::bytes::of_buffer;
 use super::layout::{ParamGroup, PlacedParam};
-use super::sharding::Sharded;
+use super::sharding::ZeroStage;
 
 /// Gradients of a trainable group.
 pub(crate) struct GradRun {
@@ -29,12 +29,12 @@ impl GradRun {
     /// Allocates the gradients of `group` and the sinks of its parameters.
     pub(crate) fn zeros(
         group: &ParamGroup,
-        sharded: Sharded,
+        zero_stage: ZeroStage,
         dtype: DType,
         device: &Device,
     ) -> Result<(Self, HashMap<String, GradSink>)> {
         let (n, shard) = (group.numel, &group.shard);
-        let is_resident = sharded == Sharded::Optimizer;
+        let is_resident = zero_stage == ZeroStage::One;
         let (all, own) = if is_resident {
             let all = Tensor::zeros(n, dtype, device)?;
             let own = all.narrow(0, shard.start, shard.len())?;

@@ -10,7 +10,7 @@ use candle_core::Result;
 use candlewick_model::{GroupKind, ParamSpec, Unit};
 
 use super::offload::UnitOffload;
-use super::sharding::{ALIGNMENT, GroupRanks, Sharing};
+use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
 use super::{Mode, StoreOptions};
 use crate::placement::Place;
 
@@ -22,7 +22,7 @@ pub(crate) struct ParamLayout {
     stage_units: Vec<Option<StageUnit>>,
     /// Groups of the stage's units, in unit order.
     pub(crate) groups: Vec<ParamGroup>,
-    pub(crate) sharing: Sharing,
+    pub(crate) sharding: ShardingGroups,
 }
 
 /// A unit that this stage has.
@@ -67,8 +67,8 @@ pub(crate) struct PlacedParam {
 
 impl ParamLayout {
     /// Places the parameters of `units`.
-    pub(crate) fn new(units: &[Unit], options: &StoreOptions, sharing: Sharing) -> Result<Self> {
-        let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharing };
+    pub(crate) fn new(units: &[Unit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
+        let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharding };
         for (unit_idx, offload) in options.on_host.of_units(units).into_iter().enumerate() {
             let context = PlaceContext { mode: options.mode, offload };
             let stage_unit = layout.has(unit_idx).then(|| layout.place(&units[unit_idx], &context)).transpose()?;
@@ -84,7 +84,7 @@ impl ParamLayout {
             let (trainable, frozen): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
                 unit.params.iter().filter(|spec| spec.group == kind).partition(|spec| context.mode.trains(spec));
             for specs in [frozen, trainable].iter().filter(|specs| !specs.is_empty()) {
-                self.groups.push(ParamGroup::new(specs, context, &self.sharing)?);
+                self.groups.push(ParamGroup::new(specs, context, &self.sharding)?);
             }
         }
         let mut used = unit.clone();
@@ -102,7 +102,7 @@ impl ParamLayout {
 
     /// Tells whether this stage has a unit: its own, or one that its head borrows.
     pub(crate) fn has(&self, unit_idx: usize) -> bool {
-        let stages = &self.sharing.stages;
+        let stages = &self.sharding.stages;
         let head = self.units.len() - 1;
         let is_borrowed = || self.units[head].shared.iter().any(|shared| shared.unit == unit_idx);
         stages.owns(unit_idx) || (stages.owns(head) && is_borrowed())
@@ -110,7 +110,7 @@ impl ParamLayout {
 
     /// Tells whether this stage owns a unit.
     pub(crate) fn owns(&self, unit_idx: usize) -> bool {
-        self.sharing.stages.owns(unit_idx)
+        self.sharding.stages.owns(unit_idx)
     }
 
     /// Returns a unit of this stage without parameters that only other ranks use.
@@ -146,7 +146,7 @@ impl ParamLayout {
     pub(crate) fn kinds(&self) -> impl Iterator<Item = (GroupKind, &GroupRanks)> {
         let has = |kind| self.units.iter().flat_map(|unit| &unit.params).any(|spec| spec.group == kind);
         let kinds = GroupKind::ALL.into_iter().filter(move |kind| *kind == GroupKind::Dense || has(*kind));
-        kinds.filter_map(|kind| Some((kind, self.sharing.ranks(kind)?)))
+        kinds.filter_map(|kind| Some((kind, self.sharding.ranks(kind)?)))
     }
 
     /// Returns a parameter of a unit that this stage has, with its group and the group's index.
@@ -159,14 +159,14 @@ impl ParamLayout {
 
 impl ParamGroup {
     /// Lays `specs` out, which are of one kind and all trainable or all frozen.
-    fn new(specs: &[&ParamSpec], context: &PlaceContext, sharing: &Sharing) -> Result<Self> {
+    fn new(specs: &[&ParamSpec], context: &PlaceContext, sharding: &ShardingGroups) -> Result<Self> {
         let PlaceContext { mode, offload } = *context;
-        let (kind, is_trainable, ranks) = (specs[0].group, mode.trains(specs[0]), sharing.ranks_of(specs[0])?.clone());
+        let (kind, is_trainable, ranks) = (specs[0].group, mode.trains(specs[0]), sharding.ranks_of(specs[0])?.clone());
         let (decayed, others): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
             specs.iter().partition(|spec| is_trainable && spec.decay);
         let (mut params, mut end, mut n_decayed) = (Vec::new(), 0, 0);
         for (i, spec) in decayed.iter().chain(&others).enumerate() {
-            let placement = Place::of(spec, sharing.norms, ranks.split_rank())?;
+            let placement = Place::of(spec, sharding.norms, ranks.split_rank())?;
             let range = end..end + placement.most(&spec.shape);
             end = range.end.next_multiple_of(ALIGNMENT);
             if i < decayed.len() {

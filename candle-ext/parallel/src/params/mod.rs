@@ -22,7 +22,7 @@ use candlewick_ops::{AdamW, GradScaler, copy_into};
 
 pub use bytes::StoreBytes;
 pub use offload::OnHost;
-pub use sharding::{Sharded, Sharing};
+pub use sharding::{ShardingGroups, ZeroStage};
 pub use state::ParamState;
 
 pub(crate) use sharding::{GroupRanks, Stages};
@@ -80,7 +80,7 @@ pub struct StoreOptions {
 
 /// All parameters of a model, as far as this rank keeps them.
 ///
-/// Where a method says so, all ranks of a [`Sharing`] must call it alike.
+/// Where a method says so, all ranks of a [`ShardingGroups`] must call it alike.
 pub struct ParamStore {
     layout: ParamLayout,
     buffers: ShardedBuffers,
@@ -92,18 +92,18 @@ pub struct ParamStore {
 
 impl ParamStore {
     /// Allocates the buffers of `model`'s parameters, all zero. [`ParamStore::fill`] sets the weights.
-    pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device, sharing: Sharing) -> Result<Self> {
+    pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device, sharding: ShardingGroups) -> Result<Self> {
         let options = StoreOptions { formats, mode, on_host: OnHost::default() };
-        Self::of_units(model.units(), options, device, sharing)
+        Self::of_units(model.units(), options, device, sharding)
     }
 
     /// Allocates the buffers of the parameters of `units`, all zero, some of them in the host's memory.
-    pub fn of_units(units: &[Unit], options: StoreOptions, device: &Device, sharing: Sharing) -> Result<Self> {
+    pub fn of_units(units: &[Unit], options: StoreOptions, device: &Device, sharding: ShardingGroups) -> Result<Self> {
         let StoreOptions { formats, mode, on_host } = options;
         if on_host.weights && mode == Mode::Train && on_host.optimizer < 1.0 {
             bail!("weights in the host's memory while AdamW updates them elsewhere")
         }
-        let layout = ParamLayout::new(units, &options, sharing)?;
+        let layout = ParamLayout::new(units, &options, sharding)?;
         let reducer = GradReducer::new(&layout, formats.masters, device)?;
         let buffers = ShardedBuffers::new(&layout, &reducer, formats.compute, device)?;
         let optimizer = Optimizer::new(&layout, &buffers, formats, device)?;
@@ -218,7 +218,7 @@ impl ParamStore {
 
     /// Returns all parameters of a unit, gathered from the ranks that have it. All ranks call it.
     fn whole(&self, unit_idx: usize, of: Of) -> Result<Vec<Tensor>> {
-        let stages = &self.layout.sharing.stages;
+        let stages = &self.layout.sharding.stages;
         let owner = stages.owner(unit_idx);
         let values = if self.layout.owns(unit_idx) { self.gather(unit_idx, of)? } else { self.zeros(unit_idx, of)? };
         values.iter().map(|value| Ok(stages.ranks.broadcast(value, owner)?)).collect()

@@ -42,7 +42,7 @@ impl GradReducer {
     pub(crate) fn new(layout: &ParamLayout, dtype: DType, device: &Device) -> Result<Self> {
         let (mut grads, mut sinks) = (BTreeMap::new(), HashMap::new());
         for (group_idx, group) in layout.trainable() {
-            let (run, of_group) = GradRun::zeros(group, layout.sharing.sharded, dtype, device)?;
+            let (run, of_group) = GradRun::zeros(group, layout.sharding.zero_stage, dtype, device)?;
             grads.insert(group_idx, run);
             sinks.extend(of_group);
         }
@@ -133,7 +133,7 @@ impl GradReducer {
 
     /// Sums the gradients of parameters that two stages hold.
     fn reduce_tied_grads(&self, layout: &ParamLayout) -> Result<()> {
-        let ties = &layout.sharing.stages.ties;
+        let ties = &layout.sharding.stages.ties;
         for group_idx in layout.tied_groups() {
             let grad = self.reduced(group_idx)?;
             let sum = ties.all_reduce(&grad, Reduce::Sum)?;

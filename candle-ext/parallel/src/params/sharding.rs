@@ -13,22 +13,22 @@ use crate::placement::{Norms, RankOf};
 /// Elements to whose multiples every parameter and every shard are aligned: 256 bytes of bf16, for fast GEMMs on GPUs.
 pub(crate) const ALIGNMENT: usize = 128;
 
-/// Buffers of which a rank keeps only its shard. Each stage includes those before it.
+/// Buffers of which a rank keeps only its shard (ZeRO). Each stage includes those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Sharded {
-    /// Masters and moments (ZeRO stage 1).
-    Optimizer,
-    /// And the summed gradients (stage 2): those of a unit are whole while it goes backward.
-    Gradients,
-    /// And the weights (stage 3): those of a unit are whole while it is computed.
-    Weights,
+pub enum ZeroStage {
+    /// Masters and moments.
+    One,
+    /// And the reduced gradients: those of a unit are whole during its backward.
+    Two,
+    /// And the weights: those of a unit are whole while it is computed.
+    Three,
 }
 
 /// Process groups of all parameters.
 #[derive(Clone)]
-pub struct Sharing {
+pub struct ShardingGroups {
     /// Buffers that are sharded.
-    pub(crate) sharded: Sharded,
+    pub(crate) zero_stage: ZeroStage,
     /// Groups of everything but experts; they are split over the tensor parallel ranks.
     pub(crate) dense: GroupRanks,
     /// Groups of experts, which are split over the expert parallel ranks; `None` on a mesh made without them.
@@ -63,13 +63,13 @@ pub(crate) struct Stages {
     pub(crate) ties: Arc<dyn Collective>,
 }
 
-impl Sharing {
+impl ShardingGroups {
     /// Returns the groups of a single rank.
     pub fn alone() -> Self {
         let solo = || Arc::new(Solo) as Arc<dyn Collective>;
         let ranks = || GroupRanks { shard: solo(), replicate: solo(), split: solo(), distinct: solo() };
         Self {
-            sharded: Sharded::Optimizer,
+            zero_stage: ZeroStage::One,
             dense: ranks(),
             expert: Some(ranks()),
             norms: Norms::Whole,
