@@ -12,7 +12,7 @@ use candlewick_model::{GroupKind, ParamSpec, Unit};
 use super::offload::UnitOffload;
 use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
 use super::{Mode, StoreOptions};
-use crate::placement::Place;
+use crate::placement::Placement;
 
 /// All parameters of a model, and this stage's groups of them.
 pub(crate) struct ParamLayout {
@@ -60,7 +60,7 @@ struct PlaceContext {
 /// A parameter in its group's flat run.
 pub(crate) struct PlacedParam {
     pub(crate) spec: ParamSpec,
-    pub(crate) placement: Place,
+    pub(crate) placement: Placement,
     /// Its elements in the run, with padding up to those of the rank that has the most.
     pub(crate) range: Range<usize>,
 }
@@ -92,7 +92,7 @@ impl ParamLayout {
         for (i, group) in self.groups[first..].iter().enumerate() {
             for (param_idx, param) in group.params.iter().enumerate() {
                 places.insert(param.spec.name.clone(), (first + i, param_idx));
-                if param.placement == Place::SummedOnFirst && group.ranks.split.rank() > 0 {
+                if param.placement == Placement::Rank0Only && group.ranks.split.rank() > 0 {
                     used.params.retain(|other| other.name != param.spec.name);
                 }
             }
@@ -166,8 +166,8 @@ impl ParamGroup {
             specs.iter().partition(|spec| is_trainable && spec.decay);
         let (mut params, mut end, mut n_decayed) = (Vec::new(), 0, 0);
         for (i, spec) in decayed.iter().chain(&others).enumerate() {
-            let placement = Place::of(spec, sharding.norms, ranks.split_rank())?;
-            let range = end..end + placement.most(&spec.shape);
+            let placement = Placement::of(spec, sharding.norms, ranks.split_rank())?;
+            let range = end..end + placement.max_numel(&spec.shape);
             end = range.end.next_multiple_of(ALIGNMENT);
             if i < decayed.len() {
                 n_decayed = end;
@@ -209,8 +209,8 @@ impl PlacedParam {
         let whole = &self.spec.shape;
         let width = whole.last().copied().unwrap_or(1);
         match &self.placement {
-            Place::Part(slice) if slice.dim == 0 => (0..width, slice.start * whole[1..].iter().product::<usize>()),
-            Place::Part(slice) => (slice.start..slice.start + slice.len, 0),
+            Placement::Shard(slice) if slice.dim == 0 => (0..width, slice.start * whole[1..].iter().product::<usize>()),
+            Placement::Shard(slice) => (slice.start..slice.start + slice.len, 0),
             _ => (0..width, 0),
         }
     }

@@ -12,7 +12,7 @@ use super::StoreBytes;
 use super::grads::GradRun;
 use super::layout::{ParamGroup, ParamLayout};
 use super::sharding::GroupRanks;
-use crate::placement::Place;
+use crate::placement::Placement;
 
 /// Gradients of all trainable groups of a stage.
 pub(crate) struct GradReducer {
@@ -102,14 +102,14 @@ impl GradReducer {
     /// Sums the gradients of which each rank that holds a slice has computed a part, all at once: they are small.
     fn reduce_partial_grads(&self, layout: &ParamLayout, kind: GroupKind) -> Result<()> {
         let groups = || layout.trainable().filter(|(_, group)| group.kind == kind);
-        let Some((_, first)) = groups().find(|(_, group)| group.params.iter().any(|it| it.placement.is_summed()))
+        let Some((_, first)) = groups().find(|(_, group)| group.params.iter().any(|it| it.placement.is_partial()))
         else {
             return Ok(());
         };
         let mut views = Vec::new();
         for (group_idx, group) in groups() {
             let reduced = self.reduced(group_idx)?;
-            for piece in group.in_shard(|param| param.placement.is_summed()) {
+            for piece in group.in_shard(|param| param.placement.is_partial()) {
                 views.push(reduced.narrow(0, piece.start, piece.len())?);
             }
         }
@@ -171,7 +171,7 @@ impl GradReducer {
             return sum_of_squares(&reduced);
         }
         let none = Tensor::zeros((), DType::F64, reduced.device())?;
-        let pieces = group.in_shard(|param| matches!(param.placement, Place::Part(_)));
+        let pieces = group.in_shard(|param| matches!(param.placement, Placement::Shard(_)));
         pieces
             .map(|piece| sum_of_squares(&reduced.narrow(0, piece.start, piece.len())?))
             .try_fold(none, |sum, part| sum + part?)

@@ -6,7 +6,7 @@ use candle_core::{Result, Tensor};
 use candlewick_model::ParamSpec;
 
 use super::ParamStore;
-use crate::placement::Place;
+use crate::placement::Placement;
 
 /// This rank's part of one trainable parameter with its state: flat views of the part, written in place.
 pub struct ParamState {
@@ -47,7 +47,7 @@ impl ParamStore {
         let part = |shard: &Tensor| shard.narrow(0, piece.start - group.shard.start, piece.len());
         let (columns, before) = param.columns();
         let start = before + piece.start - param.range.start;
-        let has_slice = matches!(param.placement, Place::Part(_));
+        let has_slice = matches!(param.placement, Placement::Shard(_));
         let ranks = &group.ranks;
         Ok(Some(ParamState {
             name: spec.name.clone(),
