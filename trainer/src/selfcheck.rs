@@ -139,7 +139,7 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
     let mesh = Mesh::new(ranks.degrees(), everyone.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
     let groups = Groups::new(&mesh, everyone)?;
     let layout = pipeline.layout(model.config());
-    let sharding = groups.sharding_groups(ranks.zero_stage(), layout.clone(), ranks.norms());
+    let sharding = groups.sharding_groups(ranks.zero_stage(), layout.clone(), ranks.sequence_parallel());
     let formats = Formats::computing_in(DType::F32);
     let store = ParamStore::new(model, formats, Mode::Train, &Device::Cpu, sharding)?;
     store.fill(|spec| {
@@ -164,7 +164,7 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
     }
     if ranks.tensor > 1 {
-        engine = engine.with_tensor(groups.tensor_ranks(ranks.norms()));
+        engine = engine.with_tensor(groups.tensor_ranks(ranks.sequence_parallel()));
     }
     let before = masters(&engine)?;
     let place = |axis| mesh.place(everyone.rank(), axis);

@@ -11,7 +11,8 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionChoice, Seqs};
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, Micro, Mode, Norms, ParamStore, Pipeline, Residency, Schedule, ZeroStage,
+    Engine, Formats, Groups, Layout, Micro, Mode, ParamStore, Pipeline, Residency, Schedule, SequenceParallel,
+    ZeroStage,
 };
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
@@ -104,7 +105,7 @@ impl Lm {
         // The head is computed for few tokens.
         let layout = Layout::balanced(model.n_blocks(), parts.stages, 1, 0.0);
         let sharding =
-            groups.sharding_groups(parts.in_shares.then_some(ZeroStage::Three), layout.clone(), Norms::Whole);
+            groups.sharding_groups(parts.in_shares.then_some(ZeroStage::Three), layout.clone(), SequenceParallel::Off);
         let store = ParamStore::new(&model, Formats::computing_in(dtype), Mode::Infer, &device, sharding)?;
         let base = Checkpoint::open(folder)?;
         adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
@@ -115,7 +116,7 @@ impl Lm {
         let pipeline = Pipeline::new(Arc::clone(&groups.stages), layout, Schedule::default())?;
         let mut engine = Engine::new(model, store, residency, Arc::new(Solo), device).with_pipeline(pipeline);
         if parts.tensor > 1 {
-            engine = engine.with_tensor(groups.tensor_ranks(Norms::Whole));
+            engine = engine.with_tensor(groups.tensor_ranks(SequenceParallel::Off));
         }
         Ok(Self { engine, tokenizer, template, folders, dtype, attention: AttentionChoice::default() })
     }

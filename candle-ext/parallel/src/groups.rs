@@ -8,7 +8,7 @@ use candlewick_comm::{Collective, Solo};
 
 use crate::params::{GroupRanks, ShardingGroups, Stages, ZeroStage};
 use crate::pipeline::Layout;
-use crate::placement::Norms;
+use crate::placement::SequenceParallel;
 use crate::tensor::TensorRanks;
 
 /// This rank's groups. All ranks make them together.
@@ -93,13 +93,18 @@ impl Groups {
     }
 
     /// Returns the ranks that share every matrix.
-    pub fn tensor_ranks(&self, norms: Norms) -> TensorRanks {
-        TensorRanks { ranks: Arc::clone(&self.tensor), norms }
+    pub fn tensor_ranks(&self, sequence_parallel: SequenceParallel) -> TensorRanks {
+        TensorRanks { ranks: Arc::clone(&self.tensor), sequence_parallel }
     }
 
     /// Returns the process groups of parameters in a ZeRO stage. Without one each rank of `data` keeps all parameters of its
     /// stage and tensor parallel rank.
-    pub fn sharding_groups(&self, zero_stage: Option<ZeroStage>, layout: Layout, norms: Norms) -> ShardingGroups {
+    pub fn sharding_groups(
+        &self,
+        zero_stage: Option<ZeroStage>,
+        layout: Layout,
+        sequence_parallel: SequenceParallel,
+    ) -> ShardingGroups {
         let solo: Arc<dyn Collective> = Arc::new(Solo);
         let (shard, replicate, distinct) = match zero_stage {
             Some(_) => (&self.shards, &self.replicas, &self.model_shards),
@@ -115,7 +120,7 @@ impl Groups {
             None => ranks(&solo, &expert.edp, &expert.ep, &expert.model),
         });
         let stages = Stages { ranks: Arc::clone(&self.stages), layout: Some(layout), ties: Arc::clone(&self.ties) };
-        ShardingGroups { zero_stage: zero_stage.unwrap_or(ZeroStage::One), dense, expert, norms, stages }
+        ShardingGroups { zero_stage: zero_stage.unwrap_or(ZeroStage::One), dense, expert, sequence_parallel, stages }
     }
 }
 

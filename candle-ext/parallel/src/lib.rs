@@ -23,7 +23,7 @@ pub use kv_pool::{Growing, Growth, KvPool};
 pub use offload::Parking;
 pub use params::{Formats, Mode, OnHost, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage};
 pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
-pub use placement::{Norms, max_shard_numel};
+pub use placement::{SequenceParallel, max_shard_numel};
 pub use regions::Regions;
 pub use sequence::Sequence;
 pub use tensor::TensorRanks;

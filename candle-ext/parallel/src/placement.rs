@@ -5,13 +5,13 @@ use candle_core::{Result, Tensor, bail};
 use candlewick_comm::Collective;
 use candlewick_model::{Dim, GroupKind, ParamSpec, Region};
 
-/// What the ranks of a tensor parallel group see outside of branches.
+/// Tokens of the residual stream on each tensor parallel rank (Megatron-LM's sequence parallelism).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Norms {
-    /// All tokens each.
-    Whole,
-    /// A part of the tokens each (what Megatron-LM calls sequence parallelism).
-    InParts,
+pub enum SequenceParallel {
+    /// All of them.
+    Off,
+    /// A part of them.
+    On,
 }
 
 /// Elements of a parameter on one rank, and the share of their gradient that the rank computes.
@@ -46,13 +46,13 @@ pub(crate) struct RankOf {
 
 /// Returns the largest number of elements of a parameter that any of `n_ranks` ranks with a slice each keeps.
 pub fn max_shard_numel(spec: &ParamSpec, n_ranks: usize) -> Result<usize> {
-    Ok(Placement::of(spec, Norms::Whole, RankOf { rank: 0, n_ranks })?.max_numel(&spec.shape))
+    Ok(Placement::of(spec, SequenceParallel::Off, RankOf { rank: 0, n_ranks })?.max_numel(&spec.shape))
 }
 
 impl Placement {
     /// Returns the placement of a parameter on one of the ranks that hold a slice each: tensor parallel ranks split dense ones,
     /// expert parallel ranks split experts.
-    pub(crate) fn of(spec: &ParamSpec, norms: Norms, rank: RankOf) -> Result<Self> {
+    pub(crate) fn of(spec: &ParamSpec, sequence_parallel: SequenceParallel, rank: RankOf) -> Result<Self> {
         let is_split = |dim: &Dim| match spec.group {
             GroupKind::Dense => matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn),
             GroupKind::Expert => *dim == Dim::Experts,
@@ -63,11 +63,11 @@ impl Placement {
         if spec.group == GroupKind::Expert {
             bail!("{} belongs to an expert, but none of its dims {:?} counts experts", spec.name, spec.dims)
         }
-        Ok(match (spec.region, spec.dims.as_slice(), norms) {
-            (Region::Residual, _, Norms::Whole) => Self::Replicate,
+        Ok(match (spec.region, spec.dims.as_slice(), sequence_parallel) {
+            (Region::Residual, _, SequenceParallel::Off) => Self::Replicate,
             // A bias as wide as the model: that of a branch's last matrix.
             (Region::Branch, [Dim::Embed], _) => Self::Rank0Only,
-            (Region::Residual, _, Norms::InParts) | (Region::Branch, ..) => Self::Partial,
+            (Region::Residual, _, SequenceParallel::On) | (Region::Branch, ..) => Self::Partial,
         })
     }
 
@@ -166,7 +166,7 @@ mod tests {
             let n = spec.numel();
             let whole = Tensor::arange(0.0f32, n as f32, &Device::Cpu).unwrap().reshape(shape).unwrap();
             let all = threads::run(3, Options::default(), |world| -> Result<Tensor> {
-                let place = Placement::of(&spec, Norms::Whole, RankOf { rank: world.rank(), n_ranks: 3 })?;
+                let place = Placement::of(&spec, SequenceParallel::Off, RankOf { rank: world.rank(), n_ranks: 3 })?;
                 let kept = place.cut(&whole)?.flatten_all()?;
                 assert_eq!(kept.elem_count(), place.shape(shape).iter().product::<usize>());
                 let padded = kept.pad_with_zeros(0, 0, place.max_numel(shape) - kept.elem_count())?;
@@ -186,7 +186,7 @@ mod tests {
     fn what_cannot_be_cut_is_refused_by_name() {
         let refused = |shape: &[usize], dims: &[Dim], rank, n_ranks| {
             let ranks = RankOf { rank, n_ranks };
-            Placement::of(&spec(shape, dims, Region::Branch), Norms::Whole, ranks).unwrap_err().to_string()
+            Placement::of(&spec(shape, dims, Region::Branch), SequenceParallel::Off, ranks).unwrap_err().to_string()
         };
         assert!(refused(&[5, 4], &[Dim::Heads, Dim::Embed], 0, 2).contains("w of [5, 4] over 2"));
         assert!(refused(&[3, 4], &[Dim::Vocab, Dim::Embed], 3, 4).contains("nothing is left for rank 3"));
@@ -197,10 +197,10 @@ mod tests {
     #[test]
     fn norms_see_all_tokens_or_a_part() {
         let norm = spec(&[4], &[Dim::Embed], Region::Residual);
-        assert_eq!(Placement::of(&norm, Norms::Whole, SECOND).unwrap(), Placement::Replicate);
-        assert_eq!(Placement::of(&norm, Norms::InParts, SECOND).unwrap(), Placement::Partial);
+        assert_eq!(Placement::of(&norm, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
+        assert_eq!(Placement::of(&norm, SequenceParallel::On, SECOND).unwrap(), Placement::Partial);
         let bias = spec(&[4], &[Dim::Embed], Region::Branch);
-        assert_eq!(Placement::of(&bias, Norms::Whole, SECOND).unwrap(), Placement::Rank0Only);
+        assert_eq!(Placement::of(&bias, SequenceParallel::Off, SECOND).unwrap(), Placement::Rank0Only);
         let whole = Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap();
         assert_eq!(Placement::Replicate.cut(&whole).unwrap().i(0).unwrap().to_scalar::<f32>().unwrap(), 0.0);
     }
@@ -209,7 +209,7 @@ mod tests {
     fn experts_are_split_over_expert_parallel_ranks() {
         let expert = |dims: &[Dim]| ParamSpec { group: GroupKind::Expert, ..spec(&[6, 4], dims, Region::Branch) };
         let rows = Slice { dim: 0, start: 3, len: 3, max_len: 3 };
-        let place = |dims: &[Dim]| Placement::of(&expert(dims), Norms::Whole, SECOND);
+        let place = |dims: &[Dim]| Placement::of(&expert(dims), SequenceParallel::Off, SECOND);
         assert_eq!(place(&[Dim::Experts, Dim::Embed]).unwrap(), Placement::Shard(rows));
         assert_eq!(
             place(&[Dim::Ffn, Dim::Experts]).unwrap(),
@@ -217,9 +217,9 @@ mod tests {
         );
         assert!(place(&[Dim::Ffn, Dim::Embed]).unwrap_err().to_string().contains("w belongs to an expert"));
         let four = RankOf { rank: 0, n_ranks: 4 };
-        let refused = Placement::of(&expert(&[Dim::Experts, Dim::Embed]), Norms::Whole, four).unwrap_err();
+        let refused = Placement::of(&expert(&[Dim::Experts, Dim::Embed]), SequenceParallel::Off, four).unwrap_err();
         assert!(refused.to_string().contains("over 4 expert parallel ranks: dim 0 is not divisible"), "{refused}");
         let router = spec(&[6, 4], &[Dim::Experts, Dim::Embed], Region::Residual);
-        assert_eq!(Placement::of(&router, Norms::Whole, SECOND).unwrap(), Placement::Replicate);
+        assert_eq!(Placement::of(&router, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
     }
 }

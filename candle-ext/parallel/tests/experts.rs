@@ -16,8 +16,8 @@ use candlewick_ops::{
     linear, linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, LossScale, Micro, Mode, Norms, OnHost, ParamState, ParamStore, Residency,
-    StoreOptions, ZeroStage,
+    Engine, Formats, Groups, Layout, LossScale, Micro, Mode, OnHost, ParamState, ParamStore, Residency,
+    SequenceParallel, StoreOptions, ZeroStage,
 };
 use serde_json::json;
 
@@ -101,7 +101,7 @@ impl Rank {
     fn new(world: &World, degrees: Degrees, zero_stage: Option<ZeroStage>) -> Result<Self> {
         let mesh = Mesh::new(degrees, world.size()).unwrap();
         let groups = Groups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
-        let sharding = groups.sharding_groups(zero_stage, Layout::whole(1), Norms::Whole);
+        let sharding = groups.sharding_groups(zero_stage, Layout::whole(1), SequenceParallel::Off);
         let formats = Formats::computing_in(DType::F32);
         let options = StoreOptions { formats, mode: Mode::Train, on_host: OnHost::default() };
         let store = ParamStore::of_units(&units(), options, &Device::Cpu, sharding)?;
@@ -345,7 +345,7 @@ fn each_group_has_writers_of_its_own() {
 #[test]
 fn experts_without_expert_groups_are_refused_by_name() {
     let groups = Groups::new(&Mesh::new(Degrees::default(), 1).unwrap(), &candlewick_comm::Solo).unwrap();
-    let sharding = groups.sharding_groups(None, Layout::whole(1), Norms::Whole);
+    let sharding = groups.sharding_groups(None, Layout::whole(1), SequenceParallel::Off);
     let options =
         StoreOptions { formats: Formats::computing_in(DType::F32), mode: Mode::Train, on_host: OnHost::default() };
     let refused = ParamStore::of_units(&units(), options, &Device::Cpu, sharding).err().unwrap().to_string();
@@ -386,7 +386,7 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         }
         let mesh = Mesh::new(mesh, world.size()).unwrap();
         let groups = Groups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
-        let sharding = groups.sharding_groups(zero_stage, Layout::whole(model.n_blocks()), Norms::Whole);
+        let sharding = groups.sharding_groups(zero_stage, Layout::whole(model.n_blocks()), SequenceParallel::Off);
         let formats = Formats::computing_in(DType::F32);
         let options = StoreOptions { formats, mode: Mode::Train, on_host: OnHost::default() };
         let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;

@@ -15,7 +15,7 @@ mod tiles;
 use std::collections::BTreeSet;
 
 use candlewick_comm::mesh::Degrees;
-use candlewick_parallel::{Norms, Schedule, ZeroStage};
+use candlewick_parallel::{Schedule, SequenceParallel, ZeroStage};
 
 use case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS};
 use rank::{FEW, Outcome, STEPS, Way, compare, one_rank, run, run_with};
@@ -151,37 +151,37 @@ fn parity_of_parts_and_shards() {
     check(ulysses(2, 4, Some(ZeroStage::Three)), &[HEADS, SHARES[0], SHARES[1]]);
 }
 
-fn tensor(degrees: Degrees, norms: Norms) -> Way {
-    Way { degrees, norms, ..Way::ONE_RANK }
+fn tensor(degrees: Degrees, sequence_parallel: SequenceParallel) -> Way {
+    Way { degrees, sequence_parallel, ..Way::ONE_RANK }
 }
 
 #[test]
 fn parity_of_matrices_in_two_parts() {
-    check(tensor(Degrees { tp: 2, ..ONE }, Norms::Whole), &["tp all_reduce"]);
-    check(tensor(Degrees { tp: 2, ..ONE }, Norms::InParts), &IN_PARTS);
+    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
+    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &IN_PARTS);
 }
 
 /// A vocabulary that does not fall into even parts.
 #[test]
 fn parity_of_matrices_in_four_parts() {
-    check(tensor(Degrees { tp: 4, ..ONE }, Norms::Whole), &["tp all_reduce"]);
-    check(tensor(Degrees { tp: 4, ..ONE }, Norms::InParts), &IN_PARTS);
+    check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
+    check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On), &IN_PARTS);
 }
 
 /// Every factor of an adapter is in parts, or has a gradient in parts. The parts drop what one rank drops.
 #[test]
 fn parity_of_adapters_in_parts() {
-    for norms in [Norms::Whole, Norms::InParts] {
+    for sequence_parallel in [SequenceParallel::Off, SequenceParallel::On] {
         for batching in BATCHINGS {
             let one_rank = one_rank(ADAPTER, batching, STEPS);
-            compare(&run(tensor(Degrees { tp: 2, ..ONE }, norms), ADAPTER, batching), &one_rank).unwrap();
+            compare(&run(tensor(Degrees { tp: 2, ..ONE }, sequence_parallel), ADAPTER, batching), &one_rank).unwrap();
         }
     }
 }
 
 #[test]
 fn parity_of_matrices_in_parts_and_shards() {
-    let way = |degrees, zero_stage| Way { zero_stage: Some(zero_stage), ..tensor(degrees, Norms::InParts) };
+    let way = |degrees, zero_stage| Way { zero_stage: Some(zero_stage), ..tensor(degrees, SequenceParallel::On) };
     check(way(Degrees { tp: 2, dp_shard: 2, ..ONE }, ZeroStage::One), &IN_PARTS);
     check(way(Degrees { tp: 2, dp_shard: 3, ..ONE }, ZeroStage::Two), &IN_PARTS);
     check(way(Degrees { tp: 2, dp_shard: 2, dp_replicate: 2, ..ONE }, ZeroStage::Three), &SHARES);
@@ -189,8 +189,8 @@ fn parity_of_matrices_in_parts_and_shards() {
 
 #[test]
 fn parity_of_matrices_and_sequences_in_parts() {
-    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, Norms::Whole), &[HEADS, "tp all_reduce"]);
-    let way = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, Norms::InParts);
+    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off), &[HEADS, "tp all_reduce"]);
+    let way = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
     check(Way { zero_stage: Some(ZeroStage::Three), ..way }, &[HEADS, IN_PARTS[0], SHARES[0]]);
 }
 
@@ -229,17 +229,23 @@ fn parity_of_a_pipeline_of_replicas_and_shards() {
 
 #[test]
 fn parity_of_a_pipeline_of_parts() {
-    let way = |degrees, norms, zero_stage, runs| {
+    let way = |degrees, sequence_parallel, zero_stage, runs| {
         let schedule = Schedule::OneForwardOneBackward;
-        Way { norms, zero_stage, ..pipeline(degrees, schedule, runs) }
+        Way { sequence_parallel, zero_stage, ..pipeline(degrees, schedule, runs) }
     };
-    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts, None, &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
-    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::Whole, None, &[1, 1, 1, 1]), &[STAGES, TIE, "tp all_reduce"]);
-    check(way(Degrees { pp: 2, sp: 2, ..ONE }, Norms::Whole, Some(ZeroStage::Three), &[2, 2]), &[STAGES, TIE, HEADS]);
-    let eight = Degrees { pp: 2, tp: 2, dp_shard: 2, ..ONE };
-    check(way(eight, Norms::InParts, Some(ZeroStage::Three), &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
+    check(way(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On, None, &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
     check(
-        way(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, Norms::InParts, None, &[3, 1]),
+        way(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::Off, None, &[1, 1, 1, 1]),
+        &[STAGES, TIE, "tp all_reduce"],
+    );
+    check(
+        way(Degrees { pp: 2, sp: 2, ..ONE }, SequenceParallel::Off, Some(ZeroStage::Three), &[2, 2]),
+        &[STAGES, TIE, HEADS],
+    );
+    let eight = Degrees { pp: 2, tp: 2, dp_shard: 2, ..ONE };
+    check(way(eight, SequenceParallel::On, Some(ZeroStage::Three), &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
+    check(
+        way(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, SequenceParallel::On, None, &[3, 1]),
         &[STAGES, TIE, HEADS, IN_PARTS[0]],
     );
 }
@@ -247,7 +253,7 @@ fn parity_of_a_pipeline_of_parts() {
 /// Without dropout nothing is left to chance: bits do not depend on which rank comes first.
 #[test]
 fn parity_of_two_runs_is_to_the_bit() {
-    let all = Way { runs: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts) };
+    let all = Way { runs: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On) };
     let afab = pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[2, 2]);
     let ring = Way { degrees: Degrees { cp: 3, ..ONE }, ..Way::ONE_RANK };
     for way in [dp(3), zero(4, ZeroStage::Three), all, ulysses(1, 4, None), ring, afab] {

@@ -11,8 +11,8 @@ use candlewick_comm::{Call, Options, World, sum, threads};
 use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, LossScale, Mode, Norms, OnHost, ParamState, ParamStore, Pipeline, Residency,
-    Schedule, Sequence, StoreOptions, ZeroStage,
+    Engine, Formats, Groups, Layout, LossScale, Mode, OnHost, ParamState, ParamStore, Pipeline, Residency, Schedule,
+    Sequence, SequenceParallel, StoreOptions, ZeroStage,
 };
 
 use crate::case::{Batching, Kind, micros};
@@ -31,7 +31,7 @@ const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-4, weigh
 pub(crate) struct Way {
     pub(crate) degrees: Degrees,
     pub(crate) zero_stage: Option<ZeroStage>,
-    pub(crate) norms: Norms,
+    pub(crate) sequence_parallel: SequenceParallel,
     pub(crate) schedule: Schedule,
     /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
     pub(crate) runs: Option<&'static [usize]>,
@@ -45,7 +45,7 @@ impl Way {
     pub(crate) const ONE_RANK: Self = Self {
         degrees: Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 },
         zero_stage: None,
-        norms: Norms::Whole,
+        sequence_parallel: SequenceParallel::Off,
         schedule: Schedule::OneForwardOneBackward,
         runs: None,
         mlp_rows: MlpRows::Together,
@@ -183,7 +183,7 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
     let model = kind.model();
     let formats = Formats::computing_in(DType::F32);
     let layout = way.layout(model.n_blocks());
-    let sharding = groups.sharding_groups(way.zero_stage, layout.clone(), way.norms);
+    let sharding = groups.sharding_groups(way.zero_stage, layout.clone(), way.sequence_parallel);
     let options = StoreOptions { formats, mode: Mode::Train, on_host: way.on_host };
     let store = ParamStore::of_units(model.units(), options, &Device::Cpu, sharding)?;
     store.fill(|spec| {
@@ -214,7 +214,7 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
         engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
     }
     if way.degrees.tp > 1 {
-        engine = engine.with_tensor(groups.tensor_ranks(way.norms));
+        engine = engine.with_tensor(groups.tensor_ranks(way.sequence_parallel));
     }
     Ok(engine)
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::MlpRows;
-use candlewick_parallel::{Micro, Norms, Schedule, ZeroStage};
+use candlewick_parallel::{Micro, Schedule, SequenceParallel, ZeroStage};
 
 use crate::case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS, WINDOW, micros};
 use crate::rank::{STEPS, Way, compare, engine, one_rank, run, seat};
@@ -78,8 +78,8 @@ fn parity_of_a_ring_with_sharded_weights() {
 /// Where sequences in parts meet all else that work is shared by.
 #[test]
 fn parity_of_a_ring_and_parts_of_matrices() {
-    for (norms, known) in [(Norms::InParts, IN_PARTS[0]), (Norms::Whole, "tp all_reduce")] {
-        let way = Way { norms, ..ring(2) };
+    for (sequence_parallel, known) in [(SequenceParallel::On, IN_PARTS[0]), (SequenceParallel::Off, "tp all_reduce")] {
+        let way = Way { sequence_parallel, ..ring(2) };
         let way = Way { degrees: Degrees { tp: 2, ..way.degrees }, ..way };
         check_all(way, &[MODELS[1], WINDOW], &[Batching::Long, BATCHINGS[1]], &[AROUND, known]);
     }

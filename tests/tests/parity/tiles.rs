@@ -2,7 +2,7 @@
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::MlpRows;
-use candlewick_parallel::{Norms, OnHost, Schedule, ZeroStage};
+use candlewick_parallel::{OnHost, Schedule, SequenceParallel, ZeroStage};
 
 use crate::case::{ADAPTER, BATCHINGS, Batching, MODELS};
 use crate::rank::{STEPS, Way, compare, one_rank, run};
@@ -31,10 +31,10 @@ fn tiled(way: Way) -> Way {
 
 #[test]
 fn parity_of_tiles_and_parts_of_matrices() {
-    for norms in [Norms::InParts, Norms::Whole] {
-        check(tiled(tensor(Degrees { tp: 2, ..ONE }, norms)));
+    for sequence_parallel in [SequenceParallel::On, SequenceParallel::Off] {
+        check(tiled(tensor(Degrees { tp: 2, ..ONE }, sequence_parallel)));
     }
-    check(tiled(tensor(Degrees { tp: 4, ..ONE }, Norms::InParts)));
+    check(tiled(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On)));
 }
 
 #[test]
@@ -65,7 +65,10 @@ fn parity_of_shards_in_the_hosts_memory() {
         (zero(3, ZeroStage::Three), weights),
         (hybrid(2, 2, ZeroStage::Three), weights),
         (
-            Way { zero_stage: Some(ZeroStage::Three), ..tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, Norms::InParts) },
+            Way {
+                zero_stage: Some(ZeroStage::Three),
+                ..tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On)
+            },
             weights,
         ),
     ] {

@@ -57,7 +57,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     }
     let formats = Formats { compute, masters, moments };
     let layout = plan.pipeline.layout(model.config());
-    let sharding = ranks.groups.sharding_groups(plan.ranks.zero_stage(), layout.clone(), plan.ranks.norms());
+    let sharding =
+        ranks.groups.sharding_groups(plan.ranks.zero_stage(), layout.clone(), plan.ranks.sequence_parallel());
     let on_host = match device.is_cpu() {
         true => OnHost::default(),
         false => OnHost { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
@@ -92,7 +93,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         engine = engine.with_sequence(Sequence::new(Arc::clone(context), Arc::clone(sequence)));
     }
     if plan.ranks.tensor > 1 {
-        engine = engine.with_tensor(ranks.groups.tensor_ranks(plan.ranks.norms()));
+        engine = engine.with_tensor(ranks.groups.tensor_ranks(plan.ranks.sequence_parallel()));
     }
     Ok(Built { engine, notes: said, peak })
 }

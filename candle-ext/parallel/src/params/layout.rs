@@ -166,7 +166,7 @@ impl ParamGroup {
             specs.iter().partition(|spec| is_trainable && spec.decay);
         let (mut params, mut end, mut n_decayed) = (Vec::new(), 0, 0);
         for (i, spec) in decayed.iter().chain(&others).enumerate() {
-            let placement = Placement::of(spec, sharding.norms, ranks.split_rank())?;
+            let placement = Placement::of(spec, sharding.sequence_parallel, ranks.split_rank())?;
             let range = end..end + placement.max_numel(&spec.shape);
             end = range.end.next_multiple_of(ALIGNMENT);
             if i < decayed.len() {

@@ -8,7 +8,7 @@ use candlewick_comm::{Collective, Solo};
 use candlewick_model::{GroupKind, ParamSpec};
 
 use crate::pipeline::Layout;
-use crate::placement::{Norms, RankOf};
+use crate::placement::{RankOf, SequenceParallel};
 
 /// Elements to whose multiples every parameter and every shard are aligned: 256 bytes of bf16, for fast GEMMs on GPUs.
 pub(crate) const ALIGNMENT: usize = 128;
@@ -34,7 +34,7 @@ pub struct ShardingGroups {
     /// Groups of experts, which are split over the expert parallel ranks; `None` on a mesh made without them.
     pub(crate) expert: Option<GroupRanks>,
     /// Tokens that a tensor parallel rank sees outside of branches.
-    pub(crate) norms: Norms,
+    pub(crate) sequence_parallel: SequenceParallel,
     /// Stages of the pipeline.
     pub(crate) stages: Stages,
 }
@@ -72,7 +72,7 @@ impl ShardingGroups {
             zero_stage: ZeroStage::One,
             dense: ranks(),
             expert: Some(ranks()),
-            norms: Norms::Whole,
+            sequence_parallel: SequenceParallel::Off,
             stages: Stages { ranks: solo(), layout: None, ties: solo() },
         }
     }
