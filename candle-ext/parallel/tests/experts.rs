@@ -16,7 +16,7 @@ use candlewick_ops::{
     linear, linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, LossScale, Micro, Mode, OnHost, ParamState, ParamStore, Residency,
+    Engine, Formats, Groups, Layout, LossScale, Micro, MicroBatch, Mode, OnHost, ParamState, ParamStore, Residency,
     SequenceParallel, StoreOptions, ZeroStage,
 };
 use serde_json::json;
@@ -137,7 +137,7 @@ impl Rank {
     }
 
     /// Adds the gradient of the mean loss over a step's tokens, and returns the sum of these tokens' losses.
-    fn forward_backward(&self, tokens: &[Token], is_last: bool) -> Result<f64> {
+    fn forward_backward(&self, tokens: &[Token], micro_batch: MicroBatch) -> Result<f64> {
         let store = &self.store;
         let ids = Tensor::from_iter(tokens.iter().map(|token| token.id), &Device::Cpu)?;
         let targets = Tensor::from_iter(tokens.iter().map(|token| token.target), &Device::Cpu)?;
@@ -148,19 +148,19 @@ impl Rank {
         store.release(1);
         let done = |unit_idx| {
             store.release(unit_idx);
-            store.close_grads(unit_idx, is_last)
+            store.start_grad_reduction(unit_idx, micro_batch)
         };
-        store.open_grads(2)?;
+        store.prepare_grads(2)?;
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 64 };
         let head = store.fetch(2)?.get("head")?.clone();
         let upstream = Upstream::Scalar(1.0 / N_TOKENS as f64);
         let out = linear_cross_entropy(block.output(), &head, &targets, &spec, upstream)?;
         done(2)?;
         store.fetch(1)?;
-        store.open_grads(1)?;
+        store.prepare_grads(1)?;
         let dx = block.backward(&out.dx.unwrap())?.remove(&x).unwrap();
         done(1)?;
-        store.open_grads(0)?;
+        store.prepare_grads(0)?;
         embed.backward(&dx)?;
         done(0)?;
         Ok(f64::from(out.loss.to_scalar::<f32>()?))
@@ -172,9 +172,10 @@ impl Rank {
         let tokens = tokens(step);
         let mut loss = 0.0;
         for (i, micro) in tokens.chunks(N_TOKENS / N_MICROS).enumerate() {
-            loss += self.forward_backward(&self.own(micro), i + 1 == N_MICROS)?;
+            let micro_batch = if i + 1 == N_MICROS { MicroBatch::Last } else { MicroBatch::Earlier };
+            loss += self.forward_backward(&self.own(micro), micro_batch)?;
         }
-        self.store.settle()?;
+        self.store.wait_grad_reduction()?;
         let squares = self.store.grad_squares()?;
         let norm = squares.sum_all()?.to_scalar::<f64>()?.sqrt();
         scaler.judge(&squares, &Tensor::zeros(1, DType::F32, &Device::Cpu)?, [HYPER.beta1, HYPER.beta2])?;

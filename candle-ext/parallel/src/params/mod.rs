@@ -78,6 +78,15 @@ pub struct StoreOptions {
     pub on_host: OnHost,
 }
 
+/// Position of a micro-batch in an optimizer step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MicroBatch {
+    /// Another one follows.
+    Earlier,
+    /// The last one of the step.
+    Last,
+}
+
 /// All parameters of a model, as far as this rank keeps them.
 ///
 /// Where a method says so, all ranks of a [`ShardingGroups`] must call it alike.
@@ -173,27 +182,26 @@ impl ParamStore {
     }
 
     /// Allocates the gradients that a unit's backward adds to.
-    pub fn open_grads(&self, unit_idx: usize) -> Result<()> {
+    pub fn prepare_grads(&self, unit_idx: usize) -> Result<()> {
         let mut groups = self.layout.groups_with_borrowed(unit_idx).filter_map(|group_idx| self.reducer.run(group_idx));
         groups.try_for_each(|run| run.prepare())
     }
 
-    /// Says that the backward of a unit is through with the gradients that it owns, and with those that it borrows from another
-    /// stage; with `is_last` that no other micro-batch follows in this step. What can be summed over the ranks now is begun to
-    /// be. All ranks call it.
-    pub fn close_grads(&self, unit_idx: usize, is_last: bool) -> Result<()> {
+    /// Starts to reduce the gradients of a unit after its backward, and those that it borrows from another stage. Gradients that
+    /// accumulate in place are reduced after the last micro-batch. All ranks call it.
+    pub fn start_grad_reduction(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
         let borrowed = self.layout.units[unit_idx].shared.iter().map(|shared| shared.unit);
         let units = once(unit_idx).chain(borrowed.filter(|unit_idx| !self.layout.owns(*unit_idx)));
         for group_idx in units.flat_map(|unit_idx| self.layout.groups_of(unit_idx)) {
-            if self.reducer.run(group_idx).is_some_and(|run| is_last || !run.is_resident()) {
+            if self.reducer.run(group_idx).is_some_and(|run| micro_batch == MicroBatch::Last || !run.is_resident()) {
                 self.reducer.start(&self.layout, group_idx)?;
             }
         }
         Ok(())
     }
 
-    /// Waits until the gradients of this step are summed over the ranks. All ranks call it.
-    pub fn settle(&self) -> Result<()> {
+    /// Waits until the gradients of this step are reduced. All ranks call it.
+    pub fn wait_grad_reduction(&self) -> Result<()> {
         self.reducer.wait(&self.layout)
     }
 

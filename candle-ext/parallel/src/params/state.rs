@@ -22,7 +22,7 @@ pub struct ParamState {
     pub is_only: bool,
     /// The weights that the optimizer updates, in [`Formats::masters`](super::Formats::masters).
     pub master: Tensor,
-    /// The gradient summed since [`ParamStore::zero_grads`], over the ranks once [`ParamStore::settle`] has been called.
+    /// The gradient summed since [`ParamStore::zero_grads`], over the ranks once [`ParamStore::wait_grad_reduction`] has been called.
     pub grad: Tensor,
     /// Adam's running mean of the gradient, in [`Formats::moments`](super::Formats::moments).
     pub exp_avg: Tensor,
