@@ -22,7 +22,7 @@ pub use kv_cache::KvCache;
 pub use kv_pool::{Growing, Growth, KvPool};
 pub use offload::Parking;
 pub use params::{
-    Formats, MicroBatch, Mode, OnHost, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage,
+    CpuOffload, Formats, MicroBatch, Mode, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage,
 };
 pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
 pub use placement::{SequenceParallel, max_shard_numel};

@@ -16,7 +16,7 @@ use candlewick_ops::{
     linear, linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, LossScale, Micro, MicroBatch, Mode, OnHost, ParamState, ParamStore, Residency,
+    CpuOffload, Engine, Formats, Groups, Layout, LossScale, Micro, MicroBatch, Mode, ParamState, ParamStore, Residency,
     SequenceParallel, StoreOptions, ZeroStage,
 };
 use serde_json::json;
@@ -103,7 +103,7 @@ impl Rank {
         let groups = Groups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
         let sharding = groups.sharding_groups(zero_stage, Layout::whole(1), SequenceParallel::Off);
         let formats = Formats::computing_in(DType::F32);
-        let options = StoreOptions { formats, mode: Mode::Train, on_host: OnHost::default() };
+        let options = StoreOptions { formats, mode: Mode::Train, cpu_offload: CpuOffload::default() };
         let store = ParamStore::of_units(&units(), options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         Ok(Self { mesh, rank: world.rank(), all: world.group(), store })
@@ -216,7 +216,7 @@ struct Piece {
 fn pieces(store: &ParamStore) -> Result<Vec<Piece>> {
     let mut pieces = Vec::new();
     for state in store.states()? {
-        let (numel, is_written) = (state.shape.iter().product(), state.is_only);
+        let (numel, is_written) = (state.shape.iter().product(), state.writes_checkpoint);
         for (name, tensor) in tensors(&state) {
             let values = places(&state).zip(tensor.to_vec1::<f32>()?).collect();
             pieces.push(Piece { name, numel, values, is_written });
@@ -337,7 +337,7 @@ fn each_group_has_writers_of_its_own() {
     let writers = threads::run(4, Options::default(), |world| -> Result<[bool; 2]> {
         let rank = Rank::new(world, degrees(2, 2, 2), Some(ZeroStage::One))?;
         let states = rank.store.states()?;
-        Ok(["embed", "down"].map(|name| states.iter().any(|state| state.name == name && state.is_only)))
+        Ok(["embed", "down"].map(|name| states.iter().any(|state| state.name == name && state.writes_checkpoint)))
     });
     // Two replicas of dense shards, one of the experts' shards.
     assert_eq!(writers.unwrap(), [[true, true], [true, true], [false, true], [false, true]]);
@@ -347,8 +347,11 @@ fn each_group_has_writers_of_its_own() {
 fn experts_without_expert_groups_are_refused_by_name() {
     let groups = Groups::new(&Mesh::new(Degrees::default(), 1).unwrap(), &candlewick_comm::Solo).unwrap();
     let sharding = groups.sharding_groups(None, Layout::whole(1), SequenceParallel::Off);
-    let options =
-        StoreOptions { formats: Formats::computing_in(DType::F32), mode: Mode::Train, on_host: OnHost::default() };
+    let options = StoreOptions {
+        formats: Formats::computing_in(DType::F32),
+        mode: Mode::Train,
+        cpu_offload: CpuOffload::default(),
+    };
     let refused = ParamStore::of_units(&units(), options, &Device::Cpu, sharding).err().unwrap().to_string();
     assert!(refused.contains("up belongs to an expert"), "{refused}");
     let mesh = Mesh::new(Degrees { dp_shard: 2, etp: 2, ..Degrees::default() }, 2).unwrap();
@@ -389,7 +392,7 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         let groups = Groups::new(&mesh, &*world.group())?.with_experts(&mesh, &*world.group())?;
         let sharding = groups.sharding_groups(zero_stage, Layout::whole(model.n_blocks()), SequenceParallel::Off);
         let formats = Formats::computing_in(DType::F32);
-        let options = StoreOptions { formats, mode: Mode::Train, on_host: OnHost::default() };
+        let options = StoreOptions { formats, mode: Mode::Train, cpu_offload: CpuOffload::default() };
         let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         let residency = vec![Residency::Keep, Residency::Recompute];

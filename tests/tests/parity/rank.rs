@@ -11,8 +11,8 @@ use candlewick_comm::{Call, Options, World, sum, threads};
 use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    Engine, Formats, Groups, Layout, LossScale, Mode, OnHost, ParamState, ParamStore, Pipeline, Residency, Schedule,
-    Sequence, SequenceParallel, StoreOptions, ZeroStage,
+    CpuOffload, Engine, Formats, Groups, Layout, LossScale, Mode, ParamState, ParamStore, Pipeline, Residency,
+    Schedule, Sequence, SequenceParallel, StoreOptions, ZeroStage,
 };
 
 use crate::case::{Batching, Kind, micros};
@@ -38,7 +38,7 @@ pub(crate) struct Way {
     pub(crate) mlp_rows: MlpRows,
     /// Bytes of logits that the loss holds at once, if not so many that all fit.
     pub(crate) logits_bytes: Option<usize>,
-    pub(crate) on_host: OnHost,
+    pub(crate) cpu_offload: CpuOffload,
 }
 
 impl Way {
@@ -50,7 +50,7 @@ impl Way {
         runs: None,
         mlp_rows: MlpRows::Together,
         logits_bytes: None,
-        on_host: OnHost { optimizer: 0.0, weights: false },
+        cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
     };
 
     /// Ranks that have the same micro-batches, and count their targets each.
@@ -184,7 +184,7 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
     let formats = Formats::computing_in(DType::F32);
     let layout = way.layout(model.n_blocks());
     let sharding = groups.sharding_groups(way.zero_stage, layout.clone(), way.sequence_parallel);
-    let options = StoreOptions { formats, mode: Mode::Train, on_host: way.on_host };
+    let options = StoreOptions { formats, mode: Mode::Train, cpu_offload: way.cpu_offload };
     let store = ParamStore::of_units(model.units(), options, &Device::Cpu, sharding)?;
     store.fill(|spec| {
         let mut values = vec![0f32; spec.numel()];

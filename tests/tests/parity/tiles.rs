@@ -2,7 +2,7 @@
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::MlpRows;
-use candlewick_parallel::{OnHost, Schedule, SequenceParallel, ZeroStage};
+use candlewick_parallel::{CpuOffload, Schedule, SequenceParallel, ZeroStage};
 
 use crate::case::{ADAPTER, BATCHINGS, Batching, MODELS};
 use crate::rank::{STEPS, Way, compare, one_rank, run};
@@ -56,9 +56,9 @@ fn parity_of_tiles_and_sequences_in_parts() {
 
 #[test]
 fn parity_of_shards_in_the_hosts_memory() {
-    let (half, all) = (OnHost { optimizer: 0.5, weights: false }, OnHost { optimizer: 1.0, weights: false });
-    let weights = OnHost { optimizer: 1.0, weights: true };
-    for (way, on_host) in [
+    let (half, all) = (CpuOffload { optimizer: 0.5, weights: false }, CpuOffload { optimizer: 1.0, weights: false });
+    let weights = CpuOffload { optimizer: 1.0, weights: true };
+    for (way, cpu_offload) in [
         (zero(2, ZeroStage::One), half),
         (zero(3, ZeroStage::One), all),
         (zero(2, ZeroStage::Three), half),
@@ -72,6 +72,6 @@ fn parity_of_shards_in_the_hosts_memory() {
             weights,
         ),
     ] {
-        check(Way { on_host, ..way });
+        check(Way { cpu_offload, ..way });
     }
 }

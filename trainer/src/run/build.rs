@@ -9,7 +9,7 @@ use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, MlpRows, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
 use candlewick_parallel::{
-    Engine, Formats, Groups, Mode, OnHost, ParamStore, Parking, Pipeline, Residency, Sequence, StoreOptions,
+    CpuOffload, Engine, Formats, Groups, Mode, ParamStore, Parking, Pipeline, Residency, Sequence, StoreOptions,
 };
 
 use crate::exit::ExitCode;
@@ -59,12 +59,16 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     let layout = plan.pipeline.layout(model.config());
     let sharding =
         ranks.groups.sharding_groups(plan.ranks.zero_stage(), layout.clone(), plan.ranks.sequence_parallel());
-    let on_host = match device.is_cpu() {
-        true => OnHost::default(),
-        false => OnHost { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
+    let cpu_offload = match device.is_cpu() {
+        true => CpuOffload::default(),
+        false => CpuOffload { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
-    let store =
-        ParamStore::of_units(model.units(), StoreOptions { formats, mode: Mode::Train, on_host }, &device, sharding)?;
+    let store = ParamStore::of_units(
+        model.units(),
+        StoreOptions { formats, mode: Mode::Train, cpu_offload },
+        &device,
+        sharding,
+    )?;
     let random = Origin::Random { seed: plan.seed };
     let base = match (plan.model.init, &assets.model_folder) {
         (Init::Load, Some(folder)) => Some(Checkpoint::open(folder)?),

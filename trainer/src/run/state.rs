@@ -35,7 +35,7 @@ impl EngineState {
                 let tensor = meta(part, &param.name, &param.shape);
                 views.insert(tensor.name.clone(), (param.range.start, view));
                 let piece = Piece { tensor, columns: param.columns.clone(), range: param.range.clone() };
-                if param.is_only {
+                if param.writes_checkpoint {
                     written.push(piece.clone());
                 }
                 pieces.push(piece);

@@ -28,7 +28,7 @@ pub(crate) struct WeightRun {
     all: Buffer,
     /// This rank's shard: a view of `all` where that is resident. It may lie in the host's memory.
     pub(crate) own: Tensor,
-    /// Whether the whole run stays on the device.
+    /// True if the whole run stays on the device.
     is_resident: bool,
     shard: Arc<dyn Collective>,
     /// The device that computes.

@@ -18,7 +18,7 @@ pub(crate) struct GradRun {
     /// Gradients of matrices, which ops overwrite in a step's first micro-batch. All lie before `n_matrices`.
     matrices: Vec<GradSink>,
     n_matrices: usize,
-    /// Whether gradients accumulate over micro-batches in place, to be reduced once a step.
+    /// True if gradients accumulate over micro-batches in place, to be reduced once a step.
     is_resident: bool,
     n: usize,
     dtype: DType,

@@ -69,7 +69,7 @@ impl ParamLayout {
     /// Places the parameters of `units`.
     pub(crate) fn new(units: &[Unit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
         let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharding };
-        for (unit_idx, offload) in options.on_host.of_units(units).into_iter().enumerate() {
+        for (unit_idx, offload) in options.cpu_offload.of_units(units).into_iter().enumerate() {
             let context = PlaceContext { mode: options.mode, offload };
             let stage_unit = layout.has(unit_idx).then(|| layout.place(&units[unit_idx], &context)).transpose()?;
             layout.stage_units.push(stage_unit);

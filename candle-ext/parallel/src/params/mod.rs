@@ -21,7 +21,7 @@ use candlewick_model::{Model, ParamSpec, Unit, Weights};
 use candlewick_ops::{AdamW, GradScaler, copy_into};
 
 pub use bytes::StoreBytes;
-pub use offload::OnHost;
+pub use offload::CpuOffload;
 pub use sharding::{ShardingGroups, ZeroStage};
 pub use state::ParamState;
 
@@ -74,8 +74,8 @@ pub struct StoreOptions {
     pub formats: Formats,
     /// Purpose of the store.
     pub mode: Mode,
-    /// Parts in the memory of a GPU's host.
-    pub on_host: OnHost,
+    /// Parts in the host's memory.
+    pub cpu_offload: CpuOffload,
 }
 
 /// Position of a micro-batch in an optimizer step.
@@ -102,14 +102,14 @@ pub struct ParamStore {
 impl ParamStore {
     /// Allocates the buffers of `model`'s parameters, all zero. [`ParamStore::fill`] sets the weights.
     pub fn new(model: &Model, formats: Formats, mode: Mode, device: &Device, sharding: ShardingGroups) -> Result<Self> {
-        let options = StoreOptions { formats, mode, on_host: OnHost::default() };
+        let options = StoreOptions { formats, mode, cpu_offload: CpuOffload::default() };
         Self::of_units(model.units(), options, device, sharding)
     }
 
     /// Allocates the buffers of the parameters of `units`, all zero, some of them in the host's memory.
     pub fn of_units(units: &[Unit], options: StoreOptions, device: &Device, sharding: ShardingGroups) -> Result<Self> {
-        let StoreOptions { formats, mode, on_host } = options;
-        if on_host.weights && mode == Mode::Train && on_host.optimizer < 1.0 {
+        let StoreOptions { formats, mode, cpu_offload } = options;
+        if cpu_offload.weights && mode == Mode::Train && cpu_offload.optimizer < 1.0 {
             bail!("weights in the host's memory while AdamW updates them elsewhere")
         }
         let layout = ParamLayout::new(units, &options, sharding)?;

@@ -5,10 +5,10 @@ use candlewick_model::{ParamSpec, Unit};
 
 /// Part of the parameters and of the optimizer in the memory of a GPU's host.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct OnHost {
+pub struct CpuOffload {
     /// The fraction of the parameters whose masters and moments are there: the first units. There AdamW updates them.
     pub optimizer: f64,
-    /// Whether all weights are there, frozen ones too: a unit's come when it is wanted. Needs all of the optimizer there.
+    /// True if all weights are there, frozen ones too: a unit's come when it is wanted. Needs all of the optimizer there.
     pub weights: bool,
 }
 
@@ -38,7 +38,7 @@ impl MemoryLocation {
     }
 }
 
-impl OnHost {
+impl CpuOffload {
     /// Returns the memory of each unit: the first ones are offloaded, as many as come closest to the fraction.
     pub(crate) fn of_units(self, units: &[Unit]) -> Vec<UnitOffload> {
         let wanted = self.optimizer * units.iter().map(n_trainable).sum::<f64>();

@@ -18,8 +18,8 @@ pub struct ParamState {
     pub columns: Range<usize>,
     /// The elements of these columns, in the order of the rows.
     pub range: Range<usize>,
-    /// Whether this rank writes it to a checkpoint: of the ranks with the same elements, one does.
-    pub is_only: bool,
+    /// True if this rank writes it to a checkpoint: of the ranks with the same elements, one does.
+    pub writes_checkpoint: bool,
     /// The weights that the optimizer updates, in [`Formats::masters`](super::Formats::masters).
     pub master: Tensor,
     /// The gradient summed since [`ParamStore::zero_grads`], over the ranks once [`ParamStore::wait_grad_reduction`] has been called.
@@ -54,7 +54,7 @@ impl ParamStore {
             shape: spec.shape.clone(),
             columns,
             range: start..start + piece.len(),
-            is_only: self.layout.owns(unit_idx)
+            writes_checkpoint: self.layout.owns(unit_idx)
                 && ranks.replicate.rank() == 0
                 && (has_slice || ranks.split.rank() == 0),
             master: part(&optimizer.master)?,
