@@ -155,13 +155,13 @@ fn of_rank(everyone: &dyn Collective, model: &Model, way: Way) -> Result<Outcome
         model.clone(),
         store,
         residency(plan.model.activations, model.n_blocks()),
-        Arc::clone(&groups.losses),
+        Arc::clone(&groups.loss),
         Device::Cpu,
     )
     .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together })
-    .with_pipeline(Pipeline::new(Arc::clone(&groups.stages), layout, pipeline.order())?);
+    .with_pipeline(Pipeline::new(Arc::clone(&groups.pp), layout, pipeline.order())?);
     if ranks.n_of_micro_batch() > 1 {
-        engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
+        engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
     }
     if ranks.tensor > 1 {
         engine = engine.with_tensor(groups.tensor_ranks(ranks.sequence_parallel()));

@@ -113,7 +113,7 @@ impl Lm {
         let notes = fill(&store, &model, base, adapter.as_ref().map_or(base, |a| Origin::Checkpoint(&a.weights)))?;
         notes.iter().for_each(|note| tracing::warn!("{note}"));
         let residency = vec![Residency::Keep; model.n_blocks()];
-        let pipeline = Pipeline::new(Arc::clone(&groups.stages), layout, Schedule::default())?;
+        let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, Schedule::default())?;
         let mut engine = Engine::new(model, store, residency, Arc::new(Solo), device).with_pipeline(pipeline);
         if parts.tensor > 1 {
             engine = engine.with_tensor(groups.tensor_ranks(SequenceParallel::Off));

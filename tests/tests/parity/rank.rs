@@ -204,14 +204,14 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
         _ => Residency::Offload,
     });
     let residency = residency.collect();
-    let mut engine = Engine::new(model, store, residency, Arc::clone(&groups.losses), Device::Cpu)
+    let mut engine = Engine::new(model, store, residency, Arc::clone(&groups.loss), Device::Cpu)
         .with_mlp_rows(way.mlp_rows)
-        .with_pipeline(Pipeline::new(Arc::clone(&groups.stages), layout, way.schedule)?);
+        .with_pipeline(Pipeline::new(Arc::clone(&groups.pp), layout, way.schedule)?);
     if let Some(logits_bytes) = way.logits_bytes {
         engine = engine.with_logits_bytes(logits_bytes);
     }
     if way.degrees.cp * way.degrees.sp > 1 {
-        engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
+        engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
     }
     if way.degrees.tp > 1 {
         engine = engine.with_tensor(groups.tensor_ranks(way.sequence_parallel));

@@ -42,7 +42,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     }
     let model = Model::new(config, plan.model.adapter.clone())?;
     let device = ranks.device.clone();
-    let travels = ranks.groups.data.check_device(&device);
+    let travels = ranks.groups.dp.check_device(&device);
     travels.map_err(|error| anyhow!("failed to start: {error}; set ddp_backend: auto").context(ExitCode::Usage))?;
     // Before there is much: the memory that it takes serves again.
     let peak = peak(&device);
@@ -86,15 +86,15 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         true => Parking::Folder(plan.model.parking_folder.clone()),
         false => Parking::HostMemory,
     };
-    let pipeline = Pipeline::new(Arc::clone(&ranks.groups.stages), layout, plan.pipeline.order())?;
-    let mut engine = Engine::new(model, store, residency, Arc::clone(&ranks.groups.losses), device)
+    let pipeline = Pipeline::new(Arc::clone(&ranks.groups.pp), layout, plan.pipeline.order())?;
+    let mut engine = Engine::new(model, store, residency, Arc::clone(&ranks.groups.loss), device)
         .with_attention(attention)
         .with_parking(parking)
         .with_mlp_rows(if plan.model.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together })
         .with_pipeline(pipeline);
     if plan.ranks.n_of_micro_batch() > 1 {
-        let Groups { context, sequence, .. } = &ranks.groups;
-        engine = engine.with_sequence(Sequence::new(Arc::clone(context), Arc::clone(sequence)));
+        let Groups { cp, sp, .. } = &ranks.groups;
+        engine = engine.with_sequence(Sequence::new(Arc::clone(cp), Arc::clone(sp)));
     }
     if plan.ranks.tensor > 1 {
         engine = engine.with_tensor(ranks.groups.tensor_ranks(plan.ranks.sequence_parallel()));

@@ -52,8 +52,8 @@ impl<'w> Ranks<'w> {
 
     /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
     pub(super) fn counts(&self) -> bool {
-        let Groups { context, sequence, stages, .. } = &self.groups;
-        [context, sequence, stages].iter().all(|group| group.rank() == 0)
+        let Groups { cp, sp, pp, .. } = &self.groups;
+        [cp, sp, pp].iter().all(|group| group.rank() == 0)
     }
 
     /// Whether any rank was asked to stop, and how: a signal counts more than the kill switch. All ranks call it.

@@ -133,10 +133,10 @@ impl GradReducer {
 
     /// Sums the gradients of parameters that two stages hold.
     fn reduce_tied_grads(&self, layout: &ParamLayout) -> Result<()> {
-        let ties = &layout.sharding.stages.ties;
+        let tied_embedding = &layout.sharding.stages.tied_embedding;
         for group_idx in layout.tied_groups() {
             let grad = self.reduced(group_idx)?;
-            let sum = ties.all_reduce(&grad, Reduce::Sum)?;
+            let sum = tied_embedding.all_reduce(&grad, Reduce::Sum)?;
             // A group of one returns its input.
             if sum.id() != grad.id() {
                 copy_into(&grad, &sum)?;

@@ -60,7 +60,7 @@ pub(crate) struct Stages {
     /// The stage of each block; `None` for a single stage.
     pub(crate) layout: Option<Layout>,
     /// Stages that hold the same tied parameter: the first and the last one. Others are alone.
-    pub(crate) ties: Arc<dyn Collective>,
+    pub(crate) tied_embedding: Arc<dyn Collective>,
 }
 
 impl ShardingGroups {
@@ -73,7 +73,7 @@ impl ShardingGroups {
             dense: ranks(),
             expert: Some(ranks()),
             sequence_parallel: SequenceParallel::Off,
-            stages: Stages { ranks: solo(), layout: None, ties: solo() },
+            stages: Stages { ranks: solo(), layout: None, tied_embedding: solo() },
         }
     }
 

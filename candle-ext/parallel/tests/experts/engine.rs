@@ -50,7 +50,7 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
         let residency = vec![Residency::Keep, Residency::Recompute];
-        let engine = Engine::new(model, store, residency, Arc::clone(&groups.losses), Device::Cpu);
+        let engine = Engine::new(model, store, residency, Arc::clone(&groups.loss), Device::Cpu);
         let policy = GradPolicy { max_norm: Some(MAX_NORM), ..GradPolicy::PLAIN };
         let scaler = GradScaler::new(policy, 0, &Device::Cpu)?;
         let mut norms = Vec::new();
