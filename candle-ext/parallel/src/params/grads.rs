@@ -59,7 +59,7 @@ impl GradRun {
         Ok((Self { all, own, matrices, n_matrices, is_resident, n, dtype, device: device.clone() }, sinks))
     }
 
-    /// Tells whether gradients accumulate in place, to be reduced once a step.
+    /// Returns whether gradients accumulate in place, to be reduced once a step.
     pub(crate) fn is_resident(&self) -> bool {
         self.is_resident
     }

@@ -100,7 +100,7 @@ impl ParamLayout {
         Ok(StageUnit { used, groups: first..self.groups.len(), places })
     }
 
-    /// Tells whether this stage has a unit: its own, or one that its head borrows.
+    /// Returns whether this stage has a unit: its own, or one that its head borrows.
     pub(crate) fn has(&self, unit_idx: usize) -> bool {
         let stages = &self.sharding.stages;
         let head = self.units.len() - 1;
@@ -108,7 +108,7 @@ impl ParamLayout {
         stages.owns(unit_idx) || (stages.owns(head) && is_borrowed())
     }
 
-    /// Tells whether this stage owns a unit.
+    /// Returns whether this stage owns a unit.
     pub(crate) fn owns(&self, unit_idx: usize) -> bool {
         self.sharding.stages.owns(unit_idx)
     }

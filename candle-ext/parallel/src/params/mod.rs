@@ -1,8 +1,8 @@
 //! Parameters and their training state: placement, sharded buffers, gradient reduction, optimizer.
 //!
 //! A unit's parameters belong to groups: dense ones and experts, frozen and trainable. Each group is one flat run with its own
-//! process groups. Frozen runs are in the compute dtype; trainable ones are masters with their gradients and AdamW's moments,
-//! and a compute copy when that dtype is another. Ops get zero-copy views. Masters and moments may lie on the host.
+//! process groups. Frozen runs are in the compute dtype. Trainable ones have masters, gradients and AdamW's moments, and a
+//! compute copy if its dtype differs. Ops get zero-copy views. Masters and moments may lie on the host.
 
 mod buffers;
 mod bytes;
@@ -42,7 +42,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Tells whether a parameter is trained.
+    /// Returns whether a parameter is trained.
     fn trains(self, spec: &ParamSpec) -> bool {
         self == Self::Train && spec.trainable
     }
@@ -87,9 +87,9 @@ pub enum MicroBatch {
     Last,
 }
 
-/// All parameters of a model, as far as this rank keeps them.
+/// This rank's part of a model's parameters and their training state.
 ///
-/// Where a method says so, all ranks of a [`ShardingGroups`] must call it alike.
+/// Methods that say so must be called by all ranks of the [`ShardingGroups`], in one order.
 pub struct ParamStore {
     layout: ParamLayout,
     buffers: ShardedBuffers,
@@ -130,7 +130,7 @@ impl ParamStore {
         self.options.formats.compute
     }
 
-    /// Sets every parameter that this stage has from `source`, which gives all of it in any float dtype. All ranks call it.
+    /// Sets every parameter of this stage from `source`, which returns the whole in any float dtype. All ranks call it.
     pub fn fill<E: From<candle_core::Error>>(
         &self,
         mut source: impl FnMut(&ParamSpec) -> std::result::Result<Tensor, E>,
@@ -143,7 +143,7 @@ impl ParamStore {
         Ok(self.refresh()?)
     }
 
-    /// Sets this rank's part of a parameter from the whole. The weights that ops read of a trainable one are to be refreshed.
+    /// Sets this rank's part of a parameter from the whole. A trainable one needs [`ParamStore::refresh`] before ops read it.
     fn set(&self, unit_idx: usize, spec: &ParamSpec, whole: &Tensor) -> Result<()> {
         let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
         let run = self.buffers.run(group_idx);
@@ -205,13 +205,13 @@ impl ParamStore {
         self.reducer.wait(&self.layout)
     }
 
-    /// Returns every parameter as it is computed with, in model order. All ranks call it, and go through all of them.
+    /// Returns every parameter in the compute dtype, in model order. All ranks call it and exhaust the iterator.
     pub fn values(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
         self.of_each_unit(Of::Compute)
     }
 
-    /// Returns every parameter as exactly as it is known (its master where there is one), in model order. All ranks call it,
-    /// and go through all of them.
+    /// Returns every parameter in full precision (its master where there is one), in model order. All ranks call it and exhaust
+    /// the iterator.
     pub fn masters(&self) -> impl Iterator<Item = Result<(&ParamSpec, Tensor)>> {
         self.of_each_unit(Of::Masters)
     }
@@ -261,7 +261,7 @@ impl ParamStore {
         self.layout.units[unit_idx].params.iter().map(zeros).collect()
     }
 
-    /// Rewrites what the ops read after the masters were set from outside. All ranks call it.
+    /// Rewrites the weights that ops read after the masters were set from outside. All ranks call it.
     pub fn refresh(&self) -> Result<()> {
         self.optimizer.write_weights()?;
         self.publish()
@@ -272,7 +272,7 @@ impl ParamStore {
         self.layout.trainable().try_for_each(|(group_idx, _)| self.buffers.run(group_idx).publish())
     }
 
-    /// Discards all gradients: those of the next step's first micro-batch take their place.
+    /// Discards all gradients; the next step's first micro-batch overwrites them.
     pub fn zero_grads(&self) -> Result<()> {
         self.reducer.clear()
     }
@@ -283,8 +283,8 @@ impl ParamStore {
         self.reducer.squares(&self.layout)
     }
 
-    /// Takes the AdamW step that `scaler` has decided upon. Parameters that the model exempts (norms, biases) get no
-    /// weight decay. Waits for a GPU only if something is updated on the host. All ranks call it.
+    /// Takes the AdamW step that `scaler` has decided upon. Norms and biases get no weight decay. Waits for a GPU only if masters
+    /// are offloaded. All ranks call it.
     pub fn step(&self, hyper: &AdamW, scaler: &GradScaler) -> Result<()> {
         self.optimizer.step(hyper, scaler, &self.reducer)?;
         self.publish()

@@ -6,9 +6,9 @@ use candlewick_model::{ParamSpec, Unit};
 /// Part of the parameters and of the optimizer in the memory of a GPU's host.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CpuOffload {
-    /// The fraction of the parameters whose masters and moments are there: the first units. There AdamW updates them.
+    /// The fraction of the parameters whose masters and moments are there: the first units. AdamW updates them on the host.
     pub optimizer: f64,
-    /// True if all weights are there, frozen ones too: a unit's come when it is wanted. Needs all of the optimizer there.
+    /// True if all weights are there, too; a unit's are copied to the device when it is computed. Needs `optimizer` 1.
     pub weights: bool,
 }
 
@@ -44,7 +44,7 @@ impl CpuOffload {
         let wanted = self.optimizer * units.iter().map(n_trainable).sum::<f64>();
         let mut n_seen = 0.0;
         let of_unit = |unit: &Unit| {
-            // A unit goes where most of it belongs.
+            // A unit is offloaded whole, if more than half of it falls below the fraction.
             let is_offloaded = self.optimizer > 0.0 && n_seen + n_trainable(unit) / 2.0 <= wanted;
             n_seen += n_trainable(unit);
             let location = |on_host| if on_host { MemoryLocation::Host } else { MemoryLocation::Device };

@@ -1,7 +1,7 @@
 //! AdamW over this rank's shards of the masters and moments.
 //!
-//! They lie with the weights, or on the host if a GPU has no room for them: then gradients come down, AdamW updates the masters
-//! there, and what the ops read goes up.
+//! They lie with the weights, or on the host (CPU offload). Then gradients are copied to the host, AdamW updates the masters
+//! there, and the weights that ops read are copied back.
 
 use std::collections::BTreeMap;
 
@@ -94,7 +94,7 @@ impl AdamWShard {
         Ok(Self { master, exp_avg, exp_avg_sq, weights, offload, n_decayed })
     }
 
-    /// Tells whether the ops read what AdamW updates.
+    /// Returns whether the ops read what AdamW updates.
     fn has_one_copy(&self) -> bool {
         self.weights.dtype() == self.master.dtype() && self.offload.weights == self.offload.optimizer
     }
@@ -157,8 +157,7 @@ impl AdamWShard {
     }
 }
 
-/// Takes the step of what lies on the host. The scaler's decision is waited for once; while one gradient is used, the next one is
-/// copied.
+/// Takes the step of offloaded shards. It waits for the scaler's decision once, and copies the next gradient while one is used.
 fn step_on_host(
     shards: &[(&usize, &AdamWShard)],
     hyper: &AdamW,

@@ -24,8 +24,8 @@ pub(crate) struct GradReducer {
     in_flight: Mutex<InFlight>,
 }
 
-/// Groups whose gradients are being reduced, oldest first. A group's progress depends only on the number of those after it, so all
-/// ranks call the collectives in one order.
+/// Groups whose gradients are being reduced, oldest first. A group advances when another one enters: all ranks call the collectives
+/// in one order.
 #[derive(Default)]
 struct InFlight {
     /// Reduce-scatters over the shards.
@@ -99,7 +99,7 @@ impl GradReducer {
         Ok(())
     }
 
-    /// Sums the gradients of which each rank that holds a slice has computed a part, all at once: they are small.
+    /// Sums the partial gradients of parameters without slices over `split`, all at once: they are small.
     fn reduce_partial_grads(&self, layout: &ParamLayout, kind: GroupKind) -> Result<()> {
         let groups = || layout.trainable().filter(|(_, group)| group.kind == kind);
         let Some((_, first)) = groups().find(|(_, group)| group.params.iter().any(|it| it.placement.is_partial()))
@@ -114,7 +114,7 @@ impl GradReducer {
             }
         }
         if views.is_empty() {
-            // Other shards have some: all ranks that hold a slice call, whatever their shards.
+            // Other shards hold some, and all ranks of `split` must call.
             views.push(Tensor::zeros(1, self.dtype, &self.device)?);
         }
         let own = Tensor::cat(&views, 0)?;
@@ -164,7 +164,7 @@ impl GradReducer {
         Tensor::cat(&layout.kinds().map(of_kind).collect::<Result<Vec<_>>>()?, 0)
     }
 
-    /// Returns the sum of the squares of this rank's shard, f64: of all of it, or of what no other rank with a slice has.
+    /// Returns the sum of the squares of this rank's shard, f64. Rank 0 of `split` counts parameters without slices.
     fn distinct_squares(&self, group_idx: usize, group: &ParamGroup) -> Result<Tensor> {
         let reduced = self.reduced(group_idx)?;
         if group.ranks.split.rank() == 0 {

@@ -10,7 +10,7 @@ use candlewick_model::{GroupKind, ParamSpec};
 use crate::pipeline::Layout;
 use crate::placement::{RankOf, SequenceParallel};
 
-/// Elements to whose multiples every parameter and every shard are aligned: 256 bytes of bf16, for fast GEMMs on GPUs.
+/// Alignment of parameters and shards, in elements: 256 bytes of bf16, for fast GEMMs on GPUs.
 pub(crate) const ALIGNMENT: usize = 128;
 
 /// Buffers of which a rank keeps only its shard (ZeRO). Each stage includes those before it.
@@ -48,7 +48,7 @@ pub(crate) struct GroupRanks {
     pub(crate) replicate: Arc<dyn Collective>,
     /// Ranks that hold a slice each of every matrix: tensor parallel or expert parallel ranks.
     pub(crate) split: Arc<dyn Collective>,
-    /// Ranks without a replica among them, over all stages; a norm sums their squares.
+    /// Ranks of all stages that hold no element twice, but for parameters without slices; a norm sums their squares.
     pub(crate) distinct: Arc<dyn Collective>,
 }
 
@@ -118,7 +118,7 @@ impl Stages {
         self.layout.as_ref().map_or(0, |layout| layout.stage_of(unit_idx))
     }
 
-    /// Tells whether this stage owns a unit.
+    /// Returns whether this stage owns a unit.
     pub(crate) fn owns(&self, unit_idx: usize) -> bool {
         self.owner(unit_idx) == self.ranks.rank()
     }
