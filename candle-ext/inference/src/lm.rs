@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionChoice, Seqs};
-use candlewick_parallel::{Engine, EngineSpec, Groups, Layout, Micro, Sharded};
+use candlewick_parallel::{Engine, EngineSpec, Groups, Layout, Micro, ZeroStage};
 use candlewick_text::conversation::{Conversation, Message};
 use candlewick_text::render::{RenderOptions, Sample, render_chat, render_prompt};
 use candlewick_text::template::ChatTemplate;
@@ -99,8 +99,8 @@ impl Lm {
         let model = Model::new(config, adapter.as_ref().map(|adapter| adapter.config.clone()))?;
         // The head is computed for few tokens.
         let layout = Layout::balanced(model.n_blocks(), parts.stages, 1, 0.0);
-        let sharded = parts.in_shares.then_some(Sharded::Weights);
-        let engine = EngineSpec { sharded, ..EngineSpec::inference(dtype, layout) }.build(model, groups, device)?;
+        let zero_stage = parts.in_shares.then_some(ZeroStage::Three);
+        let engine = EngineSpec { zero_stage, ..EngineSpec::inference(dtype, layout) }.build(model, groups, device)?;
         let base = Checkpoint::open(folder)?;
         adapter.as_ref().map_or(Ok(()), |adapter| adapter.check_base(&base))?;
         let base = Origin::Checkpoint(&base);

@@ -113,8 +113,8 @@ impl Crew {
     /// The ranks of `all` with their groups: weights may be in shares, of which each copy is put together when it is computed.
     pub fn of(all: Arc<dyn Collective>, groups: &Groups, in_shares: bool) -> Self {
         let (copies, copy) = match in_shares {
-            true => (&groups.replicas, &groups.model_shards),
-            false => (&groups.data, &groups.model),
+            true => (&groups.dp_replicate, &groups.model_parallel_shard),
+            false => (&groups.dp, &groups.model_parallel),
         };
         Self { all, copies: Arc::clone(copies), copy: Arc::clone(copy), speaks: copy.rank() == 0, at_work: None }
     }

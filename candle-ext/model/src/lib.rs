@@ -27,6 +27,6 @@ pub use layer::{DimSize, LayerSpec, LinearSpec, MixerSpec, MlpSpec, SelfAttentio
 pub use linear::{Adapter, Linear};
 pub use lora::{AdapterFolder, AdapterSpec, BASE_RECORD, BaseRecord, Lora, LoraConfig, Merge, Merged, merge};
 pub use model::Model;
-pub use param::{Dim, Init, ParamSpec, Region};
+pub use param::{Dim, GroupKind, Init, ParamSpec, Region};
 pub use unit::{Shared, Unit, UnitKind};
 pub use weights::{Embedding, Head, Weights};

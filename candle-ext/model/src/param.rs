@@ -23,19 +23,35 @@ pub struct ParamSpec {
     pub decay: bool,
     /// Whether it is trained; false for the base of an adapter.
     pub trainable: bool,
+    /// The process groups that shard it and reduce its gradient.
+    pub group: GroupKind,
+}
+
+/// A kind of parameter group: parameters of one kind are sharded and reduced over the same ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum GroupKind {
+    /// Everything but experts, over the data-parallel ranks.
+    Dense,
+    /// Experts, over the expert-data-parallel ranks.
+    Expert,
+}
+
+impl GroupKind {
+    /// All kinds, in the order of a unit's groups.
+    pub const ALL: [Self; 2] = [Self::Dense, Self::Expert];
 }
 
 impl ParamSpec {
     /// Returns a trainable matrix, which decays.
     pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], region: Region, init: Init) -> Self {
         let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
-        Self { name, shape, dims, region, init, decay: true, trainable: true }
+        Self { name, shape, dims, region, init, decay: true, trainable: true, group: GroupKind::Dense }
     }
 
     /// Returns a trainable vector, which does not decay.
     pub(crate) fn vector(name: String, width: DimSize, region: Region, init: Init) -> Self {
         let (shape, dims) = (vec![width.len], vec![width.dim]);
-        Self { name, shape, dims, region, init, decay: false, trainable: true }
+        Self { name, shape, dims, region, init, decay: false, trainable: true, group: GroupKind::Dense }
     }
 
     /// Returns the weight of an RMS norm.
@@ -59,6 +75,8 @@ pub enum Dim {
     HeadDim,
     /// The MLP's width.
     Ffn,
+    /// All experts, each with all of its rows or columns.
+    Experts,
     /// An adapter's rank.
     Rank,
 }
@@ -165,7 +183,8 @@ mod tests {
 
     fn values(name: &str, shape: &[usize], init: Init, seed: u64) -> Vec<f32> {
         let (name, shape, dims) = (name.to_string(), shape.to_vec(), vec![Dim::Embed; shape.len()]);
-        let spec = ParamSpec { name, shape, dims, region: Region::Residual, init, decay: true, trainable: true };
+        let (region, group) = (Region::Residual, GroupKind::Dense);
+        let spec = ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group };
         let mut out = vec![f32::NAN; spec.numel()];
         spec.initialise(seed, &mut out);
         out

@@ -29,6 +29,8 @@ pub enum UnitKind {
         /// Epsilon of the norm.
         norm_eps: f64,
     },
+    /// Parameters that code outside of this crate finds by name.
+    Named,
 }
 
 impl Unit {

@@ -19,6 +19,8 @@ pub enum Weights {
     Layer(Box<Layer>),
     /// The last norm and the output layer.
     Head(Head),
+    /// Parameters that code outside of this crate finds by name.
+    Named(HashMap<String, Weight>),
 }
 
 /// The embedding [v, d].
@@ -50,6 +52,7 @@ impl Weights {
         Ok(match &unit.kind {
             UnitKind::Embedding => Self::Embedding(Embedding { table: get(EMBEDDING)? }),
             UnitKind::Layer(spec) => Self::Layer(Box::new(Layer::build(spec, &mut get)?)),
+            UnitKind::Named => Self::Named(weights),
             UnitKind::Head { norm_eps } => {
                 let lm_head = get(unit.shared.first().map_or(LM_HEAD, |shared| shared.name.as_str()))?;
                 Self::Head(Head { norm: Norm { weight: get(FINAL_NORM)?, eps: *norm_eps }, lm_head })
@@ -78,11 +81,23 @@ impl Weights {
         }
     }
 
+    /// Returns a parameter of a unit of named parameters.
+    pub fn named(&self, name: &str) -> Result<&Weight> {
+        match self {
+            Self::Named(weights) => match weights.get(name) {
+                Some(weight) => Ok(weight),
+                None => bail!("there is no parameter `{name}` in this unit"),
+            },
+            other => bail!("a named parameter is wanted of {}", other.kind()),
+        }
+    }
+
     fn kind(&self) -> &'static str {
         match self {
             Self::Embedding(_) => "an embedding",
             Self::Layer(_) => "a decoder layer",
             Self::Head(_) => "an output layer",
+            Self::Named(_) => "named parameters",
         }
     }
 }

@@ -8,9 +8,9 @@ use candlewick_model::Model;
 
 use crate::engine::{Engine, Residency};
 use crate::groups::Groups;
-use crate::params::{Formats, Mode, OnHost, ParamStore, Sharded};
+use crate::params::{CpuOffload, Formats, Mode, ParamStore, StoreOptions, ZeroStage};
 use crate::pipeline::{Layout, Pipeline, Schedule};
-use crate::placement::Norms;
+use crate::placement::SequenceParallel;
 use crate::sequence::Sequence;
 
 /// The dtypes, the parallel layout and the memory plan of an engine.
@@ -21,15 +21,15 @@ pub struct EngineSpec {
     /// The dtypes of weights, masters and moments.
     pub formats: Formats,
     /// The ZeRO stage, if parameters are sharded.
-    pub sharded: Option<Sharded>,
-    /// The placement of norms among the tensor-parallel ranks.
-    pub norms: Norms,
+    pub zero_stage: Option<ZeroStage>,
+    /// Sequence parallelism of the tensor-parallel ranks.
+    pub sequence_parallel: SequenceParallel,
     /// The blocks of each pipeline stage.
     pub layout: Layout,
     /// The pipeline schedule.
     pub schedule: Schedule,
     /// The parameters that lie in the memory of a GPU's host.
-    pub on_host: OnHost,
+    pub cpu_offload: CpuOffload,
     /// The activations that each block keeps for backward.
     pub residency: Vec<Residency>,
 }
@@ -41,11 +41,11 @@ impl EngineSpec {
         Self {
             mode: Mode::Train,
             formats,
-            sharded: None,
-            norms: Norms::Whole,
+            zero_stage: None,
+            sequence_parallel: SequenceParallel::Off,
             layout,
             schedule: Schedule::default(),
-            on_host: OnHost::default(),
+            cpu_offload: CpuOffload::default(),
             residency,
         }
     }
@@ -57,22 +57,23 @@ impl EngineSpec {
 
     /// Builds one rank's engine over `groups`, with parameters that are not yet filled. All ranks call it.
     ///
-    /// Training sums losses over the ranks of `groups.losses`. In inference each rank keeps its own.
+    /// Training sums losses over the ranks of `groups.loss`. In inference each rank keeps its own.
     pub fn build(self, model: Model, groups: &Groups, device: Device) -> Result<Engine> {
-        let Self { mode, formats, sharded, norms, layout, schedule, on_host, residency } = self;
-        let sharing = groups.sharing(sharded, layout.clone(), norms);
-        let store = ParamStore::with_host(&model, formats, mode, on_host, &device, sharing)?;
+        let Self { mode, formats, zero_stage, sequence_parallel, layout, schedule, cpu_offload, residency } = self;
+        let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
+        let options = StoreOptions { formats, mode, cpu_offload };
+        let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
         let losses: Arc<dyn Collective> = match mode {
-            Mode::Train => Arc::clone(&groups.losses),
+            Mode::Train => Arc::clone(&groups.loss),
             Mode::Infer => Arc::new(Solo),
         };
-        let pipeline = Pipeline::new(Arc::clone(&groups.stages), layout, schedule)?;
+        let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
         let mut engine = Engine::new(model, store, residency, losses, device).with_pipeline(pipeline);
-        if groups.context.size() * groups.sequence.size() > 1 {
-            engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.context), Arc::clone(&groups.sequence)));
+        if groups.cp.size() * groups.sp.size() > 1 {
+            engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
         }
-        if groups.tensor.size() > 1 {
-            engine = engine.with_tensor(groups.tensor_ranks(norms));
+        if groups.tp.size() > 1 {
+            engine = engine.with_tensor(groups.tensor_ranks(sequence_parallel));
         }
         Ok(engine)
     }

@@ -2,92 +2,133 @@
 
 use std::sync::Arc;
 
-use candle_core::Result;
-use candlewick_comm::Collective;
+use candle_core::{Result, bail};
 use candlewick_comm::mesh::{Axis, Mesh};
+use candlewick_comm::{Collective, Solo};
 
-use crate::params::{Sharded, Sharing, Stages};
+use crate::params::{GroupRanks, ShardingGroups, Stages, ZeroStage};
 use crate::pipeline::Layout;
-use crate::placement::Norms;
+use crate::placement::SequenceParallel;
 use crate::tensor::TensorRanks;
 
-/// This rank's groups. All ranks make them together.
+/// This rank's process groups. All ranks make them together.
 #[derive(Clone)]
 pub struct Groups {
-    /// The ranks that see different tokens.
-    pub data: Arc<dyn Collective>,
-    /// The same on all stages of a pipeline: losses are summed over them, which only the last stage knows.
-    pub losses: Arc<dyn Collective>,
-    /// Those of `data` that keep a share each of what all have in common.
-    pub shards: Arc<dyn Collective>,
-    /// Those of `data` that keep the same share.
-    pub replicas: Arc<dyn Collective>,
-    /// Those that share the tokens of a micro-batch and exchange heads in attention.
-    pub sequence: Arc<dyn Collective>,
-    /// Those that share them and send each other keys and values.
-    pub context: Arc<dyn Collective>,
-    /// The ranks that share every matrix.
-    pub tensor: Arc<dyn Collective>,
-    /// The stages of one pipeline.
-    pub stages: Arc<dyn Collective>,
-    /// The stages that have the same parameter, if the first and the last one do.
-    pub ties: Arc<dyn Collective>,
-    /// The ranks that have one copy of the model together.
-    pub model: Arc<dyn Collective>,
-    /// The same with those that keep a share each.
-    pub model_shards: Arc<dyn Collective>,
+    /// Data parallel ranks: those with different tokens.
+    pub dp: Arc<dyn Collective>,
+    /// Data parallel ranks of all pipeline stages; losses, known on the last stage alone, are summed over them.
+    pub loss: Arc<dyn Collective>,
+    /// Data parallel ranks that keep one shard each.
+    pub dp_shard: Arc<dyn Collective>,
+    /// Data parallel ranks that keep the same shard.
+    pub dp_replicate: Arc<dyn Collective>,
+    /// Ranks that split a micro-batch's tokens and exchange heads in attention (Ulysses).
+    pub sp: Arc<dyn Collective>,
+    /// Ranks that split a micro-batch's tokens and send each other keys and values (ring attention).
+    pub cp: Arc<dyn Collective>,
+    /// Tensor parallel ranks: those with a slice each of every matrix.
+    pub tp: Arc<dyn Collective>,
+    /// Stages of one pipeline.
+    pub pp: Arc<dyn Collective>,
+    /// Stages that hold a tied embedding: the first and the last one. Others are alone.
+    pub tied_embedding: Arc<dyn Collective>,
+    /// Ranks that hold one copy of the model together.
+    pub model_parallel: Arc<dyn Collective>,
+    /// Ranks that hold one copy of the model together, if each of `dp_shard` keeps a shard.
+    pub model_parallel_shard: Arc<dyn Collective>,
+    /// Groups of the experts' parameters.
+    expert: Option<ExpertGroups>,
+}
+
+/// Groups of the experts' parameters.
+#[derive(Clone)]
+struct ExpertGroups {
+    /// Ranks with the same experts: gradients are summed over them.
+    edp: Arc<dyn Collective>,
+    /// Ranks with other experts each.
+    ep: Arc<dyn Collective>,
+    /// Ranks that have all experts of all stages once.
+    model: Arc<dyn Collective>,
+    /// Ranks that have them once if each of `edp` keeps a shard.
+    model_shards: Arc<dyn Collective>,
 }
 
 impl Groups {
     /// Makes the groups of `mesh`; `world` is the group of all its ranks.
     pub fn new(mesh: &Mesh, world: &dyn Collective) -> Result<Self> {
-        let shards = [Axis::DpShard, Axis::Cp, Axis::Sp];
-        let data = [Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
-        let losses = [Axis::Pp, Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
-        let model_shards = [Axis::Pp, Axis::DpShard, Axis::Cp, Axis::Sp, Axis::Tp];
-        let stages = mesh.group(world, &[Axis::Pp])?;
+        let dp = [Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
+        let loss = [Axis::Pp, Axis::DpReplicate, Axis::DpShard, Axis::Cp, Axis::Sp];
+        let model_parallel_shard = [Axis::Pp, Axis::DpShard, Axis::Cp, Axis::Sp, Axis::Tp];
+        let pp = mesh.group(world, &[Axis::Pp])?;
         Ok(Self {
-            data: mesh.group(world, &data)?,
-            losses: mesh.group(world, &losses)?,
-            shards: mesh.group(world, &shards)?,
-            replicas: mesh.group(world, &[Axis::DpReplicate])?,
-            sequence: mesh.group(world, &[Axis::Sp])?,
-            context: mesh.group(world, &[Axis::Cp])?,
-            tensor: mesh.group(world, &[Axis::Tp])?,
-            ties: ties(&*stages)?,
-            stages,
-            model: mesh.group(world, &[Axis::Pp, Axis::Tp])?,
-            model_shards: mesh.group(world, &model_shards)?,
+            dp: mesh.group(world, &dp)?,
+            loss: mesh.group(world, &loss)?,
+            dp_shard: mesh.group(world, &[Axis::DpShard, Axis::Cp, Axis::Sp])?,
+            dp_replicate: mesh.group(world, &[Axis::DpReplicate])?,
+            sp: mesh.group(world, &[Axis::Sp])?,
+            cp: mesh.group(world, &[Axis::Cp])?,
+            tp: mesh.group(world, &[Axis::Tp])?,
+            tied_embedding: first_and_last(&*pp)?,
+            pp,
+            model_parallel: mesh.group(world, &[Axis::Pp, Axis::Tp])?,
+            model_parallel_shard: mesh.group(world, &model_parallel_shard)?,
+            expert: None,
         })
     }
 
-    /// Returns the ranks that share every matrix.
-    pub fn tensor_ranks(&self, norms: Norms) -> TensorRanks {
-        TensorRanks { ranks: Arc::clone(&self.tensor), norms }
+    /// Adds the groups of experts, for a model that has some. All ranks of `world` call it.
+    pub fn with_experts(self, mesh: &Mesh, world: &dyn Collective) -> Result<Self> {
+        let etp = mesh.degrees().etp;
+        if etp > 1 {
+            bail!("etp {etp}: the matrices of an expert cannot be split; set expert tensor parallelism to 1")
+        }
+        let expert = ExpertGroups {
+            edp: mesh.group(world, &[Axis::Edp])?,
+            ep: mesh.group(world, &[Axis::Ep])?,
+            model: mesh.group(world, &[Axis::Pp, Axis::Ep])?,
+            model_shards: mesh.group(world, &[Axis::Pp, Axis::Edp, Axis::Ep])?,
+        };
+        Ok(Self { expert: Some(expert), ..self })
     }
 
-    /// Returns how parameters are shared over these groups: of what is not sharded each rank of `data` keeps all that its stage
-    /// and its place among the tensor parallel ranks have.
-    pub fn sharing(&self, sharded: Option<Sharded>, layout: Layout, norms: Norms) -> Sharing {
-        let alone = Sharing::alone();
-        let (sharded, shards, replicas, all) = match sharded {
-            Some(sharded) => (sharded, &self.shards, &self.replicas, &self.model_shards),
-            None => (alone.sharded, &alone.shards, &self.data, &self.model),
+    /// Returns the tensor parallel ranks.
+    pub fn tensor_ranks(&self, sequence_parallel: SequenceParallel) -> TensorRanks {
+        TensorRanks { ranks: Arc::clone(&self.tp), sequence_parallel }
+    }
+
+    /// Returns the process groups of parameters in a ZeRO stage. Without one each rank of `dp` keeps all parameters of its
+    /// stage and tensor parallel rank.
+    pub fn sharding_groups(
+        &self,
+        zero_stage: Option<ZeroStage>,
+        layout: Layout,
+        sequence_parallel: SequenceParallel,
+    ) -> ShardingGroups {
+        let solo: Arc<dyn Collective> = Arc::new(Solo);
+        let (shard, replicate, distinct) = match zero_stage {
+            Some(_) => (&self.dp_shard, &self.dp_replicate, &self.model_parallel_shard),
+            None => (&solo, &self.dp, &self.model_parallel),
         };
-        let stages = Stages { ranks: Arc::clone(&self.stages), layout: Some(layout), ties: Arc::clone(&self.ties) };
-        Sharing {
-            sharded,
-            shards: Arc::clone(shards),
-            replicas: Arc::clone(replicas),
-            tensor: self.tensor_ranks(norms),
-            stages,
-            all: Arc::clone(all),
-        }
+        let ranks = |shard: &Arc<_>, replicate: &Arc<_>, split: &Arc<_>, distinct: &Arc<_>| {
+            let [shard, replicate, split, distinct] = [shard, replicate, split, distinct].map(Arc::clone);
+            GroupRanks { shard, replicate, split, distinct }
+        };
+        let dense = ranks(shard, replicate, &self.tp, distinct);
+        let expert = self.expert.as_ref().map(|expert| match zero_stage {
+            Some(_) => ranks(&expert.edp, &solo, &expert.ep, &expert.model_shards),
+            None => ranks(&solo, &expert.edp, &expert.ep, &expert.model),
+        });
+        let stages = Stages {
+            ranks: Arc::clone(&self.pp),
+            layout: Some(layout),
+            tied_embedding: Arc::clone(&self.tied_embedding),
+        };
+        ShardingGroups { zero_stage: zero_stage.unwrap_or(ZeroStage::One), dense, expert, sequence_parallel, stages }
     }
 }
 
 /// The first and the last stage of a pipeline, the others alone.
-fn ties(stages: &dyn Collective) -> Result<Arc<dyn Collective>> {
+fn first_and_last(stages: &dyn Collective) -> Result<Arc<dyn Collective>> {
     let last = stages.size() - 1;
     let ends = if last == 0 { vec![0] } else { vec![0, last] };
     let lists: Vec<_> = std::iter::once(ends).chain((1..last).map(|stage| vec![stage])).collect();

@@ -28,9 +28,11 @@ pub use kv_cache::KvCache;
 pub use kv_pool::{Growing, Growth, KvPool};
 pub use objective::{AuxiliaryLoss, CausalLm, MicroLoss, Objective, TokenLosses};
 pub use offload::Parking;
-pub use params::{Formats, Mode, OnHost, ParamState, ParamStore, Sharded, Sharing, Stages, StoreBytes};
+pub use params::{
+    CpuOffload, Formats, MicroBatch, Mode, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage,
+};
 pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
-pub use placement::{Norms, most_kept};
+pub use placement::{SequenceParallel, max_shard_numel};
 pub use regions::Regions;
 pub use sequence::Sequence;
 pub use tensor::TensorRanks;

@@ -3,28 +3,28 @@
 
 use candle_core::{Result, Tensor, bail};
 use candlewick_comm::Collective;
-use candlewick_model::{Dim, ParamSpec, Region};
+use candlewick_model::{Dim, GroupKind, ParamSpec, Region};
 
-/// What the ranks of a tensor parallel group see outside of branches.
+/// Tokens of the residual stream on each tensor parallel rank (Megatron-LM's sequence parallelism).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Norms {
-    /// All tokens each.
-    Whole,
-    /// A part of the tokens each (what Megatron-LM calls sequence parallelism).
-    InParts,
+pub enum SequenceParallel {
+    /// All of them.
+    Off,
+    /// A part of them.
+    On,
 }
 
-/// What of a parameter is kept here, and whether the gradient that is computed here is all of it.
+/// Elements of a parameter on one rank, and the share of their gradient that the rank computes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Place {
-    /// A part of it. No other rank has its gradient.
-    Part(Slice),
-    /// All of it, and each rank computes all of its gradient.
-    Whole,
-    /// All of it, and each rank computes a part of its gradient: their sum is it.
-    Summed,
-    /// The same, but only the first rank uses it: it is added to what the ranks' results are summed to.
-    SummedOnFirst,
+pub(crate) enum Placement {
+    /// A slice of it, with the whole gradient of that slice.
+    Shard(Slice),
+    /// All of it; each rank computes its whole gradient.
+    Replicate,
+    /// All of it; the ranks' gradients are partial sums.
+    Partial,
+    /// All of it, used by rank 0 alone: a bias that is added once to the reduced output.
+    Rank0Only,
 }
 
 /// Some rows or columns of a parameter.
@@ -33,44 +33,58 @@ pub(crate) struct Slice {
     pub(crate) dim: usize,
     pub(crate) start: usize,
     pub(crate) len: usize,
-    /// How many the first rank has: none has more.
-    pub(crate) most: usize,
+    /// Length on the first rank: no other has more.
+    pub(crate) max_len: usize,
 }
 
-/// Returns how many elements of a parameter the one of `n_ranks` tensor parallel ranks keeps that has most of them.
-pub fn most_kept(spec: &ParamSpec, n_ranks: usize) -> Result<usize> {
-    Ok(Place::of(spec, Norms::Whole, [0, n_ranks])?.most(&spec.shape))
+/// A rank among those that hold a slice each of a parameter.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RankOf {
+    pub(crate) rank: usize,
+    pub(crate) n_ranks: usize,
 }
 
-impl Place {
-    /// Says what `rank` of `n_ranks` has of a parameter.
-    pub(crate) fn of(spec: &ParamSpec, norms: Norms, [rank, n_ranks]: [usize; 2]) -> Result<Self> {
-        let is_split = |dim: &Dim| matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn);
+/// Returns the largest number of elements of a parameter that any of `n_ranks` ranks with a slice each keeps.
+pub fn max_shard_numel(spec: &ParamSpec, n_ranks: usize) -> Result<usize> {
+    Ok(Placement::of(spec, SequenceParallel::Off, RankOf { rank: 0, n_ranks })?.max_numel(&spec.shape))
+}
+
+impl Placement {
+    /// Returns the placement of a parameter on one of the ranks that hold a slice each: tensor parallel ranks split dense ones,
+    /// expert parallel ranks split experts.
+    pub(crate) fn of(spec: &ParamSpec, sequence_parallel: SequenceParallel, rank: RankOf) -> Result<Self> {
+        let is_split = |dim: &Dim| match spec.group {
+            GroupKind::Dense => matches!(dim, Dim::Vocab | Dim::Heads | Dim::KvHeads | Dim::Ffn),
+            GroupKind::Expert => *dim == Dim::Experts,
+        };
         if let Some(dim) = spec.dims.iter().position(is_split) {
-            return Ok(Self::Part(Slice::of(spec, dim, [rank, n_ranks])?));
+            return Ok(Self::Shard(Slice::of(spec, dim, rank)?));
         }
-        Ok(match (spec.region, spec.dims.as_slice(), norms) {
-            (Region::Residual, _, Norms::Whole) => Self::Whole,
+        if spec.group == GroupKind::Expert {
+            bail!("{} belongs to an expert, but none of its dims {:?} counts experts", spec.name, spec.dims)
+        }
+        Ok(match (spec.region, spec.dims.as_slice(), sequence_parallel) {
+            (Region::Residual, _, SequenceParallel::Off) => Self::Replicate,
             // A bias as wide as the model: that of a branch's last matrix.
-            (Region::Branch, [Dim::Embed], _) => Self::SummedOnFirst,
-            (Region::Residual, _, Norms::InParts) | (Region::Branch, ..) => Self::Summed,
+            (Region::Branch, [Dim::Embed], _) => Self::Rank0Only,
+            (Region::Residual, _, SequenceParallel::On) | (Region::Branch, ..) => Self::Partial,
         })
     }
 
     /// Returns the shape of what is kept.
     pub(crate) fn shape(&self, whole: &[usize]) -> Vec<usize> {
         let mut shape = whole.to_vec();
-        if let Self::Part(slice) = self {
+        if let Self::Shard(slice) = self {
             shape[slice.dim] = slice.len;
         }
         shape
     }
 
     /// Returns the number of elements that the rank with most of them keeps.
-    pub(crate) fn most(&self, whole: &[usize]) -> usize {
+    pub(crate) fn max_numel(&self, whole: &[usize]) -> usize {
         let mut shape = whole.to_vec();
-        if let Self::Part(slice) = self {
-            shape[slice.dim] = slice.most;
+        if let Self::Shard(slice) = self {
+            shape[slice.dim] = slice.max_len;
         }
         shape.iter().product()
     }
@@ -78,46 +92,50 @@ impl Place {
     /// Cuts what is kept out of all.
     pub(crate) fn cut(&self, whole: &Tensor) -> Result<Tensor> {
         match self {
-            Self::Part(Slice { dim, start, len, .. }) => whole.narrow(*dim, *start, *len)?.contiguous(),
+            Self::Shard(Slice { dim, start, len, .. }) => whole.narrow(*dim, *start, *len)?.contiguous(),
             _ => Ok(whole.clone()),
         }
     }
 
-    /// Puts all together from what each rank keeps, a flat piece of [`Place::most`] elements. All ranks call it.
+    /// Puts all together from what each rank keeps, a flat piece of [`Placement::max_numel`] elements. All ranks call it.
     pub(crate) fn gather(&self, piece: &Tensor, whole: &[usize], ranks: &dyn Collective) -> Result<Tensor> {
-        let Self::Part(slice) = self else { return piece.reshape(whole) };
+        let Self::Shard(slice) = self else { return piece.reshape(whole) };
         let all = ranks.all_gather(piece)?;
         if slice.dim == 0 {
             return all.narrow(0, 0, whole.iter().product())?.reshape(whole);
         }
-        let by_rank = all.reshape((ranks.size(), whole[0], slice.most))?;
+        let by_rank = all.reshape((ranks.size(), whole[0], slice.max_len))?;
         by_rank.transpose(0, 1)?.contiguous()?.reshape(whole)
     }
 
-    /// Tells whether the gradients of the ranks must be summed.
-    pub(crate) fn is_summed(&self) -> bool {
-        matches!(self, Self::Summed | Self::SummedOnFirst)
+    /// Tells whether the ranks' gradients are partial sums.
+    pub(crate) fn is_partial(&self) -> bool {
+        matches!(self, Self::Partial | Self::Rank0Only)
     }
 }
 
 impl Slice {
-    fn of(spec: &ParamSpec, dim: usize, [rank, n_ranks]: [usize; 2]) -> Result<Self> {
+    fn of(spec: &ParamSpec, dim: usize, RankOf { rank, n_ranks }: RankOf) -> Result<Self> {
         let n = spec.shape[dim];
+        let kind = match spec.group {
+            GroupKind::Dense => "tensor",
+            GroupKind::Expert => "expert",
+        };
         // Only tokens may be shared out unevenly: heads are whole, and columns must fit together.
         if !n.is_multiple_of(n_ranks) && spec.dims[dim] != Dim::Vocab {
-            bail!("{} of {:?} over {n_ranks} tensor parallel ranks: dim {dim} is not divisible", spec.name, spec.shape)
+            bail!("{} of {:?} over {n_ranks} {kind} parallel ranks: dim {dim} is not divisible", spec.name, spec.shape)
         }
-        let most = n.div_ceil(n_ranks);
-        let start = (rank * most).min(n);
-        let len = most.min(n - start);
+        let max_len = n.div_ceil(n_ranks);
+        let start = (rank * max_len).min(n);
+        let len = max_len.min(n - start);
         if len == 0 {
             bail!(
-                "{} of {:?} over {n_ranks} tensor parallel ranks: nothing is left for rank {rank}",
+                "{} of {:?} over {n_ranks} {kind} parallel ranks: nothing is left for rank {rank}",
                 spec.name,
                 spec.shape
             )
         }
-        Ok(Self { dim, start, len, most })
+        Ok(Self { dim, start, len, max_len })
     }
 }
 
@@ -131,7 +149,8 @@ mod tests {
 
     fn spec(shape: &[usize], dims: &[Dim], region: Region) -> ParamSpec {
         let (name, shape, dims) = ("w".to_owned(), shape.to_vec(), dims.to_vec());
-        ParamSpec { name, shape, dims, region, init: Init::Zeros, decay: true, trainable: true }
+        let (init, group) = (Init::Zeros, GroupKind::Dense);
+        ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group }
     }
 
     #[test]
@@ -147,10 +166,10 @@ mod tests {
             let n = spec.numel();
             let whole = Tensor::arange(0.0f32, n as f32, &Device::Cpu).unwrap().reshape(shape).unwrap();
             let all = threads::run(3, Options::default(), |world| -> Result<Tensor> {
-                let place = Place::of(&spec, Norms::Whole, [world.rank(), 3])?;
+                let place = Placement::of(&spec, SequenceParallel::Off, RankOf { rank: world.rank(), n_ranks: 3 })?;
                 let kept = place.cut(&whole)?.flatten_all()?;
                 assert_eq!(kept.elem_count(), place.shape(shape).iter().product::<usize>());
-                let padded = kept.pad_with_zeros(0, 0, place.most(shape) - kept.elem_count())?;
+                let padded = kept.pad_with_zeros(0, 0, place.max_numel(shape) - kept.elem_count())?;
                 place.gather(&padded, shape, &*world.group())
             });
             for got in all.unwrap() {
@@ -165,21 +184,42 @@ mod tests {
 
     #[test]
     fn what_cannot_be_cut_is_refused_by_name() {
-        let refused = |shape: &[usize], dims: &[Dim], ranks| {
-            Place::of(&spec(shape, dims, Region::Branch), Norms::Whole, ranks).unwrap_err().to_string()
+        let refused = |shape: &[usize], dims: &[Dim], rank, n_ranks| {
+            let ranks = RankOf { rank, n_ranks };
+            Placement::of(&spec(shape, dims, Region::Branch), SequenceParallel::Off, ranks).unwrap_err().to_string()
         };
-        assert!(refused(&[5, 4], &[Dim::Heads, Dim::Embed], [0, 2]).contains("w of [5, 4] over 2"));
-        assert!(refused(&[3, 4], &[Dim::Vocab, Dim::Embed], [3, 4]).contains("nothing is left for rank 3"));
+        assert!(refused(&[5, 4], &[Dim::Heads, Dim::Embed], 0, 2).contains("w of [5, 4] over 2"));
+        assert!(refused(&[3, 4], &[Dim::Vocab, Dim::Embed], 3, 4).contains("nothing is left for rank 3"));
     }
+
+    const SECOND: RankOf = RankOf { rank: 1, n_ranks: 2 };
 
     #[test]
     fn norms_see_all_tokens_or_a_part() {
         let norm = spec(&[4], &[Dim::Embed], Region::Residual);
-        assert_eq!(Place::of(&norm, Norms::Whole, [1, 2]).unwrap(), Place::Whole);
-        assert_eq!(Place::of(&norm, Norms::InParts, [1, 2]).unwrap(), Place::Summed);
+        assert_eq!(Placement::of(&norm, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
+        assert_eq!(Placement::of(&norm, SequenceParallel::On, SECOND).unwrap(), Placement::Partial);
         let bias = spec(&[4], &[Dim::Embed], Region::Branch);
-        assert_eq!(Place::of(&bias, Norms::Whole, [1, 2]).unwrap(), Place::SummedOnFirst);
+        assert_eq!(Placement::of(&bias, SequenceParallel::Off, SECOND).unwrap(), Placement::Rank0Only);
         let whole = Tensor::zeros(4, candle_core::DType::F32, &Device::Cpu).unwrap();
-        assert_eq!(Place::Whole.cut(&whole).unwrap().i(0).unwrap().to_scalar::<f32>().unwrap(), 0.0);
+        assert_eq!(Placement::Replicate.cut(&whole).unwrap().i(0).unwrap().to_scalar::<f32>().unwrap(), 0.0);
+    }
+
+    #[test]
+    fn experts_are_split_over_expert_parallel_ranks() {
+        let expert = |dims: &[Dim]| ParamSpec { group: GroupKind::Expert, ..spec(&[6, 4], dims, Region::Branch) };
+        let rows = Slice { dim: 0, start: 3, len: 3, max_len: 3 };
+        let place = |dims: &[Dim]| Placement::of(&expert(dims), SequenceParallel::Off, SECOND);
+        assert_eq!(place(&[Dim::Experts, Dim::Embed]).unwrap(), Placement::Shard(rows));
+        assert_eq!(
+            place(&[Dim::Ffn, Dim::Experts]).unwrap(),
+            Placement::Shard(Slice { dim: 1, start: 2, len: 2, max_len: 2 })
+        );
+        assert!(place(&[Dim::Ffn, Dim::Embed]).unwrap_err().to_string().contains("w belongs to an expert"));
+        let four = RankOf { rank: 0, n_ranks: 4 };
+        let refused = Placement::of(&expert(&[Dim::Experts, Dim::Embed]), SequenceParallel::Off, four).unwrap_err();
+        assert!(refused.to_string().contains("over 4 expert parallel ranks: dim 0 is not divisible"), "{refused}");
+        let router = spec(&[6, 4], &[Dim::Experts, Dim::Embed], Region::Residual);
+        assert_eq!(Placement::of(&router, SequenceParallel::Off, SECOND).unwrap(), Placement::Replicate);
     }
 }

@@ -2,7 +2,7 @@
 //! one, so that a branch costs one exchange at either end. (Shoeybi et al., 2019; <https://arxiv.org/abs/1909.08053>. The
 //! residual stream in parts: Korthikanti et al., 2022; <https://arxiv.org/abs/2205.05198>.)
 //!
-//! t tokens, n ranks, d model; with [`Norms::InParts`] a rank has t/n tokens outside of branches
+//! t tokens, n ranks, d model; with [`SequenceParallel::On`] a rank has t/n tokens outside of branches
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use candlewick_ops::{
     self as ops, AttentionSpec, Columns, PendingExchange, Seqs, VocabPart, Weight, record, record_exchange,
 };
 
-use crate::placement::Norms;
+use crate::placement::SequenceParallel;
 
 /// The ranks that share every matrix.
 #[derive(Clone)]
@@ -21,32 +21,32 @@ pub struct TensorRanks {
     /// The ranks.
     pub ranks: Arc<dyn Collective>,
     /// What they see outside of branches.
-    pub norms: Norms,
+    pub sequence_parallel: SequenceParallel,
 }
 
 impl TensorRanks {
     /// How many parts the tokens fall into outside of branches.
     pub(crate) fn token_parts(&self) -> usize {
-        match self.norms {
-            Norms::Whole => 1,
-            Norms::InParts => self.ranks.size(),
+        match self.sequence_parallel {
+            SequenceParallel::Off => 1,
+            SequenceParallel::On => self.ranks.size(),
         }
     }
 
     /// [t/n, d] -> [t, d], or all of them already.
     fn gather(&self, x: &Tensor) -> Result<Tensor> {
-        match self.norms {
+        match self.sequence_parallel {
             // An exchange gives a tensor of its own.
-            Norms::Whole => x.reshape(x.shape()),
-            Norms::InParts => Ok(self.ranks.all_gather(x)?),
+            SequenceParallel::Off => x.reshape(x.shape()),
+            SequenceParallel::On => Ok(self.ranks.all_gather(x)?),
         }
     }
 
     /// Begins to sum over the ranks: [t, d] -> [t/n, d], or [t, d] for all.
     fn start_sum(&self, y: &Tensor) -> Result<PendingExchange> {
-        let pending = match self.norms {
-            Norms::Whole => self.ranks.start_all_reduce(y, Reduce::Sum)?,
-            Norms::InParts => self.ranks.start_reduce_scatter(y)?,
+        let pending = match self.sequence_parallel {
+            SequenceParallel::Off => self.ranks.start_all_reduce(y, Reduce::Sum)?,
+            SequenceParallel::On => self.ranks.start_reduce_scatter(y)?,
         };
         Ok(Box::new(move || Ok(pending.wait()?)))
     }

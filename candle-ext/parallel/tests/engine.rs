@@ -10,7 +10,9 @@ use candlewick_ops::{
     AdamW, AttentionChoice, CrossEntropy, GradPolicy, GradScaler, LossScaling, Outcome, Reduction, Rows, Seqs, Tape,
     Upstream, Verdict, linear_cross_entropy,
 };
-use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, OnHost, ParamStore, Residency, Sharing};
+use candlewick_parallel::{
+    CpuOffload, Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Residency, ShardingGroups, StoreOptions,
+};
 use rand::{Rng, SeedableRng};
 use serde_json::json;
 
@@ -31,11 +33,12 @@ fn engine(model: Model, dtype: DType, residency: Residency) -> Engine {
 }
 
 fn engine_in(model: Model, formats: Formats, residency: Residency) -> Engine {
-    engine_with(model, formats, OnHost::default(), residency)
+    engine_with(model, formats, CpuOffload::default(), residency)
 }
 
-fn engine_with(model: Model, formats: Formats, on_host: OnHost, residency: Residency) -> Engine {
-    let store = ParamStore::with_host(&model, formats, Mode::Train, on_host, &Device::Cpu, Sharing::alone()).unwrap();
+fn engine_with(model: Model, formats: Formats, cpu_offload: CpuOffload, residency: Residency) -> Engine {
+    let options = StoreOptions { formats, mode: Mode::Train, cpu_offload };
+    let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -89,9 +92,9 @@ fn weights_that_the_host_keeps_give_the_same_gradients() {
     let hyper = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
     let all = sequences(&[9, 5]);
     for (adapter, dtype) in [(None, DType::F32), (None, DType::BF16), (Some(lora), DType::F32)] {
-        let of = |on_host| {
+        let of = |cpu_offload| {
             let model = Model::new(config(true), adapter.clone()).unwrap();
-            let engine = engine_with(model, Formats::computing_in(dtype), on_host, Residency::Recompute);
+            let engine = engine_with(model, Formats::computing_in(dtype), cpu_offload, Residency::Recompute);
             let losses = [1, 2].map(|key| {
                 engine.store().zero_grads().unwrap();
                 let loss = train(&engine, &micro(&all), &all, key);
@@ -100,7 +103,7 @@ fn weights_that_the_host_keeps_give_the_same_gradients() {
             });
             (losses, grads(&engine))
         };
-        assert_eq!(of(OnHost { optimizer: 1.0, weights: true }), of(OnHost::default()));
+        assert_eq!(of(CpuOffload { optimizer: 1.0, weights: true }), of(CpuOffload::default()));
     }
 }
 

@@ -8,7 +8,7 @@ use candlewick_comm::Solo;
 use candlewick_model::{Config, Model};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{
-    Asked, Engine, Formats, Growth, KvPool, Micro, Mode, ParamStore, Path, Residency, Run, Sharing, Until,
+    Asked, Engine, Formats, Growth, KvPool, Micro, Mode, ParamStore, Path, Residency, Run, ShardingGroups, Until,
 };
 use serde_json::json;
 
@@ -25,7 +25,7 @@ fn engine(dtype: DType, window: Option<usize>) -> Engine {
     });
     let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
     let formats = Formats::computing_in(dtype);
-    let store = ParamStore::new(&model, formats, Mode::Infer, &Device::Cpu, Sharing::alone()).unwrap();
+    let store = ParamStore::new(&model, formats, Mode::Infer, &Device::Cpu, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

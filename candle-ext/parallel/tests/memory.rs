@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, MlpRows, Model};
 use candlewick_ops::Seqs;
-use candlewick_parallel::{Engine, Formats, LossScale, Micro, Mode, ParamStore, Parking, Residency, Sharing};
+use candlewick_parallel::{Engine, Formats, LossScale, Micro, Mode, ParamStore, Parking, Residency, ShardingGroups};
 use peak_alloc::PeakAlloc;
 use serde_json::json;
 
@@ -34,7 +34,7 @@ fn model() -> Model {
 #[track_caller]
 fn check_store_bytes(formats: Formats, n_bytes_of_weight: u64) {
     let before = ALLOCATOR.current_usage();
-    let store = ParamStore::new(&model(), formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
+    let store = ParamStore::new(&model(), formats, Mode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
     let allocated = (ALLOCATOR.current_usage() - before) as f64;
     let bytes = store.device_bytes();
     // Names and shapes are allocated, too.
@@ -46,8 +46,9 @@ fn check_store_bytes(formats: Formats, n_bytes_of_weight: u64) {
 /// The most bytes alive during a forward and backward, above what was alive before.
 fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
     let model = model();
-    let store = ParamStore::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu, Sharing::alone())
-        .unwrap();
+    let store =
+        ParamStore::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu, ShardingGroups::alone())
+            .unwrap();
     let folder = Parking::Folder(std::env::temp_dir());
     let engine =
         Engine::new(model, store, residency, Arc::new(Solo), Device::Cpu).with_parking(folder).with_mlp_rows(mlp_rows);

@@ -7,7 +7,9 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, LoraConfig, MlpRows, Model};
 use candlewick_ops::Seqs;
-use candlewick_parallel::{Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Parking, Residency, Sharing};
+use candlewick_parallel::{
+    Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Parking, Residency, ShardingGroups,
+};
 use serde_json::{Value, json};
 
 const VOCAB: usize = 50;
@@ -53,7 +55,7 @@ fn engine(case: &Case, residency: Vec<Residency>, mlp_rows: MlpRows) -> Engine {
     let lora = case.lora.as_ref().map(|lora| LoraConfig::from_json(lora).unwrap());
     let model = Model::new(Config::from_json(case.config.clone()).unwrap(), lora).unwrap();
     let formats = Formats::computing_in(case.dtype);
-    let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
+    let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];

@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::{Config, Model};
 use candlewick_ops::{AdamW, GradPolicy, GradScaler, LossScaling, copy_into};
-use candlewick_parallel::{Formats, Mode, OnHost, ParamStore, Sharing};
+use candlewick_parallel::{CpuOffload, Formats, Mode, ParamStore, ShardingGroups, StoreOptions};
 use serde_json::json;
 
 const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 1e-8, weight_decay: 0.1 };
@@ -19,10 +19,10 @@ fn model() -> Model {
     Model::new(Config::from_json(config).unwrap(), None).unwrap()
 }
 
-fn store(formats: Formats, on_host: Option<OnHost>) -> ParamStore {
+fn store(formats: Formats, cpu_offload: Option<CpuOffload>) -> ParamStore {
     let (model, device) = (model(), Device::Cpu);
-    let on_host = on_host.unwrap_or_default();
-    let store = ParamStore::with_host(&model, formats, Mode::Train, on_host, &device, Sharing::alone()).unwrap();
+    let options = StoreOptions { formats, mode: Mode::Train, cpu_offload: cpu_offload.unwrap_or_default() };
+    let store = ParamStore::of_units(model.units(), options, &device, ShardingGroups::alone()).unwrap();
     store
         .fill(|spec| {
             let mut values = vec![0f32; spec.numel()];
@@ -33,8 +33,8 @@ fn store(formats: Formats, on_host: Option<OnHost>) -> ParamStore {
     store
 }
 
-fn optimizer(share: f64) -> Option<OnHost> {
-    Some(OnHost { optimizer: share, weights: false })
+fn optimizer(share: f64) -> Option<CpuOffload> {
+    Some(CpuOffload { optimizer: share, weights: false })
 }
 
 /// Gradients for the `number`-th step, or one that overflows.
@@ -81,10 +81,10 @@ fn where_the_optimizer_lives_changes_no_bit() {
         let untouched = everything(&store(formats, None));
         assert!(together != untouched, "no step was taken");
         for (optimizer, weights) in [(0.0, false), (0.4, false), (1.0, false), (1.0, true)] {
-            let on_host = OnHost { optimizer, weights };
-            let apart = store(formats, Some(on_host));
-            assert!(everything(&apart) == untouched, "{on_host:?} of {formats:?} before the first step");
-            assert!(after_steps(&apart) == together, "{on_host:?} of {formats:?}");
+            let cpu_offload = CpuOffload { optimizer, weights };
+            let apart = store(formats, Some(cpu_offload));
+            assert!(everything(&apart) == untouched, "{cpu_offload:?} of {formats:?} before the first step");
+            assert!(after_steps(&apart) == together, "{cpu_offload:?} of {formats:?}");
         }
     }
 }

@@ -16,7 +16,7 @@ mod tiles;
 use std::collections::BTreeSet;
 
 use candlewick_comm::mesh::Degrees;
-use candlewick_parallel::{Norms, Schedule, Sharded};
+use candlewick_parallel::{Schedule, SequenceParallel, ZeroStage};
 
 use case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS};
 use rank::{FEW, Outcome, STEPS, Way, compare, one_rank, run, run_with};
@@ -36,12 +36,12 @@ fn dp(n_ranks: usize) -> Way {
     Way { degrees: Degrees { dp_replicate: n_ranks, ..ONE }, ..Way::ONE_RANK }
 }
 
-fn zero(n_ranks: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, sharded: Some(sharded), ..Way::ONE_RANK }
+fn zero(n_ranks: usize, zero_stage: ZeroStage) -> Way {
+    Way { degrees: Degrees { dp_shard: n_ranks, ..ONE }, zero_stage: Some(zero_stage), ..Way::ONE_RANK }
 }
 
-fn hybrid(dp_replicate: usize, dp_shard: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, sharded: Some(sharded), ..Way::ONE_RANK }
+fn hybrid(dp_replicate: usize, dp_shard: usize, zero_stage: ZeroStage) -> Way {
+    Way { degrees: Degrees { dp_replicate, dp_shard, ..ONE }, zero_stage: Some(zero_stage), ..Way::ONE_RANK }
 }
 
 /// All models in all batchings; and with any of the operations that this asks groups for lying, a difference. `known` are some
@@ -92,38 +92,38 @@ fn parity_of_three_replicas() {
 
 #[test]
 fn parity_of_a_sharded_optimizer() {
-    check(zero(2, Sharded::Optimizer), &SHARES);
+    check(zero(2, ZeroStage::One), &SHARES);
 }
 
 #[test]
 fn parity_of_sharded_gradients() {
-    check(zero(3, Sharded::Gradients), &SHARES);
+    check(zero(3, ZeroStage::Two), &SHARES);
 }
 
 #[test]
 fn parity_of_sharded_weights() {
-    check(zero(2, Sharded::Weights), &SHARES);
+    check(zero(2, ZeroStage::Three), &SHARES);
 }
 
 #[test]
 fn parity_of_weights_sharded_over_eight() {
-    check(zero(8, Sharded::Weights), &SHARES);
+    check(zero(8, ZeroStage::Three), &SHARES);
 }
 
 #[test]
 fn parity_of_replicated_shards() {
-    check(hybrid(2, 2, Sharded::Optimizer), &[SHARES[0], SHARES[1], "dp_replicate all_reduce"]);
-    check(hybrid(2, 2, Sharded::Gradients), &SHARES);
-    check(hybrid(2, 3, Sharded::Weights), &SHARES);
+    check(hybrid(2, 2, ZeroStage::One), &[SHARES[0], SHARES[1], "dp_replicate all_reduce"]);
+    check(hybrid(2, 2, ZeroStage::Two), &SHARES);
+    check(hybrid(2, 3, ZeroStage::Three), &SHARES);
 }
 
-fn ulysses(dp_shard: usize, sp: usize, sharded: Option<Sharded>) -> Way {
-    Way { degrees: Degrees { dp_shard, sp, ..ONE }, sharded, ..Way::ONE_RANK }
+fn ulysses(dp_shard: usize, sp: usize, zero_stage: Option<ZeroStage>) -> Way {
+    Way { degrees: Degrees { dp_shard, sp, ..ONE }, zero_stage, ..Way::ONE_RANK }
 }
 
 #[test]
 fn parity_of_sequences_in_two_parts() {
-    check(ulysses(1, 2, Some(Sharded::Optimizer)), &[HEADS, SHARES[0], SHARES[1]]);
+    check(ulysses(1, 2, Some(ZeroStage::One)), &[HEADS, SHARES[0], SHARES[1]]);
 }
 
 #[test]
@@ -148,51 +148,51 @@ fn parity_of_parts_with_dropout() {
 
 #[test]
 fn parity_of_parts_and_shards() {
-    check(ulysses(2, 2, Some(Sharded::Gradients)), &[HEADS, SHARES[0], SHARES[1]]);
-    check(ulysses(2, 4, Some(Sharded::Weights)), &[HEADS, SHARES[0], SHARES[1]]);
+    check(ulysses(2, 2, Some(ZeroStage::Two)), &[HEADS, SHARES[0], SHARES[1]]);
+    check(ulysses(2, 4, Some(ZeroStage::Three)), &[HEADS, SHARES[0], SHARES[1]]);
 }
 
-fn tensor(degrees: Degrees, norms: Norms) -> Way {
-    Way { degrees, norms, ..Way::ONE_RANK }
+fn tensor(degrees: Degrees, sequence_parallel: SequenceParallel) -> Way {
+    Way { degrees, sequence_parallel, ..Way::ONE_RANK }
 }
 
 #[test]
 fn parity_of_matrices_in_two_parts() {
-    check(tensor(Degrees { tp: 2, ..ONE }, Norms::Whole), &["tp all_reduce"]);
-    check(tensor(Degrees { tp: 2, ..ONE }, Norms::InParts), &IN_PARTS);
+    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
+    check(tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On), &IN_PARTS);
 }
 
 /// A vocabulary that does not fall into even parts.
 #[test]
 fn parity_of_matrices_in_four_parts() {
-    check(tensor(Degrees { tp: 4, ..ONE }, Norms::Whole), &["tp all_reduce"]);
-    check(tensor(Degrees { tp: 4, ..ONE }, Norms::InParts), &IN_PARTS);
+    check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::Off), &["tp all_reduce"]);
+    check(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On), &IN_PARTS);
 }
 
 /// Every factor of an adapter is in parts, or has a gradient in parts. The parts drop what one rank drops.
 #[test]
 fn parity_of_adapters_in_parts() {
-    for norms in [Norms::Whole, Norms::InParts] {
+    for sequence_parallel in [SequenceParallel::Off, SequenceParallel::On] {
         for batching in BATCHINGS {
             let one_rank = one_rank(ADAPTER, batching, STEPS);
-            compare(&run(tensor(Degrees { tp: 2, ..ONE }, norms), ADAPTER, batching), &one_rank).unwrap();
+            compare(&run(tensor(Degrees { tp: 2, ..ONE }, sequence_parallel), ADAPTER, batching), &one_rank).unwrap();
         }
     }
 }
 
 #[test]
 fn parity_of_matrices_in_parts_and_shards() {
-    let way = |degrees, sharded| Way { sharded: Some(sharded), ..tensor(degrees, Norms::InParts) };
-    check(way(Degrees { tp: 2, dp_shard: 2, ..ONE }, Sharded::Optimizer), &IN_PARTS);
-    check(way(Degrees { tp: 2, dp_shard: 3, ..ONE }, Sharded::Gradients), &IN_PARTS);
-    check(way(Degrees { tp: 2, dp_shard: 2, dp_replicate: 2, ..ONE }, Sharded::Weights), &SHARES);
+    let way = |degrees, zero_stage| Way { zero_stage: Some(zero_stage), ..tensor(degrees, SequenceParallel::On) };
+    check(way(Degrees { tp: 2, dp_shard: 2, ..ONE }, ZeroStage::One), &IN_PARTS);
+    check(way(Degrees { tp: 2, dp_shard: 3, ..ONE }, ZeroStage::Two), &IN_PARTS);
+    check(way(Degrees { tp: 2, dp_shard: 2, dp_replicate: 2, ..ONE }, ZeroStage::Three), &SHARES);
 }
 
 #[test]
 fn parity_of_matrices_and_sequences_in_parts() {
-    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, Norms::Whole), &[HEADS, "tp all_reduce"]);
-    let way = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, Norms::InParts);
-    check(Way { sharded: Some(Sharded::Weights), ..way }, &[HEADS, IN_PARTS[0], SHARES[0]]);
+    check(tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off), &[HEADS, "tp all_reduce"]);
+    let way = tensor(Degrees { tp: 2, sp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On);
+    check(Way { zero_stage: Some(ZeroStage::Three), ..way }, &[HEADS, IN_PARTS[0], SHARES[0]]);
 }
 
 fn pipeline(degrees: Degrees, schedule: Schedule, runs: &'static [usize]) -> Way {
@@ -221,26 +221,32 @@ fn parity_of_interleaved_runs() {
 
 #[test]
 fn parity_of_a_pipeline_of_replicas_and_shards() {
-    let way = |degrees, sharded| Way { sharded, ..pipeline(degrees, Schedule::OneForwardOneBackward, &[2, 2]) };
+    let way = |degrees, zero_stage| Way { zero_stage, ..pipeline(degrees, Schedule::OneForwardOneBackward, &[2, 2]) };
     check(way(Degrees { pp: 2, dp_replicate: 2, ..ONE }, None), &[STAGES, TIE, SUM]);
-    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(Sharded::Optimizer)), &[STAGES, TIE, SHARES[0]]);
-    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(Sharded::Gradients)), &[STAGES, TIE, SHARES[0]]);
-    check(way(Degrees { pp: 2, dp_shard: 3, ..ONE }, Some(Sharded::Weights)), &[STAGES, TIE, SHARES[0]]);
+    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(ZeroStage::One)), &[STAGES, TIE, SHARES[0]]);
+    check(way(Degrees { pp: 2, dp_shard: 2, ..ONE }, Some(ZeroStage::Two)), &[STAGES, TIE, SHARES[0]]);
+    check(way(Degrees { pp: 2, dp_shard: 3, ..ONE }, Some(ZeroStage::Three)), &[STAGES, TIE, SHARES[0]]);
 }
 
 #[test]
 fn parity_of_a_pipeline_of_parts() {
-    let way = |degrees, norms, sharded, runs| {
+    let way = |degrees, sequence_parallel, zero_stage, runs| {
         let schedule = Schedule::OneForwardOneBackward;
-        Way { norms, sharded, ..pipeline(degrees, schedule, runs) }
+        Way { sequence_parallel, zero_stage, ..pipeline(degrees, schedule, runs) }
     };
-    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts, None, &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
-    check(way(Degrees { pp: 2, tp: 2, ..ONE }, Norms::Whole, None, &[1, 1, 1, 1]), &[STAGES, TIE, "tp all_reduce"]);
-    check(way(Degrees { pp: 2, sp: 2, ..ONE }, Norms::Whole, Some(Sharded::Weights), &[2, 2]), &[STAGES, TIE, HEADS]);
-    let eight = Degrees { pp: 2, tp: 2, dp_shard: 2, ..ONE };
-    check(way(eight, Norms::InParts, Some(Sharded::Weights), &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
+    check(way(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On, None, &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
     check(
-        way(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, Norms::InParts, None, &[3, 1]),
+        way(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::Off, None, &[1, 1, 1, 1]),
+        &[STAGES, TIE, "tp all_reduce"],
+    );
+    check(
+        way(Degrees { pp: 2, sp: 2, ..ONE }, SequenceParallel::Off, Some(ZeroStage::Three), &[2, 2]),
+        &[STAGES, TIE, HEADS],
+    );
+    let eight = Degrees { pp: 2, tp: 2, dp_shard: 2, ..ONE };
+    check(way(eight, SequenceParallel::On, Some(ZeroStage::Three), &[2, 2]), &[STAGES, TIE, IN_PARTS[0]]);
+    check(
+        way(Degrees { pp: 2, tp: 2, sp: 2, ..ONE }, SequenceParallel::On, None, &[3, 1]),
         &[STAGES, TIE, HEADS, IN_PARTS[0]],
     );
 }
@@ -248,10 +254,10 @@ fn parity_of_a_pipeline_of_parts() {
 /// Without dropout nothing is left to chance: bits do not depend on which rank comes first.
 #[test]
 fn parity_of_two_runs_is_to_the_bit() {
-    let all = Way { runs: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, Norms::InParts) };
+    let all = Way { runs: Some(&[2, 2]), ..tensor(Degrees { pp: 2, tp: 2, ..ONE }, SequenceParallel::On) };
     let afab = pipeline(Degrees { pp: 2, ..ONE }, Schedule::AllForwardAllBackward, &[2, 2]);
     let ring = Way { degrees: Degrees { cp: 3, ..ONE }, ..Way::ONE_RANK };
-    for way in [dp(3), zero(4, Sharded::Weights), all, ulysses(1, 4, None), ring, afab] {
+    for way in [dp(3), zero(4, ZeroStage::Three), all, ulysses(1, 4, None), ring, afab] {
         let run = || run(way, MODELS[0], BATCHINGS[2]);
         let bits = |outcome: Outcome| (outcome.losses, outcome.grads, outcome.weights);
         assert!(bits(run()) == bits(run()), "{way:?}");

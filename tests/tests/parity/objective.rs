@@ -10,8 +10,8 @@ use candlewick_comm::{Options, World, sum, threads};
 use candlewick_model::Seams;
 use candlewick_ops::{self as ops, AttentionSpec, GradPolicy, GradScaler, Seqs};
 use candlewick_parallel::{
-    AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Norms, Objective, Optimizer, Schedule, Sharded, StepLoss,
-    TokenLosses, TrainBatch,
+    AuxiliaryLoss, CausalLm, Engine, LossScale, MicroLoss, Objective, Optimizer, Schedule, SequenceParallel, StepLoss,
+    TokenLosses, TrainBatch, ZeroStage,
 };
 
 use crate::case::{Batching, Kind, MODELS, micros};
@@ -147,11 +147,11 @@ fn parity_of_an_objective_that_reads_token_losses() {
     assert!(same("gradient", &plain.grads, &one_rank.grads).is_err(), "the objective has no effect");
     let ways = [
         dp(4),
-        zero(4, Sharded::Weights),
+        zero(4, ZeroStage::Three),
         ulysses(1, 2, None),
         ring::ring(2),
-        tensor(Degrees { tp: 2, ..ONE }, Norms::InParts),
-        tensor(Degrees { tp: 2, sp: 2, ..ONE }, Norms::Whole),
+        tensor(Degrees { tp: 2, ..ONE }, SequenceParallel::On),
+        tensor(Degrees { tp: 2, sp: 2, ..ONE }, SequenceParallel::Off),
         pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2]),
     ];
     for way in ways {
@@ -169,8 +169,8 @@ fn parity_of_an_auxiliary_loss() {
     assert!(same("gradient", &without.grads, &one_rank.grads).is_err(), "the coefficient has no effect");
     let ways = [
         dp(4),
-        zero(4, Sharded::Optimizer),
-        zero(4, Sharded::Weights),
+        zero(4, ZeroStage::One),
+        zero(4, ZeroStage::Three),
         pipeline(Degrees { pp: 2, dp_replicate: 2, ..ONE }, Schedule::OneForwardOneBackward, &[2, 2]),
     ];
     for way in ways {

@@ -11,7 +11,8 @@ use candlewick_comm::{Call, Options, World, sum, threads};
 use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    Engine, EngineSpec, Formats, Groups, Layout, LossScale, Norms, OnHost, ParamState, Residency, Schedule, Sharded,
+    CpuOffload, Engine, EngineSpec, Formats, Groups, Layout, LossScale, ParamState, Residency, Schedule,
+    SequenceParallel, ZeroStage,
 };
 
 use crate::case::{Batching, Kind, micros};
@@ -29,27 +30,27 @@ pub(crate) const HYPER: AdamW = AdamW { lr: 1e-2, beta1: 0.9, beta2: 0.99, eps: 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Way {
     pub(crate) degrees: Degrees,
-    pub(crate) sharded: Option<Sharded>,
-    pub(crate) norms: Norms,
+    pub(crate) zero_stage: Option<ZeroStage>,
+    pub(crate) sequence_parallel: SequenceParallel,
     pub(crate) schedule: Schedule,
     /// Blocks of each run, in the order of the runs; `None` shares them out evenly, a run a stage.
     pub(crate) runs: Option<&'static [usize]>,
     pub(crate) mlp_rows: MlpRows,
     /// Bytes of logits that the loss holds at once, if not so many that all fit.
     pub(crate) logits_bytes: Option<usize>,
-    pub(crate) on_host: OnHost,
+    pub(crate) cpu_offload: CpuOffload,
 }
 
 impl Way {
     pub(crate) const ONE_RANK: Self = Self {
         degrees: Degrees { pp: 1, dp_replicate: 1, dp_shard: 1, cp: 1, sp: 1, tp: 1, ep: 1, etp: 1 },
-        sharded: None,
-        norms: Norms::Whole,
+        zero_stage: None,
+        sequence_parallel: SequenceParallel::Off,
         schedule: Schedule::OneForwardOneBackward,
         runs: None,
         mlp_rows: MlpRows::Together,
         logits_bytes: None,
-        on_host: OnHost { optimizer: 0.0, weights: false },
+        cpu_offload: CpuOffload { optimizer: 0.0, weights: false },
     };
 
     /// Ranks that have the same micro-batches, and count their targets each.
@@ -188,10 +189,10 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
         _ => Residency::Offload,
     });
     let spec = EngineSpec {
-        sharded: way.sharded,
-        norms: way.norms,
+        zero_stage: way.zero_stage,
+        sequence_parallel: way.sequence_parallel,
         schedule: way.schedule,
-        on_host: way.on_host,
+        cpu_offload: way.cpu_offload,
         residency: residency.collect(),
         ..EngineSpec::training(Formats::computing_in(DType::F32), way.layout(model.n_blocks()))
     };

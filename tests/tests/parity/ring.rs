@@ -5,7 +5,7 @@ use std::time::Duration;
 use candlewick_comm::mesh::Degrees;
 use candlewick_comm::{Options, World, threads};
 use candlewick_model::MlpRows;
-use candlewick_parallel::{Micro, Norms, Schedule, Sharded};
+use candlewick_parallel::{Micro, Schedule, SequenceParallel, ZeroStage};
 
 use crate::case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS, WINDOW, micros};
 use crate::rank::{STEPS, Way, compare, engine, one_rank, run, seat};
@@ -27,8 +27,8 @@ fn with_ulysses(cp: usize, sp: usize) -> Way {
     Way { degrees: Degrees { cp, sp, ..ONE }, ..Way::ONE_RANK }
 }
 
-fn with_shards(cp: usize, dp_shard: usize, sharded: Sharded) -> Way {
-    Way { degrees: Degrees { cp, dp_shard, ..ONE }, sharded: Some(sharded), ..Way::ONE_RANK }
+fn with_shards(cp: usize, dp_shard: usize, zero_stage: ZeroStage) -> Way {
+    Way { degrees: Degrees { cp, dp_shard, ..ONE }, zero_stage: Some(zero_stage), ..Way::ONE_RANK }
 }
 
 #[test]
@@ -59,27 +59,27 @@ fn parity_of_a_ring_of_two_times_eight() {
 
 #[test]
 fn parity_of_a_ring_with_a_sharded_optimizer() {
-    check_all(with_shards(2, 1, Sharded::Optimizer), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
+    check_all(with_shards(2, 1, ZeroStage::One), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
 }
 
 #[test]
 fn parity_of_a_ring_with_sharded_gradients() {
-    check_all(with_shards(2, 2, Sharded::Gradients), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
+    check_all(with_shards(2, 2, ZeroStage::Two), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
 }
 
 #[test]
 fn parity_of_a_ring_with_sharded_weights() {
-    check_all(with_shards(2, 2, Sharded::Weights), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
+    check_all(with_shards(2, 2, ZeroStage::Three), &IN_RINGS, &AND_LONG, &[AROUND, SHARES[0], SHARES[1]]);
     let degrees = Degrees { cp: 2, sp: 2, dp_shard: 2, ..ONE };
-    let way = Way { degrees, sharded: Some(Sharded::Weights), ..Way::ONE_RANK };
+    let way = Way { degrees, zero_stage: Some(ZeroStage::Three), ..Way::ONE_RANK };
     check_all(way, &[MODELS[0]], &[Batching::Long], &[AROUND, SHARES[0], SHARES[1]]);
 }
 
 /// Where sequences in parts meet all else that work is shared by.
 #[test]
 fn parity_of_a_ring_and_parts_of_matrices() {
-    for (norms, known) in [(Norms::InParts, IN_PARTS[0]), (Norms::Whole, "tp all_reduce")] {
-        let way = Way { norms, ..ring(2) };
+    for (sequence_parallel, known) in [(SequenceParallel::On, IN_PARTS[0]), (SequenceParallel::Off, "tp all_reduce")] {
+        let way = Way { sequence_parallel, ..ring(2) };
         let way = Way { degrees: Degrees { tp: 2, ..way.degrees }, ..way };
         check_all(way, &[MODELS[1], WINDOW], &[Batching::Long, BATCHINGS[1]], &[AROUND, known]);
     }
@@ -87,11 +87,11 @@ fn parity_of_a_ring_and_parts_of_matrices() {
 
 #[test]
 fn parity_of_a_ring_in_each_stage_of_a_pipeline() {
-    for (schedule, sharded) in
-        [(Schedule::OneForwardOneBackward, Some(Sharded::Optimizer)), (Schedule::AllForwardAllBackward, None)]
+    for (schedule, zero_stage) in
+        [(Schedule::OneForwardOneBackward, Some(ZeroStage::One)), (Schedule::AllForwardAllBackward, None)]
     {
         let degrees = Degrees { pp: 2, cp: 2, ..ONE };
-        let way = Way { degrees, schedule, sharded, runs: Some(&[3, 1]), ..Way::ONE_RANK };
+        let way = Way { degrees, schedule, zero_stage, runs: Some(&[3, 1]), ..Way::ONE_RANK };
         let batchings = [Batching::Accumulated(3), Batching::Long];
         check_all(way, &[MODELS[1], MODELS[3]], &batchings, &[AROUND, STAGES, TIE]);
     }
@@ -103,7 +103,7 @@ fn parity_of_replicas_of_sequences_in_parts() {
         let way = Way { degrees: Degrees { cp, sp, dp_replicate: 2, ..ONE }, ..Way::ONE_RANK };
         check_all(way, &[MODELS[1], WINDOW], &[BATCHINGS[2], Batching::Long], &[known, SUM]);
         let degrees = Degrees { cp, sp, dp_replicate: 2, dp_shard: 2, ..ONE };
-        let way = Way { degrees, sharded: Some(Sharded::Weights), ..Way::ONE_RANK };
+        let way = Way { degrees, zero_stage: Some(ZeroStage::Three), ..Way::ONE_RANK };
         check_all(way, &[MODELS[1]], &[BATCHINGS[2]], &[known, SHARES[0], "dp_replicate all_reduce"]);
     }
 }

@@ -2,7 +2,7 @@
 
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::MlpRows;
-use candlewick_parallel::{Norms, OnHost, Schedule, Sharded};
+use candlewick_parallel::{CpuOffload, Schedule, SequenceParallel, ZeroStage};
 
 use crate::case::{ADAPTER, BATCHINGS, Batching, MODELS};
 use crate::rank::{STEPS, Way, compare, one_rank, run};
@@ -31,10 +31,10 @@ fn tiled(way: Way) -> Way {
 
 #[test]
 fn parity_of_tiles_and_parts_of_matrices() {
-    for norms in [Norms::InParts, Norms::Whole] {
-        check(tiled(tensor(Degrees { tp: 2, ..ONE }, norms)));
+    for sequence_parallel in [SequenceParallel::On, SequenceParallel::Off] {
+        check(tiled(tensor(Degrees { tp: 2, ..ONE }, sequence_parallel)));
     }
-    check(tiled(tensor(Degrees { tp: 4, ..ONE }, Norms::InParts)));
+    check(tiled(tensor(Degrees { tp: 4, ..ONE }, SequenceParallel::On)));
 }
 
 #[test]
@@ -45,30 +45,33 @@ fn parity_of_tiles_and_stages() {
 
 #[test]
 fn parity_of_tiles_and_sharded_weights() {
-    check(tiled(zero(2, Sharded::Weights)));
+    check(tiled(zero(2, ZeroStage::Three)));
 }
 
 #[test]
 fn parity_of_tiles_and_sequences_in_parts() {
     check(tiled(ulysses(1, 2, None)));
-    check(tiled(ulysses(1, 4, Some(Sharded::Weights))));
+    check(tiled(ulysses(1, 4, Some(ZeroStage::Three))));
 }
 
 #[test]
 fn parity_of_shards_in_the_hosts_memory() {
-    let (half, all) = (OnHost { optimizer: 0.5, weights: false }, OnHost { optimizer: 1.0, weights: false });
-    let weights = OnHost { optimizer: 1.0, weights: true };
-    for (way, on_host) in [
-        (zero(2, Sharded::Optimizer), half),
-        (zero(3, Sharded::Optimizer), all),
-        (zero(2, Sharded::Weights), half),
-        (zero(3, Sharded::Weights), weights),
-        (hybrid(2, 2, Sharded::Weights), weights),
+    let (half, all) = (CpuOffload { optimizer: 0.5, weights: false }, CpuOffload { optimizer: 1.0, weights: false });
+    let weights = CpuOffload { optimizer: 1.0, weights: true };
+    for (way, cpu_offload) in [
+        (zero(2, ZeroStage::One), half),
+        (zero(3, ZeroStage::One), all),
+        (zero(2, ZeroStage::Three), half),
+        (zero(3, ZeroStage::Three), weights),
+        (hybrid(2, 2, ZeroStage::Three), weights),
         (
-            Way { sharded: Some(Sharded::Weights), ..tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, Norms::InParts) },
+            Way {
+                zero_stage: Some(ZeroStage::Three),
+                ..tensor(Degrees { tp: 2, dp_shard: 2, ..ONE }, SequenceParallel::On)
+            },
             weights,
         ),
     ] {
-        check(Way { on_host, ..way });
+        check(Way { cpu_offload, ..way });
     }
 }

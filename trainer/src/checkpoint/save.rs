@@ -34,7 +34,7 @@ pub struct Saved {
 /// Writes the state after `run.step` steps under the tag of that step, then deletes what `keep`
 /// says. A save of the same tag is replaced. After an error the earlier saves are as they were.
 ///
-/// Each rank writes what it has; the first one completes the save. All ranks of `process` call it.
+/// Each rank of `process` writes its [pieces](TrainState::written); the first one completes the checkpoint. All call it.
 pub fn save(plan: &CheckpointPlan, run: &RunState, state: &dyn TrainState, process: &ProcessGroup) -> Result<Saved> {
     save_with(&Drive, SHARD_BYTES, plan, run, state, process)
 }
@@ -117,7 +117,7 @@ fn start(storage: &dyn Storage, output_dir: &Path, temporary: &Path) -> Result<(
     storage.mark(temporary).map_err(CheckpointError::io("mark", temporary))
 }
 
-/// Writes what this rank has.
+/// Writes the pieces that this rank is to write; a rank without any writes no file.
 fn write_share(
     storage: &dyn Storage,
     shard_bytes: usize,

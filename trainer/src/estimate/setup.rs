@@ -3,7 +3,7 @@
 use candle_core::DType;
 use candlewick_model::{Model, ModelError, ParamSpec, Unit};
 use candlewick_ops::{AttentionImpl, DeviceKind};
-use candlewick_parallel::{Layout, Schedule, most_kept};
+use candlewick_parallel::{Layout, Schedule, max_shard_numel};
 
 use super::capacity::Capacity;
 use super::modes::Modes;
@@ -160,6 +160,6 @@ impl Setup {
     /// The number of elements that a rank keeps of a parameter: the most that any does.
     pub(super) fn kept(&self, param: &ParamSpec) -> u64 {
         // The plan has refused what cannot be shared out.
-        most_kept(param, self.ranks.tensor).unwrap_or_else(|_| param.numel()) as u64
+        max_shard_numel(param, self.ranks.tensor).unwrap_or_else(|_| param.numel()) as u64
     }
 }

@@ -3,7 +3,7 @@
 use candlewick_comm::mesh::Degrees;
 use candlewick_model::Config;
 use candlewick_ops::{AttentionHeads, AttentionImpl};
-use candlewick_parallel::{Norms, Sharded};
+use candlewick_parallel::{SequenceParallel, ZeroStage};
 use serde::Serialize;
 
 use super::model::ATTENTION;
@@ -83,8 +83,8 @@ impl RanksPlan {
     }
 
     /// What ranks that share matrices have outside of branches.
-    pub fn norms(&self) -> Norms {
-        if self.norms_in_parts { Norms::InParts } else { Norms::Whole }
+    pub fn sequence_parallel(&self) -> SequenceParallel {
+        if self.norms_in_parts { SequenceParallel::On } else { SequenceParallel::Off }
     }
 
     /// Shares that something falls into.
@@ -93,11 +93,11 @@ impl RanksPlan {
     }
 
     /// What falls into shares, if anything does.
-    pub fn sharded(&self) -> Option<Sharded> {
+    pub fn zero_stage(&self) -> Option<ZeroStage> {
         match self.zero_stage {
-            3 => Some(Sharded::Weights),
-            2 => Some(Sharded::Gradients),
-            1 => Some(Sharded::Optimizer),
+            3 => Some(ZeroStage::Three),
+            2 => Some(ZeroStage::Two),
+            1 => Some(ZeroStage::One),
             _ => None,
         }
     }

@@ -6,7 +6,7 @@ use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
-use candlewick_parallel::{Engine, EngineSpec, Formats, OnHost, Parking, Residency};
+use candlewick_parallel::{CpuOffload, Engine, EngineSpec, Formats, Parking, Residency};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
@@ -38,7 +38,7 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
     }
     let model = Model::new(config, plan.model.adapter.clone())?;
     let device = ranks.device.clone();
-    let travels = ranks.groups.data.check_device(&device);
+    let travels = ranks.groups.dp.check_device(&device);
     travels.map_err(|error| anyhow!("failed to start: {error}; set ddp_backend: auto").context(ExitCode::Usage))?;
     // Before there is much: the memory that it takes serves again.
     let peak = peak(&device);
@@ -51,16 +51,16 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         let what = if plan.weights_on_host { "weights and optimizer are" } else { "the optimizer is" };
         said.push(format!("{what} not offloaded: what computes is the CPU, whose memory is the host's"));
     }
-    let on_host = match device.is_cpu() {
-        true => OnHost::default(),
-        false => OnHost { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
+    let cpu_offload = match device.is_cpu() {
+        true => CpuOffload::default(),
+        false => CpuOffload { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
     let parking = match device.is_cpu() {
         true => Parking::Folder(plan.model.parking_folder.clone()),
         false => Parking::HostMemory,
     };
     let formats = Formats { compute, masters, moments };
-    let spec = EngineSpec { formats, on_host, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
+    let spec = EngineSpec { formats, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
     let engine = spec
         .build(model, &ranks.groups, device)?
         .with_attention(attention)
@@ -75,8 +75,8 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
 /// Returns the spec of an engine in f32 whose blocks keep what `plan` says, shared among `ranks` and stages of `pipeline`.
 pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePlan, config: &Config) -> EngineSpec {
     EngineSpec {
-        sharded: ranks.sharded(),
-        norms: ranks.norms(),
+        zero_stage: ranks.zero_stage(),
+        sequence_parallel: ranks.sequence_parallel(),
         schedule: pipeline.order(),
         residency: residency(plan.model.activations, config.n_layers()),
         ..EngineSpec::training(Formats::computing_in(DType::F32), pipeline.layout(config))

@@ -26,8 +26,6 @@ pub(super) struct Ranks<'w> {
     pub(super) groups: Groups,
     /// This rank's place among those that compute different micro-batches, and how many places there are.
     pub(super) seat: (usize, usize),
-    /// Whether it saves: no other rank keeps the same.
-    pub(super) writes: bool,
     /// All ranks, for checkpoints that are written in the background.
     pub(super) background: ProcessGroup,
 }
@@ -38,22 +36,18 @@ impl<'w> Ranks<'w> {
         let device = device.clone();
         let mesh = Mesh::new(plan.degrees(), world.size()).map_err(|error| anyhow!("failed to start: {error}"))?;
         let groups = Groups::new(&mesh, &*world.group())?;
-        let writes = match plan.sharded() {
-            Some(_) => groups.replicas.rank() == 0,
-            None => groups.data.rank() == 0,
-        };
         let place = |axis| mesh.place(world.rank(), axis);
         let seat = place(Axis::DpReplicate) * plan.dp_shard + place(Axis::DpShard);
         let background = world.group().split("saves", &[(0..world.size()).collect()])?;
         let process = ProcessGroup::new(world)?;
         let background = process.over(background);
-        Ok(Self { world, process, device, groups, seat: (seat, plan.n_data()), writes, background })
+        Ok(Self { world, process, device, groups, seat: (seat, plan.n_data()), background })
     }
 
     /// Tells whether this is the one rank, of those that share a micro-batch, that counts its tokens.
     pub(super) fn counts(&self) -> bool {
-        let Groups { context, sequence, stages, .. } = &self.groups;
-        [context, sequence, stages].iter().all(|group| group.rank() == 0)
+        let Groups { cp, sp, pp, .. } = &self.groups;
+        [cp, sp, pp].iter().all(|group| group.rank() == 0)
     }
 
     /// Whether any rank was asked to stop, and how: a signal counts more than the kill switch. All ranks call it.

@@ -217,8 +217,7 @@ impl<'a> Saves<'a> {
 
     /// Returns the training state with what this rank writes of it.
     fn state(&self) -> Result<EngineState> {
-        let state = EngineState::of(self.run.engine)?;
-        Ok(if self.run.ranks.writes { state } else { state.without_writes() })
+        Ok(EngineState::of(self.run.engine)?)
     }
 
     fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {

@@ -35,18 +35,13 @@ impl EngineState {
                 let tensor = meta(part, &param.name, &param.shape);
                 views.insert(tensor.name.clone(), (param.range.start, view));
                 let piece = Piece { tensor, columns: param.columns.clone(), range: param.range.clone() };
-                if param.is_only {
+                if param.writes_checkpoint {
                     written.push(piece.clone());
                 }
                 pieces.push(piece);
             }
         }
         Ok(Self { tensors, pieces, written, views })
-    }
-
-    /// Returns the state of a rank that writes nothing.
-    pub(super) fn without_writes(self) -> Self {
-        Self { written: Vec::new(), ..self }
     }
 
     fn part(&self, name: &str, start: usize, n_values: usize) -> Result<Tensor, StateError> {
@@ -92,7 +87,7 @@ mod tests {
     use candle_core::Device;
     use candlewick_comm::Solo;
     use candlewick_model::{Config, Model};
-    use candlewick_parallel::{Formats, Mode, ParamStore, Residency, Sharing};
+    use candlewick_parallel::{Formats, Mode, ParamStore, Residency, ShardingGroups};
 
     #[test]
     fn what_is_loaded_is_read_back_and_reaches_the_store() {
@@ -103,7 +98,7 @@ mod tests {
         });
         let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
         let formats = Formats::computing_in(DType::F32);
-        let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, Sharing::alone()).unwrap();
+        let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
         let engine = Engine::new(model, store, vec![Residency::Keep], std::sync::Arc::new(Solo), Device::Cpu);
         let mut state = EngineState::of(&engine).unwrap();
         assert_eq!(state.tensors().len(), 3 * (1 + 9 + 1));

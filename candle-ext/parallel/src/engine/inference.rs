@@ -7,7 +7,7 @@ use candlewick_model::Seams;
 use candlewick_ops::{Reduction, Rows, Seqs, TokenScores, Upstream, span, to_host, token_scores};
 
 use super::{Engine, Micro};
-use crate::placement::Norms;
+use crate::placement::SequenceParallel;
 use crate::sequence::Part;
 use crate::tensor::{Shared, TensorRanks};
 
@@ -176,7 +176,10 @@ impl Engine {
         let Tokens { ids, positions } = tokens;
         let seqs = Seqs::packed(vec![0, ids.len()])?;
         // A few tokens cannot be shared out.
-        let tensor = self.tensor.as_ref().map(|tensor| TensorRanks { norms: Norms::Whole, ..tensor.clone() });
+        let tensor = self
+            .tensor
+            .as_ref()
+            .map(|tensor| TensorRanks { sequence_parallel: SequenceParallel::Off, ..tensor.clone() });
         let n_vocab = self.n_vocab();
         let shared = tensor.as_ref().map(|tensor| Shared { tensor, n_vocab, attend: seams });
         let seams = shared.as_ref().map_or(seams, |shared| shared);

@@ -10,6 +10,7 @@ use super::loss::{AuxiliarySums, StepLoss, StepLosses};
 use super::{Engine, Micro, Residency};
 use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::Parked;
+use crate::params::MicroBatch;
 use crate::pipeline::{Action, Pass};
 use crate::sequence::Part;
 
@@ -46,8 +47,7 @@ struct MicroState<'m> {
 /// A pass in its place in the step.
 struct Turn {
     pass: Pass,
-    /// Whether this micro-batch is the step's last.
-    is_last: bool,
+    micro_batch: MicroBatch,
     /// Whether the pass behind it is its own backward.
     goes_back_next: bool,
 }
@@ -73,7 +73,7 @@ impl Engine {
         let actions = self.pipeline.actions(micros.len());
         for (i, action) in actions.iter().enumerate() {
             let (Action::Forward(pass) | Action::Backward(pass)) = *action;
-            let is_last = pass.micro + 1 == micros.len();
+            let micro_batch = if pass.micro + 1 == micros.len() { MicroBatch::Last } else { MicroBatch::Earlier };
             let _awake = self.stay_awake();
             match action {
                 Action::Forward(_) => {
@@ -83,7 +83,7 @@ impl Engine {
                         Some(of_micro) => of_micro,
                         none => none.insert(self.begin(&micros[pass.micro], dropout_key(pass.micro))?),
                     };
-                    let turn = Turn { pass, is_last, goes_back_next };
+                    let turn = Turn { pass, micro_batch, goes_back_next };
                     let (loss, live) = self.with_seams(None, |seams| self.go_on(&turn, of_micro, loss, seams))?;
                     of_micro.live.insert(pass.chunk, live);
                     if let Some(loss) = loss {
@@ -92,7 +92,7 @@ impl Engine {
                 }
                 Action::Backward(_) => {
                     let _span = span("micro-batch", "backward");
-                    let turn = Turn { pass, is_last, goes_back_next: false };
+                    let turn = Turn { pass, micro_batch, goes_back_next: false };
                     let of_micro = begun[pass.micro].as_mut().expect("a forward comes before its backward");
                     let live = of_micro.live.remove(&pass.chunk).expect("what it keeps is kept once");
                     self.with_seams(None, |seams| self.go_back(&turn, of_micro, live, seams, &mut auxiliary))?;
@@ -104,7 +104,7 @@ impl Engine {
             }
         }
         self.pipeline.finish()?;
-        self.store.settle()?;
+        self.store.wait_grad_reduction()?;
         Ok(StepLosses { micros: sums, auxiliary: auxiliary.finish(&self.device)? })
     }
 
@@ -154,7 +154,7 @@ impl Engine {
         }
         let (loss, dx) = self.loss_and_grad(&x, of_micro, loss, seams)?;
         drop(x);
-        self.done_with(self.head(), turn.is_last)?;
+        self.done_with(self.head(), turn.micro_batch)?;
         Ok((Some(loss), Live { embedded, blocks, dy: Some(dx) }))
     }
 
@@ -179,12 +179,12 @@ impl Engine {
         let run = self.pipeline.layout().blocks(self.pipeline.stage(), turn.pass.chunk);
         for (block_idx, keep) in run.zip(blocks).rev() {
             dx = self.backward_block(block_idx, keep, &dx, &cx, auxiliary)?;
-            self.done_with(block_idx + 1, turn.is_last)?;
+            self.done_with(block_idx + 1, turn.micro_batch)?;
         }
         let Some(embedded) = embedded else { return self.pipeline.send_gradient(&dx) };
-        self.store.open_grads(0)?;
+        self.store.prepare_grads(0)?;
         embedded.backward(&dx)?;
-        self.done_with(0, turn.is_last)
+        self.done_with(0, turn.micro_batch)
     }
 
     fn training_cx<'a>(&self, of_micro: &'a MicroState, seams: &'a dyn Seams) -> Cx<'a> {
@@ -193,9 +193,9 @@ impl Engine {
     }
 
     /// Lets go of a unit after its backward.
-    fn done_with(&self, unit_idx: usize, is_last: bool) -> Result<()> {
+    fn done_with(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
         self.store.release(unit_idx);
-        self.store.close_grads(unit_idx, is_last)
+        self.store.start_grad_reduction(unit_idx, micro_batch)
     }
 
     fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, Kept)> {
@@ -228,7 +228,7 @@ impl Engine {
         let _span = span("block", "backward");
         // The embedding's backward reads no weights.
         let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
-        self.store.open_grads(block_idx + 1)?;
+        self.store.prepare_grads(block_idx + 1)?;
         let (x, outputs) = match kept {
             Kept::Tape(x, tape) => return auxiliary.input_grad(tape, &x, dy),
             Kept::Input(x, outputs) => (x, outputs),
@@ -249,7 +249,7 @@ impl Engine {
     ) -> Result<(Tensor, Tensor)> {
         let _span = span("head", "forward and backward");
         let weights = self.store.fetch(self.head())?;
-        self.store.open_grads(self.head())?;
+        self.store.prepare_grads(self.head())?;
         let tape = Tape::record(&[x_td], || seams.enter(&self.model.norm(weights, x_td)?))?;
         let lm_head = self.model.lm_head(weights)?;
         let (normed_td, part) = (tape.output(), &of_micro.part);

@@ -2,6 +2,7 @@
 
 mod damage;
 mod faults;
+mod ranks;
 mod space;
 
 use std::collections::BTreeMap;

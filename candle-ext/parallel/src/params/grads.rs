@@ -1,0 +1,127 @@
+//! Flat run of one group's gradients.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_ops::{Buffer, GradSink, add, copy_into, zero_};
+
+use super::bytes::of_buffer;
+use super::layout::{ParamGroup, PlacedParam};
+use super::sharding::ZeroStage;
+
+/// Gradients of a trainable group.
+pub(crate) struct GradRun {
+    /// This rank's gradients of the whole run; backward adds to them.
+    all: Buffer,
+    /// This rank's shard of the reduced gradients: a view of `all` where that is resident.
+    own: Buffer,
+    /// Gradients of matrices, which ops overwrite in a step's first micro-batch. All lie before `n_matrices`.
+    matrices: Vec<GradSink>,
+    n_matrices: usize,
+    /// True if gradients accumulate over micro-batches in place, to be reduced once a step.
+    is_resident: bool,
+    n: usize,
+    dtype: DType,
+    device: Device,
+}
+
+impl GradRun {
+    /// Allocates the gradients of `group` and the sinks of its parameters.
+    pub(crate) fn zeros(
+        group: &ParamGroup,
+        zero_stage: ZeroStage,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<(Self, HashMap<String, GradSink>)> {
+        let (n, shard) = (group.numel, &group.shard);
+        let is_resident = zero_stage == ZeroStage::One;
+        let (all, own) = if is_resident {
+            let all = Tensor::zeros(n, dtype, device)?;
+            let own = all.narrow(0, shard.start, shard.len())?;
+            (Buffer::of(all), Buffer::of(own))
+        } else {
+            (Buffer::away(n, dtype), Buffer::away(shard.len(), dtype))
+        };
+        let mut sinks = HashMap::new();
+        for param in &group.params {
+            let sink = GradSink::new(all.view(param.range.start, param.shape())?)?;
+            sinks.insert(param.spec.name.clone(), sink);
+        }
+        let is_matrix = |param: &&PlacedParam| param.range.start < group.n_decayed;
+        // Gradients that are not resident are new zeros in every micro-batch.
+        let (matrices, n_matrices) = match is_resident {
+            true => {
+                let params = group.params.iter().filter(is_matrix);
+                (params.map(|param| sinks[&param.spec.name].clone()).collect(), group.n_decayed)
+            }
+            false => (Vec::new(), 0),
+        };
+        Ok((Self { all, own, matrices, n_matrices, is_resident, n, dtype, device: device.clone() }, sinks))
+    }
+
+    /// Returns whether gradients accumulate in place, to be reduced once a step.
+    pub(crate) fn is_resident(&self) -> bool {
+        self.is_resident
+    }
+
+    /// Discards all gradients: the next backward writes them.
+    pub(crate) fn clear(&self) -> Result<()> {
+        if !self.is_resident {
+            self.own.take();
+            return Ok(());
+        }
+        self.matrices.iter().for_each(GradSink::reset);
+        let n_others = self.n - self.n_matrices;
+        if n_others == 0 { Ok(()) } else { zero_(&self.all.get()?.narrow(0, self.n_matrices, n_others)?) }
+    }
+
+    /// Zeroes the gradients of matrices that no op has written.
+    fn complete(&self) -> Result<()> {
+        self.matrices.iter().try_for_each(|matrix| matrix.grad().map(drop))
+    }
+
+    /// Allocates the run that backward adds to, if it is not resident.
+    pub(crate) fn prepare(&self) -> Result<()> {
+        match self.all.is_at_hand() {
+            true => Ok(()),
+            false => self.all.put(Tensor::zeros(self.n, self.dtype, &self.device)?),
+        }
+    }
+
+    /// Returns what backward has added, to be reduced; frees it if it is not resident.
+    pub(crate) fn take_unreduced(&self) -> Result<Tensor> {
+        self.complete()?;
+        let all = self.all.get()?;
+        if !self.is_resident {
+            self.all.take();
+        }
+        Ok(all)
+    }
+
+    /// Stores this rank's shard of the reduced gradients; those of several micro-batches are added up.
+    pub(crate) fn store_reduced(&self, sum: Tensor) -> Result<()> {
+        if self.is_resident {
+            // A group of one returns its input.
+            return if sum.id() == self.all.get()?.id() { Ok(()) } else { copy_into(&self.own.get()?, &sum) };
+        }
+        match self.own.take() {
+            Some(before) => self.own.put(add(&before, &sum)?),
+            None => self.own.put(sum),
+        }
+    }
+
+    /// Returns this rank's shard of the reduced gradients: zeros if there was no gradient.
+    pub(crate) fn reduced(&self) -> Result<Tensor> {
+        self.complete()?;
+        if !self.own.is_at_hand() {
+            self.own.put(Tensor::zeros(self.own.len(), self.dtype, &self.device)?)?;
+        }
+        self.own.get()
+    }
+
+    /// Returns the bytes of the run and of the shard.
+    pub(crate) fn bytes(&self) -> u64 {
+        // The shard of a resident run is a view of it.
+        of_buffer(&self.all) + if self.is_resident { 0 } else { of_buffer(&self.own) }
+    }
+}

@@ -1,0 +1,217 @@
+//! Placement arithmetic: the unit, group and elements of a flat run of each parameter. No tensors.
+//!
+//! A unit's parameters lie in one flat run for each group; between them lie zeros that stay zeros. Of the trainable ones
+//! those with weight decay come first, so that one optimizer call serves each half.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use candle_core::Result;
+use candlewick_model::{GroupKind, ParamSpec, Unit};
+
+use super::offload::UnitOffload;
+use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
+use super::{Mode, StoreOptions};
+use crate::placement::Placement;
+
+/// All parameters of a model, and this stage's groups of them.
+pub(crate) struct ParamLayout {
+    /// Units of the whole model.
+    pub(crate) units: Vec<Unit>,
+    /// This stage's own units, and those that its head borrows.
+    stage_units: Vec<Option<StageUnit>>,
+    /// Groups of the stage's units, in unit order.
+    pub(crate) groups: Vec<ParamGroup>,
+    pub(crate) sharding: ShardingGroups,
+}
+
+/// A unit that this stage has.
+struct StageUnit {
+    /// The unit without parameters that only other ranks use.
+    used: Unit,
+    /// Indices of its groups.
+    groups: Range<usize>,
+    /// Group and position of each parameter.
+    places: BTreeMap<String, (usize, usize)>,
+}
+
+/// Parameters of one unit with the same process groups: one flat run.
+pub(crate) struct ParamGroup {
+    pub(crate) kind: GroupKind,
+    pub(crate) is_trainable: bool,
+    pub(crate) ranks: GroupRanks,
+    pub(crate) offload: UnitOffload,
+    /// In the order of the run.
+    pub(crate) params: Vec<PlacedParam>,
+    /// Elements of the run, padded.
+    pub(crate) numel: usize,
+    /// This rank's elements of it.
+    pub(crate) shard: Range<usize>,
+    /// The end of the parameters with weight decay.
+    pub(crate) n_decayed: usize,
+}
+
+/// Properties that all groups of a unit share.
+struct PlaceContext {
+    mode: Mode,
+    offload: UnitOffload,
+}
+
+/// A parameter in its group's flat run.
+pub(crate) struct PlacedParam {
+    pub(crate) spec: ParamSpec,
+    pub(crate) placement: Placement,
+    /// Its elements in the run, with padding up to those of the rank that has the most.
+    pub(crate) range: Range<usize>,
+}
+
+impl ParamLayout {
+    /// Places the parameters of `units`.
+    pub(crate) fn new(units: &[Unit], options: &StoreOptions, sharding: ShardingGroups) -> Result<Self> {
+        let mut layout = Self { units: units.to_vec(), stage_units: Vec::new(), groups: Vec::new(), sharding };
+        for (unit_idx, offload) in options.cpu_offload.of_units(units).into_iter().enumerate() {
+            let context = PlaceContext { mode: options.mode, offload };
+            let stage_unit = layout.has(unit_idx).then(|| layout.place(&units[unit_idx], &context)).transpose()?;
+            layout.stage_units.push(stage_unit);
+        }
+        Ok(layout)
+    }
+
+    /// Adds the groups of a unit.
+    fn place(&mut self, unit: &Unit, context: &PlaceContext) -> Result<StageUnit> {
+        let first = self.groups.len();
+        for kind in GroupKind::ALL {
+            let (trainable, frozen): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
+                unit.params.iter().filter(|spec| spec.group == kind).partition(|spec| context.mode.trains(spec));
+            for specs in [frozen, trainable].iter().filter(|specs| !specs.is_empty()) {
+                self.groups.push(ParamGroup::new(specs, context, &self.sharding)?);
+            }
+        }
+        let mut used = unit.clone();
+        let mut places = BTreeMap::new();
+        for (i, group) in self.groups[first..].iter().enumerate() {
+            for (param_idx, param) in group.params.iter().enumerate() {
+                places.insert(param.spec.name.clone(), (first + i, param_idx));
+                if param.placement == Placement::Rank0Only && group.ranks.split.rank() > 0 {
+                    used.remove_bias(&param.spec.name);
+                }
+            }
+        }
+        Ok(StageUnit { used, groups: first..self.groups.len(), places })
+    }
+
+    /// Returns whether this stage has a unit: its own, or one that its head borrows.
+    pub(crate) fn has(&self, unit_idx: usize) -> bool {
+        let stages = &self.sharding.stages;
+        let head = self.units.len() - 1;
+        let is_borrowed = || self.units[head].shared.iter().any(|shared| shared.unit == unit_idx);
+        stages.owns(unit_idx) || (stages.owns(head) && is_borrowed())
+    }
+
+    /// Returns whether this stage owns a unit.
+    pub(crate) fn owns(&self, unit_idx: usize) -> bool {
+        self.sharding.stages.owns(unit_idx)
+    }
+
+    /// Returns a unit of this stage without parameters that only other ranks use.
+    pub(crate) fn used(&self, unit_idx: usize) -> Option<&Unit> {
+        self.stage_units[unit_idx].as_ref().map(|unit| &unit.used)
+    }
+
+    /// Returns the indices of a unit's groups; none if another stage has it.
+    pub(crate) fn groups_of(&self, unit_idx: usize) -> Range<usize> {
+        self.stage_units[unit_idx].as_ref().map_or(0..0, |unit| unit.groups.clone())
+    }
+
+    /// Returns the indices of the groups of a unit and of those that it borrows; none if another stage has it.
+    pub(crate) fn groups_with_borrowed(&self, unit_idx: usize) -> impl Iterator<Item = usize> {
+        let unit = self.stage_units.get(unit_idx).and_then(Option::as_ref);
+        let shared = unit.into_iter().flat_map(|unit| &unit.used.shared).map(|shared| shared.unit);
+        unit.map(|_| unit_idx).into_iter().chain(shared).flat_map(|unit_idx| self.groups_of(unit_idx))
+    }
+
+    /// Returns the indices of the trainable groups of units that other units borrow.
+    pub(crate) fn tied_groups(&self) -> impl Iterator<Item = usize> {
+        let tied: BTreeSet<usize> = self.units.iter().flat_map(|unit| &unit.shared).map(|shared| shared.unit).collect();
+        let groups = tied.into_iter().flat_map(|unit_idx| self.groups_of(unit_idx));
+        groups.filter(|group_idx| self.groups[*group_idx].is_trainable)
+    }
+
+    /// Returns the trainable groups of this stage with their indices.
+    pub(crate) fn trainable(&self) -> impl Iterator<Item = (usize, &ParamGroup)> {
+        self.groups.iter().enumerate().filter(|(_, group)| group.is_trainable)
+    }
+
+    /// Returns the kinds of groups that the whole model has, and their process groups. Dense ones are always among them.
+    pub(crate) fn kinds(&self) -> impl Iterator<Item = (GroupKind, &GroupRanks)> {
+        let has = |kind| self.units.iter().flat_map(|unit| &unit.params).any(|spec| spec.group == kind);
+        let kinds = GroupKind::ALL.into_iter().filter(move |kind| *kind == GroupKind::Dense || has(*kind));
+        kinds.filter_map(|kind| Some((kind, self.sharding.ranks(kind)?)))
+    }
+
+    /// Returns a parameter of a unit that this stage has, with its group and the group's index.
+    pub(crate) fn find(&self, unit_idx: usize, name: &str) -> (usize, &ParamGroup, &PlacedParam) {
+        let unit = self.stage_units[unit_idx].as_ref().expect("this stage has the unit");
+        let (group_idx, param_idx) = unit.places[name];
+        (group_idx, &self.groups[group_idx], &self.groups[group_idx].params[param_idx])
+    }
+}
+
+impl ParamGroup {
+    /// Lays `specs` out, which are of one kind and all trainable or all frozen.
+    fn new(specs: &[&ParamSpec], context: &PlaceContext, sharding: &ShardingGroups) -> Result<Self> {
+        let PlaceContext { mode, offload } = *context;
+        let (kind, is_trainable, ranks) = (specs[0].group, mode.trains(specs[0]), sharding.ranks_of(specs[0])?.clone());
+        let (decayed, others): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
+            specs.iter().partition(|spec| is_trainable && spec.decay);
+        let (mut params, mut end, mut n_decayed) = (Vec::new(), 0, 0);
+        for (i, spec) in decayed.iter().chain(&others).enumerate() {
+            let placement = Placement::of(spec, sharding.sequence_parallel, ranks.split_rank())?;
+            let range = end..end + placement.max_numel(&spec.shape);
+            end = range.end.next_multiple_of(ALIGNMENT);
+            if i < decayed.len() {
+                n_decayed = end;
+            }
+            params.push(PlacedParam { spec: (*spec).clone(), placement, range });
+        }
+        let numel = ranks.padded(end);
+        let shard = ranks.own(numel);
+        Ok(Self { kind, is_trainable, ranks, offload, params, numel, shard, n_decayed })
+    }
+
+    /// Returns the elements of these parameters in this rank's shard, counted from its start.
+    pub(crate) fn in_shard<'a>(
+        &'a self,
+        is_wanted: impl Fn(&PlacedParam) -> bool + 'a,
+    ) -> impl Iterator<Item = Range<usize>> + 'a {
+        let Range { start, end } = self.shard;
+        let ranges = self.params.iter().filter(move |param| is_wanted(param)).map(|param| &param.range);
+        let pieces = ranges.map(move |range| range.start.max(start)..range.end.min(end));
+        pieces.filter(|piece| !piece.is_empty()).map(move |piece| piece.start - start..piece.end - start)
+    }
+}
+
+impl PlacedParam {
+    /// Returns the shape of this rank's slice.
+    pub(crate) fn shape(&self) -> Vec<usize> {
+        self.placement.shape(&self.spec.shape)
+    }
+
+    /// Returns the elements of the run that this rank's slice and a shard have in common.
+    pub(crate) fn piece(&self, shard: &Range<usize>) -> Option<Range<usize>> {
+        let end = self.range.start + self.shape().iter().product::<usize>();
+        let piece = self.range.start.max(shard.start)..end.min(shard.end);
+        (!piece.is_empty()).then_some(piece)
+    }
+
+    /// Returns the columns of the whole parameter in this slice, and the number of elements before it in these columns.
+    pub(crate) fn columns(&self) -> (Range<usize>, usize) {
+        let whole = &self.spec.shape;
+        let width = whole.last().copied().unwrap_or(1);
+        match &self.placement {
+            Placement::Shard(slice) if slice.dim == 0 => (0..width, slice.start * whole[1..].iter().product::<usize>()),
+            Placement::Shard(slice) => (slice.start..slice.start + slice.len, 0),
+            _ => (0..width, 0),
+        }
+    }
+}

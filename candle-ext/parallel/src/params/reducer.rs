@@ -1,0 +1,184 @@
+//! Gradient reduction: reduce-scatter over a group's shards, all-reduce over its replicas, while backward goes on.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{DType, Device, Result, Tensor};
+use candlewick_comm::{Pending, Reduce};
+use candlewick_model::GroupKind;
+use candlewick_ops::{GradSink, copy_into, sum_of_squares};
+
+use super::StoreBytes;
+use super::grads::GradRun;
+use super::layout::{ParamGroup, ParamLayout};
+use super::sharding::GroupRanks;
+use crate::placement::Placement;
+
+/// Gradients of all trainable groups of a stage.
+pub(crate) struct GradReducer {
+    /// By group index.
+    grads: BTreeMap<usize, GradRun>,
+    sinks: HashMap<String, GradSink>,
+    dtype: DType,
+    device: Device,
+    in_flight: Mutex<InFlight>,
+}
+
+/// Groups whose gradients are being reduced, oldest first. A group advances when another one enters: all ranks call the collectives
+/// in one order.
+#[derive(Default)]
+struct InFlight {
+    /// Reduce-scatters over the shards.
+    scattering: VecDeque<(usize, Pending)>,
+    /// All-reduces over the replicas of a shard.
+    summing: VecDeque<(usize, Pending)>,
+}
+
+/// Groups in each of the two collectives at a time.
+const MAX_IN_FLIGHT: usize = 1;
+
+impl GradReducer {
+    /// Allocates the gradients of the trainable groups, all zero.
+    pub(crate) fn new(layout: &ParamLayout, dtype: DType, device: &Device) -> Result<Self> {
+        let (mut grads, mut sinks) = (BTreeMap::new(), HashMap::new());
+        for (group_idx, group) in layout.trainable() {
+            let (run, of_group) = GradRun::zeros(group, layout.sharding.zero_stage, dtype, device)?;
+            grads.insert(group_idx, run);
+            sinks.extend(of_group);
+        }
+        Ok(Self { grads, sinks, dtype, device: device.clone(), in_flight: Mutex::default() })
+    }
+
+    /// Returns the sink of a trainable parameter's gradient.
+    pub(crate) fn sink(&self, name: &str) -> Option<&GradSink> {
+        self.sinks.get(name)
+    }
+
+    /// Returns a trainable group's gradients.
+    pub(crate) fn run(&self, group_idx: usize) -> Option<&GradRun> {
+        self.grads.get(&group_idx)
+    }
+
+    /// Returns this rank's shard of a trainable group's reduced gradients.
+    pub(crate) fn reduced(&self, group_idx: usize) -> Result<Tensor> {
+        self.grads[&group_idx].reduced()
+    }
+
+    /// Discards all gradients.
+    pub(crate) fn clear(&self) -> Result<()> {
+        self.grads.values().try_for_each(GradRun::clear)
+    }
+
+    /// Starts to reduce what backward has added to a trainable group's gradients.
+    pub(crate) fn start(&self, layout: &ParamLayout, group_idx: usize) -> Result<()> {
+        let unreduced = self.grads[&group_idx].take_unreduced()?;
+        let mut in_flight = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
+        let pending = layout.groups[group_idx].ranks.shard.start_reduce_scatter(&unreduced)?;
+        in_flight.scattering.push_back((group_idx, pending));
+        self.advance(&mut in_flight, layout, MAX_IN_FLIGHT)
+    }
+
+    /// Waits until all gradients are reduced.
+    pub(crate) fn wait(&self, layout: &ParamLayout) -> Result<()> {
+        self.advance(&mut self.in_flight.lock().unwrap_or_else(PoisonError::into_inner), layout, 0)?;
+        layout.kinds().try_for_each(|(kind, _)| self.reduce_partial_grads(layout, kind))?;
+        self.reduce_tied_grads(layout)
+    }
+
+    fn advance(&self, in_flight: &mut InFlight, layout: &ParamLayout, max_in_flight: usize) -> Result<()> {
+        let InFlight { scattering, summing } = in_flight;
+        while scattering.len() > max_in_flight {
+            let Some((group_idx, shard)) = scattering.pop_front() else { break };
+            let replicate = &layout.groups[group_idx].ranks.replicate;
+            summing.push_back((group_idx, replicate.start_all_reduce(&shard.wait()?, Reduce::Sum)?));
+        }
+        while summing.len() > max_in_flight {
+            let Some((group_idx, sum)) = summing.pop_front() else { break };
+            self.grads[&group_idx].store_reduced(sum.wait()?)?;
+        }
+        Ok(())
+    }
+
+    /// Sums the partial gradients of parameters without slices over `split`, all at once: they are small.
+    fn reduce_partial_grads(&self, layout: &ParamLayout, kind: GroupKind) -> Result<()> {
+        let groups = || layout.trainable().filter(|(_, group)| group.kind == kind);
+        let Some((_, first)) = groups().find(|(_, group)| group.params.iter().any(|it| it.placement.is_partial()))
+        else {
+            return Ok(());
+        };
+        let mut views = Vec::new();
+        for (group_idx, group) in groups() {
+            let reduced = self.reduced(group_idx)?;
+            for piece in group.in_shard(|param| param.placement.is_partial()) {
+                views.push(reduced.narrow(0, piece.start, piece.len())?);
+            }
+        }
+        if views.is_empty() {
+            // Other shards hold some, and all ranks of `split` must call.
+            views.push(Tensor::zeros(1, self.dtype, &self.device)?);
+        }
+        let own = Tensor::cat(&views, 0)?;
+        let sum = first.ranks.split.all_reduce(&own, Reduce::Sum)?;
+        if sum.id() == own.id() {
+            return Ok(());
+        }
+        let mut start = 0;
+        for view in views {
+            let n = view.elem_count();
+            copy_into(&view, &sum.narrow(0, start, n)?)?;
+            start += n;
+        }
+        Ok(())
+    }
+
+    /// Sums the gradients of parameters that two stages hold.
+    fn reduce_tied_grads(&self, layout: &ParamLayout) -> Result<()> {
+        let tied_embedding = &layout.sharding.stages.tied_embedding;
+        for group_idx in layout.tied_groups() {
+            let grad = self.reduced(group_idx)?;
+            let sum = tied_embedding.all_reduce(&grad, Reduce::Sum)?;
+            // A group of one returns its input.
+            if sum.id() != grad.id() {
+                copy_into(&grad, &sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the sums of the squares of all gradients, f64, one for each kind of group and unit: kind by kind.
+    ///
+    /// Each kind is summed over the ranks that hold distinct elements of it.
+    pub(crate) fn squares(&self, layout: &ParamLayout) -> Result<Tensor> {
+        let of_kind = |(kind, ranks): (GroupKind, &GroupRanks)| {
+            let of_unit = |unit_idx| {
+                let mut groups = layout.groups_of(unit_idx).filter(|_| layout.owns(unit_idx));
+                let group = groups.find(|idx| layout.groups[*idx].kind == kind && self.grads.contains_key(idx));
+                match group {
+                    Some(group_idx) => self.distinct_squares(group_idx, &layout.groups[group_idx]),
+                    None => Tensor::zeros((), DType::F64, &self.device),
+                }
+            };
+            let squares = (0..layout.units.len()).map(of_unit).collect::<Result<Vec<_>>>()?;
+            Ok(ranks.distinct.all_reduce(&Tensor::stack(&squares, 0)?, Reduce::Sum)?)
+        };
+        Tensor::cat(&layout.kinds().map(of_kind).collect::<Result<Vec<_>>>()?, 0)
+    }
+
+    /// Returns the sum of the squares of this rank's shard, f64. Rank 0 of `split` counts parameters without slices.
+    fn distinct_squares(&self, group_idx: usize, group: &ParamGroup) -> Result<Tensor> {
+        let reduced = self.reduced(group_idx)?;
+        if group.ranks.split.rank() == 0 {
+            return sum_of_squares(&reduced);
+        }
+        let none = Tensor::zeros((), DType::F64, reduced.device())?;
+        let pieces = group.in_shard(|param| matches!(param.placement, Placement::Shard(_)));
+        pieces
+            .map(|piece| sum_of_squares(&reduced.narrow(0, piece.start, piece.len())?))
+            .try_fold(none, |sum, part| sum + part?)
+    }
+
+    /// Returns the bytes of the gradients.
+    pub(crate) fn device_bytes(&self) -> StoreBytes {
+        StoreBytes { gradients: self.grads.values().map(GradRun::bytes).sum(), ..StoreBytes::default() }
+    }
+}

@@ -1,0 +1,137 @@
+//! Saves of several ranks whose tensors belong to parameter groups with shards, replicas and writers of their own.
+
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use candlewick_comm::{Options, threads};
+use candlewick_runtime::process_group::ProcessGroup;
+
+use super::*;
+
+/// Number of shards of dense tensors and of experts; the ranks left over are replicas.
+#[derive(Clone, Copy)]
+struct Shards {
+    dense: usize,
+    expert: usize,
+}
+
+/// One rank's shards of a dense tensor and of an expert's columns.
+struct Sharded {
+    pieces: Vec<Piece>,
+    written: Vec<Piece>,
+    values: BTreeMap<String, (usize, Vec<f32>)>,
+}
+
+const DENSE: &str = "master/dense";
+const EXPERT: &str = "master/expert";
+
+fn metas() -> Vec<TensorMeta> {
+    [(DENSE, vec![5, 8]), (EXPERT, vec![6, 8])].map(|(name, shape)| TensorMeta { name: name.to_owned(), shape }).into()
+}
+
+/// The value of an element of a whole tensor.
+fn value(piece: &Piece, at: usize) -> f32 {
+    let (width, n) = (piece.tensor.n_columns(), piece.columns.len());
+    let place = at / n * width + piece.columns.start + at % n;
+    (place + if piece.tensor.name == DENSE { 0 } else { 1000 }) as f32
+}
+
+fn shard_of(n: usize, shard: usize, n_shards: usize) -> Range<usize> {
+    n * shard / n_shards..n * (shard + 1) / n_shards
+}
+
+impl Sharded {
+    /// Experts are split by columns over pairs of ranks, and then sharded.
+    fn new(rank: usize, n_ranks: usize, shards: Shards) -> Self {
+        let [dense, expert] = metas().try_into().unwrap();
+        let n_splits = 2.min(n_ranks);
+        let dense = Piece { columns: 0..8, range: shard_of(40, rank % shards.dense, shards.dense), tensor: dense };
+        let expert = Piece {
+            columns: shard_of(8, rank % n_splits, n_splits),
+            range: shard_of(48 / n_splits, rank / n_splits % shards.expert, shards.expert),
+            tensor: expert,
+        };
+        let mut written = Vec::new();
+        written.extend((rank < shards.dense).then(|| dense.clone()));
+        written.extend((rank < n_splits * shards.expert).then(|| expert.clone()));
+        let pieces = vec![dense, expert];
+        let zeros = |piece: &Piece| (piece.tensor.name.clone(), (piece.range.start, vec![0.0; piece.range.len()]));
+        Self { values: pieces.iter().map(zeros).collect(), pieces, written }
+    }
+
+    fn with_values(mut self) -> Self {
+        for piece in &self.pieces {
+            let values = piece.range.clone().map(|at| value(piece, at)).collect();
+            self.values.insert(piece.tensor.name.clone(), (piece.range.start, values));
+        }
+        self
+    }
+}
+
+impl TrainState for Sharded {
+    fn tensors(&self) -> Vec<TensorMeta> {
+        metas()
+    }
+    fn pieces(&self) -> Vec<Piece> {
+        self.pieces.clone()
+    }
+    fn written(&self) -> Vec<Piece> {
+        self.written.clone()
+    }
+    fn read(&self, name: &str, start: usize, n_values: usize, take: &mut dyn FnMut(&[f32])) -> Result<(), StateError> {
+        let (first, values) = &self.values[name];
+        take(&values[start - first..][..n_values]);
+        Ok(())
+    }
+    fn load(&mut self, name: &str, start: usize, values: Vec<f32>) -> Result<(), StateError> {
+        let (first, own) = self.values.get_mut(name).ok_or("no such tensor")?;
+        own[start - *first..][..values.len()].copy_from_slice(&values);
+        Ok(())
+    }
+}
+
+fn save_on_four(plan: &CheckpointPlan, shards: Shards) {
+    let saved = threads::run(4, Options::default(), |world| -> Result<(), String> {
+        let state = Sharded::new(world.rank(), 4, shards).with_values();
+        let process = ProcessGroup::new(world).map_err(|error| error.to_string())?;
+        let saved = save_with(&Drive, SHARD, plan, &run(1), &state, &process);
+        saved.map(drop).map_err(|error| error.to_string())
+    });
+    saved.unwrap();
+}
+
+#[test]
+fn groups_with_other_writers_are_read_back_on_any_number_of_ranks() {
+    for shards in [Shards { dense: 4, expert: 1 }, Shards { dense: 2, expert: 2 }, Shards { dense: 1, expert: 2 }] {
+        let dir = tempfile::tempdir().unwrap();
+        let plan = plan(&dir, None);
+        save_on_four(&plan, shards);
+        for (n_ranks, shards) in [(4, shards), (2, Shards { dense: 2, expert: 1 }), (1, Shards { dense: 1, expert: 1 })]
+        {
+            let read = threads::run(n_ranks, Options::default(), |world| -> Result<bool, String> {
+                let mut state = Sharded::new(world.rank(), n_ranks, shards);
+                let process = ProcessGroup::new(world).map_err(|error| error.to_string())?;
+                let resumed = resume(&plan, &fingerprint(), &mut state, &process);
+                let resumed = resumed.map_err(|error| error.to_string())?.ok_or("no save was found")?;
+                let want = Sharded::new(world.rank(), n_ranks, shards).with_values();
+                Ok(resumed.run == run(1) && state.values == want.values)
+            });
+            assert!(read.unwrap().into_iter().all(|is_same| is_same), "{n_ranks} ranks");
+        }
+    }
+}
+
+#[test]
+fn only_the_ranks_that_a_group_names_write_its_shards() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = plan(&dir, None);
+    save_on_four(&plan, Shards { dense: 1, expert: 2 });
+    let manifest = fs::read(plan.dir(run(1).tag()).join("manifest.json")).unwrap();
+    let manifest = Manifest::parse(&manifest).unwrap();
+    let writers = |name: &str| -> BTreeSet<String> {
+        let entries = manifest.tensors.iter().filter(|entry| entry.name == name);
+        entries.map(|entry| entry.file["shard_".len()..][..5].to_owned()).collect()
+    };
+    assert_eq!(Vec::from_iter(writers(DENSE)), ["00000"]);
+    assert_eq!(Vec::from_iter(writers(EXPERT)), ["00000", "00001", "00002", "00003"]);
+}
