@@ -5,9 +5,7 @@
 use candle_core::{D, Result, Tensor};
 use candlewick_ops::{self as ops, AttentionChoice, AttentionSpec, Columns, Precision, QkvHeads, Rows, Seqs, Weight};
 
-use crate::{
-    LayerSpec, Linear, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, linear::DropoutScope, weights::Norm,
-};
+use crate::{LayerSpec, Linear, MixerSpec, MlpSpec, SelfAttentionSpec, SwiGluSpec, dropout::DropoutScope, norm::Norm};
 
 /// The questions a model may ask the world; the defaults answer for one device.
 pub trait Seams {

@@ -1,6 +1,6 @@
 //! A decoder layer as data: the model is built, and memory and FLOPs are counted, from this.
 
-use crate::{AdapterSpec, Config, Dim, Init, ParamSpec, Region};
+use crate::{AdapterSpec, Config, Dim, DimSize, Init, ParamSpec, Region};
 
 /// One decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
 #[derive(Clone, Debug, PartialEq)]
@@ -72,15 +72,6 @@ pub struct LinearSpec {
     pub bias: bool,
     /// The adapter on this layer.
     pub adapter: Option<AdapterSpec>,
-}
-
-/// A dim and its length.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DimSize {
-    /// The dim.
-    pub dim: Dim,
-    /// The length.
-    pub len: usize,
 }
 
 impl Config {

@@ -1,9 +1,9 @@
 //! A linear layer as a value: its weight, bias and adapter are found once, when the layer is built.
 
 use candle_core::{Result, Tensor};
-use candlewick_ops::{self as ops, Columns, Dropout, Precision, Rows, Weight};
+use candlewick_ops::{self as ops, Precision, Weight};
 
-use crate::{LinearSpec, lora::Lora};
+use crate::{LinearSpec, dropout::DropoutScope, lora::Lora};
 
 /// y = x W^T + b, plus what the adapter adds.
 #[derive(Clone, Debug)]
@@ -18,16 +18,6 @@ pub struct Linear {
 pub enum Adapter {
     /// Low-rank adaptation.
     Lora(Lora),
-}
-
-/// The rows and columns of a micro-batch that a dropout mask is drawn for.
-#[derive(Clone)]
-pub(crate) struct DropoutScope {
-    key: u64,
-    /// The rows of the micro-batch.
-    rows: Rows,
-    /// The elements of these rows.
-    columns: Columns,
 }
 
 impl Linear {
@@ -68,27 +58,5 @@ impl Adapter {
         match self {
             Self::Lora(lora) => lora.add_to(base, x, dropout),
         }
-    }
-}
-
-impl DropoutScope {
-    pub(crate) fn new(key: u64, rows: &Rows) -> Self {
-        Self { key, rows: rows.clone(), columns: Columns::ALL }
-    }
-
-    /// Returns the scope of the rows from `row` of these on.
-    pub(crate) fn at_row(&self, row: usize) -> Self {
-        Self { rows: self.rows.after(row), ..self.clone() }
-    }
-
-    /// Returns the scope of some columns of these rows.
-    pub(crate) fn in_columns(&self, columns: Columns) -> Self {
-        Self { columns, ..self.clone() }
-    }
-
-    /// Drops inputs `x` of a module with probability `p`. The mask does not depend on how the rows are cut.
-    pub(crate) fn apply(&self, module_hash: u64, p: f64, x: &Tensor) -> Result<Tensor> {
-        let key = ops::derive_key(self.key, module_hash);
-        ops::dropout_part(x, Dropout { p, key }, &self.rows, self.columns)
     }
 }

@@ -4,8 +4,6 @@
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore, rand_core::SeedableRng};
 use rayon::prelude::*;
 
-use crate::DimSize;
-
 /// One parameter of the model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
@@ -79,6 +77,15 @@ pub enum Dim {
     Experts,
     /// An adapter's rank.
     Rank,
+}
+
+/// A dim and its length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DimSize {
+    /// The dim.
+    pub dim: Dim,
+    /// The length.
+    pub len: usize,
 }
 
 /// Where a parameter acts.

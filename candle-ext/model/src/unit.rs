@@ -87,7 +87,7 @@ fn attach(config: &Config, lora: &LoraConfig, units: &mut [Unit]) -> Result<(), 
         for linear in layer.linears_mut() {
             let Some(adapter) = targets.iter().find(|adapter| adapter.module == linear.module) else { continue };
             linear.adapter = Some(adapter.clone());
-            unit.params.extend(factors(adapter, linear));
+            unit.params.extend(factors(adapter, [linear.out, linear.input]));
         }
     }
     Ok(())

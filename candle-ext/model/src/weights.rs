@@ -8,6 +8,7 @@ use candlewick_ops::{self as ops, Precision, Weight};
 use crate::{
     Unit,
     block::Layer,
+    norm::Norm,
     unit::{EMBEDDING, FINAL_NORM, LM_HEAD, UnitKind},
 };
 
@@ -32,13 +33,6 @@ pub struct Embedding {
 pub struct Head {
     norm: Norm,
     lm_head: Weight,
-}
-
-/// An RMS norm.
-#[derive(Clone, Debug)]
-pub(crate) struct Norm {
-    pub(crate) weight: Weight,
-    pub(crate) eps: f64,
 }
 
 impl Weights {
@@ -116,11 +110,5 @@ impl Head {
     /// Computes f32 logits: normed [t, d] -> [t, v].
     pub(crate) fn logits(&self, normed_td: &Tensor) -> Result<Tensor> {
         ops::linear(normed_td, &self.lm_head, None, Precision::Full)
-    }
-}
-
-impl Norm {
-    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::rms_norm(x, &self.weight, self.eps)
     }
 }

@@ -117,6 +117,13 @@ fn driver() -> Option<libloading::Library> {
     ["libcuda.so.1", "libcuda.so"].iter().find_map(|name| unsafe { libloading::Library::new(*name) }.ok())
 }
 
+/// Returns true if the driver has a function of this name. cudarc panics where one is missing.
+#[cfg(feature = "cuda")]
+pub(crate) fn driver_has(function: &str) -> bool {
+    // SAFETY: the address is not used.
+    driver().is_some_and(|driver| unsafe { driver.get::<*const ()>(function.as_bytes()) }.is_ok())
+}
+
 /// The latest release of CUDA that the driver knows.
 #[cfg(feature = "cuda")]
 fn driver_release() -> Option<i32> {

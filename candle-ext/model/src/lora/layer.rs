@@ -5,7 +5,7 @@ use candlewick_ops::{self as ops, Precision, Weight};
 
 use super::AdapterSpec;
 use crate::{
-    linear::DropoutScope,
+    dropout::DropoutScope,
     param::{FNV_START, fnv1a},
 };
 

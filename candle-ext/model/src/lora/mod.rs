@@ -9,7 +9,7 @@ mod target;
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::{Dim, DimSize, Init, LinearSpec, ParamSpec, Region};
+use crate::{Dim, DimSize, Init, ParamSpec, Region};
 
 pub use base::{BASE_RECORD, BaseRecord};
 pub use config::LoraConfig;
@@ -48,12 +48,12 @@ impl AdapterSpec {
 }
 
 /// A as torch initialises a linear layer (kaiming uniform with a = sqrt(5)), B zero: the adapter begins as nothing.
-pub(crate) fn factors(adapter: &AdapterSpec, linear: &LinearSpec) -> [ParamSpec; 2] {
+pub(crate) fn factors(adapter: &AdapterSpec, [out, input]: [DimSize; 2]) -> [ParamSpec; 2] {
     let rank = DimSize { dim: Dim::Rank, len: adapter.r };
-    let bound = (linear.input.len as f64).powf(-0.5);
+    let bound = (input.len as f64).powf(-0.5);
     [
-        ParamSpec::matrix(adapter.a_name(), [rank, linear.input], Region::Branch, Init::Uniform { bound }),
-        ParamSpec::matrix(adapter.b_name(), [linear.out, rank], Region::Branch, Init::Zeros),
+        ParamSpec::matrix(adapter.a_name(), [rank, input], Region::Branch, Init::Uniform { bound }),
+        ParamSpec::matrix(adapter.b_name(), [out, rank], Region::Branch, Init::Zeros),
     ]
 }
 

@@ -1,0 +1,18 @@
+//! An RMS norm as a value.
+
+use candle_core::{Result, Tensor};
+use candlewick_ops::{self as ops, Weight};
+
+/// An RMS norm.
+#[derive(Clone, Debug)]
+pub(crate) struct Norm {
+    pub(crate) weight: Weight,
+    pub(crate) eps: f64,
+}
+
+impl Norm {
+    /// Normalises the last dim of `x`.
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        ops::rms_norm(x, &self.weight, self.eps)
+    }
+}
