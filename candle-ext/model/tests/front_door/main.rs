@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod adapters;
+mod candle_transformers;
 mod checkpoints;
 mod parity;
 mod tiny;

@@ -6,6 +6,7 @@ mod adamw;
 mod attention;
 mod attention_implementations;
 mod attention_pieces;
+mod candle_nn;
 mod cases;
 mod dropout;
 mod embedding;
