@@ -220,11 +220,11 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
             for block_idx in 0..model.n_blocks() {
                 x = model.block(store.fetch(block_idx + 1)?, &x, &cx)?;
             }
-            model.norm(&head, &x)
+            model.norm(head, &x)
         });
         let tape = tape.unwrap();
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: Micro::IGNORED, chunk: 3 };
-        let lm_head = model.lm_head(&head).unwrap();
+        let lm_head = model.lm_head(head).unwrap();
         let upstream = Upstream::Scalar(1.0 / n_targets(&batch));
         let out = linear_cross_entropy(tape.output(), &lm_head, &micro.targets, &spec, upstream).unwrap();
         tape.backward(&out.dx.unwrap()).unwrap();

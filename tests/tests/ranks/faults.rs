@@ -167,7 +167,7 @@ impl Meeting {
     }
 
     fn await_rank(&self, rank: usize) {
-        self.store.wait(&[&format!("{rank}/about")]).unwrap();
+        self.store.wait(&[&format!("{rank}/peer")]).unwrap();
     }
 }
 

@@ -117,7 +117,7 @@ fn config(resolver: &mut Resolver) -> (Option<Config>, Vec<String>) {
 
 fn summary(config: &Config) -> String {
     let (layers, width, vocabulary) = (config.n_layers(), config.hidden_size(), config.vocab_size());
-    format!("{:?}, {layers} layers of {width}, {vocabulary} tokens", config.family())
+    format!("{}, {layers} layers of {width}, {vocabulary} tokens", config.family().name())
 }
 
 fn init(resolver: &mut Resolver, reshaped: &[String]) -> Init {

@@ -2,6 +2,8 @@
 //!
 //! rustfmt does not see modules that a macro declares; `scripts/check` formats them by name.
 
+use std::fmt;
+
 use crate::{ModelError, error::nearest};
 
 /// Declares the families: a file each, which holds its `SPEC`.
@@ -19,8 +21,14 @@ macro_rules! families {
 families![llama, mistral, qwen2, qwen3];
 
 /// A supported model family.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct Family(&'static FamilySpec);
+
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
 
 /// How a family differs from the others: names, the defaults of keys that config.json leaves out, and flags.
 #[derive(Clone, Copy, Debug)]
@@ -81,6 +89,12 @@ impl Eq for Family {}
 impl Family {
     pub(crate) fn spec(self) -> &'static FamilySpec {
         self.0
+    }
+
+    /// Returns the name for people, such as "Qwen2".
+    pub fn name(self) -> &'static str {
+        let architecture = self.architecture();
+        architecture.strip_suffix("ForCausalLM").unwrap_or(architecture)
     }
 
     /// The name in config.json's `model_type`, such as "qwen2".

@@ -59,8 +59,8 @@ impl Engine {
             let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, seams)?;
             let Some(x_td) = x_td else { return Ok(None) };
             let weights = self.store.fetch(self.head())?;
-            let lm_head = self.model.lm_head(&weights)?;
-            let normed = seams.enter(&self.model.norm(&weights, &x_td)?)?;
+            let lm_head = self.model.lm_head(weights)?;
+            let normed = seams.enter(&self.model.norm(weights, &x_td)?)?;
             let loss = self.cross_entropy(&normed, &lm_head, &micro.targets, reduction, Upstream::NoGrad)?.loss;
             self.store.release(self.head());
             Ok(Some(loss))
@@ -86,7 +86,7 @@ impl Engine {
         let logits = match self.rows_of(tokens, rows, seams)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
-                let logits = self.logits_of_rows(&self.model.norm(&weights, &x_td)?, &weights)?;
+                let logits = self.logits_of_rows(&self.model.norm(weights, &x_td)?, weights)?;
                 self.store.release(self.head());
                 logits
             }
@@ -105,12 +105,12 @@ impl Engine {
         let scores = match self.rows_of(tokens, &rows, seams)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
-                let lm_head = self.model.lm_head(&weights)?;
-                let normed = self.model.norm(&weights, &x_td)?;
+                let lm_head = self.model.lm_head(weights)?;
+                let normed = self.model.norm(weights, &x_td)?;
                 let chunk = self.rows_of_logits(self.n_vocab()).next_multiple_of(2);
                 let scores = match &self.tensor {
                     None => token_scores(&normed, &lm_head, &ids, chunk)?,
-                    Some(_) => self.scores_of_parts(&normed, &weights, &ids, chunk)?,
+                    Some(_) => self.scores_of_parts(&normed, weights, &ids, chunk)?,
                 };
                 self.store.release(self.head());
                 scores
