@@ -6,7 +6,7 @@
 
 mod support;
 
-use candlewick_model::Config;
+use candlewick_model::{Config, Model};
 use serde::Deserialize;
 use serde_json::Value;
 use support::{Run, stderr};
@@ -46,8 +46,7 @@ fn a_step_with_frozen_weights_has_the_operations_that_torch_counts() {
 #[test]
 fn causal_and_windowed_attention_count_the_pairs_that_the_mask_leaves() {
     for Counted { name, config, lengths, visible_pairs, forward, .. } in counted() {
-        let config = Config::from_json(config).unwrap();
-        let shape = ModelShape::of(&config);
+        let shape = shape_of(&config);
         let all_pairs: usize = lengths.iter().map(|s| s * s).sum();
         let of_a_pair = (4 * shape.layers[0].attention_width) as f64;
         let hidden: f64 = visible_pairs.iter().map(|visible| all_pairs as f64 - visible).sum();
@@ -81,6 +80,10 @@ fn a_packed_rows_tflops_are_those_of_its_sequences() {
     }
 }
 
+fn shape_of(config: &Value) -> ModelShape {
+    ModelShape::of(&Model::new(Config::from_json(config.clone()).unwrap(), None).unwrap())
+}
+
 /// The model of `support`.
 fn tiny() -> ModelShape {
     let (h, i, q, kv) = (32, 64, 4 * 8, 2 * 8);
@@ -93,7 +96,7 @@ fn tiny() -> ModelShape {
 fn check(pass: Pass, want: impl Fn(&Counted) -> Option<f64>) {
     let mut n_checked = 0;
     for counted in counted() {
-        let shape = ModelShape::of(&Config::from_json(counted.config.clone()).unwrap());
+        let shape = shape_of(&counted.config);
         if let Some(want) = want(&counted) {
             assert_eq!(flops(&shape, pass, Visibility::Full, &counted.lengths), want, "{}", counted.name);
             n_checked += 1;

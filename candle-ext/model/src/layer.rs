@@ -177,11 +177,6 @@ impl MixerSpec {
         let Self::Attention(attention) = self;
         attention.qkv.iter().chain([&attention.o])
     }
-
-    /// Returns the elements of the matrices that a token is multiplied with.
-    pub fn n_matmul_weights(&self) -> usize {
-        self.linears().map(LinearSpec::n_weights).sum()
-    }
 }
 
 impl MlpSpec {
@@ -189,11 +184,6 @@ impl MlpSpec {
     pub fn linears(&self) -> impl Iterator<Item = &LinearSpec> {
         let Self::SwiGlu(mlp) = self;
         mlp.gate_up.iter().chain([&mlp.down])
-    }
-
-    /// Returns the elements of the matrices that a token is multiplied with.
-    pub fn n_matmul_weights(&self) -> usize {
-        self.linears().map(LinearSpec::n_weights).sum()
     }
 }
 

@@ -57,21 +57,21 @@ impl Weights {
     pub(crate) fn embedding(&self) -> Result<&Embedding> {
         match self {
             Self::Embedding(embedding) => Ok(embedding),
-            other => bail!("the embedding is wanted of {}", other.kind()),
+            other => bail!("expected an embedding, found {}", other.kind()),
         }
     }
 
     pub(crate) fn layer(&self) -> Result<&Layer> {
         match self {
             Self::Layer(layer) => Ok(layer),
-            other => bail!("a decoder layer is wanted of {}", other.kind()),
+            other => bail!("expected a decoder layer, found {}", other.kind()),
         }
     }
 
     pub(crate) fn head(&self) -> Result<&Head> {
         match self {
             Self::Head(head) => Ok(head),
-            other => bail!("the output layer is wanted of {}", other.kind()),
+            other => bail!("expected an output layer, found {}", other.kind()),
         }
     }
 
@@ -82,7 +82,7 @@ impl Weights {
                 Some(weight) => Ok(weight),
                 None => bail!("there is no parameter `{name}` in this unit"),
             },
-            other => bail!("a named parameter is wanted of {}", other.kind()),
+            other => bail!("expected named parameters, found {}", other.kind()),
         }
     }
 

@@ -66,7 +66,7 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut BufWriter<File>) ->
 /// Replaces the file at `path` as [`write_atomically`] does, once the new bytes are on the disk.
 ///
 /// # Errors
-/// As [`write_atomically`], and if the disk cannot take the bytes.
+/// Errors of [`write_atomically`], and of the disk that cannot take the bytes.
 pub fn write_durably(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>) -> io::Result<()> {
     write_atomically(path, |file| {
         write(file)?;
@@ -78,7 +78,7 @@ pub fn write_durably(path: &Path, write: impl FnOnce(&mut BufWriter<File>) -> io
 /// Replaces `path` with the file or link that `create` makes under another name in its folder.
 ///
 /// # Errors
-/// As [`write_atomically`].
+/// Errors of [`write_atomically`].
 pub fn replace_atomically(path: &Path, create: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
     let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
     create_dir_all(folder)?;

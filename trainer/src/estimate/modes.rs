@@ -112,7 +112,7 @@ pub(super) fn by_cost(setup: &Setup, fixed: Fixed) -> Vec<Modes> {
 
 /// How much of a block's forward is attention, on a row of the greatest length.
 fn attention_share(setup: &Setup) -> f64 {
-    let (shape, row) = (ModelShape::of(setup.model.config()), [setup.row_tokens as usize]);
+    let (shape, row) = (ModelShape::of(&setup.model), [setup.row_tokens as usize]);
     let of = |again: Recomputed| recomputed_flops(&shape, &[again], &row);
     let matmuls = of(Recomputed { layer: true, ..Recomputed::default() });
     // Half of the pairs are masked.

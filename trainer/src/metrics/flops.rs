@@ -9,7 +9,7 @@
 //!
 //! h hidden, i intermediate, k head dim, L layers, V vocabulary, s the length of a packed sequence.
 
-use candlewick_model::{Config, LayerSpec, MixerSpec};
+use candlewick_model::{LayerSpec, LinearSpec, MixerSpec, Model};
 use candlewick_ops::{AttentionCost, LinearCost};
 
 /// The matmuls and attentions of a model.
@@ -76,10 +76,11 @@ pub enum Visibility {
 }
 
 impl ModelShape {
-    /// Reads the layers of a model's configuration.
-    pub fn of(config: &Config) -> Self {
+    /// Reads the layers of a model.
+    pub fn of(model: &Model) -> Self {
+        let config = model.config();
         Self {
-            layers: (0..config.n_layers()).map(|layer_idx| LayerShape::of(&config.layer(layer_idx))).collect(),
+            layers: model.layers().map(LayerShape::of).collect(),
             n_head_weights: config.vocab_size() * config.hidden_size(),
         }
     }
@@ -94,8 +95,8 @@ impl LayerShape {
     fn of(layer: &LayerSpec) -> Self {
         let MixerSpec::Attention(attention) = &layer.mixer;
         Self {
-            n_mixer_weights: layer.mixer.n_matmul_weights(),
-            n_mlp_weights: layer.mlp.n_matmul_weights(),
+            n_mixer_weights: layer.mixer.linears().map(LinearSpec::n_weights).sum(),
+            n_mlp_weights: layer.mlp.linears().map(LinearSpec::n_weights).sum(),
             attention_width: attention.n_heads * attention.head_dim,
             window: attention.window,
         }
@@ -227,7 +228,8 @@ mod tests {
 
     #[track_caller]
     fn check_weights(config: serde_json::Value, n_parameters: u64, n_in_norms: u64) {
-        let shape = ModelShape::of(&Config::from_json(config).expect("a config"));
+        let config = candlewick_model::Config::from_json(config).expect("a config");
+        let shape = ModelShape::of(&Model::new(config, None).expect("a model"));
         assert_eq!(shape.n_weights(), n_parameters - n_in_norms);
     }
 

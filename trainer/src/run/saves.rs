@@ -201,23 +201,19 @@ impl<'a> Saves<'a> {
         let newest = (state.step, checkpoint.dir(state.tag()));
         let outcome = match checkpoint.kind {
             Kind::Sharded if checkpoint.async_save => {
-                let engine = self.state()?;
+                let engine = EngineState::of(self.run.engine)?;
                 self.under_way = Some(UnderWay::begin(checkpoint, state, &engine, self.run.ranks.background.clone())?);
                 Outcome::UnderWay
             }
             Kind::Sharded => {
-                let Saved { dir, removed, .. } = save(checkpoint, &state, &self.state()?, &self.run.ranks.process)?;
+                let Saved { dir, removed, .. } =
+                    save(checkpoint, &state, &EngineState::of(self.run.engine)?, &self.run.ranks.process)?;
                 Outcome::Saved(SavedCheckpoint { dir, removed })
             }
             Kind::HuggingFace => Outcome::Saved(self.export(checkpoint, &state)?),
         };
         self.last.insert(place, newest);
         Ok(outcome)
-    }
-
-    /// Returns the training state with what this rank writes of it.
-    fn state(&self) -> Result<EngineState> {
-        Ok(EngineState::of(self.run.engine)?)
     }
 
     fn run_state(&self, stream: &Stream, progress: Progress) -> RunState {

@@ -256,7 +256,7 @@ impl<'a> Session<'a> {
 
     /// The operations of a step, on all ranks.
     fn flops(&self, step: &Step, work: Work) -> f64 {
-        let shape = ModelShape::of(self.run.engine.model().config());
+        let shape = ModelShape::of(self.run.engine.model());
         let (visibility, again) = match work {
             Work::All => (Visibility::Full, recomputed(self.run.engine.residency(), self.run.engine.mlp_rows())),
             Work::Useful => (Visibility::Causal, Vec::new()),

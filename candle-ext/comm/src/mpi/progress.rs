@@ -50,7 +50,7 @@ pub(super) struct ProgressThread {
     universe: Universe,
 }
 
-/// What is to be done when a message has arrived.
+/// The action on an arrived message.
 enum Job {
     /// A group waits for it.
     Report(Done),

@@ -161,7 +161,7 @@ impl Rendezvous {
     /// Says that this node's workers have ended well.
     pub fn say_done(&self) {
         if let Some(node) = self.node_rank {
-            // Without a store nobody asks.
+            // Without a store there is no rendezvous to report to.
             let _ = self.store.add(&node.key("done"), 1);
         }
     }

@@ -94,7 +94,7 @@ impl Worker {
         }
     }
 
-    /// Ends the processes that the worker left behind. Until [`Worker::reap`] its number belongs to nobody else.
+    /// Ends the processes that the worker left behind. Until [`Worker::reap`] the system gives its pid to no other process.
     pub fn end_leftovers(&self) {
         self.signal(Signal::KILL.as_raw());
     }

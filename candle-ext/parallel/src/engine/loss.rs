@@ -38,15 +38,8 @@ pub struct StepLosses {
 /// Sums of the auxiliary losses of a running step.
 pub(super) struct AuxiliarySums<'a> {
     losses: &'a [AuxiliaryLoss],
-    /// Derivatives of the scaled loss by each, f32 scalars.
-    weights: Vec<Upstreamed>,
+    scale: &'a LossScale,
     sums: Vec<Option<Tensor>>,
-}
-
-/// A derivative, and the loss scale that multiplies it.
-struct Upstreamed {
-    weight: f64,
-    factor: Option<Tensor>,
 }
 
 impl LossScale {
@@ -67,6 +60,15 @@ impl LossScale {
         }
     }
 
+    /// Returns the derivative of the scaled loss by the sum of an auxiliary loss, an f32 scalar.
+    fn auxiliary_weight(&self, loss: &AuxiliaryLoss, device: &Device) -> Result<Tensor> {
+        let weight = loss.mean(loss.coefficient);
+        match &self.factor {
+            Some(factor) => factor.affine(weight, 0.0),
+            None => Tensor::new(weight as f32, device),
+        }
+    }
+
     /// Multiplies the weights of tokens, f32 [t].
     pub(super) fn times_weights(&self, weights: &Tensor) -> Result<Tensor> {
         let scaled = weights.affine(self.mean, 0.0)?;
@@ -81,11 +83,8 @@ impl<'a> From<&LossScale> for StepLoss<'a> {
 }
 
 impl<'a> AuxiliarySums<'a> {
-    pub(super) fn new(loss: &StepLoss<'a>) -> Self {
-        let upstreamed =
-            |auxiliary: &AuxiliaryLoss| Upstreamed { weight: auxiliary.weight(), factor: loss.scale.factor.clone() };
-        let weights = loss.auxiliary.iter().map(upstreamed).collect();
-        Self { losses: loss.auxiliary, weights, sums: vec![None; loss.auxiliary.len()] }
+    pub(super) fn new(loss: &'a StepLoss<'a>) -> Self {
+        Self { losses: loss.auxiliary, scale: &loss.scale, sums: vec![None; loss.auxiliary.len()] }
     }
 
     /// Runs the backward of a layer's tape from `dy` and its auxiliary losses, and returns the gradient of its one input.
@@ -99,12 +98,9 @@ impl<'a> AuxiliarySums<'a> {
                 Some(sum) => add(&sum, value)?,
                 None => value.clone(),
             });
-            weights.push(self.weights[i].on(value.device())?);
+            weights.push(self.scale.auxiliary_weight(&self.losses[i], value.device())?);
         }
-        match tape.backward_with_losses(dy, &weights)?.remove(x) {
-            Some(dx) => Ok(dx),
-            None => x.zeros_like(),
-        }
+        input_grad(tape, x, dy, &weights)
     }
 
     /// Returns the sum of each loss: zero for one that no layer computed.
@@ -114,11 +110,10 @@ impl<'a> AuxiliarySums<'a> {
     }
 }
 
-impl Upstreamed {
-    fn on(&self, device: &Device) -> Result<Tensor> {
-        match &self.factor {
-            Some(factor) => factor.affine(self.weight, 0.0),
-            None => Tensor::new(self.weight as f32, device),
-        }
+/// Runs the backward of a tape from `dy` and from weights of its auxiliary losses, and returns the gradient of its one input.
+pub(super) fn input_grad(tape: Tape, x: &Tensor, dy: &Tensor, weights: &[Tensor]) -> Result<Tensor> {
+    match tape.backward_with_losses(dy, weights)?.remove(x) {
+        Some(dx) => Ok(dx),
+        None => x.zeros_like(),
     }
 }

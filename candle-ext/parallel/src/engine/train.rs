@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor};
 use candlewick_model::{Cx, Seams};
 use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span};
 
-use super::loss::{AuxiliarySums, StepLoss, StepLosses};
+use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{Engine, Micro, Residency};
 use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::Parked;
@@ -268,14 +268,6 @@ impl Engine {
             }
         };
         let dx = out.dx.expect("an upstream gradient was given");
-        Ok((value, input_grad(tape, x_td, &dx)?))
-    }
-}
-
-/// Returns the gradient of the one input of a tape.
-fn input_grad(tape: Tape, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    match tape.backward(dy)?.remove(x) {
-        Some(dx) => Ok(dx),
-        None => x.zeros_like(),
+        Ok((value, input_grad(tape, x_td, &dx, &[])?))
     }
 }

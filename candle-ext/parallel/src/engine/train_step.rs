@@ -84,8 +84,7 @@ impl StepReport {
         let (own, rest) = numbers.split_at(self.n_micros + self.auxiliary.len());
         let (of_all, state) = rest.split_at(own.len());
         let (losses, auxiliary) = of_all.split_at(self.n_micros);
-        let mean =
-            |(loss, sum): (&AuxiliaryLoss, &f32)| (loss.name.clone(), f64::from(*sum) / loss.normalizer.max(1.0));
+        let mean = |(loss, sum): (&AuxiliaryLoss, &f32)| (loss.name.clone(), loss.mean(f64::from(*sum)));
         Ok(StepResult {
             own_losses: own[..self.n_micros].to_vec(),
             losses: losses.to_vec(),

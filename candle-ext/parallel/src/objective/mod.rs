@@ -73,8 +73,8 @@ pub struct AuxiliaryLoss {
 }
 
 impl AuxiliaryLoss {
-    /// Returns the derivative of the step's loss by the sum of this loss.
-    pub(crate) fn weight(&self) -> f64 {
-        self.coefficient / self.normalizer.max(1.0)
+    /// Returns the mean of a sum of this loss.
+    pub(crate) fn mean(&self, sum: f64) -> f64 {
+        sum / self.normalizer.max(1.0)
     }
 }

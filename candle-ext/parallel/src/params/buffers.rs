@@ -126,7 +126,7 @@ impl WeightRun {
     /// Gives the other ranks this rank's changed shard, and takes theirs. A run that is not resident is gathered anew later.
     pub(crate) fn publish(&self) -> Result<()> {
         if !self.is_resident {
-            // A gathered run, or one on its way, holds the values of before.
+            // A run that is gathered, or being gathered, holds stale values.
             self.gathering.lock().unwrap_or_else(PoisonError::into_inner).take();
             self.all.take();
             return Ok(());

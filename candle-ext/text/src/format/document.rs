@@ -9,9 +9,9 @@ pub enum Document {
     Conversation(Conversation),
     /// Two plain texts, the second to be learned.
     PromptCompletion {
-        /// What is given.
+        /// The text that is given.
         prompt: String,
-        /// What must follow.
+        /// The text that must follow.
         completion: String,
     },
     /// Plain text, all of it to be learned.

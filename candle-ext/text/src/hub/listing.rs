@@ -11,7 +11,7 @@ pub(crate) struct Listing {
     pub(super) revision: String,
     pub(super) commit: String,
     pub(super) files: Vec<Listed>,
-    /// As known from the cache, because the Hub was not or could not be asked: nothing can be fetched.
+    /// The cached listing: the Hub was not or could not be asked, so nothing can be fetched.
     pub(super) is_cached: bool,
 }
 
@@ -39,7 +39,7 @@ impl Listing {
         HubError::FileNotFound { id: self.repo.to_string(), revision: self.revision.clone(), file: path.to_owned() }
     }
 
-    /// What is there does not do.
+    /// The files that are there are not enough.
     pub(crate) fn unfit(&self, problem: String) -> HubError {
         if self.is_cached {
             let missing = format!("what the cache holds does not do: {problem}");

@@ -15,9 +15,9 @@ pub enum TokenizerError {
          AutoTokenizer.from_pretrained(...).save_pretrained(...))"
     )]
     Missing {
-        /// Where it was looked for.
+        /// The folder or file that was searched.
         directory: PathBuf,
-        /// What stands there instead.
+        /// The files that are there instead.
         found: String,
     },
     /// A file is there but cannot be read.
@@ -25,7 +25,7 @@ pub enum TokenizerError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// A file does not hold what it should.
@@ -33,7 +33,7 @@ pub enum TokenizerError {
     Content {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it, and where.
+        /// The fault, and its place.
         message: String,
     },
     /// A key holds a value of the wrong kind.
@@ -43,9 +43,9 @@ pub enum TokenizerError {
         path: PathBuf,
         /// The key.
         key: &'static str,
-        /// What it holds.
+        /// The value that was found.
         found: String,
-        /// What it should hold.
+        /// The value that was expected.
         expected: &'static str,
     },
     /// A special token is named that the vocabulary lacks.
@@ -58,7 +58,7 @@ pub enum TokenizerError {
         directory: PathBuf,
         /// `bos_token`, `eos_token`, `pad_token` or `unk_token`.
         key: &'static str,
-        /// How it is written.
+        /// The text of the token.
         text: String,
     },
     /// There is no chat template of this name.
@@ -66,9 +66,9 @@ pub enum TokenizerError {
     NoTemplate {
         /// The folder.
         directory: PathBuf,
-        /// What was asked for.
+        /// The request.
         name: String,
-        /// What is there.
+        /// The alternatives that exist.
         available: String,
     },
     /// The chat template is broken.
@@ -81,7 +81,7 @@ pub enum TokenizerError {
         directory: PathBuf,
         /// `encode` or `decode`.
         action: &'static str,
-        /// What it said.
+        /// Its message.
         message: String,
     },
 }

@@ -25,7 +25,7 @@ pub(crate) struct Gemm {
     /// The format of a and b.
     pub(crate) dtype: DType,
     pub(crate) c: Address,
-    /// As [`Matrix::stride`], of c and of what is added.
+    /// Rows of c and of the addend, as [`Matrix::stride`].
     pub(crate) c_stride: Option<usize>,
     /// The format of c: that of a and b, or f32.
     pub(crate) c_dtype: DType,
