@@ -5,7 +5,10 @@ mod support;
 
 use std::path::Path;
 
+use candle_core::{DType, Device};
 use candlewick_model::Config;
+use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage};
+use candlewick_parallel::{Formats, Mode, ParamStore, ShardingGroups};
 use serde_json::json;
 use support::Run;
 use trainer::estimate::{Capacity, Class, Fixed, Place, Resource, Setup, choose, estimate, usable};
@@ -225,4 +228,43 @@ fn a_run_that_is_taken_up_with_other_modes_ends_the_same() {
     interrupted.train_ok(&["train_iters=8", "memory=auto"]);
     interrupted.assert_resumed();
     assert_eq!(interrupted.exported(), whole.exported());
+}
+
+/// Signed integers with a scale for each 32 columns of a row. No recipe names this format.
+static INT8: QuantFormat = QuantFormat {
+    name: "int8",
+    codes: &{
+        let mut codes = [0.0; 256];
+        let mut code = 0;
+        while code < 256 {
+            codes[code] = code as u8 as i8 as f32;
+            code += 1;
+        }
+        codes
+    },
+    block: ScaleBlock::Tile { rows: 1, columns: 32 },
+    scales: ScaleRounding::PowerOfTwo,
+};
+
+/// Zeros between the parameters of a store are not estimated: at most 512 bytes for each of 8 blocks' 23 parameters.
+const PADDING: u64 = 8 * 23 * 512;
+
+#[test]
+fn a_base_of_8_bits_is_estimated_at_the_bytes_of_its_store() {
+    let dense = Setup::of(&resolve(None, &["model.peft_config={r: 8}"]).unwrap(), Place::Cpu).unwrap();
+    let model = dense.model.clone().with_frozen_storage(WeightStorage::Quantized(&INT8));
+    let quantized = Setup { model, ..dense.clone() };
+    let stored = |setup: &Setup| {
+        let formats = Formats::computing_in(DType::BF16);
+        let alone = ShardingGroups::alone();
+        ParamStore::new(&setup.model, formats, Mode::Train, &Device::Cpu, alone).unwrap().device_bytes().weights
+    };
+    let weights = |setup: &Setup| estimate(setup).peak().account.of(Class::Weights);
+    for setup in [&dense, &quantized] {
+        let (said, stored) = (weights(setup), stored(setup));
+        assert!(stored.abs_diff(said) <= PADDING, "estimated {said}, stored {stored}");
+    }
+    // A byte and an eighth instead of two for each element of the linear layers.
+    let n_linear = 8 * (4 * 256 * 256 + 3 * 256 * 768);
+    assert_eq!(weights(&dense) - weights(&quantized), n_linear * 7 / 8);
 }

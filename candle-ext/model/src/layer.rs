@@ -1,5 +1,7 @@
 //! A decoder layer as data: the model is built, and memory and FLOPs are counted, from this.
 
+use candlewick_ops::WeightStorage;
+
 use crate::{AdapterSpec, Config, Dim, DimSize, Init, ParamSpec, Region};
 
 /// One decoder layer: x + mixer(norm(x)), then + mlp(norm(x)).
@@ -70,6 +72,8 @@ pub struct LinearSpec {
     pub input: DimSize,
     /// True if there is a bias.
     pub bias: bool,
+    /// The storage of W.
+    pub storage: WeightStorage,
     /// The adapter on this layer.
     pub adapter: Option<AdapterSpec>,
 }
@@ -189,7 +193,7 @@ impl MlpSpec {
 
 impl LinearSpec {
     fn new(module: String, [out, input]: [DimSize; 2], bias: bool) -> Self {
-        Self { module, out, input, bias, adapter: None }
+        Self { module, out, input, bias, storage: WeightStorage::Dense, adapter: None }
     }
 
     /// Returns the name of W [out, input].

@@ -3,7 +3,7 @@
 //! t tokens (packed), d model, v vocabulary, k head dim
 
 use candle_core::{Device, Result, Tensor};
-use candlewick_ops::Weight;
+use candlewick_ops::{Weight, WeightStorage};
 
 use crate::{
     AdapterSpec, Config, Cx, LayerSpec, LoraConfig, ModelError, ParamSpec, Seams, Unit, Weights, rope::Rope, unit,
@@ -24,6 +24,12 @@ impl Model {
         let units = unit::units(&config, adapter.as_ref())?;
         let rope = Rope::new(&config);
         Ok(Model { config, lora: adapter, units, rope })
+    }
+
+    /// Stores the frozen matrices of all linear layers in `storage`. The embedding and the output layer stay dense.
+    pub fn with_frozen_storage(mut self, storage: WeightStorage) -> Model {
+        self.units.iter_mut().for_each(|unit| unit.store_frozen(storage));
+        self
     }
 
     /// Returns the config.

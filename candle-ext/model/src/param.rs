@@ -1,6 +1,7 @@
 //! A parameter: its name, shape and what it starts from. Random values depend on the seed and the name only, so that no
 //! order of units, thread or rank changes them.
 
+use candlewick_ops::WeightStorage;
 use rand_chacha::{ChaCha8Rng, rand_core::RngCore, rand_core::SeedableRng};
 use rayon::prelude::*;
 
@@ -23,6 +24,8 @@ pub struct ParamSpec {
     pub trainable: bool,
     /// The process groups that shard it and reduce its gradient.
     pub group: GroupKind,
+    /// The storage of its elements.
+    pub storage: WeightStorage,
 }
 
 /// A kind of parameter group: parameters of one kind are sharded and reduced over the same ranks.
@@ -43,13 +46,15 @@ impl ParamSpec {
     /// Returns a trainable matrix, which decays.
     pub(crate) fn matrix(name: String, [rows, columns]: [DimSize; 2], region: Region, init: Init) -> Self {
         let (shape, dims) = (vec![rows.len, columns.len], vec![rows.dim, columns.dim]);
-        Self { name, shape, dims, region, init, decay: true, trainable: true, group: GroupKind::Dense }
+        let (group, storage) = (GroupKind::Dense, WeightStorage::Dense);
+        Self { name, shape, dims, region, init, decay: true, trainable: true, group, storage }
     }
 
     /// Returns a trainable vector, which does not decay.
     pub(crate) fn vector(name: String, width: DimSize, region: Region, init: Init) -> Self {
         let (shape, dims) = (vec![width.len], vec![width.dim]);
-        Self { name, shape, dims, region, init, decay: false, trainable: true, group: GroupKind::Dense }
+        let (group, storage) = (GroupKind::Dense, WeightStorage::Dense);
+        Self { name, shape, dims, region, init, decay: false, trainable: true, group, storage }
     }
 
     /// Returns the weight of an RMS norm.
@@ -190,8 +195,8 @@ mod tests {
 
     fn values(name: &str, shape: &[usize], init: Init, seed: u64) -> Vec<f32> {
         let (name, shape, dims) = (name.to_string(), shape.to_vec(), vec![Dim::Embed; shape.len()]);
-        let (region, group) = (Region::Residual, GroupKind::Dense);
-        let spec = ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group };
+        let (region, group, storage) = (Region::Residual, GroupKind::Dense, WeightStorage::Dense);
+        let spec = ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group, storage };
         let mut out = vec![f32::NAN; spec.numel()];
         spec.initialise(seed, &mut out);
         out

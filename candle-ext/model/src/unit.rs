@@ -1,5 +1,7 @@
 //! The units of a model, [embedding, block 0.., head], with every parameter's name and shape.
 
+use candlewick_ops::WeightStorage;
+
 use crate::{
     AdapterSpec, Config, Dim, DimSize, Init, LayerSpec, LoraConfig, ModelError, ParamSpec, Region, lora::factors,
 };
@@ -47,6 +49,17 @@ impl Unit {
         self.params.retain(|param| param.name != name);
         let UnitKind::Layer(layer) = &mut self.kind else { return };
         layer.linears_mut().filter(|linear| linear.bias_name() == name).for_each(|linear| linear.bias = false);
+    }
+
+    /// Stores the frozen matrices of its linear layers in `storage`. Biases, norms and adapters stay dense.
+    pub(crate) fn store_frozen(&mut self, storage: WeightStorage) {
+        let UnitKind::Layer(layer) = &mut self.kind else { return };
+        for linear in layer.linears_mut() {
+            let name = linear.weight_name();
+            for param in self.params.iter_mut().filter(|param| param.name == name && !param.trainable) {
+                (param.storage, linear.storage) = (storage, storage);
+            }
+        }
     }
 
     /// Returns the adapters on its linear layers.

@@ -28,6 +28,7 @@ pub mod linear;
 pub mod linear_cross_entropy;
 mod nvidia;
 mod product;
+pub mod quantized;
 mod recording;
 mod replaced;
 mod replay;
@@ -77,6 +78,7 @@ pub use linear_cross_entropy::{
     linear_cross_entropy_part, rows_of_logits, token_scores,
 };
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
+pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
 pub use recording::{Input, PendingExchange, auxiliary_loss, is_tracked, record, record_exchange, untracked};
 pub use replaced::replace_kernels;
 pub use replay::{compute_or_replay, save_outputs};

@@ -1,6 +1,6 @@
-//! Products with a weight matrix in any float format, a panel of its rows at a time.
+//! Matmuls with a weight matrix in any storage, a panel of its rows at a time.
 //!
-//! t tokens, n outputs, k inputs; the weight is [n, k]. A 16-bit weight is often a view of a buffer
+//! t tokens, n outputs, k inputs; the weight is [n, k]. A weight of 16 or 8 bits is often a view of a buffer
 //! of gigabytes, so no more than [`PANEL`] of its elements are widened at once.
 
 use std::ops::Range;
@@ -11,6 +11,7 @@ use rayon::prelude::*;
 use crate::dot::{Rows, dot, dots};
 use crate::floats::{Floats, wide_bf16};
 use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::quantized::cpu::QuantizedRows;
 use crate::simd::vectorised;
 
 /// Elements of a widened panel: 4 MiB, about a core's share of the outer caches.
@@ -31,8 +32,52 @@ pub(crate) struct Dims {
     pub(crate) k: usize,
 }
 
+/// A weight matrix as matmuls read it: elements in their own format, with their scales.
+#[derive(Clone, Copy)]
+pub(crate) enum WeightOperand<'a> {
+    /// Floats, row by row.
+    Dense(Floats<'a>),
+    /// 8-bit codes with scales.
+    Quantized(QuantizedRows<'a>),
+}
+
+impl<'a> From<Floats<'a>> for WeightOperand<'a> {
+    fn from(floats: Floats<'a>) -> Self {
+        Self::Dense(floats)
+    }
+}
+
+impl<'a> WeightOperand<'a> {
+    /// Borrows some rows of `k` elements.
+    fn rows(self, rows: Range<usize>, k: usize) -> Self {
+        match self {
+            Self::Dense(floats) => Self::Dense(floats.slice(rows.start * k..rows.end * k)),
+            Self::Quantized(quantized) => Self::Quantized(quantized.rows(rows)),
+        }
+    }
+
+    /// Returns the elements as f32: f32 itself without a copy, all else written to `scratch`.
+    fn widened<'s>(self, scratch: &'s mut Vec<f32>) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        match self {
+            Self::Dense(floats) => floats.widened(scratch),
+            Self::Quantized(quantized) => quantized.widened(scratch),
+        }
+    }
+
+    /// Returns the number of rows of a panel, of `n` rows of `k` elements.
+    fn panel_rows(self, n: usize, k: usize) -> usize {
+        match self {
+            Self::Dense(Floats::F32(_)) => n,
+            _ => PANEL / k.max(1),
+        }
+    }
+}
+
 /// y = [y +] x w^T, with x [t, k] and y [t, n].
-pub(crate) fn forward(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old, dims: Dims) {
+pub(crate) fn forward(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], old: Old, dims: Dims) {
     let Dims { t, n, k } = dims;
     if t == 1 && k > 0 {
         return one_row(x, w, y, old);
@@ -45,12 +90,16 @@ pub(crate) fn forward(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old, dims: D
 }
 
 /// y = [y +] w x for one token: each weight is read once and in its own format, which is all that takes time.
-fn one_row(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old) {
+fn one_row(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], old: Old) {
     let k = x.len();
     let rows_at_once = (PARALLEL_FROM / k).max(y.len().div_ceil(TASKS * rayon::current_num_threads())).max(1);
     y.par_chunks_mut(rows_at_once).enumerate().for_each(|(i, y)| {
-        let start = i * rows_at_once * k;
-        match w.slice(start..start + y.len() * k) {
+        let start = i * rows_at_once;
+        let floats = match w.rows(start..start + y.len(), k) {
+            WeightOperand::Dense(floats) => floats,
+            WeightOperand::Quantized(rows) => return one_row_quantized(x, rows, y, old),
+        };
+        match floats {
             Floats::F32(data) => vectorised!(dots(y, old, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, |w| w)),
             Floats::Bf16(data) => {
                 vectorised!(dots(y, old, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, wide_bf16))
@@ -65,10 +114,19 @@ fn one_row(x: &[f32], w: Floats<'_>, y: &mut [f32], old: Old) {
     });
 }
 
+/// y = [y +] w x for one token and quantized rows, a row at a time.
+fn one_row_quantized(x: &[f32], rows: QuantizedRows<'_>, y: &mut [f32], old: Old) {
+    let mut row = vec![0.0; x.len()];
+    for (row_idx, y) in y.iter_mut().enumerate() {
+        rows.rows(row_idx..row_idx + 1).read_one(&mut row);
+        vectorised!(dots(std::slice::from_mut(y), old, Rows { data: &row, stride: x.len(), ahead: 0 }, x, 1.0, |w| w));
+    }
+}
+
 /// dx = dy w, with dy [t, n] and dx [t, k].
 ///
 /// Each of the `parts`, numbers of rows of w, is summed by itself, the last first, as matrices of their own would be.
-pub(crate) fn grad_x(dy: &[f32], w: Floats<'_>, parts: &[usize], dx: &mut [f32], dims: Dims) {
+pub(crate) fn grad_x(dy: &[f32], w: WeightOperand<'_>, parts: &[usize], dx: &mut [f32], dims: Dims) {
     let Dims { t, n, k } = dims;
     if n == 0 {
         return dx.fill(0.0);
@@ -76,7 +134,7 @@ pub(crate) fn grad_x(dy: &[f32], w: Floats<'_>, parts: &[usize], dx: &mut [f32],
     let (mut end, mut old) = (n, Old::Overwrite);
     for part in parts.iter().rev() {
         let first = end - part;
-        for_each_panel(w.slice(first * k..end * k), Dims { n: *part, ..dims }, |rows, w| {
+        for_each_panel(w.rows(first..end, k), Dims { n: *part, ..dims }, |rows, w| {
             let dy = Mat::with_stride(&dy[first + rows.start..], t, rows.len(), n);
             let w = Mat::new(w, rows.len(), k);
             gemm(MatMut::new(dx, t, k), old, dy, w, 1.0, Threads::All);
@@ -93,19 +151,15 @@ pub(crate) fn grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], old: Old, dims: Dims
     gemm(MatMut::new(dw, n, k), old, dy.t(), x, 1.0, Threads::All);
 }
 
-fn for_each_panel(w: Floats<'_>, dims: Dims, mut product: impl FnMut(Range<usize>, &[f32])) {
+fn for_each_panel(w: WeightOperand<'_>, dims: Dims, mut product: impl FnMut(Range<usize>, &[f32])) {
     let Dims { t, n, k } = dims;
     if t == 0 {
         return;
     }
-    let height = match w {
-        Floats::F32(_) => n,
-        _ => PANEL / k.max(1),
-    };
+    let height = w.panel_rows(n, k).max(1);
     let mut scratch = Vec::new();
-    for start in (0..n).step_by(height.max(1)) {
-        let rows = start..(start + height.max(1)).min(n);
-        let panel = w.slice(rows.start * k..rows.end * k);
-        product(rows, panel.widened(&mut scratch));
+    for start in (0..n).step_by(height) {
+        let rows = start..(start + height).min(n);
+        product(rows.clone(), w.rows(rows, k).widened(&mut scratch));
     }
 }

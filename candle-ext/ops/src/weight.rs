@@ -8,7 +8,11 @@ use candle_core::{D, DType, Result, Shape, Tensor, bail};
 use crate::floats::FloatsMut;
 use crate::gemm::Old;
 use crate::in_place::zero_;
-use crate::storage;
+use crate::product::WeightOperand;
+#[cfg(any(feature = "cuda", feature = "emulate"))]
+use crate::quantized::dequantize;
+use crate::quantized::{QuantFormat, cpu::QuantizedRows};
+use crate::storage::{self, host};
 
 /// A flat buffer that parameters or gradients are views of, and that may be away for a while: in shards on other ranks, or
 /// not made yet. Cloning shares it.
@@ -256,10 +260,13 @@ fn update(grad: &Tensor, old: Old, op: &'static str, change: impl FnOnce(&mut [f
     })
 }
 
-/// One parameter: its value in the compute dtype, often a view of a flat buffer, and its sink.
+/// One parameter: its value, often a view of a flat buffer, and its sink.
 #[derive(Clone, Debug)]
 pub struct Weight {
+    /// Elements in the compute dtype, or the bytes of a quantized matrix.
     value: Handle,
+    /// Format and shape of a quantized matrix.
+    quantized: Option<(&'static QuantFormat, [usize; 2])>,
     sink: Option<GradSink>,
     /// The numbers of rows of the weights that it joins, if it does.
     part_rows: Vec<usize>,
@@ -272,19 +279,32 @@ const JOINED_BYTES: usize = 8 << 20;
 impl Weight {
     /// A parameter that is only read; its gradient is never computed.
     pub fn frozen(value: impl Into<Handle>) -> Self {
-        Self { value: value.into(), sink: None, part_rows: Vec::new() }
+        Self { value: value.into(), quantized: None, sink: None, part_rows: Vec::new() }
+    }
+
+    /// Wraps the bytes of a quantized matrix [n, k], which is only read.
+    pub fn quantized(bytes: impl Into<Handle>, format: &'static QuantFormat, shape: [usize; 2]) -> Result<Self> {
+        let (value, n_bytes) = (bytes.into(), format.shape(&shape)?.n_bytes());
+        if value.dtype() != DType::U8 || value.dims() != [n_bytes] {
+            let got = (value.dtype(), value.dims());
+            bail!("a {} matrix {shape:?} has {n_bytes} bytes, got {got:?}", format.name)
+        }
+        Ok(Self { quantized: Some((format, shape)), ..Self::frozen(value) })
     }
 
     /// A parameter whose gradient every use adds to `sink`.
     pub fn trainable(value: impl Into<Handle>, sink: GradSink) -> Self {
-        Self { value: value.into(), sink: Some(sink), part_rows: Vec::new() }
+        Self { value: value.into(), quantized: None, sink: Some(sink), part_rows: Vec::new() }
     }
 
     /// Joins matrices [n_i, k] into one of all their rows, without a copy, for a matmul with `x` [.., k].
     ///
-    /// `None` if values or gradients are not adjacent, or if one matmul is no better than several: on the CPU where the output is
+    /// `None` if values or gradients are not adjacent or quantized, or if one matmul is no better than several: on the CPU where the output is
     /// larger than [`JOINED_BYTES`].
     pub fn joined(parts: &[&Self], x: &Tensor) -> Option<Self> {
+        if parts.iter().any(|part| part.quantized.is_some()) {
+            return None;
+        }
         let n_rows = x.elem_count() / x.dim(D::Minus1).ok()?.max(1);
         let n_bytes = n_rows * parts.iter().map(|part| part.dims()[0]).sum::<usize>() * x.dtype().size_in_bytes();
         if x.device().is_cpu() && n_bytes > JOINED_BYTES {
@@ -297,7 +317,7 @@ impl Weight {
             n if n == parts.len() => Some(GradSink::joined(sinks)?),
             _ => return None,
         };
-        Some(Self { value, sink, part_rows: parts.iter().map(|part| part.dims()[0]).collect() })
+        Some(Self { value, quantized: None, sink, part_rows: parts.iter().map(|part| part.dims()[0]).collect() })
     }
 
     /// Returns the numbers of rows of a matrix's parts: all in one, unless it joins some.
@@ -305,19 +325,39 @@ impl Weight {
         if self.part_rows.is_empty() { vec![self.dims()[0]] } else { self.part_rows.clone() }
     }
 
-    /// Returns the value that ops compute with; an error while its buffer is away.
+    /// Returns the elements of a dense weight; an error while its buffer is away, and for a quantized one.
     pub fn value(&self) -> Result<Tensor> {
-        self.value.get()
+        match self.quantized {
+            Some((format, _)) => bail!("only linear layers read {} weights; this op needs a dense one", format.name),
+            None => self.value.get(),
+        }
     }
 
-    /// Returns the shape of the value.
+    /// Returns the elements as linear layers read them; an error while their buffer is away.
+    pub(crate) fn stored(&self) -> Result<StoredWeight> {
+        let value = self.value.get()?;
+        match self.quantized {
+            Some((format, shape)) => Ok(StoredWeight::Quantized { bytes: value, format, shape }),
+            None => Ok(StoredWeight::Dense(value)),
+        }
+    }
+
+    /// Returns the shape.
     pub fn dims(&self) -> &[usize] {
-        self.value.dims()
+        match &self.quantized {
+            Some((_, shape)) => shape,
+            None => self.value.dims(),
+        }
     }
 
-    /// Returns the number format of the value.
+    /// Returns the dtype of the elements: u8 for quantized ones.
     pub fn dtype(&self) -> DType {
         self.value.dtype()
+    }
+
+    /// Returns true if the elements are floats.
+    pub(crate) fn is_dense(&self) -> bool {
+        self.quantized.is_none()
     }
 
     /// Where the gradient goes, if it is wanted.
@@ -338,6 +378,35 @@ impl Weight {
                 bail!("{op}: weight has shape {want:?}, its gradient sink {:?}", sink.grad.dims())
             }
             _ => Ok(()),
+        }
+    }
+}
+
+/// A weight's elements on their device.
+pub(crate) enum StoredWeight {
+    Dense(Tensor),
+    Quantized { bytes: Tensor, format: &'static QuantFormat, shape: [usize; 2] },
+}
+
+impl StoredWeight {
+    /// Hands the elements to a CPU kernel.
+    pub(crate) fn with_operand<R>(&self, op: &str, read: impl FnOnce(WeightOperand<'_>) -> R) -> Result<R> {
+        match self {
+            Self::Dense(value) => Ok(read(host(op, value)?.floats()?.into())),
+            Self::Quantized { bytes, format, shape } => {
+                let bytes = host(op, bytes)?;
+                let rows = QuantizedRows::new(bytes.slice()?, format, format.shape(shape)?);
+                Ok(read(WeightOperand::Quantized(rows)))
+            }
+        }
+    }
+
+    /// Returns the elements as floats; quantized ones are dequantized to `dtype`.
+    #[cfg(any(feature = "cuda", feature = "emulate"))]
+    pub(crate) fn dense(self, dtype: DType) -> Result<Tensor> {
+        match self {
+            Self::Dense(value) => Ok(value),
+            Self::Quantized { bytes, format, shape } => dequantize(&bytes, format, &shape, dtype),
         }
     }
 }

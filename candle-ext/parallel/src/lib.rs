@@ -32,7 +32,7 @@ pub use params::{
     CpuOffload, Formats, MicroBatch, Mode, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage,
 };
 pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
-pub use placement::{SequenceParallel, max_shard_numel};
+pub use placement::{SequenceParallel, max_shard_bytes, max_shard_numel};
 pub use regions::Regions;
 pub use sequence::Sequence;
 pub use tensor::TensorRanks;

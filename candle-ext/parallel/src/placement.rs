@@ -1,9 +1,10 @@
 //! What of each parameter a rank of a tensor parallel group keeps: the model says what a dim counts, and this table what
 //! that means.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::Collective;
 use candlewick_model::{Dim, GroupKind, ParamSpec, Region};
+use candlewick_ops::WeightStorage;
 
 /// Tokens of the residual stream on each tensor parallel rank (Megatron-LM's sequence parallelism).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +45,12 @@ pub(crate) struct RankOf {
     pub(crate) n_ranks: usize,
 }
 
+/// Returns the most bytes of a parameter's weights that any of `n_ranks` ranks with a slice each keeps; dense ones are in `dense`.
+pub fn max_shard_bytes(spec: &ParamSpec, n_ranks: usize, dense: DType) -> Result<usize> {
+    let placement = Placement::of(spec, SequenceParallel::Off, RankOf { rank: 0, n_ranks })?;
+    spec.storage.n_bytes(&placement.max_shape(&spec.shape), dense)
+}
+
 /// Returns the largest number of elements of a parameter that any of `n_ranks` ranks with a slice each keeps.
 pub fn max_shard_numel(spec: &ParamSpec, n_ranks: usize) -> Result<usize> {
     Ok(Placement::of(spec, SequenceParallel::Off, RankOf { rank: 0, n_ranks })?.max_numel(&spec.shape))
@@ -58,7 +65,9 @@ impl Placement {
             GroupKind::Expert => *dim == Dim::Experts,
         };
         if let Some(dim) = spec.dims.iter().position(is_split) {
-            return Ok(Self::Shard(Slice::of(spec, dim, rank)?));
+            let slice = Slice::of(spec, dim, rank)?;
+            slice.check_scales(spec)?;
+            return Ok(Self::Shard(slice));
         }
         if spec.group == GroupKind::Expert {
             bail!("{} belongs to an expert, but none of its dims {:?} counts experts", spec.name, spec.dims)
@@ -82,11 +91,16 @@ impl Placement {
 
     /// Returns the number of elements that the rank with most of them keeps.
     pub(crate) fn max_numel(&self, whole: &[usize]) -> usize {
+        self.max_shape(whole).iter().product()
+    }
+
+    /// Returns the shape of what the rank with most elements keeps.
+    pub(crate) fn max_shape(&self, whole: &[usize]) -> Vec<usize> {
         let mut shape = whole.to_vec();
         if let Self::Shard(slice) = self {
             shape[slice.dim] = slice.max_len;
         }
-        shape.iter().product()
+        shape
     }
 
     /// Cuts what is kept out of all.
@@ -115,6 +129,16 @@ impl Placement {
 }
 
 impl Slice {
+    /// Fails if a scale of a quantized parameter covers elements within and outside of the slice.
+    fn check_scales(&self, spec: &ParamSpec) -> Result<()> {
+        let WeightStorage::Quantized(format) = spec.storage else { return Ok(()) };
+        let (start, end, n) = (self.start, self.start + self.len, spec.shape[self.dim]);
+        if let Some(at) = [start, end].into_iter().find(|at| *at > 0 && *at < n && !format.splits_at(self.dim, *at)) {
+            bail!("{}: {} values with one scale cannot be split at {at} of dim {}", spec.name, format.name, self.dim)
+        }
+        Ok(())
+    }
+
     fn of(spec: &ParamSpec, dim: usize, RankOf { rank, n_ranks }: RankOf) -> Result<Self> {
         let n = spec.shape[dim];
         let kind = match spec.group {
@@ -150,7 +174,8 @@ mod tests {
     fn spec(shape: &[usize], dims: &[Dim], region: Region) -> ParamSpec {
         let (name, shape, dims) = ("w".to_owned(), shape.to_vec(), dims.to_vec());
         let (init, group) = (Init::Zeros, GroupKind::Dense);
-        ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group }
+        let storage = WeightStorage::Dense;
+        ParamSpec { name, shape, dims, region, init, decay: true, trainable: true, group, storage }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use candlewick_model::{Config, LoraConfig, Model};
-use candlewick_ops::Seqs;
+use candlewick_ops::{Seqs, WeightStorage};
 use candlewick_parallel::Micro;
 use serde_json::json;
 
@@ -20,10 +20,15 @@ pub(crate) struct Kind {
     adapter: Option<f64>,
     /// How many tokens a token sees, if not all before it.
     window: Option<usize>,
+    /// Storage of the linear layers of an adapter's base.
+    storage: WeightStorage,
 }
 
 /// What dropout drops depends on the place of a token in its micro-batch: only ranks that share micro-batches drop the same.
 pub(crate) const ADAPTER: Kind = Kind { adapter: Some(0.3), ..Kind::of("qwen3", true) };
+
+/// An adapter without dropout on a dense base.
+pub(crate) const DENSE_BASE: Kind = Kind { adapter: Some(0.0), ..Kind::of("qwen3", true) };
 
 /// Windows end within the longer sequences.
 pub(crate) const WINDOW: Kind = Kind { window: Some(11), ..Kind::of("mistral", false) };
@@ -59,11 +64,15 @@ const LONGER: usize = 20;
 
 impl Kind {
     const fn of(family: &'static str, tied: bool) -> Self {
-        Self { family, tied, biased: false, adapter: None, window: None }
+        Self { family, tied, biased: false, adapter: None, window: None, storage: WeightStorage::Dense }
+    }
+
+    pub(crate) const fn stored_as(self, storage: WeightStorage) -> Self {
+        Self { storage, ..self }
     }
 
     pub(crate) fn has_dropout(self) -> bool {
-        self.adapter.is_some()
+        self.adapter.is_some_and(|dropout| dropout > 0.0)
     }
 
     pub(crate) fn model(self) -> Model {
@@ -88,7 +97,7 @@ impl Kind {
         }
         let lora = |dropout| json!({"r": 4, "lora_alpha": 16, "lora_dropout": dropout, "target_modules": "all-linear"});
         let lora = self.adapter.map(|dropout| LoraConfig::from_json(&lora(dropout)).unwrap());
-        Model::new(Config::from_json(config).unwrap(), lora).unwrap()
+        Model::new(Config::from_json(config).unwrap(), lora).unwrap().with_frozen_storage(self.storage)
     }
 }
 

@@ -8,6 +8,7 @@
 
 mod case;
 mod objective;
+mod quantized;
 mod rank;
 mod ring;
 mod sabotage;

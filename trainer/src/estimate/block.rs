@@ -76,9 +76,9 @@ impl<'a> Block<'a> {
         }
     }
 
-    fn linear(&self, n_tokens: u64, [n_in, n_out]: [u64; 2], input: LinearInput) -> LinearCost {
+    fn linear(&self, n_tokens: u64, [n_in, n_out]: [u64; 2], (spec, input): (&LinearSpec, LinearInput)) -> LinearCost {
         let (dtype, device, grad) = (dtype(self.setup.compute), self.setup.device(), self.setup.base_grad());
-        LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad }
+        LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad, storage: spec.storage }
     }
 
     /// Returns the sizes of a tiled MLP; `None` if it is computed at once.
@@ -140,7 +140,8 @@ impl<'a> Block<'a> {
     pub(super) fn forward(&self) -> u64 {
         let Self { t, d, q, kv, f, s, .. } = *self;
         let (u, tile) = self.tiled().map_or((t, 0), |tiled| (tiled.tile_rows, tiled.forward().scratch_bytes));
-        let down = self.linear(u, [f, d], LinearInput::Unused).forward().scratch_bytes;
+        let MlpSpec::SwiGlu(mlp) = &self.layer.mlp;
+        let down = self.linear(u, [f, d], (&mlp.down, LinearInput::Unused)).forward().scratch_bytes;
         let outside = 3 * self.activation() + self.exchanged();
         let mlp = outside + t * s * d + u * s * 3 * f + tile + down;
         let attention = self.exchanged() + t * s * (d + 2 * q + 2 * kv) + self.attention().forward().scratch_bytes;
@@ -172,8 +173,9 @@ impl<'a> Block<'a> {
         let Self { d, f, s, .. } = *self;
         let MlpSpec::SwiGlu(mlp) = &self.layer.mlp;
         let elements = |n: u64| rows * s * n;
-        let scratch =
-            |sizes, linears: &[LinearSpec]| self.linear(rows, sizes, self.input(linears)).backward().scratch_bytes;
+        let scratch = |sizes, linears: &[LinearSpec]| {
+            self.linear(rows, sizes, (&linears[0], self.input(linears))).backward().scratch_bytes
+        };
         let down = scratch([f, d], std::slice::from_ref(&mlp.down)) + elements(f);
         let swiglu = elements(3 * f);
         let gate = elements(d) + scratch([d, f], &mlp.gate_up);

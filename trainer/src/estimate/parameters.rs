@@ -13,17 +13,17 @@ use crate::plan::RanksPlan;
 pub(super) fn resident(setup: &Setup) -> Account {
     let (frozen, trained) = counts_here(setup);
     let here = trained - on_host(setup);
-    let weights = if setup.weights_on_host { 0 } else { frozen + trained };
-    let (compute, masters, moments) = (setup.compute.n_bytes(), setup.masters.n_bytes(), setup.moments.n_bytes());
+    let weights = if setup.weights_on_host { 0 } else { frozen + trained * setup.compute.n_bytes() };
+    let (masters, moments) = (setup.masters.n_bytes(), setup.moments.n_bytes());
     let master_copies = if setup.compute == setup.masters { 0 } else { here };
     Account::default()
-        .with(Class::Weights, share(setup, 3, weights) * compute)
+        .with(Class::Weights, share(setup, 3, weights))
         .with(Class::Masters, share(setup, 1, master_copies) * masters)
         .with(Class::Gradients, share(setup, 2, trained) * masters)
         .with(Class::Moments, 2 * share(setup, 1, here) * moments)
 }
 
-/// What a rank keeps of `n` elements that are sharded from a ZeRO stage on.
+/// What a rank keeps of `n` elements or bytes that are sharded from a ZeRO stage on.
 fn share(setup: &Setup, from_stage: usize, n: u64) -> u64 {
     match setup.ranks.zero_stage >= from_stage {
         true => n.div_ceil(setup.ranks.n_shards() as u64),
@@ -48,9 +48,9 @@ pub(super) fn travelling(setup: &Setup) -> u64 {
 
 /// The whole weights of the unit at work and of the next one, where each rank keeps a share.
 pub(super) fn whole_weights(setup: &Setup) -> u64 {
-    let of = |unit: &Unit| unit.params.iter().map(|param| setup.kept(param)).sum::<u64>();
+    let of = |unit: &Unit| unit.params.iter().map(|param| setup.weight_bytes(param)).sum::<u64>();
     match setup.ranks.zero_stage {
-        3 => 2 * setup.units().map(of).max().unwrap_or(0) * setup.compute.n_bytes(),
+        3 => 2 * setup.units().map(of).max().unwrap_or(0),
         _ => 0,
     }
 }
@@ -75,8 +75,8 @@ pub(super) fn bytes_on_host(setup: &Setup) -> u64 {
     let largest = setup.units().map(|unit| trained_of(setup, unit)).max().filter(|_| n > 0).unwrap_or(0);
     let (frozen, trained) = counts_here(setup);
     // Trained ones have one copy there if they have one format.
-    let copies = if setup.compute == setup.masters { frozen } else { frozen + trained };
-    let weights = if setup.weights_on_host { share(setup, 3, copies) * setup.compute.n_bytes() } else { 0 };
+    let trained_copies = if setup.compute == setup.masters { 0 } else { trained * setup.compute.n_bytes() };
+    let weights = if setup.weights_on_host { share(setup, 3, frozen + trained_copies) } else { 0 };
     weights + n * (setup.masters.n_bytes() + 2 * setup.moments.n_bytes()) + 2 * largest * setup.masters.n_bytes()
 }
 
@@ -106,13 +106,12 @@ pub fn counts(setup: &Setup) -> (u64, u64) {
     (numel(false).sum(), numel(true).sum())
 }
 
-/// The same of those that a rank keeps, or its shares.
+/// Returns the bytes of the frozen and the number of the trained parameters that a rank keeps, before ZeRO shards them.
 fn counts_here(setup: &Setup) -> (u64, u64) {
-    let numel = |trained: bool| {
-        let params = setup.units().flat_map(|unit| &unit.params).filter(move |param| param.trainable == trained);
-        params.map(|param| setup.kept(param)).sum()
-    };
-    (numel(false), numel(true))
+    let params = || setup.units().flat_map(|unit| &unit.params);
+    let frozen = params().filter(|param| !param.trainable).map(|param| setup.weight_bytes(param));
+    let trained = params().filter(|param| param.trainable).map(|param| setup.kept(param));
+    (frozen.sum(), trained.sum())
 }
 
 /// The number of elements of the largest parameter: weights are read whole.

@@ -3,7 +3,7 @@
 use candle_core::DType;
 use candlewick_model::{Model, ModelError, ParamSpec, Unit};
 use candlewick_ops::{AttentionImpl, DeviceKind};
-use candlewick_parallel::{Layout, Schedule, max_shard_numel};
+use candlewick_parallel::{Layout, Schedule, max_shard_bytes, max_shard_numel};
 
 use super::capacity::Capacity;
 use super::modes::Modes;
@@ -155,6 +155,12 @@ impl Setup {
     /// Whether this stage computes the losses.
     pub(super) fn has_head(&self) -> bool {
         self.stage + 1 == self.layout.n_stages()
+    }
+
+    /// Returns the bytes of a parameter's weights on a rank: the most that any has.
+    pub(super) fn weight_bytes(&self, param: &ParamSpec) -> u64 {
+        let dense = self.kept(param) * self.compute.n_bytes();
+        max_shard_bytes(param, self.ranks.tensor, dtype(self.compute)).map_or(dense, |bytes| bytes as u64)
     }
 
     /// The number of elements that a rank keeps of a parameter: the most that any does.

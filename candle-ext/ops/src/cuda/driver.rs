@@ -147,6 +147,7 @@ pub(super) fn base(op: &str, storage: &CudaStorage) -> Result<Address> {
         DType::U32 => typed::<u32>(storage),
         DType::I64 => typed::<i64>(storage),
         DType::F64 => typed::<f64>(storage),
+        DType::U8 => typed::<u8>(storage),
         other => bail!("{op}: there is no kernel for {other:?}"),
     }
 }

@@ -115,6 +115,7 @@ pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
         CpuStorage::U32(data) => data.as_ptr().expose_provenance(),
         CpuStorage::I64(data) => data.as_ptr().expose_provenance(),
         CpuStorage::F64(data) => data.as_ptr().expose_provenance(),
+        CpuStorage::U8(data) => data.as_ptr().expose_provenance(),
         _ => bail!("{op}: there is no kernel for this format"),
     } as u64)
 }

@@ -5,6 +5,7 @@ use candle_core::DType;
 use super::cpu::block_rows;
 use crate::cost::{Cost, DeviceKind, F32_BYTES, LinearInput, bytes};
 use crate::product::PANEL;
+use crate::quantized::WeightStorage;
 
 /// Sizes of a linear layer, for its cost: x [t, k] and w [n, k].
 #[derive(Clone, Copy, Debug)]
@@ -15,7 +16,7 @@ pub struct LinearCost {
     pub n_in: u64,
     /// n.
     pub n_out: u64,
-    /// Dtype of activations and weight.
+    /// Dtype of activations, and of a dense weight.
     pub dtype: DType,
     /// Kind of the device.
     pub device: DeviceKind,
@@ -23,6 +24,8 @@ pub struct LinearCost {
     pub input: LinearInput,
     /// Dtype of the weight's gradient; `None` for a frozen weight.
     pub grad: Option<DType>,
+    /// Storage of the weight.
+    pub storage: WeightStorage,
 }
 
 impl LinearCost {
@@ -63,13 +66,25 @@ impl LinearCost {
         bytes(self.n_tokens * self.n_in, self.dtype)
     }
 
-    /// Returns the bytes of a block of tokens and of a panel of the weight in f32, where the kernel widens them.
+    /// Returns the bytes of a block of tokens and of a panel of the weight in f32, where the kernel widens them. On a GPU a
+    /// quantized weight is dequantized as a whole.
     fn widened_bytes(&self) -> u64 {
-        if !self.device.widens(self.dtype) {
-            return 0;
-        }
+        let widens = self.device.widens(self.dtype);
         let n_rows = (block_rows(self.n_out as usize, self.n_in as usize) as u64).min(self.n_tokens);
-        (n_rows * (self.n_in + self.n_out) + self.n_weights().min(PANEL as u64)) * F32_BYTES
+        let of_tokens = if widens { n_rows * (self.n_in + self.n_out) * F32_BYTES } else { 0 };
+        let panel = self.n_weights().min(PANEL as u64) * F32_BYTES;
+        of_tokens
+            + match (self.device, self.storage) {
+                (_, WeightStorage::Dense) => {
+                    if widens {
+                        panel
+                    } else {
+                        0
+                    }
+                }
+                (DeviceKind::Cpu, WeightStorage::Quantized(_)) => panel,
+                (DeviceKind::Gpu, WeightStorage::Quantized(_)) => bytes(self.n_weights(), self.dtype),
+            }
     }
 }
 
@@ -78,7 +93,8 @@ mod tests {
     use super::*;
 
     fn layer(dtype: DType, device: DeviceKind, input: LinearInput, grad: Option<DType>) -> LinearCost {
-        LinearCost { n_tokens: 10, n_in: 3, n_out: 4, dtype, device, input, grad }
+        let storage = WeightStorage::Dense;
+        LinearCost { n_tokens: 10, n_in: 3, n_out: 4, dtype, device, input, grad, storage }
     }
 
     #[test]

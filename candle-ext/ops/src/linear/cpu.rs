@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use crate::floats::{Floats, FloatsMut};
 use crate::gemm::Old;
-use crate::product::{self, Dims};
+use crate::product::{self, Dims, WeightOperand};
 
 /// Elements of a widened block of activations: 32 MiB. Weight panels are widened once a block.
 const BLOCK: usize = 1 << 23;
@@ -15,7 +15,7 @@ const BLOCK: usize = 1 << 23;
 const COLUMNS: usize = 256;
 
 /// y = x w^T + b
-pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
+pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'_>>, mut y: FloatsMut<'_>, dims: Dims) {
     let (mut x_wide, mut y_wide, mut b_wide) = (Vec::new(), Vec::new(), Vec::new());
     let bias = bias.map(|b| b.widened(&mut b_wide));
     for (rows, dims) in blocks(dims) {
@@ -31,7 +31,7 @@ pub(super) fn forward(x: Floats<'_>, w: Floats<'_>, bias: Option<Floats<'_>>, mu
     }
 }
 
-fn block(x: &[f32], w: Floats<'_>, bias: Option<&[f32]>, y: &mut [f32], dims: Dims) {
+fn block(x: &[f32], w: WeightOperand<'_>, bias: Option<&[f32]>, y: &mut [f32], dims: Dims) {
     let old = match bias {
         Some(bias) => {
             y.chunks_exact_mut(dims.n.max(1)).for_each(|row| row.copy_from_slice(bias));
@@ -43,7 +43,7 @@ fn block(x: &[f32], w: Floats<'_>, bias: Option<&[f32]>, y: &mut [f32], dims: Di
 }
 
 /// dx = dy w, a sum over the parts of w
-pub(super) fn grad_x(dy: Floats<'_>, w: Floats<'_>, parts: &[usize], mut dx: FloatsMut<'_>, dims: Dims) {
+pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, parts: &[usize], mut dx: FloatsMut<'_>, dims: Dims) {
     let (mut dy_wide, mut dx_wide) = (Vec::new(), Vec::new());
     for (rows, dims) in blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);

@@ -32,7 +32,7 @@ pub enum Precision {
 /// y = x w^T + b, with x [.., k], w [n, k], b [n] and y [.., n].
 ///
 /// Weight gradients are added to the sinks (dw += dy^T x); frozen weights cost nothing. The weight
-/// may have another dtype than x.
+/// may have another dtype than x, or be quantized: the CPU dequantizes a panel at a time to f32, CUDA all of it to x's dtype.
 pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precision) -> Result<Tensor> {
     let _span = span("linear", "forward");
     let dims = check(x, w, bias)?;
@@ -45,7 +45,7 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
         cpu => forward_cpu(&input, w, bias, out_dtype, dims)?.into_storage(),
         cuda => {
             let bias = bias.map(Weight::value).transpose()?;
-            cuda::forward(&input, &w.value()?, bias.as_ref(), out_dtype, dims)?.into_storage()
+            cuda::forward(&input, &w.stored()?.dense(input.dtype())?, bias.as_ref(), out_dtype, dims)?.into_storage()
         },
     });
     let mut shape = x.dims().to_vec();
@@ -67,11 +67,12 @@ pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: Precisio
 
 fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, dims: Dims) -> Result<FloatBuf> {
     let mut y = FloatBuf::unwritten(out_dtype, dims.t * dims.n)?;
-    let (w, bias) = (w.value()?, bias.map(Weight::value).transpose()?);
-    let (x, w) = (host("linear", x)?, host("linear", &w)?);
+    let (w, bias) = (w.stored()?, bias.map(Weight::value).transpose()?);
+    let x = host("linear", x)?;
     let bias = bias.as_ref().map(|bias| host("linear", bias)).transpose()?;
     let bias = bias.as_ref().map(|bias| bias.floats()).transpose()?;
-    cpu::forward(x.floats()?, w.floats()?, bias, y.view(), dims);
+    let x = x.floats()?;
+    w.with_operand("linear", |w| cpu::forward(x, w, bias, y.view(), dims))?;
     Ok(y)
 }
 
@@ -141,14 +142,13 @@ impl SavedLinear {
             cpu => {
                 let dy = host("linear", dy)?;
                 let mut dx = FloatBuf::unwritten(*dtype, self.dims.t * self.dims.k)?;
-                let w = self.w.value()?;
-                let w = host("linear", &w)?;
-                cpu::grad_x(dy.floats()?, w.floats()?, &self.w.part_rows(), dx.view(), self.dims);
+                let (dy, part_rows) = (dy.floats()?, self.w.part_rows());
+                self.w.stored()?.with_operand("linear", |w| cpu::grad_x(dy, w, &part_rows, dx.view(), self.dims))?;
                 Ok(Some(storage::tensor(dx, shape.as_slice())))
             },
             cuda => {
                 let sum = context.accumulated(0, *dtype, shape)?;
-                let dx = cuda::grad_x(dy, &self.w.value()?, sum.as_ref(), *dtype, self.dims)?;
+                let dx = cuda::grad_x(dy, &self.w.stored()?.dense(*dtype)?, sum.as_ref(), *dtype, self.dims)?;
                 Ok(Some(dx.into_tensor(shape.as_slice())))
             },
         })
@@ -157,7 +157,9 @@ impl SavedLinear {
 
 fn check(x: &Tensor, w: &Weight, bias: Option<&Weight>) -> Result<Dims> {
     check_dtype("linear", "the input", x.dtype())?;
-    check_dtype("linear", "the weight", w.dtype())?;
+    if w.is_dense() {
+        check_dtype("linear", "the weight", w.dtype())?;
+    }
     let (Some(&k), &[n, _]) = (x.dims().last(), w.dims()) else {
         bail!("linear: want an input [.., k] and a weight [n, k], got {:?} and {:?}", x.dims(), w.dims())
     };

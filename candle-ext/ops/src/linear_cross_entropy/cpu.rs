@@ -104,7 +104,7 @@ impl Head<'_> {
             }
             let dims = self.dims(targets.len());
             dx_chunk.resize(targets.len() * d, 0.0);
-            product::grad_x(&logits, self.w, &[v], &mut dx_chunk, dims);
+            product::grad_x(&logits, self.w.into(), &[v], &mut dx_chunk, dims);
             for (target, row) in targets.iter().zip(dx_chunk.chunks_exact(d.max(1))) {
                 dx.write(target.row * d, row);
             }
@@ -142,7 +142,7 @@ impl Head<'_> {
             self.x.slice(target.row * d..(target.row + 1) * d).read_into(x);
         }
         logits.resize(targets.len() * v, 0.0);
-        product::forward(x, self.w, logits, Old::Overwrite, self.dims(targets.len()));
+        product::forward(x, self.w.into(), logits, Old::Overwrite, self.dims(targets.len()));
     }
 
     fn dims(&self, t: usize) -> Dims {

@@ -17,6 +17,7 @@ mod linear;
 mod linear_cross_entropy;
 mod main_gradients;
 mod places;
+mod quantized;
 mod rms_norm;
 mod rope;
 mod set_rows;

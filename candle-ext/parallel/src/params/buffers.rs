@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Collective, Pending};
-use candlewick_ops::{Buffer, Weight, copy_into, send_into};
+use candlewick_ops::{Buffer, Weight, WeightStorage, copy_into, send_into};
 
 use super::StoreBytes;
 use super::bytes::{of_buffer, of_tensor};
-use super::layout::{ParamGroup, ParamLayout};
+use super::layout::{ParamGroup, ParamLayout, PlacedParam};
 use super::offload::MemoryLocation;
 use super::reducer::GradReducer;
 use super::sharding::ZeroStage;
@@ -42,14 +42,9 @@ impl ShardedBuffers {
         let zero_stage = layout.sharding.zero_stage;
         let (mut runs, mut weights) = (Vec::new(), HashMap::new());
         for group in &layout.groups {
-            let run = WeightRun::zeros(group, zero_stage, dtype, device)?;
+            let run = WeightRun::zeros(group, zero_stage, group.storage.dtype(dtype), device)?;
             for param in &group.params {
-                let (name, view) = (&param.spec.name, run.all.view(param.range.start, param.shape())?);
-                let weight = match reducer.sink(name) {
-                    Some(sink) => Weight::trainable(view, sink.clone()),
-                    None => Weight::frozen(view),
-                };
-                weights.insert(name.clone(), weight);
+                weights.insert(param.spec.name.clone(), run.weight(param, reducer)?);
             }
             runs.push(run);
         }
@@ -87,6 +82,23 @@ impl WeightRun {
         };
         let shard = Arc::clone(&group.ranks.shard);
         Ok(Self { all, own, is_resident, shard, device: device.clone(), gathering: Mutex::default() })
+    }
+
+    /// Returns a parameter's view of the run.
+    fn weight(&self, param: &PlacedParam, reducer: &GradReducer) -> Result<Weight> {
+        let (shape, start) = (param.shape(), param.range.start);
+        match (param.spec.storage, shape.as_slice()) {
+            (WeightStorage::Quantized(format), &[n, k]) => {
+                Weight::quantized(self.all.view(start, param.n_elements())?, format, [n, k])
+            }
+            _ => {
+                let view = self.all.view(start, shape)?;
+                Ok(match reducer.sink(&param.spec.name) {
+                    Some(sink) => Weight::trainable(view, sink.clone()),
+                    None => Weight::frozen(view),
+                })
+            }
+        }
     }
 
     /// Starts the all-gather of a run that is not whole.

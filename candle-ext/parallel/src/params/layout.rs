@@ -6,8 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 use candlewick_model::{GroupKind, ParamSpec, Unit};
+use candlewick_ops::WeightStorage;
 
 use super::offload::UnitOffload;
 use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
@@ -35,15 +36,16 @@ struct StageUnit {
     places: BTreeMap<String, (usize, usize)>,
 }
 
-/// Parameters of one unit with the same process groups: one flat run.
+/// Parameters of one unit with the same process groups and storage: one flat run.
 pub(crate) struct ParamGroup {
     pub(crate) kind: GroupKind,
     pub(crate) is_trainable: bool,
+    pub(crate) storage: WeightStorage,
     pub(crate) ranks: GroupRanks,
     pub(crate) offload: UnitOffload,
     /// In the order of the run.
     pub(crate) params: Vec<PlacedParam>,
-    /// Elements of the run, padded.
+    /// Elements of the run, padded: bytes of a quantized one.
     pub(crate) numel: usize,
     /// This rank's elements of it.
     pub(crate) shard: Range<usize>,
@@ -83,7 +85,7 @@ impl ParamLayout {
         for kind in GroupKind::ALL {
             let (trainable, frozen): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
                 unit.params.iter().filter(|spec| spec.group == kind).partition(|spec| context.mode.trains(spec));
-            for specs in [frozen, trainable].iter().filter(|specs| !specs.is_empty()) {
+            for specs in by_storage(frozen).iter().chain(&by_storage(trainable)) {
                 self.groups.push(ParamGroup::new(specs, context, &self.sharding)?);
             }
         }
@@ -158,16 +160,20 @@ impl ParamLayout {
 }
 
 impl ParamGroup {
-    /// Lays `specs` out, which are of one kind and all trainable or all frozen.
+    /// Lays `specs` out, which are of one kind and storage, and all trainable or all frozen.
     fn new(specs: &[&ParamSpec], context: &PlaceContext, sharding: &ShardingGroups) -> Result<Self> {
         let PlaceContext { mode, offload } = *context;
         let (kind, is_trainable, ranks) = (specs[0].group, mode.trains(specs[0]), sharding.ranks_of(specs[0])?.clone());
+        let storage = specs[0].storage;
+        if is_trainable && storage != WeightStorage::Dense {
+            bail!("{} is quantized and cannot be trained; freeze it", specs[0].name)
+        }
         let (decayed, others): (Vec<&ParamSpec>, Vec<&ParamSpec>) =
             specs.iter().partition(|spec| is_trainable && spec.decay);
         let (mut params, mut end, mut n_decayed) = (Vec::new(), 0, 0);
         for (i, spec) in decayed.iter().chain(&others).enumerate() {
             let placement = Placement::of(spec, sharding.sequence_parallel, ranks.split_rank())?;
-            let range = end..end + placement.max_numel(&spec.shape);
+            let range = end..end + storage.n_elements(&placement.max_shape(&spec.shape))?;
             end = range.end.next_multiple_of(ALIGNMENT);
             if i < decayed.len() {
                 n_decayed = end;
@@ -176,7 +182,7 @@ impl ParamGroup {
         }
         let numel = ranks.padded(end);
         let shard = ranks.own(numel);
-        Ok(Self { kind, is_trainable, ranks, offload, params, numel, shard, n_decayed })
+        Ok(Self { kind, is_trainable, storage, ranks, offload, params, numel, shard, n_decayed })
     }
 
     /// Returns the elements of these parameters in this rank's shard, counted from its start.
@@ -197,9 +203,14 @@ impl PlacedParam {
         self.placement.shape(&self.spec.shape)
     }
 
+    /// Returns the number of elements of the run that this rank's slice takes.
+    pub(crate) fn n_elements(&self) -> usize {
+        self.spec.storage.n_elements(&self.shape()).expect("the layout has checked the shape")
+    }
+
     /// Returns the elements of the run that this rank's slice and a shard have in common.
     pub(crate) fn piece(&self, shard: &Range<usize>) -> Option<Range<usize>> {
-        let end = self.range.start + self.shape().iter().product::<usize>();
+        let end = self.range.start + self.n_elements();
         let piece = self.range.start.max(shard.start)..end.min(shard.end);
         (!piece.is_empty()).then_some(piece)
     }
@@ -214,4 +225,16 @@ impl PlacedParam {
             _ => (0..width, 0),
         }
     }
+}
+
+/// Splits parameters by their storage, in the order of the first of each.
+fn by_storage(specs: Vec<&ParamSpec>) -> Vec<Vec<&ParamSpec>> {
+    let mut groups: Vec<Vec<&ParamSpec>> = Vec::new();
+    for spec in specs {
+        match groups.iter_mut().find(|group| group[0].storage == spec.storage) {
+            Some(group) => group.push(spec),
+            None => groups.push(vec![spec]),
+        }
+    }
+    groups
 }

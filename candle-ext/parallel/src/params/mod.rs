@@ -1,7 +1,7 @@
 //! Parameters and their training state: placement, sharded buffers, gradient reduction, optimizer.
 //!
 //! A unit's parameters belong to groups: dense ones and experts, frozen and trainable. Each group is one flat run with its own
-//! process groups. Frozen runs are in the compute dtype. Trainable ones have masters, gradients and AdamW's moments, and a
+//! process groups. Frozen runs are in the compute dtype, or the bytes of quantized weights. Trainable ones have masters, gradients and AdamW's moments, and a
 //! compute copy if its dtype differs. Ops get zero-copy views. Masters and moments may lie on the host.
 
 mod buffers;
@@ -18,7 +18,7 @@ use std::iter::once;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_model::{Model, ParamSpec, Unit, Weights};
-use candlewick_ops::{AdamW, GradScaler, copy_into};
+use candlewick_ops::{AdamW, GradScaler, WeightStorage, copy_into, dequantize, quantize};
 
 pub use bytes::StoreBytes;
 pub use offload::CpuOffload;
@@ -156,7 +156,11 @@ impl ParamStore {
             None => (run.own.clone(), group.shard.clone()),
         };
         let Some(piece) = param.piece(&elements) else { return Ok(()) };
-        let value = param.placement.cut(&whole.reshape(spec.shape.as_slice())?)?.flatten_all()?;
+        let value = param.placement.cut(&whole.reshape(spec.shape.as_slice())?)?;
+        let value = match spec.storage {
+            WeightStorage::Dense => value.flatten_all()?,
+            WeightStorage::Quantized(format) => quantize(&value, format)?,
+        };
         let value = value.narrow(0, piece.start - param.range.start, piece.len())?;
         let target = target.narrow(0, piece.start - elements.start, piece.len())?;
         copy_into(&target, &value.to_device(target.device())?)
@@ -245,6 +249,12 @@ impl ParamStore {
         let value = |spec: &ParamSpec| {
             let (group_idx, group, param) = self.layout.find(unit_idx, &spec.name);
             let piece = runs[group_idx - groups.start].narrow(0, param.range.start, param.range.len())?;
+            let piece = match spec.storage {
+                WeightStorage::Dense => piece,
+                WeightStorage::Quantized(format) => {
+                    dequantize(&piece, format, &param.shape(), self.compute_dtype())?.flatten_all()?
+                }
+            };
             param.placement.gather(&piece, &spec.shape, &*group.ranks.split)
         };
         let values = self.layout.units[unit_idx].params.iter().map(value).collect();

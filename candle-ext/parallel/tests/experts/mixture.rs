@@ -10,7 +10,7 @@ use candlewick_comm::mesh::{Axis, Degrees, Mesh};
 use candlewick_comm::{Collective, World, sum};
 use candlewick_model::{Dim, GroupKind, Init, ParamSpec, Region, Unit, UnitKind, Weights};
 use candlewick_ops::{
-    AdamW, CrossEntropy, GradScaler, Precision, Reduction, Tape, Upstream, add, embedding, linear,
+    AdamW, CrossEntropy, GradScaler, Precision, Reduction, Tape, Upstream, WeightStorage, add, embedding, linear,
     linear_cross_entropy, record, rms_norm,
 };
 use candlewick_parallel::{
@@ -37,7 +37,8 @@ fn spec(name: &str, dims: &[(Dim, usize)], group: GroupKind) -> ParamSpec {
     let (name, is_matrix) = (name.to_owned(), dims.len() > 1);
     let (dims, shape) = dims.iter().copied().unzip();
     let init = Init::Normal { std: 0.3, zero_row: None };
-    ParamSpec { name, shape, dims, region: Region::Branch, init, decay: is_matrix, trainable: true, group }
+    let (region, storage) = (Region::Branch, WeightStorage::Dense);
+    ParamSpec { name, shape, dims, region, init, decay: is_matrix, trainable: true, group, storage }
 }
 
 /// A token's embedding, plus what its expert makes of it, to logits.

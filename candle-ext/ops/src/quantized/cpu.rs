@@ -1,0 +1,154 @@
+//! Codes of a matrix's elements on the CPU, and back.
+
+use std::ops::Range;
+
+use candle_core::{Result, bail};
+use rayon::prelude::*;
+
+use super::{QuantFormat, QuantShape, ScaleRounding};
+use crate::floats::{Floats, FloatsMut};
+
+/// Rows of a quantized matrix.
+#[derive(Clone, Copy)]
+pub(crate) struct QuantizedRows<'a> {
+    bytes: &'a [u8],
+    format: &'a QuantFormat,
+    shape: QuantShape,
+    /// Rows of the whole matrix.
+    first: usize,
+    end: usize,
+}
+
+impl<'a> QuantizedRows<'a> {
+    /// Borrows all rows.
+    pub(crate) fn new(bytes: &'a [u8], format: &'a QuantFormat, shape: QuantShape) -> Self {
+        Self { bytes, format, shape, first: 0, end: shape.n }
+    }
+
+    /// Borrows some of the rows.
+    pub(crate) fn rows(self, rows: Range<usize>) -> Self {
+        Self { first: self.first + rows.start, end: self.first + rows.end, ..self }
+    }
+
+    /// Writes the elements to `out`, which has the same number of them.
+    pub(crate) fn read_into(self, out: &mut [f32]) {
+        let k = self.shape.k;
+        if k > 0 {
+            out.par_chunks_mut(k).enumerate().for_each(|(row_idx, out)| self.read_row(self.first + row_idx, out));
+        }
+    }
+
+    /// Writes the elements to the head of `scratch`, and returns them.
+    pub(crate) fn widened(self, scratch: &mut Vec<f32>) -> &[f32] {
+        let len = (self.end - self.first) * self.shape.k;
+        if scratch.len() < len {
+            scratch.resize(len, 0.0);
+        }
+        self.read_into(&mut scratch[..len]);
+        &scratch[..len]
+    }
+
+    /// Writes the first row.
+    pub(crate) fn read_one(self, out: &mut [f32]) {
+        self.read_row(self.first, out);
+    }
+
+    /// Writes a row of the whole matrix.
+    fn read_row(self, row: usize, out: &mut [f32]) {
+        let QuantShape { k, block_rows, block_columns, .. } = self.shape;
+        let codes = &self.bytes[row * k..(row + 1) * k];
+        let first_scale = row / block_rows * self.shape.blocks_a_row();
+        let blocks = out.chunks_mut(block_columns).zip(codes.chunks(block_columns));
+        for (block_idx, (out, codes)) in blocks.enumerate() {
+            let scale = self.scale(first_scale + block_idx);
+            out.iter_mut().zip(codes).for_each(|(x, code)| *x = scale * self.format.codes[usize::from(*code)]);
+        }
+    }
+
+    fn scale(self, at: usize) -> f32 {
+        let start = self.shape.scales_start() + at * size_of::<f32>();
+        let bytes = self.bytes[start..start + size_of::<f32>()].try_into();
+        f32::from_le_bytes(bytes.expect("a scale has four bytes"))
+    }
+}
+
+/// Writes all elements, each rounded once.
+pub(super) fn dequantize(rows: QuantizedRows<'_>, out: FloatsMut<'_>) {
+    let k = rows.shape.k;
+    out.chunks(k.max(1)).into_par_iter().enumerate().for_each(|(row_idx, mut out)| {
+        let mut row = vec![0.0; k];
+        rows.read_row(row_idx, &mut row);
+        out.write(0, &row);
+    });
+}
+
+/// Returns codes and scales of `x` [n, k].
+pub(super) fn quantize(x: Floats<'_>, format: &QuantFormat, shape: QuantShape) -> Result<Vec<u8>> {
+    let QuantShape { n, k, block_rows, block_columns } = shape;
+    let mut wide = Vec::new();
+    let x = x.widened(&mut wide);
+    if let Some(at) = x.iter().position(|x| !x.is_finite()) {
+        bail!(
+            "quantize: the element at row {}, column {} is {}; {} holds finite values",
+            at / k,
+            at % k,
+            x[at],
+            format.name
+        )
+    }
+    let codes = SortedCodes::of(format);
+    let max_code = format.max_code();
+    let blocks_a_row = shape.blocks_a_row();
+    let mut bytes = vec![0; shape.n_bytes()];
+    let (code_bytes, scale_bytes) = bytes.split_at_mut(shape.scales_start());
+    let strips = code_bytes[..n * k].par_chunks_mut((block_rows * k).max(1));
+    let scales = scale_bytes.par_chunks_mut((blocks_a_row * size_of::<f32>()).max(1));
+    strips.zip(scales).zip(x.par_chunks((block_rows * k).max(1))).for_each(|((strip, scales), x)| {
+        for (block_idx, scale_bytes) in scales.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            let columns = block_idx * block_columns..((block_idx + 1) * block_columns).min(k);
+            let block = || x.chunks(k).flat_map(|row| &row[columns.clone()]);
+            let scale = scale(block().fold(0.0, |max, x| x.abs().max(max)) / max_code, format.scales);
+            *scale_bytes = scale.to_le_bytes();
+            for (out, x) in strip.chunks_mut(k).zip(x.chunks(k)) {
+                let pairs = out[columns.clone()].iter_mut().zip(&x[columns.clone()]);
+                pairs.for_each(|(code, x)| *code = codes.nearest(x / scale));
+            }
+        }
+    });
+    Ok(bytes)
+}
+
+/// Rounds a scale. Zero, of a block of zeros, and what is too small to divide by become one.
+fn scale(ratio: f32, rounding: ScaleRounding) -> f32 {
+    if !ratio.is_normal() {
+        return 1.0;
+    }
+    match rounding {
+        ScaleRounding::Exact => ratio,
+        ScaleRounding::PowerOfTwo => {
+            let below = f32::from_bits(ratio.to_bits() & 0x7f80_0000);
+            if below == ratio { ratio } else { below * 2.0 }
+        }
+    }
+}
+
+/// Finite codes by their values.
+struct SortedCodes(Vec<(f32, u8)>);
+
+impl SortedCodes {
+    fn of(format: &QuantFormat) -> Self {
+        let codes = (0..=u8::MAX).map(|code| (format.codes[usize::from(code)], code));
+        let mut codes: Vec<_> = codes.filter(|(value, _)| value.is_finite()).collect();
+        codes.sort_by(|a, b| a.0.total_cmp(&b.0));
+        Self(codes)
+    }
+
+    /// Returns the code nearest to `x`; of two the even one.
+    fn nearest(&self, x: f32) -> u8 {
+        let above = self.0.partition_point(|(value, _)| *value < x).min(self.0.len() - 1);
+        let ((low, low_code), (high, high_code)) = (self.0[above.saturating_sub(1)], self.0[above]);
+        let (to_low, to_high) = (f64::from(x) - f64::from(low), f64::from(high) - f64::from(x));
+        let is_low = to_low.abs() < to_high.abs() || (to_low.abs() == to_high.abs() && low_code.is_multiple_of(2));
+        if is_low { low_code } else { high_code }
+    }
+}
