@@ -251,7 +251,7 @@ const PADDING: u64 = 8 * 23 * 512;
 
 #[test]
 fn a_base_of_8_bits_is_estimated_at_the_bytes_of_its_store() {
-    let dense = Setup::of(&resolve(None, &["model.peft_config={r: 8}"]).unwrap(), Place::Cpu).unwrap();
+    let dense = Setup::of(&resolve(Some(1 << 50), &["model.peft_config={r: 8}"]).unwrap(), Place::Cpu).unwrap();
     let model = dense.model.clone().with_frozen_storage(WeightStorage::Quantized(&INT8));
     let quantized = Setup { model, ..dense.clone() };
     let stored = |setup: &Setup| {
