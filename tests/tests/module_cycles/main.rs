@@ -31,7 +31,6 @@ const REMAINING: &[(&str, usize)] = &[
     ("candle-ext/ops/src/rope/cpu.rs", 3),
     ("candle-ext/ops/src/set_rows/cuda.rs", 2),
     ("candle-ext/ops/src/swiglu/cpu.rs", 3),
-    ("candle-ext/parallel/src/params/buffers.rs", 6),
     ("evaluator/src/task/ask.rs", 2),
     ("evaluator/src/task/config.rs", 23),
     ("evaluator/src/task/jinja.rs", 2),

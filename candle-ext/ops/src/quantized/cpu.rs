@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{Result, bail};
 use rayon::prelude::*;
 
-use super::{QuantFormat, QuantShape, ScaleRounding};
+use super::format::{QuantFormat, QuantShape, ScaleRounding};
 use crate::floats::{Floats, FloatsMut};
 
 /// Rows of a quantized matrix.

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::{QuantFormat, QuantShape};
+use super::format::{QuantFormat, QuantShape};
 use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 use crate::transfer::upload_table;
 

@@ -6,6 +6,7 @@
 pub(crate) mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+pub(crate) mod format;
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -14,134 +15,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::storage::{self, host};
 use crate::transfer::to_host;
 use cpu::QuantizedRows;
-
-/// Storage of a weight's elements.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum WeightStorage {
-    /// Floats, in the dtype that ops compute in.
-    Dense,
-    /// 8-bit codes with scales. Only linear layers read them, and they are frozen.
-    Quantized(&'static QuantFormat),
-}
-
-/// An 8-bit format: the values of its codes and the elements that share a scale.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct QuantFormat {
-    /// Name, for errors.
-    pub name: &'static str,
-    /// Value of each code, of both signs. Values that are not finite are never chosen.
-    pub codes: &'static [f32; 256],
-    /// Elements that share a scale.
-    pub block: ScaleBlock,
-    /// Values that a scale may have.
-    pub scales: ScaleRounding,
-}
-
-/// Elements of a matrix that share a scale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScaleBlock {
-    /// All of them.
-    Tensor,
-    /// Those of a row.
-    Row,
-    /// Those of a tile. The last tiles of a row or column may be smaller.
-    Tile {
-        /// Rows of the tile.
-        rows: usize,
-        /// Columns of the tile.
-        columns: usize,
-    },
-}
-
-/// Values that a scale may have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScaleRounding {
-    /// The largest magnitude of the block over that of the codes.
-    Exact,
-    /// The next power of two from there: to quantize again what was dequantized changes no bit.
-    PowerOfTwo,
-}
-
-/// Sizes of a quantized matrix [n, k] and of its blocks.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct QuantShape {
-    pub(crate) n: usize,
-    pub(crate) k: usize,
-    pub(crate) block_rows: usize,
-    pub(crate) block_columns: usize,
-}
-
-impl WeightStorage {
-    /// Returns the bytes of a weight of `shape`; dense ones are in `dense`.
-    pub fn n_bytes(&self, shape: &[usize], dense: DType) -> Result<usize> {
-        Ok(self.n_elements(shape)? * self.dtype(dense).size_in_bytes())
-    }
-
-    /// Returns the dtype of a flat run that holds such weights: bytes for quantized ones.
-    pub fn dtype(&self, dense: DType) -> DType {
-        match self {
-            Self::Dense => dense,
-            Self::Quantized(_) => DType::U8,
-        }
-    }
-
-    /// Returns the number of elements of [`WeightStorage::dtype`] that a weight of `shape` takes.
-    pub fn n_elements(&self, shape: &[usize]) -> Result<usize> {
-        match self {
-            Self::Dense => Ok(shape.iter().product()),
-            Self::Quantized(format) => Ok(format.shape(shape)?.n_bytes()),
-        }
-    }
-}
-
-impl QuantFormat {
-    /// Returns the largest magnitude that codes of both signs reach.
-    pub(crate) fn max_code(&self) -> f32 {
-        let finite = || self.codes.iter().copied().filter(|code| code.is_finite());
-        finite().fold(0.0, f32::max).min(-finite().fold(0.0, f32::min))
-    }
-
-    /// Returns true if no scale covers elements on both sides of `at` along a dim of the matrix.
-    pub fn splits_at(&self, dim: usize, at: usize) -> bool {
-        match (self.block, dim) {
-            (ScaleBlock::Tensor, _) | (ScaleBlock::Row, 1..) => false,
-            (ScaleBlock::Row, 0) => true,
-            (ScaleBlock::Tile { rows, .. }, 0) => at.is_multiple_of(rows),
-            (ScaleBlock::Tile { columns, .. }, _) => at.is_multiple_of(columns),
-        }
-    }
-
-    pub(crate) fn shape(&self, dims: &[usize]) -> Result<QuantShape> {
-        let &[n, k] = dims else { bail!("{}: only matrices are quantized, got shape {dims:?}", self.name) };
-        let (block_rows, block_columns) = match self.block {
-            ScaleBlock::Tensor => (n, k),
-            ScaleBlock::Row => (1, k),
-            ScaleBlock::Tile { rows, columns } => (rows, columns),
-        };
-        Ok(QuantShape { n, k, block_rows: block_rows.max(1), block_columns: block_columns.max(1) })
-    }
-}
-
-impl QuantShape {
-    /// Returns the bytes of codes, scales and the zeros between them.
-    pub(crate) fn n_bytes(&self) -> usize {
-        self.scales_start() + self.n_scales() * size_of::<f32>()
-    }
-
-    /// Returns the position of the first scale.
-    pub(crate) fn scales_start(&self) -> usize {
-        (self.n * self.k).next_multiple_of(size_of::<f32>())
-    }
-
-    fn n_scales(&self) -> usize {
-        self.n.div_ceil(self.block_rows) * self.blocks_a_row()
-    }
-
-    /// Returns the number of blocks side by side.
-    pub(crate) fn blocks_a_row(&self) -> usize {
-        self.k.div_ceil(self.block_columns)
-    }
-}
+pub use format::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage};
 
 /// Quantizes a matrix [n, k] to the nearest codes, ties to the even code: bytes u8 [n_bytes] on the CPU.
 ///
@@ -172,27 +46,4 @@ pub fn dequantize(bytes: &Tensor, format: &QuantFormat, shape: &[usize], dtype: 
         },
         cuda => cuda::dequantize(&bytes, format, sizes, dtype),
     })
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    fn format(block: ScaleBlock) -> QuantFormat {
-        QuantFormat { name: "test", codes: &[0.0; 256], block, scales: ScaleRounding::Exact }
-    }
-
-    #[test]
-    fn bytes_are_those_of_codes_and_scales() {
-        let n_bytes = |block, shape: &[usize]| {
-            WeightStorage::Quantized(Box::leak(Box::new(format(block)))).n_bytes(shape, DType::BF16).unwrap()
-        };
-        assert_eq!(n_bytes(ScaleBlock::Tensor, &[3, 5]), 16 + 4);
-        assert_eq!(n_bytes(ScaleBlock::Row, &[3, 5]), 16 + 12);
-        assert_eq!(n_bytes(ScaleBlock::Tile { rows: 2, columns: 4 }, &[3, 5]), 16 + 16);
-        assert_eq!(WeightStorage::Dense.n_bytes(&[3, 5], DType::BF16).unwrap(), 30);
-        let refused = format(ScaleBlock::Row).shape(&[2, 3, 4]).unwrap_err().to_string();
-        assert!(refused.contains("only matrices are quantized"), "{refused}");
-    }
 }

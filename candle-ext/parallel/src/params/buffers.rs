@@ -7,8 +7,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candlewick_comm::{Collective, Pending};
 use candlewick_ops::{Buffer, Weight, WeightStorage, copy_into, send_into};
 
-use super::StoreBytes;
-use super::bytes::{of_buffer, of_tensor};
+use super::bytes::{StoreBytes, of_buffer, of_tensor};
 use super::layout::{ParamGroup, ParamLayout, PlacedParam};
 use super::offload::MemoryLocation;
 use super::reducer::GradReducer;

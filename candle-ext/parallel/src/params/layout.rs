@@ -11,8 +11,8 @@ use candlewick_model::{GroupKind, ParamSpec, Unit};
 use candlewick_ops::WeightStorage;
 
 use super::offload::UnitOffload;
+use super::options::{Mode, StoreOptions};
 use super::sharding::{ALIGNMENT, GroupRanks, ShardingGroups};
-use super::{Mode, StoreOptions};
 use crate::placement::Placement;
 
 /// All parameters of a model, and this stage's groups of them.

@@ -10,6 +10,7 @@ mod grads;
 mod layout;
 mod offload;
 mod optimizer;
+mod options;
 mod reducer;
 mod sharding;
 mod state;
@@ -22,6 +23,7 @@ use candlewick_ops::{AdamW, GradScaler, WeightStorage, copy_into, dequantize, qu
 
 pub use bytes::StoreBytes;
 pub use offload::CpuOffload;
+pub use options::{Formats, Mode, StoreOptions};
 pub use sharding::{ShardingGroups, ZeroStage};
 pub use state::ParamState;
 
@@ -31,52 +33,6 @@ use buffers::{ShardedBuffers, WeightRun};
 use layout::ParamLayout;
 use optimizer::Optimizer;
 use reducer::GradReducer;
-
-/// Purpose of a store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// Trainable parameters have a master, a gradient and optimizer state.
-    Train,
-    /// Every parameter is only read.
-    Infer,
-}
-
-impl Mode {
-    /// Returns whether a parameter is trained.
-    fn trains(self, spec: &ParamSpec) -> bool {
-        self == Self::Train && spec.trainable
-    }
-}
-
-/// Dtypes of the parameters and their state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Formats {
-    /// Of the weights that ops read, and of frozen ones: f32, bf16 or f16.
-    pub compute: DType,
-    /// Of the weights that AdamW updates, and of their gradients: f32, or bf16 if `compute` is that, too. Small updates
-    /// of a bf16 weight are lost in rounding.
-    pub masters: DType,
-    /// Of AdamW's moments: f32 or bf16.
-    pub moments: DType,
-}
-
-impl Formats {
-    /// Returns `compute` with all else in f32.
-    pub fn computing_in(compute: DType) -> Self {
-        Self { compute, masters: DType::F32, moments: DType::F32 }
-    }
-}
-
-/// Settings of a [`ParamStore`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct StoreOptions {
-    /// Dtypes of the parameters and their state.
-    pub formats: Formats,
-    /// Purpose of the store.
-    pub mode: Mode,
-    /// Parts in the host's memory.
-    pub cpu_offload: CpuOffload,
-}
 
 /// Position of a micro-batch in an optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,11 +9,11 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use candlewick_ops::{AdamW, AdamWState, GradScaler, HostCopy, adamw, copy_into, send_into};
 
 use super::buffers::ShardedBuffers;
-use super::bytes::of_tensor;
+use super::bytes::{StoreBytes, of_tensor};
 use super::layout::{ParamGroup, ParamLayout};
 use super::offload::{MemoryLocation, UnitOffload};
+use super::options::Formats;
 use super::reducer::GradReducer;
-use super::{Formats, StoreBytes};
 
 /// Optimizer state of all trainable groups of a stage, by group index.
 pub(crate) struct Optimizer {

@@ -8,7 +8,7 @@ use candlewick_comm::{Pending, Reduce};
 use candlewick_model::GroupKind;
 use candlewick_ops::{GradSink, copy_into, sum_of_squares};
 
-use super::StoreBytes;
+use super::bytes::StoreBytes;
 use super::grads::GradRun;
 use super::layout::{ParamGroup, ParamLayout};
 use super::sharding::GroupRanks;
