@@ -5,13 +5,33 @@ use std::fmt::Write;
 use anyhow::{Context, Result, anyhow};
 use candlewick_comm::mesh::Mesh;
 use candlewick_parallel::Timetable;
+use clap::Args;
 
-use super::{PlanArgs, Ui, Verbosity, train};
+use super::Ui;
+use super::options::{Recipe, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
 use crate::plan::{Plan, Seat};
 
+#[derive(Debug, Args)]
+pub(super) struct PlanArgs {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Processes that train together
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    ranks: usize,
+    /// Print what each stage of the pipeline computes when, too
+    #[arg(long)]
+    schedule: bool,
+}
+
+/// The examples of the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer plan recipe.yaml --ranks 8
+  trainer plan recipe.yaml --ranks 4 --schedule pipeline_parallel_size=4 gradient_accumulation_steps=8";
+
 pub(super) fn run(asked: &PlanArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = train::plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
+    let plan = plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
     let mesh = Mesh::new(plan.ranks.degrees(), asked.ranks).map_err(|error| anyhow!("failed to plan: {error}"))?;
     let mut text = format!("{} ranks: {}\n{mesh}", asked.ranks, plan.ranks.degrees());
     if plan.pipeline.stages > 1 {

@@ -1,14 +1,35 @@
 //! `trainer selfcheck`: whether the recipe's way of sharing the work computes what one rank computes.
 
 use anyhow::{Context, Result};
+use clap::Args;
 
-use super::{Selfcheck, Ui, Verbosity, train};
+use super::Ui;
+use super::options::{Recipe, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
 use crate::plan::Seat;
 use crate::selfcheck::selfcheck;
 
+#[derive(Debug, Args)]
+pub(super) struct Selfcheck {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Processes that train together
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    ranks: usize,
+    /// For programs
+    #[arg(long)]
+    json: bool,
+}
+
+/// The examples of the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer selfcheck recipe.yaml --ranks 4
+  trainer selfcheck recipe.yaml --ranks 8 tensor_parallel_size=2 pipeline_parallel_size=2
+Exits with 1 if they differ by more than rounding.";
+
 pub(super) fn run(asked: &Selfcheck, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = train::plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
+    let plan = plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
     let report = selfcheck(&plan)?;
     match asked.json {
         true => ui.answer(&serde_json::to_string_pretty(&report).context("failed to write the report as JSON")?)?,
