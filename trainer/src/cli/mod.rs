@@ -1,13 +1,13 @@
 //! The command line: what can be asked, and how an answer or an error reaches the person who asked.
 
 mod check;
-mod data;
 mod doctor;
 mod estimate;
 mod logging;
 mod merge;
 mod options;
 mod plan;
+mod preprocess;
 mod profile;
 mod selfcheck;
 mod train;
@@ -64,8 +64,8 @@ enum Command {
     #[command(after_long_help = check::EXAMPLES)]
     Check(check::Check),
     /// Read the data as a run would and print what the model will learn; nothing is trained
-    #[command(visible_alias = "process-data", after_long_help = data::EXAMPLES)]
-    Data(data::Data),
+    #[command(visible_aliases = ["data", "process-data"], after_long_help = preprocess::EXAMPLES)]
+    Preprocess(preprocess::Preprocess),
     /// Say what memory a run will need, without weights, device or data
     #[command(after_long_help = estimate::EXAMPLES)]
     Estimate(estimate::EstimateArgs),
@@ -183,7 +183,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     match &cli.command {
         Command::Train(train) => train::run(train, cli.verbosity, &ui),
         Command::Check(check) => check::run(check, cli.verbosity, &ui),
-        Command::Data(data) => data::run(data, cli.verbosity, &ui),
+        Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
         Command::Estimate(asked) => estimate::run(asked, cli.verbosity, &ui),
         Command::Plan(asked) => plan::run(asked, cli.verbosity, &ui),
         Command::Selfcheck(asked) => selfcheck::run(asked, cli.verbosity, &ui),
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn every_example_parses() {
-        let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, data::EXAMPLES, estimate::EXAMPLES];
+        let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
         let others = [plan::EXAMPLES, selfcheck::EXAMPLES, CHAT_EXAMPLES, MERGE_EXAMPLES];
         let examples = [examples.join("\n"), others.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {

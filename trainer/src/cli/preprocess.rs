@@ -1,4 +1,4 @@
-//! `trainer data`: what the model will read and learn, before anything is trained. Fills the token cache.
+//! `trainer preprocess`: what the model will read and learn, before anything is trained. Fills the token cache.
 
 use std::io::{self, Write};
 
@@ -18,7 +18,7 @@ use crate::plan::Plan;
 use crate::run::prepare_data;
 
 #[derive(Debug, Args)]
-pub(super) struct Data {
+pub(super) struct Preprocess {
     #[command(flatten)]
     recipe: Recipe,
     /// Print the first N steps too: texts with what is learned in [[ ]], or with json their token ids
@@ -34,18 +34,18 @@ pub(super) struct Data {
 /// The examples of the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  trainer data recipe.yaml
-  trainer data recipe.yaml --steps 2
-  trainer data recipe.yaml --steps 2 --ranks 16
-  trainer data recipe.yaml --steps 2 --output-format json data.max_length=512";
+  trainer preprocess recipe.yaml
+  trainer preprocess recipe.yaml --steps 2
+  trainer preprocess recipe.yaml --steps 2 --ranks 16
+  trainer preprocess recipe.yaml --steps 2 --output-format json data.max_length=512";
 
 /// Prepares the data of a recipe and prints them.
-pub(super) fn run(data: &Data, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let mut plan = plan(&data.recipe, verbosity, data.supposed.seat()?)?;
+pub(super) fn run(args: &Preprocess, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let mut plan = plan(&args.recipe, verbosity, args.supposed.seat()?)?;
     // It is this command that fills the cache.
     plan.data.fail_on_missing_cache = false;
     logging::start(verbosity, &plan.logger, None)?;
-    show(&plan, &hub(ui)?, data.steps, data.output_format)
+    show(&plan, &hub(ui)?, args.steps, args.output_format)
 }
 
 /// Prepares the data of `plan` and prints the token statistics, or the first `n_steps` steps.
