@@ -5,8 +5,8 @@ mod doctor;
 mod estimate;
 mod logging;
 mod merge;
+mod mesh;
 mod options;
-mod plan;
 mod preprocess;
 mod profile;
 mod selfcheck;
@@ -69,9 +69,9 @@ enum Command {
     /// Say what memory a run will need, without weights, device or data
     #[command(after_long_help = estimate::EXAMPLES)]
     Estimate(estimate::EstimateArgs),
-    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's timetable
-    #[command(after_long_help = plan::EXAMPLES)]
-    Plan(plan::PlanArgs),
+    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's schedule
+    #[command(visible_alias = "plan", after_long_help = mesh::EXAMPLES)]
+    Mesh(mesh::MeshArgs),
     /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's
     #[command(after_long_help = selfcheck::EXAMPLES)]
     Selfcheck(selfcheck::Selfcheck),
@@ -185,7 +185,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Check(check) => check::run(check, cli.verbosity, &ui),
         Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
         Command::Estimate(asked) => estimate::run(asked, cli.verbosity, &ui),
-        Command::Plan(asked) => plan::run(asked, cli.verbosity, &ui),
+        Command::Mesh(asked) => mesh::run(asked, cli.verbosity, &ui),
         Command::Selfcheck(asked) => selfcheck::run(asked, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
@@ -215,7 +215,7 @@ mod tests {
     #[test]
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
-        let others = [plan::EXAMPLES, selfcheck::EXAMPLES, CHAT_EXAMPLES, MERGE_EXAMPLES];
+        let others = [mesh::EXAMPLES, selfcheck::EXAMPLES, CHAT_EXAMPLES, MERGE_EXAMPLES];
         let examples = [examples.join("\n"), others.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));
