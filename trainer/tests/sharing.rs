@@ -1,4 +1,4 @@
-//! `trainer mesh` and `trainer selfcheck`: how ranks share the work, and whether that computes what one rank does.
+//! `trainer mesh` and `trainer verify-parallel`: how ranks share the work, and whether that computes what one rank does.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
@@ -36,7 +36,7 @@ fn ranks_may_be_asked_about_where_they_do_not_run() {
     for arguments in
         [&["ddp_backend=nccl", "device=cuda", "memory=auto"][..], &["ddp_backend=mpi"], &["tensor_parallel_size=2"]]
     {
-        for command in ["check", "mesh", "selfcheck", "estimate"] {
+        for command in ["check", "mesh", "verify-parallel", "estimate"] {
             let (code, text) = ask(command, &[&["--ranks", "2"], arguments].concat());
             assert!(code == 0 || (command, code) == ("estimate", 4), "{command} {arguments:?}: {code}: {text}");
         }
@@ -55,7 +55,7 @@ fn every_way_of_sharing_passes_its_check() {
         // More ranks than 101 tokens go around for.
         &["--ranks", "14", "tensor_parallel_size=14", HEADS_OF_14],
     ] {
-        let (code, text) = ask("selfcheck", arguments);
+        let (code, text) = ask("verify-parallel", arguments);
         assert_eq!(code, 0, "{text}");
         for part in ["loss", "gradient norm", "attention", "embedding", "mlp", "norms", "the same"] {
             assert!(text.contains(part), "no {part:?} in:\n{text}");

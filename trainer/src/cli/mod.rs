@@ -9,9 +9,9 @@ mod mesh;
 mod options;
 mod preprocess;
 mod profile;
-mod selfcheck;
 mod train;
 mod ui;
+mod verify_parallel;
 
 use std::io::Write;
 use std::sync::LazyLock;
@@ -73,8 +73,8 @@ enum Command {
     #[command(visible_alias = "plan", after_long_help = mesh::EXAMPLES)]
     Mesh(mesh::MeshArgs),
     /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's
-    #[command(after_long_help = selfcheck::EXAMPLES)]
-    Selfcheck(selfcheck::Selfcheck),
+    #[command(visible_alias = "selfcheck", after_long_help = verify_parallel::EXAMPLES)]
+    VerifyParallel(verify_parallel::VerifyParallel),
     /// Chat with a model: a line a turn, answers as they are generated
     #[command(after_long_help = CHAT_EXAMPLES)]
     Chat(Chat),
@@ -186,7 +186,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Preprocess(args) => preprocess::run(args, cli.verbosity, &ui),
         Command::Estimate(asked) => estimate::run(asked, cli.verbosity, &ui),
         Command::Mesh(asked) => mesh::run(asked, cli.verbosity, &ui),
-        Command::Selfcheck(asked) => selfcheck::run(asked, cli.verbosity, &ui),
+        Command::VerifyParallel(asked) => verify_parallel::run(asked, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
             evaluator::cli::chat(&args.model, &args.options, &hub(&ui)?).map(|()| ExitCode::Ok)
@@ -215,7 +215,7 @@ mod tests {
     #[test]
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
-        let others = [mesh::EXAMPLES, selfcheck::EXAMPLES, CHAT_EXAMPLES, MERGE_EXAMPLES];
+        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, CHAT_EXAMPLES, MERGE_EXAMPLES];
         let examples = [examples.join("\n"), others.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));

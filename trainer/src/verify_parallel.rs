@@ -73,12 +73,12 @@ impl Report {
 }
 
 /// Trains the shrunken model of `plan` on the plan's mesh, whose ranks are threads, and on one rank.
-pub fn selfcheck(plan: &Plan) -> Result<Report> {
-    selfcheck_over(plan, |group: Arc<dyn Collective>| group)
+pub fn verify_parallel(plan: &Plan) -> Result<Report> {
+    verify_over(plan, |group: Arc<dyn Collective>| group)
 }
 
 /// The same, with `over` between this and the group of all ranks.
-fn selfcheck_over(plan: &Plan, over: impl Over) -> Result<Report> {
+fn verify_over(plan: &Plan, over: impl Over) -> Result<Report> {
     let config = plan.model.config.as_ref().context("failed to shrink the model: its config is not known")?;
     let model = Model::new(shrunken(config, plan)?, plan.model.adapter.clone())?;
     let alone = PipelinePlan::alone();
@@ -350,10 +350,10 @@ mod tests {
     fn a_group_that_lies_does_not_pass() {
         for arguments in [&[][..], &["tensor_parallel_size=2", "sequence_parallel_norms=false"]] {
             let plan = plan(arguments);
-            let honest = selfcheck(&plan).unwrap();
+            let honest = verify_parallel(&plan).unwrap();
             assert!(honest.passes(), "{honest}");
-            let lied = selfcheck_over(&plan, |group: Arc<dyn Collective>| Arc::new(Deaf(group)) as Arc<dyn Collective>)
-                .unwrap();
+            let lied =
+                verify_over(&plan, |group: Arc<dyn Collective>| Arc::new(Deaf(group)) as Arc<dyn Collective>).unwrap();
             assert!(!lied.passes() && lied.to_string().contains("DIFFERENT"), "{lied}");
             assert!(lied.differences.iter().filter(|it| it.relative > TOLERANCE).count() > 3, "{lied}");
         }

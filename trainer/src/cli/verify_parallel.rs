@@ -1,4 +1,4 @@
-//! `trainer selfcheck`: whether the recipe's way of sharing the work computes what one rank computes.
+//! `trainer verify-parallel`: compares what the recipe's ranks compute with what one rank computes.
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -7,10 +7,10 @@ use super::Ui;
 use super::options::{Recipe, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
 use crate::plan::Seat;
-use crate::selfcheck::selfcheck;
+use crate::verify_parallel::verify_parallel;
 
 #[derive(Debug, Args)]
-pub(super) struct Selfcheck {
+pub(super) struct VerifyParallel {
     #[command(flatten)]
     recipe: Recipe,
     /// Processes that train together
@@ -24,13 +24,13 @@ pub(super) struct Selfcheck {
 /// The examples of the long help.
 pub(super) const EXAMPLES: &str = "\
 Examples:
-  trainer selfcheck recipe.yaml --ranks 4
-  trainer selfcheck recipe.yaml --ranks 8 tensor_parallel_size=2 pipeline_parallel_size=2
+  trainer verify-parallel recipe.yaml --ranks 4
+  trainer verify-parallel recipe.yaml --ranks 8 tensor_parallel_size=2 pipeline_parallel_size=2
 Exits with 1 if they differ by more than rounding.";
 
-pub(super) fn run(asked: &Selfcheck, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+pub(super) fn run(asked: &VerifyParallel, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let plan = plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
-    let report = selfcheck(&plan)?;
+    let report = verify_parallel(&plan)?;
     match asked.json {
         true => ui.answer(&serde_json::to_string_pretty(&report).context("failed to write the report as JSON")?)?,
         false => ui.answer(&report.to_string())?,
