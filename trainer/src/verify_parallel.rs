@@ -1,5 +1,4 @@
-//! Whether a run's way of sharing the work computes what one rank computes: two steps of a shrunken model, both ways, in this
-//! process.
+//! A comparison of a recipe's mesh with one rank: two steps of a shrunken model, both ways, in this process.
 
 use std::collections::BTreeMap;
 use std::fmt;

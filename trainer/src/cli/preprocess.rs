@@ -1,4 +1,4 @@
-//! `trainer preprocess`: what the model will read and learn, before anything is trained. Fills the token cache.
+//! `trainer preprocess`: prints the tokens that the model will read and learn, and fills the token cache.
 
 use std::io::{self, Write};
 
