@@ -13,7 +13,7 @@ use super::options::{Format, Recipe, Supposed, Verbosity, known};
 use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
-use crate::plan::{Plan, Reach, Shown};
+use crate::plan::{HubAccess, Plan, Shown};
 use crate::recipe::Loaded;
 use crate::run::{Assets, check_tasks};
 
@@ -45,8 +45,8 @@ Examples:
 
 pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&check.recipe.path, &check.recipe.overrides)?;
-    let reach = if check.offline { Reach::Offline } else { Reach::ThisMachine };
-    let known = known(&loaded, reach, verbosity, check.supposed.seat()?)?;
+    let access = if check.offline { HubAccess::Offline } else { HubAccess::ThisMachine };
+    let known = known(&loaded, access, verbosity, check.supposed.seat()?)?;
     let plan = Plan::resolve(&loaded, &known)?;
     match check.output_format {
         Format::Text => ui.answer(plan.table(shown(check, verbosity)).trim_end())?,

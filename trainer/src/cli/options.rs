@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 
 use super::Ui;
 use crate::metrics::Console;
-use crate::plan::{Known, KnownError, Machines, Plan, Reach, Seat};
+use crate::plan::{HubAccess, Known, KnownError, Machines, Plan, Seat};
 use crate::recipe::Loaded;
 
 #[derive(Debug, Args)]
@@ -74,18 +74,18 @@ pub(super) fn hub(ui: &Ui) -> Result<Hub> {
 /// Resolves a recipe. What is wrong with the recipe alone is said before the Hub is asked for the model's config.
 pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: Seat) -> Result<Plan> {
     let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
-    let here = known(&loaded, Reach::ThisMachine, verbosity, seat)?;
+    let here = known(&loaded, HubAccess::ThisMachine, verbosity, seat)?;
     let plan = Plan::resolve(&loaded, &here)?;
     if here.config.is_some() {
         return Ok(plan);
     }
-    let known = known(&loaded, Reach::Network, verbosity, seat)?;
+    let known = known(&loaded, HubAccess::Network, verbosity, seat)?;
     Ok(Plan::resolve(&loaded, &known)?)
 }
 
 /// Looks at the machine and the Hub. An error names the purpose.
-pub(super) fn known(loaded: &Loaded, reach: Reach, verbosity: Verbosity, seat: Seat) -> Result<Known> {
-    Known::gather(loaded, reach, verbosity.console(), seat).map_err(|error| match error {
+pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: Seat) -> Result<Known> {
+    Known::gather(loaded, access, verbosity.console(), seat).map_err(|error| match error {
         KnownError::Recipe(error) => error.into(),
         error => anyhow::Error::new(error).context("failed to find the model's config"),
     })

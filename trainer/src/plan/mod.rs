@@ -17,7 +17,7 @@ pub use model::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, 
 pub(crate) use model::{dtype, residency};
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
-pub use resolve::{Engines, Known, KnownError, Machines, Reach, Seat, TempDir};
+pub use resolve::{Engines, HubAccess, Known, KnownError, Machines, Seat, TempDir};
 pub(crate) use resolve::{conversation, is_path};
 pub use run::{ExitPlan, GeneratePlan, LoggerPlan, OptimizerPlan, Plan};
 pub use setting::Setting;

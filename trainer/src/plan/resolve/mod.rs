@@ -26,7 +26,7 @@ use crate::plan::Plan;
 use crate::recipe::{Loaded, MemoryModes, OnNonfinite, RecipeError};
 
 pub(crate) use known::is_path;
-pub use known::{Engines, Known, KnownError, Machines, Reach, Seat};
+pub use known::{Engines, HubAccess, Known, KnownError, Machines, Seat};
 pub(crate) use output::conversation;
 pub use temp_dir::TempDir;
 
