@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains with torch and transformers on the batches of a candlewick run and compares the losses step by step.
 
-    trainer data RECIPE --steps 20 --output-format json >batches.jsonl
+    trainer preprocess RECIPE --steps 20 --output-format json >batches.jsonl
     trainer train RECIPE exit_iteration=20
     torch_run.py MODEL_FOLDER batches.jsonl RUN/metrics.jsonl [--betas 0.9 0.999] [--weight-decay 0.1] [--clip 1.0]
 

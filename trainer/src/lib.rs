@@ -10,5 +10,5 @@ pub mod plan;
 pub mod recipe;
 pub mod run;
 pub mod schedule;
-pub mod selfcheck;
 pub mod signals;
+pub mod verify_parallel;

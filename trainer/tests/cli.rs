@@ -145,7 +145,7 @@ fn an_estimate_touches_nothing_and_says_by_its_exit_code_whether_it_fits() {
 fn a_shell_completes_the_commands() {
     let room = Room::new("completions");
     for shell in ["bash", "zsh", "fish"] {
-        room.check(&["completions", shell], 0, "process-data");
+        room.check(&["completions", shell], 0, "preprocess");
     }
 }
 

@@ -234,7 +234,7 @@ fn a_missing_cache_can_be_refused() {
     let plan = bench.plan(bench.write("train.jsonl", &chats(5)));
     let strict = DataPlan { fail_on_missing_cache: true, ..plan.clone() };
     let message = bench.prepare(&strict).unwrap_err().to_string();
-    assert!(message.contains("none were kept yet") && message.contains("process-data"), "{message}");
+    assert!(message.contains("none were kept yet") && message.contains("trainer preprocess"), "{message}");
     bench.prepare(&plan).unwrap();
     bench.prepare(&strict).unwrap();
 }

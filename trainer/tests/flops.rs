@@ -59,7 +59,7 @@ fn a_packed_rows_tflops_are_those_of_its_sequences() {
     let keys = ["data.pack_samples=true", "micro_batch_size=1", "train_iters=3"];
     let run = Run::new();
     run.train_ok(&keys);
-    let output = run.command("data", &keys).args(["--steps", "3", "--output-format", "json"]).output().unwrap();
+    let output = run.command("preprocess", &keys).args(["--steps", "3", "--output-format", "json"]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     let steps: Vec<Value> =
         output.stdout.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect();

@@ -266,10 +266,10 @@ fn the_size_of_a_run_is_printed_before_it_begins() {
         "parameters: 51,360, trained: all",
     ];
     said(&run.train(&["train_iters=2"]), &sizes);
-    let output = run.command("data", &["train_iters=2"]).output().unwrap();
+    let output = run.command("preprocess", &["train_iters=2"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     sizes.iter().for_each(|words| assert!(text.contains(words), "no {words:?} in:\n{text}"));
-    let output = run.command("data", &["micro_batch_size=100000"]).output().unwrap();
+    let output = run.command("preprocess", &["micro_batch_size=100000"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("a step has 80 rows, not 200,000: there are no more data"), "{text}");
 }

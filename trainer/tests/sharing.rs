@@ -1,4 +1,4 @@
-//! `trainer plan` and `trainer selfcheck`: how ranks share the work, and whether that computes what one rank does.
+//! `trainer mesh` and `trainer verify-parallel`: how ranks share the work, and whether that computes what one rank does.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
@@ -20,12 +20,12 @@ const HEADS_OF_14: &str = "model.hf_config_kwargs={num_attention_heads: 14, num_
 #[test]
 fn a_plan_shows_mesh_stages_and_timetable() {
     let pipeline = ["--ranks", "4", "--schedule", "pipeline_parallel_size=2", "tensor_parallel_size=2"];
-    let (code, text) = ask("plan", &[&pipeline[..], &["gradient_accumulation_steps=4"]].concat());
+    let (code, text) = ask("mesh", &[&pipeline[..], &["gradient_accumulation_steps=4"]].concat());
     assert_eq!(code, 0, "{text}");
     for part in ["4 ranks: pp 2 x tp 2", "rank  pp  tp", "stage 0: embedding", "head", "[3]", "bubble 20.0 %"] {
         assert!(text.contains(part), "no {part:?} in:\n{text}");
     }
-    let (code, text) = ask("plan", &["--ranks", "3", "tensor_parallel_size=2"]);
+    let (code, text) = ask("mesh", &["--ranks", "3", "tensor_parallel_size=2"]);
     assert_eq!(code, 2, "{text}");
     assert!(text.contains("3 ranks do not fall into groups of 2"), "{text}");
 }
@@ -36,7 +36,7 @@ fn ranks_may_be_asked_about_where_they_do_not_run() {
     for arguments in
         [&["ddp_backend=nccl", "device=cuda", "memory=auto"][..], &["ddp_backend=mpi"], &["tensor_parallel_size=2"]]
     {
-        for command in ["check", "plan", "selfcheck", "estimate"] {
+        for command in ["check", "mesh", "verify-parallel", "estimate"] {
             let (code, text) = ask(command, &[&["--ranks", "2"], arguments].concat());
             assert!(code == 0 || (command, code) == ("estimate", 4), "{command} {arguments:?}: {code}: {text}");
         }
@@ -55,7 +55,7 @@ fn every_way_of_sharing_passes_its_check() {
         // More ranks than 101 tokens go around for.
         &["--ranks", "14", "tensor_parallel_size=14", HEADS_OF_14],
     ] {
-        let (code, text) = ask("selfcheck", arguments);
+        let (code, text) = ask("verify-parallel", arguments);
         assert_eq!(code, 0, "{text}");
         for part in ["loss", "gradient norm", "attention", "embedding", "mlp", "norms", "the same"] {
             assert!(text.contains(part), "no {part:?} in:\n{text}");

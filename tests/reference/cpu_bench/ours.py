@@ -45,7 +45,7 @@ class Ours:
 
     def start(self, case: Case) -> tuple[float, float]:
         recipe = self.recipe(case, model={"name_or_path": str(self.inputs.model(case)), "dtype": "f32"})
-        run([self.trainer, "-q", "data", recipe])
+        run([self.trainer, "-q", "preprocess", recipe])
         return seconds_until([self.trainer, "train", recipe], "Train iter: 1/")
 
     def save(self, case: Case) -> tuple[float, float]:
@@ -82,7 +82,7 @@ class Ours:
             "data": {"sources": [str(text)], "max_length": 1024, "overlong": "split", "pack_samples": True,
                      "cache_dir": str(cache)},
         }))
-        ran = run([self.trainer, "-q", "data", recipe])
+        ran = run([self.trainer, "-q", "preprocess", recipe])
         return text.stat().st_size / 1e6 / ran.seconds, ran.rss
 
     def recipe(self, case: Case, **keys) -> Path:

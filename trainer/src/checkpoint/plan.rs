@@ -5,8 +5,6 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::retention::Retention;
-use super::state::RunState;
 use crate::plan::ComputeDtype;
 
 /// Describes one entry of a recipe's `checkpoint` list, resolved.
@@ -76,11 +74,6 @@ impl CheckpointPlan {
     /// Returns the folder of a save.
     pub fn dir(&self, tag: Tag) -> PathBuf {
         self.output_dir.join(self.kind.dir_name(tag))
-    }
-
-    /// Returns what decides which of this run's checkpoints stay.
-    pub(crate) fn retention<'a>(&'a self, keep: usize, run: &'a RunState) -> Retention<'a> {
-        Retention { kind: self.kind, output_dir: &self.output_dir, began: run.began, keep, scores: &run.scores }
     }
 
     /// Counts the saves that are still to come after `done` steps of a run whose epochs end at the steps `epoch_ends`.

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use candlewick_model::checkpoint::UNFINISHED;
 
 use super::error::CheckpointError;
-use super::plan::{Kind, Tag};
+use super::plan::{CheckpointPlan, Kind, Tag};
 use super::scores::Scores;
+use super::state::RunState;
 use super::storage::{Drive, Storage};
 
 /// The checkpoints of one run in one folder, of which `keep` stay.
@@ -22,6 +23,13 @@ pub struct Retention<'a> {
     pub keep: usize,
     /// The evaluations that name the best one, which stays as well.
     pub scores: &'a Scores,
+}
+
+impl CheckpointPlan {
+    /// Returns what decides which of this run's checkpoints stay.
+    pub(crate) fn retention<'a>(&'a self, keep: usize, run: &'a RunState) -> Retention<'a> {
+        Retention { kind: self.kind, output_dir: &self.output_dir, began: run.began, keep, scores: &run.scores }
+    }
 }
 
 impl Retention<'_> {

@@ -6,20 +6,47 @@ use anyhow::{Context, Result, anyhow};
 use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
 use candlewick_text::source::Kind;
+use clap::Args;
 
-use super::train::known;
-use super::{Check, Format, Ui, Verbosity};
+use super::Ui;
+use super::options::{Format, Recipe, Supposed, Verbosity, known};
 use crate::data::SourcePlan;
 use crate::exit::ExitCode;
 use crate::plan::is_path;
-use crate::plan::{Plan, Reach, Shown};
+use crate::plan::{HubAccess, Plan, Shown};
 use crate::recipe::Loaded;
 use crate::run::{Assets, check_tasks};
 
+#[derive(Debug, Args)]
+pub(super) struct Check {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Print the settings that have their defaults, too (as does -v)
+    #[arg(long)]
+    all: bool,
+    /// Also require that the whole model is on this machine, so that a run without a network can start
+    #[arg(long)]
+    offline: bool,
+    #[command(flatten)]
+    supposed: Supposed,
+    /// How the plan is printed
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    output_format: Format,
+}
+
+/// The examples of the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer check recipe.yaml
+  trainer check recipe.yaml --all
+  trainer check recipe.yaml --offline
+  trainer check recipe.yaml --ranks 16
+  trainer check recipe.yaml --output-format json optimizer.lr=1e-4";
+
 pub(super) fn run(check: &Check, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&check.recipe.path, &check.recipe.overrides)?;
-    let reach = if check.offline { Reach::Offline } else { Reach::ThisMachine };
-    let known = known(&loaded, reach, verbosity, check.supposed.seat()?)?;
+    let access = if check.offline { HubAccess::Offline } else { HubAccess::ThisMachine };
+    let known = known(&loaded, access, verbosity, check.supposed.seat()?)?;
     let plan = Plan::resolve(&loaded, &known)?;
     match check.output_format {
         Format::Text => ui.answer(plan.table(shown(check, verbosity)).trim_end())?,

@@ -13,7 +13,8 @@ use candlewick_ops::{
 use candlewick_text::hub::HubSettings;
 use serde::Serialize;
 
-use super::{Format, Ui};
+use super::Ui;
+use super::options::Format;
 use crate::checkpoint::free_bytes;
 use crate::exit::ExitCode;
 use crate::metrics::{Host, Versions, quantity};

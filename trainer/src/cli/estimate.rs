@@ -1,17 +1,43 @@
 //! `trainer estimate`: the memory that a run will need.
 
 use anyhow::{Context, Result, anyhow};
+use clap::Args;
 
-use super::{EstimateArgs, Ui, Verbosity, train};
+use super::Ui;
+use super::options::{Recipe, Verbosity, at_least_one, plan};
 use crate::estimate::{Capacity, Fixed, Report, Setup, choose};
 use crate::exit::ExitCode;
 use crate::plan::Seat;
 use crate::recipe::{Loaded, MemoryModes};
 
+#[derive(Debug, Args)]
+pub(super) struct EstimateArgs {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// What must hold it: cpu, cuda, a GPU such as h100-80g, or bytes such as 24GiB [default: what the recipe's device has
+    /// free now]
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+    /// Processes that train together; the answer is for each of them
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    ranks: usize,
+    /// For programs
+    #[arg(long)]
+    json: bool,
+}
+
+/// The examples of the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer estimate recipe.yaml
+  trainer estimate recipe.yaml --device h100-80g data.max_length=32Ki
+  trainer estimate recipe.yaml --device 24GiB --json
+Exits with 4 if the run does not fit.";
+
 pub(super) fn run(asked: &EstimateArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
     let loaded = Loaded::read(&asked.recipe.path, &asked.recipe.overrides)?;
     // What `memory: auto` takes depends on the device that is asked about: such a seat leaves it open.
-    let plan = train::plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
+    let plan = plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
     let capacity = match &asked.device {
         Some(text) => {
             let parsed = Capacity::parse(text, plan.device);

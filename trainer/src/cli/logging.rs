@@ -10,7 +10,7 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
-use super::Verbosity;
+use super::options::Verbosity;
 use super::profile::Profile;
 use crate::metrics::AboveBars;
 use crate::plan::LoggerPlan;

@@ -2,19 +2,41 @@
 
 use anyhow::{Result, anyhow};
 use candlewick_comm::place::Place;
-use candlewick_text::hub::{Hub, HubSettings};
+use candlewick_runtime::place::place;
+use clap::Args;
 
-use super::profile::Profile;
-use super::{Recipe, Train, Ui, Verbosity, logging};
+use super::options::{Recipe, Verbosity, hub, plan, seat};
+use super::profile::{Profile, Sort};
+use super::{Ui, logging};
 use crate::estimate::{Capacity, Setup, estimate};
 use crate::exit::ExitCode;
-use crate::plan::{Known, KnownError, Plan, Reach, Seat};
-use crate::recipe::Loaded;
+use crate::plan::Plan;
 use crate::run::connect;
 
+#[derive(Debug, Args)]
+pub(super) struct Train {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Print where the time went, by the time of each part alone or with its parts, and write a trace for Perfetto
+    #[arg(long, value_enum, value_name = "SORT")]
+    profile: Option<Sort>,
+    /// Steps of the trace
+    #[arg(long, value_name = "N", default_value_t = 5, requires = "profile")]
+    profile_steps: usize,
+}
+
+/// The examples of the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer train recipe.yaml
+  trainer train recipe.yaml train_iters=100 model.dtype=f32
+  trainer train recipe.yaml --profile tottime train_iters=10
+  trainer train recipe.yaml 'data.sources=[mine.jsonl]' checkpoint.0.output_dir=out
+The same command goes on where the last run stopped, if a checkpoint has auto_resume: true.";
+
 pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let place = super::place()?;
-    let plan = plan(&train.recipe, verbosity, super::seat(&place))?;
+    let place = place()?;
+    let plan = plan(&train.recipe, verbosity, seat(&place))?;
     let folder = plan.log.output_dir.clone().unwrap_or_default();
     let mut profile = train
         .profile
@@ -52,29 +74,4 @@ fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
         ));
     }
     Ok(())
-}
-
-/// The Hub as the environment describes it, with a bar for each download.
-pub(super) fn hub(ui: &Ui) -> Result<Hub> {
-    Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
-}
-
-/// Resolves a recipe. What is wrong with the recipe alone is said before the Hub is asked for the model's config.
-pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: Seat) -> Result<Plan> {
-    let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
-    let here = known(&loaded, Reach::ThisMachine, verbosity, seat)?;
-    let plan = Plan::resolve(&loaded, &here)?;
-    if here.config.is_some() {
-        return Ok(plan);
-    }
-    let known = known(&loaded, Reach::Network, verbosity, seat)?;
-    Ok(Plan::resolve(&loaded, &known)?)
-}
-
-/// Looks at the machine and the Hub, and says what for if that fails.
-pub(super) fn known(loaded: &Loaded, reach: Reach, verbosity: Verbosity, seat: Seat) -> Result<Known> {
-    Known::gather(loaded, reach, verbosity.console(), seat).map_err(|error| match error {
-        KnownError::Recipe(error) => error.into(),
-        error => anyhow::Error::new(error).context("failed to find the model's config"),
-    })
 }

@@ -44,8 +44,8 @@ fn fit(dataset: &Dataset, plan: &DataPlan) -> Result<Vec<Piece>, DataError> {
     let mut pieces: Vec<Piece> = match plan.overlong {
         Overlong::Error => wanted.collect(),
         Overlong::Drop => wanted.filter(|piece| piece.len as usize <= max_length).collect(),
-        Overlong::Truncate => wanted.filter_map(|piece| slices(piece, max_length).next()).collect(),
-        Overlong::Split => wanted.flat_map(|piece| slices(piece, max_length)).collect(),
+        Overlong::Truncate => wanted.filter_map(|piece| piece.slices(max_length).next()).collect(),
+        Overlong::Split => wanted.flat_map(|piece| piece.slices(max_length)).collect(),
     };
     pieces.retain(|piece| has_targets(dataset, piece));
     Ok(pieces)
@@ -59,16 +59,6 @@ fn is_wanted(dataset: &Dataset, plan: &DataPlan, whole: &Piece) -> bool {
 /// A step of pieces without targets would have no loss, and would decay the weights all the same.
 fn has_targets(dataset: &Dataset, piece: &Piece) -> bool {
     dataset.sequence(piece).has_targets()
-}
-
-/// Slices of `max_length` and a rest.
-pub(crate) fn slices(piece: Piece, max_length: usize) -> impl Iterator<Item = Piece> {
-    let end = piece.start + piece.len;
-    (piece.start..end).step_by(max_length).map(move |start| Piece {
-        start,
-        len: (end - start).min(max_length as u32),
-        ..piece
-    })
 }
 
 fn refuse_overlong(dataset: &Dataset, max_length: usize) -> Result<(), DataError> {

@@ -40,6 +40,18 @@ pub(crate) struct Piece {
     pub(crate) len: u32,
 }
 
+impl Piece {
+    /// Cuts the piece into slices of `max_length` tokens and a rest.
+    pub(crate) fn slices(self, max_length: usize) -> impl Iterator<Item = Self> {
+        let end = self.start + self.len;
+        (self.start..end).step_by(max_length).map(move |start| Self {
+            start,
+            len: (end - start).min(max_length as u32),
+            ..self
+        })
+    }
+}
+
 /// One sequence's tokens, still in the store.
 #[derive(Clone)]
 pub struct SampleRef<'a> {

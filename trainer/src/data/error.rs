@@ -39,7 +39,7 @@ pub enum DataError {
         source: std::io::Error,
     },
     /// `fail_on_missing_cache` is set and there is no entry.
-    #[error("find the tokens of {name} in {path}: {why}; run `trainer process-data` with this recipe, or unset `data.fail_on_missing_cache`", path = path.display())]
+    #[error("find the tokens of {name} in {path}: {why}; run `trainer preprocess` with this recipe, or unset `data.fail_on_missing_cache`", path = path.display())]
     NotCached {
         /// The data set.
         name: String,

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 
-use super::cut::slices;
 use super::dataset::Piece;
 
 /// Samples that are packed together. Packing a whole data set at once would put the same lengths
@@ -52,7 +51,7 @@ pub(crate) fn exact(samples: impl Iterator<Item = Piece>, max_length: usize) -> 
     let mut rest: Vec<Piece> = Vec::new();
     let mut free = max_length;
     for sample in samples {
-        for slice in slices(sample, max_length) {
+        for slice in sample.slices(max_length) {
             if slice.len as usize == max_length {
                 pieces.push(slice);
                 ends.push(pieces.len());

@@ -9,7 +9,7 @@ use candlewick_ops::{
 };
 
 use super::Setup;
-use crate::run::dtype;
+use crate::plan::dtype;
 
 /// Bytes of f32.
 const F32: u64 = 4;

@@ -6,7 +6,7 @@ use candlewick_ops::{CrossEntropyCost, GemmSize, cpu_gemm_buffer_bytes};
 use candlewick_parallel::{LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
 
 use super::{Place, Setup};
-use crate::run::dtype;
+use crate::plan::dtype;
 
 /// The loss and its gradient. The norm's output and its gradient stay while `ops::linear_cross_entropy` runs.
 pub(super) fn backward(setup: &Setup) -> u64 {

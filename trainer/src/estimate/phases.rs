@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::account::{Account, Class};
 use super::block::Block;
 use super::{Place, Setup, head, parameters, program, tasks};
-use crate::run::residency;
+use crate::plan::residency;
 
 /// A part of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -9,8 +9,8 @@ use super::capacity::Capacity;
 use super::modes::Modes;
 use super::tasks::Asking;
 use crate::checkpoint::Kind;
+use crate::plan::dtype;
 use crate::plan::{ComputeDtype, Init, Plan, RanksPlan};
-use crate::run::dtype;
 
 /// What computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

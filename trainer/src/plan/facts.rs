@@ -62,4 +62,4 @@ impl Plan {
     }
 }
 
-const UNKNOWN: &str = "; `trainer data RECIPE` reads the data and counts the steps";
+const UNKNOWN: &str = "; `trainer preprocess RECIPE` reads the data and counts the steps";

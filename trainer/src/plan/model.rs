@@ -1,49 +1,154 @@
-//! The model and its tokenizer.
+//! The model and the tokenizer of a run, as a plan has them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use candlewick_model::{Config, LoraConfig, Model};
-use candlewick_ops::{AttentionChoice, AttentionImpl};
-use candlewick_text::hub::{LocalModel, local_model};
-use candlewick_text::template::check_variable;
-use serde_json::Value;
+use candle_core::DType;
+use candlewick_model::{Config, LoraConfig, MlpRows};
+use candlewick_ops::AttentionChoice;
+use candlewick_parallel::Residency;
+use serde::{Deserialize, Serialize, Serializer};
 
-use super::resolver::Resolver;
-use super::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TempDir, TokenizerPlan, deepspeed};
-use crate::recipe::{ActivationCheckpoint, Attention, ConfigSource, Dtype, HumanInt, ModelType, Origin};
+use crate::recipe::{ActivationCheckpoint, Dtype, Free, HumanFloat, HumanInt};
 
-/// The names of what blocks keep.
-pub(super) const ACTIVATIONS: [&str; 3] =
-    ["model.activation_checkpoint", "model.disable_activation_checkpoint", "activation_checkpoint_cpu_offload"];
+/// The model of a run.
+#[derive(Clone, Debug, Serialize)]
+pub struct ModelPlan {
+    /// A Hugging Face folder or Hub id; `None` if the recipe holds the config.
+    pub name_or_path: Option<String>,
+    /// The branch, tag or commit of a Hub id; `None` is `main`.
+    pub revision: Option<String>,
+    /// Where the weights come from.
+    pub init: Init,
+    /// The config with the recipe's overrides. `None` if the Hub has it and this machine has not: never in a run, only
+    /// in a check.
+    #[serde(serialize_with = "config_json")]
+    pub config: Option<Config>,
+    /// The overrides that are in `config` already.
+    pub hf_config_kwargs: Free,
+    /// The number format of the weights in forward and backward. Master weights are f32.
+    pub dtype: ComputeDtype,
+    /// LoRA, if only an adapter is trained.
+    #[serde(serialize_with = "adapter_json")]
+    pub adapter: Option<LoraConfig>,
+    /// The folder whose adapter is trained on; `None` draws a new one.
+    pub adapter_folder: Option<PathBuf>,
+    /// What blocks keep for backward.
+    pub activations: Activations,
+    /// Where the CPU parks activations.
+    pub parking_folder: PathBuf,
+    /// Whether that folder is memory itself, so that nothing is saved.
+    pub parks_in_memory: bool,
+    /// Whether MLPs are computed in tiles.
+    pub tiled_mlp: bool,
+    /// What computes attention.
+    pub attention: AttentionChoice,
+}
 
-pub(super) fn resolve(resolver: &mut Resolver) -> ModelPlan {
-    let model = &resolver.recipe().model;
-    check_source(resolver);
-    if let Some(name) = &model.name_or_path {
-        resolver.pick("model.name_or_path", Some(name), name);
+impl ModelPlan {
+    /// Returns how MLPs pass over the tokens.
+    pub fn mlp_rows(&self) -> MlpRows {
+        if self.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together }
     }
-    if let Some(revision) = &model.revision {
-        resolver.pick("model.revision", Some(revision), revision);
+}
+
+/// Where a model's weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Init {
+    /// From the checkpoint.
+    Load,
+    /// Drawn, as transformers draws them.
+    Random,
+}
+
+/// The number format of forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ComputeDtype {
+    /// bfloat16.
+    Bf16,
+    /// Single precision.
+    F32,
+    /// Half precision.
+    F16,
+}
+
+impl ComputeDtype {
+    /// The bytes of a number.
+    pub fn n_bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
     }
-    let (config, reshaped) = config(resolver);
-    let init = init(resolver, &reshaped);
-    let dtype = resolver.pick("model.dtype", model.dtype, Dtype::Bf16).into();
-    let adapter = adapter(resolver, config.as_ref());
-    ModelPlan {
-        name_or_path: model.name_or_path.as_ref().map(|name| folder_of(resolver, "model", name)),
-        revision: model.revision.clone(),
-        init,
-        config,
-        hf_config_kwargs: model.hf_config_kwargs.clone(),
-        dtype,
-        adapter,
-        adapter_folder: model.adapter_name_or_path.as_ref().map(|name| folder_of(resolver, "adapter", name).into()),
-        activations: activations(resolver),
-        parking_folder: resolver.known.temp_dir.path.clone(),
-        parks_in_memory: resolver.known.temp_dir.is_memory,
-        tiled_mlp: tiled_mlp(resolver, dtype),
-        attention: attention(resolver),
+}
+
+/// What blocks keep for backward.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activations {
+    /// Everything.
+    Keep,
+    /// Their inputs.
+    Recompute,
+    /// Their inputs and attention's outputs.
+    Selective,
+    /// Their inputs, those of this share of the blocks parked outside of the memory that computes.
+    Offload(f64),
+    /// Every k-th block its input, the others everything.
+    RecomputeEvery(usize),
+}
+
+impl Activations {
+    /// The one of two that keeps less.
+    #[must_use]
+    pub fn leaner(self, other: Self) -> Self {
+        // Blocks that are computed again, and those of them that are parked besides.
+        let spared = |it| match it {
+            Self::Keep => 0.0,
+            Self::RecomputeEvery(k) => 1.0 / k as f64,
+            // More than with every second block, whatever the shape.
+            Self::Selective => 0.75,
+            Self::Recompute => 1.0,
+            Self::Offload(share) => 1.0 + share,
+        };
+        if spared(other) > spared(self) { other } else { self }
     }
+
+    /// The value of `model.activation_checkpoint` that means this.
+    pub fn to_recipe(self) -> ActivationCheckpoint {
+        match self {
+            Self::Keep => ActivationCheckpoint::None,
+            Self::Recompute => ActivationCheckpoint::Full,
+            Self::Selective => ActivationCheckpoint::Selective,
+            Self::Offload(share) if share >= 1.0 => ActivationCheckpoint::Offload,
+            Self::Offload(share) => ActivationCheckpoint::OffloadShare(HumanFloat(share)),
+            Self::RecomputeEvery(k) => ActivationCheckpoint::Every(HumanInt(k)),
+        }
+    }
+}
+
+/// The tokenizer of a run.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct TokenizerPlan {
+    /// A folder or a Hub id.
+    pub name_or_path: String,
+    /// The branch, tag or commit of a Hub id; `None` is `main`.
+    pub revision: Option<String>,
+    /// A chat template that replaces the tokenizer's own.
+    pub chat_template: Option<ChatTemplateSource>,
+    /// Extra variables of the chat template.
+    pub chat_template_kwargs: Free,
+}
+
+/// Where a chat template is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ChatTemplateSource {
+    /// In a file.
+    File(PathBuf),
+    /// In the recipe.
+    Inline(String),
 }
 
 impl From<Dtype> for ComputeDtype {
@@ -56,276 +161,55 @@ impl From<Dtype> for ComputeDtype {
     }
 }
 
-/// Returns the folder that a name stands for. Another name stays as it is.
-fn folder_or_name(name: &str) -> String {
-    local_model(name).ok().flatten().map_or_else(|| name.to_owned(), path_of)
-}
-
-/// Returns the folder that a name stands for, as [`folder_or_name`], and notes it if it is one of several exports.
-fn folder_of(resolver: &mut Resolver, what: &str, name: &str) -> String {
-    let Ok(Some(found)) = local_model(name) else { return name.to_owned() };
-    found.note(what).into_iter().for_each(|note| resolver.note(note));
-    path_of(found)
-}
-
-fn path_of(found: LocalModel) -> String {
-    found.folder.to_string_lossy().into_owned()
-}
-
-fn check_source(resolver: &mut Resolver) {
-    let model = &resolver.recipe().model;
-    match (&model.name_or_path, &model.config) {
-        (None, None) => resolver.wrong_because(
-            &["model"],
-            "model: there is no model",
-            "give model.name_or_path (a folder or Hub id), or model.config to build one with random weights",
-        ),
-        (Some(_), Some(_)) => resolver.wrong_because(
-            &["model.config"],
-            "model.config and model.name_or_path exclude each other: one builds a model, the other loads one",
-            "to change a loaded model's config use model.hf_config_kwargs; to name a tokenizer use tokenizer.name_or_path",
-        ),
-        _ => {}
-    }
-    if model.revision.is_some() && model.name_or_path.is_none() {
-        resolver.wrong(&["model.revision"], "model.revision has no meaning without model.name_or_path");
+/// The number format of a plan, as candle names it.
+pub(crate) fn dtype(dtype: ComputeDtype) -> DType {
+    match dtype {
+        ComputeDtype::Bf16 => DType::BF16,
+        ComputeDtype::F32 => DType::F32,
+        ComputeDtype::F16 => DType::F16,
     }
 }
 
-/// The config with its overrides, and the keys that changed the parameters.
-fn config(resolver: &mut Resolver) -> (Option<Config>, Vec<String>) {
-    let model = &resolver.recipe().model;
-    let Some(mut config) = resolver.known.config.clone() else { return (None, Vec::new()) };
-    let (key, origin) = match model.config {
-        Some(ConfigSource::Inline(_)) => ("model.config", resolver.loaded.origin(&["model.config"])),
-        Some(ConfigSource::Path(_)) => ("model.config", resolver.loaded.origin(&["model.config"])),
-        None => ("model.config", Origin::Derived),
+/// What each block keeps. Where not all inputs are parked, the first blocks' are: backward needs them last.
+pub(crate) fn residency(activations: Activations, n_blocks: usize) -> Vec<Residency> {
+    let of_block = |block_idx: usize| match activations {
+        Activations::Keep => Residency::Keep,
+        Activations::Recompute => Residency::Recompute,
+        Activations::Selective => Residency::Selective,
+        Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => Residency::Offload,
+        Activations::Offload(_) => Residency::Recompute,
+        Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => Residency::Recompute,
+        Activations::RecomputeEvery(_) => Residency::Keep,
     };
-    resolver.record(key, summary(&config), origin);
-    if model.hf_config_kwargs.is_empty() {
-        return (Some(config), Vec::new());
-    }
-    resolver.pick("model.hf_config_kwargs", Some(&model.hf_config_kwargs), &model.hf_config_kwargs);
-    match config.apply_overrides(&model.hf_config_kwargs) {
-        Ok(reshaped) => (Some(config), reshaped),
-        Err(error) => {
-            resolver.wrong(&["model.hf_config_kwargs"], format!("model.hf_config_kwargs: {error}"));
-            (Some(config), Vec::new())
+    (0..n_blocks).map(of_block).collect()
+}
+
+fn config_json<S: Serializer>(config: &Option<Config>, serializer: S) -> Result<S::Ok, S::Error> {
+    config.as_ref().map(Config::to_json).serialize(serializer)
+}
+
+fn adapter_json<S: Serializer>(adapter: &Option<LoraConfig>, serializer: S) -> Result<S::Ok, S::Error> {
+    adapter.as_ref().map(LoraConfig::to_json).serialize(serializer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_blocks_are_parked_and_every_kth_computed_again() {
+        use Residency::{Keep, Offload, Recompute, Selective};
+        for (activations, want) in [
+            (Activations::Keep, [Keep; 5]),
+            (Activations::Recompute, [Recompute; 5]),
+            (Activations::Selective, [Selective; 5]),
+            (Activations::Offload(1.0), [Offload; 5]),
+            (Activations::Offload(0.0), [Recompute; 5]),
+            (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Recompute]),
+            (Activations::Offload(0.2), [Offload, Recompute, Recompute, Recompute, Recompute]),
+            (Activations::RecomputeEvery(2), [Recompute, Keep, Recompute, Keep, Recompute]),
+        ] {
+            assert_eq!(residency(activations, 5), want, "{activations:?}");
         }
     }
-}
-
-fn summary(config: &Config) -> String {
-    let (layers, width, vocabulary) = (config.n_layers(), config.hidden_size(), config.vocab_size());
-    format!("{}, {layers} layers of {width}, {vocabulary} tokens", config.family().name())
-}
-
-fn init(resolver: &mut Resolver, reshaped: &[String]) -> Init {
-    let model = &resolver.recipe().model;
-    let kind = resolver.pick("model.type", model.kind, ModelType::Huggingface);
-    if model.config.is_some() || kind == ModelType::RandomWeightHf {
-        return resolver.record("weights", Init::Random, Origin::Derived);
-    }
-    if !reshaped.is_empty() {
-        let keys = reshaped.join(", ");
-        resolver.note(format!("the weights are drawn anew, not loaded: model.hf_config_kwargs changes {keys}"));
-        return resolver.record("weights", Init::Random, Origin::Derived);
-    }
-    resolver.record("weights", Init::Load, Origin::Derived)
-}
-
-const ADAPTER: &str = "model.adapter_name_or_path";
-
-/// The adapter that is trained: a new one by `peft_config`, or one that is there already.
-fn adapter(resolver: &mut Resolver, config: Option<&Config>) -> Option<LoraConfig> {
-    let model = &resolver.recipe().model;
-    let (key, adapter) = match (&model.peft_config, &model.adapter_name_or_path) {
-        (None, None) => return None,
-        (Some(_), Some(_)) => {
-            let message = format!("{ADAPTER} and model.peft_config exclude each other: the adapter has its own config");
-            resolver.wrong_because(&[ADAPTER], message, "keep model.peft_config to begin a new adapter");
-            return None;
-        }
-        (Some(map), None) => ("model.peft_config", LoraConfig::from_json(&Value::Object(map.clone()))),
-        (None, Some(name)) => match local_model(name) {
-            Ok(found) => (ADAPTER, LoraConfig::read(&found.map_or_else(|| PathBuf::from(name), |found| found.folder))),
-            Err(error) => {
-                resolver.wrong(&[ADAPTER], format!("{ADAPTER}: failed to {error}"));
-                return None;
-            }
-        },
-    };
-    if let Some(map) = &model.peft_config {
-        resolver.pick("model.peft_config", Some(map), map);
-    }
-    if let Some(folder) = &model.adapter_name_or_path {
-        resolver.pick(ADAPTER, Some(folder), folder);
-    }
-    let base = model.name_or_path.as_deref().map(folder_or_name);
-    // Whether the modules are there can be told where the config is known.
-    let adapter = adapter.and_then(|adapter| match config {
-        Some(config) => Model::new(config.clone(), Some(adapter.clone())).map(|_| adapter),
-        None => Ok(adapter),
-    });
-    match adapter {
-        Ok(adapter) => Some(match base {
-            Some(base) => adapter.with_base_model(&base),
-            None => adapter,
-        }),
-        Err(error) => {
-            resolver.wrong(&[key], format!("{key}: {error}"));
-            None
-        }
-    }
-}
-
-/// Joins the three keys that speak of activation checkpoints, and blames them if they disagree.
-fn activations(resolver: &mut Resolver) -> Activations {
-    let recipe = resolver.recipe();
-    let given = recipe.model.activation_checkpoint;
-    if given == Some(ActivationCheckpoint::Every(HumanInt(0))) {
-        resolver.wrong(&[ACTIVATIONS[0]], "model.activation_checkpoint.every: expected at least 1, found 0");
-    }
-    let disabled = recipe.model.disable_activation_checkpoint;
-    let offload = recipe.activation_checkpoint_cpu_offload == Some(true);
-    if let (Some(given), Some(disabled)) = (given, disabled)
-        && (given == ActivationCheckpoint::None) != disabled
-    {
-        let message = "model.disable_activation_checkpoint contradicts model.activation_checkpoint";
-        resolver.wrong_because(&[ACTIVATIONS[1]], message, "keep model.activation_checkpoint");
-    }
-    let offloads = |given| matches!(given, ActivationCheckpoint::Offload | ActivationCheckpoint::OffloadShare(_));
-    if offload && (disabled == Some(true) || given.is_some_and(|given| !offloads(given))) {
-        let other = if given.is_some() { ACTIVATIONS[0] } else { ACTIVATIONS[1] };
-        let message = format!("activation_checkpoint_cpu_offload contradicts {other}");
-        resolver.wrong_because(&[ACTIVATIONS[2]], message, "keep model.activation_checkpoint: offload");
-    }
-    let spelt_otherwise = match (offload, disabled) {
-        (true, _) => Some(ActivationCheckpoint::Offload),
-        (false, Some(false)) => Some(ActivationCheckpoint::Full),
-        (false, Some(true)) => Some(ActivationCheckpoint::None),
-        (false, None) => None,
-    };
-    let given = given.or(spelt_otherwise);
-    let origin = if given.is_some() { resolver.loaded.origin(&ACTIVATIONS) } else { Origin::Default };
-    let share = match resolver.record(ACTIVATIONS[0], given.unwrap_or(ActivationCheckpoint::None), origin) {
-        ActivationCheckpoint::None => return Activations::Keep,
-        ActivationCheckpoint::Full => return Activations::Recompute,
-        ActivationCheckpoint::Selective => return Activations::Selective,
-        ActivationCheckpoint::Every(k) => return Activations::RecomputeEvery(k.0),
-        ActivationCheckpoint::Offload => 1.0,
-        ActivationCheckpoint::OffloadShare(share) => share.0,
-    };
-    if !(0.0..=1.0).contains(&share) {
-        let message = format!("{}.offload: expected a share of the blocks from 0 to 1, found {share}", ACTIVATIONS[0]);
-        resolver.wrong(&[ACTIVATIONS[0]], message);
-    }
-    note_parking(resolver);
-    Activations::Offload(share)
-}
-
-/// Says where activations go, and if that is the memory that they should leave.
-fn note_parking(resolver: &mut Resolver) {
-    let TempDir { path, is_memory } = &resolver.known.temp_dir;
-    let folder = path.display();
-    let note = format!("a GPU parks activations in the host's memory, the CPU in {folder} (the environment's TMPDIR)");
-    resolver.note(note);
-    if *is_memory {
-        resolver.note(format!(
-            "{folder} is kept in memory (tmpfs): what the CPU parks there saves none; set TMPDIR to a folder on a disk"
-        ));
-    }
-}
-
-const TILED_MLP: &str = "tiled_mlp_compute";
-
-fn tiled_mlp(resolver: &mut Resolver, dtype: ComputeDtype) -> bool {
-    let tiled = resolver.pick(TILED_MLP, resolver.recipe().tiled_mlp_compute, false);
-    if tiled && dtype == ComputeDtype::Bf16 && deepspeed::has_bf16_masters(resolver) {
-        resolver.note(format!(
-            "{TILED_MLP}: gradients that are kept in bf16 are rounded once a tile instead of once a micro-batch"
-        ));
-    }
-    tiled
-}
-
-pub(super) const ATTENTION: &str = "model.attn_implementation";
-
-fn attention(resolver: &mut Resolver) -> AttentionChoice {
-    let (model, device) = (&resolver.recipe().model, &resolver.recipe().device);
-    let implementation = match resolver.pick(ATTENTION, model.attn_implementation, Attention::Auto) {
-        Attention::Auto => AttentionImpl::Auto,
-        Attention::Cudnn => AttentionImpl::Cudnn,
-        Attention::Fused => AttentionImpl::Fused,
-        Attention::Reference => AttentionImpl::Reference,
-    };
-    let written = resolver.loaded.scalar(ATTENTION).filter(|name| name != "auto");
-    if let (AttentionImpl::Auto, Some(name)) = (implementation, written) {
-        resolver.note(format!("{ATTENTION}: {name} is read as auto: cuDNN where it can be used, else our own kernels"));
-    }
-    let deterministic = resolver.pick("model.attn_deterministic", model.attn_deterministic, false);
-    if implementation == AttentionImpl::Cudnn && device.as_deref() == Some("cpu") {
-        let message = format!("{ATTENTION}: cudnn computes on GPUs only, but device is cpu");
-        resolver.wrong_because(&[ATTENTION], message, "use auto, or fused for our own kernel");
-    }
-    if implementation == AttentionImpl::Cudnn && model.dtype == Some(Dtype::F32) {
-        let message = format!("{ATTENTION}: cudnn computes in 16 bits only, but model.dtype is f32");
-        resolver.wrong_because(&[ATTENTION], message, "use auto, or model.dtype: bf16");
-    }
-    if implementation == AttentionImpl::Reference {
-        if model.activation_checkpoint == Some(ActivationCheckpoint::Selective) {
-            let message = format!("{}: selective keeps nothing of {ATTENTION}: reference", ACTIVATIONS[0]);
-            resolver.wrong_because(&[ACTIVATIONS[0]], message, "use full, or another attention");
-        }
-        resolver.note(format!(
-            "{ATTENTION}: reference keeps all scores of a sequence in memory; it is there to compare with"
-        ));
-    }
-    AttentionChoice { implementation, deterministic }
-}
-
-pub(super) fn resolve_tokenizer(resolver: &mut Resolver) -> TokenizerPlan {
-    let recipe = resolver.recipe();
-    let tokenizer = &recipe.tokenizer;
-    let name = match (&tokenizer.name_or_path, &recipe.model.name_or_path) {
-        (Some(name), _) => resolver.pick("tokenizer.name_or_path", Some(name.clone()), String::new()),
-        (None, Some(name)) => resolver.record("tokenizer.name_or_path", folder_or_name(name), Origin::Derived),
-        (None, None) => {
-            let message = "tokenizer.name_or_path is missing: there is no model folder to take it from";
-            resolver.wrong(&["tokenizer", "model.config"], message);
-            String::new()
-        }
-    };
-    let revision = match (&tokenizer.revision, &tokenizer.name_or_path) {
-        (Some(revision), _) => Some(resolver.pick("tokenizer.revision", Some(revision.clone()), String::new())),
-        (None, None) => recipe.model.revision.clone(),
-        (None, Some(_)) => None,
-    };
-    if !tokenizer.chat_template_kwargs.is_empty() {
-        let (key, kwargs) = ("tokenizer.chat_template_kwargs", &tokenizer.chat_template_kwargs);
-        resolver.pick(key, Some(kwargs), kwargs);
-        for problem in kwargs.keys().filter_map(|name| check_variable(name).err()) {
-            resolver.wrong(&[key], format!("{key}: {problem}"));
-        }
-    }
-    TokenizerPlan {
-        name_or_path: name,
-        revision,
-        chat_template: chat_template(resolver),
-        chat_template_kwargs: tokenizer.chat_template_kwargs.clone(),
-    }
-}
-
-fn chat_template(resolver: &mut Resolver) -> Option<ChatTemplateSource> {
-    let text = resolver.recipe().tokenizer.chat_template.as_ref()?;
-    resolver.pick("tokenizer.chat_template", Some(text), text);
-    if text.contains('{') || text.contains('\n') {
-        return Some(ChatTemplateSource::Inline(text.clone()));
-    }
-    if !Path::new(text).is_file() {
-        let message = format!("tokenizer.chat_template: there is no file {text}");
-        let advice = "give the path of a Jinja file, or the template itself, which has `{` in it";
-        resolver.wrong_because(&["tokenizer.chat_template"], message, advice);
-    }
-    Some(ChatTemplateSource::File(PathBuf::from(text)))
 }

@@ -1,16 +1,10 @@
-//! The stages of a pipeline: how many, which blocks each has, and in which order they compute.
+//! The stages of a pipeline, as a plan has them: how many, which blocks each has, and in which order they compute.
 
 use candlewick_model::{Config, Model, ParamSpec};
 use candlewick_parallel::{Layout, Schedule};
 use serde::Serialize;
 
-use super::resolver::Resolver;
 use crate::recipe::PipelineSchedule;
-
-const SIZE: &str = "pipeline_parallel_size";
-const CHUNKS: &str = "pipeline_chunks";
-const LAYERS: &str = "pipeline_layers";
-const SCHEDULE: &str = "pipeline_schedule";
 
 /// The stages of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -53,70 +47,4 @@ fn head(config: &Config) -> f64 {
     let Ok(model) = Model::new(config.clone(), None) else { return 0.0 };
     let block: usize = model.units().get(1).map_or(0, |unit| unit.params.iter().map(ParamSpec::numel).sum());
     (config.vocab_size() * config.hidden_size()) as f64 / block.max(1) as f64
-}
-
-pub(super) fn resolve(resolver: &mut Resolver, config: Option<&Config>) -> PipelinePlan {
-    let recipe = resolver.recipe();
-    let n_ranks = resolver.known.seat.n_ranks;
-    let stages = resolver.positive(SIZE, recipe.pipeline_parallel_size, 1).max(1);
-    let chunks = resolver.positive(CHUNKS, recipe.pipeline_chunks, 1).max(1);
-    let one = PipelineSchedule::OneForwardOneBackward;
-    let schedule = resolver.pick(SCHEDULE, recipe.pipeline_schedule, one);
-    let layers = recipe.pipeline_layers.as_ref().map(|layers| layers.iter().map(|n| n.0).collect::<Vec<usize>>());
-    let layers = resolver.pick(LAYERS, layers.map(Some), None);
-    if !n_ranks.is_multiple_of(stages) {
-        super::ranks::do_not_fall(resolver, SIZE, (n_ranks, "rank"), &format!("{stages} stages"));
-        return PipelinePlan::alone();
-    }
-    if stages == 1 {
-        let is_chunked = recipe.pipeline_chunks.is_some_and(|n| n.0 > 1);
-        let is_ordered = recipe.pipeline_schedule.is_some();
-        let keys = [(CHUNKS, is_chunked), (LAYERS, layers.is_some()), (SCHEDULE, is_ordered)];
-        for (key, _) in keys.into_iter().filter(|(_, given)| *given) {
-            resolver.note(format!("{key} has no effect: there is one stage"));
-        }
-        return PipelinePlan { schedule, ..PipelinePlan::alone() };
-    }
-    let plan = PipelinePlan { stages, chunks, schedule, layers };
-    match config.map(Config::n_layers) {
-        Some(n_layers) => fits(resolver, plan, n_layers),
-        None => plan,
-    }
-}
-
-/// Says what it costs if the micro-batches of a step are fewer than the stages, which then wait for each other.
-pub(super) fn note_bubble(resolver: &mut Resolver, plan: &PipelinePlan, n_micros: usize) {
-    if n_micros >= plan.stages {
-        return;
-    }
-    let waits = plan.stages - 1;
-    let bubble = 100.0 * waits as f64 / (plan.chunks * n_micros + waits) as f64;
-    resolver.note(format!(
-        "gradient_accumulation_steps: {n_micros} do not fill {} stages, which wait {bubble:.0} % of the time; more fill them",
-        plan.stages
-    ));
-}
-
-/// Refuses runs that are not the model's blocks.
-fn fits(resolver: &mut Resolver, plan: PipelinePlan, n_layers: usize) -> PipelinePlan {
-    let n_runs = plan.stages * plan.chunks;
-    let runs =
-        format!("{} stages with {} run{} each", plan.stages, plan.chunks, if plan.chunks == 1 { "" } else { "s" });
-    match &plan.layers {
-        Some(layers) if layers.len() != n_runs => {
-            let message = format!("{LAYERS}: {} numbers for {runs}", layers.len());
-            resolver.wrong_because(&[LAYERS], message, format!("give {n_runs} numbers"));
-        }
-        Some(layers) if layers.iter().sum::<usize>() != n_layers => {
-            let sum: usize = layers.iter().sum();
-            let message = format!("{LAYERS}: {sum} blocks in all, and the model has {n_layers}");
-            resolver.wrong_because(&[LAYERS], message, "let the numbers add up to the model's blocks");
-        }
-        None if n_runs > n_layers => {
-            let message = format!("{SIZE}: {n_layers} blocks do not go around for {runs}");
-            resolver.wrong_because(&[SIZE, CHUNKS], message, format!("let stages times runs be at most {n_layers}"));
-        }
-        _ => return plan,
-    }
-    PipelinePlan::alone()
 }

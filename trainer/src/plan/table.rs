@@ -1,41 +1,8 @@
 //! The plan as a table for people: key, value, where it came from.
 
-use serde::{Serialize, Serializer};
-
-use super::Plan;
+use super::run::Plan;
+use super::setting::Setting;
 use crate::recipe::Origin;
-
-/// One line of the table.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Setting {
-    /// The recipe's key.
-    pub key: String,
-    /// Its value.
-    pub value: serde_json::Value,
-    /// Where the value came from.
-    #[serde(serialize_with = "in_words")]
-    pub origin: Origin,
-}
-
-impl Setting {
-    pub(super) fn new<T: Serialize>(key: &str, value: &T, origin: Origin) -> Self {
-        let value = serde_json::to_value(value).unwrap_or(serde_json::Value::Null);
-        Self { key: key.to_owned(), value, origin }
-    }
-
-    fn shown(&self) -> String {
-        const WIDEST: usize = 72;
-        let text = match &self.value {
-            serde_json::Value::String(text) if !text.is_empty() && !text.contains('\n') => text.clone(),
-            serde_json::Value::Null => "none".into(),
-            other => other.to_string(),
-        };
-        if text.chars().count() <= WIDEST {
-            return text;
-        }
-        text.chars().take(WIDEST - 1).chain(['…']).collect()
-    }
-}
 
 /// The settings of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +33,4 @@ impl Plan {
         self.notes.iter().for_each(|note| text += &format!("note: {note}\n"));
         text
     }
-}
-
-fn in_words<S: Serializer>(origin: &Origin, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(origin)
 }

@@ -2,6 +2,7 @@
 //!
 //! Nothing is decided here. [`Plan::resolve`](crate::plan::Plan::resolve) turns a [`Recipe`] into what will happen.
 
+mod arctic_moe;
 mod data;
 mod decode;
 mod error;
@@ -22,6 +23,7 @@ mod schema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use arctic_moe::ArcticMoe;
 pub use data::{
     CacheFs, Data, DataSource, DataType, Order, Overlong, PadTo, Pairs, SourceMap, SourceType, UnrenderedToolCalls,
 };
@@ -207,48 +209,4 @@ pub enum MemoryModes {
     Manual,
     /// The plan, by what is free.
     Auto,
-}
-
-/// Whether ArcticTraining's mixture-of-experts layers are used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ArcticMoe {
-    /// `false`.
-    Off,
-    /// `true`.
-    On,
-    /// `auto`: if the model has experts.
-    Auto,
-}
-
-impl<'de> Deserialize<'de> for ArcticMoe {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct OneOf;
-        impl serde::de::Visitor<'_> for OneOf {
-            type Value = ArcticMoe;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-                f.write_str("true, false or auto")
-            }
-            fn visit_bool<E>(self, on: bool) -> Result<ArcticMoe, E> {
-                Ok(if on { ArcticMoe::On } else { ArcticMoe::Off })
-            }
-            fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<ArcticMoe, E> {
-                match text {
-                    "auto" => Ok(ArcticMoe::Auto),
-                    _ => Err(E::invalid_value(serde::de::Unexpected::Str(text), &self)),
-                }
-            }
-        }
-        deserializer.deserialize_any(OneOf)
-    }
-}
-
-impl JsonSchema for ArcticMoe {
-    fn schema_name() -> std::borrow::Cow<'static, str> {
-        "ArcticMoe".into()
-    }
-    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
-        schemars::json_schema!({ "enum": [true, false, "auto"] })
-    }
 }

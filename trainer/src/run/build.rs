@@ -6,11 +6,11 @@ use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
-use candlewick_parallel::{CpuOffload, Engine, EngineSpec, Formats, Parking, Residency};
+use candlewick_parallel::{CpuOffload, Engine, EngineSpec, Formats, Parking};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
-use crate::plan::{Activations, ComputeDtype, Init, OptimizerPlan, PipelinePlan, Plan, RanksPlan};
+use crate::plan::{Init, OptimizerPlan, PipelinePlan, Plan, RanksPlan, dtype, residency};
 
 use super::{Assets, Ranks};
 
@@ -103,50 +103,5 @@ fn peak(device: &Device) -> Option<f64> {
     match device.location() {
         DeviceLocation::Cuda { gpu_id } => gpus().get(gpu_id).and_then(|gpu| gpu_peak(&gpu.name)),
         _ => Some(cpu_product_rate()),
-    }
-}
-
-/// The number format of a plan, as candle names it.
-pub(crate) fn dtype(dtype: ComputeDtype) -> DType {
-    match dtype {
-        ComputeDtype::Bf16 => DType::BF16,
-        ComputeDtype::F32 => DType::F32,
-        ComputeDtype::F16 => DType::F16,
-    }
-}
-
-/// What each block keeps. Where not all inputs are parked, the first blocks' are: backward needs them last.
-pub(crate) fn residency(activations: Activations, n_blocks: usize) -> Vec<Residency> {
-    let of_block = |block_idx: usize| match activations {
-        Activations::Keep => Residency::Keep,
-        Activations::Recompute => Residency::Recompute,
-        Activations::Selective => Residency::Selective,
-        Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => Residency::Offload,
-        Activations::Offload(_) => Residency::Recompute,
-        Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => Residency::Recompute,
-        Activations::RecomputeEvery(_) => Residency::Keep,
-    };
-    (0..n_blocks).map(of_block).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_blocks_are_parked_and_every_kth_computed_again() {
-        use Residency::{Keep, Offload, Recompute, Selective};
-        for (activations, want) in [
-            (Activations::Keep, [Keep; 5]),
-            (Activations::Recompute, [Recompute; 5]),
-            (Activations::Selective, [Selective; 5]),
-            (Activations::Offload(1.0), [Offload; 5]),
-            (Activations::Offload(0.0), [Recompute; 5]),
-            (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Recompute]),
-            (Activations::Offload(0.2), [Offload, Recompute, Recompute, Recompute, Recompute]),
-            (Activations::RecomputeEvery(2), [Recompute, Keep, Recompute, Keep, Recompute]),
-        ] {
-            assert_eq!(residency(activations, 5), want, "{activations:?}");
-        }
     }
 }

@@ -13,7 +13,8 @@ use crate::data::{Batch, Cursor, EvalStream};
 use crate::metrics::{EvalRecord, TasksRecord};
 use crate::plan::{EvalPlan, HELD_OUT};
 
-use super::session::{Run, Session};
+use super::context::Run;
+use super::session::Session;
 use super::step;
 use super::tasks::Values;
 

@@ -15,8 +15,8 @@ use crate::plan::{GeneratePlan, conversation};
 use crate::recipe::Prompt;
 use crate::signals::Stop;
 
-use super::End;
-use super::session::{Run, Session, Stopped};
+use super::context::{End, Run};
+use super::session::{Session, Stopped};
 
 /// Settles a run that ended as `end` says, and returns its exit code.
 pub(super) fn finish(session: &mut Session, end: &End) -> Result<ExitCode> {

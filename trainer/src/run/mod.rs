@@ -7,6 +7,7 @@ mod assets;
 mod background;
 mod build;
 mod connect;
+mod context;
 mod evaluate;
 mod finish;
 mod lock;
@@ -34,29 +35,19 @@ use crate::checkpoint::CheckpointError;
 use crate::data::{Prepared, prepare};
 use crate::metrics::{Exit, RunJson};
 use crate::plan::Plan;
-use crate::signals::{Stop, StopRequests};
+use crate::signals::StopRequests;
 
 pub use assets::Assets;
-pub(crate) use build::{dtype, engine_spec, residency};
+pub(crate) use build::engine_spec;
 pub use connect::connect;
 pub use step::{AllStepsSkipped, NonFinite};
 pub use tasks::check_tasks;
 
 use build::Built;
+use context::{End, Run};
 use ranks::Ranks;
 use session::Session;
 use tasks::Tasks;
-
-/// Why the loop ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum End {
-    /// Every step of the horizon is done.
-    Horizon,
-    /// The recipe asked for an earlier end.
-    Exit(&'static str),
-    /// A stop was requested.
-    Stop(Stop),
-}
 
 /// Trains on `device` as `plan` says, as one rank of `world`, and returns how the run ended. If it fails, the other ranks are told and fail too.
 pub fn train(plan: &Plan, hub: &Hub, world: &World, device: &Device) -> Result<ExitCode> {
@@ -117,11 +108,11 @@ fn run(plan: &Plan, hub: &Hub, ranks: &Ranks, run_json: &mut RunJson) -> Result<
     let stop = StopRequests::install(plan.exit.kill_switch_path.clone()).context("failed to watch for signals")?;
     let (assets, engine, prepared) = (&assets, &engine, &prepared);
     let (notes, tasks, scores, stop) = (&notes, tasks.as_ref(), &scores, &stop);
-    let run = session::Run { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, began, stop };
+    let run = Run { plan, ranks, assets, engine, notes, peak, prepared, tasks, scores, began, stop };
     take_steps(run, run_json).map_err(|error| explain(error, Some(engine.store().device_bytes())))
 }
 
-fn take_steps(run: session::Run, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
+fn take_steps(run: Run, run_json: &mut RunJson) -> Result<(ExitCode, String)> {
     let mut session = Session::begin(run, run_json)?;
     let end = steps(&mut session)?;
     session.settle(0)?;
@@ -186,14 +177,4 @@ fn steps(session: &mut Session) -> Result<End> {
 fn after_step(session: &mut Session) -> Result<()> {
     session.evaluate()?;
     session.save_due()
-}
-
-impl End {
-    fn reason(&self) -> String {
-        match self {
-            End::Horizon => "all steps are done".to_string(),
-            End::Exit(key) => format!("{key} was reached"),
-            End::Stop(stop) => format!("stopped by {stop}"),
-        }
-    }
 }

@@ -17,11 +17,10 @@ use crate::checkpoint::{
     refuse_occupied, resume, save, update_latest_link,
 };
 use crate::data::Stream;
-use crate::plan::{Init, Plan};
+use crate::plan::{Init, Plan, dtype};
 
 use super::background::{Done, UnderWay};
-use super::build;
-use super::session::{Progress, Run};
+use super::context::{Progress, Run};
 use super::state::EngineState;
 
 pub(super) struct Saves<'a> {
@@ -309,7 +308,7 @@ impl<'a> Saves<'a> {
     }
 
     fn export_dtype(&self, checkpoint: &CheckpointPlan) -> DType {
-        build::dtype(checkpoint.dtype.unwrap_or(self.run.plan.model.dtype))
+        dtype(checkpoint.dtype.unwrap_or(self.run.plan.model.dtype))
     }
 }
 

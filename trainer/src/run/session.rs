@@ -7,46 +7,24 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use candle_core::DeviceLocation;
 use candlewick_model::MlpRows;
-use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, ScalerState, derive_key, span};
-use candlewick_parallel::{Engine, Residency};
-use candlewick_runtime::run_id::RunId;
+use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome as Judged, derive_key, span};
+use candlewick_parallel::Residency;
 use serde_json::json;
 
-use crate::checkpoint::{CheckpointError, CheckpointPlan, Kind, Moment, Resumed, RunState, Scores, Tag};
-use crate::data::{Cursor, Ledger, Prepared, Step, Stream};
+use crate::checkpoint::{CheckpointError, CheckpointPlan, Kind, Moment, Resumed, Tag};
+use crate::data::{Cursor, Ledger, Step, Stream};
 use crate::exit::ExitCode;
 use crate::metrics::{
     GpuMonitor, Memory, ModelShape, Pass, Recomputed, Reporter, ResumeRecord, RunJson, RunReport, SaveRecord, Start,
     StepRecord, Visibility, flops, model_flops_utilization, recomputed_flops,
 };
-use crate::plan::Plan;
 use crate::recipe::OnNonfinite;
-use crate::signals::{Stop, StopRequests};
+use crate::signals::Stop;
 
 use super::background::Done;
+use super::context::{Progress, Run};
 use super::saves::{self, SavedCheckpoint, Saves};
 use super::step::{self, AllStepsSkipped, Launched, Outcome, Update};
-use super::tasks::Tasks;
-use super::{Assets, Ranks};
-
-/// What a run consists of before its first step.
-#[derive(Clone, Copy)]
-pub(super) struct Run<'a> {
-    pub(super) plan: &'a Plan,
-    pub(super) ranks: &'a Ranks<'a>,
-    pub(super) assets: &'a Assets,
-    pub(super) engine: &'a Engine,
-    /// What there is to say of the engine.
-    pub(super) notes: &'a [String],
-    /// Operations a second that the device can do, where that is known.
-    pub(super) peak: Option<f64>,
-    pub(super) prepared: &'a Prepared,
-    pub(super) tasks: Option<&'a Tasks<'a>>,
-    /// What says which save is the best, without a value.
-    pub(super) scores: &'a Scores,
-    pub(super) began: RunId,
-    pub(super) stop: &'a StopRequests,
-}
 
 pub(super) struct Session<'a> {
     pub(super) run: Run<'a>,
@@ -62,21 +40,6 @@ pub(super) struct Session<'a> {
     settled: Instant,
     monitor: Option<GpuMonitor>,
     started: Instant,
-}
-
-/// What a run remembers besides its weights and its place in the data.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Progress {
-    /// The time of the processes before this one; in a save, the whole time.
-    pub(super) before: Duration,
-    /// What says which save is the best.
-    pub(super) scores: Scores,
-    /// The last step whose evaluations are done.
-    pub(super) evaluated: Option<usize>,
-    /// Steps that were skipped because something was not finite.
-    pub(super) n_skipped: usize,
-    /// What the next decision about a gradient depends on.
-    pub(super) scaler: Option<ScalerState>,
 }
 
 impl<'a> Session<'a> {
@@ -435,14 +398,6 @@ pub(super) enum Stopped {
     Exported,
     /// Nothing: the recipe has no checkpoint.
     Lost,
-}
-
-impl Progress {
-    fn of(state: &RunState) -> Self {
-        let before = Duration::from_secs_f64(state.elapsed_s);
-        let RunState { evaluated, n_skipped, scaler, .. } = *state;
-        Self { before, scores: state.scores.clone(), evaluated, n_skipped, scaler }
-    }
 }
 
 #[cfg(test)]

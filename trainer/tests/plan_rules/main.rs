@@ -292,7 +292,7 @@ fn the_facts_of_a_plan_are_what_it_comes_to() {
     );
     let facts = plan(&["model.peft_config={r: 1, target_modules: [q_proj]}", "epochs=2"]).facts();
     assert_eq!(facts[0].1, "90,688, trained: 256 (0.28%)");
-    assert!(facts[2].1.starts_with("2 epochs; `trainer data RECIPE`"), "{}", facts[2].1);
+    assert!(facts[2].1.starts_with("2 epochs; `trainer preprocess RECIPE`"), "{}", facts[2].1);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::known::Known;
-use super::table::Setting;
+use crate::plan::Setting;
 use crate::recipe::{Fault, HumanFloat, HumanInt, Loaded, Origin, Recipe, RecipeError};
 
 pub(super) struct Resolver<'a> {

@@ -1,4 +1,4 @@
-//! `trainer data`: what the model will read and learn, before anything is trained. Fills the token cache.
+//! `trainer preprocess`: prints the tokens that the model will read and learn, and fills the token cache.
 
 use std::io::{self, Write};
 
@@ -7,16 +7,49 @@ use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::Hub;
 use candlewick_text::printable::printable;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
+use clap::Args;
 use serde_json::json;
 
-use super::Format;
+use super::options::{Format, Recipe, Supposed, Verbosity, hub, plan};
+use super::{Ui, logging};
 use crate::data::{Batch, Cursor, IGNORE_INDEX, Prepared, Step, Stream};
 use crate::exit::ExitCode;
 use crate::plan::Plan;
 use crate::run::prepare_data;
 
+#[derive(Debug, Args)]
+pub(super) struct Preprocess {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Print the first N steps too: texts with what is learned in [[ ]], or with json their token ids
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    steps: usize,
+    #[command(flatten)]
+    supposed: Supposed,
+    /// How the data are printed
+    #[arg(long, value_enum, default_value_t = Format::Text)]
+    output_format: Format,
+}
+
+/// The examples of the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer preprocess recipe.yaml
+  trainer preprocess recipe.yaml --steps 2
+  trainer preprocess recipe.yaml --steps 2 --ranks 16
+  trainer preprocess recipe.yaml --steps 2 --output-format json data.max_length=512";
+
+/// Prepares the data of a recipe and prints them.
+pub(super) fn run(args: &Preprocess, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let mut plan = plan(&args.recipe, verbosity, args.supposed.seat()?)?;
+    // It is this command that fills the cache.
+    plan.data.fail_on_missing_cache = false;
+    logging::start(verbosity, &plan.logger, None)?;
+    show(&plan, &hub(ui)?, args.steps, args.output_format)
+}
+
 /// Prepares the data of `plan` and prints the token statistics, or the first `n_steps` steps.
-pub(super) fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCode> {
+fn show(plan: &Plan, hub: &Hub, n_steps: usize, format: Format) -> Result<ExitCode> {
     let (assets, prepared) = prepare_data(plan, hub, RunId::now())?;
     let mut out = io::stdout().lock();
     let shown = match format {

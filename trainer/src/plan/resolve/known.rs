@@ -88,9 +88,9 @@ impl Engines {
     pub const BUILT: Self = Self { mpi: Host::HAS_MPI, nccl: Engine::HAS_NCCL };
 }
 
-/// How far [`Known::gather`] may go.
+/// The access that [`Known::gather`] has to the Hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reach {
+pub enum HubAccess {
     /// Files and the Hub's cache; what the cache lacks stays unknown.
     ThisMachine,
     /// Files and the Hub's cache, which must hold the whole model: a run without a network has to be possible.
@@ -114,12 +114,12 @@ pub enum KnownError {
 }
 
 impl Known {
-    /// Looks at the machine, and as far as `reach` says at the Hub.
-    pub fn gather(loaded: &Loaded, reach: Reach, console: Console, seat: Seat) -> Result<Self, KnownError> {
+    /// Looks at the machine and, as `access` allows, at the Hub.
+    pub fn gather(loaded: &Loaded, access: HubAccess, console: Console, seat: Seat) -> Result<Self, KnownError> {
         let settings = HubSettings::from_env();
         let wants_capacity = loaded.recipe.memory == Some(MemoryModes::Auto) && seat.machines != Machines::Unknown;
         Ok(Self {
-            config: find_config(loaded, reach, settings)?,
+            config: find_config(loaded, access, settings)?,
             n_cores: std::thread::available_parallelism().map_or(1, usize::from),
             seat,
             engines: Engines::BUILT,
@@ -147,7 +147,7 @@ fn capacity(loaded: &Loaded) -> Capacity {
     Capacity::now(device.unwrap_or_default())
 }
 
-fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<Option<Config>, KnownError> {
+fn find_config(loaded: &Loaded, access: HubAccess, settings: HubSettings) -> Result<Option<Config>, KnownError> {
     let model = &loaded.recipe.model;
     let blame = |key: &str, error: ModelError| {
         let fault = loaded.fault(&[key], format!("{key}: cannot be used: {error}"));
@@ -171,8 +171,9 @@ fn find_config(loaded: &Loaded, reach: Reach, settings: HubSettings) -> Result<O
         }
         (None, Some(name)) => {
             let draws = model.kind == Some(ModelType::RandomWeightHf);
-            let part = if reach == Reach::Offline && !draws { ModelPart::Whole } else { ModelPart::WithoutWeights };
-            from_hub(name, model.revision.as_deref(), part, reach, settings)
+            let part =
+                if access == HubAccess::Offline && !draws { ModelPart::Whole } else { ModelPart::WithoutWeights };
+            from_hub(name, model.revision.as_deref(), part, access, settings)
         }
         (None, None) => Ok(None),
     }
@@ -216,19 +217,19 @@ fn read_file(path: &str) -> Result<Config, ModelError> {
     Config::from_json(value).map_err(|source| ModelError::In { path: path.clone(), source: Box::new(source) })
 }
 
-/// What the cache does not hold is no error where the Hub is out of reach by choice.
+/// Reads the config from the Hub. `None` if the cache lacks it and the caller forbids the network.
 fn from_hub(
     name: &str,
     revision: Option<&str>,
     part: ModelPart,
-    reach: Reach,
+    access: HubAccess,
     mut settings: HubSettings,
 ) -> Result<Option<Config>, KnownError> {
-    settings.offline |= reach != Reach::Network;
+    settings.offline |= access != HubAccess::Network;
     match Hub::new(settings)?.model(name, revision, part) {
         Ok(folder) => Ok(Some(Config::read(&folder)?)),
         Err(error @ (HubError::Id { .. } | HubError::Missing { .. } | HubError::Local { .. })) => Err(error.into()),
-        Err(_) if reach == Reach::ThisMachine => Ok(None),
+        Err(_) if access == HubAccess::ThisMachine => Ok(None),
         Err(error) => Err(error.into()),
     }
 }

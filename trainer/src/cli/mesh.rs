@@ -1,18 +1,39 @@
-//! `trainer plan`: how ranks would share the work.
+//! `trainer mesh`: how ranks would share the work.
 
 use std::fmt::Write;
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_comm::mesh::Mesh;
 use candlewick_parallel::Timetable;
+use clap::Args;
 
-use super::{PlanArgs, Ui, Verbosity, train};
+use super::Ui;
+use super::options::{Recipe, Verbosity, at_least_one, plan};
 use crate::exit::ExitCode;
 use crate::plan::{Plan, Seat};
 
-pub(super) fn run(asked: &PlanArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
-    let plan = train::plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
-    let mesh = Mesh::new(plan.ranks.degrees(), asked.ranks).map_err(|error| anyhow!("failed to plan: {error}"))?;
+#[derive(Debug, Args)]
+pub(super) struct MeshArgs {
+    #[command(flatten)]
+    recipe: Recipe,
+    /// Processes that train together
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
+    ranks: usize,
+    /// Print what each stage of the pipeline computes when, too
+    #[arg(long)]
+    schedule: bool,
+}
+
+/// The examples of the long help.
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer mesh recipe.yaml --ranks 8
+  trainer mesh recipe.yaml --ranks 4 --schedule pipeline_parallel_size=4 gradient_accumulation_steps=8";
+
+pub(super) fn run(asked: &MeshArgs, verbosity: Verbosity, ui: &Ui) -> Result<ExitCode> {
+    let plan = plan(&asked.recipe, verbosity, Seat::first_of(asked.ranks))?;
+    let mesh =
+        Mesh::new(plan.ranks.degrees(), asked.ranks).map_err(|error| anyhow!("failed to make the mesh: {error}"))?;
     let mut text = format!("{} ranks: {}\n{mesh}", asked.ranks, plan.ranks.degrees());
     if plan.pipeline.stages > 1 {
         text += &stages(&plan)?;
@@ -27,7 +48,7 @@ pub(super) fn run(asked: &PlanArgs, verbosity: Verbosity, ui: &Ui) -> Result<Exi
 
 /// The blocks of each stage.
 fn stages(plan: &Plan) -> Result<String> {
-    let config = plan.model.config.as_ref().context("failed to plan: the model's config is not known")?;
+    let config = plan.model.config.as_ref().context("failed to make the mesh: the model's config is not known")?;
     let layout = plan.pipeline.layout(config);
     let mut text = String::new();
     for stage in 0..layout.n_stages() {

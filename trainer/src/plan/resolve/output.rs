@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use candlewick_text::conversation::{Conversation, Message, MessageError};
 
 use super::resolver::Resolver;
-use super::{ExitPlan, GeneratePlan, LoggerPlan};
 use crate::metrics::{Console, LogPlan};
+use crate::plan::{ExitPlan, GeneratePlan, LoggerPlan};
 use crate::recipe::{DataType, Free, LogLevel, Origin, Prompt};
 
 const NOWHERE: &str = "/dev/null";

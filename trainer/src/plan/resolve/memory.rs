@@ -1,8 +1,9 @@
 //! `memory: auto`: the cheapest modes with which the run fits what is free.
 
-use super::table::Setting;
-use super::{Known, Machines, Plan};
+use super::{Known, Machines};
 use crate::estimate::{Candidate, Choice, Fixed, Modes, Resource, Setup, bytes, choose, usable, written};
+use crate::plan::Plan;
+use crate::plan::Setting;
 use crate::recipe::{Loaded, Origin, RecipeError};
 
 impl Fixed {

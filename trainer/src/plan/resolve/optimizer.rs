@@ -2,9 +2,10 @@
 
 use candlewick_ops::LossScaling;
 
+use super::deepspeed;
 use super::resolver::Resolver;
-use super::{ComputeDtype, Init, ModelPlan, OptimizerPlan, deepspeed};
 use crate::data::{DataPlan, Horizon};
+use crate::plan::{ComputeDtype, Init, ModelPlan, OptimizerPlan};
 use crate::recipe::{HumanFloat, OptimizerType, Origin, Scheduler, SchedulerKwargs, SchedulerName, SchedulerType};
 use crate::schedule::{Floor, Ramp, Schedule, Shape, Span};
 

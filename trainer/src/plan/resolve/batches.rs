@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use super::resolver::Resolver;
 use super::sources;
-use super::{ModelPlan, TokenizerPlan};
 use crate::data::{DataPlan, Horizon, Kind, Order, Overlong, Packing, Padding, UnrenderedToolCalls, default_cache_dir};
+use crate::plan::{ModelPlan, TokenizerPlan};
 use crate::recipe::{self, DataType, Origin, PadTo};
 
 pub(super) fn resolve(

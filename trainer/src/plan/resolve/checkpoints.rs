@@ -2,10 +2,10 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use super::ComputeDtype;
 use super::output::run_folder;
 use super::resolver::Resolver;
 use crate::checkpoint::{CheckpointPlan, Kind};
+use crate::plan::ComputeDtype;
 use crate::recipe::{Checkpoint, CheckpointType, Origin};
 
 pub(super) fn resolve(resolver: &mut Resolver) -> Vec<CheckpointPlan> {

@@ -1,5 +1,4 @@
-//! Whether a run's way of sharing the work computes what one rank computes: two steps of a shrunken model, both ways, in this
-//! process.
+//! A comparison of a recipe's mesh with one rank: two steps of a shrunken model, both ways, in this process.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -73,12 +72,12 @@ impl Report {
 }
 
 /// Trains the shrunken model of `plan` on the plan's mesh, whose ranks are threads, and on one rank.
-pub fn selfcheck(plan: &Plan) -> Result<Report> {
-    selfcheck_over(plan, |group: Arc<dyn Collective>| group)
+pub fn verify_parallel(plan: &Plan) -> Result<Report> {
+    verify_over(plan, |group: Arc<dyn Collective>| group)
 }
 
 /// The same, with `over` between this and the group of all ranks.
-fn selfcheck_over(plan: &Plan, over: impl Over) -> Result<Report> {
+fn verify_over(plan: &Plan, over: impl Over) -> Result<Report> {
     let config = plan.model.config.as_ref().context("failed to shrink the model: its config is not known")?;
     let model = Model::new(shrunken(config, plan)?, plan.model.adapter.clone())?;
     let alone = PipelinePlan::alone();
@@ -279,7 +278,7 @@ mod tests {
 
     use super::*;
     use crate::metrics::Console;
-    use crate::plan::{Known, Reach, Seat};
+    use crate::plan::{HubAccess, Known, Seat};
     use crate::recipe::Loaded;
 
     /// A group that sums without asking anybody, as all that are made of it do.
@@ -342,7 +341,7 @@ mod tests {
                     max_position_embeddings: 128}}\ntokenizer: {name_or_path: tok}\ndata: {sources: [a.jsonl]}\n";
         let arguments: Vec<String> = arguments.iter().map(|argument| (*argument).to_owned()).collect();
         let loaded = Loaded::parse(Path::new("r.yaml"), text.to_owned(), &arguments).unwrap();
-        let known = Known::gather(&loaded, Reach::ThisMachine, Console::Quiet, Seat::first_of(2)).unwrap();
+        let known = Known::gather(&loaded, HubAccess::ThisMachine, Console::Quiet, Seat::first_of(2)).unwrap();
         Plan::resolve(&loaded, &known).unwrap()
     }
 
@@ -350,10 +349,10 @@ mod tests {
     fn a_group_that_lies_does_not_pass() {
         for arguments in [&[][..], &["tensor_parallel_size=2", "sequence_parallel_norms=false"]] {
             let plan = plan(arguments);
-            let honest = selfcheck(&plan).unwrap();
+            let honest = verify_parallel(&plan).unwrap();
             assert!(honest.passes(), "{honest}");
-            let lied = selfcheck_over(&plan, |group: Arc<dyn Collective>| Arc::new(Deaf(group)) as Arc<dyn Collective>)
-                .unwrap();
+            let lied =
+                verify_over(&plan, |group: Arc<dyn Collective>| Arc::new(Deaf(group)) as Arc<dyn Collective>).unwrap();
             assert!(!lied.passes() && lied.to_string().contains("DIFFERENT"), "{lied}");
             assert!(lied.differences.iter().filter(|it| it.relative > TOLERANCE).count() > 3, "{lied}");
         }

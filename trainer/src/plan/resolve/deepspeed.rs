@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use candlewick_ops::LossScaling;
 
-use super::ComputeDtype;
 use super::resolver::Resolver;
+use crate::plan::ComputeDtype;
 use crate::recipe::{Dtype, foreign_key, parse_number};
 
 /// Keys that only divide or time what travels between ranks: here that goes unit by unit, each while others are computed.

@@ -1,0 +1,111 @@
+//! The options that commands share, and the plan that they lead to.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use candlewick_comm::place::{Place, Source};
+use candlewick_runtime::place::place;
+use candlewick_text::hub::{Hub, HubSettings};
+use clap::{Args, ValueEnum};
+
+use super::Ui;
+use crate::metrics::Console;
+use crate::plan::{HubAccess, Known, KnownError, Machines, Plan, Seat};
+use crate::recipe::Loaded;
+
+#[derive(Debug, Args)]
+pub(super) struct Recipe {
+    /// The recipe, a YAML file
+    #[arg(value_name = "RECIPE")]
+    pub(super) path: PathBuf,
+    /// Keys that replace the recipe's: `optimizer.lr=1e-4`, `data.sources.0.split=train`; values are YAML
+    #[arg(value_name = "KEY=VALUE", value_parser = key_value)]
+    pub(super) overrides: Vec<String>,
+}
+
+/// Processes that are not there yet.
+#[derive(Debug, Args)]
+pub(super) struct Supposed {
+    /// Processes that will train together, wherever that is [default: those that this one was started with]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub(super) ranks: Option<usize>,
+}
+
+impl Supposed {
+    pub(super) fn seat(&self) -> Result<Seat> {
+        self.ranks.map_or_else(|| Ok(seat(&place()?)), |n_ranks| Ok(Seat::first_of(n_ranks)))
+    }
+}
+
+/// The form of a printed answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Format {
+    /// For people.
+    Text,
+    /// For programs: the plan as run.json holds it, or a line a step.
+    Json,
+}
+
+#[derive(Clone, Copy, Debug, Args)]
+pub(super) struct Verbosity {
+    /// Say less: errors only, no bar, no line a step
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub(super) quiet: bool,
+    /// Say more: every field of a step, all settings, the keys of the schema; twice: for debugging. RUST_LOG goes before it
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub(super) verbose: u8,
+}
+
+impl Verbosity {
+    pub(super) fn console(self) -> Console {
+        match (self.quiet, self.verbose) {
+            (true, _) => Console::Quiet,
+            (false, 0) => Console::Full,
+            (false, _) => Console::Lines,
+        }
+    }
+}
+
+/// The Hub as the environment describes it, with a bar for each download.
+pub(super) fn hub(ui: &Ui) -> Result<Hub> {
+    Ok(Hub::new(HubSettings::from_env())?.with_progress(ui.downloads()))
+}
+
+/// Resolves a recipe. What is wrong with the recipe alone is said before the Hub is asked for the model's config.
+pub(super) fn plan(recipe: &Recipe, verbosity: Verbosity, seat: Seat) -> Result<Plan> {
+    let loaded = Loaded::read(&recipe.path, &recipe.overrides)?;
+    let here = known(&loaded, HubAccess::ThisMachine, verbosity, seat)?;
+    let plan = Plan::resolve(&loaded, &here)?;
+    if here.config.is_some() {
+        return Ok(plan);
+    }
+    let known = known(&loaded, HubAccess::Network, verbosity, seat)?;
+    Ok(Plan::resolve(&loaded, &known)?)
+}
+
+/// Looks at the machine and the Hub. An error names the purpose.
+pub(super) fn known(loaded: &Loaded, access: HubAccess, verbosity: Verbosity, seat: Seat) -> Result<Known> {
+    Known::gather(loaded, access, verbosity.console(), seat).map_err(|error| match error {
+        KnownError::Recipe(error) => error.into(),
+        error => anyhow::Error::new(error).context("failed to find the model's config"),
+    })
+}
+
+/// Returns the seat of the process that a launcher has started at `place`.
+pub(super) fn seat(place: &Place) -> Seat {
+    let machines = match place.source {
+        _ if place.is_one_machine() => Machines::One,
+        Source::Torchrun => Machines::Nodes,
+        _ => Machines::Several,
+    };
+    Seat { rank: place.rank, n_ranks: place.world_size, n_here: place.local_world_size, machines }
+}
+
+/// Reads a number of processes.
+pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number of processes, at least 1".into())
+}
+
+fn key_value(text: &str) -> Result<String, String> {
+    if text.contains('=') { Ok(text.to_owned()) } else { Err("expected KEY=VALUE, such as optimizer.lr=1e-4".into()) }
+}

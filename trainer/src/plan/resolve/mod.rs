@@ -1,0 +1,114 @@
+//! The resolution of a recipe: every check, every default and every derived number, made once.
+//!
+//! [`Plan::resolve`] is pure: it asks no device and no network. What it must know of the outside (the model's config,
+//! the number of cores) comes in as [`Known`]. No code below the plan validates a setting or supplies a default.
+
+mod backend;
+mod batches;
+mod checkpoints;
+mod deepspeed;
+mod eval;
+mod known;
+mod memory;
+mod model;
+mod optimizer;
+mod output;
+mod pipeline;
+mod ranks;
+mod refused;
+mod resolver;
+mod sources;
+mod temp_dir;
+
+use candlewick_ops::DeviceChoice;
+
+use crate::plan::Plan;
+use crate::recipe::{Loaded, MemoryModes, OnNonfinite, RecipeError};
+
+pub(crate) use known::is_path;
+pub use known::{Engines, HubAccess, Known, KnownError, Machines, Seat};
+pub(crate) use output::conversation;
+pub use temp_dir::TempDir;
+
+use resolver::Resolver;
+
+impl Plan {
+    /// Decides everything, or says everything that is wrong.
+    pub fn resolve(loaded: &Loaded, known: &Known) -> Result<Self, RecipeError> {
+        let mut resolver = Resolver::new(loaded, known);
+        refused::check(&mut resolver);
+        deepspeed::check(&mut resolver);
+        let kind = batches::resolve_kind(&mut resolver);
+        let model = model::resolve(&mut resolver);
+        let tokenizer = model::resolve_tokenizer(&mut resolver);
+        let pipeline = pipeline::resolve(&mut resolver, model.config.as_ref());
+        let ranks = ranks::resolve(&mut resolver, &model, pipeline.stages);
+        let data = batches::resolve(&mut resolver, kind, ranks.n_data(), &model, &tokenizer);
+        pipeline::note_bubble(&mut resolver, &pipeline, data.gradient_accumulation_steps);
+        let optimizer = optimizer::resolve(&mut resolver, model.dtype);
+        optimizer::note_default_rate(&mut resolver, &model);
+        let optimizer_on_host = deepspeed::optimizer_on_host(&mut resolver);
+        let weights_on_host = deepspeed::weights_on_host(&mut resolver);
+        let schedule = optimizer::resolve_schedule(&mut resolver);
+        optimizer::check_known_horizon(&mut resolver, &data, &optimizer, &schedule);
+        let eval = eval::resolve_held_out(&mut resolver, &data);
+        let tasks = eval::resolve_tasks(&mut resolver);
+        let best = eval::resolve_best(&mut resolver, eval.as_ref(), tasks.as_ref());
+        let exit = output::resolve_exit(&mut resolver);
+        let checkpoints = checkpoints::resolve(&mut resolver);
+        let log = output::resolve_log(&mut resolver);
+        let logger = output::resolve_logger(&mut resolver);
+        let generate = output::resolve_generate(&mut resolver);
+        let recipe = &loaded.recipe;
+        let seed = resolver.count("seed", recipe.seed, 42) as u64;
+        let device = device(&mut resolver);
+        let on_nonfinite = resolver.pick("on_nonfinite", recipe.on_nonfinite, OnNonfinite::Stop);
+        let memory = resolver.pick("memory", recipe.memory, MemoryModes::Manual);
+        let (settings, notes) = resolver.finish()?;
+        let plan = Self {
+            recipe: loaded.source().path.clone(),
+            seed,
+            device,
+            ranks,
+            pipeline,
+            memory,
+            model,
+            tokenizer,
+            data,
+            optimizer,
+            optimizer_on_host,
+            weights_on_host,
+            schedule,
+            eval,
+            tasks,
+            best,
+            exit,
+            checkpoints,
+            log,
+            on_nonfinite,
+            generate,
+            logger,
+            settings,
+            notes,
+        };
+        match memory {
+            MemoryModes::Manual => Ok(plan),
+            MemoryModes::Auto => memory::resolve(plan, loaded, known),
+        }
+    }
+}
+
+fn device(resolver: &mut Resolver) -> DeviceChoice {
+    let name = resolver.pick("device", resolver.recipe().device.clone(), "auto".into());
+    let device = name.parse().unwrap_or_else(|problem: String| {
+        resolver.wrong(&["device"], format!("device: {problem}"));
+        DeviceChoice::Auto
+    });
+    let is_here = resolver.known.seat.machines != Machines::Unknown;
+    if matches!(device, DeviceChoice::Cuda(_)) && is_here && !resolver.known.engines.nccl {
+        resolver.note(format!(
+            "device: {device}, but this program was built without CUDA; scripts/build-gpu builds one with it"
+        ));
+    }
+    device
+}

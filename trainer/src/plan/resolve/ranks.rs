@@ -1,0 +1,156 @@
+//! How the ranks share the work.
+
+use candlewick_model::Config;
+use candlewick_ops::{AttentionHeads, AttentionImpl};
+
+use super::model::ATTENTION;
+use super::resolver::Resolver;
+use super::{backend, deepspeed};
+use crate::plan::{ModelPlan, RanksPlan};
+
+const SEQUENCE: &str = "sequence_parallel_size";
+const NORMS: &str = "sequence_parallel_norms";
+
+pub(super) fn resolve(resolver: &mut Resolver, model: &ModelPlan, stages: usize) -> RanksPlan {
+    let n_in_stage = resolver.known.seat.n_ranks / stages;
+    let tensor = tensor(resolver, n_in_stage, model.config.as_ref());
+    let given = resolver.recipe().sequence_parallel_norms;
+    let norms_in_parts = resolver.pick(NORMS, given, true);
+    if given.is_some() && tensor == 1 {
+        resolver.note(format!("{NORMS} has no effect: no ranks share matrices"));
+    }
+    // Of those that share matrices one is looked at.
+    let n_ranks = n_in_stage / tensor;
+    let sequence = sequence(resolver, n_ranks, model.config.as_ref(), tensor);
+    let context = context(resolver, n_ranks / sequence, sequence, model.attention.implementation);
+    let sharing = context * sequence;
+    let zero_stage = deepspeed::zero_stage(resolver);
+    let n_shards = match (zero_stage, deepspeed::shard_size(resolver)) {
+        (0, asked) => {
+            if asked.is_some() {
+                resolver.note(format!("{} has no effect: nothing is sharded in stage 0", deepspeed::SHARD_SIZE));
+            }
+            sharing
+        }
+        (_, None) => n_ranks,
+        (_, Some(size)) if n_ranks.is_multiple_of(size) && size.is_multiple_of(sharing) => size,
+        (_, Some(size)) => {
+            let fits = |n: &usize| n_ranks.is_multiple_of(*n) && n.is_multiple_of(sharing);
+            let mut message = format!("{}: groups of {size} cannot be made of {n_ranks} ranks", deepspeed::SHARD_SIZE);
+            if sharing > 1 {
+                message += &format!(" of which {sharing} share a sequence");
+            }
+            resolver.wrong_because(&[deepspeed::SHARD_SIZE], message, one_of((1..=n_ranks).filter(fits)));
+            sharing
+        }
+    };
+    // Of one share nothing is away, unless the host has it.
+    let zero_stage = if n_shards == 1 && !deepspeed::asks_for_weights_on_host(resolver) { 0 } else { zero_stage };
+    if zero_stage >= 2 && stages > 1 {
+        let what = if zero_stage == 3 { "weights are gathered and gradients" } else { "gradients are" };
+        resolver.note(format!("{what} summed for every micro-batch of the pipeline; stage 1 sums once a step"));
+    }
+    let timeout = resolver.positive("ddp_timeout", resolver.recipe().ddp_timeout, 1800);
+    let backend = backend::resolve(resolver);
+    let (dp_replicate, dp_shard) = (n_ranks / n_shards, n_shards / sharing);
+    RanksPlan {
+        dp_replicate,
+        dp_shard,
+        context,
+        sequence,
+        tensor,
+        norms_in_parts,
+        stages,
+        timeout,
+        backend,
+        zero_stage,
+    }
+}
+
+/// The ranks that share every matrix. Each must get as many heads of both kinds, and as much of the MLP.
+fn tensor(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>) -> usize {
+    const KEY: &str = "tensor_parallel_size";
+    let given = resolver.recipe().tensor_parallel_size;
+    let size = resolver.positive(KEY, given, 1).max(1);
+    let divides = |n: &usize| n_ranks.is_multiple_of(*n);
+    if !divides(&size) {
+        do_not_fall(resolver, KEY, (n_ranks, "rank"), &format!("groups of {size}"));
+        return 1;
+    }
+    let Some(config) = config else { return size };
+    let AttentionHeads { n_query, n_kv, .. } = config.attention_heads();
+    let (width, vocabulary) = (config.intermediate_size(), config.vocab_size());
+    let is_even = |n: &usize| [n_query, n_kv, width].iter().all(|whole| whole.is_multiple_of(*n));
+    // Tokens are shared out unevenly, but no rank may go without.
+    let all_have_tokens = |n: &usize| (n - 1) * vocabulary.div_ceil(*n) < vocabulary;
+    let message = if !is_even(&size) {
+        format!(
+            "{KEY}: {n_query} attention heads, {n_kv} key heads and an MLP of {width} cannot be shared by {size} ranks"
+        )
+    } else if !all_have_tokens(&size) {
+        let share = vocabulary.div_ceil(size);
+        format!("{KEY}: a vocabulary of {vocabulary} does not go around for {size} ranks with {share} tokens each")
+    } else {
+        return size;
+    };
+    let fits = |n: &usize| divides(n) && is_even(n) && all_have_tokens(n);
+    resolver.wrong_because(&[KEY], message, one_of((1..=n_ranks).filter(fits)));
+    1
+}
+
+/// The parts that sequences fall into. Each rank must get as many of the attention heads that `tensor` ranks share, and know
+/// which key heads are theirs.
+fn sequence(resolver: &mut Resolver, n_ranks: usize, config: Option<&Config>, tensor: usize) -> usize {
+    let given = resolver.recipe().sequence_parallel_size;
+    let size = resolver.positive(SEQUENCE, given, 1).max(1);
+    if !n_ranks.is_multiple_of(size) {
+        do_not_fall(resolver, SEQUENCE, (n_ranks, "rank"), &format!("groups of {size}"));
+        return 1;
+    }
+    let Some(AttentionHeads { n_query, n_kv, .. }) = config.map(Config::attention_heads) else { return size };
+    let (n_query, n_kv) = (n_query / tensor, n_kv / tensor);
+    let fits = |n: &usize| n_query.is_multiple_of(*n) && (n_kv.is_multiple_of(*n) || n.is_multiple_of(n_kv));
+    if !fits(&size) {
+        let message =
+            format!("{SEQUENCE}: {n_query} attention heads with {n_kv} key heads cannot be shared by {size} ranks");
+        let possible = (1..=n_ranks).filter(|n| n_ranks.is_multiple_of(*n)).filter(fits);
+        resolver.wrong_because(&[SEQUENCE], message, one_of(possible));
+    }
+    size
+}
+
+/// The parts that sequences fall into around a ring, of `n_groups` groups of `sequence` ranks; a group has a part.
+fn context(resolver: &mut Resolver, n_groups: usize, sequence: usize, attention: AttentionImpl) -> usize {
+    const KEY: &str = "context_parallel_size";
+    let given = resolver.recipe().context_parallel_size;
+    let size = resolver.positive(KEY, given, 1).max(1);
+    if !n_groups.is_multiple_of(size) {
+        let unit = if sequence == 1 { "rank".to_owned() } else { format!("group of {sequence} ranks") };
+        do_not_fall(resolver, KEY, (n_groups, &unit), &format!("rings of {size}"));
+        return 1;
+    }
+    if size > 1 && matches!(attention, AttentionImpl::Cudnn | AttentionImpl::Reference) {
+        let message = format!("{KEY}: {attention} attention cannot compute with a part of the keys");
+        resolver.wrong_because(&[ATTENTION, KEY], message, format!("use {ATTENTION}: auto or fused"));
+    }
+    size
+}
+
+/// Blames a key because so many of `unit`, a word with or without an attribute, do not fall into what it asks for.
+pub(super) fn do_not_fall(resolver: &mut Resolver, key: &str, (n, unit): (usize, &str), into: &str) {
+    let (word, attribute) = unit.split_at(unit.find(' ').unwrap_or(unit.len()));
+    let message = match n {
+        1 => format!("{key}: 1 {unit} does not fall into {into}"),
+        _ => format!("{key}: {n} {word}s{attribute} do not fall into {into}"),
+    };
+    let advice = match resolver.known.seat.n_ranks {
+        1 => "start as many as the recipe is for; to ask about them before, say how many with --ranks N".to_owned(),
+        _ => one_of((1..=n).filter(|possible| n.is_multiple_of(*possible))),
+    };
+    resolver.wrong_because(&[key], message, advice);
+}
+
+pub(super) fn one_of(numbers: impl Iterator<Item = usize>) -> String {
+    let numbers: Vec<String> = numbers.map(|n| n.to_string()).collect();
+    format!("use {}", numbers.join(" or "))
+}

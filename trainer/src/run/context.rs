@@ -1,0 +1,78 @@
+//! The parts of a run, what it remembers between steps, and the reasons for its end.
+
+use std::time::Duration;
+
+use candlewick_ops::ScalerState;
+use candlewick_parallel::Engine;
+use candlewick_runtime::run_id::RunId;
+
+use crate::checkpoint::{RunState, Scores};
+use crate::data::Prepared;
+use crate::plan::Plan;
+use crate::signals::{Stop, StopRequests};
+
+use super::tasks::Tasks;
+use super::{Assets, Ranks};
+
+/// The parts of a run before its first step.
+#[derive(Clone, Copy)]
+pub(super) struct Run<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) ranks: &'a Ranks<'a>,
+    pub(super) assets: &'a Assets,
+    pub(super) engine: &'a Engine,
+    /// Remarks about the engine for the user.
+    pub(super) notes: &'a [String],
+    /// Operations a second that the device can do, where that is known.
+    pub(super) peak: Option<f64>,
+    pub(super) prepared: &'a Prepared,
+    pub(super) tasks: Option<&'a Tasks<'a>>,
+    /// The metric that chooses the best checkpoint, without a value.
+    pub(super) scores: &'a Scores,
+    pub(super) began: RunId,
+    pub(super) stop: &'a StopRequests,
+}
+
+/// The state of a run besides its weights and its data cursor.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Progress {
+    /// The time of the processes before this one; in a checkpoint, the whole time.
+    pub(super) before: Duration,
+    /// The metric that chooses the best checkpoint, and its values.
+    pub(super) scores: Scores,
+    /// The last step whose evaluations are done.
+    pub(super) evaluated: Option<usize>,
+    /// Steps that were skipped because something was not finite.
+    pub(super) n_skipped: usize,
+    /// The state of the gradient scaler.
+    pub(super) scaler: Option<ScalerState>,
+}
+
+/// The reason why the loop ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// Every step of the horizon is done.
+    Horizon,
+    /// The recipe asked for an earlier end.
+    Exit(&'static str),
+    /// A stop was requested.
+    Stop(Stop),
+}
+
+impl Progress {
+    pub(super) fn of(state: &RunState) -> Self {
+        let before = Duration::from_secs_f64(state.elapsed_s);
+        let RunState { evaluated, n_skipped, scaler, .. } = *state;
+        Self { before, scores: state.scores.clone(), evaluated, n_skipped, scaler }
+    }
+}
+
+impl End {
+    pub(super) fn reason(&self) -> String {
+        match self {
+            End::Horizon => "all steps are done".to_string(),
+            End::Exit(key) => format!("{key} was reached"),
+            End::Stop(stop) => format!("stopped by {stop}"),
+        }
+    }
+}
