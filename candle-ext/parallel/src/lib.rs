@@ -20,8 +20,8 @@ mod tensor;
 pub use assembly::EngineSpec;
 pub use branches::{Branches, Path, Run, Until};
 pub use engine::{
-    Asked, Engine, LOGITS_BYTES_ON_CPU, LossScale, Micro, Optimizer, Residency, StepLoss, StepLosses, StepReport,
-    StepResult, Tokens, TrainBatch, logits_bytes_on_gpu,
+    Asked, Engine, HeadCost, LOGITS_BYTES_ON_CPU, LossScale, Micro, Optimizer, Residency, StepBytes, StepCost,
+    StepLoss, StepLosses, StepReport, StepResult, Tokens, TrainBatch, logits_bytes_on_gpu,
 };
 pub use groups::Groups;
 pub use kv_cache::KvCache;
@@ -34,5 +34,5 @@ pub use params::{
 pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
 pub use placement::{SequenceParallel, max_shard_numel};
 pub use regions::Regions;
-pub use sequence::Sequence;
+pub use sequence::{Sequence, ring_exchange};
 pub use tensor::TensorRanks;

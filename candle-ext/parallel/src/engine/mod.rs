@@ -5,6 +5,7 @@
 
 mod inference;
 mod loss;
+mod memory;
 mod micro;
 mod train;
 mod train_step;
@@ -28,6 +29,7 @@ use crate::tensor::{Shared, TensorRanks};
 
 pub use inference::{Asked, Tokens};
 pub use loss::{LossScale, StepLoss, StepLosses};
+pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::Micro;
 pub use train_step::{Optimizer, StepReport, StepResult, TrainBatch};
 

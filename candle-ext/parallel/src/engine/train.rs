@@ -1,4 +1,5 @@
 //! A step: forwards and backwards in the order of the pipeline's timetable; alone, each micro-batch there and back.
+//! `memory` declares the bytes that each of these functions allocates: change both.
 
 use std::collections::HashMap;
 

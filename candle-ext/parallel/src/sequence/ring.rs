@@ -13,8 +13,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::{Collective, Pending, Recv};
+use candlewick_model::AttentionExchange;
 use candlewick_ops::{
-    self as ops, AttentionSpec, BackwardContext, Partial, Piece, PieceInputs, Seqs, attention_piece,
+    self as ops, AttentionHeads, AttentionSpec, BackwardContext, Partial, Piece, PieceInputs, Seqs, attention_piece,
     attention_piece_backward, compute_or_replay, record,
 };
 
@@ -57,6 +58,19 @@ struct Saved {
     kv: [Tensor; 2],
     out: Tensor,
     lse: Rc<Tensor>,
+}
+
+/// Returns the bytes that ring attention allocates on a rank with `n_tokens` tokens.
+///
+/// Forward: the f32 sum of queries; keys and values of this rank, of the current round and of the next. Backward: dq in f32;
+/// dk and dv in f32 of this rank, of the current round, on their way and received; keys and values of two rounds.
+pub fn ring_exchange(n_tokens: u64, heads: AttentionHeads, dtype: DType) -> AttentionExchange {
+    let bytes = |n_elements: usize, dtype: DType| n_tokens * (n_elements * dtype.size_in_bytes()) as u64;
+    let (q, kv) = (heads.n_query * heads.dim, 2 * heads.n_kv * heads.dim);
+    AttentionExchange {
+        forward_bytes: bytes(q, DType::F32) + bytes(3 * kv, dtype),
+        backward_bytes: bytes(q + 4 * kv, DType::F32) + bytes(2 * kv, dtype),
+    }
 }
 
 impl Ring {
