@@ -2,7 +2,8 @@
 
 use candlewick_ops::{DeviceChoice, why_no_gpu};
 
-use super::{Place, free_ram::free_ram, usable};
+use super::device::Place;
+use super::free_ram::free_ram;
 use crate::checkpoint::free_bytes;
 use crate::metrics::GpuMonitor;
 use crate::recipe::parse_number;
@@ -102,6 +103,11 @@ impl Capacity {
             }
         }
     }
+}
+
+/// What a run may be planned for of the bytes that are free: the data, and other programs, want some, too.
+pub fn usable(free: u64) -> u64 {
+    free - free / 10
 }
 
 /// Reads a number of bytes above 0: `24GiB`, `24Gi`, `24GB`, `24G` or `24`.

@@ -5,9 +5,9 @@ use std::fmt;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::modes::by_cost;
+use super::search::by_cost;
 use super::{
-    Capacity, Class, Estimate, Fixed, Modes, Phase, Place, Resource, Setup, Shortage, choose, estimate, longest,
+    Capacity, Class, Estimate, Fixed, Modes, Phase, Place, Resource, Setup, Shortage, bytes, choose, estimate, longest,
     parameters,
 };
 use crate::metrics::quantity;
@@ -140,15 +140,6 @@ fn ladder(setup: &Setup, capacity: &Capacity, switches: &[(&str, Value)]) -> Vec
     found.into_iter().chain(most).map(to_advice).collect()
 }
 
-/// Writes bytes in the unit that fits: `512 B`, `37.5 MiB`, `1.25 GiB`.
-pub fn bytes(n: u64) -> String {
-    const UNITS: [(u64, &str, usize); 3] = [(1 << 30, "GiB", 2), (1 << 20, "MiB", 1), (1 << 10, "KiB", 1)];
-    match UNITS.iter().find(|(unit, ..)| n >= *unit) {
-        Some((unit, name, digits)) => format!("{:.digits$} {name}", n as f64 / *unit as f64),
-        None => format!("{n} B"),
-    }
-}
-
 /// Writes keys and values as they may stand behind a recipe on the command line: `'key={every: 2}'`.
 pub fn written<'a>(set: impl IntoIterator<Item = (&'a str, &'a Value)>) -> String {
     let pair = |(key, value): (&str, &Value)| match value {
@@ -248,14 +239,6 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn bytes_have_the_unit_that_fits() {
-        let cases = [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1.0 KiB"), (3 << 19, "1.5 MiB"), (5 << 28, "1.25 GiB")];
-        for (n, want) in cases {
-            assert_eq!(bytes(n), want);
-        }
-    }
 
     #[test]
     fn keys_are_written_as_a_shell_wants_them() {

@@ -1,25 +1,16 @@
 //! What of a plan decides its memory.
 
 use candle_core::DType;
-use candlewick_model::{Model, ModelError, ParamSpec, Unit};
-use candlewick_ops::{AttentionImpl, DeviceKind};
+use candlewick_model::{MlpRows, Model, ModelError, ParamSpec, Unit};
+use candlewick_ops::AttentionImpl;
 use candlewick_parallel::{Layout, Schedule, max_shard_numel};
+use serde_json::{Value, json};
 
-use super::capacity::Capacity;
-use super::modes::Modes;
-use super::tasks::Asking;
+use super::Capacity;
+use super::device::Place;
 use crate::checkpoint::Kind;
-use crate::plan::{ComputeDtype, Init, Plan, RanksPlan};
+use crate::plan::{Activations, ComputeDtype, Init, Plan, RanksPlan, TasksPlan};
 use crate::run::dtype;
-
-/// What computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// This machine's processor, in its RAM.
-    Cpu,
-    /// A GPU, in its own memory.
-    Gpu,
-}
 
 /// The part of a plan that the formulas read.
 #[derive(Clone, Debug)]
@@ -72,6 +63,26 @@ pub struct Setup {
     pub copies_to_save: bool,
 }
 
+/// What trades time for memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Modes {
+    /// What blocks keep for backward.
+    pub activations: Activations,
+    /// Whether MLPs are computed in tiles.
+    pub tiled_mlp: bool,
+}
+
+/// How tasks are asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asking {
+    /// Whether one of them lets the model write.
+    pub generates: bool,
+    /// Sequences of a forward, if the number is set.
+    pub batch_size: Option<usize>,
+    /// Tokens of context, if the number is set.
+    pub max_length: Option<usize>,
+}
+
 /// Why nothing can be said about a plan. Completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
@@ -119,14 +130,6 @@ impl Setup {
         })
     }
 
-    /// Returns the kind of device that computes.
-    pub(super) fn device(&self) -> DeviceKind {
-        match self.place {
-            Place::Cpu => DeviceKind::Cpu,
-            Place::Gpu => DeviceKind::Gpu,
-        }
-    }
-
     /// Returns the dtype of base weights' gradients; `None` if an adapter is trained and they are frozen.
     pub(super) fn base_grad(&self) -> Option<DType> {
         self.model.lora().is_none().then(|| dtype(self.masters))
@@ -161,5 +164,30 @@ impl Setup {
     pub(super) fn kept(&self, param: &ParamSpec) -> u64 {
         // The plan has refused what cannot be shared out.
         max_shard_numel(param, self.ranks.tensor).unwrap_or_else(|_| param.numel()) as u64
+    }
+}
+
+impl Modes {
+    /// The modes of a plan.
+    pub fn of(plan: &Plan) -> Self {
+        Self { activations: plan.model.activations, tiled_mlp: plan.model.tiled_mlp }
+    }
+
+    /// Returns the tokens of an MLP at a time.
+    pub(super) fn mlp_rows(self) -> MlpRows {
+        if self.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together }
+    }
+
+    /// The recipe's keys and values that switch these modes on.
+    pub fn keys(self) -> Vec<(&'static str, Value)> {
+        let activations = ("model.activation_checkpoint", json!(self.activations.to_recipe()));
+        let tiled_mlp = self.tiled_mlp.then_some(("tiled_mlp_compute", json!(true)));
+        [activations].into_iter().chain(tiled_mlp).collect()
+    }
+}
+
+impl Asking {
+    pub(super) fn of(tasks: &TasksPlan) -> Self {
+        Self { generates: tasks.generates, batch_size: tasks.batch_size, max_length: tasks.max_length }
     }
 }

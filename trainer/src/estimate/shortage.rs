@@ -5,7 +5,8 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::{Capacity, Estimate, Place, bytes};
+use super::device::Place;
+use super::{Capacity, Estimate, bytes};
 
 /// Something that a run takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -5,29 +5,11 @@
 use candlewick_inference::answer::batch::Batching;
 
 use super::account::{Account, Class};
-use super::block::Block;
-use super::phases::rope;
-use super::{Place, Setup, head, program};
-use crate::plan::{RanksPlan, TasksPlan};
+use super::device::Place;
+use super::{Asking, Setup, costs, program};
+use crate::plan::RanksPlan;
 
 const F32: u64 = 4;
-
-/// How tasks are asked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asking {
-    /// Whether one of them lets the model write.
-    pub generates: bool,
-    /// Sequences of a forward, if the number is set.
-    pub batch_size: Option<usize>,
-    /// Tokens of context, if the number is set.
-    pub max_length: Option<usize>,
-}
-
-impl Asking {
-    pub(super) fn of(tasks: &TasksPlan) -> Self {
-        Self { generates: tasks.generates, batch_size: tasks.batch_size, max_length: tasks.max_length }
-    }
-}
 
 /// The worst moment, beside what stays: a batch that is scored, or one that writes.
 pub(super) fn asked(setup: &Setup, asking: Asking) -> Account {
@@ -72,27 +54,28 @@ impl Sizes {
 /// work those of the path and the batch as one, and those of each text's path, which a CPU widens.
 fn scored(setup: &Setup, sizes: &Sizes) -> Account {
     let wide = of_tokens(setup, sizes.tokens, sizes.context);
-    let block = Block::new(&wide, 0);
+    let block = costs::layer(&wide, 0);
     let s = setup.compute.n_bytes();
     let widened = if setup.place == Place::Cpu && s < F32 { F32 } else { 0 };
-    let keys = block.keys_and_values(sizes.context + sizes.tokens, s) + block.keys_and_values(sizes.keys, s + widened);
-    let path = n_blocks_here(setup) * block.keys_and_values(sizes.context, s);
-    let logits = if setup.has_head() { head::forward(&wide) + block.activation() } else { 0 };
-    account(&wide, path, block.forward() + keys, logits)
+    let keys = block.kv_bytes(sizes.context + sizes.tokens, s) + block.kv_bytes(sizes.keys, s + widened);
+    let path = n_blocks_here(setup) * block.kv_bytes(sizes.context, s);
+    let logits = if setup.has_head() { costs::head(&wide).forward_bytes() + block.activation_bytes() } else { 0 };
+    account(&wide, path, block.forward_bytes() + keys, logits)
 }
 
 /// Texts that are written: a pool of keys and values, in f32 on a CPU, and a forward of prompts that begin.
 fn written(setup: &Setup, sizes: &Sizes) -> Account {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
-    let block = Block::new(&wide, 0);
+    let block = costs::layer(&wide, 0);
     let s = if setup.place == Place::Cpu { F32 } else { setup.compute.n_bytes() };
-    let pool = n_blocks_here(setup) * block.keys_and_values(sizes.pool_rows + 1, s);
+    let pool = n_blocks_here(setup) * block.kv_bytes(sizes.pool_rows + 1, s);
     let logits = sizes.texts * setup.model.config().vocab_size() as u64 * F32;
-    account(&wide, pool, block.forward(), if setup.has_head() { logits } else { 0 })
+    account(&wide, pool, block.forward_bytes(), if setup.has_head() { logits } else { 0 })
 }
 
 fn account(wide: &Setup, cache: u64, block: u64, logits: u64) -> Account {
-    let activations = Block::new(wide, 0).activation() + rope(wide);
+    let layer = costs::layer(wide, 0);
+    let activations = layer.activation_bytes() + layer.rope_bytes();
     let account = Account::default().with(Class::Cache, cache).with(Class::Activations, activations);
     if block > logits { account.with(Class::Block, block) } else { account.with(Class::Logits, logits) }
 }
