@@ -6,14 +6,14 @@ use candlewick_parallel::{HeadCost, LOGITS_BYTES_ON_CPU, StepCost, logits_bytes_
 
 use super::Setup;
 use super::device::Place;
-use crate::run::{dtype, residency};
+use crate::run::{checkpointing, dtype};
 
 /// Returns the sizes of the steps of this rank.
 pub(super) fn step(setup: &Setup) -> StepCost<'_> {
     StepCost {
         layers: (0..setup.model.n_blocks()).map(|layer_idx| layer(setup, layer_idx)).collect(),
         head: head(setup),
-        residency: residency(setup.modes.activations, setup.model.n_blocks()),
+        checkpointing: checkpointing(setup.modes.activations, setup.model.n_blocks()),
         offloads_to_same_memory: setup.parks_in_memory,
         layout: &setup.layout,
         schedule: setup.schedule,

@@ -6,7 +6,7 @@ use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
-use candlewick_parallel::{CpuOffload, Engine, EngineSpec, Formats, Parking, Residency};
+use candlewick_parallel::{ActivationCheckpointing, CpuOffload, Engine, EngineSpec, Formats, Parking};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
@@ -78,7 +78,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
         zero_stage: ranks.zero_stage(),
         sequence_parallel: ranks.sequence_parallel(),
         schedule: pipeline.order(),
-        residency: residency(plan.model.activations, config.n_layers()),
+        checkpointing: checkpointing(plan.model.activations, config.n_layers()),
         ..EngineSpec::training(Formats::computing_in(DType::F32), pipeline.layout(config))
     }
 }
@@ -115,16 +115,19 @@ pub(crate) fn dtype(dtype: ComputeDtype) -> DType {
     }
 }
 
-/// What each block keeps. Where not all inputs are parked, the first blocks' are: backward needs them last.
-pub(crate) fn residency(activations: Activations, n_blocks: usize) -> Vec<Residency> {
+/// Returns the activation checkpointing of each block. A share of offloaded inputs is that of the first blocks: backward needs
+/// them last.
+pub(crate) fn checkpointing(activations: Activations, n_blocks: usize) -> Vec<ActivationCheckpointing> {
     let of_block = |block_idx: usize| match activations {
-        Activations::Keep => Residency::Keep,
-        Activations::Recompute => Residency::Recompute,
-        Activations::Selective => Residency::Selective,
-        Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => Residency::Offload,
-        Activations::Offload(_) => Residency::Recompute,
-        Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => Residency::Recompute,
-        Activations::RecomputeEvery(_) => Residency::Keep,
+        Activations::Keep => ActivationCheckpointing::None,
+        Activations::Recompute => ActivationCheckpointing::Full,
+        Activations::Selective => ActivationCheckpointing::Selective,
+        Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => {
+            ActivationCheckpointing::Offload
+        }
+        Activations::Offload(_) => ActivationCheckpointing::Full,
+        Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => ActivationCheckpointing::Full,
+        Activations::RecomputeEvery(_) => ActivationCheckpointing::None,
     };
     (0..n_blocks).map(of_block).collect()
 }
@@ -135,18 +138,18 @@ mod tests {
 
     #[test]
     fn the_first_blocks_are_parked_and_every_kth_computed_again() {
-        use Residency::{Keep, Offload, Recompute, Selective};
+        use ActivationCheckpointing::{Full, None, Offload, Selective};
         for (activations, want) in [
-            (Activations::Keep, [Keep; 5]),
-            (Activations::Recompute, [Recompute; 5]),
+            (Activations::Keep, [None; 5]),
+            (Activations::Recompute, [Full; 5]),
             (Activations::Selective, [Selective; 5]),
             (Activations::Offload(1.0), [Offload; 5]),
-            (Activations::Offload(0.0), [Recompute; 5]),
-            (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Recompute]),
-            (Activations::Offload(0.2), [Offload, Recompute, Recompute, Recompute, Recompute]),
-            (Activations::RecomputeEvery(2), [Recompute, Keep, Recompute, Keep, Recompute]),
+            (Activations::Offload(0.0), [Full; 5]),
+            (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Full]),
+            (Activations::Offload(0.2), [Offload, Full, Full, Full, Full]),
+            (Activations::RecomputeEvery(2), [Full, None, Full, None, Full]),
         ] {
-            assert_eq!(residency(activations, 5), want, "{activations:?}");
+            assert_eq!(checkpointing(activations, 5), want, "{activations:?}");
         }
     }
 }

@@ -37,7 +37,7 @@ use crate::plan::Plan;
 use crate::signals::{Stop, StopRequests};
 
 pub use assets::Assets;
-pub(crate) use build::{dtype, engine_spec, residency};
+pub(crate) use build::{checkpointing, dtype, engine_spec};
 pub use connect::connect;
 pub use step::{AllStepsSkipped, NonFinite};
 pub use tasks::check_tasks;

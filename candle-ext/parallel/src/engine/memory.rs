@@ -3,7 +3,7 @@
 use candlewick_model::LayerCost;
 use candlewick_ops::{CrossEntropyCost, GemmSize};
 
-use super::Residency;
+use super::ActivationCheckpointing;
 use crate::pipeline::{Action, Layout, Schedule, Timetable};
 
 /// Sizes of the steps of one rank of a pipeline stage, for the bytes that they allocate.
@@ -14,7 +14,7 @@ pub struct StepCost<'a> {
     /// The head and its loss.
     pub head: HeadCost,
     /// Activations that each layer keeps for backward.
-    pub residency: Vec<Residency>,
+    pub checkpointing: Vec<ActivationCheckpointing>,
     /// True if offloaded activations stay in the memory that computes.
     pub offloads_to_same_memory: bool,
     /// Layers of each stage.
@@ -102,7 +102,11 @@ impl StepCost<'_> {
     /// Returns the bytes of offloaded activations, most at once. With several chunks each counts as the largest.
     pub fn offloaded_bytes(&self) -> u64 {
         let is_here = |layer_idx: usize| self.layout.stage_of(layer_idx + 1) == self.stage;
-        let offloaded = self.residency.iter().enumerate().filter(|(_, residency)| **residency == Residency::Offload);
+        let offloaded = self
+            .checkpointing
+            .iter()
+            .enumerate()
+            .filter(|(_, checkpointing)| **checkpointing == ActivationCheckpointing::Offload);
         let n_layers = offloaded.filter(|(layer_idx, _)| is_here(*layer_idx)).count() as u64;
         let n_in_flight = self.timetable().most_live(self.stage).div_ceil(self.layout.n_chunks()) as u64;
         n_layers * n_in_flight * self.layers[0].activation_bytes()
@@ -125,11 +129,11 @@ impl StepCost<'_> {
         let mut moments = Vec::new();
         for layer_idx in run.clone() {
             // The output at the end of a kept tape is the next layer's input.
-            let is_saved = layer_idx == run.start || self.residency[layer_idx - 1] == Residency::Keep;
+            let is_saved = layer_idx == run.start || self.checkpointing[layer_idx - 1] == ActivationCheckpointing::None;
             moments.extend(self.layer(layer_idx, if is_saved { 0 } else { input }, &mut saved));
         }
         if self.layout.is_last(self.stage, chunk) {
-            let has_output = run.last().is_some_and(|last| self.residency[last] == Residency::Keep);
+            let has_output = run.last().is_some_and(|last| self.checkpointing[last] == ActivationCheckpointing::None);
             let layer = if has_output { 0 } else { input };
             moments.push(StepBytes { activations: saved, layer, logits: self.head.backward_bytes() });
         }
@@ -141,7 +145,7 @@ impl StepCost<'_> {
         let cost = &self.layers[layer_idx];
         let input = cost.activation_bytes();
         let moment = |activations: u64, layer: u64| StepBytes { activations, layer, logits: 0 };
-        if self.residency[layer_idx] == Residency::Offload {
+        if self.checkpointing[layer_idx] == ActivationCheckpointing::Offload {
             // While the layer is computed its input is in memory.
             let moments = vec![moment(*saved, input + cost.forward_bytes().max(input + cost.backward_bytes()))];
             *saved += if self.offloads_to_same_memory { input } else { 0 };
@@ -150,13 +154,13 @@ impl StepCost<'_> {
         *saved += unsaved_input;
         // The gradient of the output has the size of an input.
         let backward = moment(*saved, input + cost.backward_bytes());
-        match self.residency[layer_idx] {
-            Residency::Keep => {
+        match self.checkpointing[layer_idx] {
+            ActivationCheckpointing::None => {
                 *saved += cost.saved_bytes();
                 return vec![backward];
             }
-            Residency::Selective => *saved += cost.attention_output_bytes(),
-            Residency::Recompute | Residency::Offload => {}
+            ActivationCheckpointing::Selective => *saved += cost.attention_output_bytes(),
+            ActivationCheckpointing::Full | ActivationCheckpointing::Offload => {}
         }
         vec![backward, moment(*saved, cost.forward_bytes())]
     }

@@ -33,16 +33,16 @@ pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::Micro;
 pub use train_step::{Optimizer, StepReport, StepResult, TrainBatch};
 
-/// What a block keeps between its forward and its backward.
+/// Activations of a block that are saved between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Residency {
+pub enum ActivationCheckpointing {
     /// The whole tape: fastest, most memory.
-    Keep,
-    /// Its input; the forward runs again in backward (activation checkpointing).
-    Recompute,
-    /// Its input and attention's output; the rest of the forward runs again in backward.
+    None,
+    /// The input; the forward runs again in backward.
+    Full,
+    /// The input and attention's output; the rest of the forward runs again in backward.
     Selective,
-    /// Its input, parked where [`Engine::with_parking`] says.
+    /// The input, offloaded where [`Engine::with_parking`] says.
     Offload,
 }
 
@@ -61,7 +61,7 @@ pub fn logits_bytes_on_gpu(memory_bytes: Option<u64>) -> u64 {
 pub struct Engine {
     model: Model,
     store: ParamStore,
-    residency: Vec<Residency>,
+    checkpointing: Vec<ActivationCheckpointing>,
     parking: Parking,
     group: Arc<dyn Collective>,
     device: Device,
@@ -76,16 +76,16 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Joins a model with its parameters. `residency` says what each block keeps; its length is the number of blocks. Losses and
+    /// Joins a model with its parameters. `checkpointing` has an entry for each block. Losses and
     /// counts are summed over `group`.
     pub fn new(
         model: Model,
         store: ParamStore,
-        residency: Vec<Residency>,
+        checkpointing: Vec<ActivationCheckpointing>,
         group: Arc<dyn Collective>,
         device: Device,
     ) -> Self {
-        assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
+        assert_eq!(checkpointing.len(), model.n_blocks(), "every block has its activation checkpointing");
         let pipeline = Pipeline::alone(model.n_blocks());
         let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
         let logits_bytes = if device.is_cuda() {
@@ -97,7 +97,7 @@ impl Engine {
         Self {
             model,
             store,
-            residency,
+            checkpointing,
             parking,
             group,
             device,
@@ -122,7 +122,7 @@ impl Engine {
         Self { attention_hook: Some(hook), ..self }
     }
 
-    /// The same engine with the inputs of [`Residency::Offload`] parked there, not in the host's memory.
+    /// The same engine with the inputs of [`ActivationCheckpointing::Offload`] parked there, not in the host's memory.
     pub fn with_parking(self, parking: Parking) -> Self {
         Self { parking, ..self }
     }
@@ -163,9 +163,9 @@ impl Engine {
         &self.store
     }
 
-    /// Returns what each block keeps.
-    pub fn residency(&self) -> &[Residency] {
-        &self.residency
+    /// Returns the activation checkpointing of each block.
+    pub fn checkpointing(&self) -> &[ActivationCheckpointing] {
+        &self.checkpointing
     }
 
     /// Returns how MLPs pass over the tokens.

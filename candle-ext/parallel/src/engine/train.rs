@@ -8,7 +8,7 @@ use candlewick_model::{Cx, Seams};
 use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
-use super::{Engine, Micro, Residency};
+use super::{ActivationCheckpointing, Engine, Micro};
 use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::Parked;
 use crate::params::MicroBatch;
@@ -202,17 +202,17 @@ impl Engine {
     fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, Kept)> {
         let _span = span("block", "forward");
         let weights = self.fetch(block_idx + 1, Some(block_idx + 2))?;
-        if self.residency[block_idx] == Residency::Keep {
+        if self.checkpointing[block_idx] == ActivationCheckpointing::None {
             let tape = Tape::record(&[&x], || self.model.block(weights, &x, cx))?;
             return Ok((tape.output().clone(), Kept::Tape(x, tape)));
         }
         let forward = || self.model.block(weights, &x, cx);
-        let (y, outputs) = match self.residency[block_idx] {
-            Residency::Selective => save_outputs(forward)?,
+        let (y, outputs) = match self.checkpointing[block_idx] {
+            ActivationCheckpointing::Selective => save_outputs(forward)?,
             _ => (forward()?, SavedOutputs::default()),
         };
-        let kept = match self.residency[block_idx] {
-            Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
+        let kept = match self.checkpointing[block_idx] {
+            ActivationCheckpointing::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
             _ => Kept::Input(x, outputs),
         };
         Ok((y, kept))
