@@ -27,7 +27,7 @@ pub use groups::Groups;
 pub use kv_cache::KvCache;
 pub use kv_pool::{Growing, Growth, KvPool};
 pub use objective::{AuxiliaryLoss, CausalLm, MicroLoss, Objective, TokenLosses};
-pub use offload::Parking;
+pub use offload::OffloadTarget;
 pub use params::{
     CpuOffload, Formats, MicroBatch, Mode, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage,
 };

@@ -8,7 +8,7 @@ use candlewick_comm::Solo;
 use candlewick_model::{Config, MlpRows, Model};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{
-    ActivationCheckpointing, Engine, Formats, LossScale, Micro, Mode, ParamStore, Parking, ShardingGroups,
+    ActivationCheckpointing, Engine, Formats, LossScale, Micro, Mode, OffloadTarget, ParamStore, ShardingGroups,
 };
 use peak_alloc::PeakAlloc;
 use serde_json::json;
@@ -51,9 +51,9 @@ fn peak(checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> usize
     let store =
         ParamStore::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu, ShardingGroups::alone())
             .unwrap();
-    let folder = Parking::Folder(std::env::temp_dir());
+    let folder = OffloadTarget::Folder(std::env::temp_dir());
     let engine = Engine::new(model, store, checkpointing, Arc::new(Solo), Device::Cpu)
-        .with_parking(folder)
+        .with_offload_target(folder)
         .with_mlp_rows(mlp_rows);
     let micro = Micro {
         ids: Tensor::zeros(N_TOKENS, DType::U32, &Device::Cpu).unwrap(),
@@ -81,11 +81,12 @@ fn each_mode_saves_what_it_promises() {
     let full = of(ActivationCheckpointing::Full, MlpRows::Together);
     let full_tiled = of(ActivationCheckpointing::Full, MlpRows::InTiles);
     let selective = of(ActivationCheckpointing::Selective, MlpRows::Together);
-    let parked = of(ActivationCheckpointing::Offload, MlpRows::Together);
+    let offloaded = of(ActivationCheckpointing::Offload, MlpRows::Together);
     let mut half = vec![ActivationCheckpointing::Offload; N_BLOCKS / 2];
     half.resize(N_BLOCKS, ActivationCheckpointing::Full);
-    let half_parked = peak(half, MlpRows::Together);
-    let all = [keep, tiled, full, full_tiled, selective, half_parked, parked].map(|bytes| bytes as f64 / INPUT as f64);
+    let half_offloaded = peak(half, MlpRows::Together);
+    let all =
+        [keep, tiled, full, full_tiled, selective, half_offloaded, offloaded].map(|bytes| bytes as f64 / INPUT as f64);
     // Of each block's MLP gate and up are kept or not, 8 inputs.
     assert!(keep > tiled + N_BLOCKS * 15 / 2 * INPUT, "{all:.1?}");
     assert!(keep > full + N_BLOCKS * 11 * INPUT, "{all:.1?}");
@@ -94,6 +95,6 @@ fn each_mode_saves_what_it_promises() {
     // Within the one block that is computed again the MLP is most, with its gradients.
     assert!(full > full_tiled + 12 * INPUT, "{all:.1?}");
     // Of 8 inputs the last is in use when memory is at its peak.
-    assert!(full > parked + 11 * INPUT / 2, "{all:.1?}");
-    assert!(full > half_parked + 5 * INPUT / 2 && half_parked > parked + 5 * INPUT / 2, "{all:.1?}");
+    assert!(full > offloaded + 11 * INPUT / 2, "{all:.1?}");
+    assert!(full > half_offloaded + 5 * INPUT / 2 && half_offloaded > offloaded + 5 * INPUT / 2, "{all:.1?}");
 }

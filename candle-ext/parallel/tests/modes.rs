@@ -8,7 +8,8 @@ use candlewick_comm::Solo;
 use candlewick_model::{Config, LoraConfig, MlpRows, Model};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{
-    ActivationCheckpointing, Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Parking, ShardingGroups,
+    ActivationCheckpointing, Engine, Formats, KvCache, LossScale, Micro, Mode, OffloadTarget, ParamStore,
+    ShardingGroups,
 };
 use serde_json::{Value, json};
 
@@ -92,7 +93,7 @@ struct Results {
 }
 
 fn run(case: &Case, checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> Results {
-    run_on(engine(case, checkpointing, mlp_rows).with_parking(Parking::Folder(std::env::temp_dir())))
+    run_on(engine(case, checkpointing, mlp_rows).with_offload_target(OffloadTarget::Folder(std::env::temp_dir())))
 }
 
 fn run_on(engine: Engine) -> Results {
@@ -132,11 +133,14 @@ fn what_a_block_keeps_changes_no_bit_in_any_family() {
 }
 
 #[test]
-fn where_an_input_is_parked_changes_no_bit() {
+fn where_an_input_is_offloaded_to_changes_no_bit() {
     for case in cases() {
         let engine = || engine(&case, all(ActivationCheckpointing::Offload), MlpRows::Together);
-        let folder = Parking::Folder(std::env::temp_dir());
-        assert!(run_on(engine().with_parking(folder)) == run_on(engine().with_parking(Parking::HostMemory)));
+        let folder = OffloadTarget::Folder(std::env::temp_dir());
+        assert!(
+            run_on(engine().with_offload_target(folder))
+                == run_on(engine().with_offload_target(OffloadTarget::HostMemory))
+        );
     }
 }
 

@@ -6,7 +6,7 @@ use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
-use candlewick_parallel::{ActivationCheckpointing, CpuOffload, Engine, EngineSpec, Formats, Parking};
+use candlewick_parallel::{ActivationCheckpointing, CpuOffload, Engine, EngineSpec, Formats, OffloadTarget};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
@@ -55,16 +55,16 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         true => CpuOffload::default(),
         false => CpuOffload { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
-    let parking = match device.is_cpu() {
-        true => Parking::Folder(plan.model.parking_folder.clone()),
-        false => Parking::HostMemory,
+    let offload_target = match device.is_cpu() {
+        true => OffloadTarget::Folder(plan.model.parking_folder.clone()),
+        false => OffloadTarget::HostMemory,
     };
     let formats = Formats { compute, masters, moments };
     let spec = EngineSpec { formats, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
     let engine = spec
         .build(model, &ranks.groups, device)?
         .with_attention(attention)
-        .with_parking(parking)
+        .with_offload_target(offload_target)
         .with_mlp_rows(plan.model.mlp_rows());
     for note in load(plan, assets, &engine)? {
         tracing::warn!("{note}");
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_blocks_are_parked_and_every_kth_computed_again() {
+    fn the_first_blocks_are_offloaded_and_every_kth_computed_again() {
         use ActivationCheckpointing::{Full, None, Offload, Selective};
         for (activations, want) in [
             (Activations::Keep, [None; 5]),

@@ -21,7 +21,7 @@ use candlewick_ops::{
     linear_cross_entropy, linear_cross_entropy_part, rows_of_logits, stay_awake,
 };
 
-use crate::offload::Parking;
+use crate::offload::OffloadTarget;
 use crate::params::ParamStore;
 use crate::pipeline::{HiddenStates, Pipeline};
 use crate::sequence::{Part, Sequence};
@@ -42,7 +42,7 @@ pub enum ActivationCheckpointing {
     Full,
     /// The input and attention's output; the rest of the forward runs again in backward.
     Selective,
-    /// The input, offloaded where [`Engine::with_parking`] says.
+    /// The input, offloaded where [`Engine::with_offload_target`] says.
     Offload,
 }
 
@@ -62,7 +62,7 @@ pub struct Engine {
     model: Model,
     store: ParamStore,
     checkpointing: Vec<ActivationCheckpointing>,
-    parking: Parking,
+    offload_target: OffloadTarget,
     group: Arc<dyn Collective>,
     device: Device,
     attention: AttentionChoice,
@@ -87,7 +87,8 @@ impl Engine {
     ) -> Self {
         assert_eq!(checkpointing.len(), model.n_blocks(), "every block has its activation checkpointing");
         let pipeline = Pipeline::alone(model.n_blocks());
-        let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
+        let (offload_target, attention, mlp_rows) =
+            (OffloadTarget::HostMemory, AttentionChoice::default(), MlpRows::default());
         let logits_bytes = if device.is_cuda() {
             logits_bytes_on_gpu(gpu_memory(&device)) as usize
         } else {
@@ -98,7 +99,7 @@ impl Engine {
             model,
             store,
             checkpointing,
-            parking,
+            offload_target,
             group,
             device,
             attention,
@@ -122,9 +123,9 @@ impl Engine {
         Self { attention_hook: Some(hook), ..self }
     }
 
-    /// The same engine with the inputs of [`ActivationCheckpointing::Offload`] parked there, not in the host's memory.
-    pub fn with_parking(self, parking: Parking) -> Self {
-        Self { parking, ..self }
+    /// The same engine with the inputs of [`ActivationCheckpointing::Offload`] offloaded there, not in the host's memory.
+    pub fn with_offload_target(self, offload_target: OffloadTarget) -> Self {
+        Self { offload_target, ..self }
     }
 
     /// The same engine with its MLPs passing over the tokens as `mlp_rows` says.

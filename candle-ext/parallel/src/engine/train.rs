@@ -10,7 +10,7 @@ use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{ActivationCheckpointing, Engine, Micro};
 use crate::objective::{MicroLoss, TokenLosses};
-use crate::offload::Parked;
+use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
 use crate::pipeline::{Action, Pass};
 use crate::sequence::Part;
@@ -21,7 +21,7 @@ enum Kept {
     Tape(Tensor, Tape),
     /// With what is not to be computed again.
     Input(Tensor, SavedOutputs),
-    Parked(Parked),
+    Offloaded(OffloadedActivation),
 }
 
 /// What a run of blocks keeps.
@@ -212,7 +212,9 @@ impl Engine {
             _ => (forward()?, SavedOutputs::default()),
         };
         let kept = match self.checkpointing[block_idx] {
-            ActivationCheckpointing::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
+            ActivationCheckpointing::Offload => {
+                Kept::Offloaded(OffloadedActivation::offload(&x, &self.offload_target)?)
+            }
             _ => Kept::Input(x, outputs),
         };
         Ok((y, kept))
@@ -233,7 +235,7 @@ impl Engine {
         let (x, outputs) = match kept {
             Kept::Tape(x, tape) => return auxiliary.input_grad(tape, &x, dy),
             Kept::Input(x, outputs) => (x, outputs),
-            Kept::Parked(parked) => (parked.fetch()?, SavedOutputs::default()),
+            Kept::Offloaded(offloaded) => (offloaded.fetch()?, SavedOutputs::default()),
         };
         let forward = || self.model.block(weights, &x, cx);
         let tape = Tape::replay(outputs, &[&x], forward)?;
