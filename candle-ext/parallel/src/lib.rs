@@ -31,7 +31,7 @@ pub use offload::OffloadTarget;
 pub use params::{
     CpuOffload, Formats, MicroBatch, Mode, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage,
 };
-pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
+pub use pipeline::{ChunkPass, Layout, Pipeline, PipelineSchedule, Schedule, StageStep};
 pub use placement::{SequenceParallel, max_shard_numel};
 pub use regions::Regions;
 pub use sequence::{Sequence, ring_exchange};

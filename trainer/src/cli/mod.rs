@@ -71,7 +71,7 @@ enum Command {
     /// Say what memory a run will need, without weights, device or data
     #[command(after_long_help = ESTIMATE_EXAMPLES)]
     Estimate(EstimateArgs),
-    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's timetable
+    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's steps
     #[command(after_long_help = PLAN_EXAMPLES)]
     Plan(PlanArgs),
     /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's

@@ -4,7 +4,7 @@ use candlewick_model::LayerCost;
 use candlewick_ops::{CrossEntropyCost, GemmSize};
 
 use super::ActivationCheckpointing;
-use crate::pipeline::{Action, Layout, Schedule, Timetable};
+use crate::pipeline::{Layout, PipelineSchedule, Schedule, StageStep};
 
 /// Sizes of the steps of one rank of a pipeline stage, for the bytes that they allocate.
 #[derive(Clone, Debug)]
@@ -73,15 +73,15 @@ impl StepCost<'_> {
     /// what the chunks between their forward and backward keep.
     pub fn training(&self) -> StepBytes {
         let chunks: Vec<_> = (0..self.layout.n_chunks()).map(|chunk| self.chunk(chunk)).collect();
-        let (table, mut saved) = (self.timetable(), 0);
-        let moments = table.of_stage(self.stage).map(|action| {
-            let (Action::Forward(pass) | Action::Backward(pass)) = action;
+        let (table, mut saved) = (self.pipeline_schedule(), 0);
+        let moments = table.of_stage(self.stage).map(|step| {
+            let (StageStep::Forward(pass) | StageStep::Backward(pass)) = step;
             let ChunkBytes { saved: of_chunk, worst } = &chunks[pass.chunk];
-            let others = match action {
-                Action::Forward(_) => saved,
-                Action::Backward(_) => saved - of_chunk,
+            let others = match step {
+                StageStep::Forward(_) => saved,
+                StageStep::Backward(_) => saved - of_chunk,
             };
-            saved = if matches!(action, Action::Forward(_)) { saved + of_chunk } else { others };
+            saved = if matches!(step, StageStep::Forward(_)) { saved + of_chunk } else { others };
             StepBytes { activations: worst.activations + others, ..*worst }
         });
         StepBytes::worst(moments)
@@ -108,12 +108,12 @@ impl StepCost<'_> {
             .enumerate()
             .filter(|(_, checkpointing)| **checkpointing == ActivationCheckpointing::Offload);
         let n_layers = offloaded.filter(|(layer_idx, _)| is_here(*layer_idx)).count() as u64;
-        let n_in_flight = self.timetable().most_live(self.stage).div_ceil(self.layout.n_chunks()) as u64;
+        let n_in_flight = self.pipeline_schedule().max_in_flight(self.stage).div_ceil(self.layout.n_chunks()) as u64;
         n_layers * n_in_flight * self.layers[0].activation_bytes()
     }
 
-    fn timetable(&self) -> Timetable {
-        Timetable::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), self.n_micros)
+    fn pipeline_schedule(&self) -> PipelineSchedule {
+        PipelineSchedule::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), self.n_micros)
     }
 
     /// Returns true if the stage computes the losses.

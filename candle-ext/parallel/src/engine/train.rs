@@ -1,4 +1,4 @@
-//! A step: forwards and backwards in the order of the pipeline's timetable; alone, each micro-batch there and back.
+//! A step: forwards and backwards in the order of the pipeline schedule; on a single stage, one micro-batch after another.
 //! `memory` declares the bytes that each of these functions allocates: change both.
 
 use std::collections::HashMap;
@@ -12,7 +12,7 @@ use super::{ActivationCheckpointing, Engine, Micro};
 use crate::objective::{MicroLoss, TokenLosses};
 use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
-use crate::pipeline::{Action, Pass};
+use crate::pipeline::{ChunkPass, StageStep};
 use crate::sequence::Part;
 
 /// What a block keeps between its forward and its backward.
@@ -47,7 +47,7 @@ struct MicroState<'m> {
 
 /// A pass in its place in the step.
 struct Turn {
-    pass: Pass,
+    pass: ChunkPass,
     micro_batch: MicroBatch,
     /// Whether the pass behind it is its own backward.
     goes_back_next: bool,
@@ -71,15 +71,15 @@ impl Engine {
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
         let mut sums: Vec<_> = micros.iter().map(|_| unknown()).collect::<Result<_>>()?;
         let mut begun: Vec<Option<MicroState>> = micros.iter().map(|_| None).collect();
-        let actions = self.pipeline.actions(micros.len());
-        for (i, action) in actions.iter().enumerate() {
-            let (Action::Forward(pass) | Action::Backward(pass)) = *action;
+        let steps = self.pipeline.steps(micros.len());
+        for (i, step) in steps.iter().enumerate() {
+            let (StageStep::Forward(pass) | StageStep::Backward(pass)) = *step;
             let micro_batch = if pass.micro + 1 == micros.len() { MicroBatch::Last } else { MicroBatch::Earlier };
             let _awake = self.stay_awake();
-            match action {
-                Action::Forward(_) => {
+            match step {
+                StageStep::Forward(_) => {
                     let _span = span("micro-batch", "forward");
-                    let goes_back_next = actions.get(i + 1) == Some(&Action::Backward(pass));
+                    let goes_back_next = steps.get(i + 1) == Some(&StageStep::Backward(pass));
                     let of_micro = match &mut begun[pass.micro] {
                         Some(of_micro) => of_micro,
                         none => none.insert(self.begin(&micros[pass.micro], dropout_key(pass.micro))?),
@@ -91,7 +91,7 @@ impl Engine {
                         sums[pass.micro] = loss;
                     }
                 }
-                Action::Backward(_) => {
+                StageStep::Backward(_) => {
                     let _span = span("micro-batch", "backward");
                     let turn = Turn { pass, micro_batch, goes_back_next: false };
                     let of_micro = begun[pass.micro].as_mut().expect("a forward comes before its backward");

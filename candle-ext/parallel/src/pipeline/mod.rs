@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::{Collective, Pending, Recv, Solo};
 
 pub use layout::Layout;
-pub use schedule::{Action, Pass, Schedule, Timetable};
+pub use schedule::{ChunkPass, PipelineSchedule, Schedule, StageStep};
 
 /// A stage's place in a pipeline, and its ways to its neighbours.
 pub struct Pipeline {
@@ -76,9 +76,9 @@ impl Pipeline {
         &self.layout
     }
 
-    /// Returns what this stage computes for so many micro-batches.
-    pub(crate) fn actions(&self, n_micros: usize) -> Vec<Action> {
-        let table = Timetable::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), n_micros);
+    /// Returns this stage's steps for `n_micros` micro-batches.
+    pub(crate) fn steps(&self, n_micros: usize) -> Vec<StageStep> {
+        let table = PipelineSchedule::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), n_micros);
         table.of_stage(self.stage()).collect()
     }
 
