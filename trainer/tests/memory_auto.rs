@@ -8,7 +8,7 @@ use std::path::Path;
 use candlewick_model::Config;
 use serde_json::json;
 use support::Run;
-use trainer::estimate::{Capacity, Class, Fixed, Place, Resource, Setup, choose, estimate, usable};
+use trainer::estimate::{Capacity, Category, Fixed, Place, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
 use trainer::plan::{Activations, Engines, Known, Plan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
@@ -190,7 +190,7 @@ fn a_gpu_with_more_memory_holds_more_logits() {
     let logits = |gib: u64| {
         let capacity = Capacity::of(Place::Gpu, Some(gib << 30), "a test".into());
         let estimate = estimate(&Setup::on(&plan, &capacity).unwrap());
-        estimate.phases.iter().map(|phase| phase.account.of(Class::Logits)).max().unwrap()
+        estimate.phases.iter().map(|phase| phase.breakdown.of(Category::Logits)).max().unwrap()
     };
     let [small, large, larger] = [16, 80, 160].map(logits);
     let of_token = 4 * (50_000 + 2 * 256);

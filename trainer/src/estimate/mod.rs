@@ -3,11 +3,11 @@
 //! [`Setup`] is the part of a plan that memory depends on. `costs` hands its sizes to the crates that allocate, which declare
 //! their bytes; `parameters`, `tasks` and `program` add the rest, and `phases` the sums. `search` compares modes.
 
-mod account;
 mod capacity;
 mod costs;
 mod device;
 mod free_ram;
+mod memory_breakdown;
 mod parameters;
 mod phases;
 mod program;
@@ -17,9 +17,9 @@ mod setup;
 mod shortage;
 mod tasks;
 
-pub use account::{Account, Class, bytes};
 pub use capacity::{Capacity, parse_bytes, usable};
 pub use device::Place;
+pub use memory_breakdown::{Category, MemoryBreakdown, bytes};
 pub use parameters::counts as parameter_counts;
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate, estimate_stage};
 pub use report::{Advice, Report, written};

@@ -3,8 +3,8 @@
 use candlewick_parallel::StepBytes;
 use serde::Serialize;
 
-use super::account::{Account, Class};
 use super::device::Place;
+use super::memory_breakdown::{Category, MemoryBreakdown};
 use super::{Setup, costs, parameters, program, tasks};
 
 /// A part of a run.
@@ -44,8 +44,9 @@ impl Phase {
 pub struct PhaseEstimate {
     /// Which one.
     pub phase: Phase,
-    /// Its bytes by class.
-    pub account: Account,
+    /// Its bytes by category.
+    #[serde(rename = "account")]
+    pub breakdown: MemoryBreakdown,
 }
 
 /// The memory of a run.
@@ -64,12 +65,12 @@ pub struct Estimate {
 impl Estimate {
     /// The phase that needs most.
     pub fn peak(&self) -> &PhaseEstimate {
-        self.phases.iter().rev().max_by_key(|phase| phase.account.total()).expect("every run loads")
+        self.phases.iter().rev().max_by_key(|phase| phase.breakdown.total()).expect("every run loads")
     }
 
     /// The bytes of that phase.
     pub fn peak_bytes(&self) -> u64 {
-        self.peak().account.total()
+        self.peak().breakdown.total()
     }
 }
 
@@ -86,21 +87,21 @@ pub fn estimate(setup: &Setup) -> Estimate {
 
 /// Estimates the memory of a rank of the stage that is looked at.
 pub fn estimate_stage(setup: &Setup) -> Estimate {
-    let program = Account::default().with(Class::Program, program::on_device(setup));
+    let program = MemoryBreakdown::default().with(Category::Program, program::on_device(setup));
     let copied = parameters::copied(setup);
     let copied_here = if setup.place == Place::Cpu { copied } else { 0 };
-    let resident = program.clone().plus(&parameters::resident(setup)).with(Class::Copy, copied_here);
-    let whole_weights = Account::default().with(Class::Exchange, parameters::whole_weights(setup));
+    let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_here);
+    let whole_weights = MemoryBreakdown::default().with(Category::Exchange, parameters::whole_weights(setup));
     let step = costs::step(setup);
-    let passing = account(step.training()).with(Class::Exchange, parameters::travelling(setup));
+    let passing = breakdown(step.training()).with(Category::Exchange, parameters::travelling(setup));
     let slack = program::slack(setup.place, passing.total());
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),
-        (Phase::Step, resident.clone().plus(&passing).with(Class::Allocator, slack)),
-        (Phase::Optimizer, resident.clone().with(Class::Exchange, parameters::gathered(setup))),
+        (Phase::Step, resident.clone().plus(&passing).with(Category::Allocator, slack)),
+        (Phase::Optimizer, resident.clone().with(Category::Exchange, parameters::gathered(setup))),
     ];
     if setup.evaluates {
-        phases.push((Phase::Evaluation, resident.clone().plus(&account(step.evaluation())).plus(&whole_weights)));
+        phases.push((Phase::Evaluation, resident.clone().plus(&breakdown(step.evaluation())).plus(&whole_weights)));
     }
     if let Some(asking) = setup.asking {
         phases.push((Phase::Tasks, resident.clone().plus(&tasks::asked(setup, asking)).plus(&whole_weights)));
@@ -112,7 +113,7 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
     let host = || program::on_gpu_host(setup) + transfer(setup) + parameters::bytes_on_host(setup) + parked + copied;
     Estimate {
         stage: setup.stage,
-        phases: phases.into_iter().map(|(phase, account)| PhaseEstimate { phase, account }).collect(),
+        phases: phases.into_iter().map(|(phase, breakdown)| PhaseEstimate { phase, breakdown }).collect(),
         parked,
         host: (setup.place == Place::Gpu).then(host),
     }
@@ -120,14 +121,14 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
 
 /// The store's buffers; on the CPU the zeros of gradients and moments take no memory until they are written. A parameter
 /// is read or drawn in f32 and copied into its place (`candlewick_inference::weights`).
-fn load(setup: &Setup) -> Account {
+fn load(setup: &Setup) -> MemoryBreakdown {
     let resident = parameters::resident(setup);
     match setup.place {
-        Place::Gpu => resident.with(Class::Transfer, transfer(setup)),
-        Place::Cpu => Account::default()
-            .with(Class::Weights, resident.of(Class::Weights))
-            .with(Class::Masters, resident.of(Class::Masters))
-            .with(Class::Transfer, transfer(setup)),
+        Place::Gpu => resident.with(Category::Transfer, transfer(setup)),
+        Place::Cpu => MemoryBreakdown::default()
+            .with(Category::Weights, resident.of(Category::Weights))
+            .with(Category::Masters, resident.of(Category::Masters))
+            .with(Category::Transfer, transfer(setup)),
     }
 }
 
@@ -135,14 +136,17 @@ fn transfer(setup: &Setup) -> u64 {
     4 * parameters::largest(setup)
 }
 
-/// Returns the classes of the bytes that are live at one moment of a step or an evaluation.
-fn account(bytes: StepBytes) -> Account {
+/// Returns the categories of the bytes that are live at one moment of a step or an evaluation.
+fn breakdown(bytes: StepBytes) -> MemoryBreakdown {
     let StepBytes { activations, layer, logits } = bytes;
-    Account::default().with(Class::Activations, activations).with(Class::Block, layer).with(Class::Logits, logits)
+    MemoryBreakdown::default()
+        .with(Category::Activations, activations)
+        .with(Category::Block, layer)
+        .with(Category::Logits, logits)
 }
 
 /// Values leave in pieces of 4 MiB: as they are, in f32, as a vector and as bytes (`checkpoint::shard`).
-fn save(setup: &Setup) -> Account {
+fn save(setup: &Setup) -> MemoryBreakdown {
     const PIECES: u64 = 4 * (4 << 20);
-    Account::default().with(Class::Transfer, if setup.place == Place::Cpu { PIECES } else { PIECES / 4 })
+    MemoryBreakdown::default().with(Category::Transfer, if setup.place == Place::Cpu { PIECES } else { PIECES / 4 })
 }

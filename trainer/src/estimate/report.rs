@@ -7,8 +7,8 @@ use serde_json::{Map, Value, json};
 
 use super::search::by_cost;
 use super::{
-    Capacity, Class, Estimate, Fixed, Modes, Phase, Place, Resource, Setup, Shortage, bytes, choose, estimate, longest,
-    parameters,
+    Capacity, Category, Estimate, Fixed, Modes, Phase, Place, Resource, Setup, Shortage, bytes, choose, estimate,
+    longest, parameters,
 };
 use crate::metrics::quantity;
 use crate::plan::{Activations, ComputeDtype};
@@ -44,7 +44,7 @@ pub struct Report {
     pub fits: Option<bool>,
     /// What there is too little of, as far as that is known.
     pub short: Vec<Shortage>,
-    /// Bytes by class for each phase, and what is parked and in the host's RAM.
+    /// Bytes by category for each phase, and what is parked and in the host's RAM.
     #[serde(flatten)]
     pub estimate: Estimate,
     /// The most tokens of a row that fit as the recipe stands; null if none do, or the device's bytes are not known.
@@ -187,18 +187,22 @@ impl fmt::Display for Report {
 impl Report {
     fn table(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let phases = &self.estimate.phases;
-        let is_used = |class: &Class| phases.iter().any(|phase| phase.account.of(*class) > 0);
+        let is_used = |category: &Category| phases.iter().any(|phase| phase.breakdown.of(*category) > 0);
         let row = |name: &str, cells: Vec<String>| {
             let cells: String = cells.iter().map(|cell| format!("{cell:>13}")).collect();
             format!("  {name:<22}{cells}")
         };
         writeln!(f, "{}", row("", phases.iter().map(|phase| phase.phase.name().to_owned()).collect()))?;
-        for class in Class::ALL.into_iter().filter(is_used) {
+        for category in Category::ALL.into_iter().filter(is_used) {
             let cell = |n: u64| if n == 0 { "-".to_owned() } else { bytes(n) };
-            writeln!(f, "{}", row(class.name(), phases.iter().map(|phase| cell(phase.account.of(class))).collect()))?;
+            writeln!(
+                f,
+                "{}",
+                row(category.name(), phases.iter().map(|phase| cell(phase.breakdown.of(category))).collect())
+            )?;
         }
         let mark = |phase: &Phase| if *phase == self.peak_phase { "*" } else { "" };
-        let totals = phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), bytes(phase.account.total())));
+        let totals = phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), bytes(phase.breakdown.total())));
         writeln!(f, "{}", row("all (* is the peak)", totals.collect()))
     }
 

@@ -4,21 +4,21 @@
 
 use candlewick_inference::answer::batch::Batching;
 
-use super::account::{Account, Class};
 use super::device::Place;
+use super::memory_breakdown::{Category, MemoryBreakdown};
 use super::{Asking, Setup, costs, program};
 use crate::plan::RanksPlan;
 
 const F32: u64 = 4;
 
 /// The worst moment, beside what stays: a batch that is scored, or one that writes.
-pub(super) fn asked(setup: &Setup, asking: Asking) -> Account {
+pub(super) fn asked(setup: &Setup, asking: Asking) -> MemoryBreakdown {
     let sizes = Sizes::of(setup, asking);
     let scored = scored(setup, &sizes);
-    let written = if asking.generates { written(setup, &sizes) } else { Account::default() };
+    let written = if asking.generates { written(setup, &sizes) } else { MemoryBreakdown::default() };
     let most = if written.total() > scored.total() { written } else { scored };
-    let passing = most.total() - most.of(Class::Cache);
-    most.with(Class::Allocator, program::slack(setup.place, passing))
+    let passing = most.total() - most.of(Category::Cache);
+    most.with(Category::Allocator, program::slack(setup.place, passing))
 }
 
 struct Sizes {
@@ -52,7 +52,7 @@ impl Sizes {
 
 /// A batch whose texts branch off others: keys and values of the path that is remembered, in all blocks; in the block at
 /// work those of the path and the batch as one, and those of each text's path, which a CPU widens.
-fn scored(setup: &Setup, sizes: &Sizes) -> Account {
+fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens, sizes.context);
     let block = costs::layer(&wide, 0);
     let s = setup.compute.n_bytes();
@@ -60,24 +60,24 @@ fn scored(setup: &Setup, sizes: &Sizes) -> Account {
     let keys = block.kv_bytes(sizes.context + sizes.tokens, s) + block.kv_bytes(sizes.keys, s + widened);
     let path = n_blocks_here(setup) * block.kv_bytes(sizes.context, s);
     let logits = if setup.has_head() { costs::head(&wide).forward_bytes() + block.activation_bytes() } else { 0 };
-    account(&wide, path, block.forward_bytes() + keys, logits)
+    breakdown(&wide, path, block.forward_bytes() + keys, logits)
 }
 
 /// Texts that are written: a pool of keys and values, in f32 on a CPU, and a forward of prompts that begin.
-fn written(setup: &Setup, sizes: &Sizes) -> Account {
+fn written(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
     let block = costs::layer(&wide, 0);
     let s = if setup.place == Place::Cpu { F32 } else { setup.compute.n_bytes() };
     let pool = n_blocks_here(setup) * block.kv_bytes(sizes.pool_rows + 1, s);
     let logits = sizes.texts * setup.model.config().vocab_size() as u64 * F32;
-    account(&wide, pool, block.forward_bytes(), if setup.has_head() { logits } else { 0 })
+    breakdown(&wide, pool, block.forward_bytes(), if setup.has_head() { logits } else { 0 })
 }
 
-fn account(wide: &Setup, cache: u64, block: u64, logits: u64) -> Account {
+fn breakdown(wide: &Setup, cache: u64, block: u64, logits: u64) -> MemoryBreakdown {
     let layer = costs::layer(wide, 0);
     let activations = layer.activation_bytes() + layer.rope_bytes();
-    let account = Account::default().with(Class::Cache, cache).with(Class::Activations, activations);
-    if block > logits { account.with(Class::Block, block) } else { account.with(Class::Logits, logits) }
+    let breakdown = MemoryBreakdown::default().with(Category::Cache, cache).with(Category::Activations, activations);
+    if block > logits { breakdown.with(Category::Block, block) } else { breakdown.with(Category::Logits, logits) }
 }
 
 /// Returns the setup of a forward with `tokens` tokens, of texts of `context` tokens. No other rank has a part of them,

@@ -7,7 +7,7 @@ use serde::Serialize;
 /// What memory is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Class {
+pub enum Category {
     /// What forward and backward read: frozen weights and the compute copies of trained ones.
     Weights,
     /// What the optimizer updates, where that is not the compute copy itself.
@@ -36,7 +36,7 @@ pub enum Class {
     Allocator,
 }
 
-impl Class {
+impl Category {
     /// All of them, in the order of a table.
     pub const ALL: [Self; 13] = [
         Self::Weights,
@@ -74,17 +74,17 @@ impl Class {
     }
 }
 
-/// Bytes by class. A class that is not there has none.
+/// Bytes by category. A category that is not there has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
-pub struct Account(BTreeMap<Class, u64>);
+pub struct MemoryBreakdown(BTreeMap<Category, u64>);
 
-impl Account {
-    /// The same with `bytes` more of a class.
+impl MemoryBreakdown {
+    /// The same with `bytes` more of a category.
     #[must_use]
-    pub fn with(mut self, class: Class, bytes: u64) -> Self {
+    pub fn with(mut self, category: Category, bytes: u64) -> Self {
         if bytes > 0 {
-            *self.0.entry(class).or_default() += bytes;
+            *self.0.entry(category).or_default() += bytes;
         }
         self
     }
@@ -92,15 +92,15 @@ impl Account {
     /// The sum of two accounts.
     #[must_use]
     pub fn plus(self, other: &Self) -> Self {
-        other.0.iter().fold(self, |sum, (class, bytes)| sum.with(*class, *bytes))
+        other.0.iter().fold(self, |sum, (category, bytes)| sum.with(*category, *bytes))
     }
 
-    /// The bytes of a class.
-    pub fn of(&self, class: Class) -> u64 {
-        self.0.get(&class).copied().unwrap_or(0)
+    /// The bytes of a category.
+    pub fn of(&self, category: Category) -> u64 {
+        self.0.get(&category).copied().unwrap_or(0)
     }
 
-    /// The bytes of all classes.
+    /// The bytes of all categories.
     pub fn total(&self) -> u64 {
         self.0.values().sum()
     }
