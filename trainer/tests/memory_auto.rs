@@ -8,7 +8,7 @@ use std::path::Path;
 use candlewick_model::Config;
 use serde_json::json;
 use support::Run;
-use trainer::estimate::{Capacity, Category, Fixed, Place, Resource, Setup, choose, estimate, usable};
+use trainer::estimate::{Capacity, Category, ComputeDevice, Fixed, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
 use trainer::plan::{Activations, Engines, Known, Plan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
@@ -24,7 +24,7 @@ fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) ->
 }
 
 fn of_test(free: Option<u64>) -> Capacity {
-    Capacity::of(Place::Cpu, free, "a test".into())
+    Capacity::of(ComputeDevice::Cpu, free, "a test".into())
 }
 
 fn config(vocab_size: usize) -> Config {
@@ -64,7 +64,7 @@ fn resolve_on(
 fn peak(activations: &str) -> u64 {
     let argument = format!("model.activation_checkpoint={activations}");
     let plan = resolve(Some(1 << 50), &[&argument]).unwrap();
-    estimate(&Setup::of(&plan, Place::Cpu).unwrap()).peak_bytes()
+    estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).peak_bytes()
 }
 
 /// The least that must be free for a peak to be planned for.
@@ -105,7 +105,7 @@ fn the_cheapest_modes_that_fit_are_taken() {
 fn of_long_rows_attention_is_not_computed_again() {
     let long = "data.max_length=16384";
     let half = resolve(Some(1 << 50), &[long, "model.activation_checkpoint={every: 2}"]).unwrap();
-    let peak = estimate(&Setup::of(&half, Place::Cpu).unwrap()).peak_bytes();
+    let peak = estimate(&Setup::of(&half, ComputeDevice::Cpu).unwrap()).peak_bytes();
     let plan = resolve(Some(free_for(peak)), &[long]).unwrap();
     assert_eq!(plan.model.activations, Activations::Selective);
 }
@@ -161,7 +161,7 @@ fn nothing_is_parked_where_that_saves_nothing() {
 fn nothing_is_parked_where_there_is_no_room_for_it() {
     let free = free_for(peak("{offload: 0.25}"));
     let plan = resolve_on(Some(free), None, false, &[]).unwrap();
-    let parked = estimate(&Setup::of(&plan, Place::Cpu).unwrap()).parked;
+    let parked = estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).parked;
     assert_eq!(plan.model.activations, Activations::Offload(0.25));
     assert_eq!(resolve_on(Some(free), Some(parked), false, &[]).unwrap().model.activations, Activations::Offload(0.25));
     let error = resolve_on(Some(free), Some(parked - 1), false, &[]).unwrap_err().to_string();
@@ -171,9 +171,10 @@ fn nothing_is_parked_where_there_is_no_room_for_it() {
 #[test]
 fn the_ram_of_a_gpus_host_is_looked_at_too() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
-    let setup = Setup::of(&plan, Place::Gpu).unwrap();
+    let setup = Setup::of(&plan, ComputeDevice::Gpu).unwrap();
     let needed = estimate(&setup).host.unwrap();
-    let with = |host: u64| Capacity { host: Some(host), ..Capacity::of(Place::Gpu, Some(1 << 50), "a test".into()) };
+    let with =
+        |host: u64| Capacity { host: Some(host), ..Capacity::of(ComputeDevice::Gpu, Some(1 << 50), "a test".into()) };
     let fixed = Fixed { activations: true };
     assert!(choose(&setup, fixed, &with(needed)).found.is_some());
     let choice = choose(&setup, fixed, &with(needed - 1));
@@ -188,7 +189,7 @@ fn a_gpu_with_more_memory_holds_more_logits() {
     let mut plan = resolve(Some(1 << 50), &["data.max_length=16000", "model.dtype=f32"]).unwrap();
     plan.model.config = Some(config(50_000));
     let logits = |gib: u64| {
-        let capacity = Capacity::of(Place::Gpu, Some(gib << 30), "a test".into());
+        let capacity = Capacity::of(ComputeDevice::Gpu, Some(gib << 30), "a test".into());
         let estimate = estimate(&Setup::on(&plan, &capacity).unwrap());
         estimate.phases.iter().map(|phase| phase.breakdown.of(Category::Logits)).max().unwrap()
     };
@@ -208,7 +209,7 @@ fn a_mode_that_rounds_otherwise_is_not_chosen() {
 #[test]
 fn a_choice_is_a_function_of_the_plan_and_the_bytes() {
     let plan = resolve(Some(1 << 50), &[]).unwrap();
-    let setup = Setup::of(&plan, Place::Cpu).unwrap();
+    let setup = Setup::of(&plan, ComputeDevice::Cpu).unwrap();
     for bytes in [1 << 20, peak("full"), peak("none"), 1 << 50] {
         let capacity = of_test(Some(bytes));
         assert_eq!(choose(&setup, Fixed::default(), &capacity), choose(&setup, Fixed::default(), &capacity));

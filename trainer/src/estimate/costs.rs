@@ -5,7 +5,7 @@ use candlewick_ops::{AttentionHeads, CrossEntropyCost};
 use candlewick_parallel::{HeadCost, LOGITS_BYTES_ON_CPU, StepCost, logits_bytes_on_gpu, ring_exchange};
 
 use super::Setup;
-use super::device::Place;
+use super::compute_device::ComputeDevice;
 use crate::run::{checkpointing, dtype};
 
 /// Returns the sizes of the steps of this rank.
@@ -33,7 +33,7 @@ pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
         longest: setup.row_tokens,
         dtype: dtype(setup.compute),
         grad: setup.base_grad(),
-        device: setup.place.kind(),
+        device: setup.compute_device.kind(),
         attention: setup.attention,
         mlp_rows: setup.modes.mlp_rows(),
         exchange: exchange(setup, layer),
@@ -47,12 +47,12 @@ pub(super) fn head(setup: &Setup) -> HeadCost {
         n_tokens: setup.tokens(),
         n_vocab: config.vocab_size().div_ceil(setup.ranks.tensor) as u64,
         n_in: config.hidden_size() as u64,
-        logits_bytes: match setup.place {
-            Place::Cpu => LOGITS_BYTES_ON_CPU,
-            Place::Gpu => logits_bytes_on_gpu(setup.gpu_bytes),
+        logits_bytes: match setup.compute_device {
+            ComputeDevice::Cpu => LOGITS_BYTES_ON_CPU,
+            ComputeDevice::Gpu => logits_bytes_on_gpu(setup.gpu_bytes),
         },
         dtype: dtype(setup.compute),
-        device: setup.place.kind(),
+        device: setup.compute_device.kind(),
         grad: setup.base_grad(),
     };
     HeadCost { n_slices: setup.ranks.tensor, n_residual_tokens: setup.tokens_outside(), loss }

@@ -4,8 +4,8 @@
 //! their bytes; `parameters`, `tasks` and `program` add the rest, and `phases` the sums. `search` compares modes.
 
 mod capacity;
+mod compute_device;
 mod costs;
-mod device;
 mod free_ram;
 mod memory_breakdown;
 mod parameters;
@@ -18,7 +18,7 @@ mod shortage;
 mod tasks;
 
 pub use capacity::{Capacity, parse_bytes, usable};
-pub use device::Place;
+pub use compute_device::ComputeDevice;
 pub use memory_breakdown::{Category, MemoryBreakdown, bytes};
 pub use parameters::counts as parameter_counts;
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate, estimate_stage};

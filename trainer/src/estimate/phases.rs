@@ -3,7 +3,7 @@
 use candlewick_parallel::StepBytes;
 use serde::Serialize;
 
-use super::device::Place;
+use super::compute_device::ComputeDevice;
 use super::memory_breakdown::{Category, MemoryBreakdown};
 use super::{Setup, costs, parameters, program, tasks};
 
@@ -89,12 +89,12 @@ pub fn estimate(setup: &Setup) -> Estimate {
 pub fn estimate_stage(setup: &Setup) -> Estimate {
     let program = MemoryBreakdown::default().with(Category::Program, program::on_device(setup));
     let copied = parameters::copied(setup);
-    let copied_here = if setup.place == Place::Cpu { copied } else { 0 };
+    let copied_here = if setup.compute_device == ComputeDevice::Cpu { copied } else { 0 };
     let resident = program.clone().plus(&parameters::resident(setup)).with(Category::Copy, copied_here);
     let whole_weights = MemoryBreakdown::default().with(Category::Exchange, parameters::whole_weights(setup));
     let step = costs::step(setup);
     let passing = breakdown(step.training()).with(Category::Exchange, parameters::travelling(setup));
-    let slack = program::slack(setup.place, passing.total());
+    let slack = program::slack(setup.compute_device, passing.total());
     let mut phases = vec![
         (Phase::Load, program.plus(&load(setup))),
         (Phase::Step, resident.clone().plus(&passing).with(Category::Allocator, slack)),
@@ -115,7 +115,7 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
         stage: setup.stage,
         phases: phases.into_iter().map(|(phase, breakdown)| PhaseEstimate { phase, breakdown }).collect(),
         parked,
-        host: (setup.place == Place::Gpu).then(host),
+        host: (setup.compute_device == ComputeDevice::Gpu).then(host),
     }
 }
 
@@ -123,9 +123,9 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
 /// is read or drawn in f32 and copied into its place (`candlewick_inference::weights`).
 fn load(setup: &Setup) -> MemoryBreakdown {
     let resident = parameters::resident(setup);
-    match setup.place {
-        Place::Gpu => resident.with(Category::Transfer, transfer(setup)),
-        Place::Cpu => MemoryBreakdown::default()
+    match setup.compute_device {
+        ComputeDevice::Gpu => resident.with(Category::Transfer, transfer(setup)),
+        ComputeDevice::Cpu => MemoryBreakdown::default()
             .with(Category::Weights, resident.of(Category::Weights))
             .with(Category::Masters, resident.of(Category::Masters))
             .with(Category::Transfer, transfer(setup)),
@@ -148,5 +148,6 @@ fn breakdown(bytes: StepBytes) -> MemoryBreakdown {
 /// Values leave in pieces of 4 MiB: as they are, in f32, as a vector and as bytes (`checkpoint::shard`).
 fn save(setup: &Setup) -> MemoryBreakdown {
     const PIECES: u64 = 4 * (4 << 20);
-    MemoryBreakdown::default().with(Category::Transfer, if setup.place == Place::Cpu { PIECES } else { PIECES / 4 })
+    MemoryBreakdown::default()
+        .with(Category::Transfer, if setup.compute_device == ComputeDevice::Cpu { PIECES } else { PIECES / 4 })
 }

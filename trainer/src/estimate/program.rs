@@ -5,14 +5,14 @@ use candlewick_runtime::allocator::slack_bytes;
 use candlewick_runtime::process_memory::program_bytes;
 use candlewick_text::tokenizer::Tokenizer;
 
-use super::device::Place;
+use super::compute_device::ComputeDevice;
 use super::{Setup, costs};
 
 /// Returns the bytes in the memory of the device that computes.
 pub(super) fn on_device(setup: &Setup) -> u64 {
-    match setup.place {
-        Place::Cpu => program_bytes() + tokenizer(setup) + matmul_buffers(setup),
-        Place::Gpu => GPU_CONTEXT_BYTES,
+    match setup.compute_device {
+        ComputeDevice::Cpu => program_bytes() + tokenizer(setup) + matmul_buffers(setup),
+        ComputeDevice::Gpu => GPU_CONTEXT_BYTES,
     }
 }
 
@@ -22,10 +22,10 @@ pub(super) fn on_gpu_host(setup: &Setup) -> u64 {
 }
 
 /// Returns the bytes that the allocator holds besides `passing` bytes that a step allocates and frees.
-pub(super) fn slack(place: Place, passing: u64) -> u64 {
-    match place {
-        Place::Cpu => slack_bytes(passing),
-        Place::Gpu => gpu_pool_slack_bytes(passing),
+pub(super) fn slack(compute_device: ComputeDevice, passing: u64) -> u64 {
+    match compute_device {
+        ComputeDevice::Cpu => slack_bytes(passing),
+        ComputeDevice::Gpu => gpu_pool_slack_bytes(passing),
     }
 }
 

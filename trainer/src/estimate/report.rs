@@ -7,8 +7,8 @@ use serde_json::{Map, Value, json};
 
 use super::search::by_cost;
 use super::{
-    Capacity, Category, Estimate, Fixed, Modes, Phase, Place, Resource, Setup, Shortage, bytes, choose, estimate,
-    longest, parameters,
+    Capacity, Category, ComputeDevice, Estimate, Fixed, Modes, Phase, Resource, Setup, Shortage, bytes, choose,
+    estimate, longest, parameters,
 };
 use crate::metrics::quantity;
 use crate::plan::{Activations, ComputeDtype};
@@ -113,7 +113,7 @@ fn advice(setup: &Setup, capacity: &Capacity) -> Vec<Advice> {
         switches.push(("deepspeed.bf16.bf16_optimizer_states", json!(true)));
         advice.extend(ladder(&setup, capacity, &switches));
     }
-    if setup.place == Place::Gpu && setup.optimizer_on_host < 1.0 {
+    if setup.compute_device == ComputeDevice::Gpu && setup.optimizer_on_host < 1.0 {
         setup.optimizer_on_host = 1.0;
         switches.push(("deepspeed.zero_optimization.offload_optimizer", json!({"device": "cpu"})));
         advice.extend(ladder(&setup, capacity, &switches));

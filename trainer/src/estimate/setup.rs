@@ -7,7 +7,7 @@ use candlewick_parallel::{Layout, Schedule, max_shard_numel};
 use serde_json::{Value, json};
 
 use super::Capacity;
-use super::device::Place;
+use super::compute_device::ComputeDevice;
 use crate::checkpoint::Kind;
 use crate::plan::{Activations, ComputeDtype, Init, Plan, RanksPlan, TasksPlan};
 use crate::run::dtype;
@@ -46,7 +46,7 @@ pub struct Setup {
     /// Whether the weights are there, too.
     pub weights_on_host: bool,
     /// What computes.
-    pub place: Place,
+    pub compute_device: ComputeDevice,
     /// All the memory of the GPU that computes, if it is known.
     pub gpu_bytes: Option<u64>,
     /// What computes attention.
@@ -55,7 +55,7 @@ pub struct Setup {
     pub init: Init,
     /// Whether there is evaluation.
     pub evaluates: bool,
-    /// How tasks are asked, if there are some.
+    /// The load of tasks, if there are some.
     pub asking: Option<Asking>,
     /// What is saved.
     pub saves: Vec<Kind>,
@@ -72,10 +72,10 @@ pub struct Modes {
     pub tiled_mlp: bool,
 }
 
-/// How tasks are asked.
+/// Batches of the tasks evaluated during training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Asking {
-    /// Whether one of them lets the model write.
+    /// True if one of them generates text.
     pub generates: bool,
     /// Sequences of a forward, if the number is set.
     pub batch_size: Option<usize>,
@@ -97,11 +97,11 @@ pub enum SetupError {
 impl Setup {
     /// Takes what matters from a plan that runs on a device.
     pub fn on(plan: &Plan, capacity: &Capacity) -> Result<Self, SetupError> {
-        Ok(Self { gpu_bytes: capacity.gpu_bytes, ..Self::of(plan, capacity.place)? })
+        Ok(Self { gpu_bytes: capacity.gpu_bytes, ..Self::of(plan, capacity.compute_device)? })
     }
 
     /// Takes what matters from a plan that runs on a device of which nothing is known.
-    pub fn of(plan: &Plan, place: Place) -> Result<Self, SetupError> {
+    pub fn of(plan: &Plan, compute_device: ComputeDevice) -> Result<Self, SetupError> {
         let config = plan.model.config.clone().ok_or(SetupError::NoConfig)?;
         Ok(Self {
             layout: plan.pipeline.layout(&config),
@@ -115,11 +115,11 @@ impl Setup {
             modes: Modes::of(plan),
             row_tokens: plan.data.max_length as u64,
             rows: plan.data.micro_batch_size as u64,
-            parks_in_memory: place == Place::Cpu && plan.model.parks_in_memory,
+            parks_in_memory: compute_device == ComputeDevice::Cpu && plan.model.parks_in_memory,
             ranks: plan.ranks,
-            optimizer_on_host: if place == Place::Gpu { plan.optimizer_on_host } else { 0.0 },
-            weights_on_host: place == Place::Gpu && plan.weights_on_host,
-            place,
+            optimizer_on_host: if compute_device == ComputeDevice::Gpu { plan.optimizer_on_host } else { 0.0 },
+            weights_on_host: compute_device == ComputeDevice::Gpu && plan.weights_on_host,
+            compute_device,
             gpu_bytes: None,
             attention: plan.model.attention.implementation,
             init: plan.model.init,

@@ -1,10 +1,10 @@
-//! Tasks during training: what the evaluator needs while it asks the weights (`candlewick_inference::answer`).
+//! Memory of tasks evaluated during training (`candlewick_inference::answer`).
 //!
 //! Prompts are not looked at: this is the most that batches of them take. t tokens of a forward, p tokens of context
 
 use candlewick_inference::answer::batch::Batching;
 
-use super::device::Place;
+use super::compute_device::ComputeDevice;
 use super::memory_breakdown::{Category, MemoryBreakdown};
 use super::{Asking, Setup, costs, program};
 use crate::plan::RanksPlan;
@@ -18,7 +18,7 @@ pub(super) fn asked(setup: &Setup, asking: Asking) -> MemoryBreakdown {
     let written = if asking.generates { written(setup, &sizes) } else { MemoryBreakdown::default() };
     let most = if written.total() > scored.total() { written } else { scored };
     let passing = most.total() - most.of(Category::Cache);
-    most.with(Category::Allocator, program::slack(setup.place, passing))
+    most.with(Category::Allocator, program::slack(setup.compute_device, passing))
 }
 
 struct Sizes {
@@ -36,7 +36,7 @@ impl Sizes {
         let config = setup.model.config();
         let heads = config.attention_heads();
         let row_bytes = 2 * config.n_layers() * heads.n_kv * heads.dim * F32 as usize;
-        let auto = Batching::auto(setup.place == Place::Cpu, row_bytes);
+        let auto = Batching::auto(setup.compute_device == ComputeDevice::Cpu, row_bytes);
         let longest = asking.max_length.unwrap_or(config.max_positions());
         // A text that is longer than a forward has one of its own; none is, unless `eval.max_length` allows such long ones.
         let context = if asking.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };
@@ -56,7 +56,7 @@ fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens, sizes.context);
     let block = costs::layer(&wide, 0);
     let s = setup.compute.n_bytes();
-    let widened = if setup.place == Place::Cpu && s < F32 { F32 } else { 0 };
+    let widened = if setup.compute_device == ComputeDevice::Cpu && s < F32 { F32 } else { 0 };
     let keys = block.kv_bytes(sizes.context + sizes.tokens, s) + block.kv_bytes(sizes.keys, s + widened);
     let path = n_blocks_here(setup) * block.kv_bytes(sizes.context, s);
     let logits = if setup.has_head() { costs::head(&wide).forward_bytes() + block.activation_bytes() } else { 0 };
@@ -67,7 +67,7 @@ fn scored(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
 fn written(setup: &Setup, sizes: &Sizes) -> MemoryBreakdown {
     let wide = of_tokens(setup, sizes.tokens + sizes.context, sizes.context);
     let block = costs::layer(&wide, 0);
-    let s = if setup.place == Place::Cpu { F32 } else { setup.compute.n_bytes() };
+    let s = if setup.compute_device == ComputeDevice::Cpu { F32 } else { setup.compute.n_bytes() };
     let pool = n_blocks_here(setup) * block.kv_bytes(sizes.pool_rows + 1, s);
     let logits = sizes.texts * setup.model.config().vocab_size() as u64 * F32;
     breakdown(&wide, pool, block.forward_bytes(), if setup.has_head() { logits } else { 0 })

@@ -2,16 +2,16 @@
 
 use candlewick_ops::DeviceKind;
 
-/// What computes.
+/// Kind of the device that computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// This machine's processor, in its RAM.
+pub enum ComputeDevice {
+    /// The CPU, in the RAM of this machine.
     Cpu,
     /// A GPU, in its own memory.
     Gpu,
 }
 
-impl Place {
+impl ComputeDevice {
     /// Returns the kind of device, as ops' costs name it.
     pub(super) fn kind(self) -> DeviceKind {
         match self {
