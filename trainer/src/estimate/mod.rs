@@ -24,5 +24,5 @@ pub use parameters::counts as parameter_counts;
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate, estimate_stage};
 pub use report::{Advice, Report, written};
 pub use search::{Candidate, Choice, Fixed, choose, longest};
-pub use setup::{Asking, Modes, Setup, SetupError};
+pub use setup::{EvalLoad, Modes, Setup, SetupError};
 pub use shortage::{Resource, Shortage};

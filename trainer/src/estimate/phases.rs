@@ -103,8 +103,8 @@ pub fn estimate_stage(setup: &Setup) -> Estimate {
     if setup.evaluates {
         phases.push((Phase::Evaluation, resident.clone().plus(&breakdown(step.evaluation())).plus(&whole_weights)));
     }
-    if let Some(asking) = setup.asking {
-        phases.push((Phase::Tasks, resident.clone().plus(&tasks::asked(setup, asking)).plus(&whole_weights)));
+    if let Some(eval_load) = setup.eval_load {
+        phases.push((Phase::Tasks, resident.clone().plus(&tasks::worst_batch(setup, eval_load)).plus(&whole_weights)));
     }
     if !setup.saves.is_empty() {
         phases.push((Phase::Save, resident.plus(&save(setup))));

@@ -56,7 +56,7 @@ pub struct Setup {
     /// Whether there is evaluation.
     pub evaluates: bool,
     /// The load of tasks, if there are some.
-    pub asking: Option<Asking>,
+    pub eval_load: Option<EvalLoad>,
     /// What is saved.
     pub saves: Vec<Kind>,
     /// Whether a save is written from a copy while training goes on.
@@ -74,7 +74,7 @@ pub struct Modes {
 
 /// Batches of the tasks evaluated during training.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asking {
+pub struct EvalLoad {
     /// True if one of them generates text.
     pub generates: bool,
     /// Sequences of a forward, if the number is set.
@@ -124,7 +124,7 @@ impl Setup {
             attention: plan.model.attention.implementation,
             init: plan.model.init,
             evaluates: plan.eval.is_some(),
-            asking: plan.tasks.as_ref().map(Asking::of),
+            eval_load: plan.tasks.as_ref().map(EvalLoad::of),
             saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.kind).collect(),
             copies_to_save: plan.checkpoints.iter().any(|checkpoint| checkpoint.async_save),
         })
@@ -186,7 +186,7 @@ impl Modes {
     }
 }
 
-impl Asking {
+impl EvalLoad {
     pub(super) fn of(tasks: &TasksPlan) -> Self {
         Self { generates: tasks.generates, batch_size: tasks.batch_size, max_length: tasks.max_length }
     }

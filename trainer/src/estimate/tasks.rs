@@ -6,16 +6,16 @@ use candlewick_inference::answer::batch::Batching;
 
 use super::compute_device::ComputeDevice;
 use super::memory_breakdown::{Category, MemoryBreakdown};
-use super::{Asking, Setup, costs, program};
+use super::{EvalLoad, Setup, costs, program};
 use crate::plan::RanksPlan;
 
 const F32: u64 = 4;
 
 /// The worst moment, beside what stays: a batch that is scored, or one that writes.
-pub(super) fn asked(setup: &Setup, asking: Asking) -> MemoryBreakdown {
-    let sizes = Sizes::of(setup, asking);
+pub(super) fn worst_batch(setup: &Setup, eval_load: EvalLoad) -> MemoryBreakdown {
+    let sizes = Sizes::of(setup, eval_load);
     let scored = scored(setup, &sizes);
-    let written = if asking.generates { written(setup, &sizes) } else { MemoryBreakdown::default() };
+    let written = if eval_load.generates { written(setup, &sizes) } else { MemoryBreakdown::default() };
     let most = if written.total() > scored.total() { written } else { scored };
     let passing = most.total() - most.of(Category::Cache);
     most.with(Category::Allocator, program::slack(setup.compute_device, passing))
@@ -32,15 +32,15 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(setup: &Setup, asking: Asking) -> Self {
+    fn of(setup: &Setup, eval_load: EvalLoad) -> Self {
         let config = setup.model.config();
         let heads = config.attention_heads();
         let row_bytes = 2 * config.n_layers() * heads.n_kv * heads.dim * F32 as usize;
         let auto = Batching::auto(setup.compute_device == ComputeDevice::Cpu, row_bytes);
-        let longest = asking.max_length.unwrap_or(config.max_positions());
+        let longest = eval_load.max_length.unwrap_or(config.max_positions());
         // A text that is longer than a forward has one of its own; none is, unless `eval.max_length` allows such long ones.
-        let context = if asking.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };
-        let (tokens, keys, texts, most_rows) = match asking.batch_size {
+        let context = if eval_load.max_length.is_some() { longest } else { longest.min(auto.n_tokens) };
+        let (tokens, keys, texts, most_rows) = match eval_load.batch_size {
             Some(n) => (n * context, n * context, n, usize::MAX),
             None => (auto.n_tokens.max(context), auto.n_keys.max(context), auto.n_texts, auto.pool_rows),
         };
