@@ -3,12 +3,15 @@
 use candlewick_runtime::allocator::{Allocator, keep_memory};
 use candlewick_runtime::cores::{load_kernels_at_start, share_cores};
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::process_memory::program_bytes;
 
 #[global_allocator]
 static ALLOCATOR: Allocator = Allocator;
 
 fn main() -> ExitCode {
     keep_memory();
+    // Measured before other files are mapped.
+    program_bytes();
     share_cores();
     load_kernels_at_start();
     candlewick_text::source::report_shortened_files();

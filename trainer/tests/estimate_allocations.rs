@@ -10,7 +10,7 @@ use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
 use estimated::Case;
 use peak_alloc::PeakAlloc;
-use trainer::estimate::Class;
+use trainer::estimate::Category;
 use trainer::run::{prepare_data, train};
 
 #[global_allocator]
@@ -53,8 +53,8 @@ fn a_run_allocates_what_the_formulas_say() {
 fn counted(arguments: &[&str]) {
     let case = Case::new(arguments);
     let counted = train_in_process(&case);
-    let account = case.estimate().peak().account.clone();
-    let said = account.total() - account.of(Class::Program) - account.of(Class::Allocator);
+    let breakdown = case.estimate().peak().breakdown.clone();
+    let said = breakdown.total() - breakdown.of(Category::Program) - breakdown.of(Category::Allocator);
     case.compare(said, counted as u64, 0.05);
 }
 

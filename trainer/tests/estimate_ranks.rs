@@ -10,7 +10,7 @@ use candlewick_runtime::run_id::RunId;
 use candlewick_text::hub::{Hub, HubSettings};
 use estimated::Case;
 use peak_alloc::PeakAlloc;
-use trainer::estimate::{Class, Place, Setup, estimate_stage};
+use trainer::estimate::{Category, ComputeDevice, Setup, estimate_stage};
 use trainer::run::{prepare_data, train};
 
 #[global_allocator]
@@ -35,11 +35,11 @@ fn ranks_allocate_what_the_formulas_say() {
     ] {
         let case = Case::on_ranks(n_ranks, &arguments);
         let counted = train_in_process(n_ranks, &case) / n_ranks;
-        let setup = Setup::of(&case.plan, Place::Cpu).unwrap();
+        let setup = Setup::of(&case.plan, ComputeDevice::Cpu).unwrap();
         let n_stages = setup.layout.n_stages();
         let of_stage = |stage| {
-            let account = estimate_stage(&Setup { stage, ..setup.clone() }).peak().account.clone();
-            account.total() - account.of(Class::Program) - account.of(Class::Allocator)
+            let breakdown = estimate_stage(&Setup { stage, ..setup.clone() }).peak().breakdown.clone();
+            breakdown.total() - breakdown.of(Category::Program) - breakdown.of(Category::Allocator)
         };
         let said = (0..n_stages).map(of_stage).sum::<u64>() / n_stages as u64;
         case.compare(said, counted as u64, 0.1);

@@ -11,7 +11,7 @@ use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage};
 use candlewick_parallel::{Formats, Mode, ParamStore, ShardingGroups};
 use serde_json::json;
 use support::Run;
-use trainer::estimate::{Capacity, Class, Fixed, Place, Resource, Setup, choose, estimate, usable};
+use trainer::estimate::{Capacity, Category, ComputeDevice, Fixed, Resource, Setup, choose, estimate, usable};
 use trainer::metrics::Console;
 use trainer::plan::{Activations, Engines, Known, Plan, Seat, TempDir};
 use trainer::recipe::{Loaded, RecipeError};
@@ -27,7 +27,7 @@ fn resolve_with(free: Option<u64>, parks_in_memory: bool, arguments: &[&str]) ->
 }
 
 fn of_test(free: Option<u64>) -> Capacity {
-    Capacity::of(Place::Cpu, free, "a test".into())
+    Capacity::of(ComputeDevice::Cpu, free, "a test".into())
 }
 
 fn config(vocab_size: usize) -> Config {
@@ -67,7 +67,7 @@ fn resolve_on(
 fn peak(activations: &str) -> u64 {
     let argument = format!("model.activation_checkpoint={activations}");
     let plan = resolve(Some(1 << 50), &[&argument]).unwrap();
-    estimate(&Setup::of(&plan, Place::Cpu).unwrap()).peak_bytes()
+    estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).peak_bytes()
 }
 
 /// The least that must be free for a peak to be planned for.
@@ -108,7 +108,7 @@ fn the_cheapest_modes_that_fit_are_taken() {
 fn of_long_rows_attention_is_not_computed_again() {
     let long = "data.max_length=16384";
     let half = resolve(Some(1 << 50), &[long, "model.activation_checkpoint={every: 2}"]).unwrap();
-    let peak = estimate(&Setup::of(&half, Place::Cpu).unwrap()).peak_bytes();
+    let peak = estimate(&Setup::of(&half, ComputeDevice::Cpu).unwrap()).peak_bytes();
     let plan = resolve(Some(free_for(peak)), &[long]).unwrap();
     assert_eq!(plan.model.activations, Activations::Selective);
 }
@@ -164,7 +164,7 @@ fn nothing_is_parked_where_that_saves_nothing() {
 fn nothing_is_parked_where_there_is_no_room_for_it() {
     let free = free_for(peak("{offload: 0.25}"));
     let plan = resolve_on(Some(free), None, false, &[]).unwrap();
-    let parked = estimate(&Setup::of(&plan, Place::Cpu).unwrap()).parked;
+    let parked = estimate(&Setup::of(&plan, ComputeDevice::Cpu).unwrap()).parked;
     assert_eq!(plan.model.activations, Activations::Offload(0.25));
     assert_eq!(resolve_on(Some(free), Some(parked), false, &[]).unwrap().model.activations, Activations::Offload(0.25));
     let error = resolve_on(Some(free), Some(parked - 1), false, &[]).unwrap_err().to_string();
@@ -174,9 +174,10 @@ fn nothing_is_parked_where_there_is_no_room_for_it() {
 #[test]
 fn the_ram_of_a_gpus_host_is_looked_at_too() {
     let plan = resolve(Some(1 << 50), &["model.activation_checkpoint=offload"]).unwrap();
-    let setup = Setup::of(&plan, Place::Gpu).unwrap();
+    let setup = Setup::of(&plan, ComputeDevice::Gpu).unwrap();
     let needed = estimate(&setup).host.unwrap();
-    let with = |host: u64| Capacity { host: Some(host), ..Capacity::of(Place::Gpu, Some(1 << 50), "a test".into()) };
+    let with =
+        |host: u64| Capacity { host: Some(host), ..Capacity::of(ComputeDevice::Gpu, Some(1 << 50), "a test".into()) };
     let fixed = Fixed { activations: true };
     assert!(choose(&setup, fixed, &with(needed)).found.is_some());
     let choice = choose(&setup, fixed, &with(needed - 1));
@@ -191,9 +192,9 @@ fn a_gpu_with_more_memory_holds_more_logits() {
     let mut plan = resolve(Some(1 << 50), &["data.max_length=16000", "model.dtype=f32"]).unwrap();
     plan.model.config = Some(config(50_000));
     let logits = |gib: u64| {
-        let capacity = Capacity::of(Place::Gpu, Some(gib << 30), "a test".into());
+        let capacity = Capacity::of(ComputeDevice::Gpu, Some(gib << 30), "a test".into());
         let estimate = estimate(&Setup::on(&plan, &capacity).unwrap());
-        estimate.phases.iter().map(|phase| phase.account.of(Class::Logits)).max().unwrap()
+        estimate.phases.iter().map(|phase| phase.breakdown.of(Category::Logits)).max().unwrap()
     };
     let [small, large, larger] = [16, 80, 160].map(logits);
     let of_token = 4 * (50_000 + 2 * 256);
@@ -211,7 +212,7 @@ fn a_mode_that_rounds_otherwise_is_not_chosen() {
 #[test]
 fn a_choice_is_a_function_of_the_plan_and_the_bytes() {
     let plan = resolve(Some(1 << 50), &[]).unwrap();
-    let setup = Setup::of(&plan, Place::Cpu).unwrap();
+    let setup = Setup::of(&plan, ComputeDevice::Cpu).unwrap();
     for bytes in [1 << 20, peak("full"), peak("none"), 1 << 50] {
         let capacity = of_test(Some(bytes));
         assert_eq!(choose(&setup, Fixed::default(), &capacity), choose(&setup, Fixed::default(), &capacity));
@@ -251,7 +252,7 @@ const PADDING: u64 = 8 * 23 * 512;
 
 #[test]
 fn a_base_of_8_bits_is_estimated_at_the_bytes_of_its_store() {
-    let dense = Setup::of(&resolve(Some(1 << 50), &["model.peft_config={r: 8}"]).unwrap(), Place::Cpu).unwrap();
+    let dense = Setup::of(&resolve(Some(1 << 50), &["model.peft_config={r: 8}"]).unwrap(), ComputeDevice::Cpu).unwrap();
     let model = dense.model.clone().with_frozen_storage(WeightStorage::Quantized(&INT8));
     let quantized = Setup { model, ..dense.clone() };
     let stored = |setup: &Setup| {
@@ -259,7 +260,7 @@ fn a_base_of_8_bits_is_estimated_at_the_bytes_of_its_store() {
         let alone = ShardingGroups::alone();
         ParamStore::new(&setup.model, formats, Mode::Train, &Device::Cpu, alone).unwrap().device_bytes().weights
     };
-    let weights = |setup: &Setup| estimate(setup).peak().account.of(Class::Weights);
+    let weights = |setup: &Setup| estimate(setup).peak().breakdown.of(Category::Weights);
     for setup in [&dense, &quantized] {
         let (said, stored) = (weights(setup), stored(setup));
         assert!(stored.abs_diff(said) <= PADDING, "estimated {said}, stored {stored}");

@@ -18,7 +18,7 @@ const HEADS_OF_14: &str = "model.hf_config_kwargs={num_attention_heads: 14, num_
      intermediate_size: 56, vocab_size: 280}";
 
 #[test]
-fn a_plan_shows_mesh_stages_and_timetable() {
+fn a_plan_shows_mesh_stages_and_schedule() {
     let pipeline = ["--ranks", "4", "--schedule", "pipeline_parallel_size=2", "tensor_parallel_size=2"];
     let (code, text) = ask("mesh", &[&pipeline[..], &["gradient_accumulation_steps=4"]].concat());
     assert_eq!(code, 0, "{text}");

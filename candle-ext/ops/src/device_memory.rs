@@ -4,6 +4,12 @@ use std::error::Error;
 
 use candle_core::Device;
 
+/// Bytes of a GPU's memory for its context, the kernels and the workspace of cuBLASLt. Assumed, not measured.
+pub const GPU_CONTEXT_BYTES: u64 = 640 << 20;
+
+/// Bytes of the host's RAM that CUDA's libraries take. Assumed, not measured.
+pub const GPU_HOST_BYTES: u64 = 1536 << 20;
+
 /// Memory of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
@@ -15,6 +21,12 @@ pub struct DeviceMemory {
 
 /// Texts by which CUDA, cuBLAS and cuDNN name an allocation that failed.
 const OUT_OF_MEMORY: [&str; 3] = ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED"];
+
+/// Returns the bytes that a GPU's memory pool cannot reuse of `bytes` allocated and freed in a step: one sixteenth. Assumed,
+/// not measured.
+pub fn gpu_pool_slack_bytes(bytes: u64) -> u64 {
+    bytes / 16
+}
 
 /// Tells whether an error, or one of its causes, is an allocation on a device that failed.
 ///

@@ -66,8 +66,10 @@ pub use attention::{
 pub use backward::BackwardContext;
 pub use bytes::{of_bytes, with_bytes};
 pub use cost::{Cost, DeviceKind, LinearInput};
-pub use device_memory::{DeviceMemory, device_memory, is_out_of_memory};
-pub use dropout::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
+pub use device_memory::{
+    DeviceMemory, GPU_CONTEXT_BYTES, GPU_HOST_BYTES, device_memory, gpu_pool_slack_bytes, is_out_of_memory,
+};
+pub use dropout::{Columns, Dropout, Rows, derive_key, dropout, dropout_cost, dropout_part};
 pub use embedding::{embedding, embedding_part};
 pub use gemm::{GemmSize, choose_cpu_product, cpu_gemm_buffer_bytes, cpu_product, cpu_product_rate, cpu_products};
 pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState, Verdict};

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result};
 use candlewick_comm::{Collective, Solo};
 use candlewick_model::Model;
 
-use crate::engine::{Engine, Residency};
+use crate::engine::{ActivationCheckpointing, Engine};
 use crate::groups::Groups;
 use crate::params::{CpuOffload, Formats, Mode, ParamStore, StoreOptions, ZeroStage};
 use crate::pipeline::{Layout, Pipeline, Schedule};
@@ -31,13 +31,13 @@ pub struct EngineSpec {
     /// The parameters that lie in the memory of a GPU's host.
     pub cpu_offload: CpuOffload,
     /// The activations that each block keeps for backward.
-    pub residency: Vec<Residency>,
+    pub checkpointing: Vec<ActivationCheckpointing>,
 }
 
 impl EngineSpec {
     /// Returns the spec of an engine that trains every block of `layout` with its whole tape kept.
     pub fn training(formats: Formats, layout: Layout) -> Self {
-        let residency = vec![Residency::Keep; layout.n_blocks()];
+        let checkpointing = vec![ActivationCheckpointing::None; layout.n_blocks()];
         Self {
             mode: Mode::Train,
             formats,
@@ -46,7 +46,7 @@ impl EngineSpec {
             layout,
             schedule: Schedule::default(),
             cpu_offload: CpuOffload::default(),
-            residency,
+            checkpointing,
         }
     }
 
@@ -59,7 +59,7 @@ impl EngineSpec {
     ///
     /// Training sums losses over the ranks of `groups.loss`. In inference each rank keeps its own.
     pub fn build(self, model: Model, groups: &Groups, device: Device) -> Result<Engine> {
-        let Self { mode, formats, zero_stage, sequence_parallel, layout, schedule, cpu_offload, residency } = self;
+        let Self { mode, formats, zero_stage, sequence_parallel, layout, schedule, cpu_offload, checkpointing } = self;
         let sharding = groups.sharding_groups(zero_stage, layout.clone(), sequence_parallel);
         let options = StoreOptions { formats, mode, cpu_offload };
         let store = ParamStore::of_units(model.units(), options, &device, sharding)?;
@@ -68,7 +68,7 @@ impl EngineSpec {
             Mode::Infer => Arc::new(Solo),
         };
         let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
-        let mut engine = Engine::new(model, store, residency, losses, device).with_pipeline(pipeline);
+        let mut engine = Engine::new(model, store, checkpointing, losses, device).with_pipeline(pipeline);
         if groups.cp.size() * groups.sp.size() > 1 {
             engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
         }

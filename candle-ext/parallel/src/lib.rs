@@ -20,19 +20,19 @@ mod tensor;
 pub use assembly::EngineSpec;
 pub use branches::{Branches, Path, Run, Until};
 pub use engine::{
-    Asked, Engine, LOGITS_BYTES_ON_CPU, LossScale, Micro, Optimizer, Residency, StepLoss, StepLosses, StepReport,
-    StepResult, Tokens, TrainBatch, logits_bytes_on_gpu,
+    ActivationCheckpointing, Asked, Engine, HeadCost, LOGITS_BYTES_ON_CPU, LossScale, Micro, Optimizer, StepBytes,
+    StepCost, StepLoss, StepLosses, StepReport, StepResult, Tokens, TrainBatch, logits_bytes_on_gpu,
 };
 pub use groups::Groups;
 pub use kv_cache::KvCache;
 pub use kv_pool::{Growing, Growth, KvPool};
 pub use objective::{AuxiliaryLoss, CausalLm, MicroLoss, Objective, TokenLosses};
-pub use offload::Parking;
+pub use offload::OffloadTarget;
 pub use params::{
     CpuOffload, Formats, MicroBatch, Mode, ParamState, ParamStore, ShardingGroups, StoreBytes, StoreOptions, ZeroStage,
 };
-pub use pipeline::{Action, Layout, Pass, Pipeline, Schedule, Timetable};
+pub use pipeline::{ChunkPass, Layout, Pipeline, PipelineSchedule, Schedule, StageStep};
 pub use placement::{SequenceParallel, max_shard_bytes, max_shard_numel};
 pub use regions::Regions;
-pub use sequence::Sequence;
+pub use sequence::{Sequence, ring_exchange};
 pub use tensor::TensorRanks;

@@ -1,4 +1,4 @@
-//! An activation parked where the compute device's memory is not: in a file, or in the host's memory.
+//! Activations offloaded from the memory that computes: to a file, or to the memory of the host.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -8,26 +8,26 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Error, Result, Tensor};
 use candlewick_ops::{HostCopy, of_bytes, with_bytes};
 
-/// Where activations are parked between forward and backward.
+/// Memory of offloaded activations between forward and backward.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Parking {
+pub enum OffloadTarget {
     /// In the host's memory: what a GPU has besides its own.
     HostMemory,
     /// In unlinked files in this folder, for what is computed on the CPU. They vanish with the process.
     Folder(PathBuf),
 }
 
-/// A tensor that was put away. Its memory is given back; [`Parked::fetch`] brings it back, bit for bit.
-pub(crate) enum Parked {
-    OnHost(HostCopy),
+/// An offloaded tensor, whose memory is freed. [`OffloadedActivation::fetch`] returns it, bit for bit.
+pub(crate) enum OffloadedActivation {
+    Host(HostCopy),
     InFile { file: File, shape: Vec<usize>, dtype: DType },
 }
 
-impl Parked {
-    pub(crate) fn park(x: &Tensor, parking: &Parking) -> Result<Self> {
-        let folder = match parking {
-            Parking::HostMemory => return Ok(Self::OnHost(HostCopy::start(x)?)),
-            Parking::Folder(folder) => folder,
+impl OffloadedActivation {
+    pub(crate) fn offload(x: &Tensor, target: &OffloadTarget) -> Result<Self> {
+        let folder = match target {
+            OffloadTarget::HostMemory => return Ok(Self::Host(HostCopy::start(x)?)),
+            OffloadTarget::Folder(folder) => folder,
         };
         let file = tempfile::tempfile_in(folder).map_err(|error| failed("open a file", folder, &error))?;
         with_bytes(x, |bytes| write(&file, bytes, folder))?;
@@ -36,21 +36,21 @@ impl Parked {
 
     pub(crate) fn fetch(self) -> Result<Tensor> {
         match self {
-            Self::OnHost(copy) => copy.into_device(),
+            Self::Host(copy) => copy.into_device(),
             Self::InFile { file, shape, dtype } => of_bytes(dtype, shape, |bytes| Ok(file.read_exact_at(bytes, 0)?)),
         }
     }
 }
 
 fn write(file: &File, bytes: &[u8], folder: &Path) -> Result<()> {
-    let doing = || format!("park an activation of {:.1} MiB", bytes.len() as f64 / f64::from(1 << 20));
+    let doing = || format!("offload an activation of {:.1} MiB", bytes.len() as f64 / f64::from(1 << 20));
     file.write_all_at(bytes, 0).map_err(|error| failed(&doing(), folder, &error))
 }
 
 fn failed(doing: &str, folder: &Path, error: &io::Error) -> Error {
     let advice = match error.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
-            "; set TMPDIR to a folder with more room, or park the inputs of fewer blocks"
+            "; set TMPDIR to a folder with more room, or offload the inputs of fewer blocks"
         }
         _ => "; set TMPDIR to a folder that this user may write to",
     };
@@ -65,8 +65,8 @@ mod tests {
 
     #[track_caller]
     fn check(x: Tensor) {
-        for parking in [Parking::HostMemory, Parking::Folder(std::env::temp_dir())] {
-            let back = Parked::park(&x, &parking).unwrap().fetch().unwrap();
+        for target in [OffloadTarget::HostMemory, OffloadTarget::Folder(std::env::temp_dir())] {
+            let back = OffloadedActivation::offload(&x, &target).unwrap().fetch().unwrap();
             assert_eq!((back.dims(), back.dtype()), (x.dims(), x.dtype()));
             let flat = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
             assert_eq!(flat(&back), flat(&x));
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parked_activation_comes_back_unchanged() {
+    fn an_offloaded_activation_comes_back_unchanged() {
         let x = Tensor::arange(0f32, 24.0, &Device::Cpu).unwrap().reshape((4, 6)).unwrap();
         check(x.clone());
         check(x.to_dtype(DType::BF16).unwrap());
@@ -86,8 +86,8 @@ mod tests {
     #[test]
     fn a_folder_that_is_not_there_is_named_with_the_way_out() {
         let x = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
-        let parked = Parked::park(&x, &Parking::Folder("/nowhere/at/all".into()));
-        let message = parked.err().unwrap().to_string();
+        let offloaded = OffloadedActivation::offload(&x, &OffloadTarget::Folder("/nowhere/at/all".into()));
+        let message = offloaded.err().unwrap().to_string();
         assert!(
             message.contains("failed to open a file in /nowhere/at/all") && message.contains("TMPDIR"),
             "{message}"
@@ -99,7 +99,7 @@ mod tests {
     fn a_full_disk_is_said_with_the_way_out() {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let message = write(&full, &[0; 1 << 19], Path::new("/big")).unwrap_err().to_string();
-        assert!(message.starts_with("failed to park an activation of 0.5 MiB in /big: "), "{message}");
+        assert!(message.starts_with("failed to offload an activation of 0.5 MiB in /big: "), "{message}");
         assert!(message.contains("set TMPDIR to a folder with more room"), "{message}");
     }
 }

@@ -11,7 +11,8 @@ use candlewick_ops::{
     Upstream, Verdict, linear_cross_entropy,
 };
 use candlewick_parallel::{
-    CpuOffload, Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Residency, ShardingGroups, StoreOptions,
+    ActivationCheckpointing, CpuOffload, Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, ShardingGroups,
+    StoreOptions,
 };
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -28,15 +29,20 @@ fn config(tied: bool) -> Config {
     .unwrap()
 }
 
-fn engine(model: Model, dtype: DType, residency: Residency) -> Engine {
-    engine_in(model, Formats::computing_in(dtype), residency)
+fn engine(model: Model, dtype: DType, checkpointing: ActivationCheckpointing) -> Engine {
+    engine_in(model, Formats::computing_in(dtype), checkpointing)
 }
 
-fn engine_in(model: Model, formats: Formats, residency: Residency) -> Engine {
-    engine_with(model, formats, CpuOffload::default(), residency)
+fn engine_in(model: Model, formats: Formats, checkpointing: ActivationCheckpointing) -> Engine {
+    engine_with(model, formats, CpuOffload::default(), checkpointing)
 }
 
-fn engine_with(model: Model, formats: Formats, cpu_offload: CpuOffload, residency: Residency) -> Engine {
+fn engine_with(
+    model: Model,
+    formats: Formats,
+    cpu_offload: CpuOffload,
+    checkpointing: ActivationCheckpointing,
+) -> Engine {
     let options = StoreOptions { formats, mode: Mode::Train, cpu_offload };
     let store = ParamStore::of_units(model.units(), options, &Device::Cpu, ShardingGroups::alone()).unwrap();
     store
@@ -49,7 +55,7 @@ fn engine_with(model: Model, formats: Formats, cpu_offload: CpuOffload, residenc
             Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
         })
         .unwrap();
-    let plan = vec![residency; model.n_blocks()];
+    let plan = vec![checkpointing; model.n_blocks()];
     Engine::new(model, store, plan, Arc::new(Solo), Device::Cpu)
 }
 
@@ -94,7 +100,7 @@ fn weights_that_the_host_keeps_give_the_same_gradients() {
     for (adapter, dtype) in [(None, DType::F32), (None, DType::BF16), (Some(lora), DType::F32)] {
         let of = |cpu_offload| {
             let model = Model::new(config(true), adapter.clone()).unwrap();
-            let engine = engine_with(model, Formats::computing_in(dtype), cpu_offload, Residency::Recompute);
+            let engine = engine_with(model, Formats::computing_in(dtype), cpu_offload, ActivationCheckpointing::Full);
             let losses = [1, 2].map(|key| {
                 engine.store().zero_grads().unwrap();
                 let loss = train(&engine, &micro(&all), &all, key);
@@ -157,16 +163,16 @@ fn assert_close(ours: &[(String, Vec<f32>)], other: &[(String, Vec<f32>)], bound
 #[test]
 fn what_a_block_keeps_changes_nothing() {
     let batch = sequences(&[7, 1, 12]);
-    let run = |residency| {
-        let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, residency);
+    let run = |checkpointing| {
+        let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, checkpointing);
         let loss = train(&engine, &micro(&batch), &batch, 5);
         (loss, grads(&engine))
     };
-    let keep = run(Residency::Keep);
+    let keep = run(ActivationCheckpointing::None);
     assert!(keep.0.is_finite() && keep.0 > 0.0);
-    assert!(keep == run(Residency::Recompute));
-    assert!(keep == run(Residency::Selective));
-    assert!(keep == run(Residency::Offload));
+    assert!(keep == run(ActivationCheckpointing::Full));
+    assert!(keep == run(ActivationCheckpointing::Selective));
+    assert!(keep == run(ActivationCheckpointing::Offload));
 }
 
 /// Some parameters get no gradient in a step: without targets the head, without micro-batches all of them.
@@ -178,7 +184,8 @@ fn nothing_is_left_of_the_gradients_of_an_earlier_step() {
     let lora = LoraConfig::from_json(&json!({"r": 4, "lora_alpha": 8, "target_modules": "all-linear"})).unwrap();
     for (tied, adapter) in [(true, None), (false, None), (true, Some(lora))] {
         let of = |steps: &[&[Micro]]| {
-            let engine = engine(Model::new(config(tied), adapter.clone()).unwrap(), DType::F32, Residency::Keep);
+            let engine =
+                engine(Model::new(config(tied), adapter.clone()).unwrap(), DType::F32, ActivationCheckpointing::None);
             for micros in steps {
                 engine.store().zero_grads().unwrap();
                 engine.forward_backward(micros, &scale_of(&all), |_| 5).unwrap();
@@ -198,10 +205,10 @@ fn the_engines_gradient_is_the_whole_graphs_gradient() {
     for tied in [true, false] {
         let batch = sequences(&[9, 5]);
         let scale = scale_of(&batch);
-        let by_block = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
+        let by_block = engine(Model::new(config(tied), None).unwrap(), DType::F32, ActivationCheckpointing::None);
         forward_backward(&by_block, &micro(&batch), &scale, 5);
 
-        let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, Residency::Keep);
+        let whole = engine(Model::new(config(tied), None).unwrap(), DType::F32, ActivationCheckpointing::None);
         let (model, store, micro) = (whole.model(), whole.store(), micro(&batch));
         let (cos, sin) = model.rope(&micro.positions, &Device::Cpu).unwrap();
         let cx = Cx {
@@ -239,7 +246,7 @@ fn the_cuda_kernels_take_the_step_that_the_cpus_take() {
     for adapter in [None, Some(LoraConfig::from_json(&lora).unwrap())] {
         let run = || {
             let model = Model::new(config(true), adapter.clone()).unwrap();
-            let engine = engine(model, DType::F32, Residency::Recompute);
+            let engine = engine(model, DType::F32, ActivationCheckpointing::Full);
             engine.store().zero_grads().unwrap();
             let loss = train(&engine, &micro(&batch), &batch, 5);
             let gradients = grads(&engine);
@@ -269,7 +276,7 @@ fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {
         })
         .collect();
     let run = |micros: Vec<Micro>| {
-        let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, Residency::Recompute);
+        let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, ActivationCheckpointing::Full);
         let loss: f64 = micros.iter().map(|micro| train(&engine, micro, &batch, 5)).sum();
         (loss, grads(&engine))
     };
@@ -286,7 +293,7 @@ fn the_split_of_a_step_into_micro_batches_changes_neither_loss_nor_gradient() {
 #[test]
 fn the_loss_without_a_tape_is_the_loss_with_one() {
     let batch = sequences(&[6, 9]);
-    let engine = engine(Model::new(config(false), None).unwrap(), DType::F32, Residency::Keep);
+    let engine = engine(Model::new(config(false), None).unwrap(), DType::F32, ActivationCheckpointing::None);
     let with = forward_backward(&engine, &micro(&batch), &LossScale::mean_over(1.0), 5);
     let before = grads(&engine);
     assert_eq!(engine.loss(&micro(&batch)).unwrap(), f64::from(with.to_scalar::<f32>().unwrap()));
@@ -298,7 +305,7 @@ fn an_adapters_base_has_no_gradient_and_its_factors_do() {
     let lora = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"});
     let lora = LoraConfig::from_json(&lora);
     let model = Model::new(config(true), Some(lora.unwrap())).unwrap();
-    let engine = engine(model, DType::F32, Residency::Recompute);
+    let engine = engine(model, DType::F32, ActivationCheckpointing::Full);
     let batch = sequences(&[8]);
     forward_backward(&engine, &micro(&batch), &LossScale::mean_over(1.0), 5);
     let grads = grads(&engine);
@@ -311,29 +318,29 @@ fn an_adapters_base_has_no_gradient_and_its_factors_do() {
 
 #[test]
 fn dropout_is_the_same_when_recomputed_and_absent_in_evaluation() {
-    let run = |p: f64, residency, key| {
+    let run = |p: f64, checkpointing, key| {
         let lora = json!({"r": 4, "lora_alpha": 16, "lora_dropout": p, "target_modules": "all-linear"});
         let model = Model::new(config(true), Some(LoraConfig::from_json(&lora).unwrap())).unwrap();
-        let engine = engine(model, DType::F32, residency);
+        let engine = engine(model, DType::F32, checkpointing);
         let batch = sequences(&[12, 7]);
         let loss = train(&engine, &micro(&batch), &batch, key);
         (loss, grads(&engine), engine.loss(&micro(&batch)).unwrap())
     };
-    let (loss, gradients, held_out) = run(0.5, Residency::Keep, 5);
-    assert!((loss, gradients.clone(), held_out) == run(0.5, Residency::Recompute, 5));
-    assert!((loss, gradients.clone(), held_out) == run(0.5, Residency::Selective, 5));
-    assert!((loss, gradients.clone(), held_out) == run(0.5, Residency::Offload, 5));
-    let (other_loss, _, other_held_out) = run(0.5, Residency::Keep, 6);
+    let (loss, gradients, held_out) = run(0.5, ActivationCheckpointing::None, 5);
+    assert!((loss, gradients.clone(), held_out) == run(0.5, ActivationCheckpointing::Full, 5));
+    assert!((loss, gradients.clone(), held_out) == run(0.5, ActivationCheckpointing::Selective, 5));
+    assert!((loss, gradients.clone(), held_out) == run(0.5, ActivationCheckpointing::Offload, 5));
+    let (other_loss, _, other_held_out) = run(0.5, ActivationCheckpointing::None, 6);
     assert_ne!(loss, other_loss, "another key drops others");
     assert_eq!(held_out, other_held_out);
-    let (undropped, _, plain) = run(0.0, Residency::Keep, 5);
+    let (undropped, _, plain) = run(0.0, ActivationCheckpointing::None, 5);
     assert_eq!(plain, held_out, "evaluation drops nothing");
     assert_ne!(loss, undropped);
 }
 
 #[test]
 fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
-    let engine = engine(Model::new(config(true), None).unwrap(), DType::BF16, Residency::Keep);
+    let engine = engine(Model::new(config(true), None).unwrap(), DType::BF16, ActivationCheckpointing::None);
     let batch = sequences(&[10, 10]);
     let mut losses = Vec::new();
     let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
@@ -356,7 +363,7 @@ fn steps_in_bf16_lower_the_loss_and_move_masters_and_copies() {
 fn half_precision_scales_the_loss_and_skips_what_overflows() {
     let batch = sequences(&[10, 10]);
     let run = |initial: f64, dtype| {
-        let engine = engine(Model::new(config(true), None).unwrap(), dtype, Residency::Recompute);
+        let engine = engine(Model::new(config(true), None).unwrap(), dtype, ActivationCheckpointing::Full);
         let loss_scaling = LossScaling { initial, window: 100, hysteresis: 1, min: 1.0 };
         let scaler = scaler(GradPolicy { loss_scaling, ..GradPolicy::PLAIN });
         engine.store().zero_grads().unwrap();
@@ -382,7 +389,7 @@ fn moments_in_bf16_take_half_the_room_and_nearly_the_same_steps() {
     let run = |moments| {
         let model = Model::new(config(true), None).unwrap();
         let formats = Formats { moments, ..Formats::computing_in(DType::F32) };
-        let engine = engine_in(model, formats, Residency::Keep);
+        let engine = engine_in(model, formats, ActivationCheckpointing::None);
         let hyper = AdamW { lr: 5e-3, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let scaler = scaler(GradPolicy::PLAIN);
         let mut loss = 0.0;
@@ -405,7 +412,7 @@ fn masters_and_gradients_in_bf16_are_what_the_ops_read_and_write() {
     let batch = sequences(&[10, 10]);
     let run = |masters| {
         let formats = Formats { masters, ..Formats::computing_in(DType::BF16) };
-        let engine = engine_in(Model::new(config(true), None).unwrap(), formats, Residency::Keep);
+        let engine = engine_in(Model::new(config(true), None).unwrap(), formats, ActivationCheckpointing::None);
         let hyper = AdamW { lr: 2e-2, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.1 };
         let scaler = scaler(GradPolicy::PLAIN);
         let mut losses = Vec::new();
@@ -425,7 +432,7 @@ fn masters_and_gradients_in_bf16_are_what_the_ops_read_and_write() {
 
 #[test]
 fn a_cache_gives_the_logits_of_the_whole_sequence() {
-    let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, Residency::Keep);
+    let engine = engine(Model::new(config(true), None).unwrap(), DType::F32, ActivationCheckpointing::None);
     let ids: Vec<u32> = (0..11).map(|i| (i * 7) % VOCAB).collect();
     let cache = KvCache::new(engine.model().n_blocks(), ids.len());
     let mut cached = engine.next_logits(&ids[..4], 0, &cache).unwrap();

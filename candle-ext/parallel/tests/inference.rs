@@ -8,7 +8,8 @@ use candlewick_comm::Solo;
 use candlewick_model::{Config, Model};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{
-    Asked, Engine, Formats, Growth, KvPool, Micro, Mode, ParamStore, Path, Residency, Run, ShardingGroups, Until,
+    ActivationCheckpointing, Asked, Engine, Formats, Growth, KvPool, Micro, Mode, ParamStore, Path, Run,
+    ShardingGroups, Until,
 };
 use serde_json::json;
 
@@ -33,7 +34,7 @@ fn engine(dtype: DType, window: Option<usize>) -> Engine {
             Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
         })
         .unwrap();
-    let plan = vec![Residency::Keep; model.n_blocks()];
+    let plan = vec![ActivationCheckpointing::None; model.n_blocks()];
     Engine::new(model, store, plan, Arc::new(Solo), Device::Cpu)
 }
 

@@ -7,7 +7,9 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_comm::Solo;
 use candlewick_model::{Config, MlpRows, Model};
 use candlewick_ops::Seqs;
-use candlewick_parallel::{Engine, Formats, LossScale, Micro, Mode, ParamStore, Parking, Residency, ShardingGroups};
+use candlewick_parallel::{
+    ActivationCheckpointing, Engine, Formats, LossScale, Micro, Mode, OffloadTarget, ParamStore, ShardingGroups,
+};
 use peak_alloc::PeakAlloc;
 use serde_json::json;
 
@@ -44,14 +46,15 @@ fn check_store_bytes(formats: Formats, n_bytes_of_weight: u64) {
 }
 
 /// The most bytes alive during a forward and backward, above what was alive before.
-fn peak(residency: Vec<Residency>, mlp_rows: MlpRows) -> usize {
+fn peak(checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> usize {
     let model = model();
     let store =
         ParamStore::new(&model, Formats::computing_in(DType::F32), Mode::Train, &Device::Cpu, ShardingGroups::alone())
             .unwrap();
-    let folder = Parking::Folder(std::env::temp_dir());
-    let engine =
-        Engine::new(model, store, residency, Arc::new(Solo), Device::Cpu).with_parking(folder).with_mlp_rows(mlp_rows);
+    let folder = OffloadTarget::Folder(std::env::temp_dir());
+    let engine = Engine::new(model, store, checkpointing, Arc::new(Solo), Device::Cpu)
+        .with_offload_target(folder)
+        .with_mlp_rows(mlp_rows);
     let micro = Micro {
         ids: Tensor::zeros(N_TOKENS, DType::U32, &Device::Cpu).unwrap(),
         targets: Tensor::zeros(N_TOKENS, DType::I64, &Device::Cpu).unwrap(),
@@ -70,19 +73,20 @@ fn each_mode_saves_what_it_promises() {
     check_store_bytes(Formats::computing_in(DType::F32), 16);
     check_store_bytes(Formats::computing_in(DType::BF16), 18);
     check_store_bytes(Formats { compute: DType::BF16, masters: DType::BF16, moments: DType::BF16 }, 8);
-    let of = |residency, mlp_rows| peak(vec![residency; N_BLOCKS], mlp_rows);
+    let of = |checkpointing, mlp_rows| peak(vec![checkpointing; N_BLOCKS], mlp_rows);
     // Threads and thread-local scratch of the matrix product are made by the first run.
-    of(Residency::Keep, MlpRows::Together);
-    let keep = of(Residency::Keep, MlpRows::Together);
-    let tiled = of(Residency::Keep, MlpRows::InTiles);
-    let full = of(Residency::Recompute, MlpRows::Together);
-    let full_tiled = of(Residency::Recompute, MlpRows::InTiles);
-    let selective = of(Residency::Selective, MlpRows::Together);
-    let parked = of(Residency::Offload, MlpRows::Together);
-    let mut half = vec![Residency::Offload; N_BLOCKS / 2];
-    half.resize(N_BLOCKS, Residency::Recompute);
-    let half_parked = peak(half, MlpRows::Together);
-    let all = [keep, tiled, full, full_tiled, selective, half_parked, parked].map(|bytes| bytes as f64 / INPUT as f64);
+    of(ActivationCheckpointing::None, MlpRows::Together);
+    let keep = of(ActivationCheckpointing::None, MlpRows::Together);
+    let tiled = of(ActivationCheckpointing::None, MlpRows::InTiles);
+    let full = of(ActivationCheckpointing::Full, MlpRows::Together);
+    let full_tiled = of(ActivationCheckpointing::Full, MlpRows::InTiles);
+    let selective = of(ActivationCheckpointing::Selective, MlpRows::Together);
+    let offloaded = of(ActivationCheckpointing::Offload, MlpRows::Together);
+    let mut half = vec![ActivationCheckpointing::Offload; N_BLOCKS / 2];
+    half.resize(N_BLOCKS, ActivationCheckpointing::Full);
+    let half_offloaded = peak(half, MlpRows::Together);
+    let all =
+        [keep, tiled, full, full_tiled, selective, half_offloaded, offloaded].map(|bytes| bytes as f64 / INPUT as f64);
     // Of each block's MLP gate and up are kept or not, 8 inputs.
     assert!(keep > tiled + N_BLOCKS * 15 / 2 * INPUT, "{all:.1?}");
     assert!(keep > full + N_BLOCKS * 11 * INPUT, "{all:.1?}");
@@ -91,6 +95,6 @@ fn each_mode_saves_what_it_promises() {
     // Within the one block that is computed again the MLP is most, with its gradients.
     assert!(full > full_tiled + 12 * INPUT, "{all:.1?}");
     // Of 8 inputs the last is in use when memory is at its peak.
-    assert!(full > parked + 11 * INPUT / 2, "{all:.1?}");
-    assert!(full > half_parked + 5 * INPUT / 2 && half_parked > parked + 5 * INPUT / 2, "{all:.1?}");
+    assert!(full > offloaded + 11 * INPUT / 2, "{all:.1?}");
+    assert!(full > half_offloaded + 5 * INPUT / 2 && half_offloaded > offloaded + 5 * INPUT / 2, "{all:.1?}");
 }

@@ -8,7 +8,8 @@ use candlewick_comm::Solo;
 use candlewick_model::{Config, LoraConfig, MlpRows, Model};
 use candlewick_ops::Seqs;
 use candlewick_parallel::{
-    Engine, Formats, KvCache, LossScale, Micro, Mode, ParamStore, Parking, Residency, ShardingGroups,
+    ActivationCheckpointing, Engine, Formats, KvCache, LossScale, Micro, Mode, OffloadTarget, ParamStore,
+    ShardingGroups,
 };
 use serde_json::{Value, json};
 
@@ -51,7 +52,7 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-fn engine(case: &Case, residency: Vec<Residency>, mlp_rows: MlpRows) -> Engine {
+fn engine(case: &Case, checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> Engine {
     let lora = case.lora.as_ref().map(|lora| LoraConfig::from_json(lora).unwrap());
     let model = Model::new(Config::from_json(case.config.clone()).unwrap(), lora).unwrap();
     let formats = Formats::computing_in(case.dtype);
@@ -66,7 +67,7 @@ fn engine(case: &Case, residency: Vec<Residency>, mlp_rows: MlpRows) -> Engine {
             Tensor::from_vec(values, spec.shape.as_slice(), &Device::Cpu)
         })
         .unwrap();
-    Engine::new(model, store, residency, Arc::new(Solo), Device::Cpu).with_mlp_rows(mlp_rows)
+    Engine::new(model, store, checkpointing, Arc::new(Solo), Device::Cpu).with_mlp_rows(mlp_rows)
 }
 
 fn micro() -> Micro {
@@ -91,8 +92,8 @@ struct Results {
     grads: Vec<(String, Vec<f32>)>,
 }
 
-fn run(case: &Case, residency: Vec<Residency>, mlp_rows: MlpRows) -> Results {
-    run_on(engine(case, residency, mlp_rows).with_parking(Parking::Folder(std::env::temp_dir())))
+fn run(case: &Case, checkpointing: Vec<ActivationCheckpointing>, mlp_rows: MlpRows) -> Results {
+    run_on(engine(case, checkpointing, mlp_rows).with_offload_target(OffloadTarget::Folder(std::env::temp_dir())))
 }
 
 fn run_on(engine: Engine) -> Results {
@@ -103,34 +104,43 @@ fn run_on(engine: Engine) -> Results {
     Results { loss, held_out: engine.loss(&micro()).unwrap(), grads }
 }
 
-fn all(residency: Residency) -> Vec<Residency> {
-    vec![residency; N_BLOCKS]
+fn all(checkpointing: ActivationCheckpointing) -> Vec<ActivationCheckpointing> {
+    vec![checkpointing; N_BLOCKS]
 }
 
 #[test]
 fn what_a_block_keeps_changes_no_bit_in_any_family() {
-    let mixed = vec![Residency::Offload, Residency::Selective, Residency::Keep];
+    let mixed =
+        vec![ActivationCheckpointing::Offload, ActivationCheckpointing::Selective, ActivationCheckpointing::None];
     for case in cases() {
         for mlp_rows in [MlpRows::Together, MlpRows::InTiles] {
-            let keep = run(&case, all(Residency::Keep), mlp_rows);
+            let keep = run(&case, all(ActivationCheckpointing::None), mlp_rows);
             assert!(keep.loss.is_finite() && keep.loss > 0.0);
-            for residency in [Residency::Recompute, Residency::Selective, Residency::Offload]
-                .map(all)
-                .into_iter()
-                .chain([mixed.clone()])
+            for checkpointing in
+                [ActivationCheckpointing::Full, ActivationCheckpointing::Selective, ActivationCheckpointing::Offload]
+                    .map(all)
+                    .into_iter()
+                    .chain([mixed.clone()])
             {
-                assert!(keep == run(&case, residency.clone(), mlp_rows), "{residency:?} {mlp_rows:?} {}", case.config);
+                assert!(
+                    keep == run(&case, checkpointing.clone(), mlp_rows),
+                    "{checkpointing:?} {mlp_rows:?} {}",
+                    case.config
+                );
             }
         }
     }
 }
 
 #[test]
-fn where_an_input_is_parked_changes_no_bit() {
+fn where_an_input_is_offloaded_to_changes_no_bit() {
     for case in cases() {
-        let engine = || engine(&case, all(Residency::Offload), MlpRows::Together);
-        let folder = Parking::Folder(std::env::temp_dir());
-        assert!(run_on(engine().with_parking(folder)) == run_on(engine().with_parking(Parking::HostMemory)));
+        let engine = || engine(&case, all(ActivationCheckpointing::Offload), MlpRows::Together);
+        let folder = OffloadTarget::Folder(std::env::temp_dir());
+        assert!(
+            run_on(engine().with_offload_target(folder))
+                == run_on(engine().with_offload_target(OffloadTarget::HostMemory))
+        );
     }
 }
 
@@ -139,9 +149,14 @@ fn where_an_input_is_parked_changes_no_bit() {
 #[test]
 fn a_tiled_mlp_gives_the_same_losses_and_gradients_in_every_family() {
     for case in cases() {
-        let whole = run(&case, all(Residency::Keep), MlpRows::Together);
-        for residency in [Residency::Keep, Residency::Recompute, Residency::Selective, Residency::Offload] {
-            let tiled = run(&case, all(residency), MlpRows::InTiles);
+        let whole = run(&case, all(ActivationCheckpointing::None), MlpRows::Together);
+        for checkpointing in [
+            ActivationCheckpointing::None,
+            ActivationCheckpointing::Full,
+            ActivationCheckpointing::Selective,
+            ActivationCheckpointing::Offload,
+        ] {
+            let tiled = run(&case, all(checkpointing), MlpRows::InTiles);
             assert_eq!((tiled.loss, tiled.held_out), (whole.loss, whole.held_out), "{}", case.config);
             for ((name, tiled), (_, whole)) in tiled.grads.iter().zip(&whole.grads) {
                 let bound = if name.contains("mlp.") { 1e-6 } else { 0.0 };
@@ -165,7 +180,7 @@ fn assert_close(name: &str, ours: &[f32], other: &[f32], bound: f64) {
 fn generation_gives_the_same_logits_with_tiles() {
     let ids: Vec<u32> = (0..70).map(|i| (i * 7) % VOCAB as u32).collect();
     let logits = |mlp_rows| {
-        let engine = engine(&cases()[0], all(Residency::Keep), mlp_rows);
+        let engine = engine(&cases()[0], all(ActivationCheckpointing::None), mlp_rows);
         let cache = KvCache::new(N_BLOCKS, ids.len());
         let prompt = engine.next_logits(&ids[..69], 0, &cache).unwrap().to_vec1::<f32>().unwrap();
         (prompt, engine.next_logits(&ids[69..], 69, &cache).unwrap().to_vec1::<f32>().unwrap())

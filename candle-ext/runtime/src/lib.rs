@@ -9,5 +9,6 @@ pub mod error_file;
 pub mod exit;
 pub mod place;
 pub mod process_group;
+pub mod process_memory;
 pub mod progress;
 pub mod run_id;

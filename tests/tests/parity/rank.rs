@@ -11,7 +11,7 @@ use candlewick_comm::{Call, Options, World, sum, threads};
 use candlewick_model::MlpRows;
 use candlewick_ops::{AdamW, GradPolicy, GradScaler};
 use candlewick_parallel::{
-    CpuOffload, Engine, EngineSpec, Formats, Groups, Layout, LossScale, ParamState, Residency, Schedule,
+    ActivationCheckpointing, CpuOffload, Engine, EngineSpec, Formats, Groups, Layout, LossScale, ParamState, Schedule,
     SequenceParallel, ZeroStage,
 };
 
@@ -181,19 +181,19 @@ pub(crate) fn engine(world: &World, way: Way, kind: Kind, lie: Option<&Lie>) -> 
     let everyone = Lying { group: world.group(), name: "world".to_owned(), lie: lie.cloned() };
     let groups = Groups::new(&mesh, &everyone)?;
     let model = kind.model();
-    // Every kind of residency: weights come and go differently for each.
-    let residency = (0..model.n_blocks()).map(|block| match block % 4 {
-        0 => Residency::Keep,
-        1 => Residency::Recompute,
-        2 => Residency::Selective,
-        _ => Residency::Offload,
+    // Every kind of activation checkpointing: weights come and go differently for each.
+    let checkpointing = (0..model.n_blocks()).map(|block| match block % 4 {
+        0 => ActivationCheckpointing::None,
+        1 => ActivationCheckpointing::Full,
+        2 => ActivationCheckpointing::Selective,
+        _ => ActivationCheckpointing::Offload,
     });
     let spec = EngineSpec {
         zero_stage: way.zero_stage,
         sequence_parallel: way.sequence_parallel,
         schedule: way.schedule,
         cpu_offload: way.cpu_offload,
-        residency: residency.collect(),
+        checkpointing: checkpointing.collect(),
         ..EngineSpec::training(Formats::computing_in(DType::F32), way.layout(model.n_blocks()))
     };
     let engine = spec.build(model, &groups, Device::Cpu)?.with_mlp_rows(way.mlp_rows);

@@ -69,7 +69,7 @@ enum Command {
     /// Say what memory a run will need, without weights, device or data
     #[command(after_long_help = estimate::EXAMPLES)]
     Estimate(estimate::EstimateArgs),
-    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's schedule
+    /// Print how ranks would share the work: the mesh, and with --schedule a pipeline's steps
     #[command(visible_alias = "plan", after_long_help = mesh::EXAMPLES)]
     Mesh(mesh::MeshArgs),
     /// Compare two steps of a shrunken model on the recipe's mesh, as threads, with one rank's

@@ -60,7 +60,7 @@ pub(super) fn run(train: &Train, verbosity: Verbosity, ui: &Ui) -> Result<ExitCo
 fn refuse_what_cannot_fit(plan: &Plan, place: &Place, ui: &Ui) -> Result<()> {
     let capacity = Capacity::now(plan.device).of_one(place.local_world_size);
     let setup = Setup::on(plan, &capacity)?;
-    let least = estimate(&Setup { row_tokens: 2, rows: 1, asking: None, ..setup.clone() }).shortages(&capacity);
+    let least = estimate(&Setup { row_tokens: 2, rows: 1, eval_load: None, ..setup.clone() }).shortages(&capacity);
     // An estimate is up to a tenth too high, and the system may find some more.
     if let Some(shortage) = least.into_iter().find(|short| short.needed_bytes / 5 * 4 > short.free_bytes) {
         let problem = format!("failed to start: the run needs {shortage}, whatever its rows are");

@@ -2,7 +2,8 @@
 
 use candlewick_ops::{DeviceChoice, why_no_gpu};
 
-use super::{Place, free_ram::free_ram, usable};
+use super::compute_device::ComputeDevice;
+use super::free_ram::free_ram;
 use crate::checkpoint::free_bytes;
 use crate::metrics::GpuMonitor;
 use crate::recipe::parse_number;
@@ -26,7 +27,7 @@ const GPUS: [(&str, u64); 9] = [
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// What computes.
-    pub place: Place,
+    pub compute_device: ComputeDevice,
     /// The memory that a run may use; `None` if it is not known.
     pub bytes: Option<u64>,
     /// All the memory of a GPU, in use or free; `None` if it is not known.
@@ -41,9 +42,9 @@ pub struct Capacity {
 
 impl Capacity {
     /// A device of which nothing else is known, all of whose memory is free.
-    pub fn of(place: Place, bytes: Option<u64>, name: String) -> Self {
-        let gpu_bytes = bytes.filter(|_| place == Place::Gpu);
-        Self { place, bytes, gpu_bytes, name, host: None, parking: None }
+    pub fn of(compute_device: ComputeDevice, bytes: Option<u64>, name: String) -> Self {
+        let gpu_bytes = bytes.filter(|_| compute_device == ComputeDevice::Gpu);
+        Self { compute_device, bytes, gpu_bytes, name, host: None, parking: None }
     }
 
     /// What is free at this moment where a run on `device` would compute.
@@ -59,12 +60,12 @@ impl Capacity {
                 let free = memory.map(|memory| memory.gpu_total_bytes.saturating_sub(memory.gpu_used_bytes));
                 let bytes = free.filter(|free| *free > 0);
                 let gpu_bytes = memory.map(|memory| memory.gpu_total_bytes).filter(|total| *total > 0);
-                let now = Self::of(Place::Gpu, bytes, format!("cuda:{ordinal}, free now"));
+                let now = Self::of(ComputeDevice::Gpu, bytes, format!("cuda:{ordinal}, free now"));
                 Self { host: free_ram(), gpu_bytes, ..now }
             }
             None => {
                 let parking = free_bytes(&std::env::temp_dir()).ok();
-                Self { parking, ..Self::of(Place::Cpu, free_ram(), "this machine's RAM, free now".into()) }
+                Self { parking, ..Self::of(ComputeDevice::Cpu, free_ram(), "this machine's RAM, free now".into()) }
             }
         }
     }
@@ -73,7 +74,7 @@ impl Capacity {
     #[must_use]
     pub fn of_one(self, n_here: usize) -> Self {
         let share = |bytes: Option<u64>| bytes.map(|bytes| bytes / n_here.max(1) as u64);
-        let bytes = if self.place == Place::Cpu { share(self.bytes) } else { self.bytes };
+        let bytes = if self.compute_device == ComputeDevice::Cpu { share(self.bytes) } else { self.bytes };
         Self { bytes, host: share(self.host), parking: share(self.parking), ..self }
     }
 
@@ -86,15 +87,16 @@ impl Capacity {
     /// Reads the name of a device, or a number of bytes for the kind of device that `device` is.
     pub fn parse(text: &str, device: DeviceChoice) -> Result<Self, String> {
         if let Some((name, bytes)) = GPUS.iter().find(|(name, _)| *name == text) {
-            return Ok(Self::of(Place::Gpu, Some(*bytes), (*name).to_owned()));
+            return Ok(Self::of(ComputeDevice::Gpu, Some(*bytes), (*name).to_owned()));
         }
         if let Ok(device) = text.parse() {
             return Ok(Self::now(device));
         }
         match parse_bytes(text) {
             Some(bytes) => {
-                let place = if matches!(device, DeviceChoice::Cuda(_)) { Place::Gpu } else { Place::Cpu };
-                Ok(Self::of(place, Some(bytes), "--device".into()))
+                let compute_device =
+                    if matches!(device, DeviceChoice::Cuda(_)) { ComputeDevice::Gpu } else { ComputeDevice::Cpu };
+                Ok(Self::of(compute_device, Some(bytes), "--device".into()))
             }
             None => {
                 let names: Vec<&str> = GPUS.iter().map(|(name, _)| *name).collect();
@@ -102,6 +104,11 @@ impl Capacity {
             }
         }
     }
+}
+
+/// What a run may be planned for of the bytes that are free: the data, and other programs, want some, too.
+pub fn usable(free: u64) -> u64 {
+    free - free / 10
 }
 
 /// Reads a number of bytes above 0: `24GiB`, `24Gi`, `24GB`, `24G` or `24`.
@@ -120,19 +127,19 @@ mod tests {
     use super::*;
 
     #[track_caller]
-    fn check(text: &str, device: DeviceChoice, place: Place, bytes: u64) {
+    fn check(text: &str, device: DeviceChoice, compute_device: ComputeDevice, bytes: u64) {
         let capacity = Capacity::parse(text, device).unwrap();
-        assert_eq!((capacity.place, capacity.bytes), (place, Some(bytes)), "{text}");
+        assert_eq!((capacity.compute_device, capacity.bytes), (compute_device, Some(bytes)), "{text}");
     }
 
     #[test]
     fn a_device_has_a_name_or_bytes() {
-        check("h100-80g", DeviceChoice::Cpu, Place::Gpu, 81_559 << 20);
+        check("h100-80g", DeviceChoice::Cpu, ComputeDevice::Gpu, 81_559 << 20);
         for (text, bytes) in [("24GiB", 24 << 30), ("24Gi", 24 << 30), ("24GB", 24_000_000_000), ("1048576", 1 << 20)] {
-            check(text, DeviceChoice::Auto, Place::Cpu, bytes);
-            check(text, DeviceChoice::Cuda(1), Place::Gpu, bytes);
+            check(text, DeviceChoice::Auto, ComputeDevice::Cpu, bytes);
+            check(text, DeviceChoice::Cuda(1), ComputeDevice::Gpu, bytes);
         }
-        assert_eq!(Capacity::parse("cpu", DeviceChoice::Cuda(0)).unwrap().place, Place::Cpu);
+        assert_eq!(Capacity::parse("cpu", DeviceChoice::Cuda(0)).unwrap().compute_device, ComputeDevice::Cpu);
         for wrong in ["h100", "0", "-1", "GiB", ""] {
             let error = Capacity::parse(wrong, DeviceChoice::Auto).unwrap_err();
             assert!(error.contains("h100-80g"), "{error}");

@@ -1,30 +1,28 @@
 //! What memory a run will need, computed from its plan alone: no weights are loaded, no device and no data are touched.
 //!
-//! [`Setup`] is what of a plan matters. `parameters`, `block`, `head`, `tasks` and `program` have the formulas, each for one part
-//! of the code; `phases` adds them up as the engine does in time. `longest` and `modes` solve the same formulas.
+//! [`Setup`] is the part of a plan that memory depends on. `costs` hands its sizes to the crates that allocate, which declare
+//! their bytes; `parameters`, `tasks` and `program` add the rest, and `phases` the sums. `search` compares modes.
 
-mod account;
-mod block;
 mod capacity;
+mod compute_device;
+mod costs;
 mod free_ram;
-mod head;
-mod longest;
-mod modes;
+mod memory_breakdown;
 mod parameters;
 mod phases;
 mod program;
 mod report;
+mod search;
 mod setup;
 mod shortage;
 mod tasks;
 
-pub use account::{Account, Class};
-pub use capacity::{Capacity, parse_bytes};
-pub use longest::longest;
-pub use modes::{Candidate, Choice, Fixed, Modes, choose, usable};
+pub use capacity::{Capacity, parse_bytes, usable};
+pub use compute_device::ComputeDevice;
+pub use memory_breakdown::{Category, MemoryBreakdown, bytes};
 pub use parameters::counts as parameter_counts;
 pub use phases::{Estimate, Phase, PhaseEstimate, estimate, estimate_stage};
-pub use report::{Advice, Report, bytes, written};
-pub use setup::{Place, Setup, SetupError};
+pub use report::{Advice, Report, written};
+pub use search::{Candidate, Choice, Fixed, choose, longest};
+pub use setup::{EvalLoad, Modes, Setup, SetupError};
 pub use shortage::{Resource, Shortage};
-pub use tasks::Asking;

@@ -3,24 +3,24 @@
 use candlewick_model::Unit;
 
 use super::Setup;
-use super::account::{Account, Class};
+use super::memory_breakdown::{Category, MemoryBreakdown};
 use crate::plan::RanksPlan;
 
 /// What stays from the beginning of a run to its end. A frozen parameter has a compute copy alone. A trained one has a
 /// master with a gradient, two moments, and a compute copy unless the master has that format and lies beside it. (The
 /// store's zeros between parameters, at most 127 elements each, are left out.) With several ranks a ZeRO stage says of what
 /// each keeps a share only.
-pub(super) fn resident(setup: &Setup) -> Account {
+pub(super) fn resident(setup: &Setup) -> MemoryBreakdown {
     let (frozen, trained) = counts_here(setup);
     let here = trained - on_host(setup);
     let weights = if setup.weights_on_host { 0 } else { frozen + trained * setup.compute.n_bytes() };
     let (masters, moments) = (setup.masters.n_bytes(), setup.moments.n_bytes());
     let master_copies = if setup.compute == setup.masters { 0 } else { here };
-    Account::default()
-        .with(Class::Weights, share(setup, 3, weights))
-        .with(Class::Masters, share(setup, 1, master_copies) * masters)
-        .with(Class::Gradients, share(setup, 2, trained) * masters)
-        .with(Class::Moments, 2 * share(setup, 1, here) * moments)
+    MemoryBreakdown::default()
+        .with(Category::Weights, share(setup, 3, weights))
+        .with(Category::Masters, share(setup, 1, master_copies) * masters)
+        .with(Category::Gradients, share(setup, 2, trained) * masters)
+        .with(Category::Moments, 2 * share(setup, 1, here) * moments)
 }
 
 /// What a rank keeps of `n` elements or bytes that are sharded from a ZeRO stage on.

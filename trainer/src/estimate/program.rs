@@ -1,39 +1,41 @@
-//! What a run needs whatever it trains. The constants were measured: the only numbers here that are not read off the code.
+//! Memory that a run needs whatever it trains: the program, its tokenizer, the allocator's slack.
 
-use super::{Place, Setup, head};
+use candlewick_ops::{GPU_CONTEXT_BYTES, GPU_HOST_BYTES, cpu_gemm_buffer_bytes, gpu_pool_slack_bytes};
+use candlewick_runtime::allocator::slack_bytes;
+use candlewick_runtime::process_memory::program_bytes;
+use candlewick_text::tokenizer::Tokenizer;
 
-/// The program itself, its libraries, threads and buffers.
-const PROGRAM: u64 = 48 << 20;
-/// A token of a byte-pair tokenizer: its text, its merges and their tables.
-const TOKENIZER_BYTES: u64 = 400;
-/// A GPU's context, our kernels and the workspace of cuBLASLt.
-const GPU_CONTEXT: u64 = 640 << 20;
-/// What CUDA's libraries take of the host's RAM.
-const GPU_HOST: u64 = 1536 << 20;
+use super::compute_device::ComputeDevice;
+use super::{Setup, costs};
 
-/// The bytes in the memory of what computes.
+/// Returns the bytes in the memory of the device that computes.
 pub(super) fn on_device(setup: &Setup) -> u64 {
-    match setup.place {
-        Place::Cpu => PROGRAM + tokenizer(setup) + head::packed(setup),
-        Place::Gpu => GPU_CONTEXT,
+    match setup.compute_device {
+        ComputeDevice::Cpu => program_bytes() + tokenizer(setup) + matmul_buffers(setup),
+        ComputeDevice::Gpu => GPU_CONTEXT_BYTES,
     }
 }
 
-/// The bytes in the RAM of a machine whose GPU computes.
+/// Returns the bytes in the RAM of a machine whose GPU computes.
 pub(super) fn on_gpu_host(setup: &Setup) -> u64 {
-    PROGRAM + GPU_HOST + tokenizer(setup)
+    program_bytes() + GPU_HOST_BYTES + tokenizer(setup)
+}
+
+/// Returns the bytes that the allocator holds besides `passing` bytes that a step allocates and frees.
+pub(super) fn slack(compute_device: ComputeDevice, passing: u64) -> u64 {
+    match compute_device {
+        ComputeDevice::Cpu => slack_bytes(passing),
+        ComputeDevice::Gpu => gpu_pool_slack_bytes(passing),
+    }
 }
 
 fn tokenizer(setup: &Setup) -> u64 {
-    setup.model.config().vocab_size() as u64 * TOKENIZER_BYTES
+    setup.model.config().vocab_size() as u64 * Tokenizer::BYTES_PER_TOKEN
 }
 
-/// Of what a step allocates and frees again, the allocator keeps pieces that nothing of another size fits into: on the CPU
-/// a sixteenth, and besides as much as small buffers and the reading of the data have left, up to a bound.
-pub(super) fn slack(place: Place, passing: u64) -> u64 {
-    const LEFT: u64 = 40 << 20;
-    match place {
-        Place::Cpu => passing / 16 + passing.min(LEFT),
-        Place::Gpu => passing / 16,
-    }
+/// Returns the bytes of the packing buffers of matmuls on the CPU, which stay for the next ones.
+fn matmul_buffers(setup: &Setup) -> u64 {
+    let (layer, head) = (costs::layer(setup, 0), costs::head(setup));
+    let matmuls: Vec<_> = layer.mlp_matmuls().into_iter().chain(head.matmuls()).collect();
+    cpu_gemm_buffer_bytes(&matmuls)
 }

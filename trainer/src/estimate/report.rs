@@ -5,10 +5,10 @@ use std::fmt;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::modes::by_cost;
+use super::search::by_cost;
 use super::{
-    Capacity, Class, Estimate, Fixed, Modes, Phase, Place, Resource, Setup, Shortage, choose, estimate, longest,
-    parameters,
+    Capacity, Category, ComputeDevice, Estimate, Fixed, Modes, Phase, Resource, Setup, Shortage, bytes, choose,
+    estimate, longest, parameters,
 };
 use crate::metrics::quantity;
 use crate::plan::{Activations, ComputeDtype};
@@ -44,7 +44,7 @@ pub struct Report {
     pub fits: Option<bool>,
     /// What there is too little of, as far as that is known.
     pub short: Vec<Shortage>,
-    /// Bytes by class for each phase, and what is parked and in the host's RAM.
+    /// Bytes by category for each phase, and what is parked and in the host's RAM.
     #[serde(flatten)]
     pub estimate: Estimate,
     /// The most tokens of a row that fit as the recipe stands; null if none do, or the device's bytes are not known.
@@ -113,7 +113,7 @@ fn advice(setup: &Setup, capacity: &Capacity) -> Vec<Advice> {
         switches.push(("deepspeed.bf16.bf16_optimizer_states", json!(true)));
         advice.extend(ladder(&setup, capacity, &switches));
     }
-    if setup.place == Place::Gpu && setup.optimizer_on_host < 1.0 {
+    if setup.compute_device == ComputeDevice::Gpu && setup.optimizer_on_host < 1.0 {
         setup.optimizer_on_host = 1.0;
         switches.push(("deepspeed.zero_optimization.offload_optimizer", json!({"device": "cpu"})));
         advice.extend(ladder(&setup, capacity, &switches));
@@ -138,15 +138,6 @@ fn ladder(setup: &Setup, capacity: &Capacity, switches: &[(&str, Value)]) -> Vec
         Advice { set, peak_bytes, fits, short, same_result: switches.is_empty() }
     };
     found.into_iter().chain(most).map(to_advice).collect()
-}
-
-/// Writes bytes in the unit that fits: `512 B`, `37.5 MiB`, `1.25 GiB`.
-pub fn bytes(n: u64) -> String {
-    const UNITS: [(u64, &str, usize); 3] = [(1 << 30, "GiB", 2), (1 << 20, "MiB", 1), (1 << 10, "KiB", 1)];
-    match UNITS.iter().find(|(unit, ..)| n >= *unit) {
-        Some((unit, name, digits)) => format!("{:.digits$} {name}", n as f64 / *unit as f64),
-        None => format!("{n} B"),
-    }
 }
 
 /// Writes keys and values as they may stand behind a recipe on the command line: `'key={every: 2}'`.
@@ -196,18 +187,22 @@ impl fmt::Display for Report {
 impl Report {
     fn table(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let phases = &self.estimate.phases;
-        let is_used = |class: &Class| phases.iter().any(|phase| phase.account.of(*class) > 0);
+        let is_used = |category: &Category| phases.iter().any(|phase| phase.breakdown.of(*category) > 0);
         let row = |name: &str, cells: Vec<String>| {
             let cells: String = cells.iter().map(|cell| format!("{cell:>13}")).collect();
             format!("  {name:<22}{cells}")
         };
         writeln!(f, "{}", row("", phases.iter().map(|phase| phase.phase.name().to_owned()).collect()))?;
-        for class in Class::ALL.into_iter().filter(is_used) {
+        for category in Category::ALL.into_iter().filter(is_used) {
             let cell = |n: u64| if n == 0 { "-".to_owned() } else { bytes(n) };
-            writeln!(f, "{}", row(class.name(), phases.iter().map(|phase| cell(phase.account.of(class))).collect()))?;
+            writeln!(
+                f,
+                "{}",
+                row(category.name(), phases.iter().map(|phase| cell(phase.breakdown.of(category))).collect())
+            )?;
         }
         let mark = |phase: &Phase| if *phase == self.peak_phase { "*" } else { "" };
-        let totals = phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), bytes(phase.account.total())));
+        let totals = phases.iter().map(|phase| format!("{}{}", mark(&phase.phase), bytes(phase.breakdown.total())));
         writeln!(f, "{}", row("all (* is the peak)", totals.collect()))
     }
 
@@ -248,14 +243,6 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn bytes_have_the_unit_that_fits() {
-        let cases = [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1.0 KiB"), (3 << 19, "1.5 MiB"), (5 << 28, "1.25 GiB")];
-        for (n, want) in cases {
-            assert_eq!(bytes(n), want);
-        }
-    }
 
     #[test]
     fn keys_are_written_as_a_shell_wants_them() {

@@ -1,25 +1,15 @@
 //! What of a plan decides its memory.
 
 use candle_core::DType;
-use candlewick_model::{Model, ModelError, ParamSpec, Unit};
-use candlewick_ops::{AttentionImpl, DeviceKind};
+use candlewick_model::{MlpRows, Model, ModelError, ParamSpec, Unit};
+use candlewick_ops::AttentionImpl;
 use candlewick_parallel::{Layout, Schedule, max_shard_bytes, max_shard_numel};
+use serde_json::{Value, json};
 
-use super::capacity::Capacity;
-use super::modes::Modes;
-use super::tasks::Asking;
+use super::Capacity;
+use super::compute_device::ComputeDevice;
 use crate::checkpoint::Kind;
-use crate::plan::dtype;
-use crate::plan::{ComputeDtype, Init, Plan, RanksPlan};
-
-/// What computes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// This machine's processor, in its RAM.
-    Cpu,
-    /// A GPU, in its own memory.
-    Gpu,
-}
+use crate::plan::{Activations, ComputeDtype, Init, Plan, RanksPlan, TasksPlan, dtype};
 
 /// The part of a plan that the formulas read.
 #[derive(Clone, Debug)]
@@ -55,7 +45,7 @@ pub struct Setup {
     /// Whether the weights are there, too.
     pub weights_on_host: bool,
     /// What computes.
-    pub place: Place,
+    pub compute_device: ComputeDevice,
     /// All the memory of the GPU that computes, if it is known.
     pub gpu_bytes: Option<u64>,
     /// What computes attention.
@@ -64,12 +54,32 @@ pub struct Setup {
     pub init: Init,
     /// Whether there is evaluation.
     pub evaluates: bool,
-    /// How tasks are asked, if there are some.
-    pub asking: Option<Asking>,
+    /// The load of tasks, if there are some.
+    pub eval_load: Option<EvalLoad>,
     /// What is saved.
     pub saves: Vec<Kind>,
     /// Whether a save is written from a copy while training goes on.
     pub copies_to_save: bool,
+}
+
+/// What trades time for memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Modes {
+    /// What blocks keep for backward.
+    pub activations: Activations,
+    /// Whether MLPs are computed in tiles.
+    pub tiled_mlp: bool,
+}
+
+/// Batches of the tasks evaluated during training.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EvalLoad {
+    /// True if one of them generates text.
+    pub generates: bool,
+    /// Sequences of a forward, if the number is set.
+    pub batch_size: Option<usize>,
+    /// Tokens of context, if the number is set.
+    pub max_length: Option<usize>,
 }
 
 /// Why nothing can be said about a plan. Completes "failed to ...".
@@ -86,11 +96,11 @@ pub enum SetupError {
 impl Setup {
     /// Takes what matters from a plan that runs on a device.
     pub fn on(plan: &Plan, capacity: &Capacity) -> Result<Self, SetupError> {
-        Ok(Self { gpu_bytes: capacity.gpu_bytes, ..Self::of(plan, capacity.place)? })
+        Ok(Self { gpu_bytes: capacity.gpu_bytes, ..Self::of(plan, capacity.compute_device)? })
     }
 
     /// Takes what matters from a plan that runs on a device of which nothing is known.
-    pub fn of(plan: &Plan, place: Place) -> Result<Self, SetupError> {
+    pub fn of(plan: &Plan, compute_device: ComputeDevice) -> Result<Self, SetupError> {
         let config = plan.model.config.clone().ok_or(SetupError::NoConfig)?;
         Ok(Self {
             layout: plan.pipeline.layout(&config),
@@ -104,27 +114,19 @@ impl Setup {
             modes: Modes::of(plan),
             row_tokens: plan.data.max_length as u64,
             rows: plan.data.micro_batch_size as u64,
-            parks_in_memory: place == Place::Cpu && plan.model.parks_in_memory,
+            parks_in_memory: compute_device == ComputeDevice::Cpu && plan.model.parks_in_memory,
             ranks: plan.ranks,
-            optimizer_on_host: if place == Place::Gpu { plan.optimizer_on_host } else { 0.0 },
-            weights_on_host: place == Place::Gpu && plan.weights_on_host,
-            place,
+            optimizer_on_host: if compute_device == ComputeDevice::Gpu { plan.optimizer_on_host } else { 0.0 },
+            weights_on_host: compute_device == ComputeDevice::Gpu && plan.weights_on_host,
+            compute_device,
             gpu_bytes: None,
             attention: plan.model.attention.implementation,
             init: plan.model.init,
             evaluates: plan.eval.is_some(),
-            asking: plan.tasks.as_ref().map(Asking::of),
+            eval_load: plan.tasks.as_ref().map(EvalLoad::of),
             saves: plan.checkpoints.iter().map(|checkpoint| checkpoint.kind).collect(),
             copies_to_save: plan.checkpoints.iter().any(|checkpoint| checkpoint.async_save),
         })
-    }
-
-    /// Returns the kind of device that computes.
-    pub(super) fn device(&self) -> DeviceKind {
-        match self.place {
-            Place::Cpu => DeviceKind::Cpu,
-            Place::Gpu => DeviceKind::Gpu,
-        }
     }
 
     /// Returns the dtype of base weights' gradients; `None` if an adapter is trained and they are frozen.
@@ -167,5 +169,30 @@ impl Setup {
     pub(super) fn kept(&self, param: &ParamSpec) -> u64 {
         // The plan has refused what cannot be shared out.
         max_shard_numel(param, self.ranks.tensor).unwrap_or_else(|_| param.numel()) as u64
+    }
+}
+
+impl Modes {
+    /// The modes of a plan.
+    pub fn of(plan: &Plan) -> Self {
+        Self { activations: plan.model.activations, tiled_mlp: plan.model.tiled_mlp }
+    }
+
+    /// Returns the tokens of an MLP at a time.
+    pub(super) fn mlp_rows(self) -> MlpRows {
+        if self.tiled_mlp { MlpRows::InTiles } else { MlpRows::Together }
+    }
+
+    /// The recipe's keys and values that switch these modes on.
+    pub fn keys(self) -> Vec<(&'static str, Value)> {
+        let activations = ("model.activation_checkpoint", json!(self.activations.to_recipe()));
+        let tiled_mlp = self.tiled_mlp.then_some(("tiled_mlp_compute", json!(true)));
+        [activations].into_iter().chain(tiled_mlp).collect()
+    }
+}
+
+impl EvalLoad {
+    pub(super) fn of(tasks: &TasksPlan) -> Self {
+        Self { generates: tasks.generates, batch_size: tasks.batch_size, max_length: tasks.max_length }
     }
 }

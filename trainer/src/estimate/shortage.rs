@@ -5,7 +5,8 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::{Capacity, Estimate, Place, bytes};
+use super::compute_device::ComputeDevice;
+use super::{Capacity, Estimate, bytes};
 
 /// Something that a run takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -33,7 +34,7 @@ pub struct Shortage {
 impl Estimate {
     /// Compares what a run takes with what there is, as far as that is known. Nothing is short if it fits.
     pub fn shortages(&self, capacity: &Capacity) -> Vec<Shortage> {
-        let in_folder = if capacity.place == Place::Cpu { self.parked } else { 0 };
+        let in_folder = if capacity.compute_device == ComputeDevice::Cpu { self.parked } else { 0 };
         let compared = [
             (Resource::Device, self.peak_bytes(), capacity.bytes),
             (Resource::Host, self.host.unwrap_or(0), capacity.host),

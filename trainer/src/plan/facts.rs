@@ -2,7 +2,7 @@
 
 use super::Plan;
 use crate::data::{Horizon, Stream};
-use crate::estimate::{Place, Setup, parameter_counts};
+use crate::estimate::{ComputeDevice, Setup, parameter_counts};
 use crate::metrics::grouped;
 
 impl Plan {
@@ -19,7 +19,7 @@ impl Plan {
 
     /// The number of parameters, and of those that are trained; `None` before the model's config is known.
     pub fn parameters(&self) -> Option<String> {
-        let (frozen, trained) = parameter_counts(&Setup::of(self, Place::Cpu).ok()?);
+        let (frozen, trained) = parameter_counts(&Setup::of(self, ComputeDevice::Cpu).ok()?);
         let total = frozen + trained;
         let share = 100.0 * trained as f64 / total as f64;
         let trained =

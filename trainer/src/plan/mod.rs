@@ -14,7 +14,7 @@ mod table;
 
 pub use eval::{BestPlan, EvalPlan, HELD_OUT, TasksPlan};
 pub use model::{Activations, ChatTemplateSource, ComputeDtype, Init, ModelPlan, TokenizerPlan};
-pub(crate) use model::{dtype, residency};
+pub(crate) use model::{checkpointing, dtype};
 pub use pipeline::PipelinePlan;
 pub use ranks::RanksPlan;
 pub use resolve::{Engines, HubAccess, Known, KnownError, Machines, Seat, TempDir};

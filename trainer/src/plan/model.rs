@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_core::DType;
 use candlewick_model::{Config, LoraConfig, MlpRows};
 use candlewick_ops::AttentionChoice;
-use candlewick_parallel::Residency;
+use candlewick_parallel::ActivationCheckpointing;
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::recipe::{ActivationCheckpoint, Dtype, Free, HumanFloat, HumanInt};
@@ -171,15 +171,17 @@ pub(crate) fn dtype(dtype: ComputeDtype) -> DType {
 }
 
 /// What each block keeps. Where not all inputs are parked, the first blocks' are: backward needs them last.
-pub(crate) fn residency(activations: Activations, n_blocks: usize) -> Vec<Residency> {
+pub(crate) fn checkpointing(activations: Activations, n_blocks: usize) -> Vec<ActivationCheckpointing> {
     let of_block = |block_idx: usize| match activations {
-        Activations::Keep => Residency::Keep,
-        Activations::Recompute => Residency::Recompute,
-        Activations::Selective => Residency::Selective,
-        Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => Residency::Offload,
-        Activations::Offload(_) => Residency::Recompute,
-        Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => Residency::Recompute,
-        Activations::RecomputeEvery(_) => Residency::Keep,
+        Activations::Keep => ActivationCheckpointing::None,
+        Activations::Recompute => ActivationCheckpointing::Full,
+        Activations::Selective => ActivationCheckpointing::Selective,
+        Activations::Offload(share) if block_idx < (share * n_blocks as f64).round() as usize => {
+            ActivationCheckpointing::Offload
+        }
+        Activations::Offload(_) => ActivationCheckpointing::Full,
+        Activations::RecomputeEvery(k) if block_idx.is_multiple_of(k) => ActivationCheckpointing::Full,
+        Activations::RecomputeEvery(_) => ActivationCheckpointing::None,
     };
     (0..n_blocks).map(of_block).collect()
 }
@@ -197,19 +199,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_blocks_are_parked_and_every_kth_computed_again() {
-        use Residency::{Keep, Offload, Recompute, Selective};
+    fn the_first_blocks_are_offloaded_and_every_kth_computed_again() {
+        use ActivationCheckpointing::{Full, None, Offload, Selective};
         for (activations, want) in [
-            (Activations::Keep, [Keep; 5]),
-            (Activations::Recompute, [Recompute; 5]),
+            (Activations::Keep, [None; 5]),
+            (Activations::Recompute, [Full; 5]),
             (Activations::Selective, [Selective; 5]),
             (Activations::Offload(1.0), [Offload; 5]),
-            (Activations::Offload(0.0), [Recompute; 5]),
-            (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Recompute]),
-            (Activations::Offload(0.2), [Offload, Recompute, Recompute, Recompute, Recompute]),
-            (Activations::RecomputeEvery(2), [Recompute, Keep, Recompute, Keep, Recompute]),
+            (Activations::Offload(0.0), [Full; 5]),
+            (Activations::Offload(0.7), [Offload, Offload, Offload, Offload, Full]),
+            (Activations::Offload(0.2), [Offload, Full, Full, Full, Full]),
+            (Activations::RecomputeEvery(2), [Full, None, Full, None, Full]),
         ] {
-            assert_eq!(residency(activations, 5), want, "{activations:?}");
+            assert_eq!(checkpointing(activations, 5), want, "{activations:?}");
         }
     }
 }

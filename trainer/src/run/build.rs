@@ -6,11 +6,11 @@ use candlewick_inference::weights::{Origin, fill};
 use candlewick_model::checkpoint::Checkpoint;
 use candlewick_model::{AdapterFolder, Config, Model};
 use candlewick_ops::{AttentionPasses, cpu_product_rate, gpus};
-use candlewick_parallel::{CpuOffload, Engine, EngineSpec, Formats, Parking};
+use candlewick_parallel::{CpuOffload, Engine, EngineSpec, Formats, OffloadTarget};
 
 use crate::exit::ExitCode;
 use crate::metrics::gpu_peak;
-use crate::plan::{Init, OptimizerPlan, PipelinePlan, Plan, RanksPlan, dtype, residency};
+use crate::plan::{Init, OptimizerPlan, PipelinePlan, Plan, RanksPlan, checkpointing, dtype};
 
 use super::{Assets, Ranks};
 
@@ -55,16 +55,16 @@ pub(super) fn engine(plan: &Plan, assets: &Assets, ranks: &Ranks) -> Result<Buil
         true => CpuOffload::default(),
         false => CpuOffload { optimizer: plan.optimizer_on_host, weights: plan.weights_on_host },
     };
-    let parking = match device.is_cpu() {
-        true => Parking::Folder(plan.model.parking_folder.clone()),
-        false => Parking::HostMemory,
+    let offload_target = match device.is_cpu() {
+        true => OffloadTarget::Folder(plan.model.parking_folder.clone()),
+        false => OffloadTarget::HostMemory,
     };
     let formats = Formats { compute, masters, moments };
     let spec = EngineSpec { formats, cpu_offload, ..engine_spec(plan, &plan.ranks, &plan.pipeline, model.config()) };
     let engine = spec
         .build(model, &ranks.groups, device)?
         .with_attention(attention)
-        .with_parking(parking)
+        .with_offload_target(offload_target)
         .with_mlp_rows(plan.model.mlp_rows());
     for note in load(plan, assets, &engine)? {
         tracing::warn!("{note}");
@@ -78,7 +78,7 @@ pub(crate) fn engine_spec(plan: &Plan, ranks: &RanksPlan, pipeline: &PipelinePla
         zero_stage: ranks.zero_stage(),
         sequence_parallel: ranks.sequence_parallel(),
         schedule: pipeline.order(),
-        residency: residency(plan.model.activations, config.n_layers()),
+        checkpointing: checkpointing(plan.model.activations, config.n_layers()),
         ..EngineSpec::training(Formats::computing_in(DType::F32), pipeline.layout(config))
     }
 }

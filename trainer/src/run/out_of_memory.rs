@@ -7,7 +7,7 @@ use candle_core::{Device, DeviceLocation};
 use candlewick_ops::{DeviceChoice, DeviceMemory, device_memory, is_out_of_memory};
 use candlewick_parallel::StoreBytes;
 
-use crate::estimate::{Capacity, Place, Report, Setup, bytes, estimate};
+use crate::estimate::{Capacity, ComputeDevice, Report, Setup, bytes, estimate};
 use crate::plan::Plan;
 
 /// The memory of a run whose device had too little of it.
@@ -27,24 +27,29 @@ pub(super) fn explain(error: Error, plan: &Plan, device: &Device, parameters: Op
         return error;
     }
     let measured = device_memory(device);
-    let (place, device) = match device.location() {
-        DeviceLocation::Cuda { gpu_id } => (Place::Gpu, DeviceChoice::Cuda(gpu_id)),
-        _ => (Place::Cpu, DeviceChoice::Cpu),
+    let (compute_device, device) = match device.location() {
+        DeviceLocation::Cuda { gpu_id } => (ComputeDevice::Gpu, DeviceChoice::Cuda(gpu_id)),
+        _ => (ComputeDevice::Cpu, DeviceChoice::Cpu),
     };
-    let estimate = estimated(plan, place, device, measured);
+    let estimate = estimated(plan, compute_device, device, measured);
     error.context(MemoryReport { device, measured, parameters, estimate }.to_string())
 }
 
 /// Estimates the plan and compares it with the device. Where the estimate fits and the run did not, it is compared with nine
 /// tenths of itself, so that settings that need less are advised.
-fn estimated(plan: &Plan, place: Place, device: DeviceChoice, measured: Option<DeviceMemory>) -> Option<Report> {
-    let setup = Setup::of(plan, place).ok()?;
+fn estimated(
+    plan: &Plan,
+    compute_device: ComputeDevice,
+    device: DeviceChoice,
+    measured: Option<DeviceMemory>,
+) -> Option<Report> {
+    let setup = Setup::of(plan, compute_device).ok()?;
     let estimated = estimate(&setup).peak_bytes();
     let (room, name) = match measured {
         Some(DeviceMemory { total_bytes, .. }) if total_bytes < estimated => (total_bytes, device.to_string()),
         _ => (estimated / 10 * 9, "90% of the estimate, which was too low".to_owned()),
     };
-    Some(Report::new(plan.recipe.display().to_string(), &setup, &Capacity::of(place, Some(room), name)))
+    Some(Report::new(plan.recipe.display().to_string(), &setup, &Capacity::of(compute_device, Some(room), name)))
 }
 
 impl MemoryReport {

@@ -87,7 +87,7 @@ mod tests {
     use candle_core::Device;
     use candlewick_comm::Solo;
     use candlewick_model::{Config, Model};
-    use candlewick_parallel::{Formats, Mode, ParamStore, Residency, ShardingGroups};
+    use candlewick_parallel::{ActivationCheckpointing, Formats, Mode, ParamStore, ShardingGroups};
 
     #[test]
     fn what_is_loaded_is_read_back_and_reaches_the_store() {
@@ -99,7 +99,8 @@ mod tests {
         let model = Model::new(Config::from_json(config).unwrap(), None).unwrap();
         let formats = Formats::computing_in(DType::F32);
         let store = ParamStore::new(&model, formats, Mode::Train, &Device::Cpu, ShardingGroups::alone()).unwrap();
-        let engine = Engine::new(model, store, vec![Residency::Keep], std::sync::Arc::new(Solo), Device::Cpu);
+        let engine =
+            Engine::new(model, store, vec![ActivationCheckpointing::None], std::sync::Arc::new(Solo), Device::Cpu);
         let mut state = EngineState::of(&engine).unwrap();
         assert_eq!(state.tensors().len(), 3 * (1 + 9 + 1));
         let name = "exp_avg/model.embed_tokens.weight";

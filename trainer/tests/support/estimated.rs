@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use serde_json::{Value, json};
-use trainer::estimate::{Estimate, Place, Setup, bytes, estimate};
+use trainer::estimate::{ComputeDevice, Estimate, Setup, bytes, estimate};
 use trainer::metrics::Console;
 use trainer::plan::{HubAccess, Known, Plan, Seat};
 use trainer::recipe::Loaded;
@@ -100,7 +100,7 @@ impl Case {
     }
 
     pub fn estimate(&self) -> Estimate {
-        estimate(&Setup::of(&self.plan, Place::Cpu).unwrap())
+        estimate(&Setup::of(&self.plan, ComputeDevice::Cpu).unwrap())
     }
 
     #[track_caller]

@@ -7,8 +7,9 @@ mod rows;
 
 use std::rc::Rc;
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
+use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{recompute_with, record, save};
@@ -73,6 +74,12 @@ fn dropped(x: &Tensor, spec: Dropout, runs: Vec<Run>) -> Result<Tensor> {
     let again = Rc::clone(&runs);
     recompute_with(&y, move || masked(&saved.get()?, spec, &again));
     Ok(record("dropout", [x.into()], y, move |dy, _| Ok([Some(masked(dy, spec, &runs)?)])))
+}
+
+/// Returns the cost of a backward with `n_elements` elements: the masked gradient lies beside the one that came in, or the
+/// recomputed input beside the recomputed output. The forward saves nothing.
+pub fn dropout_cost(n_elements: u64, dtype: DType) -> Cost {
+    Cost { scratch_bytes: bytes(n_elements, dtype), ..Cost::default() }
 }
 
 /// Gives each part of a key's world a key of its own: of a seed a key a step, of that one a micro-batch, and so on.

@@ -5,6 +5,7 @@
 
 mod inference;
 mod loss;
+mod memory;
 mod micro;
 mod train;
 mod train_step;
@@ -20,7 +21,7 @@ use candlewick_ops::{
     linear_cross_entropy, linear_cross_entropy_part, rows_of_logits, stay_awake,
 };
 
-use crate::offload::Parking;
+use crate::offload::OffloadTarget;
 use crate::params::ParamStore;
 use crate::pipeline::{HiddenStates, Pipeline};
 use crate::sequence::{Part, Sequence};
@@ -28,19 +29,20 @@ use crate::tensor::{Shared, TensorRanks};
 
 pub use inference::{Asked, Tokens};
 pub use loss::{LossScale, StepLoss, StepLosses};
+pub use memory::{HeadCost, StepBytes, StepCost};
 pub use micro::Micro;
 pub use train_step::{Optimizer, StepReport, StepResult, TrainBatch};
 
-/// What a block keeps between its forward and its backward.
+/// Activations of a block that are saved between its forward and its backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Residency {
+pub enum ActivationCheckpointing {
     /// The whole tape: fastest, most memory.
-    Keep,
-    /// Its input; the forward runs again in backward (activation checkpointing).
-    Recompute,
-    /// Its input and attention's output; the rest of the forward runs again in backward.
+    None,
+    /// The input; the forward runs again in backward.
+    Full,
+    /// The input and attention's output; the rest of the forward runs again in backward.
     Selective,
-    /// Its input, parked where [`Engine::with_parking`] says.
+    /// The input, offloaded where [`Engine::with_offload_target`] says.
     Offload,
 }
 
@@ -59,8 +61,8 @@ pub fn logits_bytes_on_gpu(memory_bytes: Option<u64>) -> u64 {
 pub struct Engine {
     model: Model,
     store: ParamStore,
-    residency: Vec<Residency>,
-    parking: Parking,
+    checkpointing: Vec<ActivationCheckpointing>,
+    offload_target: OffloadTarget,
     group: Arc<dyn Collective>,
     device: Device,
     attention: AttentionChoice,
@@ -74,18 +76,19 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Joins a model with its parameters. `residency` says what each block keeps; its length is the number of blocks. Losses and
+    /// Joins a model with its parameters. `checkpointing` has an entry for each block. Losses and
     /// counts are summed over `group`.
     pub fn new(
         model: Model,
         store: ParamStore,
-        residency: Vec<Residency>,
+        checkpointing: Vec<ActivationCheckpointing>,
         group: Arc<dyn Collective>,
         device: Device,
     ) -> Self {
-        assert_eq!(residency.len(), model.n_blocks(), "the residency plan names every block");
+        assert_eq!(checkpointing.len(), model.n_blocks(), "every block has its activation checkpointing");
         let pipeline = Pipeline::alone(model.n_blocks());
-        let (parking, attention, mlp_rows) = (Parking::HostMemory, AttentionChoice::default(), MlpRows::default());
+        let (offload_target, attention, mlp_rows) =
+            (OffloadTarget::HostMemory, AttentionChoice::default(), MlpRows::default());
         let logits_bytes = if device.is_cuda() {
             logits_bytes_on_gpu(gpu_memory(&device)) as usize
         } else {
@@ -95,8 +98,8 @@ impl Engine {
         Self {
             model,
             store,
-            residency,
-            parking,
+            checkpointing,
+            offload_target,
             group,
             device,
             attention,
@@ -120,9 +123,9 @@ impl Engine {
         Self { attention_hook: Some(hook), ..self }
     }
 
-    /// The same engine with the inputs of [`Residency::Offload`] parked there, not in the host's memory.
-    pub fn with_parking(self, parking: Parking) -> Self {
-        Self { parking, ..self }
+    /// The same engine with the inputs of [`ActivationCheckpointing::Offload`] offloaded there, not in the host's memory.
+    pub fn with_offload_target(self, offload_target: OffloadTarget) -> Self {
+        Self { offload_target, ..self }
     }
 
     /// The same engine with its MLPs passing over the tokens as `mlp_rows` says.
@@ -161,9 +164,9 @@ impl Engine {
         &self.store
     }
 
-    /// Returns what each block keeps.
-    pub fn residency(&self) -> &[Residency] {
-        &self.residency
+    /// Returns the activation checkpointing of each block.
+    pub fn checkpointing(&self) -> &[ActivationCheckpointing] {
+        &self.checkpointing
     }
 
     /// Returns how MLPs pass over the tokens.

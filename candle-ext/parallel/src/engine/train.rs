@@ -1,4 +1,5 @@
-//! A step: forwards and backwards in the order of the pipeline's timetable; alone, each micro-batch there and back.
+//! A step: forwards and backwards in the order of the pipeline schedule; on a single stage, one micro-batch after another.
+//! `memory` declares the bytes that each of these functions allocates: change both.
 
 use std::collections::HashMap;
 
@@ -7,49 +8,49 @@ use candlewick_model::{Cx, Seams};
 use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
-use super::{Engine, Micro, Residency};
+use super::{ActivationCheckpointing, Engine, Micro};
 use crate::objective::{MicroLoss, TokenLosses};
-use crate::offload::Parked;
+use crate::offload::OffloadedActivation;
 use crate::params::MicroBatch;
-use crate::pipeline::{Action, Pass};
+use crate::pipeline::{ChunkPass, StageStep};
 use crate::sequence::Part;
 
-/// What a block keeps between its forward and its backward.
-enum Kept {
-    /// With the input that it is differentiated by.
+/// Activations of a block between its forward and its backward.
+enum SavedActivation {
+    /// The input and the tape.
     Tape(Tensor, Tape),
-    /// With what is not to be computed again.
+    /// The input and outputs that are not recomputed.
     Input(Tensor, SavedOutputs),
-    Parked(Parked),
+    Offloaded(OffloadedActivation),
 }
 
-/// What a run of blocks keeps.
-struct Live {
-    /// Of the embedding, if the run begins with it.
+/// Activations of a model chunk between its forward and its backward.
+struct ChunkActivations {
+    /// Tape of the embedding, if the chunk begins with it.
     embedded: Option<Tape>,
-    blocks: Vec<Kept>,
-    /// The gradient of what the run gave, if the head came behind it.
+    blocks: Vec<SavedActivation>,
+    /// The gradient of the chunk's output, if the head follows it.
     dy: Option<Tensor>,
 }
 
-/// A micro-batch that is on its way.
-struct MicroState<'m> {
+/// A micro-batch between its first forward and its last backward.
+struct MicroBatchState<'m> {
     /// All of its tokens, also where ranks share them.
     whole: &'m Micro,
     part: Part<'m>,
     cos: Tensor,
     sin: Tensor,
     dropout_key: u64,
-    /// What each run keeps that was gone through.
-    live: HashMap<usize, Live>,
+    /// Activations of each chunk between its forward and its backward.
+    activations: HashMap<usize, ChunkActivations>,
 }
 
-/// A pass in its place in the step.
-struct Turn {
-    pass: Pass,
+/// A pass over a chunk, with its position in the step.
+struct Pass {
+    chunk_pass: ChunkPass,
     micro_batch: MicroBatch,
-    /// Whether the pass behind it is its own backward.
-    goes_back_next: bool,
+    /// True if the next pass is its own backward.
+    backward_is_next: bool,
 }
 
 impl Engine {
@@ -69,36 +70,40 @@ impl Engine {
         let micros: Vec<_> = micros.iter().map(|micro| micro.padded(self.multiple())).collect::<Result<_>>()?;
         let unknown = || Tensor::zeros((), DType::F32, &self.device);
         let mut sums: Vec<_> = micros.iter().map(|_| unknown()).collect::<Result<_>>()?;
-        let mut begun: Vec<Option<MicroState>> = micros.iter().map(|_| None).collect();
-        let actions = self.pipeline.actions(micros.len());
-        for (i, action) in actions.iter().enumerate() {
-            let (Action::Forward(pass) | Action::Backward(pass)) = *action;
-            let micro_batch = if pass.micro + 1 == micros.len() { MicroBatch::Last } else { MicroBatch::Earlier };
+        let mut states: Vec<Option<MicroBatchState>> = micros.iter().map(|_| None).collect();
+        let steps = self.pipeline.steps(micros.len());
+        for (i, step) in steps.iter().enumerate() {
+            let (StageStep::Forward(chunk_pass) | StageStep::Backward(chunk_pass)) = *step;
+            let micro_batch = if chunk_pass.micro + 1 == micros.len() { MicroBatch::Last } else { MicroBatch::Earlier };
             let _awake = self.stay_awake();
-            match action {
-                Action::Forward(_) => {
+            match step {
+                StageStep::Forward(_) => {
                     let _span = span("micro-batch", "forward");
-                    let goes_back_next = actions.get(i + 1) == Some(&Action::Backward(pass));
-                    let of_micro = match &mut begun[pass.micro] {
-                        Some(of_micro) => of_micro,
-                        none => none.insert(self.begin(&micros[pass.micro], dropout_key(pass.micro))?),
+                    let backward_is_next = steps.get(i + 1) == Some(&StageStep::Backward(chunk_pass));
+                    let state = match &mut states[chunk_pass.micro] {
+                        Some(state) => state,
+                        none => none.insert(self.begin(&micros[chunk_pass.micro], dropout_key(chunk_pass.micro))?),
                     };
-                    let turn = Turn { pass, micro_batch, goes_back_next };
-                    let (loss, live) = self.with_seams(None, |seams| self.go_on(&turn, of_micro, loss, seams))?;
-                    of_micro.live.insert(pass.chunk, live);
+                    let pass = Pass { chunk_pass, micro_batch, backward_is_next };
+                    let (loss, activations) =
+                        self.with_seams(None, |seams| self.forward_chunk(&pass, state, loss, seams))?;
+                    state.activations.insert(chunk_pass.chunk, activations);
                     if let Some(loss) = loss {
-                        sums[pass.micro] = loss;
+                        sums[chunk_pass.micro] = loss;
                     }
                 }
-                Action::Backward(_) => {
+                StageStep::Backward(_) => {
                     let _span = span("micro-batch", "backward");
-                    let turn = Turn { pass, micro_batch, goes_back_next: false };
-                    let of_micro = begun[pass.micro].as_mut().expect("a forward comes before its backward");
-                    let live = of_micro.live.remove(&pass.chunk).expect("what it keeps is kept once");
-                    self.with_seams(None, |seams| self.go_back(&turn, of_micro, live, seams, &mut auxiliary))?;
-                    // The first run goes back last.
-                    if pass.chunk == 0 {
-                        begun[pass.micro] = None;
+                    let pass = Pass { chunk_pass, micro_batch, backward_is_next: false };
+                    let state = states[chunk_pass.micro].as_mut().expect("a forward comes before its backward");
+                    let activations =
+                        state.activations.remove(&chunk_pass.chunk).expect("a chunk's activations are saved once");
+                    self.with_seams(None, |seams| {
+                        self.backward_chunk(&pass, state, activations, seams, &mut auxiliary)
+                    })?;
+                    // The first chunk's backward is last.
+                    if chunk_pass.chunk == 0 {
+                        states[chunk_pass.micro] = None;
                     }
                 }
             }
@@ -108,23 +113,23 @@ impl Engine {
         Ok(StepLosses { micros: sums, auxiliary: auxiliary.finish(&self.device)? })
     }
 
-    fn begin<'m>(&self, micro: &'m Micro, dropout_key: u64) -> Result<MicroState<'m>> {
+    fn begin<'m>(&self, micro: &'m Micro, dropout_key: u64) -> Result<MicroBatchState<'m>> {
         let part = self.part(micro)?;
         let (cos, sin) = self.model.rope(&part.micro.positions, &self.device)?;
-        Ok(MicroState { whole: micro, part, cos, sin, dropout_key, live: HashMap::new() })
+        Ok(MicroBatchState { whole: micro, part, cos, sin, dropout_key, activations: HashMap::new() })
     }
 
-    /// Forward through a run of blocks, and through what comes before and behind it.
-    fn go_on(
+    /// Forward through a model chunk, and through the embedding and the head if it has them.
+    fn forward_chunk(
         &self,
-        turn: &Turn,
-        of_micro: &MicroState,
+        pass: &Pass,
+        state: &MicroBatchState,
         loss: &StepLoss,
         seams: &dyn Seams,
-    ) -> Result<(Option<Tensor>, Live)> {
-        let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), turn.pass.chunk);
-        let micro = &of_micro.part.micro;
-        let cx = self.training_cx(of_micro, seams);
+    ) -> Result<(Option<Tensor>, ChunkActivations)> {
+        let (layout, stage, chunk) = (self.pipeline.layout(), self.pipeline.stage(), pass.chunk_pass.chunk);
+        let micro = &state.part.micro;
+        let cx = self.training_cx(state, seams);
         let (embedded, mut x) = match layout.is_first(stage, chunk) {
             true => {
                 let tape = Tape::record(&[], || self.model.embed(self.store.fetch(0)?, &micro.ids, seams))?;
@@ -142,7 +147,7 @@ impl Engine {
         for block_idx in run.clone() {
             let (y, keep) = self.forward_block(block_idx, x, &cx)?;
             // The last one's are wanted again at once where its backward comes next.
-            if block_idx + 1 < run.end || !turn.goes_back_next {
+            if block_idx + 1 < run.end || !pass.backward_is_next {
                 self.store.release(block_idx + 1);
             }
             blocks.push(keep);
@@ -150,69 +155,71 @@ impl Engine {
         }
         if !layout.is_last(stage, chunk) {
             self.pipeline.send_activation(&x)?;
-            return Ok((None, Live { embedded, blocks, dy: None }));
+            return Ok((None, ChunkActivations { embedded, blocks, dy: None }));
         }
-        let (loss, dx) = self.loss_and_grad(&x, of_micro, loss, seams)?;
+        let (loss, dx) = self.loss_and_grad(&x, state, loss, seams)?;
         drop(x);
-        self.done_with(self.head(), turn.micro_batch)?;
-        Ok((Some(loss), Live { embedded, blocks, dy: Some(dx) }))
+        self.release_unit(self.head(), pass.micro_batch)?;
+        Ok((Some(loss), ChunkActivations { embedded, blocks, dy: Some(dx) }))
     }
 
-    /// Backward through a run of blocks, and through the embedding if it begins with that.
-    fn go_back(
+    /// Backward through a model chunk, and through the embedding if it begins with that.
+    fn backward_chunk(
         &self,
-        turn: &Turn,
-        of_micro: &MicroState,
-        live: Live,
+        pass: &Pass,
+        state: &MicroBatchState,
+        activations: ChunkActivations,
         seams: &dyn Seams,
         auxiliary: &mut AuxiliarySums,
     ) -> Result<()> {
-        let Live { embedded, blocks, dy } = live;
-        let cx = self.training_cx(of_micro, seams);
+        let ChunkActivations { embedded, blocks, dy } = activations;
+        let cx = self.training_cx(state, seams);
         let mut dx = match dy {
             Some(dy) => dy,
             None => {
-                let expected = self.hidden_states(of_micro.part.micro.positions.len(), seams);
+                let expected = self.hidden_states(state.part.micro.positions.len(), seams);
                 self.pipeline.receive_gradient(expected)?
             }
         };
-        let run = self.pipeline.layout().blocks(self.pipeline.stage(), turn.pass.chunk);
+        let run = self.pipeline.layout().blocks(self.pipeline.stage(), pass.chunk_pass.chunk);
         for (block_idx, keep) in run.zip(blocks).rev() {
             dx = self.backward_block(block_idx, keep, &dx, &cx, auxiliary)?;
-            self.done_with(block_idx + 1, turn.micro_batch)?;
+            self.release_unit(block_idx + 1, pass.micro_batch)?;
         }
         let Some(embedded) = embedded else { return self.pipeline.send_gradient(&dx) };
         self.store.prepare_grads(0)?;
         embedded.backward(&dx)?;
-        self.done_with(0, turn.micro_batch)
+        self.release_unit(0, pass.micro_batch)
     }
 
-    fn training_cx<'a>(&self, of_micro: &'a MicroState, seams: &'a dyn Seams) -> Cx<'a> {
-        let MicroState { part, cos, sin, dropout_key, .. } = of_micro;
+    fn training_cx<'a>(&self, state: &'a MicroBatchState, seams: &'a dyn Seams) -> Cx<'a> {
+        let MicroBatchState { part, cos, sin, dropout_key, .. } = state;
         Cx { dropout_key: Some(*dropout_key), ..self.cx([cos, sin], &part.micro.seqs, &part.rows, seams) }
     }
 
-    /// Lets go of a unit after its backward.
-    fn done_with(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
+    /// Releases a unit's weights after its backward, and starts the reduction of its gradients.
+    fn release_unit(&self, unit_idx: usize, micro_batch: MicroBatch) -> Result<()> {
         self.store.release(unit_idx);
         self.store.start_grad_reduction(unit_idx, micro_batch)
     }
 
-    fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, Kept)> {
+    fn forward_block(&self, block_idx: usize, x: Tensor, cx: &Cx) -> Result<(Tensor, SavedActivation)> {
         let _span = span("block", "forward");
         let weights = self.fetch(block_idx + 1, Some(block_idx + 2))?;
-        if self.residency[block_idx] == Residency::Keep {
+        if self.checkpointing[block_idx] == ActivationCheckpointing::None {
             let tape = Tape::record(&[&x], || self.model.block(weights, &x, cx))?;
-            return Ok((tape.output().clone(), Kept::Tape(x, tape)));
+            return Ok((tape.output().clone(), SavedActivation::Tape(x, tape)));
         }
         let forward = || self.model.block(weights, &x, cx);
-        let (y, outputs) = match self.residency[block_idx] {
-            Residency::Selective => save_outputs(forward)?,
+        let (y, outputs) = match self.checkpointing[block_idx] {
+            ActivationCheckpointing::Selective => save_outputs(forward)?,
             _ => (forward()?, SavedOutputs::default()),
         };
-        let kept = match self.residency[block_idx] {
-            Residency::Offload => Kept::Parked(Parked::park(&x, &self.parking)?),
-            _ => Kept::Input(x, outputs),
+        let kept = match self.checkpointing[block_idx] {
+            ActivationCheckpointing::Offload => {
+                SavedActivation::Offloaded(OffloadedActivation::offload(&x, &self.offload_target)?)
+            }
+            _ => SavedActivation::Input(x, outputs),
         };
         Ok((y, kept))
     }
@@ -220,7 +227,7 @@ impl Engine {
     fn backward_block(
         &self,
         block_idx: usize,
-        kept: Kept,
+        kept: SavedActivation,
         dy: &Tensor,
         cx: &Cx,
         auxiliary: &mut AuxiliarySums,
@@ -230,9 +237,9 @@ impl Engine {
         let weights = self.fetch(block_idx + 1, Some(block_idx).filter(|unit_idx| *unit_idx > 0))?;
         self.store.prepare_grads(block_idx + 1)?;
         let (x, outputs) = match kept {
-            Kept::Tape(x, tape) => return auxiliary.input_grad(tape, &x, dy),
-            Kept::Input(x, outputs) => (x, outputs),
-            Kept::Parked(parked) => (parked.fetch()?, SavedOutputs::default()),
+            SavedActivation::Tape(x, tape) => return auxiliary.input_grad(tape, &x, dy),
+            SavedActivation::Input(x, outputs) => (x, outputs),
+            SavedActivation::Offloaded(offloaded) => (offloaded.fetch()?, SavedOutputs::default()),
         };
         let forward = || self.model.block(weights, &x, cx);
         let tape = Tape::replay(outputs, &[&x], forward)?;
@@ -243,7 +250,7 @@ impl Engine {
     fn loss_and_grad(
         &self,
         x_td: &Tensor,
-        of_micro: &MicroState,
+        state: &MicroBatchState,
         loss: &StepLoss,
         seams: &dyn Seams,
     ) -> Result<(Tensor, Tensor)> {
@@ -252,18 +259,17 @@ impl Engine {
         self.store.prepare_grads(self.head())?;
         let tape = Tape::record(&[x_td], || seams.enter(&self.model.norm(weights, x_td)?))?;
         let lm_head = self.model.lm_head(weights)?;
-        let (normed_td, part) = (tape.output(), &of_micro.part);
+        let (normed_td, part) = (tape.output(), &state.part);
         let cross_entropy =
             |reduction, upstream| self.cross_entropy(normed_td, &lm_head, &part.micro.targets, reduction, upstream);
-        let token_losses =
-            || self.of_all_tokens(&cross_entropy(Reduction::None, Upstream::NoGrad)?.loss, of_micro.whole);
-        let (value, out) = match loss.objective.loss(&TokenLosses::new(of_micro.whole, &token_losses))? {
+        let token_losses = || self.of_all_tokens(&cross_entropy(Reduction::None, Upstream::NoGrad)?.loss, state.whole);
+        let (value, out) = match loss.objective.loss(&TokenLosses::new(state.whole, &token_losses))? {
             MicroLoss::SumOfTokens => {
                 let out = cross_entropy(Reduction::Sum, loss.scale.upstream())?;
                 (out.loss.clone(), out)
             }
             MicroLoss::Weighted { loss: value, weights } => {
-                let rows = loss.scale.times_weights(&self.of_own_tokens(&weights, of_micro.whole)?)?;
+                let rows = loss.scale.times_weights(&self.of_own_tokens(&weights, state.whole)?)?;
                 (self.counted_once(value)?, cross_entropy(Reduction::None, Upstream::Rows(&rows))?)
             }
         };

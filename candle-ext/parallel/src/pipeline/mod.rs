@@ -1,4 +1,4 @@
-//! Pipeline parallelism: a stage has some of the blocks, and tells the next one what came out of them.
+//! Pipeline parallelism: a stage has some of the blocks, and sends their output to the next stage.
 
 mod layout;
 mod schedule;
@@ -10,15 +10,15 @@ use candle_core::{DType, Result, Tensor, bail};
 use candlewick_comm::{Collective, Pending, Recv, Solo};
 
 pub use layout::Layout;
-pub use schedule::{Action, Pass, Schedule, Timetable};
+pub use schedule::{ChunkPass, PipelineSchedule, Schedule, StageStep};
 
-/// A stage's place in a pipeline, and its ways to its neighbours.
+/// A stage of a pipeline, and its channels to its neighbours.
 pub struct Pipeline {
     stages: Arc<dyn Collective>,
     layout: Layout,
     schedule: Schedule,
-    activations: Ways,
-    gradients: Ways,
+    activations: P2pChannels,
+    gradients: P2pChannels,
     /// What is on its way to neighbours.
     sent: Mutex<VecDeque<Pending<Option<Tensor>>>>,
 }
@@ -30,25 +30,25 @@ pub(crate) struct HiddenStates {
     pub(crate) shape: Vec<usize>,
 }
 
-/// The groups of two, this stage and a neighbour, in which tensors of one kind travel in one direction. So no stage waits with
-/// one for another: what is received meets what was sent, in one order.
-struct Ways {
-    /// With the stage behind the last one being the first: the next run may be there.
-    to_next: Arc<dyn Collective>,
-    from_previous: Arc<dyn Collective>,
+/// Groups of two, this stage and a neighbour, for tensors of one kind in one direction. Both ends of a group send and receive in
+/// one order.
+struct P2pChannels {
+    /// The group with the next stage; the last one's is the first, which may have the next chunk.
+    next: Arc<dyn Collective>,
+    previous: Arc<dyn Collective>,
 }
 
-/// The rank of an edge's end in its group.
-const FROM: usize = 0;
-const TO: usize = 1;
+/// Ranks within a group of two.
+const SENDER: usize = 0;
+const RECEIVER: usize = 1;
 
 impl Pipeline {
     /// Makes the pipeline of one stage.
     pub fn alone(n_blocks: usize) -> Self {
         let solo = || Arc::new(Solo) as Arc<dyn Collective>;
-        let ways = || Ways { to_next: solo(), from_previous: solo() };
+        let channels = || P2pChannels { next: solo(), previous: solo() };
         let (layout, schedule, sent) = (Layout::whole(n_blocks), Schedule::default(), Mutex::default());
-        Self { stages: solo(), layout, schedule, activations: ways(), gradients: ways(), sent }
+        Self { stages: solo(), layout, schedule, activations: channels(), gradients: channels(), sent }
     }
 
     /// Connects `stages`, which have the runs of `layout` and all call this.
@@ -56,8 +56,8 @@ impl Pipeline {
         if layout.n_stages() != stages.size() {
             bail!("a pipeline of {} stages among {} ranks", layout.n_stages(), stages.size())
         }
-        let activations = Ways::new(&*stages, "activations")?;
-        let gradients = Ways::new(&*stages, "gradients")?;
+        let activations = P2pChannels::new(&*stages, "activations")?;
+        let gradients = P2pChannels::new(&*stages, "gradients")?;
         Ok(Self { stages, layout, schedule, activations, gradients, sent: Mutex::default() })
     }
 
@@ -76,30 +76,30 @@ impl Pipeline {
         &self.layout
     }
 
-    /// Returns what this stage computes for so many micro-batches.
-    pub(crate) fn actions(&self, n_micros: usize) -> Vec<Action> {
-        let table = Timetable::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), n_micros);
+    /// Returns this stage's steps for `n_micros` micro-batches.
+    pub(crate) fn steps(&self, n_micros: usize) -> Vec<StageStep> {
+        let table = PipelineSchedule::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), n_micros);
         table.of_stage(self.stage()).collect()
     }
 
     /// Hands what a run gave to the next one.
     pub(crate) fn send_activation(&self, y: &Tensor) -> Result<()> {
-        self.send(&*self.activations.to_next, y, TO)
+        self.send(&*self.activations.next, y, RECEIVER)
     }
 
     /// Waits for what the run before gave.
     pub(crate) fn receive_activation(&self, expected: HiddenStates) -> Result<Tensor> {
-        receive(&*self.activations.from_previous, FROM, expected)
+        receive(&*self.activations.previous, SENDER, expected)
     }
 
     /// Hands the gradient of what a run read to the one before.
     pub(crate) fn send_gradient(&self, dx: &Tensor) -> Result<()> {
-        self.send(&*self.gradients.from_previous, dx, FROM)
+        self.send(&*self.gradients.previous, dx, SENDER)
     }
 
     /// Waits for the gradient of what a run gave.
     pub(crate) fn receive_gradient(&self, expected: HiddenStates) -> Result<Tensor> {
-        receive(&*self.gradients.to_next, TO, expected)
+        receive(&*self.gradients.next, RECEIVER, expected)
     }
 
     /// Waits until all that was sent is received.
@@ -118,21 +118,21 @@ impl Pipeline {
         Ok(())
     }
 
-    fn send(&self, way: &dyn Collective, x: &Tensor, to: usize) -> Result<()> {
-        let pending = way.start_send_recv(Some(&x.contiguous()?), Some(to), None)?;
+    fn send(&self, channel: &dyn Collective, x: &Tensor, to: usize) -> Result<()> {
+        let pending = channel.start_send_recv(Some(&x.contiguous()?), Some(to), None)?;
         self.sent.lock().unwrap_or_else(PoisonError::into_inner).push_back(pending);
         Ok(())
     }
 }
 
-fn receive(way: &dyn Collective, from: usize, HiddenStates { dtype, shape }: HiddenStates) -> Result<Tensor> {
-    match way.send_recv(None, None, Some(Recv { from, dtype, shape }))? {
+fn receive(channel: &dyn Collective, from: usize, HiddenStates { dtype, shape }: HiddenStates) -> Result<Tensor> {
+    match channel.send_recv(None, None, Some(Recv { from, dtype, shape }))? {
         Some(x) => Ok(x),
         None => bail!("a stage of a pipeline was sent nothing"),
     }
 }
 
-impl Ways {
+impl P2pChannels {
     fn new(stages: &dyn Collective, what: &str) -> Result<Self> {
         let (rank, n) = (stages.rank(), stages.size());
         // Edges of one colour meet at no stage: one split makes their groups.
@@ -147,8 +147,8 @@ impl Ways {
                 Ok(stages.split(&format!("pipeline {what}"), &lists)?)
             })
             .collect::<Result<_>>()?;
-        let way = |from: usize| Arc::clone(&groups[colour(from)]);
-        Ok(Self { to_next: way(rank), from_previous: way((rank + n - 1) % n) })
+        let edge = |from: usize| Arc::clone(&groups[colour(from)]);
+        Ok(Self { next: edge(rank), previous: edge((rank + n - 1) % n) })
     }
 }
 

@@ -1,4 +1,4 @@
-//! When each stage of a pipeline computes what: the same table for all stages, made by running the rules of a schedule.
+//! The steps of each pipeline stage and their times: one table for all stages, made by running the rules of a schedule.
 
 use std::fmt;
 
@@ -15,29 +15,29 @@ pub enum Schedule {
 
 /// A pass over the blocks of one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Pass {
-    /// Which of the stage's runs.
+pub struct ChunkPass {
+    /// The stage's chunk.
     pub chunk: usize,
-    /// Which micro-batch.
+    /// The micro-batch.
     pub micro: usize,
 }
 
-/// What a stage computes at a time.
+/// One step of a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum StageStep {
     /// Forward.
-    Forward(Pass),
+    Forward(ChunkPass),
     /// Backward.
-    Backward(Pass),
+    Backward(ChunkPass),
 }
 
-/// What each stage computes, in its order, and when.
+/// The steps of every stage, in order, with their times.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Timetable {
+pub struct PipelineSchedule {
     n_chunks: usize,
     n_micros: usize,
-    /// Of each stage: what it computes and when it begins, a forward taking one unit of time and a backward two.
-    stages: Vec<Vec<(usize, Action)>>,
+    /// Steps of each stage and their beginnings, a forward taking one unit of time and a backward two.
+    stages: Vec<Vec<(usize, StageStep)>>,
 }
 
 /// The time that the forward of a run takes.
@@ -45,7 +45,7 @@ const FORWARD: usize = 1;
 /// The time that its backward takes.
 const BACKWARD: usize = 2;
 
-impl Timetable {
+impl PipelineSchedule {
     /// Makes the table of `n_stages` stages with `n_chunks` runs each for `n_micros` micro-batches.
     pub fn new(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> Self {
         let mut stages: Vec<_> =
@@ -57,23 +57,23 @@ impl Timetable {
             }
             let started: Vec<_> = stages.iter_mut().map(|stage| stage.start(time, &done)).collect();
             // Nobody works and nobody can begin: a limit on what is kept stands in the way.
-            if started.iter().all(|action| !action) && stages.iter().all(|stage| stage.is_idle(time)) {
-                stages.iter_mut().for_each(|stage| stage.most_live += 1);
+            if started.iter().all(|step| !step) && stages.iter().all(|stage| stage.is_idle(time)) {
+                stages.iter_mut().for_each(|stage| stage.max_in_flight += 1);
             }
             stages.iter().for_each(|stage| done.note(stage));
         }
-        Self { n_chunks, n_micros, stages: stages.into_iter().map(|stage| stage.actions).collect() }
+        Self { n_chunks, n_micros, stages: stages.into_iter().map(|stage| stage.steps).collect() }
     }
 
-    /// Returns what a stage computes, in its order.
-    pub fn of_stage(&self, stage: usize) -> impl Iterator<Item = Action> {
-        self.stages[stage].iter().map(|(_, action)| *action)
+    /// Returns the steps of a stage, in order.
+    pub fn of_stage(&self, stage: usize) -> impl Iterator<Item = StageStep> {
+        self.stages[stage].iter().map(|(_, step)| *step)
     }
 
     /// Returns how long the slowest stage takes.
     pub fn length(&self) -> usize {
-        let ends = self.stages.iter().filter_map(|actions| actions.last());
-        ends.map(|(begin, action)| begin + action.time()).max().unwrap_or(0)
+        let ends = self.stages.iter().filter_map(|steps| steps.last());
+        ends.map(|(begin, step)| begin + step.time()).max().unwrap_or(0)
     }
 
     /// Returns the share of all stages' time in which they wait.
@@ -85,13 +85,13 @@ impl Timetable {
         }
     }
 
-    /// Returns of how many passes a stage keeps what their backwards need, at the most.
-    pub fn most_live(&self, stage: usize) -> usize {
+    /// Returns the most passes between their forward and their backward on a stage.
+    pub fn max_in_flight(&self, stage: usize) -> usize {
         let (mut live, mut most) = (0usize, 0);
-        for action in self.of_stage(stage) {
-            match action {
-                Action::Forward(_) => live += 1,
-                Action::Backward(_) => live -= 1,
+        for step in self.of_stage(stage) {
+            match step {
+                StageStep::Forward(_) => live += 1,
+                StageStep::Backward(_) => live -= 1,
             }
             most = most.max(live);
         }
@@ -99,7 +99,7 @@ impl Timetable {
     }
 }
 
-impl Action {
+impl StageStep {
     fn time(self) -> usize {
         match self {
             Self::Forward(_) => FORWARD,
@@ -113,14 +113,14 @@ struct Stage {
     stage: usize,
     n_stages: usize,
     n_chunks: usize,
-    forwards: Vec<Pass>,
-    backwards: Vec<Pass>,
+    forwards: Vec<ChunkPass>,
+    backwards: Vec<ChunkPass>,
     n_forwards: usize,
     n_backwards: usize,
-    /// Of how many passes it may keep what their backwards need.
-    most_live: usize,
+    /// Limit of passes between their forward and their backward.
+    max_in_flight: usize,
     free_at: usize,
-    actions: Vec<(usize, Action)>,
+    steps: Vec<(usize, StageStep)>,
 }
 
 /// When each pass ends, by direction, stage, chunk and micro-batch.
@@ -132,7 +132,7 @@ struct Done {
 
 impl Stage {
     fn new(schedule: Schedule, stage: usize, [n_stages, n_chunks, n_micros]: [usize; 3]) -> Self {
-        let most_live = match schedule {
+        let max_in_flight = match schedule {
             Schedule::AllForwardAllBackward => n_chunks * n_micros,
             Schedule::OneForwardOneBackward if n_chunks == 1 => n_stages - stage,
             Schedule::OneForwardOneBackward => 2 * (n_stages - stage - 1) + (n_chunks - 1) * n_stages + 1,
@@ -149,9 +149,9 @@ impl Stage {
             backwards,
             n_forwards: 0,
             n_backwards: 0,
-            most_live,
+            max_in_flight,
             free_at: 0,
-            actions: Vec::new(),
+            steps: Vec::new(),
         }
     }
 
@@ -169,34 +169,34 @@ impl Stage {
         if !self.is_idle(time) {
             return false;
         }
-        let may_go_on = self.n_forwards - self.n_backwards < self.most_live;
-        let action = match (self.forwards.get(self.n_forwards), self.backwards.get(self.n_backwards)) {
-            (Some(&pass), _) if may_go_on => {
-                if !done.can_go_on(self.stage, pass, self.n_stages, time) {
+        let may_forward = self.n_forwards - self.n_backwards < self.max_in_flight;
+        let step = match (self.forwards.get(self.n_forwards), self.backwards.get(self.n_backwards)) {
+            (Some(&pass), _) if may_forward => {
+                if !done.can_forward(self.stage, pass, self.n_stages, time) {
                     return false;
                 }
                 self.n_forwards += 1;
-                Action::Forward(pass)
+                StageStep::Forward(pass)
             }
-            (_, Some(&pass)) if done.can_go_back(self.stage, pass, self.n_chunks, time) => {
+            (_, Some(&pass)) if done.can_backward(self.stage, pass, self.n_chunks, time) => {
                 self.n_backwards += 1;
-                Action::Backward(pass)
+                StageStep::Backward(pass)
             }
             _ => return false,
         };
-        self.actions.push((time, action));
-        self.free_at = time + action.time();
+        self.steps.push((time, step));
+        self.free_at = time + step.time();
         true
     }
 }
 
 /// All passes of a stage in the order in which it makes them: as many micro-batches as there are stages go through a run, then
 /// through the next.
-fn passes(n_stages: usize, n_chunks: usize, n_micros: usize, chunk: impl Fn(usize) -> usize + Copy) -> Vec<Pass> {
+fn passes(n_stages: usize, n_chunks: usize, n_micros: usize, chunk: impl Fn(usize) -> usize + Copy) -> Vec<ChunkPass> {
     let groups = (0..n_micros).step_by(n_stages);
     let of_group = |first: usize| {
         let micros = first..(first + n_stages).min(n_micros);
-        (0..n_chunks).flat_map(move |i| micros.clone().map(move |micro| Pass { chunk: chunk(i), micro }))
+        (0..n_chunks).flat_map(move |i| micros.clone().map(move |micro| ChunkPass { chunk: chunk(i), micro }))
     };
     groups.flat_map(of_group).collect()
 }
@@ -207,21 +207,21 @@ impl Done {
         Self { sizes, forward: vec![None; n], backward: vec![None; n] }
     }
 
-    fn at(&self, stage: usize, Pass { chunk, micro }: Pass) -> usize {
+    fn at(&self, stage: usize, ChunkPass { chunk, micro }: ChunkPass) -> usize {
         let [_, n_chunks, n_micros] = self.sizes;
         (stage * n_chunks + chunk) * n_micros + micro
     }
 
     /// Notes when the last pass of a stage ends.
     fn note(&mut self, stage: &Stage) {
-        let Some((begin, action)) = stage.actions.last() else { return };
-        let end = Some(begin + action.time());
-        match *action {
-            Action::Forward(pass) => {
+        let Some((begin, step)) = stage.steps.last() else { return };
+        let end = Some(begin + step.time());
+        match *step {
+            StageStep::Forward(pass) => {
                 let at = self.at(stage.stage, pass);
                 self.forward[at] = end;
             }
-            Action::Backward(pass) => {
+            StageStep::Backward(pass) => {
                 let at = self.at(stage.stage, pass);
                 self.backward[at] = end;
             }
@@ -229,22 +229,22 @@ impl Done {
     }
 
     /// Tells whether what a forward reads is there.
-    fn can_go_on(&self, stage: usize, pass: Pass, n_stages: usize, time: usize) -> bool {
+    fn can_forward(&self, stage: usize, pass: ChunkPass, n_stages: usize, time: usize) -> bool {
         let before = match (stage, pass.chunk) {
             (0, 0) => return true,
-            (0, chunk) => (n_stages - 1, Pass { chunk: chunk - 1, ..pass }),
+            (0, chunk) => (n_stages - 1, ChunkPass { chunk: chunk - 1, ..pass }),
             _ => (stage - 1, pass),
         };
         self.forward[self.at(before.0, before.1)].is_some_and(|end| end <= time)
     }
 
     /// Tells whether what a backward reads is there.
-    fn can_go_back(&self, stage: usize, pass: Pass, n_chunks: usize, time: usize) -> bool {
+    fn can_backward(&self, stage: usize, pass: ChunkPass, n_chunks: usize, time: usize) -> bool {
         let [n_stages, ..] = self.sizes;
         let is_there = |end: Option<usize>| end.is_some_and(|end| end <= time);
         let after = match (stage + 1 == n_stages, pass.chunk + 1 == n_chunks) {
             (true, true) => return is_there(self.forward[self.at(stage, pass)]),
-            (true, false) => (0, Pass { chunk: pass.chunk + 1, ..pass }),
+            (true, false) => (0, ChunkPass { chunk: pass.chunk + 1, ..pass }),
             (false, _) => (stage + 1, pass),
         };
         is_there(self.forward[self.at(stage, pass)]) && is_there(self.backward[self.at(after.0, after.1)])
@@ -253,26 +253,26 @@ impl Done {
 
 /// A line for each stage: a column for each unit of time with the micro-batch, forwards of the first run as digits, of later
 /// runs with letters behind them; backwards in brackets.
-impl fmt::Display for Timetable {
+impl fmt::Display for PipelineSchedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let label = |Pass { chunk, micro }: Pass| match self.n_chunks {
+        let label = |ChunkPass { chunk, micro }: ChunkPass| match self.n_chunks {
             1 => micro.to_string(),
             _ => format!("{micro}{}", char::from(b'a' + (chunk % 26) as u8)),
         };
-        let width = label(Pass { chunk: 0, micro: self.n_micros.saturating_sub(1) }).len() + 3;
-        for (stage, actions) in self.stages.iter().enumerate() {
+        let width = label(ChunkPass { chunk: 0, micro: self.n_micros.saturating_sub(1) }).len() + 3;
+        for (stage, steps) in self.stages.iter().enumerate() {
             write!(f, "stage {stage:<3}")?;
             let mut time = 0;
-            for (begin, action) in actions {
+            for (begin, step) in steps {
                 write!(f, "{}", " ".repeat((begin - time) * width))?;
-                let text = match *action {
-                    Action::Forward(pass) => label(pass),
-                    Action::Backward(pass) => format!("[{}]", label(pass)),
+                let text = match *step {
+                    StageStep::Forward(pass) => label(pass),
+                    StageStep::Backward(pass) => format!("[{}]", label(pass)),
                 };
-                write!(f, "{text:^0$}", width * action.time())?;
-                time = begin + action.time();
+                write!(f, "{text:^0$}", width * step.time())?;
+                time = begin + step.time();
             }
-            writeln!(f, "  {} live", self.most_live(stage))?;
+            writeln!(f, "  {} live", self.max_in_flight(stage))?;
         }
         write!(f, "bubble {:.1} % of {} units", 100.0 * self.bubble(), self.length())
     }
@@ -287,18 +287,18 @@ mod tests {
 
     /// Every pass once each way, forwards before backwards, no pass before what it reads, and one order on each edge.
     #[track_caller]
-    fn check(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> Timetable {
-        let table = Timetable::new(schedule, n_stages, n_chunks, n_micros);
+    fn check(schedule: Schedule, n_stages: usize, n_chunks: usize, n_micros: usize) -> PipelineSchedule {
+        let table = PipelineSchedule::new(schedule, n_stages, n_chunks, n_micros);
         let mut ends = HashMap::new();
-        for (stage, actions) in table.stages.iter().enumerate() {
-            assert_eq!(actions.len(), 2 * n_chunks * n_micros);
+        for (stage, steps) in table.stages.iter().enumerate() {
+            assert_eq!(steps.len(), 2 * n_chunks * n_micros);
             let mut free = 0;
-            for (begin, action) in actions {
+            for (begin, step) in steps {
                 assert!(*begin >= free, "one pass at a time");
-                free = begin + action.time();
-                let (pass, forward) = match *action {
-                    Action::Forward(pass) => (pass, true),
-                    Action::Backward(pass) => (pass, false),
+                free = begin + step.time();
+                let (pass, forward) = match *step {
+                    StageStep::Forward(pass) => (pass, true),
+                    StageStep::Backward(pass) => (pass, false),
                 };
                 assert!(ends.insert((stage + n_stages * pass.chunk, pass.micro, forward), (*begin, free)).is_none());
             }
@@ -368,7 +368,7 @@ mod tests {
 
     #[test]
     fn one_forward_one_backward_keeps_as_many_as_there_are_stages() {
-        let live = |schedule, m| (0..4).map(|stage| check(schedule, 4, 1, m).most_live(stage)).collect::<Vec<_>>();
+        let live = |schedule, m| (0..4).map(|stage| check(schedule, 4, 1, m).max_in_flight(stage)).collect::<Vec<_>>();
         assert_eq!(live(OneForwardOneBackward, 8), [4, 3, 2, 1]);
         assert_eq!(live(AllForwardAllBackward, 8), [8, 8, 8, 8]);
         assert_eq!(live(OneForwardOneBackward, 2), [2, 2, 2, 1]);
@@ -376,7 +376,7 @@ mod tests {
 
     #[test]
     fn a_table_is_drawn() {
-        let drawn = Timetable::new(OneForwardOneBackward, 2, 1, 3).to_string();
+        let drawn = PipelineSchedule::new(OneForwardOneBackward, 2, 1, 3).to_string();
         let lines: Vec<&str> = drawn.lines().map(str::trim_end).collect();
         assert_eq!(lines.len(), 3);
         assert!(lines[0].starts_with("stage 0") && lines[0].contains("[0]") && lines[0].ends_with("2 live"), "{drawn}");

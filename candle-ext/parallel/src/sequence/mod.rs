@@ -20,6 +20,8 @@ use places::Places;
 use ring::Ring;
 use ulysses::Ulysses;
 
+pub use ring::ring_exchange;
+
 /// The ranks that share the tokens of each micro-batch, as the `attend` seam of all blocks.
 #[derive(Clone)]
 pub struct Sequence {

@@ -1,10 +1,10 @@
 //! Ring attention (Liu et al., 2023; <https://arxiv.org/abs/2310.01889>) with balanced causal work: a rank has two chunks of the
-//! tokens (`places`), and keys and values come to it round by round from the other ranks, while it computes with those of the
-//! round before.
+//! tokens (`places`), and keys and values come to it step by step from the other ranks, while it computes with those of the
+//! step before.
 //!
-//! In round i a rank gets those of the rank i places before it, from that rank itself: as many bytes as if they were handed on
+//! In step i a rank gets those of the rank i places before it, from that rank itself: as many bytes as if they were handed on
 //! from neighbour to neighbour, and what a rank sees nothing of is not sent at all. The way back is the same: keys and values
-//! come again, and their gradients are sent home in f32.
+//! come again, and their gradients are sent back in f32.
 //!
 //! t tokens of a rank, c tokens of a chunk, h query heads, g key heads, k head dim
 
@@ -13,8 +13,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_comm::{Collective, Pending, Recv};
+use candlewick_model::AttentionExchange;
 use candlewick_ops::{
-    self as ops, AttentionSpec, BackwardContext, Partial, Piece, PieceInputs, Seqs, attention_piece,
+    self as ops, AttentionHeads, AttentionSpec, BackwardContext, Partial, Piece, PieceInputs, Seqs, attention_piece,
     attention_piece_backward, compute_or_replay, record,
 };
 
@@ -26,37 +27,50 @@ pub(super) struct Ring {
     ranks: Arc<dyn Collective>,
 }
 
-/// Something of a rank's early and late chunk each; `None` where nobody asks.
-type Chunks<T> = [Option<T>; 2];
+/// A value for a rank's early and late chunk each; `None` where no other rank needs it.
+type PerChunk<T> = [Option<T>; 2];
 
 /// Chunks in transit.
 type PendingChunks = [Pending<Option<Tensor>>; 2];
 
-/// What this rank does, round by round.
-struct Course {
-    rounds: Vec<Round>,
+/// The steps of this rank.
+struct RingPlan {
+    steps: Vec<RingStep>,
     /// Tokens of the early and of the late chunk.
     lens: [usize; 2],
     spec: AttentionSpec,
 }
 
-struct Round {
-    /// Whose keys and values come.
+struct RingStep {
+    /// The rank whose keys and values are received.
     from: usize,
-    /// Who gets this rank's.
+    /// The rank that receives this rank's.
     to: usize,
-    /// What is computed: a chunk of this rank's queries, a chunk of their keys.
+    /// The pieces computed: a chunk of this rank's queries, a chunk of the received keys.
     work: Vec<(usize, usize, Piece)>,
-    /// Which of this rank's chunks are seen over there.
+    /// The chunks of this rank that `to` needs.
     sent: [bool; 2],
 }
 
-/// What the forward leaves to the backward.
+/// Tensors saved between forward and backward.
 struct Saved {
     q: Tensor,
     kv: [Tensor; 2],
     out: Tensor,
     lse: Rc<Tensor>,
+}
+
+/// Returns the bytes that ring attention allocates on a rank with `n_tokens` tokens.
+///
+/// Forward: the f32 sum of queries; keys and values of this rank, of the current step and of the next. Backward: dq in f32;
+/// dk and dv in f32 of this rank, of the current step, on their way and received; keys and values of two steps.
+pub fn ring_exchange(n_tokens: u64, heads: AttentionHeads, dtype: DType) -> AttentionExchange {
+    let bytes = |n_elements: usize, dtype: DType| n_tokens * (n_elements * dtype.size_in_bytes()) as u64;
+    let (q, kv) = (heads.n_query * heads.dim, 2 * heads.n_kv * heads.dim);
+    AttentionExchange {
+        forward_bytes: bytes(q, DType::F32) + bytes(3 * kv, dtype),
+        backward_bytes: bytes(q + 4 * kv, DType::F32) + bytes(2 * kv, dtype),
+    }
 }
 
 impl Ring {
@@ -70,39 +84,39 @@ impl Ring {
             // All is here: whatever computes attention elsewhere will do.
             return ops::attention(q, k, v, seqs, spec);
         }
-        let course = self.course(seqs, spec)?;
+        let plan = self.plan(seqs, spec)?;
         let saved_q = q.contiguous()?;
-        let kv = course.packed(k, v)?;
+        let kv = plan.packed(k, v)?;
         let (out, lse) = compute_or_replay("ring_attention", || {
-            let sum = self.forward(&course, &saved_q, &kv)?;
+            let sum = self.forward(&plan, &saved_q, &kv)?;
             Ok((sum.out().to_dtype(q.dtype())?, sum.lse().clone()))
         })?;
         let saved = Saved { q: saved_q, kv, out: out.clone(), lse };
         let ring = self.clone();
         let backward =
-            move |d_out: &Tensor, _: &mut BackwardContext<'_>| Ok(ring.backward(&course, &saved, d_out)?.map(Some));
+            move |d_out: &Tensor, _: &mut BackwardContext<'_>| Ok(ring.backward(&plan, &saved, d_out)?.map(Some));
         Ok(record("ring_attention", [q.into(), k.into(), v.into()], out, backward))
     }
 
-    fn course(&self, seqs: &Seqs, spec: &AttentionSpec) -> Result<Course> {
+    fn plan(&self, seqs: &Seqs, spec: &AttentionSpec) -> Result<RingPlan> {
         let (me, n) = (self.ranks.rank(), self.ranks.size());
         let places = Places::new(seqs.n_tokens(), n, 1);
-        let rounds = (0..n).map(|round| {
-            let (from, to) = ((me + n - round) % n, (me + round) % n);
+        let steps = (0..n).map(|step| {
+            let (from, to) = ((me + n - step) % n, (me + step) % n);
             let (work, theirs) = (work(&places, seqs, spec, me, from)?, work(&places, seqs, spec, to, me)?);
-            Ok(Round { from, to, work, sent: seen(&theirs) })
+            Ok(RingStep { from, to, work, sent: seen(&theirs) })
         });
         let lens = places.chunks(me).map(|chunk| chunk.len());
-        Ok(Course { rounds: rounds.collect::<Result<_>>()?, lens, spec: *spec })
+        Ok(RingPlan { steps: steps.collect::<Result<_>>()?, lens, spec: *spec })
     }
 
-    fn forward(&self, course: &Course, q: &Tensor, kv: &[Tensor; 2]) -> Result<Partial> {
+    fn forward(&self, plan: &RingPlan, q: &Tensor, kv: &[Tensor; 2]) -> Result<Partial> {
         let sum = Partial::nothing(q)?;
-        self.rounds(course, kv, |round, here| {
-            for (queries, keys, piece) in &round.work {
-                let (first, n) = course.rows(*queries);
-                let [k, v] = course.keys_and_values(here, *keys)?;
-                sum.rows(first, n)?.merge(&attention_piece(&q.narrow(0, first, n)?, &k, &v, piece, &course.spec)?)?;
+        self.steps(plan, kv, |step, here| {
+            for (queries, keys, piece) in &step.work {
+                let (first, n) = plan.rows(*queries);
+                let [k, v] = plan.keys_and_values(here, *keys)?;
+                sum.rows(first, n)?.merge(&attention_piece(&q.narrow(0, first, n)?, &k, &v, piece, &plan.spec)?)?;
             }
             Ok(())
         })?;
@@ -110,79 +124,79 @@ impl Ring {
     }
 
     /// Returns dq, dk and dv.
-    fn backward(&self, course: &Course, saved: &Saved, d_out: &Tensor) -> Result<[Tensor; 3]> {
+    fn backward(&self, plan: &RingPlan, saved: &Saved, d_out: &Tensor) -> Result<[Tensor; 3]> {
         let Saved { q, kv, out, lse } = saved;
         let dq = zeros_like(q)?;
         let mut own = [zeros_like(&kv[0])?, zeros_like(&kv[1])?];
-        let mut going_home = None;
-        self.rounds(course, kv, |round, here| {
-            let is_own = round.from == self.ranks.rank();
+        let mut grads_in_flight = None;
+        self.steps(plan, kv, |step, here| {
+            let is_own = step.from == self.ranks.rank();
             let sums = match is_own {
                 true => own.each_ref().map(|own| Some(own.clone())),
                 false => zeros_for(here)?,
             };
-            for (queries, keys, piece) in &round.work {
-                let (first, n) = course.rows(*queries);
+            for (queries, keys, piece) in &step.work {
+                let (first, n) = plan.rows(*queries);
                 let rows = |x: &Tensor| x.narrow(0, first, n);
-                let [k, v] = course.keys_and_values(here, *keys)?;
-                let [dk, dv] = course.keys_and_values(&sums, *keys)?;
+                let [k, v] = plan.keys_and_values(here, *keys)?;
+                let [dk, dv] = plan.keys_and_values(&sums, *keys)?;
                 let (q, out, lse, d_out) = (&rows(q)?, &rows(out)?, &rows(lse)?, &rows(d_out)?);
                 let inputs = PieceInputs { q, k: &k, v: &v, out, lse, d_out };
-                attention_piece_backward(&inputs, piece, &course.spec, [&rows(&dq)?, &dk, &dv])?;
+                attention_piece_backward(&inputs, piece, &plan.spec, [&rows(&dq)?, &dk, &dv])?;
             }
             if !is_own {
-                let before = going_home.replace(self.start_home(round, sums, &own)?);
-                add_arrived(&mut own, before)?;
+                let before = grads_in_flight.replace(self.start_send_grads(step, sums, &own)?);
+                add_received(&mut own, before)?;
             }
             Ok(())
         })?;
-        add_arrived(&mut own, going_home.take())?;
-        let [dk, dv] = course.unpacked(&own)?;
+        add_received(&mut own, grads_in_flight.take())?;
+        let [dk, dv] = plan.unpacked(&own)?;
         Ok([dq.to_dtype(q.dtype())?, dk.to_dtype(q.dtype())?, dv.to_dtype(q.dtype())?])
     }
 
-    /// Goes through the rounds with the keys and values that are here in each, while those of the next are on their way.
-    fn rounds(
+    /// Computes each step with its keys and values, while those of the next step are received.
+    fn steps(
         &self,
-        course: &Course,
+        plan: &RingPlan,
         kv: &[Tensor; 2],
-        mut compute: impl FnMut(&Round, &Chunks<Tensor>) -> Result<()>,
+        mut compute: impl FnMut(&RingStep, &PerChunk<Tensor>) -> Result<()>,
     ) -> Result<()> {
         let mut here = kv.each_ref().map(|kv| Some(kv.clone()));
-        for (i, round) in course.rounds.iter().enumerate() {
-            let coming = course.rounds.get(i + 1).map(|next| self.start(next, kv)).transpose()?;
-            compute(round, &here)?;
+        for (i, step) in plan.steps.iter().enumerate() {
+            let coming = plan.steps.get(i + 1).map(|next| self.start(next, kv)).transpose()?;
+            compute(step, &here)?;
             if let Some(coming) = coming {
-                here = arrived(coming)?;
+                here = received(coming)?;
             }
         }
         Ok(())
     }
 
-    /// Starts to send this rank's chunks to those who see them, and to receive what it sees itself.
-    fn start(&self, round: &Round, kv: &[Tensor; 2]) -> Result<PendingChunks> {
-        let seen = seen(&round.work);
+    /// Starts to send this rank's chunks to the rank that needs them, and to receive those that this rank needs.
+    fn start(&self, step: &RingStep, kv: &[Tensor; 2]) -> Result<PendingChunks> {
+        let seen = seen(&step.work);
         let one = |chunk: usize| {
-            let x = round.sent[chunk].then_some(&kv[chunk]);
+            let x = step.sent[chunk].then_some(&kv[chunk]);
             // Chunks of one place are of one size on all ranks.
-            let recv = seen[chunk].then(|| Recv::like(&kv[chunk], round.from));
-            self.ranks.start_send_recv(x, x.map(|_| round.to), recv)
+            let recv = seen[chunk].then(|| Recv::like(&kv[chunk], step.from));
+            self.ranks.start_send_recv(x, x.map(|_| step.to), recv)
         };
         Ok([one(0)?, one(1)?])
     }
 
-    /// Starts to send the gradients of what was seen to its rank, and to receive those of this rank's chunks.
-    fn start_home(&self, round: &Round, sums: Chunks<Tensor>, own: &[Tensor; 2]) -> Result<PendingChunks> {
+    /// Starts to send the gradients of received chunks to their rank, and to receive those of this rank's chunks.
+    fn start_send_grads(&self, step: &RingStep, sums: PerChunk<Tensor>, own: &[Tensor; 2]) -> Result<PendingChunks> {
         let one = |chunk: usize| {
             let x = sums[chunk].as_ref();
-            let recv = round.sent[chunk].then(|| Recv::like(&own[chunk], round.to));
-            self.ranks.start_send_recv(x, x.map(|_| round.from), recv)
+            let recv = step.sent[chunk].then(|| Recv::like(&own[chunk], step.to));
+            self.ranks.start_send_recv(x, x.map(|_| step.from), recv)
         };
         Ok([one(0)?, one(1)?])
     }
 }
 
-impl Course {
+impl RingPlan {
     /// Where a chunk's tokens begin among this rank's, and how many they are.
     fn rows(&self, chunk: usize) -> (usize, usize) {
         [(0, self.lens[0]), (self.lens[0], self.lens[1])][chunk]
@@ -204,7 +218,7 @@ impl Course {
     }
 
     /// Views of the keys and of the values of a chunk that is here.
-    fn keys_and_values(&self, here: &Chunks<Tensor>, chunk: usize) -> Result<[Tensor; 2]> {
+    fn keys_and_values(&self, here: &PerChunk<Tensor>, chunk: usize) -> Result<[Tensor; 2]> {
         let (kv, n) = (here[chunk].as_ref().expect("what is worked on was asked for"), self.lens[chunk]);
         Ok([kv.narrow(0, 0, n)?, kv.narrow(0, n, n)?])
     }
@@ -235,14 +249,14 @@ fn seen(work: &[(usize, usize, Piece)]) -> [bool; 2] {
     [0, 1].map(|chunk| work.iter().any(|(_, keys, _)| *keys == chunk))
 }
 
-fn arrived([early, late]: PendingChunks) -> Result<Chunks<Tensor>> {
+fn received([early, late]: PendingChunks) -> Result<PerChunk<Tensor>> {
     Ok([early.wait()?, late.wait()?])
 }
 
-/// Adds the gradients that came home to this rank's chunks.
-fn add_arrived(own: &mut [Tensor; 2], coming: Option<PendingChunks>) -> Result<()> {
+/// Adds received gradients to those of this rank's chunks.
+fn add_received(own: &mut [Tensor; 2], coming: Option<PendingChunks>) -> Result<()> {
     let Some(coming) = coming else { return Ok(()) };
-    for (own, added) in own.iter_mut().zip(arrived(coming)?) {
+    for (own, added) in own.iter_mut().zip(received(coming)?) {
         if let Some(added) = added {
             *own = ops::add(own, &added)?;
         }
@@ -250,7 +264,7 @@ fn add_arrived(own: &mut [Tensor; 2], coming: Option<PendingChunks>) -> Result<(
     Ok(())
 }
 
-fn zeros_for(chunks: &Chunks<Tensor>) -> Result<Chunks<Tensor>> {
+fn zeros_for(chunks: &PerChunk<Tensor>) -> Result<PerChunk<Tensor>> {
     let [early, late] = chunks.each_ref().map(|chunk| chunk.as_ref().map(zeros_like).transpose());
     Ok([early?, late?])
 }

@@ -8,8 +8,8 @@ use candlewick_comm::{Options, threads};
 use candlewick_model::{Config, Dim, GroupKind, Model};
 use candlewick_ops::{GradPolicy, GradScaler, Seqs};
 use candlewick_parallel::{
-    CpuOffload, Engine, Formats, Groups, Layout, LossScale, Micro, Mode, ParamStore, Residency, SequenceParallel,
-    StoreOptions, ZeroStage,
+    ActivationCheckpointing, CpuOffload, Engine, Formats, Groups, Layout, LossScale, Micro, Mode, ParamStore,
+    SequenceParallel, StoreOptions, ZeroStage,
 };
 use serde_json::json;
 
@@ -49,8 +49,8 @@ fn train_engine(mesh: Degrees, zero_stage: Option<ZeroStage>) -> (Vec<f64>, Vec<
         let options = StoreOptions { formats, mode: Mode::Train, cpu_offload: CpuOffload::default() };
         let store = ParamStore::of_units(&units, options, &Device::Cpu, sharding)?;
         store.fill(initial)?;
-        let residency = vec![Residency::Keep, Residency::Recompute];
-        let engine = Engine::new(model, store, residency, Arc::clone(&groups.loss), Device::Cpu);
+        let checkpointing = vec![ActivationCheckpointing::None, ActivationCheckpointing::Full];
+        let engine = Engine::new(model, store, checkpointing, Arc::clone(&groups.loss), Device::Cpu);
         let policy = GradPolicy { max_norm: Some(MAX_NORM), ..GradPolicy::PLAIN };
         let scaler = GradScaler::new(policy, 0, &Device::Cpu)?;
         let mut norms = Vec::new();

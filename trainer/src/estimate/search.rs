@@ -4,20 +4,10 @@
 //! gradients of weights in another order: those are advised, never chosen.
 
 use candlewick_ops::AttentionImpl;
-use serde_json::{Value, json};
 
-use super::{Capacity, Setup, Shortage, estimate, longest};
+use super::{Capacity, Modes, Setup, Shortage, estimate};
 use crate::metrics::{ModelShape, Recomputed, recomputed_flops};
-use crate::plan::{Activations, Plan};
-
-/// What trades time for memory.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Modes {
-    /// What blocks keep for backward.
-    pub activations: Activations,
-    /// Whether MLPs are computed in tiles.
-    pub tiled_mlp: bool,
-}
+use crate::plan::Activations;
 
 /// The modes that the recipe sets: they are never changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,25 +36,6 @@ pub struct Choice {
     pub tried: Vec<Candidate>,
     /// The longest row that would fit with those of the tried modes that need least.
     pub longest: Option<u64>,
-}
-
-impl Modes {
-    /// The modes of a plan.
-    pub fn of(plan: &Plan) -> Self {
-        Self { activations: plan.model.activations, tiled_mlp: plan.model.tiled_mlp }
-    }
-
-    /// The recipe's keys and values that switch these modes on.
-    pub fn keys(self) -> Vec<(&'static str, Value)> {
-        let activations = ("model.activation_checkpoint", json!(self.activations.to_recipe()));
-        let tiled_mlp = self.tiled_mlp.then_some(("tiled_mlp_compute", json!(true)));
-        [activations].into_iter().chain(tiled_mlp).collect()
-    }
-}
-
-/// What a run may be planned for of the bytes that are free: the data, and other programs, want some, too.
-pub fn usable(free: u64) -> u64 {
-    free - free / 10
 }
 
 /// Finds the cheapest modes with which `setup` needs no more than there is. Those that are `fixed` stay as they are.
@@ -118,4 +89,26 @@ fn attention_share(setup: &Setup) -> f64 {
     // Half of the pairs are masked.
     let attention = of(Recomputed { attention: true, ..Recomputed::default() }) / 2.0;
     attention / (matmuls + attention)
+}
+
+/// Returns the most tokens of a row with which `setup` needs no more than there is; `None` if even one is too many.
+///
+/// Every term grows with the tokens, so halving an interval finds it.
+pub fn longest(setup: &Setup, capacity: &Capacity) -> Option<u64> {
+    /// More tokens than any model reads at once.
+    const MOST: u64 = 1 << 24;
+    let fits = |row_tokens: u64| estimate(&Setup { row_tokens, ..setup.clone() }).shortages(capacity).is_empty();
+    if !fits(1) {
+        return None;
+    }
+    let (mut fitting, mut too_long) = (1, MOST);
+    while too_long - fitting > 1 {
+        let middle = fitting.midpoint(too_long);
+        if fits(middle) {
+            fitting = middle;
+        } else {
+            too_long = middle;
+        }
+    }
+    Some(fitting)
 }

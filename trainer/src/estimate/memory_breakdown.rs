@@ -7,7 +7,7 @@ use serde::Serialize;
 /// What memory is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Class {
+pub enum Category {
     /// What forward and backward read: frozen weights and the compute copies of trained ones.
     Weights,
     /// What the optimizer updates, where that is not the compute copy itself.
@@ -36,7 +36,7 @@ pub enum Class {
     Allocator,
 }
 
-impl Class {
+impl Category {
     /// All of them, in the order of a table.
     pub const ALL: [Self; 13] = [
         Self::Weights,
@@ -74,17 +74,17 @@ impl Class {
     }
 }
 
-/// Bytes by class. A class that is not there has none.
+/// Bytes by category. A category that is not there has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
-pub struct Account(BTreeMap<Class, u64>);
+pub struct MemoryBreakdown(BTreeMap<Category, u64>);
 
-impl Account {
-    /// The same with `bytes` more of a class.
+impl MemoryBreakdown {
+    /// The same with `bytes` more of a category.
     #[must_use]
-    pub fn with(mut self, class: Class, bytes: u64) -> Self {
+    pub fn with(mut self, category: Category, bytes: u64) -> Self {
         if bytes > 0 {
-            *self.0.entry(class).or_default() += bytes;
+            *self.0.entry(category).or_default() += bytes;
         }
         self
     }
@@ -92,16 +92,38 @@ impl Account {
     /// The sum of two accounts.
     #[must_use]
     pub fn plus(self, other: &Self) -> Self {
-        other.0.iter().fold(self, |sum, (class, bytes)| sum.with(*class, *bytes))
+        other.0.iter().fold(self, |sum, (category, bytes)| sum.with(*category, *bytes))
     }
 
-    /// The bytes of a class.
-    pub fn of(&self, class: Class) -> u64 {
-        self.0.get(&class).copied().unwrap_or(0)
+    /// The bytes of a category.
+    pub fn of(&self, category: Category) -> u64 {
+        self.0.get(&category).copied().unwrap_or(0)
     }
 
-    /// The bytes of all classes.
+    /// The bytes of all categories.
     pub fn total(&self) -> u64 {
         self.0.values().sum()
+    }
+}
+
+/// Writes bytes in the unit that fits: `512 B`, `37.5 MiB`, `1.25 GiB`.
+pub fn bytes(n: u64) -> String {
+    const UNITS: [(u64, &str, usize); 3] = [(1 << 30, "GiB", 2), (1 << 20, "MiB", 1), (1 << 10, "KiB", 1)];
+    match UNITS.iter().find(|(unit, ..)| n >= *unit) {
+        Some((unit, name, digits)) => format!("{:.digits$} {name}", n as f64 / *unit as f64),
+        None => format!("{n} B"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_have_the_unit_that_fits() {
+        let cases = [(0, "0 B"), (1023, "1023 B"), (1 << 10, "1.0 KiB"), (3 << 19, "1.5 MiB"), (5 << 28, "1.25 GiB")];
+        for (n, want) in cases {
+            assert_eq!(bytes(n), want);
+        }
     }
 }

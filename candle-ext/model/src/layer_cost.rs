@@ -1,0 +1,255 @@
+//! Memory of a decoder layer: bytes that its tape saves, and bytes that its forward and backward allocate.
+//!
+//! t tokens, o of them outside of sublayers (fewer than t under sequence parallelism), d model, q and kv the widths of the
+//! query and KV heads and f of the MLP on this rank, s bytes of an element
+
+use candle_core::DType;
+use candlewick_ops::{
+    AttentionCost, AttentionHeads, AttentionImpl, DeviceKind, GemmSize, LinearCost, LinearInput, TiledCost,
+    dropout_cost, rms_norm_cost, rope_cost, swiglu_cost, tile_rows,
+};
+
+use crate::{LayerSpec, LinearSpec, MixerSpec, MlpRows, MlpSpec, SelfAttentionSpec, SwiGluSpec};
+
+/// Sizes of a decoder layer on one rank, for the bytes that `Layer::forward` and its backward allocate.
+#[derive(Clone, Copy, Debug)]
+pub struct LayerCost<'a> {
+    /// The layer, as the whole model has it.
+    pub layer: &'a LayerSpec,
+    /// Slices that every matrix is split into. A rank has one of them.
+    pub n_slices: usize,
+    /// t.
+    pub n_tokens: u64,
+    /// o.
+    pub n_residual_tokens: u64,
+    /// Tokens of the longest sequence.
+    pub longest: u64,
+    /// Dtype of forward and backward.
+    pub dtype: DType,
+    /// Dtype of the base weights' gradients; `None` if they are frozen.
+    pub grad: Option<DType>,
+    /// Kind of the device.
+    pub device: DeviceKind,
+    /// Implementation of attention.
+    pub attention: AttentionImpl,
+    /// Tokens of the MLP at a time.
+    pub mlp_rows: MlpRows,
+    /// Bytes of an attention that exchanges keys and values with other ranks.
+    pub exchange: AttentionExchange,
+}
+
+/// Bytes that attention allocates besides the op's own where ranks exchange keys and values.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AttentionExchange {
+    /// Bytes of the forward.
+    pub forward_bytes: u64,
+    /// Bytes of the backward.
+    pub backward_bytes: u64,
+}
+
+/// Elements of a token, on this rank.
+struct Widths {
+    d: u64,
+    q: u64,
+    kv: u64,
+    f: u64,
+}
+
+impl LayerCost<'_> {
+    /// Returns the bytes of the layer's input or output, or of their gradients.
+    pub fn activation_bytes(&self) -> u64 {
+        self.n_residual_tokens * self.widths().d * self.n_bytes()
+    }
+
+    /// Returns the bytes of keys and values of `n_tokens` tokens in elements of `n_bytes` bytes.
+    pub fn kv_bytes(&self, n_tokens: u64, n_bytes: u64) -> u64 {
+        n_tokens * 2 * self.widths().kv * n_bytes
+    }
+
+    /// Returns the bytes that the tape saves for backward, with the output and without the input.
+    ///
+    /// Outputs of norms, gated activations and dropout are recomputed.
+    pub fn saved_bytes(&self) -> u64 {
+        self.saved_until_attention() + self.saved_after_attention()
+    }
+
+    /// Returns the bytes of attention's output and log-sum-exp, which a selective checkpoint saves.
+    pub fn attention_output_bytes(&self) -> u64 {
+        self.attention_cost().replay_bytes()
+    }
+
+    /// Returns the most bytes at once of a forward that records nothing, without the input.
+    pub fn forward_bytes(&self) -> u64 {
+        let (Widths { d, q, kv, f }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
+        let (u, tile) = self.tiled().map_or((t, 0), |tiled| (tiled.tile_rows, tiled.forward().scratch_bytes));
+        let down = self.linear(u, [f, d], (&self.specs().1.down, LinearInput::Unused)).forward().scratch_bytes;
+        let residual = 3 * self.activation_bytes() + self.sublayer_bytes();
+        let mlp = residual + t * s * d + u * s * 3 * f + tile + down;
+        let qkv = self.sublayer_bytes() + t * s * (d + 2 * q + 2 * kv);
+        let attention = qkv + self.attention_cost().forward().scratch_bytes + self.exchange.forward_bytes;
+        mlp.max(attention) + self.attention_cost().reference_forward_bytes()
+    }
+
+    /// Returns the most bytes at once of a backward and the tape that it consumes, without the output's gradient.
+    pub fn backward_bytes(&self) -> u64 {
+        let (Widths { d, q, kv, .. }, t, s) = (self.widths(), self.n_tokens, self.n_bytes());
+        let mlp = match self.tiled() {
+            None => self.saved_bytes() + self.mlp_backward(t) - self.mlp_saved(t),
+            // The gradient of the MLP's input, and a tile's own tape, output and gradient of its input.
+            Some(tiled) => {
+                self.saved_bytes() + t * s * d + tiled.backward().scratch_bytes + self.mlp_backward(tiled.tile_rows)
+            }
+        };
+        // The gradients of the sum, of attention's output, of q, k and v.
+        let grads = t * s * (d + 2 * q + 2 * kv);
+        let scratch = self.attention_cost().backward().scratch_bytes + self.exchange.backward_bytes;
+        mlp.max(self.saved_until_attention() + grads + scratch) + self.sublayer_bytes()
+    }
+
+    /// Returns the bytes of the cosines and sines of the rotary angles, which all layers share.
+    pub fn rope_bytes(&self) -> u64 {
+        rope_cost(self.n_tokens, self.specs().0.head_dim as u64).saved_bytes
+    }
+
+    /// Returns the sizes of the MLP's matmuls, forward and backward.
+    pub fn mlp_matmuls(&self) -> [GemmSize; 3] {
+        let (Widths { d, f, .. }, t) = (self.widths(), self.n_tokens);
+        [(t, f, d), (t, d, f), (d, f, t)].map(|(m, n, k)| GemmSize { m, n, k })
+    }
+
+    fn specs(&self) -> (&SelfAttentionSpec, &SwiGluSpec) {
+        let (MixerSpec::Attention(attention), MlpSpec::SwiGlu(mlp)) = (&self.layer.mixer, &self.layer.mlp);
+        (attention, mlp)
+    }
+
+    fn widths(&self) -> Widths {
+        let (attention, mlp) = self.specs();
+        let on_rank = |linear: &LinearSpec| (linear.out.len / self.n_slices) as u64;
+        let [q, kv, _] = attention.qkv.each_ref().map(on_rank);
+        Widths { d: self.layer.hidden_size as u64, q, kv, f: on_rank(&mlp.gate_up[0]) }
+    }
+
+    fn n_bytes(&self) -> u64 {
+        self.dtype.size_in_bytes() as u64
+    }
+
+    /// Returns the bytes of a sublayer's input or output of all tokens, where ranks with a slice each exchange it.
+    fn sublayer_bytes(&self) -> u64 {
+        if self.n_slices > 1 { self.n_tokens * self.widths().d * self.n_bytes() } else { 0 }
+    }
+
+    fn attention_cost(&self) -> AttentionCost {
+        let (attention, _) = self.specs();
+        let (n_query, n_kv) = (attention.n_heads / self.n_slices, attention.n_kv_heads / self.n_slices);
+        AttentionCost {
+            n_tokens: self.n_tokens,
+            longest: self.longest,
+            heads: AttentionHeads { n_query, n_kv, dim: attention.head_dim },
+            dtype: self.dtype,
+            implementation: self.attention,
+            device: self.device,
+        }
+    }
+
+    fn linear(&self, n_tokens: u64, [n_in, n_out]: [u64; 2], (spec, input): (&LinearSpec, LinearInput)) -> LinearCost {
+        let (dtype, device, grad, storage) = (self.dtype, self.device, self.grad, spec.storage);
+        LinearCost { n_tokens, n_in, n_out, dtype, device, input, grad, storage }
+    }
+
+    /// Returns the sizes of a tiled MLP; `None` if it takes all tokens at once.
+    fn tiled(&self) -> Option<TiledCost> {
+        let (d, t) = (self.layer.hidden_size, self.n_tokens);
+        let tile_rows = tile_rows(t as usize, d) as u64;
+        let cost = TiledCost { n_rows: t, tile_rows, width: d as u64, dtype: self.dtype };
+        (self.mlp_rows == MlpRows::InTiles).then_some(cost)
+    }
+
+    /// Returns the bytes of the output, of rotated q, k and v, of attention's output, and of q and k before their norms.
+    fn saved_until_attention(&self) -> u64 {
+        let (Widths { q, kv, .. }, t) = (self.widths(), self.n_tokens);
+        let normed = if self.specs().0.qk_norm { t * (q + kv) } else { 0 };
+        let norms = rms_norm_cost(normed, self.dtype).saved_bytes;
+        let adapters = self.adapters_saved(t, self.layer.mixer.linears());
+        self.activation_bytes() + norms + self.attention_cost().forward().saved_bytes + adapters
+    }
+
+    /// Returns the bytes of the sum after attention, of gate and up. A tiled MLP saves its input alone.
+    fn saved_after_attention(&self) -> u64 {
+        let sum = rms_norm_cost(self.n_residual_tokens * self.widths().d, self.dtype).saved_bytes;
+        sum + self.tiled().map_or_else(|| self.mlp_saved(self.n_tokens), |tiled| tiled.forward().saved_bytes)
+    }
+
+    /// Returns the bytes of gate and up of some tokens, and of what adapters save.
+    fn mlp_saved(&self, rows: u64) -> u64 {
+        let adapters = self.adapters_saved(rows, self.layer.mlp.linears());
+        swiglu_cost(rows * self.widths().f, self.dtype).saved_bytes + adapters
+    }
+
+    /// Returns the bytes of the outputs of adapters' A, which their B saves.
+    fn adapters_saved<'l>(&self, rows: u64, linears: impl Iterator<Item = &'l LinearSpec>) -> u64 {
+        let adapters = linears.filter_map(|linear| linear.adapter.as_ref());
+        adapters.map(|adapter| rows * self.n_bytes() * adapter.r as u64).sum()
+    }
+
+    /// Returns the scratch bytes of the backward of linear layers that read one input.
+    ///
+    /// The input is recomputed for their gradients, or for an adapter's A. An adapter's dropout comes on top.
+    fn linears_backward(&self, rows: u64, sizes: [u64; 2], linears: &[LinearSpec]) -> u64 {
+        let adapters = || linears.iter().filter_map(|linear| linear.adapter.as_ref());
+        let is_read = self.grad.is_some() || adapters().next().is_some();
+        let input = if is_read { LinearInput::Recomputed } else { LinearInput::Unused };
+        let dropped = if adapters().any(|adapter| adapter.dropout > 0.0) { rows * sizes[0] } else { 0 };
+        let dropout = dropout_cost(dropped, self.dtype).scratch_bytes;
+        self.linear(rows, sizes, (&linears[0], input)).backward().scratch_bytes + dropout
+    }
+
+    /// Returns the bytes of the MLP's backward and tape on some tokens: at down, at the gate, or at gate and up.
+    fn mlp_backward(&self, rows: u64) -> u64 {
+        let (Widths { d, f, .. }, (_, mlp)) = (self.widths(), self.specs());
+        let elements = |n: u64| rows * self.n_bytes() * n;
+        let down = self.linears_backward(rows, [f, d], std::slice::from_ref(&mlp.down)) + elements(f);
+        let gated = elements(3 * f);
+        let gate_up = elements(d) + self.linears_backward(rows, [d, f], &mlp.gate_up);
+        self.mlp_saved(rows) + down.max(gated).max(gate_up)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::{AdapterSpec, Config};
+
+    #[track_caller]
+    fn check_linear(dropout: f64, want: u64) {
+        let config = serde_json::json!({
+            "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12,
+            "num_attention_heads": 2, "vocab_size": 16,
+        });
+        let layer = Config::from_json(config).unwrap().layer(0);
+        let cost = LayerCost {
+            layer: &layer,
+            n_slices: 1,
+            n_tokens: 10,
+            n_residual_tokens: 10,
+            longest: 10,
+            dtype: DType::F32,
+            grad: None,
+            device: DeviceKind::Cpu,
+            attention: AttentionImpl::Auto,
+            mlp_rows: MlpRows::Together,
+            exchange: AttentionExchange::default(),
+        };
+        let MlpSpec::SwiGlu(mlp) = &layer.mlp;
+        let adapter = AdapterSpec { module: mlp.down.module.clone(), r: 2, scaling: 1.0, dropout };
+        let down = LinearSpec { adapter: Some(adapter), ..mlp.down.clone() };
+        assert_eq!(cost.linears_backward(10, [12, 8], &[down]), want);
+        assert_eq!(cost.linears_backward(10, [12, 8], std::slice::from_ref(&mlp.down)), 0);
+    }
+
+    #[test]
+    fn an_adapter_recomputes_its_input_and_dropout_a_masked_copy() {
+        check_linear(0.0, 10 * 12 * 4);
+        check_linear(0.1, 2 * 10 * 12 * 4);
+    }
+}

@@ -1,0 +1,197 @@
+//! Memory of a step: the bytes live at each moment of `train` and of an evaluation, in the order of their code.
+
+use candlewick_model::LayerCost;
+use candlewick_ops::{CrossEntropyCost, GemmSize};
+
+use super::ActivationCheckpointing;
+use crate::pipeline::{Layout, PipelineSchedule, Schedule, StageStep};
+
+/// Sizes of the steps of one rank of a pipeline stage, for the bytes that they allocate.
+#[derive(Clone, Debug)]
+pub struct StepCost<'a> {
+    /// All layers of the model, at least one.
+    pub layers: Vec<LayerCost<'a>>,
+    /// The head and its loss.
+    pub head: HeadCost,
+    /// Activations that each layer keeps for backward.
+    pub checkpointing: Vec<ActivationCheckpointing>,
+    /// True if offloaded activations stay in the memory that computes.
+    pub offloads_to_same_memory: bool,
+    /// Layers of each stage.
+    pub layout: &'a Layout,
+    /// Order of forwards and backwards.
+    pub schedule: Schedule,
+    /// The stage.
+    pub stage: usize,
+    /// Micro-batches of a step.
+    pub n_micros: usize,
+}
+
+/// Sizes of the last norm, the head and its loss on one rank.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadCost {
+    /// Slices that the head is split into. A rank has one of them.
+    pub n_slices: usize,
+    /// Tokens outside of sublayers.
+    pub n_residual_tokens: u64,
+    /// The head and its loss.
+    pub loss: CrossEntropyCost,
+}
+
+/// Bytes live at one moment, besides parameters and their state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepBytes {
+    /// Activations between the forward and the backward of their layers.
+    pub activations: u64,
+    /// Activations and scratch of the layer that is computed.
+    pub layer: u64,
+    /// Activations and scratch of the head and its loss.
+    pub logits: u64,
+}
+
+/// Bytes of one model chunk.
+struct ChunkBytes {
+    /// Bytes kept between forward and backward.
+    saved: u64,
+    /// The worst moment: the loss, or the backward of a layer.
+    worst: StepBytes,
+}
+
+impl StepBytes {
+    /// Returns the bytes of all kinds.
+    pub fn total(&self) -> u64 {
+        self.activations + self.layer + self.logits
+    }
+
+    fn worst(moments: impl IntoIterator<Item = Self>) -> Self {
+        moments.into_iter().max_by_key(Self::total).unwrap_or_default()
+    }
+}
+
+impl StepCost<'_> {
+    /// Returns the worst moment of [`Engine::forward_backward`](super::Engine::forward_backward): a pass over one chunk, with
+    /// what the chunks between their forward and backward keep.
+    pub fn training(&self) -> StepBytes {
+        let chunks: Vec<_> = (0..self.layout.n_chunks()).map(|chunk| self.chunk(chunk)).collect();
+        let (table, mut saved) = (self.pipeline_schedule(), 0);
+        let moments = table.of_stage(self.stage).map(|step| {
+            let (StageStep::Forward(pass) | StageStep::Backward(pass)) = step;
+            let ChunkBytes { saved: of_chunk, worst } = &chunks[pass.chunk];
+            let others = match step {
+                StageStep::Forward(_) => saved,
+                StageStep::Backward(_) => saved - of_chunk,
+            };
+            saved = if matches!(step, StageStep::Forward(_)) { saved + of_chunk } else { others };
+            StepBytes { activations: worst.activations + others, ..*worst }
+        });
+        StepBytes::worst(moments)
+    }
+
+    /// Returns the worst moment of an evaluation: one forward that records nothing, then the losses.
+    pub fn evaluation(&self) -> StepBytes {
+        let layer = self.layers.iter().map(LayerCost::forward_bytes).max().unwrap_or(0);
+        let logits = if self.has_head() { self.head.forward_bytes() } else { 0 };
+        let activations = self.layers[0].activation_bytes() + self.layers[0].rope_bytes();
+        if layer > logits {
+            StepBytes { activations, layer, logits: 0 }
+        } else {
+            StepBytes { activations, layer: 0, logits }
+        }
+    }
+
+    /// Returns the bytes of offloaded activations, most at once. With several chunks each counts as the largest.
+    pub fn offloaded_bytes(&self) -> u64 {
+        let is_here = |layer_idx: usize| self.layout.stage_of(layer_idx + 1) == self.stage;
+        let offloaded = self
+            .checkpointing
+            .iter()
+            .enumerate()
+            .filter(|(_, checkpointing)| **checkpointing == ActivationCheckpointing::Offload);
+        let n_layers = offloaded.filter(|(layer_idx, _)| is_here(*layer_idx)).count() as u64;
+        let n_in_flight = self.pipeline_schedule().max_in_flight(self.stage).div_ceil(self.layout.n_chunks()) as u64;
+        n_layers * n_in_flight * self.layers[0].activation_bytes()
+    }
+
+    fn pipeline_schedule(&self) -> PipelineSchedule {
+        PipelineSchedule::new(self.schedule, self.layout.n_stages(), self.layout.n_chunks(), self.n_micros)
+    }
+
+    /// Returns true if the stage computes the losses.
+    fn has_head(&self) -> bool {
+        self.stage + 1 == self.layout.n_stages()
+    }
+
+    /// Follows `forward_chunk` and `backward_chunk`. The input stays to the end: it is the first layer's.
+    fn chunk(&self, chunk: usize) -> ChunkBytes {
+        let run = self.layout.blocks(self.stage, chunk);
+        let input = self.layers[0].activation_bytes();
+        let mut saved = input + self.layers[0].rope_bytes();
+        let mut moments = Vec::new();
+        for layer_idx in run.clone() {
+            // The output at the end of a kept tape is the next layer's input.
+            let is_saved = layer_idx == run.start || self.checkpointing[layer_idx - 1] == ActivationCheckpointing::None;
+            moments.extend(self.layer(layer_idx, if is_saved { 0 } else { input }, &mut saved));
+        }
+        if self.layout.is_last(self.stage, chunk) {
+            let has_output = run.last().is_some_and(|last| self.checkpointing[last] == ActivationCheckpointing::None);
+            let layer = if has_output { 0 } else { input };
+            moments.push(StepBytes { activations: saved, layer, logits: self.head.backward_bytes() });
+        }
+        ChunkBytes { saved, worst: StepBytes::worst(moments) }
+    }
+
+    /// Follows `forward_block` and `backward_block`. Adds to `saved` what the layer keeps, of its input `unsaved_input` bytes.
+    fn layer(&self, layer_idx: usize, unsaved_input: u64, saved: &mut u64) -> Vec<StepBytes> {
+        let cost = &self.layers[layer_idx];
+        let input = cost.activation_bytes();
+        let moment = |activations: u64, layer: u64| StepBytes { activations, layer, logits: 0 };
+        if self.checkpointing[layer_idx] == ActivationCheckpointing::Offload {
+            // While the layer is computed its input is in memory.
+            let moments = vec![moment(*saved, input + cost.forward_bytes().max(input + cost.backward_bytes()))];
+            *saved += if self.offloads_to_same_memory { input } else { 0 };
+            return moments;
+        }
+        *saved += unsaved_input;
+        // The gradient of the output has the size of an input.
+        let backward = moment(*saved, input + cost.backward_bytes());
+        match self.checkpointing[layer_idx] {
+            ActivationCheckpointing::None => {
+                *saved += cost.saved_bytes();
+                return vec![backward];
+            }
+            ActivationCheckpointing::Selective => *saved += cost.attention_output_bytes(),
+            ActivationCheckpointing::Full | ActivationCheckpointing::Offload => {}
+        }
+        vec![backward, moment(*saved, cost.forward_bytes())]
+    }
+}
+
+impl HeadCost {
+    /// Returns the bytes of the losses alone, with the norm's output.
+    pub fn forward_bytes(&self) -> u64 {
+        self.normed_bytes() + self.loss.forward().scratch_bytes
+    }
+
+    /// Returns the bytes of `loss_and_grad`. The norm's output and its gradient stay while the logits exist.
+    pub fn backward_bytes(&self) -> u64 {
+        let residual = self.n_residual_tokens * self.token_bytes();
+        // The gradient of the norm's input is allocated after the logits are freed.
+        let logits = self.loss.forward_backward().scratch_bytes.max(residual);
+        let exchanged = if self.n_slices > 1 { self.normed_bytes() } else { 0 };
+        residual + self.normed_bytes() + logits + exchanged
+    }
+
+    /// Returns the sizes of the matmuls of one chunk of logits.
+    pub fn matmuls(&self) -> [GemmSize; 2] {
+        let (n, v, d) = (self.loss.rows_at_once(), self.loss.n_vocab, self.loss.n_in);
+        [GemmSize { m: n, n: v, k: d }, GemmSize { m: n, n: d, k: v }]
+    }
+
+    fn token_bytes(&self) -> u64 {
+        self.loss.n_in * self.loss.dtype.size_in_bytes() as u64
+    }
+
+    fn normed_bytes(&self) -> u64 {
+        self.loss.n_tokens * self.token_bytes()
+    }
+}

@@ -1,0 +1,73 @@
+//! Sizes of a setup on one rank, as the crates that allocate declare their costs by them.
+
+use candlewick_model::{AttentionExchange, LayerCost, LayerSpec, MixerSpec};
+use candlewick_ops::{AttentionHeads, CrossEntropyCost};
+use candlewick_parallel::{HeadCost, LOGITS_BYTES_ON_CPU, StepCost, logits_bytes_on_gpu, ring_exchange};
+
+use super::Setup;
+use super::compute_device::ComputeDevice;
+use crate::plan::{checkpointing, dtype};
+
+/// Returns the sizes of the steps of this rank.
+pub(super) fn step(setup: &Setup) -> StepCost<'_> {
+    StepCost {
+        layers: (0..setup.model.n_blocks()).map(|layer_idx| layer(setup, layer_idx)).collect(),
+        head: head(setup),
+        checkpointing: checkpointing(setup.modes.activations, setup.model.n_blocks()),
+        offloads_to_same_memory: setup.parks_in_memory,
+        layout: &setup.layout,
+        schedule: setup.schedule,
+        stage: setup.stage,
+        n_micros: setup.n_micros,
+    }
+}
+
+/// Returns the sizes of a layer.
+pub(super) fn layer(setup: &Setup, layer_idx: usize) -> LayerCost<'_> {
+    let layer = setup.model.units()[layer_idx + 1].layer().expect("layers lie between embedding and head");
+    LayerCost {
+        layer,
+        n_slices: setup.ranks.tensor,
+        n_tokens: setup.tokens(),
+        n_residual_tokens: setup.tokens_outside(),
+        longest: setup.row_tokens,
+        dtype: dtype(setup.compute),
+        grad: setup.base_grad(),
+        device: setup.compute_device.kind(),
+        attention: setup.attention,
+        mlp_rows: setup.modes.mlp_rows(),
+        exchange: exchange(setup, layer),
+    }
+}
+
+/// Returns the sizes of the head.
+pub(super) fn head(setup: &Setup) -> HeadCost {
+    let config = setup.model.config();
+    let loss = CrossEntropyCost {
+        n_tokens: setup.tokens(),
+        n_vocab: config.vocab_size().div_ceil(setup.ranks.tensor) as u64,
+        n_in: config.hidden_size() as u64,
+        logits_bytes: match setup.compute_device {
+            ComputeDevice::Cpu => LOGITS_BYTES_ON_CPU,
+            ComputeDevice::Gpu => logits_bytes_on_gpu(setup.gpu_bytes),
+        },
+        dtype: dtype(setup.compute),
+        device: setup.compute_device.kind(),
+        grad: setup.base_grad(),
+    };
+    HeadCost { n_slices: setup.ranks.tensor, n_residual_tokens: setup.tokens_outside(), loss }
+}
+
+/// Returns the bytes of an attention whose keys and values go around a ring; none on one rank.
+fn exchange(setup: &Setup, layer: &LayerSpec) -> AttentionExchange {
+    let (MixerSpec::Attention(attention), tensor) = (&layer.mixer, setup.ranks.tensor);
+    let (n_query, n_kv) = (attention.n_heads / tensor, attention.n_kv_heads / tensor);
+    match setup.ranks.context {
+        1 => AttentionExchange::default(),
+        _ => ring_exchange(
+            setup.tokens(),
+            AttentionHeads { n_query, n_kv, dim: attention.head_dim },
+            dtype(setup.compute),
+        ),
+    }
+}
