@@ -20,8 +20,8 @@ mod tensor;
 pub use assembly::EngineSpec;
 pub use branches::{Branches, Path, Run, Until};
 pub use engine::{
-    Asked, Engine, LOGITS_BYTES_ON_CPU, LossScale, Micro, Optimizer, Residency, StepLoss, StepLosses, StepReport,
-    StepResult, Tokens, TrainBatch, logits_bytes_on_gpu,
+    Asked, Engine, LossScale, Micro, Optimizer, Residency, StepLoss, StepLosses, StepReport, StepResult, Tokens,
+    TrainBatch,
 };
 pub use groups::Groups;
 pub use kv_cache::KvCache;

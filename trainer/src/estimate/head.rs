@@ -2,8 +2,7 @@
 //!
 //! t tokens, o of them outside of branches, d model, v vocabulary as far as it is here, n tokens whose logits exist at once, s bytes of an element
 
-use candlewick_ops::{CrossEntropyCost, GemmSize, cpu_gemm_buffer_bytes};
-use candlewick_parallel::{LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
+use candlewick_ops::{CrossEntropyCost, GemmSize, LOGITS_BYTES_ON_CPU, cpu_gemm_buffer_bytes, logits_bytes_on_gpu};
 
 use super::{Place, Setup};
 use crate::run::dtype;

@@ -23,7 +23,7 @@ use crate::weight::Weight;
 
 pub use args::{Reduction, TokenScores};
 use args::{Sizes, Target};
-pub use chunk::rows_of_logits;
+pub use chunk::{LOGITS_BYTES_ON_CPU, logits_bytes, logits_bytes_on_gpu, rows_of_logits};
 pub use cost::CrossEntropyCost;
 pub use part::VocabPart;
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{Cx, Seams};
-use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span};
+use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span, stay_awake};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{Engine, Micro, Residency};
@@ -74,7 +74,7 @@ impl Engine {
         for (i, action) in actions.iter().enumerate() {
             let (Action::Forward(pass) | Action::Backward(pass)) = *action;
             let micro_batch = if pass.micro + 1 == micros.len() { MicroBatch::Last } else { MicroBatch::Earlier };
-            let _awake = self.stay_awake();
+            let _awake = stay_awake(&self.device);
             match action {
                 Action::Forward(_) => {
                     let _span = span("micro-batch", "forward");
