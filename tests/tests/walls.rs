@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 use std::process::Command;
 
 use serde_json::Value;
@@ -121,12 +122,115 @@ fn check_absent(under: &str, words: &[&str], reason: &str) {
     }
 }
 
+/// A file that a rule exempts, and the reason.
+type Exemption = (&'static str, &'static str);
+
+const LOCAL_GROUP: &str = "the constructor of a world of one rank";
+const NO_PEER: &str = "liveness: no rank waits for a rank that is alone";
+const MESSAGE: &str = "a note, an error or a line of a report";
+const ESTIMATE: &str = "the estimate leaves out the buffers of an exchange";
+
+/// Files that compare a degree with 1.
+const DEGREE_EXEMPT: &[Exemption] = &[
+    ("candle-ext/comm/src/liveness/keep_alive.rs", NO_PEER),
+    ("candle-ext/comm/src/local/mod.rs", LOCAL_GROUP),
+    ("candle-ext/comm/src/threads/mod.rs", LOCAL_GROUP),
+    ("candle-ext/comm/src/place/mod.rs", "a missing local rank has one possible value in a world of one"),
+    ("candle-ext/inference/src/parts.rs", NO_PEER),
+    ("candle-ext/parallel/src/assembly.rs", "an engine without these groups records no exchanges"),
+    ("candle-ext/runtime/src/cores.rs", "eager kernel loading costs start-up time and is needed by NCCL only"),
+    ("trainer/src/cli/plan.rs", MESSAGE),
+    ("trainer/src/estimate/block.rs", ESTIMATE),
+    ("trainer/src/estimate/head.rs", ESTIMATE),
+    ("trainer/src/estimate/report.rs", MESSAGE),
+    ("trainer/src/plan/backend.rs", MESSAGE),
+    ("trainer/src/plan/deepspeed.rs", MESSAGE),
+    ("trainer/src/plan/pipeline.rs", MESSAGE),
+    ("trainer/src/plan/ranks.rs", "one shard sets ZeRO stage 0"),
+];
+
+/// Files above `ops` and `comm` that ask for the device of a tensor.
+const DEVICE_EXEMPT: &[Exemption] = &[
+    ("candle-ext/inference/src/answer/mod.rs", "the batch size depends on the kind of device"),
+    ("candle-ext/inference/src/ranks.rs", "the communication backend depends on the kind of device"),
+    ("trainer/src/run/build.rs", "offloading and peak FLOPs depend on the kind of device"),
+    ("trainer/src/run/connect.rs", "the communication backend depends on the kind of device"),
+    ("trainer/src/run/out_of_memory.rs", "the report names the device"),
+    ("trainer/src/run/session.rs", "the metrics read the GPU's utilisation"),
+];
+
+/// Checks that the exempt files, and no others, have a line that `breaks` the rule.
+#[track_caller]
+fn check_exempt(files: &[PathBuf], breaks: fn(&str) -> bool, exempt: &[Exemption], rule: &str) {
+    let found: BTreeMap<String, usize> = files
+        .iter()
+        .filter(|path| path.to_string_lossy().contains("/src/") && !path.ends_with("tests.rs"))
+        .filter_map(|path| Some((path.display().to_string(), code_of(path).lines().position(breaks)? + 1)))
+        .collect();
+    let is_exempt = |path: &str| exempt.iter().any(|(file, _)| *file == path);
+    let new: Vec<_> = found.iter().filter(|(path, _)| !is_exempt(path)).collect();
+    let gone: Vec<_> = exempt.iter().filter(|(file, _)| !found.contains_key(*file)).collect();
+    assert!(new.is_empty() && gone.is_empty(), "{rule}\nnot exempt: {new:?}\nno longer needed: {gone:?}");
+}
+
+fn files_of(folders: &[&str]) -> Vec<PathBuf> {
+    folders.iter().flat_map(|folder| rust_files(folder)).collect()
+}
+
+/// Returns true if a line compares a degree of parallelism or the size of a group with 1.
+fn compares_a_degree(line: &str) -> bool {
+    const DEGREES: &[&str] = &[
+        "context",
+        "degree",
+        "n_parts",
+        "n_ranks",
+        "n_replicas",
+        "n_shards",
+        "n_stages",
+        "size",
+        "stages",
+        "tensor",
+        "world_size",
+    ];
+    [" > 1", " == 1", " != 1", " <= 1", " < 2", " >= 2"].iter().any(|comparison| {
+        line.match_indices(comparison).any(|(at, _)| {
+            let is_whole =
+                !line[at + comparison.len()..].starts_with(|c: char| c.is_alphanumeric() || c == '_' || c == '.');
+            let left = line[..at].trim_end_matches("()");
+            let name = left.rsplit(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or_default();
+            is_whole && DEGREES.contains(&name)
+        })
+    })
+}
+
+/// Returns true if a line asks for the kind of a device.
+fn asks_for_a_device(line: &str) -> bool {
+    let words = [".is_cpu()", ".is_cuda()", "Device::Cpu =>", "Device::Cuda(", "DeviceLocation::"];
+    words.iter().any(|word| line.contains(word))
+}
+
 #[test]
-fn a_world_of_one_takes_the_same_path() {
-    let words = ["world_size > 1", "world_size == 1", "world_size != 1", "world_size() > 1", "world_size() == 1"];
-    for room in ["candle-ext", "trainer/src", "evaluator/src"] {
-        check_absent(room, &words, "a degree of one is a `Solo` group, not a branch");
+fn a_degree_of_one_takes_the_same_path() {
+    let files = files_of(&["candle-ext", "trainer/src", "evaluator/src"]);
+    check_exempt(&files, compares_a_degree, DEGREE_EXEMPT, "a degree of one is a `Solo` group, not a branch");
+}
+
+#[test]
+fn comparisons_of_a_degree_with_one_are_found() {
+    for line in ["if group.size() == 1 {", "let x = world_size <= 1;", "groups.cp.size() * groups.sp.size() > 1"] {
+        assert!(compares_a_degree(line), "{line}");
     }
+    for line in ["size == 10", "size > 1.5", "n_tokens > 1", "rank() == 1", "group.size() > n"] {
+        assert!(!compares_a_degree(line), "{line}");
+    }
+}
+
+#[test]
+fn crates_above_ops_do_not_ask_for_the_device_of_a_tensor() {
+    let crates = ["model", "parallel", "inference", "runtime", "text", "launch"].map(|it| format!("candle-ext/{it}"));
+    let mut folders: Vec<&str> = crates.iter().map(String::as_str).collect();
+    folders.extend(["trainer/src", "evaluator/src"]);
+    check_exempt(&files_of(&folders), asks_for_a_device, DEVICE_EXEMPT, "`ops` has an arm for each device");
 }
 
 #[test]

@@ -24,6 +24,11 @@ pub trait Collective: Send + Sync {
     /// Fails if tensors of this device cannot travel in the group.
     fn check_device(&self, device: &Device) -> Result<()>;
 
+    /// Returns true if the group uses tensors of any device where they lie: none needs a copy on the host.
+    fn leaves_tensors_in_place(&self) -> bool {
+        false
+    }
+
     /// Starts [`all_reduce`](Self::all_reduce).
     fn start_all_reduce(&self, x: &Tensor, op: Reduce) -> Result<Pending>;
 

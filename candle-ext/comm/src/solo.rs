@@ -24,6 +24,10 @@ impl Collective for Solo {
         Ok(())
     }
 
+    fn leaves_tensors_in_place(&self) -> bool {
+        true
+    }
+
     fn start_all_reduce(&self, x: &Tensor, _op: Reduce) -> Result<Pending> {
         Ok(Pending::ready(x.detach()))
     }

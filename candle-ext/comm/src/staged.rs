@@ -114,8 +114,7 @@ impl Collective for Staged {
 
     fn split(&self, name: &str, lists: &[Vec<usize>]) -> Result<Arc<dyn Collective>> {
         let part = self.group.split(name, lists)?;
-        // Nobody is alone with what had to be staged.
-        if part.size() == 1 {
+        if part.leaves_tensors_in_place() {
             return Ok(part);
         }
         Ok(Arc::new(Self { group: part, device: self.device.clone(), route: Arc::clone(&self.route) }))

@@ -149,11 +149,8 @@ impl Crew {
         self.copy.size() == 1
     }
 
-    /// Whether any rank of this copy says so. They all call it.
+    /// Returns true if any rank of this copy passes true. All ranks of the copy call it.
     pub fn any_of_copy(&self, own: bool) -> Result<bool> {
-        if self.has_copy_alone() {
-            return Ok(own);
-        }
         let all = self.copy.all_reduce(&Tensor::new(u32::from(own), &Device::Cpu)?, Reduce::Max)?;
         Ok(to_host(&all)?.to_scalar::<u32>()? > 0)
     }

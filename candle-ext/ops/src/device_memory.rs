@@ -42,7 +42,8 @@ pub fn device_memory(device: &Device) -> Option<DeviceMemory> {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => cuda(device).ok(),
         #[cfg(feature = "emulate")]
-        Device::Cpu => crate::cuda::emulator::memory(),
+        Device::Cpu => crate::cuda::emulator::memory_limit()
+            .map(|limit| DeviceMemory { peak_bytes: (limit.peak)(), total_bytes: limit.total_bytes }),
         _ => None,
     }
 }

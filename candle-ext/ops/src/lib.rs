@@ -61,7 +61,7 @@ pub use adamw::{AdamW, AdamWState, adamw};
 pub use add::add;
 pub use attention::{
     AttentionChoice, AttentionCost, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Partial, Piece,
-    PieceInputs, Seqs, attention, attention_piece, attention_piece_backward,
+    PieceInputs, Seqs, attention, attention_piece, attention_piece_backward, kv_cache_dtype,
 };
 pub use backward::BackwardContext;
 pub use bytes::{of_bytes, with_bytes};
@@ -76,8 +76,8 @@ pub use grad_scaler::{GradPolicy, GradScaler, LossScaling, Outcome, ScalerState,
 pub use in_place::{copy_into, sum_of_squares, zero_};
 pub use linear::{LinearCost, Precision, linear};
 pub use linear_cross_entropy::{
-    CrossEntropy, CrossEntropyCost, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart, linear_cross_entropy,
-    linear_cross_entropy_part, rows_of_logits, token_scores,
+    CrossEntropy, CrossEntropyCost, LOGITS_BYTES_ON_CPU, LossAndGrad, Reduction, TokenScores, Upstream, VocabPart,
+    linear_cross_entropy, linear_cross_entropy_part, logits_bytes, logits_bytes_on_gpu, rows_of_logits, token_scores,
 };
 pub use nvidia::{NvidiaLibrary, nvidia_libraries, tune_gemms};
 pub use quantized::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
@@ -95,5 +95,5 @@ pub use swiglu::{swiglu, swiglu_cost, swiglu_joined};
 pub use tape::{Grads, Tape};
 pub use threads::{Awake, join_compute_threads, stay_awake};
 pub use tiled::{TiledCost, tile_rows, tiled};
-pub use transfer::{HostCopy, Readout, send_into, to_host, upload};
+pub use transfer::{HostCopy, Readout, send_into, to_host, to_host_contiguous, upload};
 pub use weight::{Buffer, GradSink, Handle, View, Weight};

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use candle_core::Device;
 use rayon::Yield;
 
 /// Looks for work, in vain, before a thread sleeps after all: about two milliseconds. It does not yield meanwhile: a thread
@@ -24,20 +25,26 @@ pub struct Awake {
     done: Arc<AtomicBool>,
 }
 
-/// Keeps the compute threads from falling asleep between ops: to wake one takes longer than many an op, and rayon's sleep
-/// after microseconds without work. Called by one of them; by another thread, it does nothing.
-pub fn stay_awake() -> Awake {
-    let done = Arc::new(AtomicBool::new(false));
-    if let Some(caller) = rayon::current_thread_index() {
-        let done = done.clone();
-        rayon::spawn_broadcast(move |thread| {
-            // The caller meets this job while it waits for a part of an op: it must not wait for itself.
-            if thread.index() != caller {
-                work_until(&done);
-            }
-        });
+/// Keeps the compute threads awake between ops if `device` is a CPU. Waking a thread takes longer than many an op, and rayon's
+/// threads sleep after microseconds without work. A call from a thread outside of the pool does nothing.
+pub fn stay_awake(device: &Device) -> Option<Awake> {
+    device.is_cpu().then(Awake::begin)
+}
+
+impl Awake {
+    fn begin() -> Self {
+        let done = Arc::new(AtomicBool::new(false));
+        if let Some(caller) = rayon::current_thread_index() {
+            let done = done.clone();
+            rayon::spawn_broadcast(move |thread| {
+                // The caller meets this job while it waits for a part of an op: it must not wait for itself.
+                if thread.index() != caller {
+                    work_until(&done);
+                }
+            });
+        }
+        Self { done }
     }
-    Awake { done }
 }
 
 impl Drop for Awake {
@@ -70,8 +77,8 @@ mod tests {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build()?;
         for _ in 0..50 {
             let sum: usize = pool.install(|| {
-                let _awake = stay_awake();
-                let _nested = stay_awake();
+                let _awake = Awake::begin();
+                let _nested = Awake::begin();
                 (0..1000usize).into_par_iter().with_max_len(1).sum()
             });
             assert_eq!(sum, 499_500);
@@ -81,6 +88,6 @@ mod tests {
 
     #[test]
     fn a_thread_of_another_pool_or_none_keeps_nobody_awake() {
-        drop(stay_awake());
+        drop(Awake::begin());
     }
 }

@@ -31,6 +31,15 @@ pub fn to_host(x: &Tensor) -> Result<Tensor> {
     Ok(here)
 }
 
+/// Copies a view to the host without the rest of its buffer. A contiguous view of the host's memory is returned as it is.
+pub fn to_host_contiguous(x: &Tensor) -> Result<Tensor> {
+    match x.device() {
+        Device::Cpu => x.contiguous(),
+        // candle copies the whole buffer behind a view.
+        _ => to_host(&x.force_contiguous()?),
+    }
+}
+
 /// Numbers on their way from a device.
 pub struct Readout(Way);
 

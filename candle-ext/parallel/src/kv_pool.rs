@@ -5,9 +5,9 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candlewick_model::Seams;
-use candlewick_ops::{AttentionSpec, Seqs, attention, set_rows};
+use candlewick_ops::{AttentionSpec, Seqs, attention, kv_cache_dtype, set_rows};
 
 use crate::engine::Tokens;
 use crate::kv_cache::lock;
@@ -81,14 +81,10 @@ impl KvPool {
     /// and would widen all rows each time.
     fn buffers(&self, like_tgk: &Tensor) -> Result<[Tensor; 2]> {
         let (_, n_heads, head_dim) = like_tgk.dims3()?;
-        let dtype = format(like_tgk);
+        let dtype = kv_cache_dtype(like_tgk);
         let zeros = || Tensor::zeros((self.n_rows + 1, n_heads, head_dim), dtype, like_tgk.device());
         Ok([zeros()?, zeros()?])
     }
-}
-
-fn format(like: &Tensor) -> DType {
-    if like.device().is_cpu() { DType::F32 } else { like.dtype() }
 }
 
 /// The sequences of a forward in the order of their rows. What is free between them is a sequence that asks nothing.
@@ -152,6 +148,6 @@ impl Seams for Growing<'_> {
         set_rows(k, &self.rows, k_tgk)?;
         set_rows(v, &self.rows, v_tgk)?;
         let [k, v] = [k, v].map(|buffer| buffer.narrow(0, self.used.start, self.used.len()));
-        attention(&q_thk.to_dtype(format(q_thk))?, &k?, &v?, &self.seqs, spec)?.to_dtype(q_thk.dtype())
+        attention(&q_thk.to_dtype(kv_cache_dtype(q_thk))?, &k?, &v?, &self.seqs, spec)?.to_dtype(q_thk.dtype())
     }
 }

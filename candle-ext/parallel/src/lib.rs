@@ -20,8 +20,8 @@ mod tensor;
 pub use assembly::EngineSpec;
 pub use branches::{Branches, Path, Run, Until};
 pub use engine::{
-    ActivationCheckpointing, Asked, Engine, HeadCost, LOGITS_BYTES_ON_CPU, LossScale, Micro, Optimizer, StepBytes,
-    StepCost, StepLoss, StepLosses, StepReport, StepResult, Tokens, TrainBatch, logits_bytes_on_gpu,
+    ActivationCheckpointing, Asked, Engine, HeadCost, LossScale, Micro, Optimizer, StepBytes, StepCost, StepLoss,
+    StepLosses, StepReport, StepResult, Tokens, TrainBatch,
 };
 pub use groups::Groups;
 pub use kv_cache::KvCache;

@@ -1,8 +1,8 @@
 //! Sizes of a setup on one rank, as the crates that allocate declare their costs by them.
 
 use candlewick_model::{AttentionExchange, LayerCost, LayerSpec, MixerSpec};
-use candlewick_ops::{AttentionHeads, CrossEntropyCost};
-use candlewick_parallel::{HeadCost, LOGITS_BYTES_ON_CPU, StepCost, logits_bytes_on_gpu, ring_exchange};
+use candlewick_ops::{AttentionHeads, CrossEntropyCost, LOGITS_BYTES_ON_CPU, logits_bytes_on_gpu};
+use candlewick_parallel::{HeadCost, StepCost, ring_exchange};
 
 use super::Setup;
 use super::compute_device::ComputeDevice;

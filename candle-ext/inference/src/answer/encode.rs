@@ -34,6 +34,16 @@ pub struct NoTokens {
     pub context: String,
 }
 
+/// Some requests cannot be scored, and so none is answered.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{why}")]
+pub struct Unscorable {
+    /// Their numbers.
+    pub requests: Vec<usize>,
+    /// The reason, of the first of them.
+    pub why: NoTokens,
+}
+
 /// What is put around a text.
 #[derive(Clone, Debug)]
 enum Added {

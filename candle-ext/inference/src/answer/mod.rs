@@ -11,13 +11,13 @@ pub mod log;
 mod plan;
 pub mod sample;
 pub mod score;
+mod settings;
 mod share;
 pub mod stop;
 pub mod tree;
 pub mod windows;
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
 use candlewick_comm::exchange_bytes;
@@ -27,14 +27,15 @@ use crate::lm::{Lm, Voice};
 use crate::parts::Crew;
 use crate::request::{Request, Response};
 use batch::Batching;
-use encode::{Encoder, NoTokens};
+use encode::Encoder;
+pub use encode::Unscorable;
 use generation::Generation;
 use log::{AnswerLog, Plain};
 use plan::{Plan, Work};
 use sample::Defaults;
 use score::{Score, Scoring};
+pub use settings::AnswerSettings;
 use share::share_of;
-use stop::ThinkEnd;
 
 /// Which way of answering it is. A change that gives the same request another answer takes another number, so that a log of
 /// before is not read.
@@ -57,42 +58,6 @@ pub struct Answered {
     pub n_cut: usize,
 }
 
-/// How requests are answered.
-#[derive(Clone, Debug, PartialEq)]
-pub struct AnswerSettings {
-    /// Tokens of context, if not as many as the model was made for.
-    pub max_length: Option<usize>,
-    /// Tokens that are generated at most, where the request does not say it.
-    pub max_gen_toks: usize,
-    /// Whether BOS is put before texts, if not as the tokenizer says.
-    pub add_bos: Option<bool>,
-    /// Sequences of a forward; `None` finds a good number.
-    pub batch_size: Option<usize>,
-    /// The most of them, where a good number is found.
-    pub max_batch_size: Option<usize>,
-    /// What ends the thinking before an answer, if a model thinks.
-    pub think_end: Option<ThinkEnd>,
-    /// Seeds what is sampled. An answer depends on it, on the request and on how often the request came before.
-    pub seed: u64,
-    /// Where answers are written to as they come, and read from before anything is computed.
-    pub log: Option<PathBuf>,
-}
-
-impl Default for AnswerSettings {
-    fn default() -> Self {
-        Self {
-            max_length: None,
-            max_gen_toks: 256,
-            add_bos: None,
-            batch_size: None,
-            max_batch_size: None,
-            think_end: None,
-            seed: 1234,
-            log: None,
-        }
-    }
-}
-
 /// A model that answers, together with those of the other ranks.
 pub struct LmAnswers<'a> {
     voice: Voice<'a>,
@@ -111,16 +76,6 @@ pub struct LmAnswers<'a> {
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("stopped before all requests were answered")]
 pub struct Stopped;
-
-/// Some requests cannot be scored, and so none is answered.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("{why}")]
-pub struct Unscorable {
-    /// Their numbers.
-    pub requests: Vec<usize>,
-    /// Why not, of the first of them.
-    pub why: NoTokens,
-}
 
 /// How far this rank is with its share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

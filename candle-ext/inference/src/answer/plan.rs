@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use anyhow::{Error, Result, ensure};
 use rayon::prelude::*;
 
-use super::encode::{Encoder, NoTokens};
+use super::encode::{Encoder, NoTokens, Unscorable};
 use super::generation::Prompt;
 use super::log::key;
 use super::sample::{Chooser, Defaults};
 use super::score::Score;
+use super::settings::AnswerSettings;
 use super::stop::Stop;
 use super::windows::{Scored, windows};
-use super::{AnswerSettings, Unscorable};
 use crate::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;
 

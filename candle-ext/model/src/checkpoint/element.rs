@@ -3,8 +3,8 @@
 use std::borrow::Cow;
 
 use bytemuck::NoUninit;
-use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
-use candlewick_ops::to_host;
+use candle_core::{CpuStorage, DType, Storage, Tensor};
+use candlewick_ops::to_host_contiguous;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
@@ -72,11 +72,7 @@ pub(super) fn encode(
     dtype: DType,
     mut write: impl FnMut(&[u8]) -> std::io::Result<()>,
 ) -> candle_core::Result<()> {
-    let tensor = match tensor.device() {
-        Device::Cpu => tensor.contiguous()?,
-        // Of a view of a GPU's buffer, candle would copy all of it.
-        _ => to_host(&tensor.force_contiguous()?)?,
-    };
+    let tensor = to_host_contiguous(tensor)?;
     let (storage, layout) = tensor.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
     let Storage::Cpu(storage) = &*storage else { candle_core::bail!("the tensor was moved to the CPU") };

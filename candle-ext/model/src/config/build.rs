@@ -3,7 +3,7 @@
 use candle_core::DType;
 use serde_json::{Map, Value};
 
-use super::{Typed, json::Keys, rope};
+use super::{json::Keys, rope, typed::Typed};
 use crate::{
     Family, ModelError,
     family::{Bias, FamilySpec, Window},

@@ -4,6 +4,7 @@ mod build;
 pub(crate) mod json;
 mod overrides;
 mod rope;
+mod typed;
 
 use std::path::Path;
 
@@ -13,41 +14,13 @@ use serde_json::{Map, Value};
 
 use crate::{Family, ModelError};
 pub(crate) use rope::RopeKind;
+use typed::Typed;
 
 /// A model's config.json. Values are read through the accessors; keys this crate does not know are kept as they are.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     raw: Map<String, Value>,
     pub(crate) typed: Typed,
-}
-
-/// What config.json says, with the family's defaults filled in.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Typed {
-    pub(crate) family: Family,
-    pub(crate) vocab_size: usize,
-    pub(crate) hidden_size: usize,
-    pub(crate) intermediate_size: usize,
-    pub(crate) n_layers: usize,
-    pub(crate) n_heads: usize,
-    pub(crate) n_kv_heads: usize,
-    pub(crate) head_dim: usize,
-    pub(crate) max_positions: usize,
-    pub(crate) rms_norm_eps: f64,
-    pub(crate) initializer_range: f64,
-    pub(crate) rope_theta: f64,
-    pub(crate) rope: RopeKind,
-    pub(crate) tied: bool,
-    pub(crate) qkv_bias: bool,
-    pub(crate) o_bias: bool,
-    pub(crate) mlp_bias: bool,
-    pub(crate) qk_norm: bool,
-    /// Per layer: the sliding window, if it has one.
-    pub(crate) windows: Vec<Option<usize>>,
-    pub(crate) bos_id: Option<u32>,
-    pub(crate) eos_ids: Vec<u32>,
-    pub(crate) pad_id: Option<u32>,
-    pub(crate) dtype: Option<DType>,
 }
 
 macro_rules! accessors {

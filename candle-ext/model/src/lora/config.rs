@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::target::Names;
+use super::names::Names;
 use crate::{
     ModelError,
     config::json::{Keys, read_object, shorten},

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Tensor};
 
-use super::{BaseRecord, LoraConfig};
+use super::{BASE_RECORD, BaseRecord, LoraConfig};
 use crate::{
     Model, ModelError, ParamSpec,
     checkpoint::{Checkpoint, Companions, ShardTensor, Staging, write_json, write_shard},
@@ -59,5 +59,25 @@ impl AdapterFolder {
         write_json(&staging.folder().join("adapter_config.json"), &config.to_json())?;
         companions.copy_into(staging.folder())?;
         staging.commit()
+    }
+
+    /// Compares the weights of `base` with those that the adapter was trained on, if its folder records them.
+    ///
+    /// # Errors
+    /// If they differ: the base model was trained again, converted or replaced.
+    pub fn check_base(&self, base: &Checkpoint) -> Result<(), ModelError> {
+        let Some(BaseRecord { model, weights }) = &self.base else { return Ok(()) };
+        let found = base.identity();
+        if found == *weights {
+            return Ok(());
+        }
+        let folder = self.weights.folder();
+        let problem = format!(
+            "the adapter was trained on other weights than those in {}: on {model} with the hash {weights}, found {found}; \
+             give the base model that it was trained on, or remove {} to use it on these weights",
+            base.folder().display(),
+            folder.join(BASE_RECORD).display(),
+        );
+        Err(ModelError::mismatch(folder, problem))
     }
 }

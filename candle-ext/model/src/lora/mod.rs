@@ -5,6 +5,7 @@ mod config;
 mod folder;
 mod layer;
 mod merge;
+mod names;
 mod target;
 
 use candle_core::{DType, Result, Tensor};

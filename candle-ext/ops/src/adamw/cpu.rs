@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::Factors;
+use super::args::Factors;
 use crate::floats::{Floats, FloatsMut};
 use crate::grad_scaler::StepFactors;
 use crate::simd::vectorised;

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{AdamW, AdamWState, Factors};
+use super::args::{AdamW, AdamWState, Factors};
 use crate::cuda::{Arg, address, gpu, kernels, suffix};
 use crate::grad_scaler::GradScaler;
 

@@ -1,46 +1,19 @@
 //! AdamW with decoupled weight decay over a flat shard.
 
+mod args;
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
 
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, bail};
 
 use crate::device::on_device;
 use crate::floats::check_dtype;
 use crate::grad_scaler::GradScaler;
 use crate::span::span;
 use crate::storage::{host, same_storage, update};
-
-/// The numbers of one update.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AdamW {
-    /// Learning rate.
-    pub lr: f64,
-    /// Decay of the gradient's running mean.
-    pub beta1: f64,
-    /// Decay of the squared gradient's running mean.
-    pub beta2: f64,
-    /// Added to the root of the squared gradient's mean.
-    pub eps: f64,
-    /// Decoupled decay: the parameter shrinks by lr * weight_decay.
-    pub weight_decay: f64,
-}
-
-/// What an update works on: contiguous views of equal length, each in a buffer of its own.
-#[derive(Clone, Copy, Debug)]
-pub struct AdamWState<'a> {
-    /// The parameter, f32 or bf16.
-    pub master: &'a Tensor,
-    /// Its gradient, in the same format.
-    pub grad: &'a Tensor,
-    /// The gradient's running mean, f32 or bf16.
-    pub exp_avg: &'a Tensor,
-    /// The squared gradient's running mean, in the same format.
-    pub exp_avg_sq: &'a Tensor,
-    /// A copy of the parameter in another format, rewritten from it.
-    pub compute: Option<&'a Tensor>,
-}
+use args::Factors;
+pub use args::{AdamW, AdamWState};
 
 /// Updates a parameter and its moments in place, in one pass, as `torch.optim.AdamW` does:
 ///
@@ -56,33 +29,6 @@ pub fn adamw(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()
         cpu => run_cpu(hyper, scaler, state),
         cuda => cuda::run(hyper, scaler, state),
     })
-}
-
-/// The scalars of an update, computed in f64 and rounded once. With c = sqrt(1 - b2^n), m / (sqrt(v) / c + eps) is
-/// c m / (sqrt(v) + c eps): c and the bias correction of m belong to the step and come from the scaler.
-#[derive(Clone, Copy)]
-struct Factors {
-    lr: f32,
-    shrink: f32,
-    beta1: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    eps: f32,
-}
-
-impl Factors {
-    fn of(hyper: &AdamW) -> Self {
-        Self {
-            lr: hyper.lr as f32,
-            shrink: (1.0 - hyper.lr * hyper.weight_decay) as f32,
-            beta1: hyper.beta1 as f32,
-            one_minus_beta1: (1.0 - hyper.beta1) as f32,
-            beta2: hyper.beta2 as f32,
-            one_minus_beta2: (1.0 - hyper.beta2) as f32,
-            eps: hyper.eps as f32,
-        }
-    }
 }
 
 fn run_cpu(hyper: &AdamW, scaler: &GradScaler, state: AdamWState) -> Result<()> {

@@ -25,7 +25,7 @@ mod seqs;
 mod spec;
 mod tile;
 
-use candle_core::{Result, Storage, Tensor};
+use candle_core::{DType, Result, Storage, Tensor};
 
 use crate::device::on_device;
 use crate::floats::FloatBuf;
@@ -182,6 +182,11 @@ impl SavedAttention {
         let [dq, dk, dv] = grads;
         Ok([storage::tensor(dq, q.shape()), storage::tensor(dk, k.shape()), storage::tensor(dv, v.shape())])
     }
+}
+
+/// Returns the dtype of a KV cache for keys like `k`: f32 on a CPU, whose kernels would widen every row each time.
+pub fn kv_cache_dtype(k: &Tensor) -> DType {
+    if k.device().is_cpu() { DType::F32 } else { k.dtype() }
 }
 
 #[cfg(test)]

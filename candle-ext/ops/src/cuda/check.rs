@@ -2,7 +2,8 @@
 
 use candle_core::{Result, bail};
 
-use super::{Arg, Class, Kernels};
+use super::arg::Arg;
+use super::class::Class;
 
 /// A kernel as its source declares it.
 #[derive(Debug)]
@@ -11,16 +12,6 @@ pub(crate) struct Signature {
     /// The most threads of a block, by its launch bounds.
     pub(crate) max_threads: usize,
     pub(crate) parameters: &'static [Class],
-}
-
-impl Kernels {
-    /// Returns the signature of a kernel.
-    pub(super) fn signature(&self, name: &str) -> Result<&'static Signature> {
-        match self.signatures.binary_search_by(|known| known.name.cmp(name)) {
-            Ok(at) => Ok(&self.signatures[at]),
-            Err(_) => bail!("{0}: there is no kernel {name} in {0}/kernel.cu", self.op),
-        }
-    }
 }
 
 impl Signature {
@@ -47,7 +38,6 @@ impl Signature {
         )
     }
 }
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {

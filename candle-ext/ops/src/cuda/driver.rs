@@ -14,7 +14,10 @@ use candle_core::cuda_backend::{CudaDType, DeviceId};
 use candle_core::{CudaDevice, CudaStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 
-use super::{Address, Arg, Blocks, Class, Kernels, Signature};
+use super::arg::{Address, Arg, Blocks};
+use super::check::Signature;
+use super::class::Class;
+use super::compiled::Kernels;
 use crate::accelerator::driver_has;
 use crate::replaced;
 

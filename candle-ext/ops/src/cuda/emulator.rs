@@ -11,9 +11,9 @@ use candle_core::{CpuStorage, DType, Error, Result, bail};
 use half::{bf16, f16};
 use libloading::Library;
 
+use super::arg::{Address, Arg, Blocks};
+use super::compiled::Kernels;
 use super::gemm::operands::{Gemm, Matrix};
-use super::{Address, Arg, Blocks, Kernels};
-use crate::DeviceMemory;
 use crate::thread_value::with_value;
 
 thread_local! {
@@ -44,10 +44,9 @@ pub fn emulate_with_limit<T>(limit: MemoryLimit, f: impl FnOnce() -> T) -> T {
     with_value(&LIMIT, Some(limit), || emulate(f))
 }
 
-/// Returns the memory of the emulated device, if it has a limit.
-pub(crate) fn memory() -> Option<DeviceMemory> {
-    let MemoryLimit { total_bytes, peak, .. } = LIMIT.get().filter(|_| is_on())?;
-    Some(DeviceMemory { peak_bytes: peak(), total_bytes })
+/// Returns the limit of the emulated device, if it has one.
+pub(crate) fn memory_limit() -> Option<MemoryLimit> {
+    LIMIT.get().filter(|_| is_on())
 }
 
 /// Tells whether this thread is inside of [`emulate`].

@@ -5,9 +5,11 @@
 //!
 //! With the feature `emulate` the same kernels also run on the CPU, over tensors there: see [`emulator`].
 
+mod arg;
 mod check;
 mod class;
 pub(crate) mod columns;
+mod compiled;
 #[cfg(feature = "cuda")]
 mod driver;
 #[cfg(feature = "emulate")]
@@ -21,14 +23,13 @@ pub(crate) mod transfer;
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
+pub(crate) use arg::{Address, Arg, Blocks};
 pub(crate) use check::Signature;
 pub(crate) use class::Class;
+pub(crate) use compiled::Kernels;
 
 /// Threads of a block that walks a flat buffer.
 pub(crate) const FLAT_THREADS: usize = 256;
-
-/// An address on the device.
-pub(crate) type Address = u64;
 
 /// Where kernels run.
 #[derive(Clone, Copy)]
@@ -37,20 +38,6 @@ pub(crate) enum Gpu<'a> {
     Device(&'a candle_core::CudaDevice),
     #[cfg(feature = "emulate")]
     Emulated(std::marker::PhantomData<&'a ()>),
-}
-
-/// The kernels of one op.
-pub(crate) struct Kernels {
-    /// The op's name.
-    pub(crate) op: &'static str,
-    /// The parameters and threads of each kernel, by its name in ascending order. build.rs reads them from the source.
-    pub(crate) signatures: &'static [Signature],
-    /// Compiled for GPUs.
-    #[cfg(feature = "cuda")]
-    pub(crate) fatbin: &'static [u8],
-    /// Compiled for the CPU: the path of a shared library.
-    #[cfg(feature = "emulate")]
-    pub(crate) library: &'static str,
 }
 
 /// Declares `KERNELS`, the compiled `kernel.cu` beside the file that uses it.
@@ -71,45 +58,6 @@ macro_rules! kernels {
     };
 }
 pub(crate) use kernels;
-
-/// A parameter of a kernel.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Arg {
-    /// A pointer.
-    Address(Address),
-    /// int
-    I32(i32),
-    /// long long
-    I64(i64),
-    /// unsigned long long
-    U64(u64),
-    /// float
-    F32(f32),
-    /// double
-    F64(f64),
-}
-
-impl Arg {
-    fn class(&self) -> Class {
-        match self {
-            Self::Address(_) => Class::Pointer,
-            Self::I32(_) => Class::Int32,
-            Self::I64(_) | Self::U64(_) => Class::Int64,
-            Self::F32(_) => Class::Float32,
-            Self::F64(_) => Class::Float64,
-        }
-    }
-}
-
-/// A grid of blocks.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Blocks {
-    pub(crate) grid: [usize; 3],
-    /// Threads of a block, a multiple of 32.
-    pub(crate) threads: usize,
-    /// What a kernel gets of `dynamic_shared` in ptx.cuh.
-    pub(crate) shared_bytes: usize,
-}
 
 impl Kernels {
     /// Launches `name` on a grid of blocks of `threads` threads each, a multiple of 32.

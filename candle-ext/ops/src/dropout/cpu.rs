@@ -1,8 +1,9 @@
-//! The CPU kernel of `dropout`: a counter-based generator, so that any block can be drawn by any thread.
+//! The CPU kernel of `dropout`: blocks in parallel.
 
 use rayon::prelude::*;
 
-use super::{Dropout, Run};
+use super::mask::{Dropout, key_after, random};
+use super::rows::Run;
 use crate::floats::{Floats, FloatsMut};
 
 /// Elements that one task handles.
@@ -24,19 +25,4 @@ pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout, run: &Run) {
         }
         y.write(0, &out);
     });
-}
-
-const STRIDE: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// The key of the stream that begins at `position` of the stream of `key`.
-pub(super) fn key_after(key: u64, position: u64) -> u64 {
-    key.wrapping_add(position.wrapping_mul(STRIDE))
-}
-
-/// SplitMix64's output at `position` of the stream that begins at `key` (Steele, Lea, Flood 2014).
-pub(super) fn random(key: u64, position: u64) -> u64 {
-    let mut z = key_after(key, position + 1);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }

@@ -2,7 +2,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Dropout, Run};
+use super::mask::Dropout;
+use super::rows::Run;
 use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("dropout");

@@ -3,6 +3,7 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod mask;
 mod rows;
 
 use std::rc::Rc;
@@ -15,34 +16,9 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{recompute_with, record, save};
 use crate::span::span;
 use crate::storage::{self, host};
+pub use mask::{Dropout, derive_key};
 use rows::Run;
 pub use rows::{Columns, Rows};
-
-/// Which elements are dropped.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Dropout {
-    /// The probability that an element becomes zero, in [0, 1).
-    pub p: f64,
-    /// Chooses the mask: the same key, the same mask.
-    pub key: u64,
-}
-
-impl Dropout {
-    /// The mask of what comes after the first `n_elements`: a tensor that is dropped in parts loses what the whole would.
-    pub fn after(self, n_elements: usize) -> Self {
-        Self { key: cpu::key_after(self.key, n_elements as u64), ..self }
-    }
-
-    /// What a kept element is multiplied by.
-    fn scale(self) -> f32 {
-        (1.0 / (1.0 - self.p)) as f32
-    }
-
-    /// An element is kept if 32 random bits are no less than this.
-    fn threshold(self) -> u64 {
-        (self.p * 2f64.powi(32)) as u64
-    }
-}
 
 /// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is saved for
 /// backward; the mask is drawn again.
@@ -80,11 +56,6 @@ fn dropped(x: &Tensor, spec: Dropout, runs: Vec<Run>) -> Result<Tensor> {
 /// recomputed input beside the recomputed output. The forward saves nothing.
 pub fn dropout_cost(n_elements: u64, dtype: DType) -> Cost {
     Cost { scratch_bytes: bytes(n_elements, dtype), ..Cost::default() }
-}
-
-/// Gives each part of a key's world a key of its own: of a seed a key a step, of that one a micro-batch, and so on.
-pub fn derive_key(key: u64, part: u64) -> u64 {
-    cpu::random(key, part)
 }
 
 fn masked(x: &Tensor, spec: Dropout, runs: &[Run]) -> Result<Tensor> {

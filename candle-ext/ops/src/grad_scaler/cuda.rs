@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{GradScaler, MAX_LOSS_SCALE};
+use super::policy::{GradPolicy, MAX_LOSS_SCALE};
 use crate::cuda::{Arg, address, gpu, kernels};
 
 kernels!("grad_scaler");
@@ -12,10 +12,15 @@ const OP: &str = "grad_scaler";
 const THREADS: usize = 32;
 
 /// Judges gradients by the sums of their squares and the losses.
-pub(super) fn judge(scaler: &GradScaler, squares: &Tensor, losses: &Tensor, [beta1, beta2]: [f64; 2]) -> Result<()> {
-    let (policy, scaling) = (&scaler.policy, &scaler.policy.loss_scaling);
+pub(super) fn judge(
+    state: &Tensor,
+    policy: &GradPolicy,
+    [squares, losses]: [&Tensor; 2],
+    [beta1, beta2]: [f64; 2],
+) -> Result<()> {
+    let scaling = &policy.loss_scaling;
     let args = [
-        Arg::Address(address(OP, &scaler.state)?),
+        Arg::Address(address(OP, state)?),
         Arg::Address(address(OP, squares)?),
         Arg::Address(address(OP, losses)?),
         Arg::I32(squares.elem_count() as i32),

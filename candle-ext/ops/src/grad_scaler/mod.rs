@@ -5,6 +5,7 @@
 
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod policy;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -13,30 +14,8 @@ use crate::device::on_device;
 use crate::floats::FloatsMut;
 use crate::storage::{host, update};
 use crate::transfer::to_host;
-
-/// The factor on losses that keeps small gradients from vanishing in half precision, by DeepSpeed's rules.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct LossScaling {
-    /// The factor before the first step.
-    pub initial: f64,
-    /// It doubles after so many steps without an overflow; 0 leaves it as it is.
-    pub window: usize,
-    /// It is halved at the overflow of this number, 1 for the first, counted anew whenever it doubles.
-    pub hysteresis: usize,
-    /// It is never halved below this: an overflow there is one that scaling cannot cure.
-    pub min: f64,
-}
-
-/// What a step does with its gradients.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct GradPolicy {
-    /// Gradients of a larger norm are scaled down to it, as torch's clip_grad_norm_ does.
-    pub max_norm: Option<f64>,
-    /// How losses are scaled.
-    pub loss_scaling: LossScaling,
-    /// Once a loss or a gradient was not finite, nothing is applied any more.
-    pub halts: bool,
-}
+use policy::MAX_LOSS_SCALE;
+pub use policy::{GradPolicy, LossScaling};
 
 /// What was decided about a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,19 +88,6 @@ impl State {
     const ROOT: usize = 7;
     const STEP: usize = 8;
     const LEN: usize = 9;
-}
-
-/// The largest factor on losses. Gradients that need more are zero.
-const MAX_LOSS_SCALE: f64 = (1u64 << 32) as f64;
-
-impl LossScaling {
-    /// Losses as they are.
-    pub const NONE: Self = Self { initial: 1.0, window: 0, hysteresis: 1, min: 1.0 };
-}
-
-impl GradPolicy {
-    /// Gradients as they are, and only finite ones.
-    pub const PLAIN: Self = Self { max_norm: None, loss_scaling: LossScaling::NONE, halts: false };
 }
 
 impl Verdict {
@@ -213,7 +179,7 @@ impl GradScaler {
                     Ok(())
                 })
             },
-            cuda => cuda::judge(self, &squares, &losses, betas),
+            cuda => cuda::judge(&self.state, &self.policy, [&squares, &losses], betas),
         })
     }
 }

@@ -1,5 +1,8 @@
 //! Chunks of tokens whose logits exist at once.
 
+use candle_core::Device;
+
+use crate::accelerator::gpu_memory;
 use crate::cost::{DeviceKind, F32_BYTES};
 
 /// Elements of the logits that exist at once on the CPU, at most: 256 MiB.
@@ -8,6 +11,25 @@ const CPU_LOGITS: usize = 1 << 26;
 const GPU_LOGITS: usize = 1 << 30;
 /// Rows of a matmul's tile on a GPU.
 const TILE: usize = 128;
+
+/// Bytes of logits that the loss holds at once on a CPU.
+pub const LOGITS_BYTES_ON_CPU: u64 = 64 << 20;
+
+/// Returns the bytes of logits that the loss holds at once on a GPU of so much memory: 3 % of it, at most 4 GiB; 1 GiB if it is
+/// unknown.
+///
+/// Each chunk of logits passes over the whole gradient of the head: few chunks are fast.
+pub fn logits_bytes_on_gpu(memory_bytes: Option<u64>) -> u64 {
+    memory_bytes.map_or(1 << 30, |bytes| (bytes / 100 * 3).min(4 << 30))
+}
+
+/// Returns the bytes of logits that the loss holds at once on `device`.
+pub fn logits_bytes(device: &Device) -> u64 {
+    match device {
+        Device::Cuda(_) => logits_bytes_on_gpu(gpu_memory(device)),
+        _ => LOGITS_BYTES_ON_CPU,
+    }
+}
 
 /// Returns the most rows of f32 logits that `logits_bytes` hold, at least one: the `chunk` of [`CrossEntropy`](super::CrossEntropy).
 pub fn rows_of_logits(logits_bytes: u64, n_vocab: u64) -> u64 {
@@ -30,7 +52,15 @@ fn even_chunk(n: usize, max_rows: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::even_chunk;
+    use super::{even_chunk, logits_bytes_on_gpu};
+
+    #[test]
+    fn a_gpu_holds_three_percent_of_its_memory_in_logits_and_at_most_four_gib() {
+        assert_eq!(
+            [None, Some(100), Some(80_000_000_000), Some(u64::MAX)].map(logits_bytes_on_gpu),
+            [1 << 30, 3, 2_400_000_000, 4 << 30]
+        );
+    }
 
     #[test]
     fn chunks_are_few_and_even() {

@@ -3,9 +3,9 @@
 use candle_core::{Device, Result, Tensor};
 use rayon::prelude::*;
 
+use super::args::{Sizes, Target};
 use super::chunk::rows_at_once;
 use super::part::{ELSEWHERE, VocabPart};
-use super::{Sizes, Target};
 use crate::cost::DeviceKind;
 use crate::exp;
 use crate::floats::{Floats, FloatsMut};

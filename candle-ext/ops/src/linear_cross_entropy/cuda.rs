@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Result, Tensor};
 
+use super::args::{Reduction, Sizes, Target, TokenScores};
 use super::chunk::rows_at_once;
 use super::part::VocabPart;
-use super::{Reduction, Sizes, Target, TokenScores};
 use crate::cost::DeviceKind;
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};

@@ -2,6 +2,7 @@
 //!
 //! t tokens, v vocabulary, d model
 
+mod args;
 mod chunk;
 mod cost;
 mod cpu;
@@ -20,20 +21,11 @@ use crate::transfer::to_host;
 use crate::weight::GradSink;
 use crate::weight::Weight;
 
-pub use chunk::rows_of_logits;
+pub use args::{Reduction, TokenScores};
+use args::{Sizes, Target};
+pub use chunk::{LOGITS_BYTES_ON_CPU, logits_bytes, logits_bytes_on_gpu, rows_of_logits};
 pub use cost::CrossEntropyCost;
 pub use part::VocabPart;
-
-/// How the losses of tokens become one loss.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reduction {
-    /// Their sum over the number of tokens that are not ignored; 0 if there is none.
-    Mean,
-    /// Their sum.
-    Sum,
-    /// One loss a token, 0 where it is ignored.
-    None,
-}
 
 /// The cotangent of the loss. It is known before the forward, so the backward runs inside it.
 #[derive(Clone, Copy, Debug)]
@@ -137,15 +129,6 @@ fn run(
     })
 }
 
-/// What the head makes of tokens that are known, without a gradient.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct TokenScores {
-    /// log softmax(x w^T)[target] of each target.
-    pub logprobs: Vec<f32>,
-    /// Whether no token is likelier: the target is the first of those with the largest logit.
-    pub is_top: Vec<bool>,
-}
-
 /// How likely `targets` are: one for each row of `x` [t, d], for `w` [v, d]. At most `chunk` rows of logits exist at once.
 /// Arithmetic is f32. Waits for the device.
 pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Result<TokenScores> {
@@ -164,13 +147,6 @@ pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Re
         },
         cuda => cuda::Head::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
     })
-}
-
-impl FromIterator<(f32, bool)> for TokenScores {
-    fn from_iter<I: IntoIterator<Item = (f32, bool)>>(scores: I) -> Self {
-        let (logprobs, is_top) = scores.into_iter().unzip();
-        Self { logprobs, is_top }
-    }
 }
 
 /// The loss of each target, and with the targets' weights dx; adds dw to its sink.
@@ -198,21 +174,6 @@ fn on_cpu(
         }
     };
     Ok((losses, Some(storage::tensor(dx, x.shape()))))
-}
-
-/// The sizes in the legend.
-#[derive(Clone, Copy)]
-struct Sizes {
-    t: usize,
-    v: usize,
-    d: usize,
-}
-
-/// A token that counts: its row and what it should predict, a row of w or [`part::ELSEWHERE`].
-#[derive(Clone, Copy)]
-struct Target {
-    row: usize,
-    class: usize,
 }
 
 fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy, part: Option<&VocabPart<'_>>) -> Result<Sizes> {

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{Heads, Slice, Turn};
+use super::heads::{Heads, Slice, Turn};
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 

@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Heads, Slice, Turn};
+use super::heads::{Heads, Slice, Turn};
 use crate::cuda::{Address, Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("rope");

@@ -5,6 +5,7 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod heads;
 mod qkv;
 
 use candle_core::{DType, Result, Tensor, bail};
@@ -15,7 +16,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::record;
 use crate::span::span;
 use crate::storage::{self, host, update};
-
+use heads::{Heads, Slice, Turn};
 pub use qkv::{QkvHeads, split_qkv};
 
 /// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
@@ -33,44 +34,6 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// Returns the cost of a forward: the f32 tables [t, k/2] are saved once for all calls that share them.
 pub fn rope_cost(n_tokens: u64, head_dim: u64) -> Cost {
     Cost { saved_bytes: bytes(n_tokens * head_dim, DType::F32), ..Cost::default() }
-}
-
-/// The direction of a rotation. The backward of a rotation is the rotation back.
-#[derive(Clone, Copy)]
-enum Turn {
-    Forward,
-    Back,
-}
-
-impl Turn {
-    /// The factor of the sine.
-    fn sign(self) -> f32 {
-        match self {
-            Self::Forward => 1.0,
-            Self::Back => -1.0,
-        }
-    }
-}
-
-/// The heads that are rotated: `n` of `dim` elements each.
-#[derive(Clone, Copy)]
-struct Heads {
-    n: usize,
-    dim: usize,
-}
-
-impl Heads {
-    /// Returns the place of heads that have a tensor to themselves.
-    fn slice(self) -> Slice {
-        Slice { first: 0, stride: self.n * self.dim }
-    }
-}
-
-/// The place of heads in a tensor: tokens begin `stride` elements apart, their heads `first` elements later.
-#[derive(Clone, Copy)]
-struct Slice {
-    first: usize,
-    stride: usize,
 }
 
 /// Returns heads of a tensor [t, ..], rotated by cosines and sines if there are some: [t, n, dim].

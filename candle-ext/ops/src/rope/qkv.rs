@@ -5,7 +5,8 @@ use std::rc::Rc;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::{Heads, Slice, Turn, check_table, rotate_into, rotated};
+use super::heads::{Heads, Slice, Turn};
+use super::{check_table, rotate_into, rotated};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::record;

@@ -2,12 +2,12 @@
 
 use candle_core::{Result, Tensor};
 
-use super::OP;
 use crate::cuda::{Arg, address, gpu, kernels, same_dtype, suffix};
 use crate::transfer::upload_table;
 
 kernels!("set_rows");
 
+const OP: &str = "set_rows";
 const THREADS: usize = 128;
 
 /// dst[rows[i]] = src[i] for rows of `d` elements.

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::Gated;
+use super::source::Gated;
 use crate::exp::sigmoid;
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;

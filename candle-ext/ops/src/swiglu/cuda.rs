@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::{Gated, Source};
+use super::source::{Gated, Source};
 use crate::cuda::{Address, Arg, FLAT_THREADS, Gpu, Out, address, gpu, kernels, suffix};
 
 kernels!("swiglu");

@@ -3,8 +3,9 @@
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
+mod source;
 
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cost::{Cost, bytes};
 use crate::device::on_device;
@@ -12,6 +13,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::{recompute_gated_with, record};
 use crate::span::span;
 use crate::storage::{self, host};
+use source::Source;
 
 /// y = gate * sigmoid(gate) * up, element by element, computed in f32 and rounded once.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
@@ -40,56 +42,6 @@ pub fn swiglu_joined(gate_up: &Tensor) -> Result<Tensor> {
 /// Returns the cost of a forward with `n_outputs` elements: gate and up are saved, y is recomputed.
 pub fn swiglu_cost(n_outputs: u64, dtype: DType) -> Cost {
     Cost { saved_bytes: bytes(2 * n_outputs, dtype), ..Cost::default() }
-}
-
-/// Gate and up, contiguous.
-#[derive(Clone)]
-enum Source {
-    Two(Tensor, Tensor),
-    /// In one tensor [.., 2f].
-    Joined(Tensor),
-}
-
-/// The sizes: `n_rows` of `width` elements, whose gates begin `stride` elements apart, as do the ups.
-#[derive(Clone, Copy)]
-struct Gated {
-    n_rows: usize,
-    width: usize,
-    stride: usize,
-}
-
-impl Source {
-    /// Returns the first of its tensors.
-    fn tensor(&self) -> &Tensor {
-        match self {
-            Self::Two(gate, _) => gate,
-            Self::Joined(joined) => joined,
-        }
-    }
-
-    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        let up = if let Self::Two(_, up) = self { Some(up) } else { None };
-        std::iter::once(self.tensor()).chain(up)
-    }
-
-    fn gated(&self) -> Gated {
-        match self {
-            Self::Two(gate, _) => Gated { n_rows: 1, width: gate.elem_count(), stride: gate.elem_count() },
-            Self::Joined(joined) => {
-                let stride = joined.dims().last().copied().unwrap_or(0);
-                Gated { n_rows: joined.elem_count() / stride.max(1), width: stride / 2, stride }
-            }
-        }
-    }
-
-    /// Returns the shape of y.
-    fn shape(&self) -> Shape {
-        let mut dims = self.tensor().dims().to_vec();
-        if let (Self::Joined(_), Some(last)) = (self, dims.last_mut()) {
-            *last /= 2;
-        }
-        dims.into()
-    }
 }
 
 /// Computes y, which a backward may compute again.

@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::Seams;
-use candlewick_ops::{Reduction, Rows, Seqs, TokenScores, Upstream, span, to_host, token_scores};
+use candlewick_ops::{Reduction, Rows, Seqs, TokenScores, Upstream, span, stay_awake, to_host, token_scores};
 
 use super::{Engine, Micro};
 use crate::placement::SequenceParallel;
@@ -53,7 +53,7 @@ impl Engine {
     /// The loss of as many tokens as ranks can share evenly.
     fn evaluate(&self, micro: &Micro, reduction: Reduction) -> Result<Option<Tensor>> {
         let _span = span("evaluation", "forward");
-        let _awake = self.stay_awake();
+        let _awake = stay_awake(&self.device);
         let Part { micro, .. } = &self.part(micro)?;
         self.with_seams(None, |seams| {
             let x_td = self.hidden(&micro.ids, &micro.positions, &micro.seqs, seams)?;
@@ -82,7 +82,7 @@ impl Engine {
     }
 
     fn logits_of(&self, tokens: &Tokens, rows: &[u32], seams: &dyn Seams) -> Result<Tensor> {
-        let _awake = self.stay_awake();
+        let _awake = stay_awake(&self.device);
         let logits = match self.rows_of(tokens, rows, seams)? {
             Some(x_td) => {
                 let weights = self.store.fetch(self.head())?;
@@ -99,7 +99,7 @@ impl Engine {
     /// time. On the CPU the bits of an answer do not depend on what else is asked; one token alone in a forward is the
     /// exception. All ranks that share the model call it, and get the same.
     pub fn token_scores(&self, tokens: &Tokens, asked: &[Asked], seams: &dyn Seams) -> Result<TokenScores> {
-        let _awake = self.stay_awake();
+        let _awake = stay_awake(&self.device);
         let (rows, ids): (Vec<u32>, Vec<u32>) = asked.iter().map(|asked| (asked.row, asked.id)).unzip();
         let (rows, ids) = (in_pairs(&rows), in_pairs(&ids));
         let scores = match self.rows_of(tokens, &rows, seams)? {

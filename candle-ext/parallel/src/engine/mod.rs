@@ -17,8 +17,8 @@ use candle_core::{Device, Result, Tensor};
 use candlewick_comm::Collective;
 use candlewick_model::{Cx, MlpRows, Model, OneDevice, Seams, Weights};
 use candlewick_ops::{
-    AttentionChoice, Awake, CrossEntropy, LossAndGrad, Reduction, Rows, Seqs, Upstream, Weight, gpu_memory,
-    linear_cross_entropy, linear_cross_entropy_part, rows_of_logits, stay_awake,
+    AttentionChoice, CrossEntropy, LossAndGrad, Reduction, Rows, Seqs, Upstream, Weight, linear_cross_entropy,
+    linear_cross_entropy_part, logits_bytes, rows_of_logits,
 };
 
 use crate::offload::OffloadTarget;
@@ -44,17 +44,6 @@ pub enum ActivationCheckpointing {
     Selective,
     /// The input, offloaded where [`Engine::with_offload_target`] says.
     Offload,
-}
-
-/// Bytes of logits that the loss holds at once on a CPU.
-pub const LOGITS_BYTES_ON_CPU: u64 = 64 << 20;
-
-/// Returns the bytes of logits that the loss holds at once on a GPU of so much memory: 3 % of it, at most 4 GiB; 1 GiB if it is
-/// unknown.
-///
-/// Each chunk of logits passes over the whole gradient of the head: few chunks are fast.
-pub fn logits_bytes_on_gpu(memory_bytes: Option<u64>) -> u64 {
-    memory_bytes.map_or(1 << 30, |bytes| (bytes / 100 * 3).min(4 << 30))
 }
 
 /// The model, its parameters and the plan of what each block keeps.
@@ -89,11 +78,7 @@ impl Engine {
         let pipeline = Pipeline::alone(model.n_blocks());
         let (offload_target, attention, mlp_rows) =
             (OffloadTarget::HostMemory, AttentionChoice::default(), MlpRows::default());
-        let logits_bytes = if device.is_cuda() {
-            logits_bytes_on_gpu(gpu_memory(&device)) as usize
-        } else {
-            LOGITS_BYTES_ON_CPU as usize
-        };
+        let logits_bytes = logits_bytes(&device) as usize;
         let (attention_hook, sequence, tensor) = (None, None, None);
         Self {
             model,
@@ -262,11 +247,6 @@ impl Engine {
         Ok(weights)
     }
 
-    /// Where the CPU computes.
-    fn stay_awake(&self) -> Option<Awake> {
-        self.device.is_cpu().then(stay_awake)
-    }
-
     fn head(&self) -> usize {
         self.model.n_blocks() + 1
     }
@@ -293,18 +273,5 @@ impl Engine {
     /// How many rows of logits, of so many tokens each, may exist at once.
     fn rows_of_logits(&self, n_vocab: usize) -> usize {
         rows_of_logits(self.logits_bytes as u64, n_vocab as u64) as usize
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_gpu_holds_three_percent_of_its_memory_in_logits_and_at_most_four_gib() {
-        assert_eq!(
-            [None, Some(100), Some(80_000_000_000), Some(u64::MAX)].map(logits_bytes_on_gpu),
-            [1 << 30, 3, 2_400_000_000, 4 << 30]
-        );
     }
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Result, Tensor};
 use candlewick_model::{Cx, Seams};
-use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span};
+use candlewick_ops::{Reduction, SavedOutputs, Tape, Upstream, save_outputs, span, stay_awake};
 
 use super::loss::{AuxiliarySums, StepLoss, StepLosses, input_grad};
 use super::{ActivationCheckpointing, Engine, Micro};
@@ -75,7 +75,7 @@ impl Engine {
         for (i, step) in steps.iter().enumerate() {
             let (StageStep::Forward(chunk_pass) | StageStep::Backward(chunk_pass)) = *step;
             let micro_batch = if chunk_pass.micro + 1 == micros.len() { MicroBatch::Last } else { MicroBatch::Earlier };
-            let _awake = self.stay_awake();
+            let _awake = stay_awake(&self.device);
             match step {
                 StageStep::Forward(_) => {
                     let _span = span("micro-batch", "forward");

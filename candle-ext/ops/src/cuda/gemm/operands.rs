@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 
-use crate::cuda::Address;
+use crate::cuda::arg::Address;
 
 /// A row-major matrix as a product reads it.
 #[derive(Clone, Copy, Debug)]

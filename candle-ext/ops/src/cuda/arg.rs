@@ -1,0 +1,45 @@
+//! The arguments of a launch.
+
+use super::class::Class;
+
+/// An address on the device.
+pub(crate) type Address = u64;
+
+/// A parameter of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Arg {
+    /// A pointer.
+    Address(Address),
+    /// int
+    I32(i32),
+    /// long long
+    I64(i64),
+    /// unsigned long long
+    U64(u64),
+    /// float
+    F32(f32),
+    /// double
+    F64(f64),
+}
+
+impl Arg {
+    pub(super) fn class(&self) -> Class {
+        match self {
+            Self::Address(_) => Class::Pointer,
+            Self::I32(_) => Class::Int32,
+            Self::I64(_) | Self::U64(_) => Class::Int64,
+            Self::F32(_) => Class::Float32,
+            Self::F64(_) => Class::Float64,
+        }
+    }
+}
+
+/// A grid of blocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blocks {
+    pub(crate) grid: [usize; 3],
+    /// Threads of a block, a multiple of 32.
+    pub(crate) threads: usize,
+    /// What a kernel gets of `dynamic_shared` in ptx.cuh.
+    pub(crate) shared_bytes: usize,
+}
