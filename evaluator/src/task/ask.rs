@@ -6,6 +6,7 @@ use candlewick_text::hub::Hub;
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
+use super::builtin::{self, Doc};
 use super::config::{OutputType, TaskConfig};
 use super::data::{self, Split, SplitData};
 use super::data_paths::DataPaths;
@@ -15,7 +16,6 @@ use super::field::{Reader, as_index};
 use super::generation;
 use super::mersenne::Random;
 use super::metric::{self, Metric};
-use super::native::{self, Doc};
 use super::prompt::{ChatStyle, Style, Turn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
@@ -75,7 +75,7 @@ pub struct Task {
     pub(crate) has_several_inputs: bool,
     /// Whether a target is a list of which any will do.
     pub(crate) has_several_targets: bool,
-    pub(crate) process_results: Option<native::ProcessResults>,
+    pub(crate) process_results: Option<builtin::ProcessResults>,
 }
 
 /// The files that a task's documents are from.
@@ -119,7 +119,7 @@ struct Shot {
 impl Task {
     /// Loads a task's documents, and those of its examples if there are to be any.
     pub fn open(hub: &Hub, config: TaskConfig, paths: &DataPaths, options: &PromptOptions) -> Result<Self, TaskError> {
-        let process = config.process_docs.as_ref().map(native::process_docs).transpose()?;
+        let process = config.process_docs.as_ref().map(builtin::process_docs).transpose()?;
         let eval = data::open(hub, &config, config.eval_split()?, paths, process)?;
         let first = eval.docs().first().cloned().ok_or_else(|| TaskError::Document {
             task: config.task.clone(),
@@ -145,7 +145,7 @@ impl Task {
             shot,
             has_several_inputs: false,
             has_several_targets: false,
-            process_results: config.process_results.as_ref().map(native::process_results).transpose()?,
+            process_results: config.process_results.as_ref().map(builtin::process_results).transpose()?,
             eval,
             config,
         };

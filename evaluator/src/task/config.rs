@@ -23,7 +23,7 @@ pub enum OutputType {
     GenerateUntil,
 }
 
-/// A field of a document: a column's name or a Jinja template, a constant, or a native function.
+/// A field of a document: a column's name or a Jinja template, a constant, or a built-in implementation.
 #[derive(Clone, Debug)]
 pub(crate) enum Field {
     Template(String, Place),
@@ -31,7 +31,7 @@ pub(crate) enum Field {
     Function(Function),
 }
 
-/// `!function`, by the name under which a native twin may be registered.
+/// `!function`, by the name under which a built-in implementation may be registered.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Function {
     /// `folder/module.name`.
@@ -281,7 +281,7 @@ impl TaskConfig {
 
     /// Whether its own code may give its scores other names.
     pub fn names_scores_itself(&self) -> bool {
-        self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::Native(_)))
+        self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::BuiltIn(_)))
     }
 
     /// What stands between the parts of a prompt.

@@ -13,7 +13,7 @@ use serde_json::Value as Json;
 
 use limits::{add_template, check_replace, check_size, too_large};
 
-use super::native::Doc;
+use super::builtin::Doc;
 use super::python::pattern::{Found, Pattern};
 use super::python::{repr, text};
 

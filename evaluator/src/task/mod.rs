@@ -5,6 +5,7 @@
 
 mod answer;
 mod ask;
+mod builtin;
 mod config;
 mod data;
 mod data_paths;
@@ -19,7 +20,6 @@ mod keys;
 mod load;
 mod mersenne;
 mod metric;
-mod native;
 mod prompt;
 mod python;
 mod registry;
@@ -29,6 +29,7 @@ mod shots;
 mod yaml;
 
 pub use ask::{Instance, PromptOptions, Task, TaskData};
+pub use builtin::allow_other_python;
 pub use config::{OutputType, TaskConfig};
 pub use data::SplitData;
 pub use data_paths::DataPaths;
@@ -37,7 +38,6 @@ pub use generation::settings as generation_settings;
 pub(crate) use generation::without_effect;
 pub use group::{Aggregate, Group};
 pub use metric::Score;
-pub use native::allow_other_python;
 pub use prompt::ChatStyle;
 pub use registry::{Listed, Registry, Selection};
 pub use sample::{Choices, Sample, task_hash};

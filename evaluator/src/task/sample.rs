@@ -5,8 +5,8 @@ use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
 use super::answer::Answer;
+use super::builtin::{Doc, hex};
 use super::metric::Score;
-use super::native::{Doc, hex};
 use super::python::repr;
 use super::score::Asked;
 use candlewick_inference::request::Request;

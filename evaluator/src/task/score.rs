@@ -6,11 +6,11 @@ use serde_json::Value as Json;
 
 use super::answer::Answer;
 use super::ask::{Instance, PromptOptions, Task};
+use super::builtin::count_words;
 use super::config::OutputType;
 use super::error::TaskError;
 use super::field::as_index;
 use super::metric::{Aggregation, Metric, MetricConfig, Score, stderr};
-use super::native::count_words;
 use super::python::{repr, text};
 use super::sample::{Choices, Sample};
 use candlewick_inference::request::Response;
@@ -137,7 +137,7 @@ impl Task {
     /// The metric that a value belongs to; `pass@1` belongs to what is the task's own.
     fn metric_of(&self, name: &str) -> Option<&MetricConfig> {
         let own = self.config.metrics.iter().find(|metric| metric.name == name);
-        own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::Native(_))))
+        own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::BuiltIn(_))))
     }
 
     fn process(&self, doc_id: usize, answers: &[Answer]) -> Result<Scored, String> {
@@ -251,7 +251,7 @@ impl Task {
             let one = |score| vec![(metric.name.clone(), score)];
             scored.extend(match (&metric.kind, answer) {
                 (Metric::Bypass, _) => one(Score::None),
-                (Metric::Native(native), answer) => native.score(&targets[0], answer)?,
+                (Metric::BuiltIn(metric), answer) => metric.score(&targets[0], answer)?,
                 (_, Answer::Many(_)) => return Err("a filter leaves several answers; end it with take_first".into()),
                 (Metric::ExactMatch(exact), answer) => {
                     let mut is_match = false;

@@ -13,10 +13,10 @@ use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
 use super::answer::Answer;
+use super::builtin;
 use super::config::as_function;
 use super::error::Fault;
 use super::keys::{Keys, wrong};
-use super::native;
 use super::python::text;
 use super::yaml::{Entry, Node, Value};
 
@@ -80,7 +80,7 @@ fn step(node: &Node) -> Result<Arc<dyn Filter>, Fault> {
     let keys = Keys::open(node, "a filter")?;
     let entry = keys.get("function").ok_or_else(|| keys.fault("a filter needs the key `function`"))?;
     if let Some(function) = as_function(entry) {
-        return native::filter_class(&function, &keys);
+        return builtin::filter_class(&function, &keys);
     }
     let name = keys.required_text("function")?;
     if ["take_first", "majority_vote", "lowercase", "uppercase", "remove_whitespace"].contains(&name.as_str()) {
@@ -109,7 +109,7 @@ pub(crate) fn multi_choice_in_input(keys: &Keys) -> Result<Arc<dyn Filter>, Faul
 fn custom(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
     let entry = keys.get("filter_fn").ok_or_else(|| keys.fault("the filter custom needs the key `filter_fn`"))?;
     let function = as_function(entry).ok_or_else(|| wrong(entry, "a !function"))?;
-    native::filter_function(&function)
+    builtin::filter_function(&function)
 }
 
 fn unknown(entry: &Entry, name: &str) -> Fault {

@@ -9,10 +9,10 @@ mod stderr;
 
 use candlewick_text::suggestion::did_you_mean;
 
+use super::builtin;
 use super::config::{Function, OutputType, as_function};
 use super::error::Fault;
 use super::keys::{Keys, wrong};
-use super::native;
 use super::yaml::{Entry, Node, Value};
 
 pub(crate) use aggregate::Aggregation;
@@ -40,8 +40,8 @@ pub(crate) enum Metric {
     Texts,
     /// By the task's `process_results`.
     Processed,
-    /// By a native function, which may return several values.
-    Native(native::GenerationMetric),
+    /// By a built-in implementation, which may return several values.
+    BuiltIn(builtin::GenerationMetric),
     /// Not at all.
     Bypass,
 }
@@ -150,7 +150,7 @@ fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConf
     };
     let known = KNOWN.iter().find(|known| known.name == name);
     let kind = match function {
-        Some(function) => Metric::Native(native::generation_metric(&function, &keys)?),
+        Some(function) => Metric::BuiltIn(builtin::generation_metric(&function, &keys)?),
         None if processed => unscored(&keys)?,
         None => scored(&keys, entry, &name, output)?,
     };
@@ -213,5 +213,5 @@ pub(crate) fn usual_aggregation(name: &str) -> Option<(Aggregation, bool)> {
 
 /// The functions that a metric may aggregate by, by the names of lm-eval.
 pub(crate) fn aggregation_named(function: &Function) -> Result<Aggregation, Fault> {
-    native::aggregation(function)
+    builtin::aggregation(function)
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Doc, Twin, sandbox, text};
+use super::{BuiltIn, Doc, sandbox, text};
 use crate::task::answer::Answer;
 use crate::task::error::Fault;
 use crate::task::filter::Filter;
@@ -10,10 +10,10 @@ use crate::task::keys::{Keys, wrong};
 use crate::task::metric::Score;
 use crate::task::yaml::Value;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("humaneval/utils.pass_at_k", Twin::Metric(GenerationMetric::read)),
-    ("humaneval/utils.build_predictions", Twin::FilterFunction(|| Arc::new(Programs { in_fence: false }))),
-    ("humaneval/utils.build_predictions_instruct", Twin::FilterFunction(|| Arc::new(Programs { in_fence: true }))),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("humaneval/utils.pass_at_k", BuiltIn::Metric(GenerationMetric::read)),
+    ("humaneval/utils.build_predictions", BuiltIn::FilterFunction(|| Arc::new(Programs { in_fence: false }))),
+    ("humaneval/utils.build_predictions_instruct", BuiltIn::FilterFunction(|| Arc::new(Programs { in_fence: true }))),
 ];
 
 /// pass@k: how likely one of k programs passes, estimated from all.
