@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use super::builtin::{self, Doc};
-use super::config::{OutputType, TaskConfig};
+use super::config::TaskConfig;
 use super::data::{self, Split, SplitData};
 use super::data_paths::DataPaths;
 use super::error::TaskError;
@@ -16,36 +16,12 @@ use super::field::{Reader, as_index};
 use super::generation;
 use super::mersenne::Random;
 use super::metric::{self, Metric};
-use super::prompt::{ChatStyle, Style, Turn, joined, turns};
+use super::output_type::OutputType;
+use super::prompt::{PromptOptions, Style, Turn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
 use super::shots::{FewshotData, Shots, shots};
 use candlewick_inference::request::Request;
-
-/// What a run wants of its tasks' prompts.
-#[derive(Clone, Default)]
-pub struct PromptOptions<'a> {
-    /// How many examples stand before a question, where the task does not insist on none.
-    pub num_fewshot: Option<usize>,
-    /// Seeds the choice of examples.
-    pub fewshot_seed: u64,
-    /// Whether to reproduce lm-eval in one process to the letter.
-    pub compat: bool,
-    /// Prints prompts as a chat.
-    pub chat: Option<&'a dyn ChatStyle>,
-    /// What the system says, before a task's own description.
-    pub system_instruction: Option<String>,
-    /// Whether examples are turns of the chat.
-    pub fewshot_as_multiturn: bool,
-    /// How many documents are asked: a number, or below 1 a share, rounded up.
-    pub limit: Option<f64>,
-    /// The documents that are asked, instead of the first.
-    pub samples: Option<Vec<usize>>,
-    /// What changes the task's `generation_kwargs`.
-    pub gen_kwargs: Map<String, Json>,
-    /// Whether programs that the model wrote may be run.
-    pub confirm_run_unsafe_code: bool,
-}
 
 /// One request about one document.
 #[derive(Clone, Debug, PartialEq)]

@@ -4,6 +4,7 @@
 //! [`Registry`] finds tasks by name, [`Task`] loads one's documents, makes its requests and scores the answers.
 
 mod answer;
+mod answered;
 mod ask;
 mod builtin;
 mod config;
@@ -13,6 +14,7 @@ mod error;
 mod fewshot;
 mod field;
 mod filter;
+mod function;
 mod generation;
 mod group;
 mod jinja;
@@ -20,6 +22,7 @@ mod keys;
 mod load;
 mod mersenne;
 mod metric;
+mod output_type;
 mod prompt;
 mod python;
 mod registry;
@@ -28,9 +31,9 @@ mod score;
 mod shots;
 mod yaml;
 
-pub use ask::{Instance, PromptOptions, Task, TaskData};
+pub use ask::{Instance, Task, TaskData};
 pub use builtin::allow_other_python;
-pub use config::{OutputType, TaskConfig};
+pub use config::TaskConfig;
 pub use data::SplitData;
 pub use data_paths::DataPaths;
 pub use error::{Fault, Place, TaskError};
@@ -38,7 +41,8 @@ pub use generation::settings as generation_settings;
 pub(crate) use generation::without_effect;
 pub use group::{Aggregate, Group};
 pub use metric::Score;
-pub use prompt::ChatStyle;
+pub use output_type::OutputType;
+pub use prompt::{ChatStyle, PromptOptions};
 pub use registry::{Listed, Registry, Selection};
 pub use sample::{Choices, Sample, task_hash};
 pub use score::{Counts, MetricScore, TaskScores};

@@ -3,12 +3,12 @@
 use candlewick_text::hub::Hub;
 use serde::Serialize;
 
-use super::ask::PromptOptions;
 use super::builtin::{self, Doc};
 use super::config::{Samples, TaskConfig};
 use super::data::{self, Split, SplitData};
 use super::data_paths::DataPaths;
 use super::error::TaskError;
+use super::prompt::PromptOptions;
 
 /// The documents that examples are chosen from.
 #[derive(Default)]

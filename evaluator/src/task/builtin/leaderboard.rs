@@ -11,7 +11,7 @@ use serde_json::{Value as Json, json};
 use super::hendrycks_math::{is_equivalent, last_boxed};
 use super::{BuiltIn, Doc, ProcessDocs, gpqa, text, texts};
 use crate::task::answer::Answer;
-use crate::task::config::Function;
+use crate::task::function::Function;
 use crate::task::metric::Score;
 use crate::task::python::literal::{literal_beginning, literal_eval};
 use crate::task::python::pattern::Pattern;

@@ -8,8 +8,10 @@ mod hellaswag;
 mod hendrycks_math;
 mod humaneval;
 mod ifeval;
+mod implementation;
 mod leaderboard;
 mod mmlu_pro;
+mod pass_at_k;
 mod python_file;
 mod sandbox;
 mod truthfulqa;
@@ -19,58 +21,19 @@ mod winogrande;
 use std::sync::Arc;
 
 use candlewick_text::suggestion::did_you_mean;
-use serde_json::{Map, Value as Json};
 
-use super::answer::Answer;
-use super::config::Function;
 use super::error::Fault;
 use super::filter::Filter;
+use super::function::Function;
 use super::keys::Keys;
-use super::mersenne::Random;
-use super::metric::{Aggregation, Score};
+use super::metric::Aggregation;
 
-pub(crate) use humaneval::GenerationMetric;
+use implementation::{BuiltIn, text, texts};
+pub(crate) use implementation::{Doc, FieldFunction, ProcessDocs, ProcessResults};
+pub(crate) use pass_at_k::GenerationMetric;
 pub use python_file::allow_other_python;
 pub(crate) use python_file::hex;
 pub(crate) use wikitext::count_words;
-
-/// A document: column names to values.
-pub(crate) type Doc = Map<String, Json>;
-
-/// What becomes of a split's documents. Random choices run through all documents in their order.
-#[derive(Clone, Copy)]
-pub(crate) enum ProcessDocs {
-    /// Each document is changed by itself.
-    Each(fn(Doc) -> Result<Doc, String>),
-    /// Each is changed with random choices.
-    Random(u64, fn(Doc, &mut Random) -> Result<Doc, String>),
-    /// Some are left out, the others changed.
-    Some(fn(Doc) -> Result<Option<Doc>, String>),
-    /// Those stay whose column has the value.
-    Where(&'static str, &'static str),
-}
-
-/// Finds a document's metrics from the answers to its requests.
-pub(crate) type ProcessResults = fn(&Doc, &[Answer]) -> Result<Vec<(String, Score)>, String>;
-
-/// A text, a number or a list, from a document.
-pub(crate) type FieldFunction = fn(&Doc) -> Result<Json, String>;
-
-/// A built-in implementation.
-#[derive(Clone, Copy)]
-pub(super) enum BuiltIn {
-    Docs(ProcessDocs),
-    Results(ProcessResults),
-    Field(FieldFunction),
-    /// A class of filters, built from the keys beside `function`.
-    FilterClass(fn(&Keys) -> Result<Arc<dyn Filter>, Fault>),
-    /// The `filter_fn` of a custom filter.
-    FilterFunction(fn() -> Arc<dyn Filter>),
-    /// Examples that are written into a Python file.
-    Samples(fn(&Function) -> Result<Vec<Doc>, String>),
-    Metric(fn(&Keys) -> Result<GenerationMetric, Fault>),
-    Aggregation(Aggregation),
-}
 
 /// All built-in implementations, by module.
 const MODULES: [&[(&str, BuiltIn)]; 11] = [
@@ -169,27 +132,4 @@ fn find<T>(function: &Function, role: &str, take: impl Fn(BuiltIn) -> Option<T>)
     let found = take(*built_in).ok_or_else(wrong)?;
     python_file::check(function, name)?;
     Ok(found)
-}
-
-/// A text of a document.
-pub(super) fn text<'a>(doc: &'a Doc, column: &str) -> Result<&'a str, String> {
-    doc.get(column).and_then(Json::as_str).ok_or_else(|| missing(doc, column, "a text"))
-}
-
-/// The texts of a column that is a list.
-pub(super) fn texts<'a>(doc: &'a Doc, column: &str) -> Result<Vec<&'a str>, String> {
-    let list = doc.get(column).and_then(Json::as_array);
-    let list = list.and_then(|list| list.iter().map(Json::as_str).collect());
-    list.ok_or_else(|| missing(doc, column, "a list of texts"))
-}
-
-fn missing(doc: &Doc, column: &str, wanted: &str) -> String {
-    match doc.get(column) {
-        None => {
-            let near = did_you_mean(column, doc.keys().map(String::as_str));
-            let columns: Vec<&str> = doc.keys().map(String::as_str).collect();
-            format!("there is no column `{column}`{near}; columns are {}", columns.join(", "))
-        }
-        Some(_) => format!("the column `{column}` is not {wanted}"),
-    }
 }

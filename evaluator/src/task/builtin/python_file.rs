@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use sha2::{Digest, Sha256};
 
-use crate::task::config::Function;
 use crate::task::error::Fault;
+use crate::task::function::Function;
 
 /// The files of lm-eval 0.4.13, by the SHA-256 of their bytes.
 const KNOWN: [(&str, &str); 16] = [

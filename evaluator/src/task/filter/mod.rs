@@ -4,9 +4,9 @@
 mod multi_choice;
 mod regex;
 mod select;
+mod step;
 mod transform;
 
-use std::fmt::Debug;
 use std::sync::Arc;
 
 use candlewick_text::suggestion::did_you_mean;
@@ -14,20 +14,16 @@ use serde_json::{Map, Value as Json};
 
 use super::answer::Answer;
 use super::builtin;
-use super::config::as_function;
 use super::error::Fault;
+use super::function::as_function;
 use super::keys::{Keys, wrong};
 use super::python::text;
 use super::yaml::{Entry, Node, Value};
 
-pub(crate) use multi_choice::Family;
+pub(crate) use multi_choice::{Family, multi_choice_in_input};
 pub(crate) use regex::Extract;
 pub(crate) use select::TakeFirst;
-
-/// A step of a pipeline. It gets all answers to one request: a [`Answer::Many`], until a step takes one of them.
-pub(crate) trait Filter: Debug + Send + Sync {
-    fn apply(&self, answers: Answer, doc: &Map<String, Json>) -> Result<Answer, String>;
-}
+pub(crate) use step::{Filter, each_text};
 
 /// A named pipeline.
 #[derive(Clone, Debug)]
@@ -101,11 +97,6 @@ fn step(node: &Node) -> Result<Arc<dyn Filter>, Fault> {
     })
 }
 
-/// A filter class of a task's own, read as `multi_choice_regex` is but for where it finds the choices.
-pub(crate) fn multi_choice_in_input(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
-    Ok(Arc::new(multi_choice::MultiChoice::read(keys, multi_choice::Choices::Input)?))
-}
-
 fn custom(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
     let entry = keys.get("filter_fn").ok_or_else(|| keys.fault("the filter custom needs the key `filter_fn`"))?;
     let function = as_function(entry).ok_or_else(|| wrong(entry, "a !function"))?;
@@ -119,15 +110,4 @@ fn unknown(entry: &Entry, name: &str) -> Fault {
     }
     let near = did_you_mean(name, KNOWN);
     Fault::at(place, format!("unknown filter {name:?}{near}")).note(format!("known are {}, custom", KNOWN.join(", ")))
-}
-
-/// Runs `change` on each text of several answers.
-pub(crate) fn each_text(answers: Answer, change: impl Fn(&str) -> Result<Answer, String>) -> Result<Answer, String> {
-    match answers {
-        Answer::Many(answers) => {
-            let changed = answers.iter().map(|answer| change(answer.text())).collect::<Result<_, _>>()?;
-            Ok(Answer::Many(changed))
-        }
-        _ => Err("it works on lists of texts; put it before take_first".into()),
-    }
 }

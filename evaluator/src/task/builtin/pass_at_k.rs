@@ -1,0 +1,60 @@
+//! pass@k, from running all programs that the model wrote.
+
+use super::sandbox;
+use crate::task::answer::Answer;
+use crate::task::error::Fault;
+use crate::task::keys::{Keys, wrong};
+use crate::task::metric::Score;
+use crate::task::yaml::Value;
+
+/// The probability that one of k programs passes, estimated from all.
+#[derive(Clone, Debug)]
+pub(crate) struct GenerationMetric {
+    ks: Vec<usize>,
+}
+
+impl GenerationMetric {
+    /// Reads the keys of a metric.
+    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
+        keys.only(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
+        let entry = keys.get("k").ok_or_else(|| keys.fault("pass_at_k needs the key `k`"))?;
+        let ks = match &entry.node.value {
+            Value::List(_) => serde_json::from_value(entry.node.json()).ok(),
+            _ => serde_json::from_value(entry.node.json()).ok().map(|k| vec![k]),
+        };
+        let ks = ks.filter(|ks: &Vec<usize>| ks.iter().all(|k| *k > 0));
+        Ok(Self { ks: ks.ok_or_else(|| wrong(entry, "a number of programs, or a list of them"))? })
+    }
+
+    /// The values of one document, by name.
+    pub(crate) fn score(&self, tests: &str, programs: &Answer) -> Result<Vec<(String, Score)>, String> {
+        let Answer::Many(programs) = programs else { return Err("pass_at_k needs all programs of a problem".into()) };
+        let mut n_passed = 0;
+        for program in programs {
+            n_passed += usize::from(sandbox::passes(&format!("{}\n{tests}", program.text()))?);
+        }
+        let enough = self.ks.iter().filter(|k| **k <= programs.len());
+        Ok(enough.map(|k| (format!("pass@{k}"), Score::Number(pass_at(*k, n_passed, programs.len())))).collect())
+    }
+}
+
+/// 1 - C(n - c, k) / C(n, k).
+fn pass_at(k: usize, n_passed: usize, n: usize) -> f64 {
+    if n - n_passed < k {
+        return 1.0;
+    }
+    1.0 - (n - n_passed + 1..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pass_at_k_is_the_unbiased_estimate() {
+        assert_eq!(pass_at(1, 1, 4), 0.25);
+        assert!((pass_at(2, 1, 4) - 0.5).abs() < 1e-12);
+        assert_eq!(pass_at(2, 3, 4), 1.0);
+        assert_eq!(pass_at(1, 0, 4), 0.0);
+    }
+}
