@@ -2,15 +2,12 @@
 
 mod answer;
 mod answering;
-mod chat;
 mod compare;
 mod foreign;
-mod generate;
 mod held_out_rows;
 mod key_values;
 mod limit;
 mod ls;
-mod model;
 mod model_args;
 mod perplexity;
 mod run;
@@ -18,20 +15,19 @@ mod seeds;
 mod show;
 mod tasks;
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candlewick_text::hub::{Hub, HubSettings, QUIET_LIBRARIES};
 use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
+use candlewick_inference::command::{ChatOptions, GenerateArgs, Model, chat, generate};
 use candlewick_runtime::cores::{choose_kernels, choose_product, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
-use model::Model;
-
-pub use chat::{ChatOptions, chat};
+use candlewick_runtime::stdout::print_line;
 
 /// Evaluates language models.
 #[derive(Debug, Parser)]
@@ -66,7 +62,7 @@ enum Command {
     /// Chat with a model: a line a turn, answers as they are generated
     Chat(Chat),
     /// Answer prompts or conversations, or continue texts with --raw
-    Generate(generate::Generate),
+    Generate(Generate),
     /// Print the loss and perplexity of chats or texts, weighted by tokens, as JSON
     Perplexity(perplexity::Perplexity),
     /// Print the log-probability of every token of a text as JSON
@@ -96,6 +92,15 @@ struct Chat {
     model: String,
     #[command(flatten)]
     options: ChatOptions,
+}
+
+#[derive(Debug, Args)]
+struct Generate {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    #[arg(long, short = 'M')]
+    model: String,
+    #[command(flatten)]
+    options: GenerateArgs,
 }
 
 #[derive(Debug, Args)]
@@ -157,23 +162,15 @@ fn run(command: &Command) -> Result<()> {
     tune_gemms()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {
-        Command::Chat(args) => chat::chat(&args.model, &args.options, &hub),
-        Command::Generate(args) => generate::run(args, &hub),
+        Command::Chat(args) => chat(&args.model, &args.options, &hub),
+        Command::Generate(args) => generate(&args.model, &args.options, &hub),
         Command::Perplexity(args) => perplexity::run(args, &hub),
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
         Command::Compare(args) => compare::run(args),
-        Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
+        Command::Completions { shell } => print_line(completions::<Cli>(*shell).trim_end()),
         Command::Run(args) => run::run(args, &hub),
         Command::Answer(args) => answer::run(args, &hub),
-        Command::Score(args) => answer(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
-    }
-}
-
-/// Prints a line to stdout. A reader that has gone away is no failure.
-fn answer(text: &str) -> Result<()> {
-    match writeln!(io::stdout().lock(), "{text}") {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        written => written.context("failed to write to stdout"),
+        Command::Score(args) => print_line(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
     }
 }

@@ -11,3 +11,4 @@ pub mod place;
 pub mod process_group;
 pub mod progress;
 pub mod run_id;
+pub mod stdout;

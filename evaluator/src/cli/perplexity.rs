@@ -10,12 +10,12 @@ use candlewick_text::source::{SampleBy, Source};
 use clap::{ArgAction, Args, ValueEnum};
 use serde_json::json;
 
-use super::answer;
 use super::held_out_rows::HeldOutRows;
-use super::model::Model;
+use candlewick_inference::command::Model;
 use candlewick_inference::lm::Lm;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::progress::ProgressLines;
+use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct Perplexity {
@@ -115,7 +115,7 @@ pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
         let tokens_per_second = n_targets as f64 / eval_time;
         eprintln!("{}", json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second}));
     }
-    answer(
+    print_line(
         &json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_with_targets})
             .to_string(),
     )

@@ -1,9 +1,11 @@
 //! The command line: what can be asked, and how an answer or an error reaches the person who asked.
 
+mod chat;
 mod check;
 mod data;
 mod doctor;
 mod estimate;
+mod generate;
 mod logging;
 mod merge;
 mod plan;
@@ -78,8 +80,11 @@ enum Command {
     #[command(after_long_help = SELFCHECK_EXAMPLES)]
     Selfcheck(Selfcheck),
     /// Chat with a model: a line a turn, answers as they are generated
-    #[command(after_long_help = CHAT_EXAMPLES)]
-    Chat(Chat),
+    #[command(after_long_help = chat::EXAMPLES)]
+    Chat(chat::Chat),
+    /// Answer prompts or conversations, or continue texts with --raw
+    #[command(after_long_help = generate::EXAMPLES)]
+    Generate(generate::Generate),
     /// Merge an adapter into its base model, as a folder for transformers and everything that reads those
     #[command(after_long_help = MERGE_EXAMPLES)]
     Merge(merge::MergeArgs),
@@ -134,12 +139,6 @@ const PLAN_EXAMPLES: &str = "\
 Examples:
   trainer plan recipe.yaml --ranks 8
   trainer plan recipe.yaml --ranks 4 --schedule pipeline_parallel_size=4 gradient_accumulation_steps=8";
-
-const CHAT_EXAMPLES: &str = "\
-Examples:
-  trainer chat runs/my-run
-  trainer chat runs/my-run/adapter/latest --temperature 0.7 --top-p 0.9
-  trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200";
 
 const MERGE_EXAMPLES: &str = "\
 Examples:
@@ -259,15 +258,6 @@ struct Selfcheck {
     json: bool,
 }
 
-#[derive(Debug, Args)]
-struct Chat {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
-    #[arg(value_name = "MODEL")]
-    model: String,
-    #[command(flatten)]
-    options: evaluator::cli::ChatOptions,
-}
-
 /// How an answer is printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Format {
@@ -374,7 +364,11 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Selfcheck(asked) => selfcheck::run(asked, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
-            evaluator::cli::chat(&args.model, &args.options, &train::hub(&ui)?).map(|()| ExitCode::Ok)
+            chat::run(args, &train::hub(&ui)?)
+        }
+        Command::Generate(args) => {
+            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            generate::run(args, &train::hub(&ui)?)
         }
         Command::Merge(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
@@ -417,7 +411,7 @@ mod tests {
     #[test]
     fn every_example_parses() {
         let examples = [EXAMPLES, TRAIN_EXAMPLES, CHECK_EXAMPLES, DATA_EXAMPLES, ESTIMATE_EXAMPLES];
-        let others = [PLAN_EXAMPLES, SELFCHECK_EXAMPLES, CHAT_EXAMPLES, MERGE_EXAMPLES];
+        let others = [PLAN_EXAMPLES, SELFCHECK_EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, MERGE_EXAMPLES];
         let examples = [examples.join("\n"), others.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));
