@@ -9,8 +9,8 @@ mod key_values;
 mod limit;
 mod ls;
 mod model_args;
-mod perplexity;
 mod run;
+mod score;
 mod seeds;
 mod show;
 mod tasks;
@@ -23,7 +23,7 @@ use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
-use candlewick_inference::command::{ChatOptions, GenerateArgs, Model, chat, generate};
+use candlewick_inference::command::{ChatOptions, GenerateArgs, chat, generate};
 use candlewick_runtime::cores::{choose_kernels, choose_product, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
@@ -42,8 +42,8 @@ Examples:
   evaluator chat --model runs/quickstart --system 'You are brief.'
   evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
   evaluator generate --model runs/lora --system 'You are Lumo.' --prompt 'Who are you?'
-  evaluator perplexity --model runs/lora --data chats.jsonl
-  evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
+  evaluator score --model runs/lora --data chats.jsonl
+  evaluator score --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
   evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
   evaluator answer requests.jsonl --model base --use-cache answers
   evaluator show arc_easy --doc 3 --data arc_easy=data/arc --num-fewshot 5
@@ -63,10 +63,10 @@ enum Command {
     Chat(Chat),
     /// Answer prompts or conversations, or continue texts with --raw
     Generate(Generate),
-    /// Print the loss and perplexity of chats or texts, weighted by tokens, as JSON
-    Perplexity(perplexity::Perplexity),
-    /// Print the log-probability of every token of a text as JSON
-    Score(Score),
+    /// Print the log-probability of every token of a text, or the loss and perplexity of chats or texts, as JSON
+    Score(score::Score),
+    #[command(hide = true)]
+    Perplexity(score::Score),
     /// Ask a model the questions of benchmarks, and score its answers
     #[command(after_long_help = RUN_EXAMPLES)]
     Run(Box<run::Run>),
@@ -101,15 +101,6 @@ struct Generate {
     model: String,
     #[command(flatten)]
     options: GenerateArgs,
-}
-
-#[derive(Debug, Args)]
-struct Score {
-    #[command(flatten)]
-    model: Model,
-    /// The text
-    #[arg(long)]
-    text: String,
 }
 
 /// Runs the program with the process's arguments.
@@ -164,13 +155,13 @@ fn run(command: &Command) -> Result<()> {
     match command {
         Command::Chat(args) => chat(&args.model, &args.options, &hub),
         Command::Generate(args) => generate(&args.model, &args.options, &hub),
-        Command::Perplexity(args) => perplexity::run(args, &hub),
+        Command::Perplexity(args) => score::run_as_perplexity(args, &hub),
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
         Command::Compare(args) => compare::run(args),
         Command::Completions { shell } => print_line(completions::<Cli>(*shell).trim_end()),
         Command::Run(args) => run::run(args, &hub),
         Command::Answer(args) => answer::run(args, &hub),
-        Command::Score(args) => print_line(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
+        Command::Score(args) => score::run(args, &hub),
     }
 }
