@@ -37,44 +37,44 @@ struct ScoredRows {
     #[arg(long, group = "scored")]
     data: Option<String>,
     /// The format of the rows: messages, sharegpt, alpaca, prompt_completion or text [default: found by the first rows]
-    #[arg(long, requires = "data")]
+    #[arg(long, conflicts_with = "text")]
     format: Option<String>,
     /// The column of a role, or the items of a list: user=question, assistant=messages.role.assistant
-    #[arg(long, requires = "data", value_name = "ROLE=PATH", value_parser = role_and_path)]
+    #[arg(long, conflicts_with = "text", value_name = "ROLE=PATH", value_parser = role_and_path)]
     role_mapping: Vec<(String, String)>,
     /// The key of a message's text
-    #[arg(long, requires = "data", value_name = "KEY")]
+    #[arg(long, conflicts_with = "text", value_name = "KEY")]
     content_key: Option<String>,
     /// The column of the text or of the messages
-    #[arg(long, requires = "data")]
+    #[arg(long, conflicts_with = "text")]
     column: Option<String>,
     /// Count only the assistant's tokens of a chat, as `data.mask_inputs` of a recipe
-    #[arg(long, requires = "data", value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    #[arg(long, conflicts_with = "text", value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     mask_inputs: bool,
     /// Leave out an empty <think></think> before an answer, as `data.ignore_empty_think` of a recipe
-    #[arg(long, requires = "data")]
+    #[arg(long, conflicts_with = "text")]
     ignore_empty_think: bool,
     /// Put BOS before each plain text, as `data.add_bos_token` of a recipe [default: as the tokenizer]
-    #[arg(long, requires = "data", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_bos_token: Option<bool>,
     /// Put EOS after each text and count it, as `data.add_eos_token` of a recipe [default: true for a completion, false for
     /// plain text]
-    #[arg(long, requires = "data", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_eos_token: Option<bool>,
     /// The rows of a .txt file: line, paragraph or document
-    #[arg(long, requires = "data", value_name = "UNIT", default_value = "line")]
+    #[arg(long, conflicts_with = "text", value_name = "UNIT", default_value = "line")]
     sample_by: SampleBy,
     /// The treatment of a row that is longer than --max-length
-    #[arg(long, requires = "data", value_enum, default_value_t = Truncation::Error)]
+    #[arg(long, conflicts_with = "text", value_enum, default_value_t = Truncation::Error)]
     truncation: Truncation,
     /// The most tokens of a sequence, as `data.max_length` of a recipe [default: the model's context]
-    #[arg(long, requires = "data", value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    #[arg(long, conflicts_with = "text", value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     max_length: Option<u32>,
     /// The most rows to read
-    #[arg(long, requires = "data")]
+    #[arg(long, conflicts_with = "text")]
     limit: Option<usize>,
     /// Print the duration of the rows on stderr, as JSON; loading is not in it
-    #[arg(long, requires = "data")]
+    #[arg(long, conflicts_with = "text")]
     timings: bool,
 }
 
