@@ -2,36 +2,32 @@
 
 mod answer;
 mod answering;
-mod chat;
 mod compare;
 mod foreign;
-mod generate;
 mod held_out_rows;
 mod key_values;
 mod limit;
 mod ls;
-mod model;
 mod model_args;
-mod perplexity;
 mod run;
+mod score;
 mod seeds;
 mod show;
 mod tasks;
 
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use candlewick_text::hub::{Hub, HubSettings, QUIET_LIBRARIES};
 use clap::{Args, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::classify;
+use candlewick_inference::command::{ChatOptions, GenerateArgs, chat, generate};
 use candlewick_runtime::cores::{choose_kernels, choose_product, tune_gemms};
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{ExitCode, backtrace, completions, parse_arguments_from, report};
-use model::Model;
-
-pub use chat::{ChatOptions, chat};
+use candlewick_runtime::stdout::print_line;
 
 /// Evaluates language models.
 #[derive(Debug, Parser)]
@@ -46,8 +42,8 @@ Examples:
   evaluator chat --model runs/quickstart --system 'You are brief.'
   evaluator generate --model runs/quickstart/model/global_step_1000 --prompt 'Say wolf 4 times.'
   evaluator generate --model runs/lora --system 'You are Lumo.' --prompt 'Who are you?'
-  evaluator perplexity --model runs/lora --data chats.jsonl
-  evaluator perplexity --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
+  evaluator score --model runs/lora --data chats.jsonl
+  evaluator score --model HuggingFaceTB/SmolLM2-135M-Instruct --data valid.txt --limit 100
   evaluator score --model base --adapter runs/lora/adapter/global_step_40 --text 'One plus one is two.'
   evaluator answer requests.jsonl --model base --use-cache answers
   evaluator show arc_easy --doc 3 --data arc_easy=data/arc --num-fewshot 5
@@ -66,11 +62,11 @@ enum Command {
     /// Chat with a model: a line a turn, answers as they are generated
     Chat(Chat),
     /// Answer prompts or conversations, or continue texts with --raw
-    Generate(generate::Generate),
-    /// Print the loss and perplexity of chats or texts, weighted by tokens, as JSON
-    Perplexity(perplexity::Perplexity),
-    /// Print the log-probability of every token of a text as JSON
-    Score(Score),
+    Generate(Generate),
+    /// Print the log-probability of every token of a text, or the loss and perplexity of chats or texts, as JSON
+    Score(score::Score),
+    #[command(hide = true)]
+    Perplexity(score::Score),
     /// Ask a model the questions of benchmarks, and score its answers
     #[command(after_long_help = RUN_EXAMPLES)]
     Run(Box<run::Run>),
@@ -99,12 +95,12 @@ struct Chat {
 }
 
 #[derive(Debug, Args)]
-struct Score {
+struct Generate {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    #[arg(long, short = 'M')]
+    model: String,
     #[command(flatten)]
-    model: Model,
-    /// The text
-    #[arg(long)]
-    text: String,
+    options: GenerateArgs,
 }
 
 /// Runs the program with the process's arguments.
@@ -157,23 +153,15 @@ fn run(command: &Command) -> Result<()> {
     tune_gemms()?;
     let hub = Hub::new(HubSettings::from_env())?;
     match command {
-        Command::Chat(args) => chat::chat(&args.model, &args.options, &hub),
-        Command::Generate(args) => generate::run(args, &hub),
-        Command::Perplexity(args) => perplexity::run(args, &hub),
+        Command::Chat(args) => chat(&args.model, &args.options, &hub),
+        Command::Generate(args) => generate(&args.model, &args.options, &hub),
+        Command::Perplexity(args) => score::run_as_perplexity(args, &hub),
         Command::Ls(args) => ls::run(args),
         Command::Show(args) => show::run(args, &hub),
         Command::Compare(args) => compare::run(args),
-        Command::Completions { shell } => answer(completions::<Cli>(*shell).trim_end()),
+        Command::Completions { shell } => print_line(completions::<Cli>(*shell).trim_end()),
         Command::Run(args) => run::run(args, &hub),
         Command::Answer(args) => answer::run(args, &hub),
-        Command::Score(args) => answer(&serde_json::to_string(&args.model.load(&hub)?.score(&args.text)?)?),
-    }
-}
-
-/// Prints a line to stdout. A reader that has gone away is no failure.
-fn answer(text: &str) -> Result<()> {
-    match writeln!(io::stdout().lock(), "{text}") {
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        written => written.context("failed to write to stdout"),
+        Command::Score(args) => score::run(args, &hub),
     }
 }

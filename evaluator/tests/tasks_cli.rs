@@ -216,7 +216,11 @@ fn a_malformed_task_names_file_line_and_key() {
         &["key.yaml:6:1", "unknown key `doc_to_txt`", "did you mean `doc_to_text`?"],
     );
     check("type.yaml", &with("output_type: multiple_choise"), &["type.yaml:6:14", "did you mean `multiple_choice`?"]);
-    check("python.yaml", &with("process_docs: !function utils.mine"), &["python.yaml:6", "has no native twin"]);
+    check(
+        "python.yaml",
+        &with("process_docs: !function utils.mine"),
+        &["python.yaml:6", "has no built-in implementation"],
+    );
     check("class.yaml", &with("class: Mine"), &["class.yaml:6", "Python classes"]);
     check("filter.yaml", &with("filter_list: [{name: a, filter: [{function: regexp}]}]"), &["did you mean `regex`?"]);
     check("metric.yaml", &with("metric_list: [{metric: exact_mach}]"), &["did you mean `exact_match`?"]);
@@ -381,7 +385,7 @@ fn a_filter_of_one_run_is_named_whichever_it_is() {
     assert!(text.contains("acc,strict: not compared: only the first run has the filter"), "{text}");
 }
 
-/// A twin stands for one file, and reads what is written into it.
+/// A built-in implementation stands for one file, and reads what is written into it.
 #[test]
 fn another_python_file_is_refused_unless_it_is_allowed() {
     let folder = tempfile::tempdir().unwrap();
@@ -414,8 +418,8 @@ fn another_python_file_is_refused_unless_it_is_allowed() {
     )
     .unwrap();
     let task = task.to_str().unwrap();
-    refused(&["show", task], 2, &["hard.yaml:", "utils.py is not that of lm-eval 0.4.13", "--native-twins"]);
-    let text = said(&["show", task, "--doc", "1", "--native-twins"]);
+    refused(&["show", task], 2, &["hard.yaml:", "utils.py is not that of lm-eval 0.4.13", "--allow-changed-python"]);
+    let text = said(&["show", task, "--doc", "1", "--allow-changed-python"]);
     let want = "hard: document 1 of 2, 1 examples\ntest = DATA (2 documents)\n\n--- request 1 of 1: generate_until ---\n\
                 Problem:\nOne?\n\nSolution: It is $1$.\n\nProblem:\nThree?\n\nSolution:\n\n--- target ---\n\"2\"";
     assert!(text.starts_with(&want.replace("DATA", &data)), "{text}");

@@ -30,12 +30,12 @@ fn timings_count_the_prompt_and_the_answer_and_leave_the_answer_alone() {
 }
 
 #[test]
-fn timings_of_a_perplexity_count_its_targets() {
+fn timings_of_scored_rows_count_their_targets() {
     let folder = tempfile::tempdir().unwrap();
     let model = support::export(folder.path(), 1);
     let data = folder.path().join("texts.txt");
     std::fs::write(&data, "Say wolf 4 times.\nSpell the word cloud.\n").unwrap();
-    let output = evaluator(&model, &["perplexity", "--timings", "--data", data.to_str().unwrap()]);
+    let output = evaluator(&model, &["score", "--timings", "--data", data.to_str().unwrap()]);
     let (said, timings) = (parse(&output.stdout), parse(&output.stderr));
     assert_eq!(timings["tokens"], said["tokens"]);
     let speed = said["tokens"].as_f64().unwrap() / timings["eval_time"].as_f64().unwrap();

@@ -113,7 +113,7 @@ impl Room {
     }
 
     fn perplexity(&self, arguments: &[&str]) -> Value {
-        serde_json::from_str(&self.says(&[&["perplexity"], arguments].concat(), "")).unwrap()
+        serde_json::from_str(&self.says(&[&["score"], arguments].concat(), "")).unwrap()
     }
 }
 
@@ -273,7 +273,7 @@ fn a_row_longer_than_the_context_is_named_unless_it_may_be_cut() {
     let row =
         json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c ".repeat(100)}]});
     room.write("long.jsonl", &format!("{}{row}\n", rows(0..1)));
-    let arguments = ["perplexity", "--model", "full", "--data", "long.jsonl"];
+    let arguments = ["score", "--model", "full", "--data", "long.jsonl"];
     room.refuses(&room.evaluator(&arguments, ""), 3, &["long.jsonl:2", "context has 128"]);
     let tokens = |truncation: &str| {
         let output = room.perplexity(&["--model", "full", "--data", "long.jsonl", "--truncation", truncation]);
@@ -289,7 +289,7 @@ fn perplexity_reports_the_oddities_that_training_reports() {
     let row = |answer: &Value| json!({"messages": [{"role": "user", "content": "a"}, answer]}).to_string() + "\n";
     let empty = row(&json!({"role": "assistant", "content": ""}));
     room.write("empty.jsonl", &(rows(0..1) + &empty));
-    let output = ok(room.evaluator(&["perplexity", "--model", "full", "--data", "empty.jsonl"], ""));
+    let output = ok(room.evaluator(&["score", "--model", "full", "--data", "empty.jsonl"], ""));
     let said = text(&output.stderr);
     for what in ["hold an empty answer", "have no targets and are left out"] {
         assert!(said.contains(&format!("warning: 1 of 2 rows {what}, the first at")), "{said}");
@@ -298,7 +298,7 @@ fn perplexity_reports_the_oddities_that_training_reports() {
     let call = json!({"type": "function", "function": {"name": "f", "arguments": {}}});
     let calls = row(&json!({"role": "assistant", "content": null, "tool_calls": [call]}));
     room.write("calls.jsonl", &(rows(0..1) + &calls));
-    let refused = room.evaluator(&["perplexity", "--model", "full", "--data", "calls.jsonl"], "");
+    let refused = room.evaluator(&["score", "--model", "full", "--data", "calls.jsonl"], "");
     room.refuses(&refused, 3, &["failed to render 1 of 2 rows", "tool calls that chat template", "calls.jsonl:2"]);
 }
 
@@ -310,7 +310,7 @@ fn max_length_limits_the_sequences_of_perplexity() {
     let tokens = |length: &str| room.perplexity(&[&words[..], &["--max-length", length]].concat())["tokens"].as_u64();
     assert_eq!(tokens("128"), room.perplexity(&words)["tokens"].as_u64());
     assert!(tokens("32") < tokens("128"), "the first token of a piece has no loss");
-    let data = ["perplexity", "--model", "full", "--data", "words.txt", "--max-length"];
+    let data = ["score", "--model", "full", "--data", "words.txt", "--max-length"];
     room.refuses(&room.evaluator(&[&data[..], &["16"]].concat(), ""), 3, &["words.txt:1", "--max-length is 16"]);
     room.refuses(&room.evaluator(&[&data[..], &["129"]].concat(), ""), 2, &["the model's context of 128"]);
 }
@@ -365,6 +365,19 @@ fn system_messages_and_conversations_reach_the_model() {
     room.refuses(&refused(&["--messages", "eval.jsonl"], ""), 3, &["conversation 1", "ends with the assistant's"]);
     room.refuses(&refused(&["--messages", "-", "--system", "x"], MESSAGES), 3, &["a system message of its own"]);
     room.refuses(&refused(&[], ""), 2, &["--prompt"]);
+    let by_trainer = ["generate", "full", "--system", "Be brief.", "--prompt", "-", "--device", "cpu"];
+    let output = ok(room.run("trainer", &by_trainer, "Hi\n"));
+    assert_eq!(text(&output.stdout), generate(&["--system", "Be brief.", "--prompt", "-"], "Hi\n"));
+}
+
+#[test]
+fn the_former_command_perplexity_names_its_successor() {
+    let room = Room::shared();
+    let rows = |command: &'static str| room.evaluator(&[command, "--model", "full", "--data", "eval.jsonl"], "");
+    let (former, score) = (ok(rows("perplexity")), ok(rows("score")));
+    assert_eq!(former.stdout, score.stdout);
+    assert!(text(&former.stderr).contains("note: `evaluator perplexity` is now `evaluator score`"));
+    room.refuses(&room.evaluator(&["score", "--model", "full"], ""), 2, &["--text <TEXT>|--data <DATA>"]);
 }
 
 #[test]
@@ -433,7 +446,7 @@ fn weights_that_are_not_finite_are_an_error_everywhere() {
         &["generate", "--model", "broken", "--prompt", "a"][..],
         &["chat", "--model", "broken"],
         &["score", "--model", "broken", "--text", "some text"],
-        &["perplexity", "--model", "broken", "--data", "eval.jsonl"],
+        &["score", "--model", "broken", "--data", "eval.jsonl"],
         &["answer", "requests.jsonl", "--model", "broken"],
     ] {
         let output = room.evaluator(arguments, "hello\n");

@@ -1,10 +1,12 @@
 //! A loaded model that answers: scores of texts, generation and sampling, chats, and lists of requests on one rank or several.
 //!
 //! [`lm::Lm`] is a model with its tokenizer. [`answer`] answers many requests at once, [`generate`] and [`chat_session`] one at a
-//! time. Nothing here reads the environment or the command line.
+//! time. [`command`] holds the commands of programs that chat and
+//! generate, with options for their command lines. Nothing here reads the environment or the command line.
 
 pub mod answer;
 pub mod chat_session;
+pub mod command;
 pub mod generate;
 pub mod held_out;
 pub mod lm;

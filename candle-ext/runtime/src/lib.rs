@@ -12,3 +12,4 @@ pub mod process_group;
 pub mod process_memory;
 pub mod progress;
 pub mod run_id;
+pub mod stdout;

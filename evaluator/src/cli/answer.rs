@@ -12,12 +12,13 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::answering::{Answering, InParts, bar};
-use super::{Model, answer};
 use candlewick_inference::answer::{Answered, Answers, LmAnswers};
+use candlewick_inference::command::Model;
 use candlewick_inference::ranks::together;
 use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::place::place;
+use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct Answer {
@@ -131,7 +132,7 @@ fn write(path: Option<&Path>, answered: &[Answered]) -> Result<()> {
         tracing::warn!("{n_cut} of {} requests were truncated: the model's context is shorter", answered.len());
     }
     match path {
-        None => answer(text.trim_end()),
+        None => print_line(text.trim_end()),
         Some(path) => {
             let written = fs::File::create(path).and_then(|mut file| file.write_all(text.as_bytes()));
             written.with_context(|| format!("failed to write the answers to {}", path.display()))

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 
-use super::answer;
 use crate::results::{Comparison, IntervalBy, LeftOut, MetricDifference, compare, comparison_page};
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct Compare {
@@ -55,7 +55,7 @@ pub(super) fn run(args: &Compare) -> Result<()> {
         let page = comparison_page(&comparison, [&names[0], &names[1]])?;
         fs::write(path, page).with_context(|| format!("failed to write {}", path.display()))?;
     }
-    answer(&match args.json {
+    print_line(&match args.json {
         true => serde_json::to_string_pretty(&comparison)?,
         false => text(&comparison, args.flips),
     })?;

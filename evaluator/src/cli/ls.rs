@@ -3,9 +3,9 @@
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 
-use super::answer;
 use super::tasks::TaskSource;
 use crate::task::Listed;
+use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct Ls {
@@ -38,11 +38,11 @@ pub(super) fn run(args: &Ls) -> Result<()> {
         What::Tags => registry.tags(),
     };
     if args.json {
-        return answer(&serde_json::to_string_pretty(&listed)?);
+        return print_line(&serde_json::to_string_pretty(&listed)?);
     }
     let widest = listed.iter().map(|entry| entry.name.chars().count()).max().unwrap_or(0);
     let lines: Vec<String> = listed.iter().map(|entry| line(entry, widest)).collect();
-    answer(&lines.join("\n"))
+    print_line(&lines.join("\n"))
 }
 
 fn line(entry: &Listed, width: usize) -> String {

@@ -16,7 +16,6 @@ use super::key_values::key_values;
 use super::limit::Limit;
 use super::seeds::{Seeds, seeds};
 use super::tasks::{Prompts, TaskSource};
-use super::{Model, answer};
 use crate::about::{About, about};
 use crate::chat::Chat;
 use crate::output::{Output, sanitized_task};
@@ -24,11 +23,13 @@ use crate::questions::Questions;
 use crate::results::{Header, Report, Results, TaskRun, counts, groups_table, header, table};
 use crate::task::{ChatStyle, DataPaths, OutputType, PromptOptions, Selection, Task};
 use candlewick_inference::answer::LmAnswers;
+use candlewick_inference::command::Model;
 use candlewick_inference::lm::Lm;
 use candlewick_inference::ranks::{Ranks, together};
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::place::place;
 use candlewick_runtime::run_id::RunId;
+use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct Run {
@@ -340,14 +341,14 @@ impl Run {
             eprintln!("{}", output.write_report(&page)?.display());
         }
         if self.json {
-            return answer(&serde_json::to_string_pretty(results)?);
+            return print_line(&serde_json::to_string_pretty(results)?);
         }
         if self.show_config {
-            answer(&serde_json::to_string_pretty(results)?)?;
+            print_line(&serde_json::to_string_pretty(results)?)?;
         }
         let tables = format!("{}\n{}", table(results), groups_table(results));
         let notes: Vec<String> = std::iter::once(counts(results)).chain(questions.fewshot_notes()).collect();
-        answer(&format!("{}\n{}\n\n{}", header(&self.header()?), tables.trim_end(), notes.join("\n")))
+        print_line(&format!("{}\n{}\n\n{}", header(&self.header()?), tables.trim_end(), notes.join("\n")))
     }
 
     /// The options that stand above the table.

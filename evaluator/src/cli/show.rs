@@ -10,12 +10,12 @@ use candlewick_text::tokenizer::{Specials, Tokenizer};
 use clap::Args;
 use serde_json::{Value as Json, json};
 
-use super::answer;
 use super::tasks::{Prompts, TaskSource};
 use crate::task::{ChatStyle, DataPaths, Instance, PromptOptions, Task, TaskConfig};
 use candlewick_inference::answer::encode::{Encoder, NoTokens, Pair};
 use candlewick_inference::request::Request;
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct Show {
@@ -61,10 +61,10 @@ pub(super) fn run(args: &Show, hub: &Hub) -> Result<()> {
         shown.push(show(args, hub, (config, &paths), &options, tokenizer.as_ref())?);
     }
     match args.json {
-        true => answer(&serde_json::to_string_pretty(&shown)?),
+        true => print_line(&serde_json::to_string_pretty(&shown)?),
         false => {
             let shown: Vec<String> = shown.iter().map(|task| text(task, tokenizer.is_some())).collect();
-            answer(&printable(&shown.join("\n\n")))
+            print_line(&printable(&shown.join("\n\n")))
         }
     }
 }

@@ -17,9 +17,9 @@ pub(super) struct TaskSource {
     /// A file or folder of task files, beside the built-in ones and before them; may be given more than once
     #[arg(long, alias = "include_path", value_name = "PATH")]
     pub(super) include_path: Vec<PathBuf>,
-    /// Let native twins stand for Python files beside tasks that are not those of lm-eval 0.4.13
-    #[arg(long, alias = "native_twins")]
-    native_twins: bool,
+    /// Use built-in implementations although a task's Python file differs from that of lm-eval 0.4.13
+    #[arg(long, aliases = ["native-twins", "native_twins"])]
+    allow_changed_python: bool,
 }
 
 /// How prompts are written.
@@ -71,7 +71,7 @@ pub(super) enum Compat {
 
 impl TaskSource {
     pub(super) fn registry(&self) -> Result<Registry> {
-        if self.native_twins {
+        if self.allow_changed_python {
             allow_other_python();
         }
         let registry = Registry::load(&self.include_path)?;

@@ -104,10 +104,10 @@ impl MetricDifference {
 pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     let (a, b) = (sample_files(a)?, sample_files(b)?);
     let is_pair = a.len() == 1 && b.len() == 1;
-    let twin = |file: &SampleFile| b.iter().find(|other| is_pair || other.task == file.task);
+    let counterpart = |file: &SampleFile| b.iter().find(|other| is_pair || other.task == file.task);
     let mut comparison = Comparison { differences: Vec::new(), left_out: Vec::new(), unpaired: Vec::new() };
     for file in &a {
-        match twin(file) {
+        match counterpart(file) {
             Some(other) => compare_task(file, other, &mut comparison)?,
             None => comparison.unpaired.push(file.task.clone()),
         }

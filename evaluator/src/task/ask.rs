@@ -6,7 +6,8 @@ use candlewick_text::hub::Hub;
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
-use super::config::{OutputType, TaskConfig};
+use super::builtin::{self, Doc};
+use super::config::TaskConfig;
 use super::data::{self, Split, SplitData};
 use super::data_paths::DataPaths;
 use super::error::TaskError;
@@ -15,37 +16,12 @@ use super::field::{Reader, as_index};
 use super::generation;
 use super::mersenne::Random;
 use super::metric::{self, Metric};
-use super::native::{self, Doc};
-use super::prompt::{ChatStyle, Style, Turn, joined, turns};
+use super::output_type::OutputType;
+use super::prompt::{PromptOptions, Style, Turn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
 use super::shots::{FewshotData, Shots, shots};
 use candlewick_inference::request::Request;
-
-/// What a run wants of its tasks' prompts.
-#[derive(Clone, Default)]
-pub struct PromptOptions<'a> {
-    /// How many examples stand before a question, where the task does not insist on none.
-    pub num_fewshot: Option<usize>,
-    /// Seeds the choice of examples.
-    pub fewshot_seed: u64,
-    /// Whether to reproduce lm-eval in one process to the letter.
-    pub compat: bool,
-    /// Prints prompts as a chat.
-    pub chat: Option<&'a dyn ChatStyle>,
-    /// What the system says, before a task's own description.
-    pub system_instruction: Option<String>,
-    /// Whether examples are turns of the chat.
-    pub fewshot_as_multiturn: bool,
-    /// How many documents are asked: a number, or below 1 a share, rounded up.
-    pub limit: Option<f64>,
-    /// The documents that are asked, instead of the first.
-    pub samples: Option<Vec<usize>>,
-    /// What changes the task's `generation_kwargs`.
-    pub gen_kwargs: Map<String, Json>,
-    /// Whether programs that the model wrote may be run.
-    pub confirm_run_unsafe_code: bool,
-}
 
 /// One request about one document.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,7 +51,7 @@ pub struct Task {
     pub(crate) has_several_inputs: bool,
     /// Whether a target is a list of which any will do.
     pub(crate) has_several_targets: bool,
-    pub(crate) process_results: Option<native::ProcessResults>,
+    pub(crate) process_results: Option<builtin::ProcessResults>,
 }
 
 /// The files that a task's documents are from.
@@ -119,7 +95,7 @@ struct Shot {
 impl Task {
     /// Loads a task's documents, and those of its examples if there are to be any.
     pub fn open(hub: &Hub, config: TaskConfig, paths: &DataPaths, options: &PromptOptions) -> Result<Self, TaskError> {
-        let process = config.process_docs.as_ref().map(native::process_docs).transpose()?;
+        let process = config.process_docs.as_ref().map(builtin::process_docs).transpose()?;
         let eval = data::open(hub, &config, config.eval_split()?, paths, process)?;
         let first = eval.docs().first().cloned().ok_or_else(|| TaskError::Document {
             task: config.task.clone(),
@@ -145,7 +121,7 @@ impl Task {
             shot,
             has_several_inputs: false,
             has_several_targets: false,
-            process_results: config.process_results.as_ref().map(native::process_results).transpose()?,
+            process_results: config.process_results.as_ref().map(builtin::process_results).transpose()?,
             eval,
             config,
         };

@@ -6,37 +6,18 @@ use serde_json::{Map, Value as Json, json};
 
 use super::error::{Fault, Place, TaskError};
 use super::filter::{FilterConfig, filter_list};
+use super::function::{Function, as_function};
 use super::keys::{Keys, wrong};
 use super::metric::{Metric, MetricConfig, metric_list};
-use super::yaml::{Entry, Node, Value};
+use super::output_type::OutputType;
+use super::yaml::{Node, Value};
 
-/// How a task asks and what it gets back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OutputType {
-    /// How likely a target is after a prompt.
-    Loglikelihood,
-    /// How likely a whole text is.
-    LoglikelihoodRolling,
-    /// Which of several choices is the likeliest.
-    MultipleChoice,
-    /// A text.
-    GenerateUntil,
-}
-
-/// A field of a document: a column's name or a Jinja template, a constant, or a native function.
+/// A field of a document: a column's name or a Jinja template, a constant, or a built-in implementation.
 #[derive(Clone, Debug)]
 pub(crate) enum Field {
     Template(String, Place),
     Constant(Json),
     Function(Function),
-}
-
-/// `!function`, by the name under which a native twin may be registered.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Function {
-    /// `folder/module.name`.
-    pub(crate) name: String,
-    pub(crate) place: Place,
 }
 
 /// Where a task's documents come from.
@@ -174,31 +155,6 @@ const FEWSHOT_KEYS: [&str; 11] = [
     "target_delimiter",
 ];
 
-impl OutputType {
-    /// Its name in task files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Loglikelihood => "loglikelihood",
-            Self::LoglikelihoodRolling => "loglikelihood_rolling",
-            Self::MultipleChoice => "multiple_choice",
-            Self::GenerateUntil => "generate_until",
-        }
-    }
-
-    const ALL: [Self; 4] = [Self::Loglikelihood, Self::LoglikelihoodRolling, Self::MultipleChoice, Self::GenerateUntil];
-
-    fn read(keys: &Keys) -> Result<Self, Fault> {
-        let Some(name) = keys.text("output_type")? else { return Ok(Self::GenerateUntil) };
-        let known = || Self::ALL.iter().map(|kind| kind.name());
-        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
-            let near = did_you_mean(&name, known());
-            let names: Vec<_> = known().collect();
-            let message = format!("output_type: unknown value {name:?}{near}; values are {}", names.join(", "));
-            keys.get("output_type").map_or_else(|| keys.fault(&message), |e| Fault::at(e.node.place.clone(), &message))
-        })
-    }
-}
-
 impl TaskConfig {
     /// Reads a task whose includes are merged already.
     pub(crate) fn read(node: &Node) -> Result<Self, Fault> {
@@ -281,7 +237,7 @@ impl TaskConfig {
 
     /// Whether its own code may give its scores other names.
     pub fn names_scores_itself(&self) -> bool {
-        self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::Native(_)))
+        self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::BuiltIn(_)))
     }
 
     /// What stands between the parts of a prompt.
@@ -457,23 +413,6 @@ fn task_name(keys: &Keys) -> Result<String, Fault> {
 fn function(keys: &Keys, key: &str) -> Result<Option<Function>, Fault> {
     let Some(entry) = keys.get(key) else { return Ok(None) };
     as_function(entry).map(Some).ok_or_else(|| wrong(entry, "a !function"))
-}
-
-/// The value as a function, by its full name.
-pub(crate) fn as_function(entry: &Entry) -> Option<Function> {
-    match &entry.node.value {
-        Value::Tagged(_, name) => Some(Function::new(name.text_or_empty().trim(), &entry.node.place)),
-        _ => None,
-    }
-}
-
-impl Function {
-    /// `utils.f` in `tasks/hellaswag/x.yaml` is `tasks/hellaswag/utils.f`.
-    fn new(name: &str, place: &Place) -> Self {
-        let folder = place.file.parent().map(|folder| folder.to_string_lossy().replace('\\', "/")).unwrap_or_default();
-        let name = if folder.is_empty() { name.to_owned() } else { format!("{folder}/{name}") };
-        Self { name, place: place.clone() }
-    }
 }
 
 /// The keys of generation, and nothing for a task that does not generate.

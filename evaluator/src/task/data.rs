@@ -10,11 +10,11 @@ use candlewick_text::suggestion::did_you_mean;
 use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
+use super::builtin::{Doc, ProcessDocs};
 use super::config::{DatasetConfig, TaskConfig};
 use super::data_paths::DataPaths;
 use super::error::{Fault, TaskError};
 use super::mersenne::Random;
-use super::native::{Doc, ProcessDocs};
 use super::python::literal::literal_eval;
 
 /// The documents of one split, in order.

@@ -6,8 +6,8 @@
 use serde_json::Value as Json;
 use sha2::{Digest, Sha256};
 
+use super::builtin::Doc;
 use super::mersenne::Random;
-use super::native::Doc;
 
 /// The examples that there are, and how they are chosen.
 pub(crate) struct Sampler<'a> {

@@ -2,10 +2,10 @@
 
 use serde_json::{Value as Json, json};
 
+use super::builtin::{self, Doc, FieldFunction};
 use super::config::Field;
 use super::error::Fault;
 use super::jinja::Template;
-use super::native::{self, Doc, FieldFunction};
 use super::python::literal::literal_eval;
 use super::python::text::is_digit;
 
@@ -28,7 +28,7 @@ impl Reader {
                 Self::Template(Box::new(template))
             }
             Field::Constant(value) => Self::Constant(value.clone()),
-            Field::Function(function) => Self::Native(native::field(function)?),
+            Field::Function(function) => Self::Native(builtin::field(function)?),
         })
     }
 

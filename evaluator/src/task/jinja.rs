@@ -11,9 +11,9 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Undefi
 use minijinja_contrib::pycompat;
 use serde_json::Value as Json;
 
-use limits::{add_template, check_replace, check_size, too_large};
+use limits::{add_template, check_replace, check_size, invalid, too_large};
 
-use super::native::Doc;
+use super::builtin::Doc;
 use super::python::pattern::{Found, Pattern};
 use super::python::{repr, text};
 
@@ -95,10 +95,6 @@ fn string(value: Value) -> Result<String, Error> {
 
 fn json(value: &Value) -> Json {
     serde_json::to_value(value).unwrap_or_else(|_| Json::String(value.to_string()))
-}
-
-fn invalid(message: impl Into<String>) -> Error {
-    Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
 /// `re.sub(pattern, replacement, text)`, at most `count` times if that is not 0.

@@ -2,6 +2,7 @@
 
 use candlewick_text::conversation::{Conversation, Message as ChatMessage};
 use candlewick_text::template::{ChatTemplate, Ending, TemplateError};
+use serde_json::{Map, Value as Json};
 
 use super::python::text::{ends_blank, rstrip, starts_blank, strip};
 
@@ -16,6 +17,31 @@ impl ChatStyle for ChatTemplate {
         let messages = turns.iter().map(|(role, content)| ChatMessage::new(*role, *content));
         self.render(&Conversation::new(messages), ending)
     }
+}
+
+/// The options of a run for its tasks' prompts.
+#[derive(Clone, Default)]
+pub struct PromptOptions<'a> {
+    /// How many examples stand before a question, where the task does not insist on none.
+    pub num_fewshot: Option<usize>,
+    /// Seeds the choice of examples.
+    pub fewshot_seed: u64,
+    /// Whether to reproduce lm-eval in one process to the letter.
+    pub compat: bool,
+    /// Prints prompts as a chat.
+    pub chat: Option<&'a dyn ChatStyle>,
+    /// What the system says, before a task's own description.
+    pub system_instruction: Option<String>,
+    /// Whether examples are turns of the chat.
+    pub fewshot_as_multiturn: bool,
+    /// How many documents are asked: a number, or below 1 a share, rounded up.
+    pub limit: Option<f64>,
+    /// The documents that are asked, instead of the first.
+    pub samples: Option<Vec<usize>>,
+    /// What changes the task's `generation_kwargs`.
+    pub gen_kwargs: Map<String, Json>,
+    /// Whether programs that the model wrote may be run.
+    pub confirm_run_unsafe_code: bool,
 }
 
 /// A turn, and what stands behind it in plain text.

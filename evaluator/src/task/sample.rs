@@ -5,10 +5,10 @@ use serde_json::{Map, Value as Json, json};
 use sha2::{Digest, Sha256};
 
 use super::answer::Answer;
+use super::answered::AnsweredRequest;
+use super::builtin::{Doc, hex};
 use super::metric::Score;
-use super::native::{Doc, hex};
 use super::python::repr;
-use super::score::Asked;
 use candlewick_inference::request::Request;
 
 /// What was asked about a document, what was answered, and what that is worth by one filter.
@@ -55,7 +55,7 @@ impl Sample {
         doc_id: usize,
         doc: &Doc,
         target: &Json,
-        requests: &[Asked],
+        requests: &[AnsweredRequest],
         kwargs: &Map<String, Json>,
         filtered: &[Answer],
         filter: &str,
@@ -66,7 +66,7 @@ impl Sample {
             requests.iter().map(|asked| arguments(&asked.instance.request, kwargs)).collect();
         let prompt = arguments.first().and_then(|first| first[0].as_str()).unwrap_or_default();
         let target = repr::str(target);
-        let listed = |asked: &Asked| asked.answers.iter().map(Answer::listed).collect::<Json>();
+        let listed = |asked: &AnsweredRequest| asked.answers.iter().map(Answer::listed).collect::<Json>();
         Self {
             doc_id,
             doc_hash: hash(&serde_json::to_string_pretty(doc).unwrap_or_default()),

@@ -5,12 +5,14 @@ use std::collections::BTreeMap;
 use serde_json::Value as Json;
 
 use super::answer::Answer;
-use super::ask::{Instance, PromptOptions, Task};
-use super::config::OutputType;
+use super::answered::AnsweredRequest;
+use super::ask::{Instance, Task, is_empty};
+use super::builtin::count_words;
 use super::error::TaskError;
 use super::field::as_index;
 use super::metric::{Aggregation, Metric, MetricConfig, Score, stderr};
-use super::native::count_words;
+use super::output_type::OutputType;
+use super::prompt::PromptOptions;
 use super::python::{repr, text};
 use super::sample::{Choices, Sample};
 use candlewick_inference::request::Response;
@@ -79,7 +81,7 @@ impl Task {
             let problem = format!("there are {} answers to {} requests", responses.len(), instances.len());
             return Err(self.unscored(problem));
         }
-        let asked = Asked::group(instances, responses);
+        let asked = AnsweredRequest::group(instances, responses);
         let kwargs = self.generation_kwargs(options);
         let mut samples = Vec::new();
         let mut values: Vec<(String, String, Vec<Score>)> = Vec::new();
@@ -87,7 +89,7 @@ impl Task {
             for (doc_id, requests) in &asked {
                 let doc = &self.docs()[*doc_id];
                 let blame = |problem| self.blame(*doc_id, problem);
-                let apply = |request: &Asked| filter.apply(request.answers.clone(), doc);
+                let apply = |request: &AnsweredRequest| filter.apply(request.answers.clone(), doc);
                 let filtered = requests.iter().map(apply).collect::<Result<Vec<_>, _>>().map_err(blame)?;
                 let scored = self.process(*doc_id, &filtered).map_err(blame)?;
                 let target = self.target(*doc_id)?;
@@ -137,7 +139,7 @@ impl Task {
     /// The metric that a value belongs to; `pass@1` belongs to what is the task's own.
     fn metric_of(&self, name: &str) -> Option<&MetricConfig> {
         let own = self.config.metrics.iter().find(|metric| metric.name == name);
-        own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::Native(_))))
+        own.or_else(|| self.config.metrics.iter().find(|metric| matches!(metric.kind, Metric::BuiltIn(_))))
     }
 
     fn process(&self, doc_id: usize, answers: &[Answer]) -> Result<Scored, String> {
@@ -251,7 +253,7 @@ impl Task {
             let one = |score| vec![(metric.name.clone(), score)];
             scored.extend(match (&metric.kind, answer) {
                 (Metric::Bypass, _) => one(Score::None),
-                (Metric::Native(native), answer) => native.score(&targets[0], answer)?,
+                (Metric::BuiltIn(metric), answer) => metric.score(&targets[0], answer)?,
                 (_, Answer::Many(_)) => return Err("a filter leaves several answers; end it with take_first".into()),
                 (Metric::ExactMatch(exact), answer) => {
                     let mut is_match = false;
@@ -272,10 +274,10 @@ impl Task {
         Ok(scored)
     }
 
-    fn counts(&self, asked: &BTreeMap<usize, Vec<Asked>>, n_asked: usize) -> Result<Counts, TaskError> {
+    fn counts(&self, asked: &BTreeMap<usize, Vec<AnsweredRequest>>, n_asked: usize) -> Result<Counts, TaskError> {
         let mut counts = Counts { skipped: n_asked - asked.len(), ..Counts::default() };
         for (doc_id, requests) in asked {
-            counts.empty += usize::from(requests.iter().all(|asked| super::ask::is_empty(&asked.instance.request)));
+            counts.empty += usize::from(requests.iter().all(|asked| is_empty(&asked.instance.request)));
             let choices = self.right_choices(*doc_id)?;
             counts.no_target += usize::from(choices.is_some_and(|choices| choices.right.is_empty()));
         }
@@ -288,30 +290,6 @@ impl Task {
         let Some(choices) = self.choices(doc_id)?.filter(|_| is_choice) else { return Ok(None) };
         let gold = self.gold(doc_id, &choices).map_err(|problem| self.blame(doc_id, problem))?;
         Ok(Some(Choices { n: choices.len(), right: gold.indices() }))
-    }
-}
-
-/// A request and all answers to it.
-pub(crate) struct Asked<'a> {
-    pub(crate) instance: &'a Instance,
-    pub(crate) answers: Vec<Answer>,
-}
-
-impl<'a> Asked<'a> {
-    /// Requests by document, each with its answers.
-    fn group(instances: &'a [Instance], responses: &[Response]) -> BTreeMap<usize, Vec<Self>> {
-        let mut docs: BTreeMap<usize, Vec<Self>> = BTreeMap::new();
-        for (instance, response) in instances.iter().zip(responses) {
-            let requests = docs.entry(instance.doc_id).or_default();
-            match requests.iter_mut().find(|asked| asked.instance.idx == instance.idx) {
-                Some(asked) => asked.answers.push(response.into()),
-                None => requests.push(Self { instance, answers: vec![response.into()] }),
-            }
-        }
-        for requests in docs.values_mut() {
-            requests.sort_by_key(|asked| asked.instance.idx);
-        }
-        docs
     }
 }
 

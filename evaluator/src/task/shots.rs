@@ -3,12 +3,12 @@
 use candlewick_text::hub::Hub;
 use serde::Serialize;
 
-use super::ask::PromptOptions;
+use super::builtin::{self, Doc};
 use super::config::{Samples, TaskConfig};
 use super::data::{self, Split, SplitData};
 use super::data_paths::DataPaths;
 use super::error::TaskError;
-use super::native::{self, Doc};
+use super::prompt::PromptOptions;
 
 /// The documents that examples are chosen from.
 #[derive(Default)]
@@ -75,7 +75,7 @@ fn candidates(
             return Ok(picked(Shots { docs: docs.clone(), ..Shots::default() }, config, options));
         }
         (None, Some(Samples::Function(function))) => {
-            return Ok(picked(Shots { docs: native::samples(function)?, ..Shots::default() }, config, options));
+            return Ok(picked(Shots { docs: builtin::samples(function)?, ..Shots::default() }, config, options));
         }
         (None, None) => {
             let split = config.training_split.as_deref().or(config.validation_split.as_deref());
@@ -83,7 +83,7 @@ fn candidates(
         }
     };
     check_one_file(config, split, paths)?;
-    let process = process.as_ref().map(native::process_docs).transpose()?;
+    let process = process.as_ref().map(builtin::process_docs).transpose()?;
     let opened = data::open(hub, config, split, paths, process)?;
     let of = opened.data();
     let is_evaluated_split = split == config.eval_split()? || !of.files.is_empty() && of.files == eval.data().files;

@@ -29,7 +29,7 @@ class Ours:
 
     def eval(self, case: Case) -> tuple[float, float]:
         rows = self.inputs.rows(case, case.steps)
-        ran = run([self.evaluator, "perplexity", "--model", self.inputs.model(case), "--data", rows, "--dtype", case.dtype,
+        ran = run([self.evaluator, "score", "--model", self.inputs.model(case), "--data", rows, "--dtype", case.dtype,
                    "--timings"])
         timings = json.loads(ran.complained.splitlines()[-1])
         assert timings["tokens"] == case.steps * (case.length - 1), timings

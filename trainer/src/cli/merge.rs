@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, anyhow};
-use candle_core::DType;
+use candlewick_inference::command::Dtype;
 use candlewick_model::{LoraConfig, Merge, Merged};
 use candlewick_text::hub::{Hub, ModelPart};
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use super::Ui;
 use crate::estimate::parse_bytes;
@@ -23,32 +23,12 @@ pub(super) struct MergeArgs {
     /// The base model: a folder or a Hub id [default: the one that the adapter names]
     #[arg(long, value_name = "MODEL")]
     base: Option<String>,
-    /// The dtype of the merged weights [default: that of the base model]
-    #[arg(long, value_enum)]
-    dtype: Option<Dtype>,
+    /// The dtype of the merged weights; auto is that of the base model
+    #[arg(long, value_enum, default_value_t = Dtype::Auto)]
+    dtype: Dtype,
     /// The largest file of weights, such as 5GB or 500MiB
     #[arg(long, value_name = "BYTES", default_value = "5GB", value_parser = shard_bytes)]
     max_shard_size: u64,
-}
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum Dtype {
-    #[value(alias = "float32")]
-    F32,
-    #[value(alias = "bfloat16")]
-    Bf16,
-    #[value(alias = "float16")]
-    F16,
-}
-
-impl From<Dtype> for DType {
-    fn from(dtype: Dtype) -> Self {
-        match dtype {
-            Dtype::F32 => DType::F32,
-            Dtype::Bf16 => DType::BF16,
-            Dtype::F16 => DType::F16,
-        }
-    }
 }
 
 pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
@@ -74,7 +54,7 @@ pub(super) fn run(args: &MergeArgs, hub: &Hub, ui: &Ui) -> Result<ExitCode> {
         base: &base,
         adapter: &adapter,
         output: &args.output,
-        dtype: args.dtype.map(DType::from),
+        dtype: args.dtype.named(),
         shard_bytes: args.max_shard_size,
     };
     let merged = merge.run().with_context(|| format!("failed to merge {}", adapter.display()))?;

@@ -1,8 +1,10 @@
 //! The command line: what can be asked, and how an answer or an error reaches the person who asked.
 
+mod chat;
 mod check;
 mod doctor;
 mod estimate;
+mod generate;
 mod logging;
 mod merge;
 mod mesh;
@@ -19,7 +21,7 @@ use std::sync::LazyLock;
 use candlewick_runtime::error_file;
 use candlewick_runtime::exit::{backtrace, completions};
 use clap::error::{ContextKind, ContextValue};
-use clap::{Args, Parser, Subcommand};
+use clap::{Parser, Subcommand};
 
 use crate::exit::{ExitCode, classify, report};
 use crate::metrics::Versions;
@@ -76,8 +78,11 @@ enum Command {
     #[command(visible_alias = "selfcheck", after_long_help = verify_parallel::EXAMPLES)]
     VerifyParallel(verify_parallel::VerifyParallel),
     /// Chat with a model: a line a turn, answers as they are generated
-    #[command(after_long_help = CHAT_EXAMPLES)]
-    Chat(Chat),
+    #[command(after_long_help = chat::EXAMPLES)]
+    Chat(chat::Chat),
+    /// Answer prompts or conversations, or continue texts with --raw
+    #[command(after_long_help = generate::EXAMPLES)]
+    Generate(generate::Generate),
     /// Merge an adapter into its base model, as a folder for transformers and everything that reads those
     #[command(after_long_help = MERGE_EXAMPLES)]
     Merge(merge::MergeArgs),
@@ -98,25 +103,10 @@ enum Command {
     Version,
 }
 
-const CHAT_EXAMPLES: &str = "\
-Examples:
-  trainer chat runs/my-run
-  trainer chat runs/my-run/adapter/latest --temperature 0.7 --top-p 0.9
-  trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200";
-
 const MERGE_EXAMPLES: &str = "\
 Examples:
   trainer merge runs/lora --output merged
   trainer merge runs/lora/adapter/global_step_40 --output merged --base base --dtype f32";
-
-#[derive(Debug, Args)]
-struct Chat {
-    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
-    #[arg(value_name = "MODEL")]
-    model: String,
-    #[command(flatten)]
-    options: evaluator::cli::ChatOptions,
-}
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
@@ -189,7 +179,11 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::VerifyParallel(asked) => verify_parallel::run(asked, cli.verbosity, &ui),
         Command::Chat(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
-            evaluator::cli::chat(&args.model, &args.options, &hub(&ui)?).map(|()| ExitCode::Ok)
+            chat::run(args, &hub(&ui)?)
+        }
+        Command::Generate(args) => {
+            logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
+            generate::run(args, &hub(&ui)?)
         }
         Command::Merge(args) => {
             logging::start(cli.verbosity, &LoggerPlan::default(), None)?;
@@ -215,7 +209,7 @@ mod tests {
     #[test]
     fn every_example_parses() {
         let examples = [EXAMPLES, train::EXAMPLES, check::EXAMPLES, preprocess::EXAMPLES, estimate::EXAMPLES];
-        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, CHAT_EXAMPLES, MERGE_EXAMPLES];
+        let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, MERGE_EXAMPLES];
         let examples = [examples.join("\n"), others.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
             let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));

@@ -4,30 +4,26 @@
 mod multi_choice;
 mod regex;
 mod select;
+mod step;
 mod transform;
 
-use std::fmt::Debug;
 use std::sync::Arc;
 
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
 use super::answer::Answer;
-use super::config::as_function;
+use super::builtin;
 use super::error::Fault;
+use super::function::as_function;
 use super::keys::{Keys, wrong};
-use super::native;
 use super::python::text;
 use super::yaml::{Entry, Node, Value};
 
-pub(crate) use multi_choice::Family;
+pub(crate) use multi_choice::{Family, multi_choice_in_input};
 pub(crate) use regex::Extract;
 pub(crate) use select::TakeFirst;
-
-/// A step of a pipeline. It gets all answers to one request: a [`Answer::Many`], until a step takes one of them.
-pub(crate) trait Filter: Debug + Send + Sync {
-    fn apply(&self, answers: Answer, doc: &Map<String, Json>) -> Result<Answer, String>;
-}
+pub(crate) use step::{Filter, each_text};
 
 /// A named pipeline.
 #[derive(Clone, Debug)]
@@ -80,7 +76,7 @@ fn step(node: &Node) -> Result<Arc<dyn Filter>, Fault> {
     let keys = Keys::open(node, "a filter")?;
     let entry = keys.get("function").ok_or_else(|| keys.fault("a filter needs the key `function`"))?;
     if let Some(function) = as_function(entry) {
-        return native::filter_class(&function, &keys);
+        return builtin::filter_class(&function, &keys);
     }
     let name = keys.required_text("function")?;
     if ["take_first", "majority_vote", "lowercase", "uppercase", "remove_whitespace"].contains(&name.as_str()) {
@@ -101,15 +97,10 @@ fn step(node: &Node) -> Result<Arc<dyn Filter>, Fault> {
     })
 }
 
-/// A filter class of a task's own, read as `multi_choice_regex` is but for where it finds the choices.
-pub(crate) fn multi_choice_in_input(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
-    Ok(Arc::new(multi_choice::MultiChoice::read(keys, multi_choice::Choices::Input)?))
-}
-
 fn custom(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
     let entry = keys.get("filter_fn").ok_or_else(|| keys.fault("the filter custom needs the key `filter_fn`"))?;
     let function = as_function(entry).ok_or_else(|| wrong(entry, "a !function"))?;
-    native::filter_function(&function)
+    builtin::filter_function(&function)
 }
 
 fn unknown(entry: &Entry, name: &str) -> Fault {
@@ -119,15 +110,4 @@ fn unknown(entry: &Entry, name: &str) -> Fault {
     }
     let near = did_you_mean(name, KNOWN);
     Fault::at(place, format!("unknown filter {name:?}{near}")).note(format!("known are {}, custom", KNOWN.join(", ")))
-}
-
-/// Runs `change` on each text of several answers.
-pub(crate) fn each_text(answers: Answer, change: impl Fn(&str) -> Result<Answer, String>) -> Result<Answer, String> {
-    match answers {
-        Answer::Many(answers) => {
-            let changed = answers.iter().map(|answer| change(answer.text())).collect::<Result<_, _>>()?;
-            Ok(Answer::Many(changed))
-        }
-        _ => Err("it works on lists of texts; put it before take_first".into()),
-    }
 }

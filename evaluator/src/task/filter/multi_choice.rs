@@ -1,7 +1,7 @@
 //! Filters that read a letter out of a long answer: by a pattern, by the words of a choice, or by a letter behind a colon.
 
 use std::collections::HashMap;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use fancy_regex::Regex;
 use serde_json::{Map, Value as Json};
@@ -47,6 +47,11 @@ pub(super) struct MultiChoice {
 
 const KEYS: [&str; 7] =
     ["function", "regex_pattern", "group_select", "fallback", "ignore_case", "ignore_punctuation", "regexes_to_ignore"];
+
+/// Reads a `multi_choice_regex` filter that finds the choices in the column `input`.
+pub(crate) fn multi_choice_in_input(keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+    Ok(Arc::new(MultiChoice::read(keys, Choices::Input)?))
+}
 
 impl Ignored {
     pub(crate) fn read(keys: &Keys) -> Result<Self, Fault> {

@@ -2,9 +2,7 @@
 
 use candlewick_text::template::limits::{self, MAX_OUTPUT};
 use minijinja::value::{Kwargs, StringInput};
-use minijinja::{Environment, Error, State, Value, filters};
-
-use super::invalid;
+use minijinja::{Environment, Error, ErrorKind, State, Value, filters};
 
 /// The most bytes of a template. lm-eval's longest has 9 KB.
 const MAX_SOURCE: usize = 64 << 10;
@@ -28,6 +26,11 @@ pub(super) fn add_template(
     environment.add_filter("indent", indent);
     limits::add_template(&mut environment, name, source)?;
     Ok(environment)
+}
+
+/// Returns the error of a template's operation.
+pub(super) fn invalid(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, message.into())
 }
 
 /// Fails if a text would have more than [`MAX_OUTPUT`] bytes; `None` is a number beyond all.

@@ -1,14 +1,9 @@
 //! Aggregations: one number from the values of all documents, also from a resample of them.
 
-use candlewick_text::suggestion::did_you_mean;
-
 use super::bleu::BleuCounts;
 use super::chrf::ChrfCounts;
 use super::score::Score;
-use crate::task::config::as_function;
-use crate::task::error::Fault;
-use crate::task::keys::wrong;
-use crate::task::yaml::{Entry, Value};
+use super::statistic::Statistic;
 
 /// How values become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,27 +54,13 @@ const NAMES: [(&str, Aggregation); 13] = [
     ("bypass", Aggregation::Bypass),
 ];
 
-/// Values in the form in which they are aggregated fast, over and over.
-pub(crate) trait Statistic: Sync {
-    /// The aggregate of the values at these places, a place as often as it comes.
-    fn over(&self, picked: &mut dyn Iterator<Item = usize>) -> f64;
-}
-
 impl Aggregation {
-    pub(super) fn read(entry: &Entry) -> Result<Self, Fault> {
-        if let Some(function) = as_function(entry) {
-            return super::aggregation_named(&function);
-        }
-        let Value::Text(name) = &entry.node.value else { return Err(wrong(entry, "the name of an aggregation")) };
-        Self::named(name).ok_or_else(|| {
-            let names = NAMES.map(|(name, _)| name);
-            let near = did_you_mean(name, names);
-            let fault = Fault::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
-            fault.note(format!("known are {}", names.join(", ")))
-        })
+    /// Returns the names of aggregations in task files.
+    pub(super) fn names() -> [&'static str; NAMES.len()] {
+        NAMES.map(|(name, _)| name)
     }
 
-    /// The aggregation of this name in task files.
+    /// Returns the aggregation of this name in task files.
     pub(crate) fn named(name: &str) -> Option<Self> {
         NAMES.iter().find(|(known, _)| *known == name).map(|(_, aggregation)| *aggregation)
     }

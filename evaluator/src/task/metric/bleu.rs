@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
-use super::aggregate::Statistic;
+use super::statistic::Statistic;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::{rstrip, words};
 

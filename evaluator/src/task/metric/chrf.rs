@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 
-use super::aggregate::Statistic;
+use super::statistic::Statistic;
 use crate::task::python::text::{PUNCTUATION, words};
 
 const CHARS: usize = 6;

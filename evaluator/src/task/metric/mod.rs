@@ -5,14 +5,16 @@ mod bleu;
 mod chrf;
 mod exact_match;
 mod score;
+mod statistic;
 mod stderr;
 
 use candlewick_text::suggestion::did_you_mean;
 
-use super::config::{Function, OutputType, as_function};
+use super::builtin;
 use super::error::Fault;
+use super::function::as_function;
 use super::keys::{Keys, wrong};
-use super::native;
+use super::output_type::OutputType;
 use super::yaml::{Entry, Node, Value};
 
 pub(crate) use aggregate::Aggregation;
@@ -40,8 +42,8 @@ pub(crate) enum Metric {
     Texts,
     /// By the task's `process_results`.
     Processed,
-    /// By a native function, which may return several values.
-    Native(native::GenerationMetric),
+    /// By a built-in implementation, which may return several values.
+    BuiltIn(builtin::GenerationMetric),
     /// Not at all.
     Bypass,
 }
@@ -150,12 +152,12 @@ fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConf
     };
     let known = KNOWN.iter().find(|known| known.name == name);
     let kind = match function {
-        Some(function) => Metric::Native(native::generation_metric(&function, &keys)?),
+        Some(function) => Metric::BuiltIn(builtin::generation_metric(&function, &keys)?),
         None if processed => unscored(&keys)?,
         None => scored(&keys, entry, &name, output)?,
     };
     let aggregation = match keys.get("aggregation") {
-        Some(entry) => Aggregation::read(entry)?,
+        Some(entry) => aggregation(entry)?,
         None => known.map(|known| known.aggregation).ok_or_else(|| keys.fault(needs(&name, "aggregation")))?,
     };
     let higher_is_better = match known {
@@ -211,7 +213,16 @@ pub(crate) fn usual_aggregation(name: &str) -> Option<(Aggregation, bool)> {
     KNOWN.iter().find(|known| known.name == name).map(|known| (known.aggregation, known.higher_is_better))
 }
 
-/// The functions that a metric may aggregate by, by the names of lm-eval.
-pub(crate) fn aggregation_named(function: &Function) -> Result<Aggregation, Fault> {
-    native::aggregation(function)
+/// Reads the aggregation of a metric: a name, or a function that has a built-in implementation.
+fn aggregation(entry: &Entry) -> Result<Aggregation, Fault> {
+    if let Some(function) = as_function(entry) {
+        return builtin::aggregation(&function);
+    }
+    let Value::Text(name) = &entry.node.value else { return Err(wrong(entry, "the name of an aggregation")) };
+    Aggregation::named(name).ok_or_else(|| {
+        let names = Aggregation::names();
+        let near = did_you_mean(name, names);
+        let fault = Fault::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
+        fault.note(format!("known are {}", names.join(", ")))
+    })
 }

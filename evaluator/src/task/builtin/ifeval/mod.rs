@@ -9,14 +9,14 @@ mod tokens;
 use serde_json::{Map, Value as Json};
 
 use self::instruction::follows;
-use super::{Doc, Twin};
+use super::{BuiltIn, Doc};
 use crate::task::answer::Answer;
 use crate::task::metric::{Aggregation, Score};
 use crate::task::python::text::strip;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("ifeval/utils.process_results", Twin::Results(results)),
-    ("ifeval/utils.agg_inst_level_acc", Twin::Aggregation(Aggregation::FlatMean)),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("ifeval/utils.process_results", BuiltIn::Results(results)),
+    ("ifeval/utils.agg_inst_level_acc", BuiltIn::Aggregation(Aggregation::FlatMean)),
 ];
 
 fn results(doc: &Doc, answers: &[Answer]) -> Result<Vec<(String, Score)>, String> {

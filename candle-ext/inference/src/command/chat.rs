@@ -11,13 +11,11 @@ use clap::Args;
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
-use super::generate::Sampling;
 use super::model::Compute;
-use candlewick_inference::chat_session::{ChatSession, Reply};
-use candlewick_runtime::exit::ExitCode;
-
-use crate::exit::classify;
-use candlewick_inference::generate::FinishReason;
+use super::sampling::Sampling;
+use crate::chat_session::{ChatSession, Reply};
+use crate::generate::FinishReason;
+use candlewick_runtime::exit::{ExitCode, classify};
 
 /// Options of a chat.
 #[derive(Debug, Args)]

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, LazyLock};
 
-use super::{Doc, Twin, text};
+use super::{BuiltIn, Doc, text};
 use crate::task::answer::Answer;
 use crate::task::error::Fault;
 use crate::task::filter::{Family, Filter, each_text, multi_choice_in_input};
@@ -10,15 +10,15 @@ use crate::task::keys::Keys;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::{strip, words};
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("bbh/zeroshot/utils.MultiChoiceRegexFilter", Twin::FilterClass(multi_choice_in_input)),
-    ("bbh/cot_zeroshot/utils.MultiChoiceRegexFilter", Twin::FilterClass(multi_choice_in_input)),
-    ("bbh/zeroshot/utils.MapRegexFilter", Twin::FilterClass(map_filter)),
-    ("bbh/cot_zeroshot/utils.MapRegexFilter", Twin::FilterClass(map_filter)),
-    ("bbh/zeroshot/utils.NumberParseRegexFilter", Twin::FilterClass(number_filter)),
-    ("bbh/cot_zeroshot/utils.NumberParseRegexFilter", Twin::FilterClass(number_filter)),
-    ("bbh/zeroshot/utils.WordSortFilter", Twin::FilterClass(word_filter)),
-    ("bbh/cot_zeroshot/utils.WordSortFilter", Twin::FilterClass(word_filter)),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("bbh/zeroshot/utils.MultiChoiceRegexFilter", BuiltIn::FilterClass(multi_choice_in_input)),
+    ("bbh/cot_zeroshot/utils.MultiChoiceRegexFilter", BuiltIn::FilterClass(multi_choice_in_input)),
+    ("bbh/zeroshot/utils.MapRegexFilter", BuiltIn::FilterClass(map_filter)),
+    ("bbh/cot_zeroshot/utils.MapRegexFilter", BuiltIn::FilterClass(map_filter)),
+    ("bbh/zeroshot/utils.NumberParseRegexFilter", BuiltIn::FilterClass(number_filter)),
+    ("bbh/cot_zeroshot/utils.NumberParseRegexFilter", BuiltIn::FilterClass(number_filter)),
+    ("bbh/zeroshot/utils.WordSortFilter", BuiltIn::FilterClass(word_filter)),
+    ("bbh/cot_zeroshot/utils.WordSortFilter", BuiltIn::FilterClass(word_filter)),
 ];
 
 const SHARED: [&str; 6] =

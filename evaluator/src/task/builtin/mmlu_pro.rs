@@ -2,13 +2,13 @@
 
 use serde_json::{Value as Json, json};
 
-use super::{Doc, ProcessDocs, Twin, text, texts};
+use super::{BuiltIn, Doc, ProcessDocs, text, texts};
 use crate::task::python::text::strip;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("mmlu_pro/utils.doc_to_text", Twin::Field(question)),
-    ("mmlu_pro/utils.fewshot_to_text", Twin::Field(question)),
-    ("mmlu_pro/utils.fewshot_to_target", Twin::Field(reasoning)),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("mmlu_pro/utils.doc_to_text", BuiltIn::Field(question)),
+    ("mmlu_pro/utils.fewshot_to_text", BuiltIn::Field(question)),
+    ("mmlu_pro/utils.fewshot_to_target", BuiltIn::Field(reasoning)),
     ("mmlu_pro/utils.process_biology", only("biology")),
     ("mmlu_pro/utils.process_business", only("business")),
     ("mmlu_pro/utils.process_chemistry", only("chemistry")),
@@ -25,8 +25,8 @@ pub(super) const TWINS: &[(&str, Twin)] = &[
     ("mmlu_pro/utils.process_psychology", only("psychology")),
 ];
 
-const fn only(subject: &'static str) -> Twin {
-    Twin::Docs(ProcessDocs::Where("category", subject))
+const fn only(subject: &'static str) -> BuiltIn {
+    BuiltIn::Docs(ProcessDocs::Where("category", subject))
 }
 
 fn question(doc: &Doc) -> Result<Json, String> {

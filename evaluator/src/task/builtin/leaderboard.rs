@@ -9,24 +9,24 @@ use std::sync::LazyLock;
 use serde_json::{Value as Json, json};
 
 use super::hendrycks_math::{is_equivalent, last_boxed};
-use super::{Doc, ProcessDocs, Twin, gpqa, text, texts};
+use super::{BuiltIn, Doc, ProcessDocs, gpqa, text, texts};
 use crate::task::answer::Answer;
-use crate::task::config::Function;
+use crate::task::function::Function;
 use crate::task::metric::Score;
 use crate::task::python::literal::{literal_beginning, literal_eval};
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::{is_digit, strip};
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("leaderboard/gpqa/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, gpqa::without_brackets))),
-    ("leaderboard/mmlu_pro/utils.doc_to_text", Twin::Field(lettered)),
-    ("leaderboard/mmlu_pro/utils.doc_to_choice", Twin::Field(letters)),
-    ("leaderboard/musr/utils.doc_to_text", Twin::Field(story)),
-    ("leaderboard/musr/utils.doc_to_choice", Twin::Field(listed)),
-    ("leaderboard/math/utils.process_docs", Twin::Docs(ProcessDocs::Some(hard))),
-    ("leaderboard/math/utils.doc_to_text", Twin::Field(problem)),
-    ("leaderboard/math/utils.process_results", Twin::Results(results)),
-    ("leaderboard/math/utils.list_fewshot_samples", Twin::Samples(returned_list)),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("leaderboard/gpqa/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, gpqa::without_brackets))),
+    ("leaderboard/mmlu_pro/utils.doc_to_text", BuiltIn::Field(lettered)),
+    ("leaderboard/mmlu_pro/utils.doc_to_choice", BuiltIn::Field(letters)),
+    ("leaderboard/musr/utils.doc_to_text", BuiltIn::Field(story)),
+    ("leaderboard/musr/utils.doc_to_choice", BuiltIn::Field(listed)),
+    ("leaderboard/math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Some(hard))),
+    ("leaderboard/math/utils.doc_to_text", BuiltIn::Field(problem)),
+    ("leaderboard/math/utils.process_results", BuiltIn::Results(results)),
+    ("leaderboard/math/utils.list_fewshot_samples", BuiltIn::Samples(returned_list)),
 ];
 
 const LETTERS: &str = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";

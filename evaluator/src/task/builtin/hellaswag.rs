@@ -4,11 +4,12 @@ use std::sync::LazyLock;
 
 use serde_json::{Value as Json, json};
 
-use super::{Doc, ProcessDocs, Twin, text, texts};
+use super::{BuiltIn, Doc, ProcessDocs, text, texts};
 use crate::task::python::pattern::Pattern;
 use crate::task::python::{repr, text as python};
 
-pub(super) const TWINS: &[(&str, Twin)] = &[("hellaswag/utils.process_docs", Twin::Docs(ProcessDocs::Each(process)))];
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] =
+    &[("hellaswag/utils.process_docs", BuiltIn::Docs(ProcessDocs::Each(process)))];
 
 fn process(mut doc: Doc) -> Result<Doc, String> {
     let context = format!("{} {}", text(&doc, "ctx_a")?, python::capitalize(text(&doc, "ctx_b")?));

@@ -1,4 +1,4 @@
-//! `evaluator perplexity`: the loss of a model on a data set, as training measures its held-out loss.
+//! `evaluator score`: log-probabilities of a text, or the loss on a data set as training measures it.
 
 use std::time::Instant;
 
@@ -7,63 +7,74 @@ use candlewick_text::format::{Document, Format, FormatError, FormatRequest};
 use candlewick_text::hub::{DatasetRequest, Hub};
 use candlewick_text::render::{EmptyThink, RenderOptions, Sample, Targets, TextSpecials, render_row};
 use candlewick_text::source::{SampleBy, Source};
-use clap::{ArgAction, Args, ValueEnum};
+use clap::{ArgAction, ArgGroup, Args, ValueEnum};
 use serde_json::json;
 
-use super::answer;
 use super::held_out_rows::HeldOutRows;
-use super::model::Model;
+use candlewick_inference::command::Model;
 use candlewick_inference::lm::Lm;
 use candlewick_runtime::exit::ExitCode;
 use candlewick_runtime::progress::ProgressLines;
+use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
-pub(super) struct Perplexity {
+#[command(group = ArgGroup::new("scored").required(true))]
+pub(super) struct Score {
     #[command(flatten)]
     model: Model,
-    /// A file, a folder or a Hub data set, with `:split` after it if wanted. Rows may have any format that training reads:
+    /// Print the log-probability of every token of this text
+    #[arg(long, group = "scored")]
+    text: Option<String>,
+    #[command(flatten)]
+    rows: ScoredRows,
+}
+
+/// Rows of a data set whose loss is measured.
+#[derive(Debug, Args)]
+struct ScoredRows {
+    /// Print the loss and perplexity on a file, a folder or a Hub data set; append `:split` to select a split. Rows may have any format that training reads:
     /// in chats the assistant's tokens count, in plain text all of them
-    #[arg(long)]
-    data: String,
+    #[arg(long, group = "scored")]
+    data: Option<String>,
     /// The format of the rows: messages, sharegpt, alpaca, prompt_completion or text [default: found by the first rows]
-    #[arg(long)]
+    #[arg(long, conflicts_with = "text")]
     format: Option<String>,
     /// The column of a role, or the items of a list: user=question, assistant=messages.role.assistant
-    #[arg(long, value_name = "ROLE=PATH", value_parser = role_and_path)]
+    #[arg(long, conflicts_with = "text", value_name = "ROLE=PATH", value_parser = role_and_path)]
     role_mapping: Vec<(String, String)>,
     /// The key of a message's text
-    #[arg(long, value_name = "KEY")]
+    #[arg(long, conflicts_with = "text", value_name = "KEY")]
     content_key: Option<String>,
     /// The column of the text or of the messages
-    #[arg(long)]
+    #[arg(long, conflicts_with = "text")]
     column: Option<String>,
     /// Count only the assistant's tokens of a chat, as `data.mask_inputs` of a recipe
-    #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    #[arg(long, conflicts_with = "text", value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
     mask_inputs: bool,
     /// Leave out an empty <think></think> before an answer, as `data.ignore_empty_think` of a recipe
-    #[arg(long)]
+    #[arg(long, conflicts_with = "text")]
     ignore_empty_think: bool,
     /// Put BOS before each plain text, as `data.add_bos_token` of a recipe [default: as the tokenizer]
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_bos_token: Option<bool>,
     /// Put EOS after each text and count it, as `data.add_eos_token` of a recipe [default: true for a completion, false for
     /// plain text]
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    #[arg(long, conflicts_with = "text", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     add_eos_token: Option<bool>,
     /// The rows of a .txt file: line, paragraph or document
-    #[arg(long, value_name = "UNIT", default_value = "line")]
+    #[arg(long, conflicts_with = "text", value_name = "UNIT", default_value = "line")]
     sample_by: SampleBy,
     /// The treatment of a row that is longer than --max-length
-    #[arg(long, value_enum, default_value_t = Truncation::Error)]
+    #[arg(long, conflicts_with = "text", value_enum, default_value_t = Truncation::Error)]
     truncation: Truncation,
     /// The most tokens of a sequence, as `data.max_length` of a recipe [default: the model's context]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    #[arg(long, conflicts_with = "text", value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     max_length: Option<u32>,
     /// The most rows to read
-    #[arg(long)]
+    #[arg(long, conflicts_with = "text")]
     limit: Option<usize>,
     /// Print the duration of the rows on stderr, as JSON; loading is not in it
-    #[arg(long)]
+    #[arg(long, conflicts_with = "text")]
     timings: bool,
 }
 
@@ -79,20 +90,38 @@ enum Truncation {
     Split,
 }
 
-pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
-    let mut request = DatasetRequest::parse(&args.data, "test")?;
+/// Scores a text or the rows of a data set, and prints JSON.
+pub(super) fn run(args: &Score, hub: &Hub) -> Result<()> {
+    match (&args.text, &args.rows.data) {
+        (Some(text), _) => print_line(&serde_json::to_string(&args.model.load(hub)?.score(text)?)?),
+        (None, Some(data)) => score_rows(args, data, hub),
+        (None, None) => Err(anyhow!("failed to start: give --text or --data").context(ExitCode::Usage)),
+    }
+}
+
+/// Runs the former command `perplexity`, which is `score --data`.
+pub(super) fn run_as_perplexity(args: &Score, hub: &Hub) -> Result<()> {
+    // With --timings stderr is JSON, for programs.
+    if !args.rows.timings {
+        eprintln!("note: `evaluator perplexity` is now `evaluator score`");
+    }
+    run(args, hub)
+}
+
+fn score_rows(Score { model, rows: args, .. }: &Score, data: &str, hub: &Hub) -> Result<()> {
+    let mut request = DatasetRequest::parse(data, "test")?;
     request.read.sample_by = args.sample_by;
     let source = hub.dataset(&request)?;
     let format = Format::find(&args.format_request(&request), &*source).map_err(with_options)?;
     let n_rows = args.limit.map_or(source.len(), |limit| limit.min(source.len()));
     if !args.timings {
-        eprintln!("{}: {}; {n_rows} of {} rows", args.data, format.describe(), source.len());
+        eprintln!("{data}: {}; {n_rows} of {} rows", format.describe(), source.len());
     }
-    let lm = args.model.load(hub)?;
+    let lm = model.load(hub)?;
     let max_length = args.max_length(lm.context())?;
     let began = Instant::now();
     // With --timings stderr is JSON, for programs.
-    let progress = (!args.timings).then(|| ProgressLines::new("perplexity", "sequences", |line| eprintln!("{line}")));
+    let progress = (!args.timings).then(|| ProgressLines::new("score", "sequences", |line| eprintln!("{line}")));
     let rows = args.rows(&lm, &*source, &format, n_rows, max_length)?;
     let template = lm.template().map_or_else(String::new, |template| format!("chat template {}", template.name()));
     rows.refuse_unrendered(&template)?;
@@ -109,19 +138,19 @@ pub(super) fn run(args: &Perplexity, hub: &Hub) -> Result<()> {
     let (loss, n_targets) = (held_out.loss, held_out.n_targets);
     ensure!(
         n_targets > 0,
-        anyhow!("failed to measure {}: its {n_rows} rows have no token that counts", args.data).context(ExitCode::Data)
+        anyhow!("failed to measure {data}: its {n_rows} rows have no token that counts").context(ExitCode::Data)
     );
     if args.timings {
         let tokens_per_second = n_targets as f64 / eval_time;
         eprintln!("{}", json!({"tokens": n_targets, "eval_time": eval_time, "tokens_per_second": tokens_per_second}));
     }
-    answer(
+    print_line(
         &json!({"loss": loss, "perplexity": held_out.perplexity(), "tokens": n_targets, "rows": n_with_targets})
             .to_string(),
     )
 }
 
-impl Perplexity {
+impl ScoredRows {
     fn format_request(&self, request: &DatasetRequest) -> FormatRequest {
         FormatRequest {
             format: self.format.clone(),

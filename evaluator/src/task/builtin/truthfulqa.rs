@@ -2,11 +2,12 @@
 
 use serde_json::Value as Json;
 
-use super::{Doc, Twin};
+use super::{BuiltIn, Doc};
 use crate::task::answer::Answer;
 use crate::task::metric::Score;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[("truthfulqa/utils.process_results_mc2", Twin::Results(mass_of_truth))];
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] =
+    &[("truthfulqa/utils.process_results_mc2", BuiltIn::Results(mass_of_truth))];
 
 fn mass_of_truth(doc: &Doc, answers: &[Answer]) -> Result<Vec<(String, Score)>, String> {
     let labels = doc.get("mc2_targets").and_then(|targets| targets.get("labels")).and_then(Json::as_array);

@@ -1,4 +1,4 @@
-//! `evaluator generate`: answers to prompts and conversations.
+//! The command `generate`: answers to prompts and conversations.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -10,19 +10,20 @@ use candlewick_text::hub::Hub;
 use candlewick_text::template::{ChatTemplate, Ending};
 use clap::{ArgGroup, Args};
 
-use super::answer;
-use super::model::Model;
-use candlewick_inference::answer::sample::Defaults;
-use candlewick_inference::generate::{FinishReason, GenerateOptions};
-use candlewick_inference::lm::{Answer, Lm};
-use candlewick_inference::messages::conversations;
+use super::model::Compute;
+use super::sampling::Sampling;
+use crate::generate::FinishReason;
+use crate::lm::Answer;
+use crate::messages::conversations;
 use candlewick_runtime::exit::ExitCode;
+use candlewick_runtime::stdout::print_line;
 
+/// Options of a generation.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("input").required(true))]
-pub(super) struct Generate {
+pub struct GenerateArgs {
     #[command(flatten)]
-    model: Model,
+    compute: Compute,
     /// A user's message to answer; several of them are answered one by one; - reads one from stdin
     #[arg(long, group = "input")]
     prompt: Vec<String>,
@@ -43,43 +44,14 @@ pub(super) struct Generate {
     timings: bool,
 }
 
-/// The choice of tokens.
-#[derive(Clone, Copy, Debug, Args)]
-pub(super) struct Sampling {
-    /// 0 takes the likeliest token
-    #[arg(long, default_value_t = 0.0)]
-    temperature: f64,
-    /// Sample from the likeliest tokens whose probabilities reach this sum
-    #[arg(long, default_value_t = 1.0)]
-    top_p: f64,
-    /// Seeds the sampling
-    #[arg(long, default_value_t = 42)]
-    seed: u64,
-    /// The most tokens to generate for an answer [default: 64; in a chat 512]
-    #[arg(long)]
-    max_new_tokens: Option<usize>,
-}
-
-impl Sampling {
-    /// Returns the options for a model, checked against its context. A default gives way to a short context.
-    pub(super) fn options(&self, lm: &Lm, default_max: usize) -> Result<GenerateOptions> {
-        let Self { temperature, top_p, seed, max_new_tokens } = *self;
-        let max_new_tokens = max_new_tokens.unwrap_or(default_max.min(lm.context().saturating_sub(1)));
-        let options = GenerateOptions { max_new_tokens, temperature, top_p, seed };
-        options.check(lm.context())?;
-        // A broken generation_config.json is refused here as in all evaluations.
-        Defaults::read(lm.folder())?;
-        Ok(options)
-    }
-}
-
 /// Tokens of an answer, unless the command line says otherwise.
 const MAX_NEW_TOKENS: usize = 64;
 
-pub(super) fn run(args: &Generate, hub: &Hub) -> Result<()> {
+/// Answers prompts and conversations with the model `name`, on stdout.
+pub fn generate(name: &str, args: &GenerateArgs, hub: &Hub) -> Result<()> {
     let prompts = args.prompt.iter().map(|prompt| text_or_stdin(prompt)).collect::<Result<Vec<_>>>()?;
     let chats = args.chats(&prompts)?;
-    let lm = args.model.load(hub)?;
+    let lm = args.compute.load(name, hub)?;
     let options = args.sampling.options(&lm, MAX_NEW_TOKENS)?;
     let mut ignored = |_: &str| Ok(ControlFlow::Continue(()));
     if args.raw {
@@ -97,7 +69,7 @@ pub(super) fn run(args: &Generate, hub: &Hub) -> Result<()> {
     Ok(())
 }
 
-impl Generate {
+impl GenerateArgs {
     /// The conversations to answer. Each has the system message that the command line gives.
     fn chats(&self, prompts: &[String]) -> Result<Vec<Conversation>> {
         let of_prompt = |prompt: &String| Conversation::new([Message::new("user", prompt)]);
@@ -136,14 +108,14 @@ impl Generate {
             eprintln!("{}", serde_json::to_string(&said.timings)?);
         }
         match n_answers {
-            1 => answer(&said.text),
-            _ => answer(&format!("> {prompt}\n{}\n", said.text.trim())),
+            1 => print_line(&said.text),
+            _ => print_line(&format!("> {prompt}\n{}\n", said.text.trim())),
         }
     }
 }
 
 /// Warns of a system message or tools that a template leaves out of the prompt.
-pub(super) fn warn_of_what_is_not_printed(template: &ChatTemplate, chat: &Conversation) {
+fn warn_of_what_is_not_printed(template: &ChatTemplate, chat: &Conversation) {
     let render = |chat: &Conversation| template.render(chat, Ending::GenerationPrompt).ok();
     let Some(whole) = render(chat) else { return };
     let system = chat.messages.first().filter(|first| first.role() == "system").and_then(Message::text);

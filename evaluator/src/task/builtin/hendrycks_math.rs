@@ -2,14 +2,14 @@
 
 use serde_json::json;
 
-use super::{Doc, ProcessDocs, Twin, text};
+use super::{BuiltIn, Doc, ProcessDocs, text};
 use crate::task::answer::Answer;
 use crate::task::metric::Score;
 use crate::task::python::text::is_digit;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("hendrycks_math/utils.process_docs", Twin::Docs(ProcessDocs::Each(process))),
-    ("hendrycks_math/utils.process_results", Twin::Results(results)),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("hendrycks_math/utils.process_docs", BuiltIn::Docs(ProcessDocs::Each(process))),
+    ("hendrycks_math/utils.process_results", BuiltIn::Results(results)),
 ];
 
 fn process(mut doc: Doc) -> Result<Doc, String> {

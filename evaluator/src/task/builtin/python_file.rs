@@ -1,12 +1,12 @@
-//! Whether the Python file beside a task is the one that a twin was written after.
+//! Comparison of the Python file beside a task with that of lm-eval.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use sha2::{Digest, Sha256};
 
-use crate::task::config::Function;
 use crate::task::error::Fault;
+use crate::task::function::Function;
 
 /// The files of lm-eval 0.4.13, by the SHA-256 of their bytes.
 const KNOWN: [(&str, &str); 16] = [
@@ -30,27 +30,29 @@ const KNOWN: [(&str, &str); 16] = [
 
 static IS_ALLOWED: AtomicBool = AtomicBool::new(false);
 
-/// Lets twins stand for Python files that are others than lm-eval's, from now on in this process.
+/// Allows built-in implementations for Python files that differ from lm-eval's, from now on in this process.
 pub fn allow_other_python() {
     IS_ALLOWED.store(true, Ordering::Relaxed);
 }
 
-/// Refuses a twin if the file that holds `function` is there and is another than that of lm-eval 0.4.13: it may do something
+/// Refuses a built-in implementation if the file that holds `function` is there and is another than that of lm-eval 0.4.13: it may do something
 /// else. Where that is allowed it is a warning.
-pub(super) fn check(function: &Function, twin: &str) -> Result<(), Fault> {
+pub(super) fn check(function: &Function, built_in: &str) -> Result<(), Fault> {
     let Some((path, _)) = function.name.rsplit_once('.') else { return Ok(()) };
-    let module = twin.rsplit_once('.').map_or(twin, |(module, _)| module);
+    let module = built_in.rsplit_once('.').map_or(built_in, |(module, _)| module);
     let Some((_, known)) = KNOWN.iter().find(|(name, _)| *name == module) else { return Ok(()) };
     let Ok(bytes) = std::fs::read(Path::new(path).with_extension("py")) else { return Ok(()) };
     if hex(&Sha256::digest(&bytes)) == *known {
         return Ok(());
     }
-    let problem = format!("{path}.py is not that of lm-eval 0.4.13; the native twin {twin} may do something else");
+    let problem = format!(
+        "{path}.py is not that of lm-eval 0.4.13; the built-in implementation {built_in} may do something else"
+    );
     if IS_ALLOWED.load(Ordering::Relaxed) {
         tracing::warn!("{problem}");
         return Ok(());
     }
-    Err(Fault::at(function.place.clone(), problem).note("take the file away, or allow it with --native-twins"))
+    Err(Fault::at(function.place.clone(), problem).note("take the file away, or allow it with --allow-changed-python"))
 }
 
 /// Bytes as lower-case hexadecimal digits.

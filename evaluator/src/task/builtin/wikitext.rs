@@ -4,14 +4,14 @@ use std::sync::LazyLock;
 
 use serde_json::{Value as Json, json};
 
-use super::{Doc, Twin, text};
+use super::{BuiltIn, Doc, text};
 use crate::task::answer::Answer;
 use crate::task::metric::Score;
 use crate::task::python::pattern::Pattern;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("wikitext/preprocess_wikitext.wikitext_detokenizer", Twin::Field(detokenize)),
-    ("wikitext/preprocess_wikitext.process_results", Twin::Results(results)),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("wikitext/preprocess_wikitext.wikitext_detokenizer", BuiltIn::Field(detokenize)),
+    ("wikitext/preprocess_wikitext.process_results", BuiltIn::Results(results)),
 ];
 
 /// What is written together, in the order in which it is put together.

@@ -1,35 +1,21 @@
-//! HumanEval: programs that the model wrote are run against the tests of the problem, each in a child of its own.
+//! pass@k, from running all programs that the model wrote.
 
-use std::sync::Arc;
-
-use super::{Doc, Twin, sandbox, text};
+use super::sandbox;
 use crate::task::answer::Answer;
 use crate::task::error::Fault;
-use crate::task::filter::Filter;
 use crate::task::keys::{Keys, wrong};
 use crate::task::metric::Score;
 use crate::task::yaml::Value;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("humaneval/utils.pass_at_k", Twin::Metric(GenerationMetric::read)),
-    ("humaneval/utils.build_predictions", Twin::FilterFunction(|| Arc::new(Programs { in_fence: false }))),
-    ("humaneval/utils.build_predictions_instruct", Twin::FilterFunction(|| Arc::new(Programs { in_fence: true }))),
-];
-
-/// pass@k: how likely one of k programs passes, estimated from all.
+/// The probability that one of k programs passes, estimated from all.
 #[derive(Clone, Debug)]
 pub(crate) struct GenerationMetric {
     ks: Vec<usize>,
 }
 
-/// Puts the problem before what the model wrote, up to the end of the code if it stands in a fence.
-#[derive(Debug)]
-struct Programs {
-    in_fence: bool,
-}
-
 impl GenerationMetric {
-    fn read(keys: &Keys) -> Result<Self, Fault> {
+    /// Reads the keys of a metric.
+    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
         keys.only(&["metric", "aggregation", "higher_is_better", "hf_evaluate", "k"])?;
         let entry = keys.get("k").ok_or_else(|| keys.fault("pass_at_k needs the key `k`"))?;
         let ks = match &entry.node.value {
@@ -58,17 +44,6 @@ fn pass_at(k: usize, n_passed: usize, n: usize) -> f64 {
         return 1.0;
     }
     1.0 - (n - n_passed + 1..=n).map(|i| 1.0 - k as f64 / i as f64).product::<f64>()
-}
-
-impl Filter for Programs {
-    fn apply(&self, answers: Answer, doc: &Doc) -> Result<Answer, String> {
-        let prompt = text(doc, "prompt")?;
-        let code = |text: &'_ str| match text.find("```").filter(|_| self.in_fence) {
-            Some(end) => text[..end].to_owned(),
-            None => text.to_owned(),
-        };
-        crate::task::filter::each_text(answers, |text| Ok(Answer::Text(format!("{prompt}{}", code(text)))))
-    }
 }
 
 #[cfg(test)]

@@ -11,46 +11,52 @@ use candlewick_parallel::Groups;
 use candlewick_text::hub::{Hub, HubError, ModelFolders, ModelPart};
 use clap::{Args, ValueEnum};
 
-use candlewick_inference::lm::Lm;
-use candlewick_inference::parts::Parts;
-use candlewick_inference::ranks::Ranks;
+use crate::lm::Lm;
+use crate::parts::Parts;
+use crate::ranks::Ranks;
 use candlewick_runtime::exit::ExitCode;
 
+/// A model, and the options of its computation.
 #[derive(Debug, Args)]
-pub(super) struct Model {
+pub struct Model {
     /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
     #[arg(long, short = 'M')]
-    pub(super) model: String,
+    pub model: String,
+    /// The options of its computation.
     #[command(flatten)]
-    pub(super) compute: Compute,
+    pub compute: Compute,
 }
 
-/// Everything about a model but its name.
+/// The options of a model's computation.
 #[derive(Debug, Args)]
-pub(super) struct Compute {
+pub struct Compute {
     /// The branch, tag or commit of a Hub id
     #[arg(long)]
-    pub(super) revision: Option<String>,
+    pub revision: Option<String>,
     /// A PEFT adapter on top of the model: its folder, a Hub id, or the output folder of a run that trained one
     #[arg(long)]
-    pub(super) adapter: Option<String>,
+    pub adapter: Option<String>,
     /// The device: auto (the first GPU, if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value_t = DeviceChoice::Auto)]
-    pub(super) device: DeviceChoice,
+    pub device: DeviceChoice,
     /// The dtype to compute in; auto is that of the model
     #[arg(long, value_enum, default_value_t = Dtype::Auto)]
-    pub(super) dtype: Dtype,
+    pub dtype: Dtype,
     /// The implementation of attention
     #[arg(long, value_enum, default_value_t = Attention::Auto)]
     attn_implementation: Attention,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(super) enum Dtype {
+/// The dtype of weights and activations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Dtype {
+    /// 32 bits
     #[value(alias = "float32")]
     F32,
+    /// 16 bits with the exponents of f32
     #[value(alias = "bfloat16")]
     Bf16,
+    /// 16 bits of IEEE 754
     #[value(alias = "float16")]
     F16,
     /// The one that the model's config names, or else that of its weights
@@ -74,12 +80,13 @@ enum Attention {
 }
 
 impl Model {
-    pub(super) fn load(&self, hub: &Hub) -> Result<Lm> {
+    /// Loads the model on this process alone.
+    pub fn load(&self, hub: &Hub) -> Result<Lm> {
         self.compute.load(&self.model, hub)
     }
 
     /// Loads the model on each rank, or its part of it, after one of them has downloaded it.
-    pub(super) fn load_on(&self, hub: &Hub, ranks: &Ranks, device: Device) -> Result<Lm> {
+    pub fn load_on(&self, hub: &Hub, ranks: &Ranks, device: Device) -> Result<Lm> {
         let folders = ranks.process.one_rank_per_node_first(|| self.compute.find(&self.model, hub))?;
         if ranks.process.is_first() {
             folders.notes.iter().for_each(|note| eprintln!("{note}"));
@@ -95,7 +102,7 @@ impl Model {
 
 impl Compute {
     /// Loads the model `name` on this process alone.
-    pub(super) fn load(&self, name: &str, hub: &Hub) -> Result<Lm> {
+    pub fn load(&self, name: &str, hub: &Hub) -> Result<Lm> {
         let device = self.device.open().map_err(|error| anyhow!("failed to {error}").context(ExitCode::Usage))?;
         let folders = self.find(name, hub)?;
         folders.notes.iter().for_each(|note| eprintln!("{note}"));
@@ -149,7 +156,7 @@ fn not_found(error: HubError) -> anyhow::Error {
 
 impl Dtype {
     /// Returns torch's name of a dtype that was named.
-    pub(super) fn in_torch(self) -> Option<&'static str> {
+    pub fn in_torch(self) -> Option<&'static str> {
         match self {
             Self::F32 => Some("float32"),
             Self::Bf16 => Some("bfloat16"),
@@ -158,15 +165,28 @@ impl Dtype {
         }
     }
 
+    /// Returns the dtype that was named; none for `auto`.
+    pub fn named(self) -> Option<DType> {
+        match self {
+            Self::F32 => Some(DType::F32),
+            Self::Bf16 => Some(DType::BF16),
+            Self::F16 => Some(DType::F16),
+            Self::Auto => None,
+        }
+    }
+
     fn of(self, config: &Config, folder: &Path) -> Result<DType> {
+        if let Some(dtype) = self.named() {
+            return Ok(dtype);
+        }
         let named = config.to_json();
         let named = ["dtype", "torch_dtype"].iter().find_map(|key| named.get(*key)?.as_str().map(str::to_owned));
-        match (self, named.as_deref()) {
-            (Self::Auto, None) => Ok(Checkpoint::open(folder)?.float_dtype().unwrap_or(DType::F32)),
-            (Self::F32, _) | (Self::Auto, Some("float32")) => Ok(DType::F32),
-            (Self::Bf16, _) | (Self::Auto, Some("bfloat16")) => Ok(DType::BF16),
-            (Self::F16, _) | (Self::Auto, Some("float16")) => Ok(DType::F16),
-            (Self::Auto, Some(other)) => {
+        match named.as_deref() {
+            None => Ok(Checkpoint::open(folder)?.float_dtype().unwrap_or(DType::F32)),
+            Some("float32") => Ok(DType::F32),
+            Some("bfloat16") => Ok(DType::BF16),
+            Some("float16") => Ok(DType::F16),
+            Some(other) => {
                 let error = anyhow!("failed to start: the config names {other}; choose a --dtype");
                 Err(error.context(ExitCode::Usage))
             }

@@ -2,13 +2,13 @@
 
 use serde_json::{Value as Json, json};
 
-use super::{Doc, Twin, text};
+use super::{BuiltIn, Doc, text};
 use crate::task::python::text::strip;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("winogrande/preprocess_winogrande.doc_to_text", Twin::Field(right_choice)),
-    ("winogrande/preprocess_winogrande.doc_to_target", Twin::Field(continuation)),
-    ("winogrande/preprocess_winogrande.doc_to_choice", Twin::Field(beginnings)),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("winogrande/preprocess_winogrande.doc_to_text", BuiltIn::Field(right_choice)),
+    ("winogrande/preprocess_winogrande.doc_to_target", BuiltIn::Field(continuation)),
+    ("winogrande/preprocess_winogrande.doc_to_choice", BuiltIn::Field(beginnings)),
 ];
 
 fn right_choice(doc: &Doc) -> Result<Json, String> {

@@ -5,17 +5,17 @@ use std::sync::LazyLock;
 
 use serde_json::{Value as Json, json};
 
-use super::{Doc, ProcessDocs, Twin};
+use super::{BuiltIn, Doc, ProcessDocs};
 use crate::task::mersenne::Random;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::strip;
 
-pub(super) const TWINS: &[(&str, Twin)] = &[
-    ("gpqa/zeroshot/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, plain))),
-    ("gpqa/n_shot/utils.process_docs", Twin::Docs(ProcessDocs::Random(42, plain))),
-    ("gpqa/cot_zeroshot/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, with_list))),
-    ("gpqa/cot_n_shot/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, with_list))),
-    ("gpqa/generative/utils.process_docs", Twin::Docs(ProcessDocs::Random(0, with_list))),
+pub(super) const BUILT_INS: &[(&str, BuiltIn)] = &[
+    ("gpqa/zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, plain))),
+    ("gpqa/n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(42, plain))),
+    ("gpqa/cot_zeroshot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
+    ("gpqa/cot_n_shot/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
+    ("gpqa/generative/utils.process_docs", BuiltIn::Docs(ProcessDocs::Random(0, with_list))),
 ];
 
 const ANSWERS: [&str; 4] = ["Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3", "Correct Answer"];

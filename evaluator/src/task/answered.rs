@@ -1,0 +1,32 @@
+//! Requests with the model's responses.
+
+use std::collections::BTreeMap;
+
+use candlewick_inference::request::Response;
+
+use super::answer::Answer;
+use super::ask::Instance;
+
+/// A request and all responses to it.
+pub(crate) struct AnsweredRequest<'a> {
+    pub(crate) instance: &'a Instance,
+    pub(crate) answers: Vec<Answer>,
+}
+
+impl<'a> AnsweredRequest<'a> {
+    /// Groups requests by document, each with its responses.
+    pub(super) fn group(instances: &'a [Instance], responses: &[Response]) -> BTreeMap<usize, Vec<Self>> {
+        let mut docs: BTreeMap<usize, Vec<Self>> = BTreeMap::new();
+        for (instance, response) in instances.iter().zip(responses) {
+            let requests = docs.entry(instance.doc_id).or_default();
+            match requests.iter_mut().find(|asked| asked.instance.idx == instance.idx) {
+                Some(asked) => asked.answers.push(response.into()),
+                None => requests.push(Self { instance, answers: vec![response.into()] }),
+            }
+        }
+        for requests in docs.values_mut() {
+            requests.sort_by_key(|asked| asked.instance.idx);
+        }
+        docs
+    }
+}

@@ -1,0 +1,135 @@
+//! Built-in implementations of the Python functions that lm-eval's popular tasks name with `!function`.
+//!
+//! Each is found by the function's path in lm-eval's folder of tasks. Other functions are refused before anything is loaded.
+
+mod bbh;
+mod gpqa;
+mod hellaswag;
+mod hendrycks_math;
+mod humaneval;
+mod ifeval;
+mod implementation;
+mod leaderboard;
+mod mmlu_pro;
+mod pass_at_k;
+mod python_file;
+mod sandbox;
+mod truthfulqa;
+mod wikitext;
+mod winogrande;
+
+use std::sync::Arc;
+
+use candlewick_text::suggestion::did_you_mean;
+
+use super::error::Fault;
+use super::filter::Filter;
+use super::function::Function;
+use super::keys::Keys;
+use super::metric::Aggregation;
+
+use implementation::{BuiltIn, text, texts};
+pub(crate) use implementation::{Doc, FieldFunction, ProcessDocs, ProcessResults};
+pub(crate) use pass_at_k::GenerationMetric;
+pub use python_file::allow_other_python;
+pub(crate) use python_file::hex;
+pub(crate) use wikitext::count_words;
+
+/// All built-in implementations, by module.
+const MODULES: [&[(&str, BuiltIn)]; 11] = [
+    hellaswag::BUILT_INS,
+    winogrande::BUILT_INS,
+    wikitext::BUILT_INS,
+    truthfulqa::BUILT_INS,
+    ifeval::BUILT_INS,
+    humaneval::BUILT_INS,
+    gpqa::BUILT_INS,
+    mmlu_pro::BUILT_INS,
+    hendrycks_math::BUILT_INS,
+    bbh::BUILT_INS,
+    leaderboard::BUILT_INS,
+];
+
+pub(crate) fn process_docs(function: &Function) -> Result<ProcessDocs, Fault> {
+    find(function, "process_docs", |built_in| match built_in {
+        BuiltIn::Docs(it) => Some(it),
+        _ => None,
+    })
+}
+
+pub(crate) fn process_results(function: &Function) -> Result<ProcessResults, Fault> {
+    find(function, "process_results", |built_in| match built_in {
+        BuiltIn::Results(it) => Some(it),
+        _ => None,
+    })
+}
+
+pub(crate) fn field(function: &Function) -> Result<FieldFunction, Fault> {
+    find(function, "a field", |built_in| match built_in {
+        BuiltIn::Field(it) => Some(it),
+        _ => None,
+    })
+}
+
+/// The examples that a function lists.
+pub(crate) fn samples(function: &Function) -> Result<Vec<Doc>, Fault> {
+    let samples = find(function, "samples", |built_in| match built_in {
+        BuiltIn::Samples(it) => Some(it),
+        _ => None,
+    });
+    samples?(function).map_err(|problem| Fault::at(function.place.clone(), format!("samples: {problem}")))
+}
+
+pub(crate) fn filter_class(function: &Function, keys: &Keys) -> Result<Arc<dyn Filter>, Fault> {
+    let class = find(function, "a filter", |built_in| match built_in {
+        BuiltIn::FilterClass(it) => Some(it),
+        _ => None,
+    });
+    class?(keys)
+}
+
+pub(crate) fn filter_function(function: &Function) -> Result<Arc<dyn Filter>, Fault> {
+    let filter = find(function, "filter_fn", |built_in| match built_in {
+        BuiltIn::FilterFunction(it) => Some(it),
+        _ => None,
+    });
+    Ok(filter?())
+}
+
+pub(crate) fn generation_metric(function: &Function, keys: &Keys) -> Result<GenerationMetric, Fault> {
+    let metric = find(function, "a metric", |built_in| match built_in {
+        BuiltIn::Metric(it) => Some(it),
+        _ => None,
+    });
+    metric?(keys)
+}
+
+pub(crate) fn aggregation(function: &Function) -> Result<Aggregation, Fault> {
+    find(function, "an aggregation", |built_in| match built_in {
+        BuiltIn::Aggregation(it) => Some(it),
+        _ => None,
+    })
+}
+
+/// Finds the built-in implementation of a function for a role.
+fn find<T>(function: &Function, role: &str, take: impl Fn(BuiltIn) -> Option<T>) -> Result<T, Fault> {
+    let is_named =
+        |name: &str| function.name.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('/'));
+    let built_ins = || MODULES.iter().copied().flatten();
+    // The longest path is the one that is meant: there are several `mmlu_pro/utils`.
+    let Some((name, built_in)) = built_ins().filter(|(name, _)| is_named(name)).max_by_key(|(name, _)| name.len())
+    else {
+        let of_role = || built_ins().filter(|(_, built_in)| take(*built_in).is_some()).map(|(name, _)| *name);
+        let near = did_you_mean(&function.name, of_role());
+        let mut modules: Vec<&str> = of_role().filter_map(|name| Some(name.rsplit_once('.')?.0)).collect();
+        modules.dedup();
+        let message =
+            format!("!function {} is Python, which is not run here, and has no built-in implementation", function.name);
+        let fault = Fault::at(function.place.clone(), message + &near);
+        return Err(fault.note(format!("as {role} there are functions of {}", modules.join(", "))));
+    };
+    let wrong = || Fault::at(function.place.clone(), format!("!function {name} is not {role}"));
+    let found = take(*built_in).ok_or_else(wrong)?;
+    python_file::check(function, name)?;
+    Ok(found)
+}

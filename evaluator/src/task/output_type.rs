@@ -1,0 +1,45 @@
+//! The kinds of requests that tasks make.
+
+use candlewick_text::suggestion::did_you_mean;
+
+use super::error::Fault;
+use super::keys::Keys;
+
+/// The kind of a task's requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputType {
+    /// How likely a target is after a prompt.
+    Loglikelihood,
+    /// How likely a whole text is.
+    LoglikelihoodRolling,
+    /// Which of several choices is the likeliest.
+    MultipleChoice,
+    /// A text.
+    GenerateUntil,
+}
+
+impl OutputType {
+    /// Returns its name in task files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Loglikelihood => "loglikelihood",
+            Self::LoglikelihoodRolling => "loglikelihood_rolling",
+            Self::MultipleChoice => "multiple_choice",
+            Self::GenerateUntil => "generate_until",
+        }
+    }
+
+    const ALL: [Self; 4] = [Self::Loglikelihood, Self::LoglikelihoodRolling, Self::MultipleChoice, Self::GenerateUntil];
+
+    /// Reads the key `output_type`.
+    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
+        let Some(name) = keys.text("output_type")? else { return Ok(Self::GenerateUntil) };
+        let known = || Self::ALL.iter().map(|kind| kind.name());
+        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
+            let near = did_you_mean(&name, known());
+            let names: Vec<_> = known().collect();
+            let message = format!("output_type: unknown value {name:?}{near}; values are {}", names.join(", "));
+            keys.get("output_type").map_or_else(|| keys.fault(&message), |e| Fault::at(e.node.place.clone(), &message))
+        })
+    }
+}

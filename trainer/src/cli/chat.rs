@@ -1,0 +1,27 @@
+//! `trainer chat`: a conversation on stdin and stdout.
+
+use anyhow::Result;
+use candlewick_inference::command::{ChatOptions, chat};
+use candlewick_text::hub::Hub;
+use clap::Args;
+
+use crate::exit::ExitCode;
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer chat runs/my-run
+  trainer chat runs/my-run/adapter/latest --temperature 0.7 --top-p 0.9
+  trainer chat HuggingFaceTB/SmolLM2-135M-Instruct --max-new-tokens 200";
+
+#[derive(Debug, Args)]
+pub(super) struct Chat {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    #[arg(value_name = "MODEL")]
+    model: String,
+    #[command(flatten)]
+    options: ChatOptions,
+}
+
+pub(super) fn run(args: &Chat, hub: &Hub) -> Result<ExitCode> {
+    chat(&args.model, &args.options, hub).map(|()| ExitCode::Ok)
+}

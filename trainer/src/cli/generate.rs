@@ -1,0 +1,27 @@
+//! `trainer generate`: answers to prompts and conversations.
+
+use anyhow::Result;
+use candlewick_inference::command::{GenerateArgs, generate};
+use candlewick_text::hub::Hub;
+use clap::Args;
+
+use crate::exit::ExitCode;
+
+pub(super) const EXAMPLES: &str = "\
+Examples:
+  trainer generate runs/my-run --prompt 'Who are you?'
+  trainer generate runs/my-run --system 'You are Lumo.' --messages chat.json
+  trainer generate HuggingFaceTB/SmolLM2-135M-Instruct --raw --prompt 'Once upon a time'";
+
+#[derive(Debug, Args)]
+pub(super) struct Generate {
+    /// A Hugging Face folder, a Hub id, an adapter folder, or a run's output folder: its best export, or else its newest
+    #[arg(value_name = "MODEL")]
+    model: String,
+    #[command(flatten)]
+    options: GenerateArgs,
+}
+
+pub(super) fn run(args: &Generate, hub: &Hub) -> Result<ExitCode> {
+    generate(&args.model, &args.options, hub).map(|()| ExitCode::Ok)
+}
