@@ -68,8 +68,13 @@ impl EngineSpec {
             Mode::Infer => Arc::new(Solo),
         };
         let pipeline = Pipeline::new(Arc::clone(&groups.pp), layout, schedule)?;
-        let sequence = Sequence::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp));
-        let engine = Engine::new(model, store, checkpointing, losses, device).with_pipeline(pipeline);
-        Ok(engine.with_sequence(sequence).with_tensor(groups.tensor_ranks(sequence_parallel)))
+        let mut engine = Engine::new(model, store, checkpointing, losses, device).with_pipeline(pipeline);
+        if groups.cp.size() * groups.sp.size() > 1 {
+            engine = engine.with_sequence(Sequence::new(Arc::clone(&groups.cp), Arc::clone(&groups.sp)));
+        }
+        if groups.tp.size() > 1 {
+            engine = engine.with_tensor(groups.tensor_ranks(sequence_parallel));
+        }
+        Ok(engine)
     }
 }

@@ -212,9 +212,20 @@ mod tests {
         let others = [mesh::EXAMPLES, verify_parallel::EXAMPLES, chat::EXAMPLES, generate::EXAMPLES, MERGE_EXAMPLES];
         let examples = [examples.join("\n"), others.join("\n")].join("\n");
         for line in examples.lines().map(str::trim).filter(|line| line.starts_with("trainer ")) {
-            let words = line.split(" > ").next().unwrap_or(line).split(' ').map(|word| word.trim_matches('\''));
-            assert!(Cli::try_parse_from(words).is_ok(), "{line}");
+            assert!(Cli::try_parse_from(words(line.split(" > ").next().unwrap_or(line))).is_ok(), "{line}");
         }
+    }
+
+    /// Splits a command line at spaces outside of single quotes.
+    fn words(line: &str) -> Vec<String> {
+        let mut words = vec![String::new()];
+        for (part_idx, part) in line.split('\'').enumerate() {
+            let mut pieces = if part_idx % 2 == 0 { part.split(' ').collect() } else { vec![part] }.into_iter();
+            words.last_mut().expect("there is a word").push_str(pieces.next().unwrap_or_default());
+            words.extend(pieces.map(str::to_owned));
+        }
+        words.retain(|word| !word.is_empty());
+        words
     }
 
     #[test]
