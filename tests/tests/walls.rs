@@ -17,7 +17,7 @@ const ROOMS: &[(&str, &[&str])] = &[
     ("candlewick-comm", &[]),
     ("candlewick-launch", &["candlewick-comm"]),
     ("candlewick-text", &[]),
-    ("candlewick-model", &["candlewick-ops"]),
+    ("candlewick-model", &["candlewick-ops", "candlewick-text"]),
     ("candlewick-parallel", &["candlewick-comm", "candlewick-model"]),
     ("candlewick-runtime", &["candlewick-comm", "candlewick-model", "candlewick-text"]),
     ("candlewick-inference", &["candlewick-parallel", "candlewick-runtime"]),

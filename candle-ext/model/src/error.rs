@@ -96,15 +96,3 @@ impl ModelError {
         Self::In { path: path.to_path_buf(), source: Box::new(self) }
     }
 }
-
-/// `value`, with the nearest of `known` if one is near: "did you mean `x`?"
-pub(crate) fn did_you_mean<'a>(value: &str, known: impl IntoIterator<Item = &'a str>) -> String {
-    nearest(value, known).map_or_else(String::new, |name| format!("; did you mean `{name}`?"))
-}
-
-/// The name most like `value`, if any is alike at all.
-pub(crate) fn nearest<'a>(value: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let scored = known.into_iter().map(|name| (strsim::jaro_winkler(value, name), name));
-    let best = scored.max_by(|a, b| a.0.total_cmp(&b.0))?;
-    (best.0 > 0.75).then_some(best.1)
-}

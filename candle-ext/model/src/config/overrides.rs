@@ -1,11 +1,11 @@
 //! `hf_config_kwargs`: keys of config.json that a recipe sets otherwise.
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value};
 
 use super::{Config, Typed};
 use crate::{
     ModelError,
-    error::did_you_mean,
     family::{Bias, Window},
 };
 

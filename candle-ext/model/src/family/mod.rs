@@ -4,7 +4,9 @@
 
 use std::fmt;
 
-use crate::{ModelError, error::nearest};
+use candlewick_text::suggestion::nearest;
+
+use crate::ModelError;
 
 /// Declares the families: a file each, which holds its `SPEC`.
 macro_rules! families {

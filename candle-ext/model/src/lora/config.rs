@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
+use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value, json};
 
 use super::names::Names;
 use crate::{
     ModelError,
     config::json::{Keys, read_object, shorten},
-    error::did_you_mean,
 };
 
 /// The configuration of a LoRA adapter.

@@ -1,8 +1,10 @@
 //! Which linear layers get an adapter, and of what rank: PEFT's rules for names, expressions and patterns.
 
+use candlewick_text::suggestion::did_you_mean;
+
 use super::names::{Names, has_suffix, is_match};
 use super::{AdapterSpec, LoraConfig};
-use crate::{Config, ModelError, error::did_you_mean};
+use crate::{Config, ModelError};
 
 impl LoraConfig {
     /// The adapters, in the order of the blocks.
