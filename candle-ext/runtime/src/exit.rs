@@ -14,6 +14,7 @@ use candlewick_text::printable::printable;
 use candlewick_text::render::RenderError;
 use candlewick_text::source::SourceError;
 use candlewick_text::template::TemplateError;
+use candlewick_text::template::limits::NoStack;
 use candlewick_text::tokenizer::TokenizerError;
 
 /// Says how a program ended. The numbers are an interface: they do not change.
@@ -62,7 +63,7 @@ pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
     if let Some(code) = error.downcast_ref::<ExitCode>() {
         return Some(*code);
     }
-    if candlewick_ops::is_out_of_memory(error) {
+    if candlewick_ops::is_out_of_memory(error) || is_without_stack(error) {
         return Some(ExitCode::OutOfMemory);
     }
     if let Some(error) = error.downcast_ref::<ModelError>() {
@@ -72,6 +73,11 @@ pub fn code_of(error: &(dyn StdError + 'static)) -> Option<ExitCode> {
         return Some(ExitCode::Data);
     }
     error.downcast_ref::<io::Error>().and_then(io_code)
+}
+
+/// Tells whether an error, or one of its causes, is a thread without memory for its stack.
+fn is_without_stack(error: &(dyn StdError + 'static)) -> bool {
+    error.is::<NoStack>() || error.source().is_some_and(is_without_stack)
 }
 
 fn is_text_error(error: &(dyn StdError + 'static)) -> bool {

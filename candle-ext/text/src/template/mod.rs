@@ -24,6 +24,7 @@ mod turns;
 mod unrendered;
 
 use std::borrow::Cow;
+use std::error::Error as _;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -95,6 +96,14 @@ pub enum TemplateError {
         line: usize,
         /// What is wrong there.
         message: String,
+    },
+    /// There is no memory to parse it.
+    #[error("parse chat template {name}: {source}")]
+    Memory {
+        /// The file or argument that holds the template.
+        name: String,
+        /// The thread that did not start.
+        source: limits::NoStack,
     },
     /// It stopped at this conversation: a mistake, or its own `raise_exception`.
     #[error("render chat template {name}, line {line}: {message}")]
@@ -176,17 +185,19 @@ impl ChatTemplate {
         }
         let has_generation = source::has_generation(&source);
         let mut environment = environment::environment(Clock::System);
-        let syntax = |error: minijinja::Error| TemplateError::Syntax {
-            name: name.clone(),
-            line: error.line().unwrap_or(1),
-            message: describe(&error),
+        let unusable = |error: minijinja::Error| {
+            let name = name.clone();
+            match error.source().and_then(|source| source.downcast_ref::<limits::NoStack>()) {
+                Some(source) => TemplateError::Memory { name, source: source.clone() },
+                None => TemplateError::Syntax { name, line: error.line().unwrap_or(1), message: describe(&error) },
+            }
         };
         for (text, source) in [
             (TEXT, source::plain(&source)),
             (MARKED, source::with_loop_marks(&source)),
             (BLOCKS, source::with_generation_marks(&source)),
         ] {
-            limits::add_template(&mut environment, text, source).map_err(syntax)?;
+            limits::add_template(&mut environment, text, source).map_err(unusable)?;
         }
         Ok(Self {
             name,
