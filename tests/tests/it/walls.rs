@@ -1,8 +1,6 @@
 //! The walls between the rooms: which crate may depend on which, and what no source may say.
 //! docs/ARCHITECTURE.md has the reasons. A new edge is a decision: change the table in the same commit.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::process::Command;

@@ -15,8 +15,8 @@ use candlewick_parallel::{
     SequenceParallel, ZeroStage,
 };
 
-use crate::case::{Batching, Kind, micros};
-use crate::sabotage::{Lie, Lying};
+use super::case::{Batching, Kind, micros};
+use super::sabotage::{Lie, Lying};
 
 /// Enough for what one step does to show in another.
 pub(crate) const FEW: usize = 2;

@@ -1,7 +1,5 @@
 //! Every recipe that ships is one that the trainer reads.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 

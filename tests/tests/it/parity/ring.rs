@@ -7,9 +7,9 @@ use candlewick_comm::{Options, World, threads};
 use candlewick_model::MlpRows;
 use candlewick_parallel::{Micro, Schedule, SequenceParallel, ZeroStage};
 
-use crate::case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS, WINDOW, micros};
-use crate::rank::{STEPS, Way, compare, engine, one_rank, run, seat};
-use crate::{HEADS, IN_PARTS, ONE, SHARES, STAGES, SUM, TIE, check_all};
+use super::case::{ADAPTER, BATCHINGS, Batching, Kind, MODELS, WINDOW, micros};
+use super::rank::{STEPS, Way, compare, engine, one_rank, run, seat};
+use super::{HEADS, IN_PARTS, ONE, SHARES, STAGES, SUM, TIE, check_all};
 
 /// Biases, norms of queries and keys, a window; an output layer that is the embedding, and one that is not.
 const IN_RINGS: [Kind; 4] = [MODELS[0], WINDOW, MODELS[2], MODELS[3]];

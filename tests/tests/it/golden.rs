@@ -7,8 +7,6 @@
 //!
 //! `scripts/make-golden` writes the files anew.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::path::Path;
 use std::process::Command;
 

@@ -4,8 +4,6 @@
 //! All in f32; ranks are threads of this process. Sums over ranks round in another order than those of one rank do: a relative
 //! 1e-5 of a gradient's norm is what some hundred such roundings come to at most.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 mod case;
 mod objective;
 mod quantized;

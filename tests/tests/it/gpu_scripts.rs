@@ -2,8 +2,6 @@
 //!
 //! They need Python and nothing that is not in it; torch's side of them is not run.
 #![cfg(target_os = "linux")]
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

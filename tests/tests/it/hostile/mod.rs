@@ -2,8 +2,6 @@
 //! exit code of its kind of input and an error that names the file. A new file that a program reads is one row of
 //! [`table::FILES`]; it then meets every row of [`damage::EVERY`].
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 mod damage;
 mod folder;
 mod table;

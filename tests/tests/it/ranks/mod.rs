@@ -1,7 +1,5 @@
 //! The trainer as several processes, started as torchrun starts them: the same run as one process makes.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 mod faults;
 mod run;
 mod starters;
@@ -226,7 +224,9 @@ fn one_rank_that_is_told_to_stop_stops_all_with_a_save() {
     let run = Run::new(&folder.path().join("run"), 2, &[&checkpoint, "train_iters=100000", "eval_interval=100000"]);
     let ranks = run.start();
     let metrics = run.folder.join("metrics.jsonl");
-    until("a first step", || fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1));
+    until(metrics.parent().unwrap(), "a first step", || {
+        fs::read_to_string(&metrics).is_ok_and(|text| text.lines().count() > 1)
+    });
     ranks.signal(1, Signal::TERM);
     for (status, stderr) in ranks.wait() {
         assert_eq!(status.code(), Some(75), "{stderr}");

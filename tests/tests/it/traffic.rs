@@ -1,7 +1,5 @@
 //! What rank 0 sends in a step, as the profile says it, beside the formulas of docs/scaling.md.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -8,9 +8,9 @@ use candlewick_comm::{Options, World, threads};
 use candlewick_ops::{QuantFormat, ScaleBlock, ScaleRounding, WeightStorage, dequantize, quantize};
 use candlewick_parallel::{Engine, LossScale, SequenceParallel, ZeroStage};
 
-use crate::case::{BATCHINGS, DENSE_BASE, Kind, micros};
-use crate::rank::{Way, engine};
-use crate::{IN_PARTS, ONE, SHARES, STAGES, check_all, hybrid, pipeline, tensor, zero};
+use super::case::{BATCHINGS, DENSE_BASE, Kind, micros};
+use super::rank::{Way, engine};
+use super::{IN_PARTS, ONE, SHARES, STAGES, check_all, hybrid, pipeline, tensor, zero};
 
 /// Signed integers; a scale for each 8 by 8 elements. No product uses this format.
 static INT8: QuantFormat = QuantFormat {
@@ -53,7 +53,7 @@ fn parity_of_a_quantized_base_in_matrix_slices() {
 #[test]
 fn parity_of_a_quantized_base_in_pipeline_stages() {
     let way = pipeline(Degrees { pp: 2, ..ONE }, candlewick_parallel::Schedule::OneForwardOneBackward, &[2, 2]);
-    check_all(way, &[QUANTIZED], &[crate::case::Batching::Accumulated(5)], &[STAGES]);
+    check_all(way, &[QUANTIZED], &[super::case::Batching::Accumulated(5)], &[STAGES]);
 }
 
 /// Scales of 8 columns do not divide 48 columns of the MLP by four.

@@ -3,13 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use assert_cmd::cargo::cargo_bin;
 use candlewick_comm::store::Server;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use suite::{later_wins, root};
+use suite::{later_wins, root, wait_for_exit, wait_for_files};
 
 /// One run in a folder of its own. All runs of a test see the same steps: 8 micro-batches each, over all ranks.
 pub(crate) struct Run {
@@ -136,24 +136,16 @@ impl Ranks {
         outputs.map(|output| (output.status, String::from_utf8_lossy(&output.stderr).into_owned())).collect()
     }
 
-    /// The same, for processes that must not take longer than this.
+    /// Waits for all to exit, and panics if one still runs after `limit`.
     #[track_caller]
     pub(crate) fn wait_within(mut self, limit: Duration) -> Vec<(ExitStatus, String)> {
-        let began = Instant::now();
-        let running = |children: &mut [Child]| -> Vec<usize> {
-            children.iter_mut().enumerate().filter_map(|(i, c)| c.try_wait().unwrap().is_none().then_some(i)).collect()
-        };
-        loop {
-            let left = running(&mut self.children);
-            if left.is_empty() {
-                return self.wait();
-            }
-            if began.elapsed() > limit {
-                self.kill();
-                panic!("{left:?} still ran after {limit:?}; all said {:?}", self.wait());
-            }
-            std::thread::sleep(Duration::from_millis(20));
+        let pids: Vec<Pid> = self.children.iter().map(Pid::from_child).collect();
+        let running = wait_for_exit(&pids, limit);
+        if !running.is_empty() {
+            self.kill();
+            panic!("{running:?} still ran after {limit:?}; stderr of all: {:?}", self.wait());
         }
+        self.wait()
     }
 
     /// Takes one process out of these.
@@ -185,12 +177,8 @@ impl Drop for Ranks {
     }
 }
 
-/// Waits until something is so.
+/// Waits for at most a minute until the files under `folder` fulfil a condition.
 #[track_caller]
-pub(crate) fn until(what: &str, is_so: impl Fn() -> bool) {
-    let began = Instant::now();
-    while !is_so() {
-        assert!(began.elapsed() < Duration::from_secs(60), "{what}: not within a minute");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+pub(crate) fn until(folder: &Path, name: &str, condition: impl Fn() -> bool) {
+    wait_for_files(folder, name, Duration::from_secs(60), condition);
 }

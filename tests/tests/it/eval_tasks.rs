@@ -1,7 +1,5 @@
 //! Tasks of the evaluator during training: their scores are those of `evaluator run` on what is saved at that step.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

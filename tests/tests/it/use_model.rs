@@ -1,7 +1,5 @@
 //! A trained model in use: found by its run's folder, merged, talked to, and measured as in training.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -3,14 +3,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use assert_cmd::cargo::cargo_bin;
 use candle_core::{DType, Device, Tensor};
 use candlewick_model::checkpoint::{Companions, DEFAULT_SHARD_BYTES, Export};
 use candlewick_model::{AdapterFolder, Config, LoraConfig, Model, ParamSpec};
+use rustix::process::Pid;
 use serde_json::json;
-use suite::root;
+use suite::{root, wait_for_exit};
 
 /// A run that takes longer hangs.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -62,18 +63,12 @@ impl Folder {
         let err = fs::File::create(self.folder.path().join("stderr")).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(err);
         let mut child = command.spawn().unwrap();
-        let end = Instant::now() + TIMEOUT;
-        let status = loop {
-            match child.try_wait().unwrap() {
-                Some(status) => break status,
-                None if Instant::now() > end => {
-                    child.kill().unwrap();
-                    child.wait().unwrap();
-                    return Err(format!("{words:?} does not end"));
-                }
-                None => std::thread::sleep(Duration::from_millis(5)),
-            }
-        };
+        if !wait_for_exit(&[Pid::from_child(&child)], TIMEOUT).is_empty() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            return Err(format!("{words:?} does not end"));
+        }
+        let status = child.wait().unwrap();
         let stderr = fs::read(self.folder.path().join("stderr")).unwrap();
         Ok(Output { status, stdout: Vec::new(), stderr })
     }

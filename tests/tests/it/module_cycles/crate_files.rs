@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use suite::{read, root};
 
-use crate::source::{Import, Source};
+use super::source::{Import, Source};
 
 /// The modules of a crate, the root first.
 pub(crate) struct CrateFiles(Vec<Module>);

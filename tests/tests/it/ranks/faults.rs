@@ -89,7 +89,7 @@ fn check_kill(n_ranks: usize, more: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), n_ranks, more);
     let ranks = run.start();
-    until("the second save", || saved(&run) >= 2);
+    until(&run.folder, "the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::KILL);
     let ended = ranks.wait_within(SOON);
     let said = ["rank 1 (pid ", ") ended without leaving", "the last output of rank 1", "goes on from the newest save"];
@@ -117,7 +117,7 @@ fn check_stop(n_ranks: usize, more: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), n_ranks, &[&["ddp_timeout=3"], more].concat());
     let mut ranks = run.start();
-    until("the second save", || saved(&run) >= 2);
+    until(&run.folder, "the second save", || saved(&run) >= 2);
     ranks.signal(1, Signal::STOP);
     let stopped = ranks.take(1);
     for end in &ranks.wait_within(Duration::from_secs(3) + SOON) {
@@ -136,7 +136,7 @@ fn a_save_that_one_rank_cannot_write_ends_all_and_leaves_the_earlier_ones() {
         let folder = tempfile::tempdir().unwrap();
         let run = endless(folder.path(), 2, &[&format!("checkpoint.0.{}", more.replace(": ", "="))]);
         let ranks = run.start();
-        until("the first save", || saved(&run) >= 1);
+        until(&run.folder, "the first save", || saved(&run) >= 1);
         let nothing = Rlimit { current: Some(4096), maximum: Some(4096) };
         prlimit(Some(ranks.pid(1)), Resource::Fsize, nothing).unwrap();
         let ended = ranks.wait_within(SOON);
@@ -307,14 +307,14 @@ fn a_launcher_that_is_told_to_stop_stops_with_a_save() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &["checkpoint.0.save_every_n_steps=100000"]);
     let launcher = Ranks::of([run.launch(&[])]);
-    until("the second step", || run.curve().len() >= 2);
+    until(&run.folder, "the second step", || run.curve().len() >= 2);
     launcher.signal(0, Signal::TERM);
     check_end(&launcher.wait_within(SOON)[0], 75, &[]);
     let done = run.curve().last().unwrap().0;
     assert_eq!(saved(&run), done, "the save is of the last step");
     // The very same command goes on.
     let again = Ranks::of([run.launch(&[])]);
-    until("another step", || run.curve().last().unwrap().0 > done);
+    until(&run.folder, "another step", || run.curve().last().unwrap().0 > done);
     again.signal(0, Signal::TERM);
     check_end(&again.wait_within(SOON)[0], 75, &[]);
     assert_eq!(resumed(&run), [done]);
@@ -325,12 +325,12 @@ fn a_launcher_starts_again_from_the_newest_save() {
     let folder = tempfile::tempdir().unwrap();
     let run = endless(folder.path(), 2, &[]);
     let launcher = Ranks::of([run.launch(&["--max-restarts", "1"])]);
-    until("the second save", || saved(&run) >= 2);
+    until(&run.folder, "the second save", || saved(&run) >= 2);
     kill_process(worker(&run, 1), Signal::KILL).unwrap();
-    until("a start from a save", || !resumed(&run).is_empty());
+    until(&run.folder, "a start from a save", || !resumed(&run).is_empty());
     assert!(resumed(&run)[0] >= 2);
     let newest = saved(&run);
-    until("another save", || saved(&run) > newest);
+    until(&run.folder, "another save", || saved(&run) > newest);
     launcher.signal(0, Signal::TERM);
     check_end(&launcher.wait_within(SOON)[0], 75, &["rank 1 failed first", "signal 9"]);
 }

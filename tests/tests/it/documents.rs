@@ -1,7 +1,5 @@
 //! What the documents promise: the README's two commands, CI that runs them, no private paths.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use suite::{read, tracked_files};
 
 /// The contents of a Markdown text's fenced blocks of one language.

@@ -6,8 +6,6 @@
 //! names a sibling through its parent depends on the sibling. A parent that uses a child whose code names the parent's items
 //! is a circle of two: those items belong in a file of their own.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 mod crate_files;
 mod source;
 

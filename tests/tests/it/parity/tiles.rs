@@ -4,9 +4,9 @@ use candlewick_comm::mesh::Degrees;
 use candlewick_model::MlpRows;
 use candlewick_parallel::{CpuOffload, Schedule, SequenceParallel, ZeroStage};
 
-use crate::case::{ADAPTER, BATCHINGS, Batching, MODELS};
-use crate::rank::{STEPS, Way, compare, one_rank, run};
-use crate::{ONE, hybrid, pipeline, tensor, ulysses, zero};
+use super::case::{ADAPTER, BATCHINGS, Batching, MODELS};
+use super::rank::{STEPS, Way, compare, one_rank, run};
+use super::{ONE, hybrid, pipeline, tensor, ulysses, zero};
 
 /// Both are as on one rank, which has neither.
 #[track_caller]

@@ -14,9 +14,9 @@ use candlewick_parallel::{
     TokenLosses, TrainBatch, ZeroStage,
 };
 
-use crate::case::{Batching, Kind, MODELS, micros};
-use crate::rank::{HYPER, Way, engine, joined, pieces, same, seat};
-use crate::{ONE, dp, pipeline, ring, tensor, ulysses, zero};
+use super::case::{Batching, Kind, MODELS, micros};
+use super::rank::{HYPER, Way, engine, joined, pieces, same, seat};
+use super::{ONE, dp, pipeline, ring, tensor, ulysses, zero};
 
 const BATCHING: Batching = Batching::Accumulated(2);
 
