@@ -1,19 +1,19 @@
 //! The command line: asks a model on this machine, or from the Hub, and prints its answer to stdout.
 
 mod answer;
-mod answering;
 mod compare;
-mod foreign;
-mod held_out_rows;
+mod eval_loss_rows;
 mod key_values;
 mod limit;
 mod ls;
 mod model_args;
+mod request_args;
 mod run;
 mod score;
 mod seeds;
 mod show;
 mod tasks;
+mod unsupported_lm_eval_args;
 
 use std::io::{self, IsTerminal};
 
@@ -105,7 +105,7 @@ struct Generate {
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
-    let arguments = match model_args::spread(std::env::args_os()) {
+    let arguments = match model_args::expand_model_args(std::env::args_os()) {
         Ok(arguments) => arguments,
         Err(problem) => {
             eprintln!("error: failed to start: {problem}");

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 /// Where the files of one run go: those of lm-eval, by the names that it gives them.
 #[derive(Clone, Debug)]
-pub struct Output {
+pub struct ResultsFolder {
     folder: PathBuf,
     /// When the run began, as it stands in the names of its files.
     date: String,
@@ -18,7 +18,7 @@ pub struct Output {
     stem: String,
 }
 
-impl Output {
+impl ResultsFolder {
     /// Files for a model in `path`: in a folder of the model's name there, or beside it if it is that of a JSON file.
     pub fn new(path: &Path, model_name: &str, date: String) -> Self {
         if path.extension().is_some_and(|extension| extension == "json") {
@@ -98,7 +98,7 @@ mod tests {
     #[test]
     fn a_tasks_name_leads_to_no_other_folder() {
         let folder = tempfile::tempdir().unwrap();
-        let output = Output::new(folder.path(), "a", "now".into());
+        let output = ResultsFolder::new(folder.path(), "a", "now".into());
         let samples = output.write_samples("../../b::é-1", &[1]).unwrap();
         assert_eq!(samples, folder.path().join("a/samples_______b__é_1_now.jsonl"));
     }
@@ -106,14 +106,14 @@ mod tests {
     #[test]
     fn files_are_whole_and_where_they_are_looked_for() {
         let folder = tempfile::tempdir().unwrap();
-        let output = Output::new(folder.path(), "a/b", "2026-01-02T03-04-05".into());
+        let output = ResultsFolder::new(folder.path(), "a/b", "2026-01-02T03-04-05".into());
         let samples = output.write_samples("task", &[1, 2]).unwrap();
         assert_eq!(samples, folder.path().join("a__b/samples_task_2026-01-02T03-04-05.jsonl"));
         assert_eq!(fs::read_to_string(samples).unwrap(), "1\n2\n");
         let results = output.write_results(&serde_json::json!({"a": 1})).unwrap();
         assert_eq!(results, folder.path().join("a__b/results_2026-01-02T03-04-05.json"));
         assert_eq!(fs::read_dir(folder.path().join("a__b")).unwrap().count(), 2);
-        let named = Output::new(&folder.path().join("x/mine.json"), "a/b", "now".into());
+        let named = ResultsFolder::new(&folder.path().join("x/mine.json"), "a/b", "now".into());
         assert_eq!(named.write_results(&1).unwrap(), folder.path().join("x/mine_now.json"));
     }
 
@@ -121,7 +121,7 @@ mod tests {
     fn a_folder_that_cannot_be_written_to_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("a"), "a file").unwrap();
-        let output = Output::new(folder.path(), "a", "now".into());
+        let output = ResultsFolder::new(folder.path(), "a", "now".into());
         let error = format!("{:#}", output.write_results(&1).unwrap_err());
         assert!(error.contains("failed to write") && error.contains("results_now.json"), "{error}");
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value as Json, json};
 
-use crate::task::{Counts, TaskConfig, TaskScores};
+use crate::task::{DocCounts, TaskConfig, TaskScores};
 
 /// A task that was run.
 pub struct TaskRun {
@@ -75,7 +75,7 @@ impl Results {
 
 /// The scores of a task or a group as one JSON object.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct TaskScore {
+pub struct ResultEntry {
     /// Its name.
     pub name: String,
     /// Its name in tables.
@@ -86,7 +86,7 @@ pub struct TaskScore {
     pub values: Vec<(String, String, f64, Option<f64>)>,
 }
 
-impl TaskScore {
+impl ResultEntry {
     /// The scores of a task.
     pub(crate) fn of(run: &TaskRun) -> Self {
         let name = run.config.task.clone();
@@ -124,7 +124,7 @@ impl TaskScore {
     }
 }
 
-impl Serialize for TaskScore {
+impl Serialize for ResultEntry {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         self.json().serialize(serializer)
     }
@@ -132,7 +132,7 @@ impl Serialize for TaskScore {
 
 /// How many documents a task has, and what became of them.
 pub(crate) fn sample_counts(scores: &TaskScores) -> Json {
-    let Counts { skipped, empty, no_target } = scores.counts;
+    let DocCounts { skipped, empty, no_target } = scores.counts;
     json!({
         "original": scores.original,
         "effective": scores.sample_len,

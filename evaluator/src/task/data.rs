@@ -12,13 +12,13 @@ use serde_json::{Map, Value as Json};
 
 use super::builtin::{Doc, ProcessDocs};
 use super::config::{DatasetConfig, TaskConfig};
-use super::data_paths::DataPaths;
-use super::error::{Fault, TaskError};
-use super::mersenne::Random;
+use super::data_override::DataOverrides;
+use super::error::{ConfigError, TaskError};
 use super::python::literal::literal_eval;
+use super::python_random::PythonRandom;
 
 /// The documents of one split, in order.
-pub(crate) struct Split {
+pub(crate) struct DatasetSplit {
     name: String,
     docs: Vec<Doc>,
     rows: Vec<usize>,
@@ -27,7 +27,7 @@ pub(crate) struct Split {
 
 /// A split as results list it: its files, and its documents after the task's own selection.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct SplitData {
+pub struct SplitInfo {
     /// The split's name in the task.
     pub split: String,
     /// Paths, or paths in a data set of the Hub.
@@ -36,7 +36,7 @@ pub struct SplitData {
     pub documents: usize,
 }
 
-impl fmt::Display for SplitData {
+impl fmt::Display for SplitInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { split, files, documents } = self;
         let plural = if *documents == 1 { "" } else { "s" };
@@ -44,16 +44,16 @@ impl fmt::Display for SplitData {
     }
 }
 
-impl Split {
+impl DatasetSplit {
     /// The documents.
     pub(crate) fn docs(&self) -> &[Doc] {
         &self.docs
     }
 
     /// Describes the split for results and messages.
-    pub(crate) fn data(&self) -> SplitData {
+    pub(crate) fn data(&self) -> SplitInfo {
         let files = self.source.files().full_paths();
-        SplitData { split: self.name.clone(), files, documents: self.docs.len() }
+        SplitInfo { split: self.name.clone(), files, documents: self.docs.len() }
     }
 
     /// The documents alone.
@@ -82,9 +82,9 @@ pub(crate) fn open(
     hub: &Hub,
     config: &TaskConfig,
     split: &str,
-    paths: &DataPaths,
+    paths: &DataOverrides,
     process: Option<ProcessDocs>,
-) -> Result<Split, TaskError> {
+) -> Result<DatasetSplit, TaskError> {
     let request = match paths.of(&config.task) {
         Some(path) => DatasetRequest { files: paths.file_rule(config), ..elsewhere(path, &config.dataset, split) },
         None => as_written(&config.dataset, split)?,
@@ -107,7 +107,7 @@ pub(crate) fn open(
             read_list(doc, CHOICES).map_err(|problem| TaskError::Document { task: task(), place: place(), problem })?;
         }
     }
-    Ok(Split { name: split.to_owned(), docs, rows, source })
+    Ok(DatasetSplit { name: split.to_owned(), docs, rows, source })
 }
 
 /// The column of the choices, which CSV files hold as a text.
@@ -156,7 +156,7 @@ const KWARGS: [&str; 7] = ["data_files", "data_dir", "revision", "field", "sep",
 fn as_written(dataset: &DatasetConfig, split: &str) -> Result<DatasetRequest, TaskError> {
     let fault = |problem: String| {
         let message = format!("dataset_kwargs: {problem}");
-        TaskError::Config(Fault { place: dataset.kwargs_place.clone(), message })
+        TaskError::Config(ConfigError { place: dataset.kwargs_place.clone(), message })
     };
     let kwargs = &dataset.kwargs;
     if let Some(key) = kwargs.keys().find(|key| !KWARGS.contains(&key.as_str())) {
@@ -246,7 +246,7 @@ fn process_all(docs: Vec<Doc>, process: Option<ProcessDocs>) -> Result<Vec<(usiz
         None => Ok(docs.collect()),
         Some(ProcessDocs::Each(change)) => docs.map(|(row, doc)| in_row(row, change(doc))).collect(),
         Some(ProcessDocs::Random(seed, change)) => {
-            let mut random = Random::new(seed);
+            let mut random = PythonRandom::new(seed);
             docs.map(|(row, doc)| in_row(row, change(doc, &mut random))).collect()
         }
         Some(ProcessDocs::Some(change)) => docs

@@ -10,7 +10,7 @@ use candlewick_text::template::TemplateError;
 
 /// Where something was written. Lines and columns count from one; 0 is unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct SourceLocation {
     /// The file.
     pub file: Arc<PathBuf>,
     /// The line.
@@ -21,9 +21,9 @@ pub struct Place {
 
 /// One thing that is wrong in a task file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
+pub struct ConfigError {
     /// Where, if one place is to blame.
-    pub place: Option<Place>,
+    pub place: Option<SourceLocation>,
     /// What is wrong, with the key in it.
     pub message: String,
 }
@@ -33,7 +33,7 @@ pub struct Fault {
 pub enum TaskError {
     /// A task file is not one, or says what cannot be done.
     #[error("read a task: {0}")]
-    Config(Fault),
+    Config(ConfigError),
     /// A task file or folder cannot be read.
     #[error("read {}: {source}", path.display())]
     Io {
@@ -100,9 +100,9 @@ pub enum TaskError {
     },
 }
 
-impl Fault {
+impl ConfigError {
     /// Blames a place.
-    pub fn at(place: Place, message: impl Into<String>) -> Self {
+    pub fn at(place: SourceLocation, message: impl Into<String>) -> Self {
         Self { place: Some(place), message: message.into() }
     }
 
@@ -115,8 +115,8 @@ impl Fault {
     }
 }
 
-impl From<Fault> for TaskError {
-    fn from(fault: Fault) -> Self {
+impl From<ConfigError> for TaskError {
+    fn from(fault: ConfigError) -> Self {
         Self::Config(fault)
     }
 }
@@ -128,7 +128,7 @@ impl TaskError {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for SourceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.line {
             0 => write!(f, "{}", self.file.display()),
@@ -137,7 +137,7 @@ impl fmt::Display for Place {
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(place) = &self.place {
             write!(f, "{place}: ")?;

@@ -4,27 +4,27 @@ use serde_json::{Value as Json, json};
 
 use super::builtin::{self, Doc, FieldFunction};
 use super::config::Field;
-use super::error::Fault;
+use super::error::ConfigError;
 use super::jinja::Template;
 use super::python::literal::literal_eval;
 use super::python::text::is_digit;
 
 /// A field, compiled.
 #[derive(Clone, Debug)]
-pub(crate) enum Reader {
+pub(crate) enum CompiledField {
     Column(String),
     Template(Box<Template>),
     Constant(Json),
     Native(FieldFunction),
 }
 
-impl Reader {
+impl CompiledField {
     /// Compiles a field. A text that is the name of one of `columns` means the column.
-    pub(crate) fn new(field: &Field, columns: &Doc) -> Result<Self, Fault> {
+    pub(crate) fn new(field: &Field, columns: &Doc) -> Result<Self, ConfigError> {
         Ok(match field {
             Field::Template(text, _) if columns.contains_key(text) => Self::Column(text.clone()),
             Field::Template(text, place) => {
-                let template = Template::new(text).map_err(|problem| Fault::at(place.clone(), problem))?;
+                let template = Template::new(text).map_err(|problem| ConfigError::at(place.clone(), problem))?;
                 Self::Template(Box::new(template))
             }
             Field::Constant(value) => Self::Constant(value.clone()),

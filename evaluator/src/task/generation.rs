@@ -3,7 +3,7 @@
 use candlewick_text::suggestion::did_you_mean;
 use serde_json::{Map, Value as Json};
 
-use super::error::Fault;
+use super::error::ConfigError;
 use super::yaml::Entry;
 use candlewick_inference::request::GenerationSettings;
 
@@ -23,10 +23,10 @@ const KNOWN: [&str; 9] = [
 const OF_LENGTH: [&str; 4] = ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"];
 
 /// Complains about what a task cannot ask of generation.
-pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), Fault> {
+pub(crate) fn check(kwargs: &Map<String, Json>, entry: &Entry) -> Result<(), ConfigError> {
     settings(kwargs)
         .map(|_| ())
-        .map_err(|problem| Fault::at(entry.place.clone(), format!("generation_kwargs: {problem}")))
+        .map_err(|problem| ConfigError::at(entry.place.clone(), format!("generation_kwargs: {problem}")))
 }
 
 /// What the model's side is told, as lm-eval's Hugging Face model understands the keys.
@@ -53,7 +53,7 @@ pub fn settings(kwargs: &Map<String, Json>) -> Result<GenerationSettings, String
 }
 
 /// What of these keys has no effect, in words. lm-eval warns of the same.
-pub(crate) fn without_effect(kwargs: &Map<String, Json>) -> Vec<String> {
+pub(crate) fn ignored_kwargs(kwargs: &Map<String, Json>) -> Vec<String> {
     let given = |key: &&str| kwargs.get(*key).is_some_and(|value| !value.is_null());
     let mut of_length = OF_LENGTH.iter().filter(|key| given(key));
     let counts = of_length.next();
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn what_has_no_effect_is_said() {
-        let said = |kwargs: Json| without_effect(kwargs.as_object().unwrap());
+        let said = |kwargs: Json| ignored_kwargs(kwargs.as_object().unwrap());
         let lengths = json!({"max_gen_toks": 7, "max_new_tokens": 3, "max_tokens": null});
         assert_eq!(said(lengths), ["max_new_tokens=3 has no effect: max_gen_toks=7 counts"]);
         assert!(said(json!({"do_sample": false, "temperature": 0.5}))[0].contains("needs do_sample=true"));

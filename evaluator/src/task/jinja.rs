@@ -14,7 +14,7 @@ use serde_json::Value as Json;
 use limits::{add_template, check_replace, check_size, invalid, too_large};
 
 use super::builtin::Doc;
-use super::python::pattern::{Found, Pattern};
+use super::python::pattern::{Pattern, PatternMatch};
 use super::python::{repr, text};
 
 /// A compiled template.
@@ -111,7 +111,7 @@ fn regex_replace(text: &str, pattern: &str, replacement: &str, count: Option<usi
 }
 
 /// A replacement with its `\1` and `\g<1>` filled in.
-fn expand(replacement: &str, text: &str, found: &Found) -> String {
+fn expand(replacement: &str, text: &str, found: &PatternMatch) -> String {
     let group = |index: usize| match index {
         0 => &text[found.start..found.end],
         index => found.groups.get(index - 1).map_or("", String::as_str),

@@ -2,8 +2,8 @@
 
 use candlewick_text::suggestion::did_you_mean;
 
-use super::error::Fault;
-use super::keys::Keys;
+use super::error::ConfigError;
+use super::keys::YamlMap;
 
 /// The kind of a task's requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,14 +32,15 @@ impl OutputType {
     const ALL: [Self; 4] = [Self::Loglikelihood, Self::LoglikelihoodRolling, Self::MultipleChoice, Self::GenerateUntil];
 
     /// Reads the key `output_type`.
-    pub(super) fn read(keys: &Keys) -> Result<Self, Fault> {
+    pub(super) fn read(keys: &YamlMap) -> Result<Self, ConfigError> {
         let Some(name) = keys.text("output_type")? else { return Ok(Self::GenerateUntil) };
         let known = || Self::ALL.iter().map(|kind| kind.name());
         Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
             let near = did_you_mean(&name, known());
             let names: Vec<_> = known().collect();
             let message = format!("output_type: unknown value {name:?}{near}; values are {}", names.join(", "));
-            keys.get("output_type").map_or_else(|| keys.fault(&message), |e| Fault::at(e.node.place.clone(), &message))
+            keys.get("output_type")
+                .map_or_else(|| keys.fault(&message), |e| ConfigError::at(e.node.place.clone(), &message))
         })
     }
 }

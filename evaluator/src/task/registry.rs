@@ -7,20 +7,20 @@ use candlewick_text::suggestion::did_you_mean;
 use globset::GlobBuilder;
 
 use super::config::TaskConfig;
-use super::error::{Fault, Place, TaskError};
-use super::group::{GROUP_KEYS, Group};
-use super::keys::Keys;
+use super::error::{ConfigError, SourceLocation, TaskError};
+use super::group::{GROUP_KEYS, TaskGroup};
+use super::keys::YamlMap;
 use super::load::{built_in, from_path, put};
 use super::yaml::{Entry, Node, Value};
 
 /// Everything that can be selected, by name.
 #[derive(Debug)]
-pub struct Registry {
+pub struct TaskRegistry {
     known: BTreeMap<String, Known>,
     tags: BTreeMap<String, Vec<String>>,
     broken: Vec<TaskError>,
     /// Names that one folder gives to two things, and where they stand.
-    twice: BTreeMap<String, [Place; 2]>,
+    twice: BTreeMap<String, [SourceLocation; 2]>,
 }
 
 #[derive(Clone, Debug)]
@@ -31,7 +31,7 @@ enum Known {
 
 /// A task, group or tag, as a list of them shows it.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct Listed {
+pub struct TaskListing {
     /// Its name.
     pub name: String,
     /// The file it stands in; for a tag nothing.
@@ -44,17 +44,17 @@ pub struct Listed {
 
 /// What was selected: tasks, each once, and the groups that they were selected by.
 #[derive(Clone, Debug, Default)]
-pub struct Selection {
+pub struct TaskSelection {
     /// The tasks, in order.
     pub tasks: Vec<TaskConfig>,
     /// The groups and the groups in them, in order.
-    pub groups: Vec<Group>,
+    pub groups: Vec<TaskGroup>,
 }
 
 /// How deep groups may lie in groups.
 const MAX_DEPTH: usize = 16;
 
-impl Registry {
+impl TaskRegistry {
     /// The program's own tasks, and those of each file or folder in `include_paths`, which win over them.
     pub fn load(include_paths: &[PathBuf]) -> Result<Self, TaskError> {
         let mut registry =
@@ -70,13 +70,13 @@ impl Registry {
     }
 
     /// All tasks.
-    pub fn tasks(&self) -> Vec<Listed> {
+    pub fn tasks(&self) -> Vec<TaskListing> {
         let tasks = self.known.iter().filter_map(|(name, known)| match known {
             Known::Task(node) => Some((name, node)),
             Known::Group(_) => None,
         });
         let output = |node: &Node| node.get("output_type").map(|entry| entry.node.text_or_empty().to_owned());
-        let listed = |(name, node): (&String, &Node)| Listed {
+        let listed = |(name, node): (&String, &Node)| TaskListing {
             output_type: Some(output(node).unwrap_or_else(|| "generate_until".into())),
             ..listed(name, Some(node), Vec::new())
         };
@@ -84,7 +84,7 @@ impl Registry {
     }
 
     /// All groups.
-    pub fn groups(&self) -> Vec<Listed> {
+    pub fn groups(&self) -> Vec<TaskListing> {
         let groups = self.known.iter().filter_map(|(name, known)| match known {
             Known::Group(node) => Some(listed(name, Some(node), members(node).iter().filter_map(name_of).collect())),
             Known::Task(_) => None,
@@ -93,7 +93,7 @@ impl Registry {
     }
 
     /// All tags.
-    pub fn tags(&self) -> Vec<Listed> {
+    pub fn tags(&self) -> Vec<TaskListing> {
         self.tags.iter().map(|(name, tasks)| listed(name, None, tasks.clone())).collect()
     }
 
@@ -103,7 +103,7 @@ impl Registry {
     }
 
     /// What `names` mean: tasks, groups, tags, patterns such as `mmlu_*`, and files, with commas between them.
-    pub fn select(&self, names: &str) -> Result<Selection, TaskError> {
+    pub fn select(&self, names: &str) -> Result<TaskSelection, TaskError> {
         let mut built = Built::default();
         let mut wanted: Vec<String> = Vec::new();
         for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
@@ -119,13 +119,13 @@ impl Registry {
         if built.tasks.is_empty() {
             return Err(TaskError::Selection("no task was named; `evaluator ls tasks` lists them".into()));
         }
-        Ok(Selection { tasks: built.tasks, groups: built.groups })
+        Ok(TaskSelection { tasks: built.tasks, groups: built.groups })
     }
 
     fn add(&mut self, nodes: Vec<Node>) -> Result<(), TaskError> {
         for node in nodes {
             let Some((name, is_group)) = given_name(&node) else {
-                let fault = Fault::at(node.place.clone(), "it has neither the key `task` nor the key `group`");
+                let fault = ConfigError::at(node.place.clone(), "it has neither the key `task` nor the key `group`");
                 self.broken.push(fault.into());
                 continue;
             };
@@ -147,7 +147,7 @@ impl Registry {
 
     /// Notes the names that are given twice in one folder. Another folder may replace a task; one folder must not.
     fn find_twice(&mut self, nodes: &[Node]) {
-        let mut seen: BTreeMap<String, &Place> = BTreeMap::new();
+        let mut seen: BTreeMap<String, &SourceLocation> = BTreeMap::new();
         for node in nodes {
             let Some((name, _)) = given_name(node) else { continue };
             match seen.insert(name.clone(), &node.place) {
@@ -164,7 +164,7 @@ impl Registry {
     fn refuse_twice(&self, name: &str) -> Result<(), TaskError> {
         let Some([first, second]) = self.twice.get(name) else { return Ok(()) };
         let message = format!("{name} is defined a second time, first in {}; rename one of them", first.file.display());
-        Err(Fault::at(second.clone(), message).into())
+        Err(ConfigError::at(second.clone(), message).into())
     }
 
     fn names(&self) -> impl Iterator<Item = &str> {
@@ -246,12 +246,13 @@ impl Registry {
         depth: usize,
     ) -> Result<(), TaskError> {
         if depth == 0 {
-            return Err(Fault::at(node.place.clone(), format!("the group {name} lies in itself")).into());
+            return Err(ConfigError::at(node.place.clone(), format!("the group {name} lies in itself")).into());
         }
-        let mut group = Group::read(node, name)?;
+        let mut group = TaskGroup::read(node, name)?;
         let at = built.groups.len();
         built.groups.push(group.clone());
-        let passed_on = Keys::open(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
+        let passed_on =
+            YamlMap::open(node, "a group")?.entries().iter().filter(|e| !GROUP_KEYS.contains(&e.key.as_str()));
         let mut inherited: Vec<Entry> = passed_on.cloned().collect();
         overrides.iter().cloned().for_each(|entry| put(&mut inherited, entry));
         for member in members(node) {
@@ -278,7 +279,7 @@ impl Registry {
     ) -> Result<Vec<String>, TaskError> {
         let Value::Map(own) = &member.value else {
             let name = name_of(member)
-                .ok_or_else(|| Fault::at(member.place.clone(), "a member of a group is a name or a map"))?;
+                .ok_or_else(|| ConfigError::at(member.place.clone(), "a member of a group is a name or a map"))?;
             return self.build(&name, inherited, built, depth - 1);
         };
         let own_key = |key: &str| member.get(key).and_then(|entry| name_of(&entry.node));
@@ -291,7 +292,7 @@ impl Registry {
             own.iter().filter(|entry| entry.key != "group").cloned().for_each(|entry| put(&mut entries, entry));
             return self.build(&name, &entries, built, depth - 1);
         }
-        let missing = || Fault::at(member.place.clone(), "a member of a group needs the key `task` or `group`");
+        let missing = || ConfigError::at(member.place.clone(), "a member of a group needs the key `task` or `group`");
         let name = own_key("task").ok_or_else(missing)?;
         own.iter().cloned().for_each(|entry| put(&mut entries, entry));
         if self.known.contains_key(&name) || self.tags.contains_key(&name) {
@@ -320,7 +321,7 @@ impl Registry {
 
 /// What is in a file that was named instead of a task.
 struct FileTasks<'a> {
-    registry: &'a Registry,
+    registry: &'a TaskRegistry,
     nodes: Vec<Node>,
 }
 
@@ -340,7 +341,7 @@ impl FileTasks<'_> {
 #[derive(Default)]
 struct Built {
     tasks: Vec<TaskConfig>,
-    groups: Vec<Group>,
+    groups: Vec<TaskGroup>,
     sources: Vec<String>,
     source: String,
 }
@@ -369,9 +370,9 @@ fn merged(node: &Node, overrides: &[Entry]) -> Node {
     node
 }
 
-fn listed(name: &str, node: Option<&Node>, holds: Vec<String>) -> Listed {
-    let file = |place: &Place| place.file.as_ref().clone();
-    Listed { name: name.to_owned(), file: node.map(|node| file(&node.place)), output_type: None, holds }
+fn listed(name: &str, node: Option<&Node>, holds: Vec<String>) -> TaskListing {
+    let file = |place: &SourceLocation| place.file.as_ref().clone();
+    TaskListing { name: name.to_owned(), file: node.map(|node| file(&node.place)), output_type: None, holds }
 }
 
 fn members(node: &Node) -> &[Node] {
@@ -400,8 +401,8 @@ fn given_name(node: &Node) -> Option<(String, bool)> {
 }
 
 /// Compares two places: a file may be reached by two paths.
-fn is_one_place(one: &Place, other: &Place) -> bool {
-    let real = |place: &Place| (place.file.canonicalize().ok(), place.line);
+fn is_one_place(one: &SourceLocation, other: &SourceLocation) -> bool {
+    let real = |place: &SourceLocation| (place.file.canonicalize().ok(), place.line);
     one.file == other.file && one.line == other.line || one.file != other.file && real(one) == real(other)
 }
 

@@ -2,7 +2,7 @@
 
 use super::bleu::BleuCounts;
 use super::chrf::ChrfCounts;
-use super::score::Score;
+use super::score::MetricValue;
 use super::statistic::Statistic;
 
 /// How values become one.
@@ -66,12 +66,12 @@ impl Aggregation {
     }
 
     /// Aggregates.
-    pub(crate) fn of(self, scores: &[Score]) -> Result<f64, String> {
+    pub(crate) fn of(self, scores: &[MetricValue]) -> Result<f64, String> {
         Ok(self.statistic(scores)?.over(&mut (0..scores.len())))
     }
 
     /// Prepares values for being aggregated. The error says what a value lacks.
-    pub(crate) fn statistic(self, scores: &[Score]) -> Result<Box<dyn Statistic>, String> {
+    pub(crate) fn statistic(self, scores: &[MetricValue]) -> Result<Box<dyn Statistic>, String> {
         Ok(match self {
             Self::Mean => Box::new(Numbers(numbers(scores)?, |sum, n| sum / n)),
             Self::Perplexity => Box::new(Numbers(numbers(scores)?, |sum, n| (-(sum / n)).exp())),
@@ -188,49 +188,49 @@ impl Statistic for Matthews {
     }
 }
 
-fn numbers(scores: &[Score]) -> Result<Vec<f64>, String> {
-    let number = |score: &Score| score.number().ok_or_else(|| format!("{score:?} is not a number"));
+fn numbers(scores: &[MetricValue]) -> Result<Vec<f64>, String> {
+    let number = |score: &MetricValue| score.number().ok_or_else(|| format!("{score:?} is not a number"));
     scores.iter().map(number).collect()
 }
 
-fn pairs(scores: &[Score]) -> Result<Vec<(f64, f64)>, String> {
-    let pair = |score: &Score| {
+fn pairs(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
+    let pair = |score: &MetricValue| {
         let (sum, weight) = score.as_pair()?;
         Some((sum.number()?, weight.number()?))
     };
     scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a number with a weight"))).collect()
 }
 
-fn classes(scores: &[Score]) -> Result<Vec<(i64, i64)>, String> {
-    let pair = |score: &Score| {
+fn classes(scores: &[MetricValue]) -> Result<Vec<(i64, i64)>, String> {
+    let pair = |score: &MetricValue| {
         let (gold, guess) = score.as_pair()?;
         Some((gold.number()? as i64, guess.number()? as i64))
     };
     scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a class and a guess"))).collect()
 }
 
-fn texts(scores: &[Score]) -> Result<Vec<(&str, &str)>, String> {
+fn texts(scores: &[MetricValue]) -> Result<Vec<(&str, &str)>, String> {
     let pair = |score| {
-        let (reference, text) = Score::as_pair(score)?;
+        let (reference, text) = MetricValue::as_pair(score)?;
         Some((reference.as_text()?, text.as_text()?))
     };
     scores.iter().map(|score| pair(score).ok_or_else(|| format!("{score:?} is not a target and a text"))).collect()
 }
 
 /// The sum of each list and its length.
-fn parts(scores: &[Score]) -> Result<Vec<(f64, f64)>, String> {
-    let list = |score: &Score| match score {
-        Score::List(items) => numbers(items).map(|parts| (parts.iter().sum(), parts.len() as f64)),
+fn parts(scores: &[MetricValue]) -> Result<Vec<(f64, f64)>, String> {
+    let list = |score: &MetricValue| match score {
+        MetricValue::List(items) => numbers(items).map(|parts| (parts.iter().sum(), parts.len() as f64)),
         other => Err(format!("{other:?} is not a list")),
     };
     scores.iter().map(list).collect()
 }
 
 /// What the probabilities of each document are off, squared and summed.
-fn brier(scores: &[Score]) -> Result<Vec<f64>, String> {
-    let off = |score: &Score| {
+fn brier(scores: &[MetricValue]) -> Result<Vec<f64>, String> {
+    let off = |score: &MetricValue| {
         let (gold, probabilities) = score.as_pair()?;
-        let (gold, Score::List(probabilities)) = (gold.number()?, probabilities) else { return None };
+        let (gold, MetricValue::List(probabilities)) = (gold.number()?, probabilities) else { return None };
         let probabilities = numbers(probabilities).ok()?;
         let is_class = gold >= 0.0 && (gold as usize) < probabilities.len();
         let target = |i: usize| f64::from(u8::from(i == gold as usize));
@@ -245,11 +245,14 @@ mod tests {
     use super::*;
 
     fn of(aggregation: Aggregation, values: &[f64]) -> f64 {
-        aggregation.of(&values.iter().map(|value| Score::Number(*value)).collect::<Vec<_>>()).unwrap()
+        aggregation.of(&values.iter().map(|value| MetricValue::Number(*value)).collect::<Vec<_>>()).unwrap()
     }
 
-    fn classes(pairs: &[(i64, i64)]) -> Vec<Score> {
-        pairs.iter().map(|(gold, guess)| Score::pair(Score::Count(*gold), Score::Count(*guess))).collect()
+    fn classes(pairs: &[(i64, i64)]) -> Vec<MetricValue> {
+        pairs
+            .iter()
+            .map(|(gold, guess)| MetricValue::pair(MetricValue::Count(*gold), MetricValue::Count(*guess)))
+            .collect()
     }
 
     #[test]
@@ -268,7 +271,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_says_so() {
-        assert!(Aggregation::Mean.of(&[Score::Text("a".into())]).unwrap_err().contains("not a number"));
+        assert!(Aggregation::Mean.of(&[MetricValue::Text("a".into())]).unwrap_err().contains("not a number"));
         assert!(Aggregation::Brier.of(&classes(&[(1, 1)])).unwrap_err().contains("probabilities"));
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::task::error::Fault;
-use crate::task::keys::Keys;
+use crate::task::error::ConfigError;
+use crate::task::keys::YamlMap;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::PUNCTUATION;
 
@@ -19,7 +19,7 @@ pub(crate) struct ExactMatch {
 pub(super) const KEYS: [&str; 4] = ["regexes_to_ignore", "ignore_case", "ignore_punctuation", "ignore_numbers"];
 
 impl ExactMatch {
-    pub(super) fn read(keys: &Keys, others: &[&str]) -> Result<Self, Fault> {
+    pub(super) fn read(keys: &YamlMap, others: &[&str]) -> Result<Self, ConfigError> {
         keys.only(&[others, &KEYS].concat())?;
         let patterns = keys.texts("regexes_to_ignore")?.unwrap_or_default();
         let compile =

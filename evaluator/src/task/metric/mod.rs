@@ -11,15 +11,15 @@ mod stderr;
 use candlewick_text::suggestion::did_you_mean;
 
 use super::builtin;
-use super::error::Fault;
+use super::error::ConfigError;
 use super::function::as_function;
-use super::keys::{Keys, wrong};
+use super::keys::{YamlMap, wrong};
 use super::output_type::OutputType;
 use super::yaml::{Entry, Node, Value};
 
 pub(crate) use aggregate::Aggregation;
 pub(crate) use exact_match::ExactMatch;
-pub use score::Score;
+pub use score::MetricValue;
 pub(crate) use stderr::{pooled, stderr, unweighted};
 
 /// A metric of a task.
@@ -101,7 +101,7 @@ pub(crate) fn metric_list(
     entry: Option<&Entry>,
     output: OutputType,
     processed: bool,
-) -> Result<Vec<MetricConfig>, Fault> {
+) -> Result<Vec<MetricConfig>, ConfigError> {
     let Some(entry) = entry else { return Ok(usual(output)) };
     let Value::List(items) = &entry.node.value else { return Err(wrong(entry, "a list of metrics")) };
     items.iter().map(|item| metric(item, output, processed)).collect()
@@ -136,8 +136,8 @@ fn usual(output: OutputType) -> Vec<MetricConfig> {
 
 const KEYS: [&str; 4] = ["metric", "aggregation", "higher_is_better", "hf_evaluate"];
 
-fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, Fault> {
-    let keys = Keys::open(node, "a metric")?;
+fn metric(node: &Node, output: OutputType, processed: bool) -> Result<MetricConfig, ConfigError> {
+    let keys = YamlMap::open(node, "a metric")?;
     let entry = keys.get("metric").ok_or_else(|| keys.fault("an entry of metric_list needs the key `metric`"))?;
     let function = as_function(entry);
     // lm-eval's own exact_match is that of the package.
@@ -173,13 +173,13 @@ fn needs(name: &str, key: &str) -> String {
 }
 
 /// The values come from the task itself; what would change a metric has nothing to change.
-fn unscored(keys: &Keys) -> Result<Metric, Fault> {
+fn unscored(keys: &YamlMap) -> Result<Metric, ConfigError> {
     keys.only(&[&KEYS[..], &exact_match::KEYS].concat())?;
     Ok(Metric::Processed)
 }
 
-fn scored(keys: &Keys, entry: &Entry, name: &str, output: OutputType) -> Result<Metric, Fault> {
-    let refuse = |problem: String| Fault::at(entry.node.place.clone(), problem);
+fn scored(keys: &YamlMap, entry: &Entry, name: &str, output: OutputType) -> Result<Metric, ConfigError> {
+    let refuse = |problem: String| ConfigError::at(entry.node.place.clone(), problem);
     if let Some((_, why)) = REFUSED.iter().find(|(refused, _)| *refused == name) {
         return Err(refuse(format!("metric {name}: {why}")));
     }
@@ -214,7 +214,7 @@ pub(crate) fn usual_aggregation(name: &str) -> Option<(Aggregation, bool)> {
 }
 
 /// Reads the aggregation of a metric: a name, or a function that has a built-in implementation.
-fn aggregation(entry: &Entry) -> Result<Aggregation, Fault> {
+fn aggregation(entry: &Entry) -> Result<Aggregation, ConfigError> {
     if let Some(function) = as_function(entry) {
         return builtin::aggregation(&function);
     }
@@ -222,7 +222,7 @@ fn aggregation(entry: &Entry) -> Result<Aggregation, Fault> {
     Aggregation::named(name).ok_or_else(|| {
         let names = Aggregation::names();
         let near = did_you_mean(name, names);
-        let fault = Fault::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
+        let fault = ConfigError::at(entry.node.place.clone(), format!("unknown aggregation {name:?}{near}"));
         fault.note(format!("known are {}", names.join(", ")))
     })
 }

@@ -5,7 +5,7 @@ use serde_json::Value as Json;
 
 /// A value, or the parts that only the aggregation puts together.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Score {
+pub enum MetricValue {
     /// No value.
     None,
     /// A number.
@@ -17,10 +17,10 @@ pub enum Score {
     /// A text.
     Text(String),
     /// Several.
-    List(Vec<Score>),
+    List(Vec<MetricValue>),
 }
 
-impl Score {
+impl MetricValue {
     /// The value as a number; truth is 1.
     pub fn number(&self) -> Option<f64> {
         match self {
@@ -37,12 +37,12 @@ impl Score {
     }
 
     /// A pair.
-    pub(crate) fn pair(first: Score, second: Score) -> Self {
+    pub(crate) fn pair(first: MetricValue, second: MetricValue) -> Self {
         Self::List(vec![first, second])
     }
 
     /// The two of a pair.
-    pub(crate) fn as_pair(&self) -> Option<(&Score, &Score)> {
+    pub(crate) fn as_pair(&self) -> Option<(&MetricValue, &MetricValue)> {
         match self {
             Self::List(items) if items.len() == 2 => Some((&items[0], &items[1])),
             _ => None,
@@ -58,7 +58,7 @@ impl Score {
     }
 }
 
-impl From<&Json> for Score {
+impl From<&Json> for MetricValue {
     /// A value as a record lists it.
     fn from(value: &Json) -> Self {
         match value {
@@ -74,7 +74,7 @@ impl From<&Json> for Score {
     }
 }
 
-impl Serialize for Score {
+impl Serialize for MetricValue {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::None => serializer.serialize_unit(),

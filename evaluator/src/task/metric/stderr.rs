@@ -3,8 +3,8 @@
 use rayon::prelude::*;
 
 use super::aggregate::Aggregation;
-use super::score::Score;
-use crate::task::mersenne::Random;
+use super::score::MetricValue;
+use crate::task::python_random::PythonRandom;
 
 /// The resamples that one generator draws.
 const CHUNK: usize = 1000;
@@ -12,7 +12,11 @@ const CHUNK: usize = 1000;
 const MOST_FOR_TEXTS: usize = 100;
 
 /// The standard error of `aggregation` over `scores`; `None` where lm-eval has "N/A".
-pub(crate) fn stderr(aggregation: Aggregation, scores: &[Score], n_resamples: usize) -> Result<Option<f64>, String> {
+pub(crate) fn stderr(
+    aggregation: Aggregation,
+    scores: &[MetricValue],
+    n_resamples: usize,
+) -> Result<Option<f64>, String> {
     use Aggregation as A;
     if n_resamples == 0 || scores.len() < 2 {
         return Ok(None);
@@ -26,8 +30,8 @@ pub(crate) fn stderr(aggregation: Aggregation, scores: &[Score], n_resamples: us
     bootstrap(aggregation, scores, n_resamples).map(Some)
 }
 
-fn of_mean(scores: &[Score]) -> Result<f64, String> {
-    let numbers: Option<Vec<f64>> = scores.iter().map(Score::number).collect();
+fn of_mean(scores: &[MetricValue]) -> Result<f64, String> {
+    let numbers: Option<Vec<f64>> = scores.iter().map(MetricValue::number).collect();
     let numbers = numbers.ok_or("a value is not a number")?;
     Ok(deviation(&numbers) / (numbers.len() as f64).sqrt())
 }
@@ -40,12 +44,12 @@ fn deviation(numbers: &[f64]) -> f64 {
 }
 
 /// The deviation over resamples. Chunk i draws from CPython's generator of seed i, so any number of threads gives the same.
-fn bootstrap(aggregation: Aggregation, scores: &[Score], n_resamples: usize) -> Result<f64, String> {
+fn bootstrap(aggregation: Aggregation, scores: &[MetricValue], n_resamples: usize) -> Result<f64, String> {
     let statistic = aggregation.statistic(scores)?;
     let (chunk, n) = (n_resamples.min(CHUNK), scores.len());
-    let resample = |random: &mut Random| statistic.over(&mut (0..n).map(|_| random.choice(n)));
+    let resample = |random: &mut PythonRandom| statistic.over(&mut (0..n).map(|_| random.choice(n)));
     let draw = |seed: usize| {
-        let mut random = Random::new(seed as u64);
+        let mut random = PythonRandom::new(seed as u64);
         (0..chunk).map(|_| resample(&mut random)).collect::<Vec<f64>>()
     };
     let drawn: Vec<Vec<f64>> = (0..n_resamples / chunk).into_par_iter().map(draw).collect();

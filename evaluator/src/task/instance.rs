@@ -8,19 +8,19 @@ use serde_json::{Map, Value as Json};
 
 use super::builtin::{self, Doc};
 use super::config::TaskConfig;
-use super::data::{self, Split, SplitData};
-use super::data_paths::DataPaths;
+use super::data::{self, DatasetSplit, SplitInfo};
+use super::data_override::DataOverrides;
 use super::error::TaskError;
-use super::fewshot::{Asking, Draws, Sampler};
-use super::field::{Reader, as_index};
+use super::fewshot::{EvalDoc, FewshotRng, FewshotSampler};
+use super::fewshot_pool::{FewshotPool, FewshotSplit, shots};
+use super::field::{CompiledField, as_index};
 use super::generation;
-use super::mersenne::Random;
 use super::metric::{self, Metric};
 use super::output_type::OutputType;
-use super::prompt::{PromptOptions, Style, Turn, joined, turns};
+use super::prompt::{PromptFormat, PromptOptions, PromptTurn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
-use super::shots::{FewshotData, Shots, shots};
+use super::python_random::PythonRandom;
 use candlewick_inference::request::Request;
 
 /// One request about one document.
@@ -39,14 +39,14 @@ pub struct Instance {
 /// A task whose documents are loaded.
 pub struct Task {
     pub(crate) config: TaskConfig,
-    pub(crate) eval: Split,
-    shots: Shots,
-    pub(crate) doc_to_text: Reader,
-    pub(crate) doc_to_target: Reader,
-    pub(crate) doc_to_choice: Option<Reader>,
-    description: Option<Reader>,
-    gen_prefix: Option<Reader>,
-    shot: Shot,
+    pub(crate) eval: DatasetSplit,
+    shots: FewshotPool,
+    pub(crate) doc_to_text: CompiledField,
+    pub(crate) doc_to_target: CompiledField,
+    pub(crate) doc_to_choice: Option<CompiledField>,
+    description: Option<CompiledField>,
+    gen_prefix: Option<CompiledField>,
+    shot: FewshotExample,
     /// Whether the choices are prompts and the target continues each of them.
     pub(crate) has_several_inputs: bool,
     /// Whether a target is a list of which any will do.
@@ -56,16 +56,16 @@ pub struct Task {
 
 /// The files that a task's documents are from.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct TaskData {
+pub struct TaskDataFiles {
     /// The evaluated split.
     #[serde(flatten)]
-    pub evaluated: SplitData,
+    pub evaluated: SplitInfo,
     /// The split of the examples, if there are any from a split.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub fewshot: Option<FewshotData>,
+    pub fewshot: Option<FewshotSplit>,
 }
 
-impl TaskData {
+impl TaskDataFiles {
     /// Returns a warning about examples from the evaluated split.
     pub fn fewshot_note(&self) -> Option<String> {
         let split = &self.evaluated.split;
@@ -74,7 +74,7 @@ impl TaskData {
     }
 }
 
-impl fmt::Display for TaskData {
+impl fmt::Display for TaskDataFiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.evaluated)?;
         match &self.fewshot {
@@ -85,16 +85,21 @@ impl fmt::Display for TaskData {
 }
 
 /// How an example is written.
-struct Shot {
-    text: Reader,
-    choice: Option<Reader>,
-    target: Reader,
-    prefix: Option<Reader>,
+struct FewshotExample {
+    text: CompiledField,
+    choice: Option<CompiledField>,
+    target: CompiledField,
+    prefix: Option<CompiledField>,
 }
 
 impl Task {
     /// Loads a task's documents, and those of its examples if there are to be any.
-    pub fn open(hub: &Hub, config: TaskConfig, paths: &DataPaths, options: &PromptOptions) -> Result<Self, TaskError> {
+    pub fn open(
+        hub: &Hub,
+        config: TaskConfig,
+        paths: &DataOverrides,
+        options: &PromptOptions,
+    ) -> Result<Self, TaskError> {
         let process = config.process_docs.as_ref().map(builtin::process_docs).transpose()?;
         let eval = data::open(hub, &config, config.eval_split()?, paths, process)?;
         let first = eval.docs().first().cloned().ok_or_else(|| TaskError::Document {
@@ -102,10 +107,10 @@ impl Task {
             place: format!("split {}", config.eval_split().unwrap_or_default()),
             problem: "there are no documents".into(),
         })?;
-        let reader = |field: &Option<_>| field.as_ref().map(|field| Reader::new(field, &first)).transpose();
-        let missing = || TaskError::from(super::error::Fault::at(config.place.clone(), "a field is missing"));
+        let reader = |field: &Option<_>| field.as_ref().map(|field| CompiledField::new(field, &first)).transpose();
+        let missing = || TaskError::from(super::error::ConfigError::at(config.place.clone(), "a field is missing"));
         let fewshot = &config.fewshot;
-        let shot = Shot {
+        let shot = FewshotExample {
             text: reader(&fewshot.doc_to_text)?.ok_or_else(missing)?,
             choice: reader(&fewshot.doc_to_choice)?,
             target: reader(&fewshot.doc_to_target)?.ok_or_else(missing)?,
@@ -140,8 +145,8 @@ impl Task {
     }
 
     /// Returns the files of the evaluated split and of that of the examples.
-    pub fn data(&self) -> TaskData {
-        TaskData { evaluated: self.eval.data(), fewshot: self.shots.data.clone() }
+    pub fn data(&self) -> TaskDataFiles {
+        TaskDataFiles { evaluated: self.eval.data(), fewshot: self.shots.data.clone() }
     }
 
     /// How many examples stand before a question: what the run says, unless the task insists on none.
@@ -194,8 +199,8 @@ impl Task {
     /// All requests, document by document. A document with nothing to score has none, unless lm-eval is reproduced.
     pub fn instances(&self, options: &PromptOptions) -> Result<Vec<Instance>, TaskError> {
         let mut draws = match options.compat {
-            true => Draws::Stream(Box::new(Random::new(options.fewshot_seed))),
-            false => Draws::Keyed { seed: options.fewshot_seed, task: &self.config.task },
+            true => FewshotRng::Stream(Box::new(PythonRandom::new(options.fewshot_seed))),
+            false => FewshotRng::Keyed { seed: options.fewshot_seed, task: &self.config.task },
         };
         let mut all = Vec::new();
         for doc_id in self.doc_ids(options)? {
@@ -239,12 +244,17 @@ impl Task {
         }
     }
 
-    fn requests(&self, options: &PromptOptions, draws: &mut Draws, doc_id: usize) -> Result<Vec<Request>, TaskError> {
+    fn requests(
+        &self,
+        options: &PromptOptions,
+        draws: &mut FewshotRng,
+        doc_id: usize,
+    ) -> Result<Vec<Request>, TaskError> {
         let doc = &self.docs()[doc_id];
         let blame = |problem| self.blame(doc_id, problem);
         let prefix = self.gen_prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose().map_err(blame)?;
         let before = self.before(options, draws, doc_id).map_err(blame)?;
-        let style = Style { chat: options.chat, as_multiturn: options.fewshot_as_multiturn };
+        let style = PromptFormat { chat: options.chat, as_multiturn: options.fewshot_as_multiturn };
         let has_prefix = prefix.as_ref().is_some_and(|prefix| !prefix.is_empty());
         let print = |question: &str, target_delimiter: &str| {
             let mut all = before.clone();
@@ -262,7 +272,12 @@ impl Task {
     }
 
     /// The system's turn and the examples.
-    fn before(&self, options: &PromptOptions, draws: &mut Draws, doc_id: usize) -> Result<Vec<Turn>, String> {
+    fn before(
+        &self,
+        options: &PromptOptions,
+        draws: &mut FewshotRng,
+        doc_id: usize,
+    ) -> Result<Vec<PromptTurn>, String> {
         let doc = &self.docs()[doc_id];
         let config = &self.config.fewshot;
         let description = self.description.as_ref().map(|text| text.plain(doc)).transpose()?.unwrap_or_default();
@@ -270,21 +285,21 @@ impl Task {
         let system = joined(instruction, &description, self.config.fewshot_delimiter());
         let mut before = Vec::new();
         if !system.is_empty() {
-            before.push(Turn::new("system", system, ""));
+            before.push(PromptTurn::new("system", system, ""));
         }
         let n = self.num_fewshot(options);
         if n == 0 {
             return Ok(before);
         }
-        let Shots { docs, rows, leave_out, .. } = &self.shots;
-        let sampler = Sampler { docs, is_first_n: config.is_first_n, leaves_out: *leave_out, rows };
-        for shot in sampler.sample(draws, n, Asking { doc_id, row: self.eval.row(doc_id), doc })? {
+        let FewshotPool { docs, rows, leave_out, .. } = &self.shots;
+        let sampler = FewshotSampler { docs, is_first_n: config.is_first_n, leaves_out: *leave_out, rows };
+        for shot in sampler.sample(draws, n, EvalDoc { doc_id, row: self.eval.row(doc_id), doc })? {
             before.extend(self.example(shot)?);
         }
         Ok(before)
     }
 
-    fn example(&self, doc: &Doc) -> Result<Vec<Turn>, String> {
+    fn example(&self, doc: &Doc) -> Result<Vec<PromptTurn>, String> {
         let has_choices = self.doc_to_choice.is_some();
         let choices = self.shot.choice.as_ref().map(|reader| reader.choices(doc)).transpose()?;
         let prefix = self.shot.prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose()?;

@@ -13,7 +13,7 @@ use candlewick_inference::ranks::Ranks;
 use candlewick_runtime::progress::ProgressLines;
 
 #[derive(Clone, Debug, Args)]
-pub(super) struct Answering {
+pub(super) struct RequestArgs {
     /// Sequences of a forward, or auto: as many as make a good one. The answers do not depend on it
     #[arg(long, short, alias = "batch_size", default_value = "auto", value_parser = batch_size)]
     batch_size: BatchSize,
@@ -37,7 +37,7 @@ pub(super) struct Answering {
 
 /// How ranks have a model together that is too large for one of them.
 #[derive(Clone, Debug, Args)]
-pub(super) struct InParts {
+pub(super) struct ParallelArgs {
     /// Ranks that share every matrix of a copy of the model
     #[arg(long, alias = "tensor_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     tensor_parallel_size: usize,
@@ -49,8 +49,8 @@ pub(super) struct InParts {
     zero_stage: String,
 }
 
-impl InParts {
-    pub(super) fn parts(&self) -> Parts {
+impl ParallelArgs {
+    pub(super) fn config(&self) -> Parts {
         let Self { tensor_parallel_size: tensor, pipeline_parallel_size: stages, .. } = *self;
         Parts { tensor, stages, in_shares: self.zero_stage == "3" }
     }
@@ -72,7 +72,7 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number, at least 1".into())
 }
 
-impl Answering {
+impl RequestArgs {
     /// What the options say, with what is sampled seeded by `seed` and answers kept in `log`.
     pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> AnswerSettings {
         let Self { batch_size, max_length, max_gen_toks, add_bos_token, max_batch_size, .. } = *self;
@@ -98,7 +98,7 @@ impl Answering {
 }
 
 /// Shows the progress of the first rank: a bar where stderr is a terminal, else a line from time to time.
-pub(super) fn bar(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
+pub(super) fn progress_reporter(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
     const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
     let is_first = ranks.process.is_first();
     let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };

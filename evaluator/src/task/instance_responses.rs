@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 
 use candlewick_inference::request::Response;
 
-use super::answer::Answer;
-use super::ask::Instance;
+use super::instance::Instance;
+use super::response_value::ResponseValue;
 
 /// A request and all responses to it.
-pub(crate) struct AnsweredRequest<'a> {
+pub(crate) struct InstanceResponses<'a> {
     pub(crate) instance: &'a Instance,
-    pub(crate) answers: Vec<Answer>,
+    pub(crate) answers: Vec<ResponseValue>,
 }
 
-impl<'a> AnsweredRequest<'a> {
+impl<'a> InstanceResponses<'a> {
     /// Groups requests by document, each with its responses.
     pub(super) fn group(instances: &'a [Instance], responses: &[Response]) -> BTreeMap<usize, Vec<Self>> {
         let mut docs: BTreeMap<usize, Vec<Self>> = BTreeMap::new();

@@ -7,7 +7,7 @@ use candlewick_inference::request::Response;
 
 /// One answer, perhaps changed by a filter.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Answer {
+pub(crate) enum ResponseValue {
     /// A text.
     Text(String),
     /// A log-probability, and whether every token was the likeliest.
@@ -17,10 +17,10 @@ pub(crate) enum Answer {
     /// What the filter `map` puts in a text's place.
     Value(Json),
     /// Texts that belong together: what stays of several answers, or all programs for one problem.
-    Many(Vec<Answer>),
+    Many(Vec<ResponseValue>),
 }
 
-impl From<&Response> for Answer {
+impl From<&Response> for ResponseValue {
     fn from(response: &Response) -> Self {
         match response {
             Response::Loglikelihood { logprob, is_greedy } => Self::Loglikelihood(*logprob, *is_greedy),
@@ -30,7 +30,7 @@ impl From<&Response> for Answer {
     }
 }
 
-impl Answer {
+impl ResponseValue {
     /// As the records of samples list it: every part as Python's `str` prints it.
     pub(crate) fn listed(&self) -> Json {
         match self {
