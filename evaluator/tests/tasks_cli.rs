@@ -454,6 +454,14 @@ fn choices_in_a_csv_file_are_a_list_or_an_error() {
 }
 
 #[test]
+fn former_commands_are_hidden() {
+    let help = said(&["--help"]);
+    for command in ["chat", "generate", "answer", "perplexity"] {
+        assert!(!help.lines().any(|line| line.trim_start().starts_with(command)), "{command}: {help}");
+    }
+}
+
+#[test]
 fn generate_without_an_input_names_both_options() {
     refused(&["generate", "--model", "nowhere"], 2, &["--prompt <PROMPT>|--messages <FILE>"]);
 }

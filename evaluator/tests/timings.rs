@@ -18,7 +18,8 @@ fn timings_count_the_prompt_and_the_answer_and_leave_the_answer_alone() {
     let plain = evaluator(&model, &generate);
     let timed = evaluator(&model, &[&generate[..], &["--timings"]].concat());
     assert_eq!(plain.stdout, timed.stdout);
-    assert!(plain.stderr.is_empty());
+    let note = "note: `evaluator generate` is now `trainer generate`\n";
+    assert_eq!(String::from_utf8(plain.stderr).unwrap(), note);
 
     let timings = parse(&timed.stderr);
     let scored = parse(&evaluator(&model, &["score", "--text", PROMPT]).stdout);
