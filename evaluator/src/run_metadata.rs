@@ -1,4 +1,4 @@
-//! What a run says about itself beside its scores, by the keys that lm-eval has for it.
+//! Metadata of a run in the results file, by lm-eval's keys.
 
 use candlewick_text::tokenizer::SpecialToken;
 use serde_json::{Map, Value as Json, json};
@@ -9,34 +9,34 @@ use crate::environment::{environment, git_hash, upper_git_hash};
 use crate::output::sanitized;
 use candlewick_inference::lm::Lm;
 
-/// What was asked for, as it is reported.
+/// Metadata of a run, as the results file reports it.
 pub struct RunMetadata<'a> {
     /// The model as it was named.
     pub model_name: &'a str,
     /// The branch, tag or commit, if one was named.
     pub revision: Option<&'a str>,
-    /// What else names it, by lm-eval's names.
+    /// lm-eval's `model_args`.
     pub model_args: Map<String, Json>,
-    /// Tokens of context.
+    /// Context length in tokens.
     pub max_length: usize,
     /// The chat template that prompts were printed with.
     pub chat: Option<&'a ChatTemplateFormatter>,
-    /// What the system was to say.
+    /// System instruction.
     pub system_instruction: Option<&'a str>,
-    /// Whether examples were turns of the chat.
+    /// True if each few-shot example is a chat turn.
     pub fewshot_as_multiturn: bool,
     /// Options that are reported as they were given, by lm-eval's names.
     pub options: Map<String, Json>,
-    /// When the run began, in seconds since 1970.
+    /// Start time, in seconds since 1970.
     pub date: f64,
-    /// How long it took, in seconds.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
 /// The version of lm-evaluation-harness whose results these are like.
 const LM_EVAL: &str = "0.4.13";
 
-/// The keys of a results file that are about the run.
+/// Returns the metadata keys of a results file.
 pub fn run_metadata(lm: &Lm, metadata: &RunMetadata) -> Map<String, Json> {
     let model = lm.engine().model();
     let n_parameters: usize = model.base_params().chain(model.adapter_params()).map(|param| param.numel()).sum();
@@ -91,7 +91,7 @@ fn commit(lm: &Lm) -> String {
     if is_commit { name } else { String::new() }
 }
 
-/// A number format as torch calls it.
+/// Returns torch's name of a dtype.
 fn long_name(dtype: &str) -> &str {
     match dtype {
         "bf16" => "bfloat16",

@@ -23,7 +23,7 @@ pub(super) struct Compare {
     /// Let --fail-below look at the samples that both runs have, even if one has others
     #[arg(long, alias = "allow_unpaired", requires = "fail_below")]
     allow_unpaired: bool,
-    /// List at most so many of the samples that flipped, for each metric
+    /// Maximum number of flipped samples listed for each metric
     #[arg(long, default_value_t = 20, value_name = "N")]
     flips: usize,
     /// Print JSON

@@ -9,7 +9,7 @@ use candlewick_runtime::stdout::print_line;
 
 #[derive(Debug, Args)]
 pub(super) struct Ls {
-    /// What is listed
+    /// Kind of entries to list
     #[arg(value_enum, default_value_t = ListKind::Tasks)]
     what: ListKind,
     #[command(flatten)]

@@ -56,10 +56,10 @@ pub(super) struct Run {
     /// The documents that are asked about, as JSON or in a file of it: {"arc_easy": [0, 5]}
     #[arg(long, short = 'E', value_name = "JSON", conflicts_with = "limit")]
     samples: Option<String>,
-    /// Answer only, score nothing; the answers are in the records of --log-samples, which it implies
+    /// Generate responses without scoring; implies --log-samples
     #[arg(long, short = 'x', alias = "predict_only", requires = "output_path")]
     predict_only: bool,
-    /// Allow tasks that run code which the model wrote
+    /// Allow tasks that run model-written code
     #[arg(long, alias = "confirm_run_unsafe_code")]
     confirm_run_unsafe_code: bool,
     /// A folder for results_*.json, a report for a browser, samples and answers; the same command goes on where it was
@@ -91,7 +91,7 @@ pub(super) struct Run {
     /// Print the prompt of the first document of each task to stderr
     #[arg(long, short = 'w', alias = "write_out")]
     write_out: bool,
-    /// What is said on stderr: critical, error, warning, info or debug
+    /// Log level on stderr: critical, error, warning, info or debug
     #[arg(long, short, value_name = "LEVEL", default_value = "warning", value_parser = level)]
     verbosity: tracing::Level,
     #[command(flatten)]

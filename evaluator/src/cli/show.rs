@@ -31,7 +31,7 @@ pub(super) struct Show {
     /// A model's folder or Hub id: its tokenizer shows where tokens begin, and its chat template is there to be applied
     #[arg(long, visible_alias = "tokenizer", value_name = "MODEL")]
     model: Option<String>,
-    /// Whether BOS is put before texts [default: as the tokenizer has it]
+    /// Prepend BOS to texts [default: as the tokenizer]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
     add_bos_token: Option<bool>,
     /// Print JSON

@@ -11,10 +11,10 @@ use super::key_values::key_values;
 use crate::task::{ChatFormatter, DataOverrides, PromptOptions, TaskConfig, TaskRegistry, allow_modified_python};
 use candlewick_runtime::exit::ExitCode;
 
-/// Where tasks are looked for.
+/// Options that select task files.
 #[derive(Debug, Args)]
 pub(super) struct TaskArgs {
-    /// A file or folder of task files, beside the built-in ones and before them; may be given more than once
+    /// Additional task file or folder, which overrides built-in tasks; repeatable
     #[arg(long, alias = "include_path", value_name = "PATH")]
     pub(super) include_path: Vec<PathBuf>,
     /// Use built-in implementations although a task's Python file differs from that of lm-eval 0.4.13
@@ -22,7 +22,7 @@ pub(super) struct TaskArgs {
     allow_changed_python: bool,
 }
 
-/// How prompts are written.
+/// Options of prompts.
 #[derive(Debug, Args)]
 pub(super) struct PromptArgs {
     /// Data of a task, instead of what its file names: a file (all of it is the evaluated split), a folder with a file for
@@ -30,10 +30,10 @@ pub(super) struct PromptArgs {
     /// as 'mmlu_*'
     #[arg(long, value_name = "TASK=PATH")]
     pub(super) data: Vec<String>,
-    /// How many examples stand before a question; a task that insists on none has none
+    /// Number of few-shot examples; a task that requires zero has none
     #[arg(long, short = 'f', alias = "num_fewshot", value_name = "N")]
     pub(super) num_fewshot: Option<usize>,
-    /// Seeds the choice of examples
+    /// Seed of few-shot sampling
     #[arg(long, alias = "fewshot_seed", default_value_t = 1234, value_name = "N")]
     pub(super) fewshot_seed: u64,
     /// Reproduce another program to the digit; by default each document's examples depend on nothing but the seed, the
@@ -53,7 +53,7 @@ pub(super) struct PromptArgs {
     #[arg(long, alias = "enable_thinking", value_name = "BOOL", num_args = 0..=1, default_missing_value = "true",
           requires = "apply_chat_template")]
     pub(super) enable_thinking: Option<bool>,
-    /// What the system says first
+    /// System instruction
     #[arg(long, alias = "system_instruction", value_name = "TEXT")]
     pub(super) system_instruction: Option<String>,
     /// Changes to the tasks' generation_kwargs: key=value with commas or blanks between them, such as until=["a","b"], or a
@@ -62,7 +62,7 @@ pub(super) struct PromptArgs {
     pub(super) gen_kwargs: Vec<String>,
 }
 
-/// What is reproduced.
+/// Program whose results are reproduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Compat {
     /// lm-evaluation-harness 0.4.13 in one process

@@ -42,7 +42,7 @@ pub struct SkippedMetric {
     pub metric: String,
     /// The filter.
     pub filter: String,
-    /// What it lacks.
+    /// Reason.
     pub why: String,
 }
 
@@ -55,9 +55,9 @@ pub struct MetricDifference {
     pub metric: String,
     /// The filter.
     pub filter: String,
-    /// How many samples both runs have.
+    /// Number of samples in both runs.
     pub n: usize,
-    /// How many samples only one run has, or asked otherwise.
+    /// Number of samples in one run only, or with different prompts.
     pub n_unpaired: usize,
     /// The metric of the first run over the samples of both.
     pub a: f64,
@@ -65,11 +65,11 @@ pub struct MetricDifference {
     pub b: f64,
     /// b - a.
     pub difference: f64,
-    /// Where the difference lies with 95 % confidence.
+    /// 95 % confidence interval of the difference.
     pub interval: [f64; 2],
-    /// How that was found.
+    /// Method of the interval.
     pub interval_by: IntervalBy,
-    /// Whether a higher value is better.
+    /// True if a higher value is better.
     pub higher_is_better: bool,
     /// The samples that were right in one run and wrong in the other.
     pub flips: Vec<FlippedSample>,

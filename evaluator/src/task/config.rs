@@ -52,24 +52,24 @@ pub(crate) enum FewshotSamples {
     Function(PythonFunction),
 }
 
-/// A task.
+/// Configuration of a task, as read from YAML.
 #[derive(Clone, Debug)]
 pub struct TaskConfig {
-    /// Its name.
+    /// Name.
     pub task: String,
     /// Its name in tables, if it has another there.
     pub alias: Option<String>,
     /// The tags that it can be selected by.
     pub tags: Vec<String>,
-    /// How it asks.
+    /// Output type.
     pub output_type: OutputType,
     /// `metadata.version`, null if there is none.
     pub version: Json,
-    /// How many examples stand before a question, if the task says so.
+    /// Number of few-shot examples, if the task sets it.
     pub num_fewshot: Option<usize>,
-    /// Whether it runs code that the model wrote.
+    /// True if scoring runs model-written code.
     pub unsafe_code: bool,
-    /// How often each document is asked.
+    /// Number of requests for each instance (lm-eval's `repeats`).
     pub repeats: usize,
     pub(crate) dataset: DatasetConfig,
     pub(crate) training_split: Option<String>,
@@ -132,7 +132,7 @@ const TASK_KEYS: [&str; 37] = [
     "metadata",
 ];
 
-/// What lm-eval knows and this program does not do, and why.
+/// Unsupported lm-eval keys, with the reason.
 const REFUSED: [(&str, &str); 5] = [
     ("class", "tasks written as Python classes are not run; write the task as YAML"),
     ("custom_dataset", "data sets made by Python code are not run; name files with dataset_path and data_files"),
@@ -211,7 +211,7 @@ impl TaskConfig {
         Err(TaskError::Refused { task: self.task.clone(), problem })
     }
 
-    /// The split that is evaluated.
+    /// Returns the name of the evaluated split.
     pub(crate) fn eval_split(&self) -> Result<&str, ConfigError> {
         self.test_split.as_deref().or(self.validation_split.as_deref()).ok_or_else(|| {
             let message = format!("task {} names no split to evaluate; give test_split or validation_split", self.task);
@@ -219,7 +219,7 @@ impl TaskConfig {
         })
     }
 
-    /// For each metric whether a higher value is better.
+    /// Returns `higher_is_better` of each metric.
     pub fn higher_is_better(&self) -> Map<String, Json> {
         self.metrics.iter().map(|metric| (metric.name.clone(), json!(metric.higher_is_better))).collect()
     }
@@ -235,12 +235,12 @@ impl TaskConfig {
         self.metrics.iter().flat_map(of_metric).collect()
     }
 
-    /// Whether its own code may give its scores other names.
+    /// Returns true if `process_results` may return other metric names.
     pub fn has_custom_metric_names(&self) -> bool {
         self.process_results.is_some() || self.metrics.iter().any(|metric| matches!(metric.kind, Metric::BuiltIn(_)))
     }
 
-    /// What stands between the parts of a prompt.
+    /// Returns the delimiter between few-shot examples.
     pub(crate) fn fewshot_delimiter(&self) -> &str {
         &self.fewshot_delimiter
     }

@@ -1,4 +1,4 @@
-//! Which examples stand before a question.
+//! Sampling of few-shot examples.
 //!
 //! By default the choice depends on the seed, the task and the document, so that no number of ranks and no order changes a
 //! prompt. lm-eval draws all choices of a task from one stream; `FewshotRng::Stream` reproduces it.
@@ -9,19 +9,19 @@ use sha2::{Digest, Sha256};
 use super::builtin::Doc;
 use super::python_random::PythonRandom;
 
-/// The examples that there are, and how they are chosen.
+/// Sampler of few-shot examples.
 pub(crate) struct FewshotSampler<'a> {
-    /// What is chosen from.
+    /// Candidate documents.
     pub(crate) docs: &'a [Doc],
-    /// Whether the first are taken instead of random ones.
+    /// True for the sampler `first_n`.
     pub(crate) is_first_n: bool,
-    /// Whether a document may be among its own examples, so that it has to be left out.
+    /// True if the evaluated document must be excluded.
     pub(crate) leaves_out: bool,
-    /// The rows of the split that is evaluated, where the examples are from there; else empty.
+    /// Row indices in the evaluated split; empty if the examples come from another split.
     pub(crate) rows: &'a [usize],
 }
 
-/// The document that examples are chosen for.
+/// Evaluated document whose examples are sampled.
 #[derive(Clone, Copy)]
 pub(crate) struct EvalDoc<'a> {
     /// Its number.
@@ -32,11 +32,11 @@ pub(crate) struct EvalDoc<'a> {
     pub(crate) doc: &'a Doc,
 }
 
-/// Where random choices come from.
+/// Random stream of few-shot sampling.
 pub(crate) enum FewshotRng<'a> {
-    /// From one stream for all documents, in their order.
+    /// One stream for all documents, in their order, as in lm-eval.
     Stream(Box<PythonRandom>),
-    /// From a stream for each document.
+    /// One stream for each document.
     Keyed {
         /// The user's seed.
         seed: u64,
@@ -46,7 +46,7 @@ pub(crate) enum FewshotRng<'a> {
 }
 
 impl<'s> FewshotSampler<'s> {
-    /// Chooses `n` examples for a document.
+    /// Samples `n` examples for a document.
     pub(crate) fn sample(&self, draws: &mut FewshotRng, n: usize, asking: EvalDoc) -> Result<Vec<&'s Doc>, String> {
         let chosen = match draws {
             _ if self.is_first_n => self.others(asking).take(n).collect(),

@@ -1,4 +1,4 @@
-//! The documents that examples are chosen from: where they are, and whether a document may be among its own.
+//! Pool of documents that few-shot examples are sampled from.
 
 use candlewick_text::hub::Hub;
 use serde::Serialize;
@@ -10,29 +10,29 @@ use super::data_override::DataOverrides;
 use super::error::TaskError;
 use super::prompt::PromptOptions;
 
-/// The documents that examples are chosen from.
+/// Pool of documents that few-shot examples are sampled from.
 #[derive(Default)]
 pub(super) struct FewshotPool {
     pub(super) docs: Vec<Doc>,
-    /// The rows that they are from, if those are of the split that is evaluated.
+    /// Row indices of the documents, if the pool is the evaluated split.
     pub(super) rows: Vec<usize>,
-    /// Whether a document may be among its own examples.
+    /// True if the pool may contain the evaluated document.
     pub(super) leave_out: bool,
-    /// The split that they are from; `None` for examples that the task file holds.
+    /// Split of the examples; `None` for examples written in the task file.
     pub(super) data: Option<FewshotSplit>,
 }
 
-/// The split that a task's examples are chosen from.
+/// Split that few-shot examples are sampled from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct FewshotSplit {
     /// The split.
     #[serde(flatten)]
     pub of: SplitInfo,
-    /// Set if that is the split that is evaluated.
+    /// True if the examples come from the evaluated split.
     pub is_evaluated_split: bool,
 }
 
-/// The documents that examples are chosen from, if there are to be any. `eval` is the split that is evaluated.
+/// Loads the few-shot pool, if the task uses examples. `eval` is the evaluated split.
 ///
 /// # Errors
 /// If they cannot be read, or are fewer than the examples of one prompt.
@@ -98,7 +98,7 @@ fn candidates(
     Ok(picked(FewshotPool { docs: opened.into_docs(), rows, leave_out, data }, config, options))
 }
 
-/// Refuses a single file for a task whose examples come from another split: they would come from the evaluated documents.
+/// Returns an error if a single file replaces all splits of a task with few-shot examples.
 fn check_one_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Result<(), TaskError> {
     let (task, evaluated) = (&config.task, config.eval_split()?);
     match paths.one_file(task).filter(|_| split != evaluated) {
@@ -110,7 +110,7 @@ fn check_one_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Re
     }
 }
 
-/// The documents that `fewshot_indices` names.
+/// Returns the documents at `fewshot_indices`.
 fn picked(shots: FewshotPool, config: &TaskConfig, options: &PromptOptions) -> FewshotPool {
     match &config.fewshot.indices {
         // lm-eval 0.4.13 reads the key and forgets it.

@@ -9,7 +9,7 @@ use super::yaml::Node;
 /// A group with the names of what it holds.
 #[derive(Clone, Debug)]
 pub struct TaskGroup {
-    /// Its name.
+    /// Name.
     pub name: String,
     /// Its name in tables.
     pub alias: Option<String>,

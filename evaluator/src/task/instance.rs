@@ -1,4 +1,4 @@
-//! A task with its documents at hand: what it asks of a model.
+//! Loaded tasks, and the instances built from their documents.
 
 use std::fmt;
 
@@ -23,20 +23,20 @@ use super::python::text::ends_blank;
 use super::python_random::PythonRandom;
 use candlewick_inference::request::Request;
 
-/// One request about one document.
+/// Request about one document, as lm-eval's `Instance`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Instance {
-    /// The document's number in its split.
+    /// Index of the document in its split.
     pub doc_id: usize,
-    /// The request's number among those about the document.
+    /// Index of the request among those of the document.
     pub idx: usize,
-    /// Which of the task's `repeats` it is.
+    /// Index of the repetition, below the task's `repeats`.
     pub repeat: usize,
-    /// What is asked.
+    /// Request to the model.
     pub request: Request,
 }
 
-/// A task whose documents are loaded.
+/// Task with its loaded documents.
 pub struct Task {
     pub(crate) config: TaskConfig,
     pub(crate) eval: DatasetSplit,
@@ -47,26 +47,26 @@ pub struct Task {
     description: Option<CompiledField>,
     gen_prefix: Option<CompiledField>,
     shot: FewshotExample,
-    /// Whether the choices are prompts and the target continues each of them.
+    /// True if the choices are contexts, each continued by the target.
     pub(crate) has_several_inputs: bool,
-    /// Whether a target is a list of which any will do.
+    /// True if a target is a list of accepted answers.
     pub(crate) has_several_targets: bool,
     pub(crate) process_results: Option<builtin::ProcessResults>,
 }
 
-/// The files that a task's documents are from.
+/// Data files of a task.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TaskDataFiles {
-    /// The evaluated split.
+    /// Evaluated split.
     #[serde(flatten)]
     pub evaluated: SplitInfo,
-    /// The split of the examples, if there are any from a split.
+    /// Split of the few-shot examples, if they come from a split.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fewshot: Option<FewshotSplit>,
 }
 
 impl TaskDataFiles {
-    /// Returns a warning about examples from the evaluated split.
+    /// Returns a note if few-shot examples come from the evaluated split.
     pub fn fewshot_note(&self) -> Option<String> {
         let split = &self.evaluated.split;
         let is_evaluated_split = self.fewshot.as_ref().is_some_and(|fewshot| fewshot.is_evaluated_split);
@@ -84,7 +84,7 @@ impl fmt::Display for TaskDataFiles {
     }
 }
 
-/// How an example is written.
+/// Rendered few-shot example.
 struct FewshotExample {
     text: CompiledField,
     choice: Option<CompiledField>,
@@ -93,7 +93,7 @@ struct FewshotExample {
 }
 
 impl Task {
-    /// Loads a task's documents, and those of its examples if there are to be any.
+    /// Loads a task's documents and its few-shot pool.
     pub fn open(
         hub: &Hub,
         config: TaskConfig,
@@ -134,22 +134,22 @@ impl Task {
         Ok(task)
     }
 
-    /// The task's configuration.
+    /// Returns the task's configuration.
     pub fn config(&self) -> &TaskConfig {
         &self.config
     }
 
-    /// The documents that can be asked about.
+    /// Returns the documents of the evaluated split.
     pub fn docs(&self) -> &[Doc] {
         self.eval.docs()
     }
 
-    /// Returns the files of the evaluated split and of that of the examples.
+    /// Returns the data files of the evaluated split and of the few-shot split.
     pub fn data(&self) -> TaskDataFiles {
         TaskDataFiles { evaluated: self.eval.data(), fewshot: self.shots.data.clone() }
     }
 
-    /// How many examples stand before a question: what the run says, unless the task insists on none.
+    /// Returns the number of few-shot examples: `options.num_fewshot`, unless the task requires zero.
     pub fn num_fewshot(&self, options: &PromptOptions) -> usize {
         match (self.config.num_fewshot, options.num_fewshot) {
             (Some(0), _) => 0,
@@ -157,7 +157,7 @@ impl Task {
         }
     }
 
-    /// The same task with nothing scored: only answers are wanted.
+    /// Returns the task with the metric `bypass`, for `--predict-only`.
     #[must_use]
     pub fn predict_only(mut self) -> Self {
         self.config.metrics = vec![metric::bypass()];
@@ -165,19 +165,19 @@ impl Task {
         self
     }
 
-    /// The target of a document, as records list it.
+    /// Returns the target of a document as JSON for sample records.
     pub fn target(&self, doc_id: usize) -> Result<Json, TaskError> {
         let target = self.doc_to_target.target(&self.docs()[doc_id], self.doc_to_choice.is_some());
         target.map_err(|problem| self.blame(doc_id, problem))
     }
 
-    /// The choices of a document, if the task has any.
+    /// Returns the choices of a document, if the task has any.
     pub fn choices(&self, doc_id: usize) -> Result<Option<Vec<String>>, TaskError> {
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(&self.docs()[doc_id]));
         choices.transpose().map_err(|problem| self.blame(doc_id, problem))
     }
 
-    /// The numbers of the documents that a run asks about.
+    /// Returns the indices of the evaluated documents.
     pub fn doc_ids(&self, options: &PromptOptions) -> Result<Vec<usize>, TaskError> {
         let n = self.docs().len();
         if let Some(samples) = &options.samples {
@@ -196,7 +196,7 @@ impl Task {
         Ok((0..n.min(most)).collect())
     }
 
-    /// All requests, document by document. A document with nothing to score has none, unless lm-eval is reproduced.
+    /// Builds all instances, document by document. A document without text to score has none, except with `compat`.
     pub fn instances(&self, options: &PromptOptions) -> Result<Vec<Instance>, TaskError> {
         let mut draws = match options.compat {
             true => FewshotRng::Stream(Box::new(PythonRandom::new(options.fewshot_seed))),
@@ -216,7 +216,7 @@ impl Task {
         Ok(all)
     }
 
-    /// `generation_kwargs` as they are asked for.
+    /// Returns the effective `generation_kwargs`.
     pub fn generation_kwargs(&self, options: &PromptOptions) -> Map<String, Json> {
         let mut kwargs = self.config.generation_kwargs.clone();
         kwargs.extend(options.gen_kwargs.clone());
@@ -227,7 +227,7 @@ impl Task {
         TaskError::Document { task: self.config.task.clone(), place: self.eval.locate(doc_id), problem }
     }
 
-    /// The first document tells what kind of task it is.
+    /// Determines from the first document if choices are contexts and if targets are lists.
     fn try_first(&mut self, doc: &Doc) -> Result<(), TaskError> {
         let has_choices = self.doc_to_choice.is_some();
         let text = self.doc_to_text.text(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
@@ -271,7 +271,7 @@ impl Task {
         self.ask(options, doc_id, contexts, &choices)
     }
 
-    /// The system's turn and the examples.
+    /// Returns the system turn and the few-shot examples.
     fn before(
         &self,
         options: &PromptOptions,
@@ -321,7 +321,7 @@ impl Task {
         Ok(turns(&question, Some(&answer), prefix.as_deref(), delimiters))
     }
 
-    /// Prompts as requests of the task's type.
+    /// Builds the requests of the task's output type.
     fn ask(
         &self,
         options: &PromptOptions,
@@ -361,7 +361,7 @@ impl Task {
         })
     }
 
-    /// What stands before a choice: nothing in a chat, unless it goes on with a prefix.
+    /// Returns the delimiter before a choice; empty in a chat without `gen_prefix`.
     fn choice_delimiter(&self, options: &PromptOptions) -> &str {
         let written = self.config.gen_prefix_as_written();
         let goes_on = !written.is_empty() && !ends_blank(written);
@@ -384,7 +384,7 @@ fn as_text(value: Json) -> Result<String, String> {
     }
 }
 
-/// A target of an example: a text, or the first of several.
+/// Returns the target of a few-shot example: a text, or the first of a list.
 fn first_text(target: Json) -> Result<String, String> {
     match target {
         Json::String(text) => Ok(text),

@@ -1,25 +1,25 @@
-//! The kinds of requests that tasks make.
+//! lm-eval output types.
 
 use candlewick_text::suggestion::did_you_mean;
 
 use super::error::ConfigError;
 use super::keys::YamlMap;
 
-/// The kind of a task's requests.
+/// lm-eval output type of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutputType {
-    /// How likely a target is after a prompt.
+    /// `loglikelihood`: log-probability of the target after the prompt.
     Loglikelihood,
-    /// How likely a whole text is.
+    /// `loglikelihood_rolling`: log-probability of a whole text.
     LoglikelihoodRolling,
-    /// Which of several choices is the likeliest.
+    /// `multiple_choice`: log-probability of each choice.
     MultipleChoice,
-    /// A text.
+    /// Text.
     GenerateUntil,
 }
 
 impl OutputType {
-    /// Returns its name in task files.
+    /// Returns the name in task files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Loglikelihood => "loglikelihood",

@@ -6,7 +6,7 @@ use serde_json::{Map, Value as Json};
 
 use super::python::text::{ends_blank, rstrip, starts_blank, strip};
 
-/// Prints a conversation as a model reads it.
+/// Formatter that renders chat turns as a prompt.
 pub trait ChatFormatter: Sync {
     /// Prints role and content of each turn, with the words that make the model speak if `ending` says so.
     fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError>;
@@ -19,32 +19,32 @@ impl ChatFormatter for ChatTemplate {
     }
 }
 
-/// The options of a run for its tasks' prompts.
+/// Prompt options of a run.
 #[derive(Clone, Default)]
 pub struct PromptOptions<'a> {
-    /// How many examples stand before a question, where the task does not insist on none.
+    /// Number of few-shot examples; a task that requires zero overrides it.
     pub num_fewshot: Option<usize>,
-    /// Seeds the choice of examples.
+    /// Seed of few-shot sampling.
     pub fewshot_seed: u64,
-    /// Whether to reproduce lm-eval in one process to the letter.
+    /// True to reproduce lm-eval exactly (`--compat lm-eval`).
     pub compat: bool,
-    /// Prints prompts as a chat.
+    /// Chat template for prompts, if they are chats.
     pub chat: Option<&'a dyn ChatFormatter>,
-    /// What the system says, before a task's own description.
+    /// System instruction, before the task's `description`.
     pub system_instruction: Option<String>,
-    /// Whether examples are turns of the chat.
+    /// True if each few-shot example is a chat turn.
     pub fewshot_as_multiturn: bool,
-    /// How many documents are asked: a number, or below 1 a share, rounded up.
+    /// Number of evaluated documents; below 1 a fraction, rounded up.
     pub limit: Option<f64>,
-    /// The documents that are asked, instead of the first.
+    /// Indices of the evaluated documents.
     pub samples: Option<Vec<usize>>,
-    /// What changes the task's `generation_kwargs`.
+    /// Overrides of the task's `generation_kwargs`.
     pub gen_kwargs: Map<String, Json>,
-    /// Whether programs that the model wrote may be run.
+    /// True to allow running model-written code.
     pub confirm_run_unsafe_code: bool,
 }
 
-/// A turn, and what stands behind it in plain text.
+/// Chat turn, with the delimiter that follows it in plain text.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct PromptTurn {
     pub(crate) role: &'static str,
@@ -52,7 +52,7 @@ pub(crate) struct PromptTurn {
     pub(crate) delimiter: String,
 }
 
-/// How turns become a prompt.
+/// Format of prompts: plain text or chat template.
 #[derive(Clone, Copy)]
 pub(crate) struct PromptFormat<'a> {
     pub(crate) chat: Option<&'a dyn ChatFormatter>,

@@ -1,4 +1,4 @@
-//! Which tasks, groups and tags there are, and what names on a command line mean.
+//! Registry of tasks, groups and tags, and resolution of their names.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,13 +13,13 @@ use super::keys::YamlMap;
 use super::load::{built_in, from_path, put};
 use super::yaml::{Entry, Node, Value};
 
-/// Everything that can be selected, by name.
+/// Registry of tasks, groups and tags by name, as lm-eval's `TaskManager`.
 #[derive(Debug)]
 pub struct TaskRegistry {
     known: BTreeMap<String, Known>,
     tags: BTreeMap<String, Vec<String>>,
     broken: Vec<TaskError>,
-    /// Names that one folder gives to two things, and where they stand.
+    /// Names defined twice in one folder, with both locations.
     twice: BTreeMap<String, [SourceLocation; 2]>,
 }
 
@@ -29,33 +29,33 @@ enum Known {
     Group(Node),
 }
 
-/// A task, group or tag, as a list of them shows it.
+/// Task, group or tag in the output of `evaluator ls`.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct TaskListing {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// The file it stands in; for a tag nothing.
+    /// File of the definition; `None` for a tag.
     pub file: Option<PathBuf>,
-    /// A task's output type; for a group or a tag nothing.
+    /// Output type of a task; `None` for a group or tag.
     pub output_type: Option<String>,
-    /// What a group or a tag holds.
+    /// Members of a group or tag.
     pub holds: Vec<String>,
 }
 
-/// What was selected: tasks, each once, and the groups that they were selected by.
+/// Tasks selected by name, each once, with the groups that contain them.
 #[derive(Clone, Debug, Default)]
 pub struct TaskSelection {
-    /// The tasks, in order.
+    /// Tasks, in order.
     pub tasks: Vec<TaskConfig>,
-    /// The groups and the groups in them, in order.
+    /// Groups and subgroups, in order.
     pub groups: Vec<TaskGroup>,
 }
 
-/// How deep groups may lie in groups.
+/// Maximum nesting depth of groups.
 const MAX_DEPTH: usize = 16;
 
 impl TaskRegistry {
-    /// The program's own tasks, and those of each file or folder in `include_paths`, which win over them.
+    /// Loads the built-in tasks and those of `include_paths`. Later paths override earlier ones.
     pub fn load(include_paths: &[PathBuf]) -> Result<Self, TaskError> {
         let mut registry =
             Self { known: BTreeMap::new(), tags: BTreeMap::new(), broken: Vec::new(), twice: BTreeMap::new() };
@@ -69,7 +69,7 @@ impl TaskRegistry {
         Ok(registry)
     }
 
-    /// All tasks.
+    /// Returns all tasks.
     pub fn tasks(&self) -> Vec<TaskListing> {
         let tasks = self.known.iter().filter_map(|(name, known)| match known {
             Known::Task(node) => Some((name, node)),
@@ -83,7 +83,7 @@ impl TaskRegistry {
         tasks.map(listed).collect()
     }
 
-    /// All groups.
+    /// Returns all groups.
     pub fn groups(&self) -> Vec<TaskListing> {
         let groups = self.known.iter().filter_map(|(name, known)| match known {
             Known::Group(node) => Some(listed(name, Some(node), members(node).iter().filter_map(name_of).collect())),
@@ -92,17 +92,17 @@ impl TaskRegistry {
         groups.collect()
     }
 
-    /// All tags.
+    /// Returns all tags.
     pub fn tags(&self) -> Vec<TaskListing> {
         self.tags.iter().map(|(name, tasks)| listed(name, None, tasks.clone())).collect()
     }
 
-    /// The files of included folders that could not be read, and why.
+    /// Returns the errors of unreadable files in included folders.
     pub fn broken(&self) -> &[TaskError] {
         &self.broken
     }
 
-    /// What `names` mean: tasks, groups, tags, patterns such as `mmlu_*`, and files, with commas between them.
+    /// Selects tasks by comma-separated names: tasks, groups, tags, patterns such as `mmlu_*`, and files.
     pub fn select(&self, names: &str) -> Result<TaskSelection, TaskError> {
         let mut built = Built::default();
         let mut wanted: Vec<String> = Vec::new();
@@ -145,7 +145,7 @@ impl TaskRegistry {
         Ok(())
     }
 
-    /// Notes the names that are given twice in one folder. Another folder may replace a task; one folder must not.
+    /// Records names defined twice in one folder. Only another folder may override a task.
     fn find_twice(&mut self, nodes: &[Node]) {
         let mut seen: BTreeMap<String, &SourceLocation> = BTreeMap::new();
         for node in nodes {
@@ -160,7 +160,7 @@ impl TaskRegistry {
         }
     }
 
-    /// Refuses a name that stands for two things.
+    /// Returns an error for a name defined twice in one folder.
     fn refuse_twice(&self, name: &str) -> Result<(), TaskError> {
         let Some([first, second]) = self.twice.get(name) else { return Ok(()) };
         let message = format!("{name} is defined a second time, first in {}; rename one of them", first.file.display());
@@ -171,7 +171,7 @@ impl TaskRegistry {
         self.known.keys().chain(self.tags.keys()).map(String::as_str)
     }
 
-    /// The names that a pattern means, or the name itself: tasks if it matches any, else groups, else tags.
+    /// Expands a pattern to task names, else group names, else tags. A plain name is returned unchanged.
     fn expand(&self, name: &str) -> Result<Vec<String>, TaskError> {
         if !name.contains(['*', '?', '[']) {
             return Ok(vec![name.to_owned()]);
@@ -196,7 +196,7 @@ impl TaskRegistry {
         Ok(found)
     }
 
-    /// A name that is a file: a registry of what is in it, on top of this one.
+    /// Loads a task file on top of this registry.
     fn file(&self, name: &str) -> Result<Option<FileTasks<'_>>, TaskError> {
         let path = Path::new(name);
         if self.known.contains_key(name) || self.tags.contains_key(name) || !path.is_file() {
@@ -205,7 +205,7 @@ impl TaskRegistry {
         Ok(Some(FileTasks { registry: self, nodes: from_path(path)?.nodes }))
     }
 
-    /// Builds what a name means; returns the names of what was built at the top.
+    /// Builds the tasks of a name, and returns the top-level names.
     fn build(
         &self,
         name: &str,
@@ -268,7 +268,7 @@ impl TaskRegistry {
         Ok(())
     }
 
-    /// A member of a group: a name, a name with keys of its own, or a whole configuration.
+    /// Builds a group member: a name, a name with overrides, or a full configuration.
     fn member(
         &self,
         member: &Node,
@@ -319,7 +319,7 @@ impl TaskRegistry {
     }
 }
 
-/// What is in a file that was named instead of a task.
+/// Tasks of a file that was selected by path.
 struct FileTasks<'a> {
     registry: &'a TaskRegistry,
     nodes: Vec<Node>,
@@ -337,7 +337,7 @@ impl FileTasks<'_> {
     }
 }
 
-/// What is built so far, and for each task by which name it was asked for.
+/// Tasks built so far, with the name that selected each.
 #[derive(Default)]
 struct Built {
     tasks: Vec<TaskConfig>,
@@ -347,7 +347,7 @@ struct Built {
 }
 
 impl Built {
-    /// Adds a task. What was asked for by one name may hold it twice, two names may not.
+    /// Adds a task. Two different names must not select it with different settings.
     fn add(&mut self, config: TaskConfig) -> Result<(), TaskError> {
         let Some(at) = self.tasks.iter().position(|task| task.task == config.task) else {
             self.sources.push(self.source.clone());
@@ -383,7 +383,7 @@ fn members(node: &Node) -> &[Node] {
     }
 }
 
-/// A name, or the name of a member with keys of its own.
+/// Returns the name of a member.
 fn name_of(node: &Node) -> Option<String> {
     match &node.value {
         Value::Text(text) => Some(text.clone()),
@@ -393,14 +393,14 @@ fn name_of(node: &Node) -> Option<String> {
     }
 }
 
-/// The name of a configuration, and whether it is a group.
+/// Returns the name of a configuration, and true for a group.
 fn given_name(node: &Node) -> Option<(String, bool)> {
     let named = |key: &str| node.get(key).and_then(|entry| name_of(&entry.node));
     let group = named("group").filter(|_| node.get("class").is_none());
     group.map(|name| (name, true)).or_else(|| named("task").map(|name| (name, false)))
 }
 
-/// Compares two places: a file may be reached by two paths.
+/// Returns true if both locations are one file.
 fn is_one_place(one: &SourceLocation, other: &SourceLocation) -> bool {
     let real = |place: &SourceLocation| (place.file.canonicalize().ok(), place.line);
     one.file == other.file && one.line == other.line || one.file != other.file && real(one) == real(other)

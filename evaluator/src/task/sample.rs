@@ -11,10 +11,10 @@ use super::python::repr;
 use super::response_value::ResponseValue;
 use candlewick_inference::request::Request;
 
-/// What was asked about a document, what was answered, and what that is worth by one filter.
+/// Sample record of one document and filter, as in lm-eval's `samples_*.jsonl`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampleRecord {
-    /// The document's number in its split.
+    /// Index of the document in its split.
     pub doc_id: usize,
     /// The document.
     pub doc: Map<String, Json>,
@@ -36,16 +36,16 @@ pub struct SampleRecord {
     pub target_hash: String,
     /// The value of each metric.
     pub metrics: Vec<(String, MetricValue)>,
-    /// Which choices are right, where that is known. It is not in the record.
+    /// Correct choices, if known; omitted from the record.
     pub choices: Option<ChoiceTargets>,
 }
 
-/// The choices of a document.
+/// Number of choices and correct choices of a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChoiceTargets {
     /// How many there are: so many of the requests are about them, from the first on.
     pub n: usize,
-    /// The numbers of those that are right, from 0 on; of several any will do.
+    /// Indices of the correct choices; any of them counts.
     pub right: Vec<usize>,
 }
 
@@ -112,7 +112,7 @@ impl Serialize for SampleRecord {
     }
 }
 
-/// What lm-eval calls a task's hash: one over those of all records.
+/// Returns lm-eval's task hash, computed over the hashes of all records.
 pub fn task_hash(samples: &[SampleRecord]) -> String {
     let hashes = samples.iter().flat_map(|sample| [&sample.doc_hash, &sample.prompt_hash, &sample.target_hash]);
     hash(&hashes.map(String::as_str).collect::<String>())

@@ -1,4 +1,4 @@
-//! From answers to scores: filters, what each document's answers are worth, and what all of them are worth together.
+//! Scoring: filters, per-document metrics and aggregation.
 
 use std::collections::BTreeMap;
 
@@ -17,33 +17,33 @@ use super::response_value::ResponseValue;
 use super::sample::{ChoiceTargets, SampleRecord};
 use candlewick_inference::request::Response;
 
-/// What a task's answers are worth.
+/// Scores of a task.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TaskScores {
-    /// For each metric and filter the value over all documents.
+    /// Aggregate of each metric and filter.
     pub metrics: Vec<MetricScore>,
-    /// A record of each document for each filter.
+    /// Sample records, one for each document and filter.
     pub samples: Vec<SampleRecord>,
-    /// How many documents were scored.
+    /// Number of scored documents.
     pub sample_len: usize,
-    /// How many documents the split has.
+    /// Number of documents in the split.
     pub original: usize,
-    /// What was left out or cannot be right.
+    /// Counts of documents that cannot be scored properly.
     pub counts: DocCounts,
 }
 
-/// What stands beside the scores of a task.
+/// Counts of documents that cannot be scored properly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct DocCounts {
-    /// Documents that were not asked about because there is nothing in them to score.
+    /// Skipped documents without text to score.
     pub skipped: usize,
-    /// Documents that were scored although there is nothing in them to score, as lm-eval does.
+    /// Documents without text to score that were scored, as lm-eval does.
     pub empty: usize,
-    /// Documents none of whose choices is right.
+    /// Documents without a correct choice.
     pub no_target: usize,
 }
 
-/// A metric over all documents.
+/// Aggregate of one metric over all documents.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MetricScore {
     /// The metric.
@@ -52,11 +52,11 @@ pub struct MetricScore {
     pub filter: String,
     /// Its value.
     pub value: f64,
-    /// How sure it is; `None` where that is not known.
+    /// Standard error; `None` if unknown.
     pub stderr: Option<f64>,
-    /// How many documents have a value.
+    /// Number of documents with a value.
     pub n: usize,
-    /// Whether a higher value is better.
+    /// True if a higher value is better.
     pub higher_is_better: Option<bool>,
 }
 
@@ -64,11 +64,11 @@ pub struct MetricScore {
 const OF_CHOICES: [&str; 8] =
     ["acc", "f1", "mcc", "acc_norm", "acc_bytes", "exact_match", "brier_score", "acc_mutual_info"];
 
-/// A document's answers with one filter applied, and what they are worth.
+/// Filtered responses of a document, with their metric values.
 type Scored = Vec<(String, MetricValue)>;
 
 impl Task {
-    /// Scores the answers to [`Task::instances`], given in the same order. Errors are estimated from `n_resamples`.
+    /// Scores the responses to [`Task::instances`], in the same order. Standard errors use `n_resamples` bootstrap resamples.
     pub fn score(
         &self,
         options: &PromptOptions,
@@ -289,7 +289,7 @@ impl Task {
         Ok(counts)
     }
 
-    /// Which choices are right, if the task's own code does not decide it.
+    /// Returns the correct choices, unless `process_results` decides.
     fn right_choices(&self, doc_id: usize) -> Result<Option<ChoiceTargets>, TaskError> {
         let is_choice = self.config.output_type == OutputType::MultipleChoice && self.process_results.is_none();
         let Some(choices) = self.choices(doc_id)?.filter(|_| is_choice) else { return Ok(None) };
@@ -298,7 +298,7 @@ impl Task {
     }
 }
 
-/// The right choice, or all that are.
+/// Index of the correct choice, or all of them.
 enum Gold {
     One(Option<usize>),
     Any(Vec<usize>),

@@ -1,5 +1,5 @@
-//! How a task's documents fall: by the margin between the right choice and the likeliest wrong one where choices are known,
-//! else by how likely their texts are, else by their score.
+//! Histogram of a task's documents. The axis is the log-probability margin between the correct choice
+//! and the likeliest wrong one, else the log-likelihood, else the score.
 
 use serde::Serialize;
 use serde_json::Value as Json;

@@ -31,7 +31,7 @@ const TEMPLATES: [(&str, &str); 3] = [
     ("comparison.html", include_str!("comparison.html")),
 ];
 
-/// What a page of results is made of.
+/// Contents of the HTML report.
 pub struct HtmlReport<'a> {
     /// The results.
     pub results: &'a Results,

@@ -1,4 +1,4 @@
-//! `exact_match`: whether a text is the target, once what is to be ignored is taken out of both.
+//! `exact_match`: equality of text and target after removal of ignored patterns.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use crate::task::keys::YamlMap;
 use crate::task::python::pattern::Pattern;
 use crate::task::python::text::PUNCTUATION;
 
-/// What is ignored.
+/// Options of `exact_match`: ignored patterns, case, punctuation and numbers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ExactMatch {
     patterns: Arc<Vec<Pattern>>,
@@ -32,7 +32,7 @@ impl ExactMatch {
         })
     }
 
-    /// Whether two texts are one.
+    /// Returns true if both texts are equal after normalization.
     pub(crate) fn is_match(&self, prediction: &str, reference: &str) -> Result<bool, String> {
         Ok(self.reduce(prediction)? == self.reduce(reference)?)
     }
