@@ -14,7 +14,7 @@ pub enum OutputType {
     LoglikelihoodRolling,
     /// `multiple_choice`: log-probability of each choice.
     MultipleChoice,
-    /// Text.
+    /// `generate_until`: generated text.
     GenerateUntil,
 }
 

@@ -1,6 +1,5 @@
 //! What a run is told beside the scores, and what it must not do unasked.
 
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::fs;
 use std::path::Path;

@@ -1,6 +1,5 @@
 //! The commands that list, show and compare tasks, through the program.
 
-#![allow(clippy::unwrap_used, missing_docs)]
 
 use std::fs;
 use std::path::{Path, PathBuf};
