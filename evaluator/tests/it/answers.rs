@@ -1,12 +1,12 @@
 //! Answers are what the model says to each request by itself, however requests share tokens, batches, ranks and days.
 
-
 use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::support::CONTEXT;
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Solo, World, threads};
 use candlewick_inference::answer::encode::Encoder;
@@ -19,7 +19,6 @@ use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_parallel::KvCache;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
-use crate::support::CONTEXT;
 
 fn alone() -> Crew {
     Crew::of_copies(Arc::new(Solo))

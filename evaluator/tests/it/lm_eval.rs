@@ -1,7 +1,6 @@
 //! Tasks against lm-evaluation-harness 0.4.13: prompts, records, scores, errors of estimates, groups and tables.
 //! `tests/reference/lm_eval_tasks.py` asked the harness; the answers of both are computed from a hash of the question.
 
-
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -1,6 +1,5 @@
 //! The page that `evaluator run` and `evaluator compare` write: what is in the file, and what a browser shows of it.
 
-
 use std::fs;
 
 use crate::support::browser::{Browser, texts};

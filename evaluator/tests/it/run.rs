@@ -1,6 +1,5 @@
 //! `evaluator run` and `evaluator answer` from the command line to the files.
 
-
 use std::fs;
 use std::net::TcpListener;
 use std::process::{Command, Output};

@@ -1,6 +1,5 @@
 //! What a run is told beside the scores, and what it must not do unasked.
 
-
 use std::fs;
 use std::path::Path;
 use std::process::Command;

@@ -1,6 +1,5 @@
 //! The commands that list, show and compare tasks, through the program.
 
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

@@ -1,6 +1,5 @@
 //! `evaluator ... --timings`: how fast, beside the answer.
 
-
 use std::path::Path;
 use std::process::{Command, Output};
 
