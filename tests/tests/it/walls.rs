@@ -245,7 +245,7 @@ fn library_rooms_do_not_read_the_environment() {
 /// Chats, generation and checkpoints need no task.
 #[test]
 fn the_trainer_uses_the_evaluator_for_benchmark_tasks_only() {
-    let allowed = ["evaluator::task", "evaluator::questions", "evaluator::chat", "evaluator::exit"];
+    let allowed = ["evaluator::task", "evaluator::evaluation", "evaluator::chat", "evaluator::exit"];
     for path in rust_files("trainer/src") {
         for (i, line) in code_of(&path).lines().enumerate().filter(|(_, line)| line.contains("evaluator::")) {
             let is_allowed = allowed.iter().any(|module| line.contains(module));

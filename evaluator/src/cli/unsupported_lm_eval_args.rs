@@ -7,7 +7,7 @@ use clap::Args;
 use candlewick_runtime::exit::ExitCode;
 
 #[derive(Debug, Args)]
-pub(super) struct Foreign {
+pub(super) struct UnsupportedLmEvalArgs {
     #[arg(long, alias = "trust_remote_code", hide = true)]
     trust_remote_code: bool,
     #[arg(long, alias = "cache_requests", hide = true, num_args = 0..=1, default_missing_value = "true")]
@@ -28,7 +28,7 @@ pub(super) struct Foreign {
     hf_hub_log_args: Vec<String>,
 }
 
-impl Foreign {
+impl UnsupportedLmEvalArgs {
     /// Refuses what would have an effect in lm-eval.
     pub(super) fn check(&self) -> Result<()> {
         const NOWHERE: &str = "results are files only; hand over what --output-path holds";
@@ -54,7 +54,7 @@ impl Foreign {
     }
 
     /// What is given and changes nothing, in words.
-    pub(super) fn without_effect(&self) -> Vec<&'static str> {
+    pub(super) fn warnings(&self) -> Vec<&'static str> {
         let given = [
             (self.trust_remote_code, "--trust-remote-code has no effect: no code is downloaded and run"),
             (

@@ -1,54 +1,54 @@
-//! The documents that examples are chosen from: where they are, and whether a document may be among its own.
+//! Pool of documents that few-shot examples are sampled from.
 
 use candlewick_text::hub::Hub;
 use serde::Serialize;
 
 use super::builtin::{self, Doc};
-use super::config::{Samples, TaskConfig};
-use super::data::{self, Split, SplitData};
-use super::data_paths::DataPaths;
+use super::config::{FewshotSamples, TaskConfig};
+use super::data::{self, DatasetSplit, SplitInfo};
+use super::data_override::DataOverrides;
 use super::error::TaskError;
 use super::prompt::PromptOptions;
 
-/// The documents that examples are chosen from.
+/// Pool of documents that few-shot examples are sampled from.
 #[derive(Default)]
-pub(super) struct Shots {
+pub(super) struct FewshotPool {
     pub(super) docs: Vec<Doc>,
-    /// The rows that they are from, if those are of the split that is evaluated.
+    /// Row indices of the documents, if the pool is the evaluated split.
     pub(super) rows: Vec<usize>,
-    /// Whether a document may be among its own examples.
+    /// True if the pool may contain the evaluated document.
     pub(super) leave_out: bool,
-    /// The split that they are from; `None` for examples that the task file holds.
-    pub(super) data: Option<FewshotData>,
+    /// Split of the examples; `None` for examples written in the task file.
+    pub(super) data: Option<FewshotSplit>,
 }
 
-/// The split that a task's examples are chosen from.
+/// Split that few-shot examples are sampled from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct FewshotData {
+pub struct FewshotSplit {
     /// The split.
     #[serde(flatten)]
-    pub of: SplitData,
-    /// Set if that is the split that is evaluated.
+    pub of: SplitInfo,
+    /// True if the examples come from the evaluated split.
     pub is_evaluated_split: bool,
 }
 
-/// The documents that examples are chosen from, if there are to be any. `eval` is the split that is evaluated.
+/// Loads the few-shot pool, if the task uses examples. `eval` is the evaluated split.
 ///
 /// # Errors
 /// If they cannot be read, or are fewer than the examples of one prompt.
 pub(super) fn shots(
     hub: &Hub,
     config: &TaskConfig,
-    eval: &Split,
-    paths: &DataPaths,
+    eval: &DatasetSplit,
+    paths: &DataOverrides,
     options: &PromptOptions,
-) -> Result<Shots, TaskError> {
+) -> Result<FewshotPool, TaskError> {
     let wanted = match (config.num_fewshot, options.num_fewshot) {
         (Some(0), _) => 0,
         (own, wanted) => wanted.or(own).unwrap_or(0),
     };
     if wanted == 0 {
-        return Ok(Shots::default());
+        return Ok(FewshotPool::default());
     }
     let shots = candidates(hub, config, eval, paths, options)?;
     match shots.docs.len() {
@@ -64,18 +64,22 @@ pub(super) fn shots(
 fn candidates(
     hub: &Hub,
     config: &TaskConfig,
-    eval: &Split,
-    paths: &DataPaths,
+    eval: &DatasetSplit,
+    paths: &DataOverrides,
     options: &PromptOptions,
-) -> Result<Shots, TaskError> {
+) -> Result<FewshotPool, TaskError> {
     let fewshot = &config.fewshot;
     let (split, process) = match (&fewshot.split, &fewshot.samples) {
         (Some(split), _) => (split.as_str(), &fewshot.process_docs),
-        (None, Some(Samples::Listed(docs))) => {
-            return Ok(picked(Shots { docs: docs.clone(), ..Shots::default() }, config, options));
+        (None, Some(FewshotSamples::Listed(docs))) => {
+            return Ok(picked(FewshotPool { docs: docs.clone(), ..FewshotPool::default() }, config, options));
         }
-        (None, Some(Samples::Function(function))) => {
-            return Ok(picked(Shots { docs: builtin::samples(function)?, ..Shots::default() }, config, options));
+        (None, Some(FewshotSamples::Function(function))) => {
+            return Ok(picked(
+                FewshotPool { docs: builtin::samples(function)?, ..FewshotPool::default() },
+                config,
+                options,
+            ));
         }
         (None, None) => {
             let split = config.training_split.as_deref().or(config.validation_split.as_deref());
@@ -90,12 +94,12 @@ fn candidates(
     // lm-eval looks at what is written only, and may show a document as its own example.
     let leave_out = if options.compat { fewshot.split == config.test_split } else { is_evaluated_split };
     let rows = if options.compat || !leave_out { Vec::new() } else { opened.rows().to_vec() };
-    let data = Some(FewshotData { of, is_evaluated_split });
-    Ok(picked(Shots { docs: opened.into_docs(), rows, leave_out, data }, config, options))
+    let data = Some(FewshotSplit { of, is_evaluated_split });
+    Ok(picked(FewshotPool { docs: opened.into_docs(), rows, leave_out, data }, config, options))
 }
 
-/// Refuses a single file for a task whose examples come from another split: they would come from the evaluated documents.
-fn check_one_file(config: &TaskConfig, split: &str, paths: &DataPaths) -> Result<(), TaskError> {
+/// Returns an error if a single file replaces all splits of a task with few-shot examples.
+fn check_one_file(config: &TaskConfig, split: &str, paths: &DataOverrides) -> Result<(), TaskError> {
     let (task, evaluated) = (&config.task, config.eval_split()?);
     match paths.one_file(task).filter(|_| split != evaluated) {
         None => Ok(()),
@@ -106,11 +110,11 @@ fn check_one_file(config: &TaskConfig, split: &str, paths: &DataPaths) -> Result
     }
 }
 
-/// The documents that `fewshot_indices` names.
-fn picked(shots: Shots, config: &TaskConfig, options: &PromptOptions) -> Shots {
+/// Returns the documents at `fewshot_indices`.
+fn picked(shots: FewshotPool, config: &TaskConfig, options: &PromptOptions) -> FewshotPool {
     match &config.fewshot.indices {
         // lm-eval 0.4.13 reads the key and forgets it.
-        Some(indices) if !options.compat => Shots {
+        Some(indices) if !options.compat => FewshotPool {
             docs: indices.iter().filter_map(|at| shots.docs.get(*at).cloned()).collect(),
             rows: indices.iter().filter_map(|at| shots.rows.get(*at).copied()).collect(),
             ..shots

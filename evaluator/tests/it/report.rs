@@ -1,16 +1,9 @@
 //! The page that `evaluator run` and `evaluator compare` write: what is in the file, and what a browser shows of it.
-#![allow(clippy::unwrap_used, missing_docs)]
-
-#[path = "support/browser.rs"]
-mod browser;
-#[path = "support/room.rs"]
-mod room;
-mod support;
 
 use std::fs;
 
-use browser::{Browser, texts};
-use room::{Room, json_of, success};
+use crate::support::browser::{Browser, texts};
+use crate::support::room::{Room, json_of, success};
 use serde_json::{Value, json};
 
 /// A document that a page must show and not run.

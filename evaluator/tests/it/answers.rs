@@ -1,7 +1,4 @@
 //! Answers are what the model says to each request by itself, however requests share tokens, batches, ranks and days.
-#![allow(clippy::unwrap_used, missing_docs)]
-
-mod support;
 
 use std::cell::Cell;
 use std::fs;
@@ -9,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::support::CONTEXT;
 use candle_core::{DType, Device};
 use candlewick_comm::{Options, Solo, World, threads};
 use candlewick_inference::answer::encode::Encoder;
@@ -21,7 +19,6 @@ use candlewick_inference::request::{GenerationSettings, Request, Response};
 use candlewick_ops::{AttentionChoice, AttentionImpl};
 use candlewick_parallel::KvCache;
 use candlewick_text::tokenizer::{Specials, Tokenizer};
-use support::CONTEXT;
 
 fn alone() -> Crew {
     Crew::of_copies(Arc::new(Solo))
@@ -33,7 +30,7 @@ fn lm(folder: &Path) -> Lm {
 
 fn model(seed: u64) -> (tempfile::TempDir, Lm) {
     let folder = tempfile::tempdir().unwrap();
-    let lm = lm(&support::export(folder.path(), seed));
+    let lm = lm(&crate::support::export(folder.path(), seed));
     (folder, lm)
 }
 
@@ -379,7 +376,7 @@ fn answers_are_read_for_the_same_model_and_for_no_other() {
 
 #[test]
 fn stops_count_behind_the_thinking() {
-    let tokenizer = Tokenizer::from_directory(support::root().join("recipes/quickstart/tokenizer")).unwrap();
+    let tokenizer = Tokenizer::from_directory(crate::support::root().join("recipes/quickstart/tokenizer")).unwrap();
     let thought = tokenizer.encode("I stop here. END  The answer. stop it", Specials::Omit).unwrap();
     let check = |end: Option<ThinkEnd>, want: &str, n_stops: usize| {
         let stop = Stop::new(&["stop".to_owned()], end, &tokenizer);

@@ -1,7 +1,7 @@
 //! CPython's `random.Random`: the Mersenne Twister MT19937, and what is drawn from it, number for number.
 
 /// A generator of the state that CPython has after `random.seed(seed)`.
-pub(crate) struct Random {
+pub(crate) struct PythonRandom {
     state: [u32; N],
     next: usize,
 }
@@ -9,7 +9,7 @@ pub(crate) struct Random {
 const N: usize = 624;
 const M: usize = 397;
 
-impl Random {
+impl PythonRandom {
     /// Seeds as `random.Random(seed)` does for an integer.
     pub(crate) fn new(seed: u64) -> Self {
         let key = if seed > u64::from(u32::MAX) { vec![seed as u32, (seed >> 32) as u32] } else { vec![seed as u32] };
@@ -161,19 +161,19 @@ mod tests {
     // All numbers are what CPython 3.11 draws.
     #[test]
     fn numbers_are_those_of_cpython() {
-        let mut random = Random::new(1234);
+        let mut random = PythonRandom::new(1234);
         assert_eq!([random.random(), random.random()], [0.9664535356921388, 0.4407325991753527]);
-        assert_eq!(Random::new(1 << 40).random(), 0.1036394562812375);
-        let mut random = Random::new(7);
+        assert_eq!(PythonRandom::new(1 << 40).random(), 0.1036394562812375);
+        let mut random = PythonRandom::new(7);
         assert_eq!([random.bits(40), random.bits(40)], [1_040_772_936_760, 434_439_589_175]);
-        let mut random = Random::new(0);
+        let mut random = PythonRandom::new(0);
         let choices: Vec<usize> = (0..8).map(|_| random.choice(7)).collect();
         assert_eq!(choices, [5, 5, 2, 1, 3, 2, 5, 2]);
     }
 
     #[track_caller]
     fn sampled(n: usize, k: usize, want: &[usize]) {
-        assert_eq!(Random::new(1234).sample(n, k).as_deref(), Some(want));
+        assert_eq!(PythonRandom::new(1234).sample(n, k).as_deref(), Some(want));
     }
 
     #[test]
@@ -186,13 +186,13 @@ mod tests {
         sampled(86, 6, &[56, 14, 0, 11, 74, 4]);
         sampled(5, 5, &[3, 0, 4, 2, 1]);
         sampled(3, 0, &[]);
-        assert_eq!(Random::new(1234).sample(2, 3), None);
+        assert_eq!(PythonRandom::new(1234).sample(2, 3), None);
     }
 
     #[test]
     fn a_shuffle_is_that_of_cpython() {
         let mut items: Vec<usize> = (0..10).collect();
-        Random::new(42).shuffle(&mut items);
+        PythonRandom::new(42).shuffle(&mut items);
         assert_eq!(items, [7, 3, 2, 8, 5, 6, 9, 4, 0, 1]);
     }
 }

@@ -1,6 +1,9 @@
 //! A tiny model with random weights, in a folder as transformers writes it.
 #![allow(dead_code, clippy::unwrap_used, missing_docs, unreachable_pub)]
 
+pub mod browser;
+pub mod room;
+
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};

@@ -1,7 +1,5 @@
 //! The commands that list, show and compare tasks, through the program.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -451,6 +449,14 @@ fn choices_in_a_csv_file_are_a_list_or_an_error() {
     let broken = show(csv("broken.csv", "red; green; blue; grey"));
     let arguments = ["show", "mmlu_virology", "--num-fewshot", "0", "--data", &broken];
     refused(&arguments, 3, &["broken.csv:2", "column `choices`", "expected a JSON or Python list"]);
+}
+
+#[test]
+fn former_commands_are_hidden() {
+    let help = said(&["--help"]);
+    for command in ["chat", "generate", "answer", "perplexity"] {
+        assert!(!help.lines().any(|line| line.trim_start().starts_with(command)), "{command}: {help}");
+    }
 }
 
 #[test]

@@ -1,7 +1,4 @@
 //! `evaluator ... --timings`: how fast, beside the answer.
-#![allow(clippy::unwrap_used, missing_docs)]
-
-mod support;
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -13,12 +10,13 @@ const PROMPT: &str = "Say wolf 4 times.";
 #[test]
 fn timings_count_the_prompt_and_the_answer_and_leave_the_answer_alone() {
     let folder = tempfile::tempdir().unwrap();
-    let model = support::export(folder.path(), 1);
+    let model = crate::support::export(folder.path(), 1);
     let generate = ["generate", "--raw", "--prompt", PROMPT, "--max-new-tokens", "8"];
     let plain = evaluator(&model, &generate);
     let timed = evaluator(&model, &[&generate[..], &["--timings"]].concat());
     assert_eq!(plain.stdout, timed.stdout);
-    assert!(plain.stderr.is_empty());
+    let note = "note: `evaluator generate` is now `trainer generate`\n";
+    assert_eq!(String::from_utf8(plain.stderr).unwrap(), note);
 
     let timings = parse(&timed.stderr);
     let scored = parse(&evaluator(&model, &["score", "--text", PROMPT]).stdout);
@@ -32,7 +30,7 @@ fn timings_count_the_prompt_and_the_answer_and_leave_the_answer_alone() {
 #[test]
 fn timings_of_scored_rows_count_their_targets() {
     let folder = tempfile::tempdir().unwrap();
-    let model = support::export(folder.path(), 1);
+    let model = crate::support::export(folder.path(), 1);
     let data = folder.path().join("texts.txt");
     std::fs::write(&data, "Say wolf 4 times.\nSpell the word cloud.\n").unwrap();
     let output = evaluator(&model, &["score", "--timings", "--data", data.to_str().unwrap()]);

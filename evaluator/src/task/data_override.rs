@@ -12,7 +12,7 @@ use super::error::TaskError;
 
 /// Data of tasks, as a user names them.
 #[derive(Clone, Debug, Default)]
-pub struct DataPaths {
+pub struct DataOverrides {
     /// The option or the key that names them, for messages.
     option: String,
     entries: Vec<DataPath>,
@@ -30,7 +30,7 @@ struct DataPath {
 /// The most task names that a message lists.
 const MAX_LISTED: usize = 8;
 
-impl DataPaths {
+impl DataOverrides {
     /// Reads `TASK=PATH` words for `tasks`. `option` stands in messages: the option or key that holds the words. A word that
     /// fits none of the tasks is an error, and so are two words for one TASK, and one file for tasks of several data sets.
     pub fn read(option: &str, words: &[String], tasks: &[TaskConfig]) -> Result<Self, TaskError> {
@@ -173,16 +173,16 @@ fn file_names(task: &str, dataset: &DatasetConfig) -> FileNames {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::task::Registry;
+    use crate::task::TaskRegistry;
 
     fn tasks(names: &str) -> Vec<TaskConfig> {
-        Registry::load(&[]).unwrap().select(names).unwrap().tasks
+        TaskRegistry::load(&[]).unwrap().select(names).unwrap().tasks
     }
 
     fn rules(selected: &str, words: &[&str]) -> Vec<FileNames> {
         let tasks = tasks(selected);
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
-        let paths = DataPaths::read("--data", &words, &tasks).unwrap();
+        let paths = DataOverrides::read("--data", &words, &tasks).unwrap();
         let rule = |task: &TaskConfig| match paths.file_rule(task) {
             FileSelector::One(names) => names,
             FileSelector::All => FileNames::default(),
@@ -212,7 +212,7 @@ mod tests {
     #[test]
     fn a_word_for_no_selected_task_is_refused() {
         let refused = |selected: &str, word: &str| {
-            DataPaths::read("--data", &[word.to_owned()], &tasks(selected)).unwrap_err().to_string()
+            DataOverrides::read("--data", &[word.to_owned()], &tasks(selected)).unwrap_err().to_string()
         };
         let near = refused("arc_easy,piqa", "arc-easy=x");
         assert!(near.ends_with("--data arc-easy: no selected task has that name; did you mean `arc_easy`?"), "{near}");
@@ -228,7 +228,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let read = |selected: &str, words: &[&str]| {
             let words: Vec<String> = words.iter().map(|word| format!("{word}={}", file.path().display())).collect();
-            DataPaths::read("--data", &words, &tasks(selected)).map_err(|error| error.to_string())
+            DataOverrides::read("--data", &words, &tasks(selected)).map_err(|error| error.to_string())
         };
         let refused = read("arc_easy,arc_challenge", &["arc_*"]).unwrap_err();
         assert!(refused.contains("several data sets (arc_easy, arc_challenge)"), "{refused}");

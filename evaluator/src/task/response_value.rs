@@ -1,26 +1,26 @@
-//! What a model answered, as filters and metrics see it.
+//! Response values, as filters and metrics read them.
 
 use serde_json::{Value as Json, json};
 
 use super::python::repr;
 use candlewick_inference::request::Response;
 
-/// One answer, perhaps changed by a filter.
+/// Response value, possibly changed by a filter.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Answer {
-    /// A text.
+pub(crate) enum ResponseValue {
+    /// Text.
     Text(String),
     /// A log-probability, and whether every token was the likeliest.
     Loglikelihood(f64, bool),
     /// The log-probability of a whole text.
     Rolling(f64),
-    /// What the filter `map` puts in a text's place.
+    /// Value that the filter `map` substitutes for a text.
     Value(Json),
     /// Texts that belong together: what stays of several answers, or all programs for one problem.
-    Many(Vec<Answer>),
+    Many(Vec<ResponseValue>),
 }
 
-impl From<&Response> for Answer {
+impl From<&Response> for ResponseValue {
     fn from(response: &Response) -> Self {
         match response {
             Response::Loglikelihood { logprob, is_greedy } => Self::Loglikelihood(*logprob, *is_greedy),
@@ -30,7 +30,7 @@ impl From<&Response> for Answer {
     }
 }
 
-impl Answer {
+impl ResponseValue {
     /// As the records of samples list it: every part as Python's `str` prints it.
     pub(crate) fn listed(&self) -> Json {
         match self {

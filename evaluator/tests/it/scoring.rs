@@ -1,14 +1,12 @@
 //! What a run is told beside the scores, and what it must not do unasked.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 use candlewick_inference::request::{Request, Response};
 use candlewick_text::hub::{Hub, HubSettings};
-use evaluator::task::{Counts, DataPaths, Instance, PromptOptions, Registry, Task, TaskError};
+use evaluator::task::{DataOverrides, DocCounts, Instance, PromptOptions, Task, TaskError, TaskRegistry};
 use serde_json::json;
 
 /// A built-in task on rows of its own.
@@ -19,10 +17,10 @@ fn open(folder: &Path, name: &str, rows: &[serde_json::Value], options: &PromptO
     for split in ["train", "validation", "test"] {
         fs::write(path.join(format!("{split}.jsonl")), lines.join("\n")).unwrap();
     }
-    let config = Registry::load(&[]).unwrap().select(name).unwrap().tasks.remove(0);
+    let config = TaskRegistry::load(&[]).unwrap().select(name).unwrap().tasks.remove(0);
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::new(folder) }).unwrap();
     let paths =
-        DataPaths::read("--data", &[format!("{name}={}", path.display())], std::slice::from_ref(&config)).unwrap();
+        DataOverrides::read("--data", &[format!("{name}={}", path.display())], std::slice::from_ref(&config)).unwrap();
     Task::open(&hub, config, &paths, options).unwrap()
 }
 
@@ -64,9 +62,10 @@ fn programs_run_only_when_that_is_allowed() {
 fn documents_with_nothing_to_score_are_counted() {
     let folder = tempfile::tempdir().unwrap();
     let rows = [json!({"page": "a b c"}), json!({"page": ""}), json!({"page": "d"})];
-    for (compat, n, want) in
-        [(false, 2, Counts { skipped: 1, ..Counts::default() }), (true, 3, Counts { empty: 1, ..Counts::default() })]
-    {
+    for (compat, n, want) in [
+        (false, 2, DocCounts { skipped: 1, ..DocCounts::default() }),
+        (true, 3, DocCounts { empty: 1, ..DocCounts::default() }),
+    ] {
         let options = PromptOptions { compat, ..PromptOptions::default() };
         let task = open(folder.path(), "wikitext", &rows, &options);
         let instances = task.instances(&options).unwrap();
@@ -115,7 +114,7 @@ fn answers_alone_are_not_scored() {
 
 #[test]
 fn groups_hold_what_lm_evals_hold() {
-    let select = |names: &str| Registry::load(&[]).unwrap().select(names).unwrap();
+    let select = |names: &str| TaskRegistry::load(&[]).unwrap().select(names).unwrap();
     let mmlu = select("mmlu");
     assert_eq!(mmlu.tasks.len(), 57);
     let names: Vec<&str> = mmlu.groups.iter().map(|group| group.name.as_str()).collect();

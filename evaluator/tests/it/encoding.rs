@@ -1,8 +1,5 @@
 //! What a model is given to see of a request is what lm-evaluation-harness gives it: tests/reference/harness_tokens.py wrote
 //! down what that is.
-#![allow(clippy::unwrap_used, missing_docs)]
-
-mod support;
 
 use candlewick_inference::answer::encode::Encoder;
 use candlewick_inference::answer::windows::{Scored, windows};
@@ -32,9 +29,10 @@ impl From<&Scored> for Seen {
 }
 
 fn cases() -> Vec<(Tokenizer, Case)> {
-    let text = std::fs::read_to_string(support::root().join("evaluator/tests/fixtures/harness_tokens.json")).unwrap();
+    let text =
+        std::fs::read_to_string(crate::support::root().join("evaluator/tests/fixtures/harness_tokens.json")).unwrap();
     let cases: Vec<Case> = serde_json::from_str(&text).unwrap();
-    let load = |case: Case| (Tokenizer::from_directory(support::root().join(&case.tokenizer)).unwrap(), case);
+    let load = |case: Case| (Tokenizer::from_directory(crate::support::root().join(&case.tokenizer)).unwrap(), case);
     cases.into_iter().map(load).collect()
 }
 

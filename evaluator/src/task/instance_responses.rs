@@ -1,20 +1,20 @@
-//! Requests with the model's responses.
+//! Responses of the model, grouped by instance.
 
 use std::collections::BTreeMap;
 
 use candlewick_inference::request::Response;
 
-use super::answer::Answer;
-use super::ask::Instance;
+use super::instance::Instance;
+use super::response_value::ResponseValue;
 
-/// A request and all responses to it.
-pub(crate) struct AnsweredRequest<'a> {
+/// Instance with its responses, one for each of the task's `repeats`.
+pub(crate) struct InstanceResponses<'a> {
     pub(crate) instance: &'a Instance,
-    pub(crate) answers: Vec<Answer>,
+    pub(crate) answers: Vec<ResponseValue>,
 }
 
-impl<'a> AnsweredRequest<'a> {
-    /// Groups requests by document, each with its responses.
+impl<'a> InstanceResponses<'a> {
+    /// Groups instances by document, each with its responses.
     pub(super) fn group(instances: &'a [Instance], responses: &[Response]) -> BTreeMap<usize, Vec<Self>> {
         let mut docs: BTreeMap<usize, Vec<Self>> = BTreeMap::new();
         for (instance, response) in instances.iter().zip(responses) {

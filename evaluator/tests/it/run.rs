@@ -1,15 +1,10 @@
 //! `evaluator run` and `evaluator answer` from the command line to the files.
-#![allow(clippy::unwrap_used, missing_docs)]
-
-#[path = "support/room.rs"]
-mod room;
-mod support;
 
 use std::fs;
 use std::net::TcpListener;
 use std::process::{Command, Output};
 
-use room::{Room, json_of, success};
+use crate::support::room::{Room, json_of, success};
 use serde_json::Value;
 
 #[test]
@@ -23,7 +18,7 @@ fn a_run_writes_what_lm_eval_writes() {
     assert_eq!(results["n-samples"]["choose"]["truncated"], 0);
     assert_eq!(results["config"]["model_dtype"], "torch.float32");
     assert_eq!(results["config"]["fewshot_seed"], 1234);
-    assert_eq!(results["max_length"], support::CONTEXT);
+    assert_eq!(results["max_length"], crate::support::CONTEXT);
     // Those of lm-eval's, but for the version of transformers, which is not here.
     for key in [
         "results group_subtasks configs versions n-shot higher_is_better n-samples config git_hash date pretty_env_info",
@@ -383,7 +378,7 @@ fn a_template_is_given_its_variables() {
     // The tokens are those that are scored: what stands before is the context's, cut to the model's 64.
     let request = shown(&["--num-fewshot", "3"]);
     let n = |key: &str| request[key].as_array().unwrap().len();
-    assert_eq!(n("context_tokens") + n("continuation_tokens"), support::CONTEXT + 1, "{request}");
+    assert_eq!(n("context_tokens") + n("continuation_tokens"), crate::support::CONTEXT + 1, "{request}");
     assert!(request["truncated"].as_u64().unwrap() > 0, "{request}");
     let joined: Vec<&str> =
         request["continuation_tokens"].as_array().unwrap().iter().filter_map(Value::as_str).collect();

@@ -13,20 +13,20 @@ use candlewick_inference::ranks::Ranks;
 use candlewick_runtime::progress::ProgressLines;
 
 #[derive(Clone, Debug, Args)]
-pub(super) struct Answering {
-    /// Sequences of a forward, or auto: as many as make a good one. The answers do not depend on it
+pub(super) struct RequestArgs {
+    /// Sequences per forward pass, or auto. Results do not depend on it
     #[arg(long, short, alias = "batch_size", default_value = "auto", value_parser = batch_size)]
     batch_size: BatchSize,
-    /// Tokens of context [default: as many as the model was made for]
+    /// Maximum context length in tokens [default: the model's]
     #[arg(long, alias = "max_length", value_name = "N", value_parser = at_least_one)]
     pub(super) max_length: Option<usize>,
-    /// Tokens that are generated at most, where a request or task does not say it
+    /// Maximum number of generated tokens, if the request or task sets none
     #[arg(long, alias = "max_gen_toks", value_name = "N", default_value_t = 256)]
     max_gen_toks: usize,
-    /// Whether BOS is put before texts [default: as the tokenizer has it]
+    /// Prepend BOS to texts [default: as the tokenizer]
     #[arg(long, alias = "add_bos_token", value_name = "BOOL")]
     pub(super) add_bos_token: Option<bool>,
-    /// The most sequences of a forward where --batch-size is auto
+    /// Maximum sequences per forward pass with --batch-size auto
     #[arg(long, alias = "max_batch_size", value_name = "N", value_parser = at_least_one)]
     max_batch_size: Option<usize>,
     /// What ends a model's thinking, as text or token id: only what is generated behind it is the answer, and only there do
@@ -35,22 +35,22 @@ pub(super) struct Answering {
     pub(super) think_end_token: Option<String>,
 }
 
-/// How ranks have a model together that is too large for one of them.
+/// Options of tensor, pipeline and ZeRO parallelism.
 #[derive(Clone, Debug, Args)]
-pub(super) struct InParts {
-    /// Ranks that share every matrix of a copy of the model
+pub(super) struct ParallelArgs {
+    /// Tensor-parallel size
     #[arg(long, alias = "tensor_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     tensor_parallel_size: usize,
-    /// Ranks that have some blocks each of a copy of the model
+    /// Pipeline-parallel size
     #[arg(long, alias = "pipeline_parallel_size", value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     pipeline_parallel_size: usize,
-    /// 3 keeps one copy in shares on all ranks, which compute the same; 0 keeps as many copies as ranks allow
+    /// ZeRO stage: 3 shards the weights over all ranks, 0 replicates them
     #[arg(long, alias = "zero_stage", value_name = "STAGE", default_value = "0", value_parser = ["0", "3"])]
     zero_stage: String,
 }
 
-impl InParts {
-    pub(super) fn parts(&self) -> Parts {
+impl ParallelArgs {
+    pub(super) fn config(&self) -> Parts {
         let Self { tensor_parallel_size: tensor, pipeline_parallel_size: stages, .. } = *self;
         Parts { tensor, stages, in_shares: self.zero_stage == "3" }
     }
@@ -72,7 +72,7 @@ fn at_least_one(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number, at least 1".into())
 }
 
-impl Answering {
+impl RequestArgs {
     /// What the options say, with what is sampled seeded by `seed` and answers kept in `log`.
     pub(super) fn settings(&self, seed: u64, log: Option<PathBuf>) -> AnswerSettings {
         let Self { batch_size, max_length, max_gen_toks, add_bos_token, max_batch_size, .. } = *self;
@@ -98,7 +98,7 @@ impl Answering {
 }
 
 /// Shows the progress of the first rank: a bar where stderr is a terminal, else a line from time to time.
-pub(super) fn bar(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
+pub(super) fn progress_reporter(ranks: &Ranks) -> impl FnMut(Progress) + use<> {
     const BAR: &str = "answers {wide_bar} {pos}/{len} {per_sec} {eta}";
     let is_first = ranks.process.is_first();
     let target = if is_first { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };

@@ -1,8 +1,6 @@
 //! Tasks against lm-evaluation-harness 0.4.13: prompts, records, scores, errors of estimates, groups and tables.
 //! `tests/reference/lm_eval_tasks.py` asked the harness; the answers of both are computed from a hash of the question.
 
-#![allow(clippy::unwrap_used, missing_docs)]
-
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +8,7 @@ use candlewick_inference::request::{Request, Response};
 use candlewick_text::hub::{Hub, HubSettings};
 use candlewick_text::template::{Ending, TemplateError};
 use evaluator::results::{TaskRun, assemble, groups_table, table};
-use evaluator::task::{ChatStyle, DataPaths, Instance, PromptOptions, Registry, Task, TaskConfig};
+use evaluator::task::{ChatFormatter, DataOverrides, Instance, PromptOptions, Task, TaskConfig, TaskRegistry};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
 
@@ -24,7 +22,7 @@ fn fixtures() -> PathBuf {
 /// The chat template of the script.
 struct Tags;
 
-impl ChatStyle for Tags {
+impl ChatFormatter for Tags {
     fn print(&self, turns: &[(&str, &str)], ending: Ending) -> Result<String, TemplateError> {
         let turns: String = turns.iter().map(|(role, content)| format!("<{role}>{content}</{role}>")).collect();
         Ok(turns + if ending == Ending::GenerationPrompt { "<assistant>" } else { "" })
@@ -66,7 +64,7 @@ fn task_files() -> tempfile::TempDir {
     folder
 }
 
-fn data_paths(case: &Json, tasks: &[TaskConfig]) -> DataPaths {
+fn data_overrides(case: &Json, tasks: &[TaskConfig]) -> DataOverrides {
     let folder = |task: &str| {
         let own = case["folders"].get(task).unwrap_or(&case["data"]);
         fixtures().join("data").join(own.as_str().unwrap())
@@ -74,7 +72,7 @@ fn data_paths(case: &Json, tasks: &[TaskConfig]) -> DataPaths {
     let files = case.get("files").and_then(Json::as_object);
     let words: Vec<String> =
         files.into_iter().flatten().map(|(task, _)| format!("{task}={}", folder(task).display())).collect();
-    DataPaths::read("--data", &words, tasks).unwrap()
+    DataOverrides::read("--data", &words, tasks).unwrap()
 }
 
 fn options(case: &Json) -> PromptOptions<'static> {
@@ -83,7 +81,7 @@ fn options(case: &Json) -> PromptOptions<'static> {
         num_fewshot: case.get("num_fewshot").and_then(Json::as_u64).map(|n| n as usize),
         fewshot_seed: 1234,
         compat: true,
-        chat: case.get("chat").map(|_| &Tags as &dyn ChatStyle),
+        chat: case.get("chat").map(|_| &Tags as &dyn ChatFormatter),
         system_instruction: text("system_instruction"),
         fewshot_as_multiturn: case.get("fewshot_as_multiturn").is_some(),
         limit: case.get("limit").and_then(Json::as_f64),
@@ -97,10 +95,10 @@ fn check(name: &str) {
     let expected: Json = serde_json::from_str(&expected).unwrap();
     let case = &expected["case"];
     let files = task_files();
-    let registry = Registry::load(&[files.path().to_owned()]).unwrap();
+    let registry = TaskRegistry::load(&[files.path().to_owned()]).unwrap();
     let names: Vec<&str> = case["tasks"].as_array().unwrap().iter().map(|task| task.as_str().unwrap()).collect();
     let selection = registry.select(&names.join(",")).unwrap();
-    let (options, paths) = (options(case), data_paths(case, &selection.tasks));
+    let (options, paths) = (options(case), data_overrides(case, &selection.tasks));
     let hub = Hub::new(HubSettings { offline: true, ..HubSettings::new(files.path()) }).unwrap();
     let answers: Vec<String> = serde_json::from_value(case.get("answers").cloned().unwrap_or(json!(["x"]))).unwrap();
     let mut runs = Vec::new();

@@ -1,4 +1,4 @@
-//! Tasks from their questions to their results, with any source of answers: `evaluator run` and a run of the trainer ask alike.
+//! Evaluation of tasks: instances, requests, scores and results. Used by `evaluator run` and by the trainer.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -7,33 +7,33 @@ use anyhow::{Result, ensure};
 use serde_json::{Value as Json, json};
 
 use crate::results::{Results, TaskRun, assemble};
-use crate::task::{Group, Instance, OutputType, PromptOptions, Task};
+use crate::task::{Instance, OutputType, PromptOptions, Task, TaskGroup};
 use candlewick_inference::answer::{Answered, Answers, Unscorable};
 use candlewick_inference::request::{Request, Response};
 
-/// What tasks ask of a model.
-pub struct Questions<'a> {
+/// Tasks with their instances: requests to a model, scores and results.
+pub struct Evaluation<'a> {
     tasks: Vec<Task>,
-    groups: Vec<Group>,
-    /// Of each task.
+    groups: Vec<TaskGroup>,
+    /// One entry for each task.
     options: Vec<PromptOptions<'a>>,
-    /// Of each task.
-    asked: Vec<Vec<Instance>>,
+    /// One entry for each task.
+    instances: Vec<Vec<Instance>>,
 }
 
-impl<'a> Questions<'a> {
-    /// Writes all prompts. `options` are those of each task, `groups` those whose scores are wanted.
-    pub fn new(tasks: Vec<Task>, groups: Vec<Group>, options: Vec<PromptOptions<'a>>) -> Result<Self> {
-        let asked = tasks.iter().zip(&options).map(|(task, options)| Ok(task.instances(options)?));
-        let asked = asked.collect::<Result<Vec<Vec<Instance>>>>()?;
-        Ok(Self { tasks, groups, options, asked })
+impl<'a> Evaluation<'a> {
+    /// Builds all instances. `options` holds one entry for each task; `groups` are the scored groups.
+    pub fn new(tasks: Vec<Task>, groups: Vec<TaskGroup>, options: Vec<PromptOptions<'a>>) -> Result<Self> {
+        let instances = tasks.iter().zip(&options).map(|(task, options)| Ok(task.instances(options)?));
+        let instances = instances.collect::<Result<Vec<Vec<Instance>>>>()?;
+        Ok(Self { tasks, groups, options, instances })
     }
 
-    /// What of the tasks' `generation_kwargs` has no effect, each said once.
+    /// Returns a warning for each of the tasks' `generation_kwargs` without effect.
     pub fn warnings(&self) -> Vec<String> {
         let of_task = |(task, options): (&Task, &PromptOptions)| {
             let name = task.config().task.clone();
-            let said = crate::task::without_effect(&task.generation_kwargs(options));
+            let said = crate::task::ignored_kwargs(&task.generation_kwargs(options));
             said.into_iter().map(move |said| format!("{name}: generation_kwargs: {said}"))
         };
         let generates = |(task, _): &(&Task, &PromptOptions)| task.config().output_type == OutputType::GenerateUntil;
@@ -45,30 +45,30 @@ impl<'a> Questions<'a> {
         self.tasks.iter().map(|task| format!("{}: {}", task.config().task, task.data()))
     }
 
-    /// Names the tasks whose examples come from the evaluated split.
+    /// Returns a note for each task whose few-shot examples come from the evaluated split.
     pub fn fewshot_notes(&self) -> impl Iterator<Item = String> {
         let note = |task: &Task| Some(format!("{}: {}", task.config().task, task.data().fewshot_note()?));
         self.tasks.iter().filter_map(note)
     }
 
-    /// For each task the prompt of its first document and the target, as text.
+    /// Returns the prompt and target of each task's first document.
     pub fn first(&self) -> impl Iterator<Item = String> {
-        self.tasks.iter().zip(&self.asked).filter_map(|(task, asked)| {
-            let Instance { doc_id, request, .. } = asked.first()?;
+        self.tasks.iter().zip(&self.instances).filter_map(|(task, instances)| {
+            let Instance { doc_id, request, .. } = instances.first()?;
             let name = &task.config().task;
             let target = task.target(*doc_id).ok()?;
             Some(format!("{name}: document {doc_id}; prompt:\n{}\n{name}: target: {target}", request.context()))
         })
     }
 
-    /// All requests, task by task.
+    /// Returns all requests, task by task.
     pub fn requests(&self) -> Vec<Request> {
-        self.asked.iter().flatten().map(|instance| instance.request.clone()).collect()
+        self.instances.iter().flatten().map(|instance| instance.request.clone()).collect()
     }
 
-    /// Asks all of it, and returns an answer to each of [`Questions::requests`]. A document with something that has no tokens to
-    /// score is left out: there are no answers to its requests. Where lm-eval is reproduced, which ends there, it is an error.
-    pub fn ask(&self, answers: &mut dyn Answers) -> Result<Vec<Option<Answered>>> {
+    /// Runs [`Evaluation::requests`] and returns one response each. A document without tokens to
+    /// score is skipped: its responses are `None`. With `compat` it is an error, as in lm-eval.
+    pub fn run_requests(&self, answers: &mut dyn Answers) -> Result<Vec<Option<Answered>>> {
         let requests = self.requests();
         let unscorable = match answers.answer(&requests) {
             Ok(answered) => return Ok(answered.into_iter().map(Some).collect()),
@@ -80,10 +80,10 @@ impl<'a> Questions<'a> {
         Ok(is_left_out.into_iter().map(|is_left_out| if is_left_out { None } else { answered.next() }).collect())
     }
 
-    /// For each request whether its document is left out.
+    /// Returns true for each request whose document is skipped.
     fn left_out(&self, unscorable: &Unscorable) -> Result<Vec<bool>> {
         let (mut all, mut n_before) = (Vec::new(), 0);
-        for ((task, options), instances) in self.tasks.iter().zip(&self.options).zip(&self.asked) {
+        for ((task, options), instances) in self.tasks.iter().zip(&self.options).zip(&self.instances) {
             let own = unscorable.requests.iter().filter_map(|request| instances.get(request.checked_sub(n_before)?));
             let docs: BTreeSet<usize> = own.map(|instance| instance.doc_id).collect();
             if let Some(first) = docs.first().filter(|_| options.compat) {
@@ -95,8 +95,8 @@ impl<'a> Questions<'a> {
         Ok(all)
     }
 
-    /// Scores the answers of [`Questions::ask`] task by task, and hands each task over when it is scored. Errors are
-    /// estimated from `n_resamples`.
+    /// Scores the responses of [`Evaluation::run_requests`], and calls `scored` after each task. Standard errors are
+    /// estimated from `n_resamples` bootstrap resamples.
     pub fn score(
         &self,
         answered: &[Option<Answered>],
@@ -119,7 +119,7 @@ impl<'a> Questions<'a> {
         Ok(runs)
     }
 
-    /// Puts the scores together, and counts the documents that did not fit into the model's context.
+    /// Assembles the results, and counts the truncated documents.
     pub fn results(&self, runs: &[TaskRun], answered: &[Option<Answered>]) -> Result<Results> {
         let mut results = assemble(runs, &self.groups);
         for (task, _, instances, own) in self.each(answered)? {
@@ -141,9 +141,9 @@ impl<'a> Questions<'a> {
         &'s self,
         mut answered: &'s [Option<Answered>],
     ) -> Result<Vec<(&'s Task, &'s PromptOptions<'a>, Cow<'s, [Instance]>, Vec<&'s Answered>)>> {
-        let n_asked: usize = self.asked.iter().map(Vec::len).sum();
+        let n_asked: usize = self.instances.iter().map(Vec::len).sum();
         ensure!(answered.len() == n_asked, "failed to score: {} answers to {n_asked} requests", answered.len());
-        let each = self.tasks.iter().zip(&self.options).zip(&self.asked).map(|((task, options), instances)| {
+        let each = self.tasks.iter().zip(&self.options).zip(&self.instances).map(|((task, options), instances)| {
             let (own, others) = answered.split_at(instances.len());
             answered = others;
             let answers: Vec<&Answered> = own.iter().flatten().collect();
@@ -158,7 +158,7 @@ impl<'a> Questions<'a> {
     }
 }
 
-/// How many documents had a request that was cut.
+/// Counts the documents with a truncated request.
 fn n_truncated(instances: &[Instance], answered: &[&Answered]) -> usize {
     let cut = instances.iter().zip(answered).filter(|(_, answered)| answered.n_cut > 0);
     let mut docs: Vec<usize> = cut.map(|(instance, _)| instance.doc_id).collect();

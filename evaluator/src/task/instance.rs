@@ -1,4 +1,4 @@
-//! A task with its documents at hand: what it asks of a model.
+//! Loaded tasks, and the instances built from their documents.
 
 use std::fmt;
 
@@ -8,65 +8,65 @@ use serde_json::{Map, Value as Json};
 
 use super::builtin::{self, Doc};
 use super::config::TaskConfig;
-use super::data::{self, Split, SplitData};
-use super::data_paths::DataPaths;
+use super::data::{self, DatasetSplit, SplitInfo};
+use super::data_override::DataOverrides;
 use super::error::TaskError;
-use super::fewshot::{Asking, Draws, Sampler};
-use super::field::{Reader, as_index};
+use super::fewshot::{EvalDoc, FewshotRng, FewshotSampler};
+use super::fewshot_pool::{FewshotPool, FewshotSplit, shots};
+use super::field::{CompiledField, as_index};
 use super::generation;
-use super::mersenne::Random;
 use super::metric::{self, Metric};
 use super::output_type::OutputType;
-use super::prompt::{PromptOptions, Style, Turn, joined, turns};
+use super::prompt::{PromptFormat, PromptOptions, PromptTurn, joined, turns};
 use super::python::repr;
 use super::python::text::ends_blank;
-use super::shots::{FewshotData, Shots, shots};
+use super::python_random::PythonRandom;
 use candlewick_inference::request::Request;
 
-/// One request about one document.
+/// Request about one document, as lm-eval's `Instance`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Instance {
-    /// The document's number in its split.
+    /// Index of the document in its split.
     pub doc_id: usize,
-    /// The request's number among those about the document.
+    /// Index of the request among those of the document.
     pub idx: usize,
-    /// Which of the task's `repeats` it is.
+    /// Index of the repetition, below the task's `repeats`.
     pub repeat: usize,
-    /// What is asked.
+    /// Request to the model.
     pub request: Request,
 }
 
-/// A task whose documents are loaded.
+/// Task with its loaded documents.
 pub struct Task {
     pub(crate) config: TaskConfig,
-    pub(crate) eval: Split,
-    shots: Shots,
-    pub(crate) doc_to_text: Reader,
-    pub(crate) doc_to_target: Reader,
-    pub(crate) doc_to_choice: Option<Reader>,
-    description: Option<Reader>,
-    gen_prefix: Option<Reader>,
-    shot: Shot,
-    /// Whether the choices are prompts and the target continues each of them.
+    pub(crate) eval: DatasetSplit,
+    shots: FewshotPool,
+    pub(crate) doc_to_text: CompiledField,
+    pub(crate) doc_to_target: CompiledField,
+    pub(crate) doc_to_choice: Option<CompiledField>,
+    description: Option<CompiledField>,
+    gen_prefix: Option<CompiledField>,
+    shot: FewshotExample,
+    /// True if the choices are contexts, each continued by the target.
     pub(crate) has_several_inputs: bool,
-    /// Whether a target is a list of which any will do.
+    /// True if a target is a list of accepted answers.
     pub(crate) has_several_targets: bool,
     pub(crate) process_results: Option<builtin::ProcessResults>,
 }
 
-/// The files that a task's documents are from.
+/// Data files of a task.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct TaskData {
-    /// The evaluated split.
+pub struct TaskDataFiles {
+    /// Evaluated split.
     #[serde(flatten)]
-    pub evaluated: SplitData,
-    /// The split of the examples, if there are any from a split.
+    pub evaluated: SplitInfo,
+    /// Split of the few-shot examples, if they come from a split.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub fewshot: Option<FewshotData>,
+    pub fewshot: Option<FewshotSplit>,
 }
 
-impl TaskData {
-    /// Returns a warning about examples from the evaluated split.
+impl TaskDataFiles {
+    /// Returns a note if few-shot examples come from the evaluated split.
     pub fn fewshot_note(&self) -> Option<String> {
         let split = &self.evaluated.split;
         let is_evaluated_split = self.fewshot.as_ref().is_some_and(|fewshot| fewshot.is_evaluated_split);
@@ -74,7 +74,7 @@ impl TaskData {
     }
 }
 
-impl fmt::Display for TaskData {
+impl fmt::Display for TaskDataFiles {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.evaluated)?;
         match &self.fewshot {
@@ -84,17 +84,22 @@ impl fmt::Display for TaskData {
     }
 }
 
-/// How an example is written.
-struct Shot {
-    text: Reader,
-    choice: Option<Reader>,
-    target: Reader,
-    prefix: Option<Reader>,
+/// Rendered few-shot example.
+struct FewshotExample {
+    text: CompiledField,
+    choice: Option<CompiledField>,
+    target: CompiledField,
+    prefix: Option<CompiledField>,
 }
 
 impl Task {
-    /// Loads a task's documents, and those of its examples if there are to be any.
-    pub fn open(hub: &Hub, config: TaskConfig, paths: &DataPaths, options: &PromptOptions) -> Result<Self, TaskError> {
+    /// Loads a task's documents and its few-shot pool.
+    pub fn open(
+        hub: &Hub,
+        config: TaskConfig,
+        paths: &DataOverrides,
+        options: &PromptOptions,
+    ) -> Result<Self, TaskError> {
         let process = config.process_docs.as_ref().map(builtin::process_docs).transpose()?;
         let eval = data::open(hub, &config, config.eval_split()?, paths, process)?;
         let first = eval.docs().first().cloned().ok_or_else(|| TaskError::Document {
@@ -102,10 +107,10 @@ impl Task {
             place: format!("split {}", config.eval_split().unwrap_or_default()),
             problem: "there are no documents".into(),
         })?;
-        let reader = |field: &Option<_>| field.as_ref().map(|field| Reader::new(field, &first)).transpose();
-        let missing = || TaskError::from(super::error::Fault::at(config.place.clone(), "a field is missing"));
+        let reader = |field: &Option<_>| field.as_ref().map(|field| CompiledField::new(field, &first)).transpose();
+        let missing = || TaskError::from(super::error::ConfigError::at(config.place.clone(), "a field is missing"));
         let fewshot = &config.fewshot;
-        let shot = Shot {
+        let shot = FewshotExample {
             text: reader(&fewshot.doc_to_text)?.ok_or_else(missing)?,
             choice: reader(&fewshot.doc_to_choice)?,
             target: reader(&fewshot.doc_to_target)?.ok_or_else(missing)?,
@@ -129,22 +134,22 @@ impl Task {
         Ok(task)
     }
 
-    /// The task's configuration.
+    /// Returns the task's configuration.
     pub fn config(&self) -> &TaskConfig {
         &self.config
     }
 
-    /// The documents that can be asked about.
+    /// Returns the documents of the evaluated split.
     pub fn docs(&self) -> &[Doc] {
         self.eval.docs()
     }
 
-    /// Returns the files of the evaluated split and of that of the examples.
-    pub fn data(&self) -> TaskData {
-        TaskData { evaluated: self.eval.data(), fewshot: self.shots.data.clone() }
+    /// Returns the data files of the evaluated split and of the few-shot split.
+    pub fn data(&self) -> TaskDataFiles {
+        TaskDataFiles { evaluated: self.eval.data(), fewshot: self.shots.data.clone() }
     }
 
-    /// How many examples stand before a question: what the run says, unless the task insists on none.
+    /// Returns the number of few-shot examples: `options.num_fewshot`, unless the task requires zero.
     pub fn num_fewshot(&self, options: &PromptOptions) -> usize {
         match (self.config.num_fewshot, options.num_fewshot) {
             (Some(0), _) => 0,
@@ -152,7 +157,7 @@ impl Task {
         }
     }
 
-    /// The same task with nothing scored: only answers are wanted.
+    /// Returns the task with the metric `bypass`, for `--predict-only`.
     #[must_use]
     pub fn predict_only(mut self) -> Self {
         self.config.metrics = vec![metric::bypass()];
@@ -160,19 +165,19 @@ impl Task {
         self
     }
 
-    /// The target of a document, as records list it.
+    /// Returns the target of a document as JSON for sample records.
     pub fn target(&self, doc_id: usize) -> Result<Json, TaskError> {
         let target = self.doc_to_target.target(&self.docs()[doc_id], self.doc_to_choice.is_some());
         target.map_err(|problem| self.blame(doc_id, problem))
     }
 
-    /// The choices of a document, if the task has any.
+    /// Returns the choices of a document, if the task has any.
     pub fn choices(&self, doc_id: usize) -> Result<Option<Vec<String>>, TaskError> {
         let choices = self.doc_to_choice.as_ref().map(|reader| reader.choices(&self.docs()[doc_id]));
         choices.transpose().map_err(|problem| self.blame(doc_id, problem))
     }
 
-    /// The numbers of the documents that a run asks about.
+    /// Returns the indices of the evaluated documents.
     pub fn doc_ids(&self, options: &PromptOptions) -> Result<Vec<usize>, TaskError> {
         let n = self.docs().len();
         if let Some(samples) = &options.samples {
@@ -191,11 +196,11 @@ impl Task {
         Ok((0..n.min(most)).collect())
     }
 
-    /// All requests, document by document. A document with nothing to score has none, unless lm-eval is reproduced.
+    /// Builds all instances, document by document. A document without text to score has none, except with `compat`.
     pub fn instances(&self, options: &PromptOptions) -> Result<Vec<Instance>, TaskError> {
         let mut draws = match options.compat {
-            true => Draws::Stream(Box::new(Random::new(options.fewshot_seed))),
-            false => Draws::Keyed { seed: options.fewshot_seed, task: &self.config.task },
+            true => FewshotRng::Stream(Box::new(PythonRandom::new(options.fewshot_seed))),
+            false => FewshotRng::Keyed { seed: options.fewshot_seed, task: &self.config.task },
         };
         let mut all = Vec::new();
         for doc_id in self.doc_ids(options)? {
@@ -211,7 +216,7 @@ impl Task {
         Ok(all)
     }
 
-    /// `generation_kwargs` as they are asked for.
+    /// Returns the effective `generation_kwargs`.
     pub fn generation_kwargs(&self, options: &PromptOptions) -> Map<String, Json> {
         let mut kwargs = self.config.generation_kwargs.clone();
         kwargs.extend(options.gen_kwargs.clone());
@@ -222,7 +227,7 @@ impl Task {
         TaskError::Document { task: self.config.task.clone(), place: self.eval.locate(doc_id), problem }
     }
 
-    /// The first document tells what kind of task it is.
+    /// Determines from the first document if choices are contexts and if targets are lists.
     fn try_first(&mut self, doc: &Doc) -> Result<(), TaskError> {
         let has_choices = self.doc_to_choice.is_some();
         let text = self.doc_to_text.text(doc, has_choices).map_err(|problem| self.blame(0, problem))?;
@@ -239,12 +244,17 @@ impl Task {
         }
     }
 
-    fn requests(&self, options: &PromptOptions, draws: &mut Draws, doc_id: usize) -> Result<Vec<Request>, TaskError> {
+    fn requests(
+        &self,
+        options: &PromptOptions,
+        draws: &mut FewshotRng,
+        doc_id: usize,
+    ) -> Result<Vec<Request>, TaskError> {
         let doc = &self.docs()[doc_id];
         let blame = |problem| self.blame(doc_id, problem);
         let prefix = self.gen_prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose().map_err(blame)?;
         let before = self.before(options, draws, doc_id).map_err(blame)?;
-        let style = Style { chat: options.chat, as_multiturn: options.fewshot_as_multiturn };
+        let style = PromptFormat { chat: options.chat, as_multiturn: options.fewshot_as_multiturn };
         let has_prefix = prefix.as_ref().is_some_and(|prefix| !prefix.is_empty());
         let print = |question: &str, target_delimiter: &str| {
             let mut all = before.clone();
@@ -261,8 +271,13 @@ impl Task {
         self.ask(options, doc_id, contexts, &choices)
     }
 
-    /// The system's turn and the examples.
-    fn before(&self, options: &PromptOptions, draws: &mut Draws, doc_id: usize) -> Result<Vec<Turn>, String> {
+    /// Returns the system turn and the few-shot examples.
+    fn before(
+        &self,
+        options: &PromptOptions,
+        draws: &mut FewshotRng,
+        doc_id: usize,
+    ) -> Result<Vec<PromptTurn>, String> {
         let doc = &self.docs()[doc_id];
         let config = &self.config.fewshot;
         let description = self.description.as_ref().map(|text| text.plain(doc)).transpose()?.unwrap_or_default();
@@ -270,21 +285,21 @@ impl Task {
         let system = joined(instruction, &description, self.config.fewshot_delimiter());
         let mut before = Vec::new();
         if !system.is_empty() {
-            before.push(Turn::new("system", system, ""));
+            before.push(PromptTurn::new("system", system, ""));
         }
         let n = self.num_fewshot(options);
         if n == 0 {
             return Ok(before);
         }
-        let Shots { docs, rows, leave_out, .. } = &self.shots;
-        let sampler = Sampler { docs, is_first_n: config.is_first_n, leaves_out: *leave_out, rows };
-        for shot in sampler.sample(draws, n, Asking { doc_id, row: self.eval.row(doc_id), doc })? {
+        let FewshotPool { docs, rows, leave_out, .. } = &self.shots;
+        let sampler = FewshotSampler { docs, is_first_n: config.is_first_n, leaves_out: *leave_out, rows };
+        for shot in sampler.sample(draws, n, EvalDoc { doc_id, row: self.eval.row(doc_id), doc })? {
             before.extend(self.example(shot)?);
         }
         Ok(before)
     }
 
-    fn example(&self, doc: &Doc) -> Result<Vec<Turn>, String> {
+    fn example(&self, doc: &Doc) -> Result<Vec<PromptTurn>, String> {
         let has_choices = self.doc_to_choice.is_some();
         let choices = self.shot.choice.as_ref().map(|reader| reader.choices(doc)).transpose()?;
         let prefix = self.shot.prefix.as_ref().map(|prefix| prefix.plain(doc)).transpose()?;
@@ -306,7 +321,7 @@ impl Task {
         Ok(turns(&question, Some(&answer), prefix.as_deref(), delimiters))
     }
 
-    /// Prompts as requests of the task's type.
+    /// Builds the requests of the task's output type.
     fn ask(
         &self,
         options: &PromptOptions,
@@ -346,7 +361,7 @@ impl Task {
         })
     }
 
-    /// What stands before a choice: nothing in a chat, unless it goes on with a prefix.
+    /// Returns the delimiter before a choice; empty in a chat without `gen_prefix`.
     fn choice_delimiter(&self, options: &PromptOptions) -> &str {
         let written = self.config.gen_prefix_as_written();
         let goes_on = !written.is_empty() && !ends_blank(written);
@@ -369,7 +384,7 @@ fn as_text(value: Json) -> Result<String, String> {
     }
 }
 
-/// A target of an example: a text, or the first of several.
+/// Returns the target of a few-shot example: a text, or the first of a list.
 fn first_text(target: Json) -> Result<String, String> {
     match target {
         Json::String(text) => Ok(text),

@@ -17,7 +17,7 @@ const FINDINGS: [Finding; 5] = [
 
 /// Rendered rows.
 #[derive(Debug, Default)]
-pub(super) struct HeldOutRows {
+pub(super) struct EvalLossRows {
     /// Sequences with targets, each with the place of its row.
     pub(super) sequences: Vec<(String, Sample)>,
     /// The number of rows with a sequence.
@@ -35,7 +35,7 @@ struct Found {
     first: String,
 }
 
-impl HeldOutRows {
+impl EvalLossRows {
     /// Adds a row and the sequences that it is cut into. Sequences without targets are left out.
     pub(super) fn add(&mut self, place: String, whole: &Sample, sequences: Vec<Sample>) {
         self.n_read += 1;
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn oddities_of_rows_are_counted_and_the_first_is_named() {
-        let mut rows = HeldOutRows::default();
+        let mut rows = EvalLossRows::default();
         let all = [
             sample(&[false, true], None),
             sample(&[true, false], Some(Finding::EmptyAnswer)),
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn tool_calls_that_are_not_rendered_are_refused() {
-        let mut rows = HeldOutRows::default();
+        let mut rows = EvalLossRows::default();
         let whole = sample(&[false, true], Some(Finding::AnswerNotRendered));
         rows.add("a:7".into(), &whole, vec![whole.clone()]);
         let said = rows.refuse_unrendered("chat template x").map_err(|error| format!("{error:#}")).err();
