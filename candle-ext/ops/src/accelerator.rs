@@ -25,7 +25,7 @@ impl DeviceChoice {
     pub fn open(self) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
-            Self::Auto => match why_no_gpu() {
+            Self::Auto => match gpu_unavailable_reason() {
                 Some(why) => {
                     if is_gpu_there() {
                         tracing::warn!("the CPU computes: {why}");
@@ -34,7 +34,7 @@ impl DeviceChoice {
                 }
                 None => gpu(0),
             },
-            Self::Cuda(ordinal) => match why_no_gpu() {
+            Self::Cuda(ordinal) => match gpu_unavailable_reason() {
                 Some(why) => bail!("open {self}: {why}"),
                 None => gpu(ordinal),
             },
@@ -68,13 +68,13 @@ impl fmt::Display for DeviceChoice {
 
 /// Says why no GPU can be used, if that is so.
 #[cfg(not(feature = "cuda"))]
-pub fn why_no_gpu() -> Option<String> {
+pub fn gpu_unavailable_reason() -> Option<String> {
     Some("this program was built without the cuda feature; scripts/build-gpu builds one with it".into())
 }
 
 /// Says why no GPU can be used, if that is so.
 #[cfg(feature = "cuda")]
-pub fn why_no_gpu() -> Option<String> {
+pub fn gpu_unavailable_reason() -> Option<String> {
     why_none_is_there().or_else(|| too_old(driver_release()?, COMPILED_FOR)).or_else(nvidia::missing)
 }
 
@@ -190,7 +190,7 @@ pub struct GpuInfo {
 /// Lists the GPUs that can be used.
 pub fn gpus() -> Vec<GpuInfo> {
     #[cfg(feature = "cuda")]
-    if why_no_gpu().is_none() {
+    if gpu_unavailable_reason().is_none() {
         return (0..).map_while(gpu_info).collect();
     }
     Vec::new()
@@ -225,7 +225,7 @@ pub fn gpu_memory(device: &Device) -> Option<u64> {
 /// visible ones in an order of its own. `None` where there is no such GPU.
 pub fn gpu_uuid(ordinal: usize) -> Option<String> {
     #[cfg(feature = "cuda")]
-    if why_no_gpu().is_none() {
+    if gpu_unavailable_reason().is_none() {
         use candle_core::cuda_backend::cudarc::driver::result;
         let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
         return Some(uuid_text(result::device::get_uuid(device).ok()?.bytes.map(|byte| byte as u8)));
@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn without_a_gpu_auto_is_the_cpu_and_cuda_an_error_that_says_why() {
-        if let Some(why) = why_no_gpu() {
+        if let Some(why) = gpu_unavailable_reason() {
             assert!(DeviceChoice::Auto.open().is_ok_and(|device| device.is_cpu()));
             let error = DeviceChoice::Cuda(0).open().err().map(|error| error.to_string());
             assert!(error.is_some_and(|error| error.contains("open cuda:0") && error.contains(&why)));

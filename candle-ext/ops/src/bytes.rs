@@ -21,7 +21,11 @@ pub fn with_bytes<R>(x: &Tensor, read: impl FnOnce(&[u8]) -> Result<R>) -> Resul
 }
 
 /// Makes a tensor on the CPU whose bytes `fill` writes.
-pub fn of_bytes(dtype: DType, shape: impl Into<Shape>, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Tensor> {
+pub fn tensor_from_bytes(
+    dtype: DType,
+    shape: impl Into<Shape>,
+    fill: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<Tensor> {
     let shape = shape.into();
     let mut values = FloatBuf::zeros(dtype, shape.elem_count())?;
     fill(match &mut values {

@@ -1,6 +1,6 @@
 //! Sums of products of two slices, written so that the compiler vectorises it.
 
-use crate::gemm::matrix::Old;
+use crate::gemm::matrix::Accumulate;
 use crate::simd::{prefetch, vectorised};
 
 /// Independent lanes: fast, exact enough for rows of thousands, and always in the same order.
@@ -25,7 +25,7 @@ pub(crate) struct Rows<'a, T> {
 #[inline(always)]
 pub(crate) fn dots<T: Copy>(
     out: &mut [f32],
-    old: Old,
+    accumulate: Accumulate,
     rows: Rows<'_, T>,
     a: &[f32],
     scale: f32,
@@ -35,7 +35,7 @@ pub(crate) fn dots<T: Copy>(
         let start = j * rows.stride;
         prefetch(rows.data.as_ptr().wrapping_add(start + rows.ahead), a.len());
         let sum = scale * sum_of_products(&rows.data[start..][..a.len()], a, widen);
-        *out = if old == Old::Keep { *out + sum } else { sum };
+        *out = if accumulate == Accumulate::Add { *out + sum } else { sum };
     }
 }
 
@@ -70,9 +70,9 @@ mod tests {
             let rounded: Vec<bf16> = a.iter().chain(&[9.0; 3]).chain(&a).copied().map(bf16::from_f32).collect();
             let rows = Rows { data: &rounded, stride: a.len() + 3, ahead: 1 };
             let mut out = [1.0; 2];
-            dots(&mut out, Old::Keep, rows, &b, 2.0, wide_bf16);
+            dots(&mut out, Accumulate::Add, rows, &b, 2.0, wide_bf16);
             assert_eq!(out, [1.0 + 2.0 * want; 2]);
-            dots(&mut out, Old::Overwrite, rows, &b, 2.0, wide_bf16);
+            dots(&mut out, Accumulate::Overwrite, rows, &b, 2.0, wide_bf16);
             assert_eq!(out, [2.0 * want; 2]);
         }
     }

@@ -11,25 +11,25 @@ use crate::weight::Weight;
 
 /// An input of an op.
 #[derive(Clone, Copy)]
-pub enum Input<'a> {
+pub enum OpInput<'a> {
     /// An activation, whose gradient the op's backward returns.
     Activation(&'a Tensor),
     /// A weight, to whose sink the op's backward adds by itself.
     Weight(&'a Weight),
     /// Trainable weights that the op's backward reaches by itself.
-    Trained,
+    InnerWeights,
 }
 
 /// The end of an exchange that has begun.
 pub type PendingExchange = Box<dyn FnOnce() -> Result<Tensor>>;
 
-impl<'a> From<&'a Tensor> for Input<'a> {
+impl<'a> From<&'a Tensor> for OpInput<'a> {
     fn from(tensor: &'a Tensor) -> Self {
         Self::Activation(tensor)
     }
 }
 
-impl<'a> From<&'a Weight> for Input<'a> {
+impl<'a> From<&'a Weight> for OpInput<'a> {
     fn from(weight: &'a Weight) -> Self {
         Self::Weight(weight)
     }
@@ -41,19 +41,19 @@ impl<'a> From<&'a Weight> for Input<'a> {
 /// and right for a weight. Without a tracked input or a trained weight the closure is dropped here, with all that it saved.
 pub fn record<const N: usize>(
     name: &'static str,
-    inputs: [Input<'_>; N],
+    inputs: [OpInput<'_>; N],
     output: Tensor,
     backward: impl FnOnce(&Tensor, &mut BackwardContext<'_>) -> Result<[Option<Tensor>; N]> + 'static,
 ) -> Tensor {
     with_recording(|recording| {
         let ids = inputs.map(|input| match input {
-            Input::Activation(x) => Some(x.id()).filter(|id| recording.tracked.contains(id)),
-            Input::Weight(_) | Input::Trained => None,
+            OpInput::Activation(x) => Some(x.id()).filter(|id| recording.tracked.contains(id)),
+            OpInput::Weight(_) | OpInput::InnerWeights => None,
         });
-        let trains = |input: &Input<'_>| match input {
-            Input::Activation(_) => false,
-            Input::Weight(weight) => weight.sink().is_some(),
-            Input::Trained => true,
+        let trains = |input: &OpInput<'_>| match input {
+            OpInput::Activation(_) => false,
+            OpInput::Weight(weight) => weight.sink().is_some(),
+            OpInput::InnerWeights => true,
         };
         if ids.iter().any(Option::is_some) || inputs.iter().any(trains) {
             recording.tracked.insert(output.id());
@@ -89,7 +89,7 @@ pub fn record_exchange(
     let y = forward(x)?;
     let saved = save(x);
     recompute_with(&y, move || forward(&saved.get()?));
-    let is_wanted = is_tracked(x);
+    let is_wanted = requires_grad(x);
     let y = record(name, [x.into()], y, move |dy, context| {
         let pending = start(dy)?;
         context.run_deferred()?;
@@ -102,18 +102,18 @@ pub fn record_exchange(
 }
 
 /// Runs `f` without recording, whatever is being recorded around it.
-pub fn untracked<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn no_grad<T>(f: impl FnOnce() -> Result<T>) -> Result<T> {
     Ok(within(Scope::default(), f)?.0)
 }
 
-/// Returns true inside `Tape::record`, unless [`untracked`] stands between.
+/// Returns true inside `Tape::record`, unless [`no_grad`] stands between.
 pub(crate) fn is_recording() -> bool {
     with_recording(|_| ()).is_some()
 }
 
 /// Returns true if the innermost tape wants the gradient of `x`: an input of the tape, or computed from one or from a
 /// trainable weight.
-pub fn is_tracked(x: &Tensor) -> bool {
+pub fn requires_grad(x: &Tensor) -> bool {
     with_recording(|recording| recording.tracked.contains(&x.id())).unwrap_or(false)
 }
 

@@ -53,7 +53,7 @@ mod tests {
     use candle_core::{Device, bail};
 
     use super::*;
-    use crate::{Tape, untracked};
+    use crate::{Tape, no_grad};
 
     /// Counts what is computed.
     #[derive(Default)]
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn scopes_inside_see_the_saved_outputs() {
         let ops = Ops::default();
-        let forward = || untracked(|| ops.run("op", 1.0));
+        let forward = || no_grad(|| ops.run("op", 1.0));
         let (_, saved) = save_outputs(forward).unwrap();
         assert_eq!(replay(saved, forward).unwrap(), [1.0, 2.0]);
         assert_eq!(ops.n_computed.get(), 1);

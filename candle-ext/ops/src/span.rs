@@ -3,11 +3,11 @@
 use tracing::span::EnteredSpan;
 
 /// The target of every span that a profile is made of.
-pub const PROFILE: &str = "profile";
+pub const PROFILE_TARGET: &str = "profile";
 
 /// Opens a span that ends when the guard is dropped. It costs nothing unless somebody listens.
 ///
 /// `pass` tells runs of one thing apart: forward and backward, say.
 pub fn span(name: &'static str, pass: &'static str) -> EnteredSpan {
-    tracing::trace_span!(target: PROFILE, "span", name, pass).entered()
+    tracing::trace_span!(target: PROFILE_TARGET, "span", name, pass).entered()
 }

@@ -14,24 +14,24 @@ const PAUSES: u32 = 4;
 
 /// Makes the calling thread one of them: it then works on what it would otherwise hand over and wait for. The first thing
 /// that a program does; later calls change nothing.
-pub fn join_compute_threads() {
+pub fn join_rayon_pool() {
     // An error means that the pool is there already.
     let _ = rayon::ThreadPoolBuilder::new().use_current_thread().build_global();
 }
 
-/// Keeps the other compute threads awake as long as it lives. See [`stay_awake`].
+/// Keeps the other compute threads awake as long as it lives. See [`spin_workers`].
 #[must_use = "the threads may sleep when it is dropped"]
-pub struct Awake {
+pub struct SpinGuard {
     done: Arc<AtomicBool>,
 }
 
 /// Keeps the compute threads awake between ops if `device` is a CPU. Waking a thread takes longer than many an op, and rayon's
 /// threads sleep after microseconds without work. A call from a thread outside of the pool does nothing.
-pub fn stay_awake(device: &Device) -> Option<Awake> {
-    device.is_cpu().then(Awake::begin)
+pub fn spin_workers(device: &Device) -> Option<SpinGuard> {
+    device.is_cpu().then(SpinGuard::begin)
 }
 
-impl Awake {
+impl SpinGuard {
     fn begin() -> Self {
         let done = Arc::new(AtomicBool::new(false));
         if let Some(caller) = rayon::current_thread_index() {
@@ -47,7 +47,7 @@ impl Awake {
     }
 }
 
-impl Drop for Awake {
+impl Drop for SpinGuard {
     fn drop(&mut self) {
         self.done.store(true, Ordering::Relaxed);
     }
@@ -77,8 +77,8 @@ mod tests {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build()?;
         for _ in 0..50 {
             let sum: usize = pool.install(|| {
-                let _awake = Awake::begin();
-                let _nested = Awake::begin();
+                let _spinning = SpinGuard::begin();
+                let _nested = SpinGuard::begin();
                 (0..1000usize).into_par_iter().with_max_len(1).sum()
             });
             assert_eq!(sum, 499_500);
@@ -88,6 +88,6 @@ mod tests {
 
     #[test]
     fn a_thread_of_another_pool_or_none_keeps_nobody_awake() {
-        drop(Awake::begin());
+        drop(SpinGuard::begin());
     }
 }

@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Shape, Tensor, bail};
 
 use crate::cost::{Cost, bytes};
 use crate::in_place::copy_into;
-use crate::recording::{Input, is_recording, is_tracked, record, untracked};
+use crate::recording::{OpInput, is_recording, no_grad, record, requires_grad};
 use crate::saved::SavedOutputs;
 use crate::span::span;
 use crate::tape::Tape;
@@ -23,8 +23,8 @@ pub fn tiled(x: &Tensor, tile_rows: usize, f: impl Fn(&Tensor, usize) -> Result<
     }
     let tiled = Tiled { x: x.clone(), tile_rows, f };
     let (y, trains_weights) = tiled.forward()?;
-    let inside = if trains_weights { Input::Trained } else { Input::Activation(x) };
-    let wants_dx = is_tracked(x);
+    let inside = if trains_weights { OpInput::InnerWeights } else { OpInput::Activation(x) };
+    let wants_dx = requires_grad(x);
     Ok(record("tiled", [x.into(), inside], y, move |dy, _| Ok([tiled.backward(dy, wants_dx)?, None])))
 }
 
@@ -80,7 +80,7 @@ impl<F: Fn(&Tensor, usize) -> Result<Tensor>> Tiled<F> {
                 trains_weights = !tape.is_empty();
                 tape.output().clone()
             } else {
-                untracked(run)?
+                no_grad(run)?
             };
             let y = match &y {
                 Some(y) => y,

@@ -41,7 +41,7 @@ pub fn to_host_contiguous(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Numbers on their way from a device.
-pub struct Readout(Way);
+pub struct DeviceReadback(Way);
 
 enum Way {
     Here(Vec<f32>),
@@ -49,7 +49,7 @@ enum Way {
     OnCuda(crate::cuda::transfer::Readback),
 }
 
-impl Readout {
+impl DeviceReadback {
     /// Begins to copy f32 [n]: what it holds when all work so far is done.
     pub fn start(x: &Tensor) -> Result<Self> {
         if x.dtype() != DType::F32 || x.rank() != 1 {
@@ -62,7 +62,7 @@ impl Readout {
         }))
     }
 
-    /// Tells whether [`Readout::wait`] returns at once.
+    /// Tells whether [`DeviceReadback::wait`] returns at once.
     pub fn is_ready(&self) -> bool {
         match &self.0 {
             Way::Here(_) => true,
@@ -82,20 +82,22 @@ impl Readout {
 }
 
 /// Copies a CPU tensor into the contiguous view `dst` of a device's tensor of the same format, without waiting for it.
-pub fn send_into(dst: &Tensor, src: &Tensor) -> Result<()> {
+pub fn upload_into(dst: &Tensor, src: &Tensor) -> Result<()> {
     if dst.dtype() != src.dtype() || dst.elem_count() != src.elem_count() {
         let [dst, src] = [dst, src].map(|x| (x.dtype(), x.dims().to_vec()));
-        bail!("send_into: {src:?} is not what {dst:?} holds")
+        bail!("upload_into: {src:?} is not what {dst:?} holds")
     }
     match dst.device() {
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => crate::bytes::with_bytes(src, |src| crate::cuda::transfer::send_into(dst, src, device)),
+        Device::Cuda(device) => {
+            crate::bytes::with_bytes(src, |src| crate::cuda::transfer::upload_into(dst, src, device))
+        }
         _ => crate::in_place::copy_into(dst, src),
     }
 }
 
 /// A tensor's values in the host's memory: for a while, to make room on a device. On the CPU they are there already.
-pub struct HostCopy(Kept);
+pub struct HostBuffer(Kept);
 
 enum Kept {
     Here(Tensor),
@@ -103,7 +105,7 @@ enum Kept {
     OffCuda(crate::cuda::transfer::Pinned),
 }
 
-impl HostCopy {
+impl HostBuffer {
     /// Begins to copy `x`, whose memory on the device is free again when all work so far is done.
     pub fn start(x: &Tensor) -> Result<Self> {
         Ok(Self(match x.device() {

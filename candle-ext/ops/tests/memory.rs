@@ -6,8 +6,8 @@ use std::sync::Mutex;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, GradSink, Precision, Reduction, SavedOutputs, Seqs, Tape, Upstream,
-    Weight, attention, linear, linear_cross_entropy, rms_norm, swiglu, swiglu_joined, tiled,
+    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, GradSink, LossGrad, OutputDtype, Reduction, SavedOutputs,
+    Tape, Weight, attention, linear, linear_cross_entropy, rms_norm, swiglu, swiglu_joined, tiled,
 };
 use peak_alloc::PeakAlloc;
 
@@ -23,7 +23,7 @@ const MIB: usize = 1 << 20;
 fn warm() {
     rayon::broadcast(|_| {
         let square = zeros((2, 2), DType::F32);
-        linear(&square, &Weight::frozen(square.clone()), None, Precision::Compute).unwrap();
+        linear(&square, &Weight::frozen(square.clone()), None, OutputDtype::SameAsInput).unwrap();
     });
 }
 
@@ -72,7 +72,7 @@ fn attention_is_linear_in_length() {
         let x = || Tensor::zeros((t, 2, 16), DType::F32, &Device::Cpu).unwrap();
         let (q, k, v) = (x(), x(), x());
         let spec = AttentionSpec { scale: 0.25, causal: true, window: None, choice: AttentionChoice::default() };
-        let seqs = Seqs::packed(vec![0, t]).unwrap();
+        let seqs = CuSeqlens::packed(vec![0, t]).unwrap();
         peak(|| {
             forth_and_back(&[&q, &k, &v], || attention(&q, &k, &v, &seqs, &spec));
         })
@@ -91,7 +91,7 @@ fn the_loss_never_holds_all_logits() {
     let targets = Tensor::zeros(t, DType::I64, &Device::Cpu).unwrap();
     let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk };
     let peak = peak(|| {
-        linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+        linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
     });
     // All logits are 64 MiB, those of a chunk 1 MiB.
     assert!(peak < 3 * MIB, "{peak}");
@@ -103,7 +103,7 @@ fn a_bf16_weight_is_never_widened_whole() {
     let w = Weight::frozen(zeros((n, k), DType::BF16));
     let x = zeros((4, k), DType::BF16);
     let peak = peak(|| {
-        forth_and_back(&[&x], || linear(&x, &w, None, Precision::Compute));
+        forth_and_back(&[&x], || linear(&x, &w, None, OutputDtype::SameAsInput));
     });
     // Whole, it is 32 MiB; a panel is 4 MiB, and a processor with large caches has products pack a few more.
     assert!(peak < 12 * MIB, "{peak}");
@@ -115,7 +115,7 @@ fn weight_gradients_need_no_buffer_of_their_own() {
     let of = |w: Weight| {
         let x = zeros((4, k), DType::F32);
         peak(|| {
-            forth_and_back(&[&x], || linear(&x, &w, None, Precision::Compute));
+            forth_and_back(&[&x], || linear(&x, &w, None, OutputDtype::SameAsInput));
         })
     };
     let value = || zeros((n, k), DType::F32);
@@ -139,9 +139,9 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
         peak(|| {
             let w = w.clone();
             let mlp = move |x: &Tensor, _| {
-                let gate = linear(x, &w[0], None, Precision::Compute)?;
-                let up = linear(x, &w[1], None, Precision::Compute)?;
-                linear(&swiglu(&gate, &up)?, &w[2], None, Precision::Compute)
+                let gate = linear(x, &w[0], None, OutputDtype::SameAsInput)?;
+                let up = linear(x, &w[1], None, OutputDtype::SameAsInput)?;
+                linear(&swiglu(&gate, &up)?, &w[2], None, OutputDtype::SameAsInput)
             };
             forth_and_back(&[&x], || tiled(&x, tile_rows, mlp));
         })
@@ -159,7 +159,7 @@ fn a_gated_output_saved_for_a_backward_that_follows_at_once_costs_no_peak_memory
     let value = zeros((d, f), DType::F32);
     let down = Weight::trainable(value.clone(), GradSink::new(value.zeros_like().unwrap()).unwrap());
     let gate_up = zeros((t, 2 * f), DType::F32);
-    let product = || linear(&swiglu_joined(&gate_up)?, &down, None, Precision::Compute);
+    let product = || linear(&swiglu_joined(&gate_up)?, &down, None, OutputDtype::SameAsInput);
     let recomputed = || Tape::record(&[&gate_up], product).unwrap();
     let saved = || Tape::replay(SavedOutputs::default(), &[&gate_up], product).unwrap();
     let forward_and_backward = |record: &dyn Fn() -> Tape| {
@@ -184,8 +184,8 @@ fn tapes_do_not_hold_recomputable_activations() {
     let (square, down) = (trainable(zeros((d, d), DType::F32)), trainable(zeros((d, f), DType::F32)));
     let norm = trainable(Tensor::zeros(d, DType::F32, &Device::Cpu).unwrap());
     let (x, gate, up) = (zeros((t, d), DType::F32), zeros((t, f), DType::F32), zeros((t, f), DType::F32));
-    let product = || linear(&swiglu(&gate, &up)?, &down, None, Precision::Compute);
-    let normed = || linear(&rms_norm(&x, &norm, 1e-6)?, &square, None, Precision::Compute);
+    let product = || linear(&swiglu(&gate, &up)?, &down, None, OutputDtype::SameAsInput);
+    let normed = || linear(&rms_norm(&x, &norm, 1e-6)?, &square, None, OutputDtype::SameAsInput);
     // The output of either is 0.25 MiB. The product is 4 MiB, the normalised input 0.25.
     let (product, normed) = (held(&[&gate, &up], product), held(&[&x], normed));
     assert!(product < MIB / 2, "{product}");

@@ -6,9 +6,10 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candlewick_ops::{
-    AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, Dropout, GradPolicy, GradScaler,
-    GradSink, Precision, Reduction, Seqs, Tape, Upstream, Weight, adamw, add, add_rms_norm, attention, copy_into,
-    dropout, embedding, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares, swiglu_joined, zero_,
+    AdamW, AdamWState, AttentionChoice, AttentionImpl, AttentionSpec, CrossEntropy, CuSeqlens, Dropout, GradPolicy,
+    GradScaler, GradSink, LossGrad, OutputDtype, Reduction, Tape, Weight, adamw, add, add_rms_norm, attention,
+    copy_into, dropout, embedding, linear, linear_cross_entropy, rms_norm, rope, set_rows, sum_of_squares,
+    swiglu_joined, zero_,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -206,7 +207,7 @@ fn attentions_by(name: &'static str, by: AttentionImpl, model: &Model, t: usize,
     ];
     let shape = vec![("t", t), ("n_seqs", n_seqs), ("hq", hq), ("hkv", hkv), ("k", k)];
     both(name, shape, costs, move |device| {
-        let seqs = Seqs::packed((0..=n_seqs).map(|i| i * len).collect())?;
+        let seqs = CuSeqlens::packed((0..=n_seqs).map(|i| i * len).collect())?;
         let choice = AttentionChoice { implementation: by, deterministic: false };
         let spec = AttentionSpec { scale: (k as f32).powf(-0.5), causal: true, window: None, choice };
         let qkv = [randn((t, hq, k), device)?, randn((t, hkv, k), device)?, randn((t, hkv, k), device)?];
@@ -220,7 +221,7 @@ fn linears(t: usize, k: usize, n: usize) -> Vec<Case> {
     let flops = 2.0 * x * n as f64;
     let cost = |bytes| Cost { bytes, flops };
     let shape = || vec![("t", t), ("k", k), ("n", n)];
-    let product = |x: &Tensor, w: &Weight| linear(x, w, None, Precision::Compute);
+    let product = |x: &Tensor, w: &Weight| linear(x, w, None, OutputDtype::SameAsInput);
     let [forward, grad_x] = both("linear", shape(), [cost(BF16 * (x + w + y)); 2], move |device| {
         let w = Weight::frozen(randn((n, k), device)?);
         Ok(Graph::new([randn((t, k), device)?], move |x| product(&x[0], &w)))
@@ -244,7 +245,7 @@ fn head(t: usize, model: &Model, chunk: usize) -> Case {
         let targets: Vec<i64> = random_below(v, t).into_iter().map(|id| id as i64).collect();
         let targets = Tensor::new(targets, &Device::Cpu)?;
         let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: chunk.clamp(1, t) };
-        Ok(Box::new(move || keep(linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0))?)))
+        Ok(Box::new(move || keep(linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0))?)))
     });
     Case { what: "forward+backward", cost, ..case }
 }
@@ -259,9 +260,9 @@ fn of_flat_buffers(n: usize) -> Vec<Case> {
             let [p, g, m, v] = [f32s(device)?, f32s(device)?, f32s(device)?, f32s(device)?];
             let copy = p.to_dtype(DType::BF16)?;
             let hyper = AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-            let scaler = GradScaler::new(GradPolicy::PLAIN, 9, device)?;
+            let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 9, device)?;
             let ones = |dtype| Tensor::ones(1, dtype, device);
-            scaler.judge(&ones(DType::F64)?, &ones(DType::F32)?, [hyper.beta1, hyper.beta2])?;
+            scaler.update(&ones(DType::F64)?, &ones(DType::F32)?, [hyper.beta1, hyper.beta2])?;
             Ok(Box::new(move || {
                 let state = AdamWState { master: &p, grad: &g, exp_avg: &m, exp_avg_sq: &v, compute: Some(&copy) };
                 keep(adamw(&hyper, &scaler, state)?)
@@ -270,9 +271,9 @@ fn of_flat_buffers(n: usize) -> Vec<Case> {
         // A sum of squares for each of a model's tensors, and the losses of a few micro-batches: what counts is that it is soon
         // done.
         once("grad_scaler", vec![("n_sums", 400)], 8.0 * 400.0, |device| {
-            let scaler = GradScaler::new(GradPolicy::PLAIN, 9, device)?;
+            let scaler = GradScaler::new(GradPolicy::NO_CLIP_NO_SCALE, 9, device)?;
             let (squares, losses) = (Tensor::ones(400, DType::F64, device)?, Tensor::ones(16, DType::F32, device)?);
-            Ok(Box::new(move || keep(scaler.judge(&squares, &losses, [0.9, 0.95])?)))
+            Ok(Box::new(move || keep(scaler.update(&squares, &losses, [0.9, 0.95])?)))
         }),
         once("copy_into f32 to bf16", shape(), bytes(F32 + BF16), move |device| {
             let (from, to) = (f32s(device)?, Tensor::zeros(n, DType::BF16, device)?);

@@ -8,13 +8,13 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::layout::{Head, Heads, pieces};
-use super::seqs::{Seqs, Span};
+use super::cu_seqlens::{CuSeqlens, Span};
+use super::layout::{Head, Heads, split_by_lens};
 use super::spec::AttentionSpec;
 use super::tile::{QUERIES, Queries, of_span};
 use crate::dot::dot;
 use crate::floats::Floats;
-use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
 use crate::simd::vectorised;
 
 /// What the forward left, and the cotangent of its output.
@@ -28,7 +28,7 @@ pub(super) struct Inputs<'a> {
 }
 
 /// Returns dq, dk and dv: f32 [heads, rows, dim].
-pub(super) fn run(inputs: &Inputs<'_>, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> [Vec<f32>; 3] {
+pub(super) fn run(inputs: &Inputs<'_>, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> [Vec<f32>; 3] {
     let Heads { n_kv, group, dim } = heads;
     let (n_heads, t, s) = (heads.n_queries(), seqs.n_tokens(), seqs.n_keys());
     let mut wide = [const { Vec::new() }; 5];
@@ -37,9 +37,9 @@ pub(super) fn run(inputs: &Inputs<'_>, seqs: &Seqs, spec: &AttentionSpec, heads:
     let (o, d_o) = (inputs.o.widened(o_wide), inputs.d_o.widened(d_o_wide));
     let [mut dq, mut dk, mut dv] = [t, s, s].map(|rows| vec![0.0; n_heads * rows * dim]);
     let tasks: Vec<(usize, Span)> = (0..n_heads).flat_map(|head| seqs.spans().map(move |span| (head, span))).collect();
-    let dq_pieces = pieces(&mut dq, tasks.iter().map(|(_, span)| span.q.len() * dim));
-    let dk_pieces = pieces(&mut dk, tasks.iter().map(|(_, span)| span.k.len() * dim));
-    let dv_pieces = pieces(&mut dv, tasks.iter().map(|(_, span)| span.k.len() * dim));
+    let dq_pieces = split_by_lens(&mut dq, tasks.iter().map(|(_, span)| span.q.len() * dim));
+    let dk_pieces = split_by_lens(&mut dk, tasks.iter().map(|(_, span)| span.k.len() * dim));
+    let dv_pieces = split_by_lens(&mut dv, tasks.iter().map(|(_, span)| span.k.len() * dim));
     let grads = dq_pieces.into_par_iter().zip(dk_pieces).zip(dv_pieces);
     tasks.par_iter().zip(grads).for_each(|((head, span), ((dq, dk), dv))| {
         let of_queries = |x| Head::new(x, n_heads, dim, *head);
@@ -126,16 +126,16 @@ impl Sequence<'_> {
             queries.scores(k, tile.len(), p);
             queries.probabilities(p, &tile, lse);
             let out = MatMut::new(ds, n_rows, tile.len());
-            gemm(out, Old::Overwrite, d_o, v.t(), 1.0, Threads::One);
+            gemm(out, Accumulate::Overwrite, d_o, v.t(), 1.0, Threads::One);
             softmax_backward(p, ds, &delta, tile.len());
             let keys = tile.start * dim..tile.end * dim;
             let p = Mat::new(p, n_rows, tile.len());
             let out = MatMut::new(&mut dv[keys.clone()], tile.len(), dim);
-            gemm(out, Old::Keep, p.t(), d_o, 1.0, Threads::One);
+            gemm(out, Accumulate::Add, p.t(), d_o, 1.0, Threads::One);
             let ds = Mat::new(ds, n_rows, tile.len());
             let out = MatMut::new(&mut dk[keys], tile.len(), dim);
-            gemm(out, Old::Keep, ds.t(), queries.q, scale, Threads::One);
-            gemm(MatMut::new(dq, n_rows, dim), Old::Keep, ds, k, scale, Threads::One);
+            gemm(out, Accumulate::Add, ds.t(), queries.q, scale, Threads::One);
+            gemm(MatMut::new(dq, n_rows, dim), Accumulate::Add, ds, k, scale, Threads::One);
         }
     }
 }

@@ -2,12 +2,12 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::cu_seqlens::CuSeqlens;
 use super::layout::Heads;
-use super::seqs::Seqs;
 use super::spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
 /// What computes one call.
-pub(super) enum Path {
+pub(super) enum AttentionKernel {
     Reference,
     Fused,
     #[cfg(feature = "cudnn")]
@@ -32,15 +32,19 @@ impl AttentionChoice {
         let scale = (dim as f32).powf(-0.5);
         let spec = AttentionSpec { scale, causal: true, window: None, choice: self };
         let heads = Heads { n_kv, group: n_query / n_kv.max(1), dim };
-        let (path, why_not_cudnn) = choose(&q, &Seqs::packed(vec![0, 2])?, &spec, heads, passes)?;
-        Ok(match (path, why_not_cudnn) {
-            (Path::Reference, _) => Some("attention: reference, with all scores of a sequence in memory".into()),
-            (Path::Fused, Some(why)) if device.is_cuda() => Some(format!("attention: fused; not cuDNN: {why}")),
-            (Path::Fused, _) => None,
+        let (kernel, why_not_cudnn) = choose(&q, &CuSeqlens::packed(vec![0, 2])?, &spec, heads, passes)?;
+        Ok(match (kernel, why_not_cudnn) {
+            (AttentionKernel::Reference, _) => {
+                Some("attention: reference, with all scores of a sequence in memory".into())
+            }
+            (AttentionKernel::Fused, Some(why)) if device.is_cuda() => {
+                Some(format!("attention: fused; not cuDNN: {why}"))
+            }
+            (AttentionKernel::Fused, _) => None,
             #[cfg(feature = "cudnn")]
-            (Path::Cudnn(plan), _) => Some(format!("attention: {}", plan.describe())),
+            (AttentionKernel::Cudnn(plan), _) => Some(format!("attention: {}", plan.describe())),
             #[cfg(feature = "flash-attn")]
-            (Path::Flash, _) => Some("attention: FlashAttention 2".into()),
+            (AttentionKernel::Flash, _) => Some("attention: FlashAttention 2".into()),
         })
     }
 }
@@ -48,36 +52,36 @@ impl AttentionChoice {
 /// Decides, and says why it is not cuDNN if it might have been.
 pub(super) fn choose(
     q: &Tensor,
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
     passes: AttentionPasses,
-) -> Result<(Path, Option<String>)> {
+) -> Result<(AttentionKernel, Option<String>)> {
     match spec.choice.implementation {
-        AttentionImpl::Reference => Ok((Path::Reference, None)),
-        AttentionImpl::Fused => Ok((Path::Fused, None)),
+        AttentionImpl::Reference => Ok((AttentionKernel::Reference, None)),
+        AttentionImpl::Fused => Ok((AttentionKernel::Fused, None)),
         AttentionImpl::Cudnn => match cudnn(q, seqs, spec, heads, passes) {
-            Ok(path) => Ok((path, None)),
+            Ok(kernel) => Ok((kernel, None)),
             Err(why) => bail!("attention: cuDNN was asked for and cannot be used: {why}; `fused` is our own kernel"),
         },
         AttentionImpl::Flash => match flash(q.device(), passes) {
-            Ok(path) => Ok((path, None)),
+            Ok(kernel) => Ok((kernel, None)),
             Err(why) => bail!("attention: flash was asked for and cannot be used: {why}; `fused` is our own kernel"),
         },
         AttentionImpl::Auto => match left_to_cudnn(seqs, spec).and_then(|()| cudnn(q, seqs, spec, heads, passes)) {
-            Ok(path) => Ok((path, None)),
+            Ok(kernel) => Ok((kernel, None)),
             // What cuDNN says beyond its first line is a list of engines.
-            Err(why) => Ok((Path::Fused, why.lines().next().map(str::to_owned))),
+            Err(why) => Ok((AttentionKernel::Fused, why.lines().next().map(str::to_owned))),
         },
     }
 }
 
 /// What only `auto` leaves to our kernel.
-fn left_to_cudnn(seqs: &Seqs, spec: &AttentionSpec) -> std::result::Result<(), String> {
+fn left_to_cudnn(seqs: &CuSeqlens, spec: &AttentionSpec) -> std::result::Result<(), String> {
     if spec.choice.deterministic {
         return Err("deterministic, it takes memory that grows with the square of the length".into());
     }
-    if seqs.cu_q() != seqs.cu_k() {
+    if seqs.cu_seqlens_q() != seqs.cu_seqlens_k() {
         return Err("it is left out where keys are remembered".into());
     }
     if seqs.spans().all(|span| span.k.len() <= 1) {
@@ -114,30 +118,36 @@ pub(super) fn or_fused<T>(
 #[cfg(feature = "cudnn")]
 fn cudnn(
     q: &Tensor,
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
     passes: AttentionPasses,
-) -> std::result::Result<Path, String> {
-    super::cudnn::plan(q, seqs, spec, heads, passes).map(|plan| Path::Cudnn(Box::new(plan)))
+) -> std::result::Result<AttentionKernel, String> {
+    super::cudnn::plan(q, seqs, spec, heads, passes).map(|plan| AttentionKernel::Cudnn(Box::new(plan)))
 }
 
 #[cfg(not(feature = "cudnn"))]
-fn cudnn(q: &Tensor, _: &Seqs, _: &AttentionSpec, _: Heads, _: AttentionPasses) -> std::result::Result<Path, String> {
+fn cudnn(
+    q: &Tensor,
+    _: &CuSeqlens,
+    _: &AttentionSpec,
+    _: Heads,
+    _: AttentionPasses,
+) -> std::result::Result<AttentionKernel, String> {
     Err(match q.device() {
         Device::Cpu => "it computes on GPUs only, and this is the CPU".into(),
         _ => "this program was built without the cudnn feature; scripts/build-gpu builds one with it".into(),
     })
 }
 
-fn flash(device: &Device, passes: AttentionPasses) -> std::result::Result<Path, &'static str> {
+fn flash(device: &Device, passes: AttentionPasses) -> std::result::Result<AttentionKernel, &'static str> {
     match (device, passes) {
         (Device::Cuda(_), AttentionPasses::Forward) => {}
         (Device::Cuda(_), AttentionPasses::Both) => return Err("it has no backward"),
         _ => return Err("it computes on GPUs only"),
     }
     #[cfg(feature = "flash-attn")]
-    return Ok(Path::Flash);
+    return Ok(AttentionKernel::Flash);
     #[cfg(not(feature = "flash-attn"))]
     Err("this program was built without the flash-attn feature")
 }
@@ -158,7 +168,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn check_left(seqs: &Seqs, choice: AttentionChoice, want: Option<&str>) {
+    fn check_left(seqs: &CuSeqlens, choice: AttentionChoice, want: Option<&str>) {
         let left = left_to_cudnn(seqs, &spec(choice)).err();
         match want {
             None => assert_eq!(left, None),
@@ -175,11 +185,11 @@ mod tests {
             (vec![0, 1, 3], None),
             (vec![0, 1, 1, 300, 301], None),
         ] {
-            check_left(&Seqs::packed(lens).unwrap(), auto, want);
+            check_left(&CuSeqlens::packed(lens).unwrap(), auto, want);
         }
-        check_left(&Seqs::with_keys(vec![0, 1], vec![0, 9]).unwrap(), auto, Some("keys are remembered"));
+        check_left(&CuSeqlens::from_q_and_k(vec![0, 1], vec![0, 9]).unwrap(), auto, Some("keys are remembered"));
         let deterministic = AttentionChoice { deterministic: true, ..auto };
-        check_left(&Seqs::packed(vec![0, 9]).unwrap(), deterministic, Some("square of the length"));
+        check_left(&CuSeqlens::packed(vec![0, 9]).unwrap(), deterministic, Some("square of the length"));
     }
 
     #[test]

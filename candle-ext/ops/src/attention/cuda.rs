@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::cu_seqlens::{CuSeqlens, Span};
 use super::layout::Heads;
-use super::seqs::{Seqs, Span};
 use super::spec::AttentionSpec;
 use crate::cuda::{Address, Arg, Blocks, Gpu, Out, address, gpu, kernels, suffix};
 use crate::transfer::upload_table;
@@ -39,7 +39,7 @@ pub(super) struct Inputs<'a> {
 
 impl ForwardState {
     /// Of a forward whose log-sum-exp is known, f32 [t, hq].
-    pub(super) fn new(lse: &Tensor, q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
+    pub(super) fn new(lse: &Tensor, q: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
         Ok(Self { lse: lse.clone(), problem: Problem::new(q, seqs, spec, heads)? })
     }
 
@@ -52,7 +52,7 @@ impl ForwardState {
 /// Returns o.
 pub(super) fn forward(
     [q, k, v]: [&Tensor; 3],
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
 ) -> Result<(Out, ForwardState)> {
@@ -138,17 +138,17 @@ enum Kernel {
 
 /// How kernels multiply.
 #[derive(Clone, Copy)]
-enum Way {
+enum MathMode {
     /// By ordinary arithmetic in f32.
-    Plain,
+    CudaCores,
     /// On tensor cores.
-    Mma,
+    TensorCores,
 }
 
 /// Which form of the kernels, and the tiles that it takes.
 #[derive(Clone, Copy)]
-struct Form {
-    way: Way,
+struct TileConfig {
+    math: MathMode,
     /// The largest head dim.
     dim: usize,
     threads: usize,
@@ -157,28 +157,30 @@ struct Form {
     keys: usize,
 }
 
-impl Form {
+impl TileConfig {
     const fn mma(dim: usize) -> Self {
-        Self { way: Way::Mma, dim, threads: 128, rows: 128, keys: 64 }
+        Self { math: MathMode::TensorCores, dim, threads: 128, rows: 128, keys: 64 }
     }
 
     const fn plain(dim: usize) -> Self {
-        Self { way: Way::Plain, dim, threads: 256, rows: 64, keys: 64 }
+        Self { math: MathMode::CudaCores, dim, threads: 256, rows: 64, keys: 64 }
     }
 
     /// Tensor cores take 16-bit formats, rows that can be read 16 bytes at a time, and a scale under which the greatest
     /// product is the greatest score.
     fn choose(dtype: DType, dim: usize, scale: f32) -> Result<Self> {
-        const F32: &[Form] = &[Form::plain(64), Form::plain(96), Form::plain(128), Form::plain(MAX_DIM)];
-        const ALIGNED: &[Form] = &[Form::mma(64), Form::mma(96), Form::mma(128), Form::plain(MAX_DIM)];
-        const OTHERS: &[Form] = &[Form::plain(MAX_DIM)];
+        const F32: &[TileConfig] =
+            &[TileConfig::plain(64), TileConfig::plain(96), TileConfig::plain(128), TileConfig::plain(MAX_DIM)];
+        const ALIGNED: &[TileConfig] =
+            &[TileConfig::mma(64), TileConfig::mma(96), TileConfig::mma(128), TileConfig::plain(MAX_DIM)];
+        const OTHERS: &[TileConfig] = &[TileConfig::plain(MAX_DIM)];
         let forms = match dtype {
             DType::F32 => F32,
             _ if dim.is_multiple_of(8) && scale > 0.0 => ALIGNED,
             _ => OTHERS,
         };
-        match forms.iter().find(|form| dim <= form.dim) {
-            Some(form) => Ok(*form),
+        match forms.iter().find(|tiles| dim <= tiles.dim) {
+            Some(tiles) => Ok(*tiles),
             None => bail!("{OP}: on CUDA a head dim of at most {MAX_DIM}, not {dim}"),
         }
     }
@@ -188,11 +190,11 @@ impl Form {
     fn shared_bytes(self, kernel: Kernel) -> usize {
         let step_keys = if self.dim > 64 { 32 } else { 64 };
         let step_rows = if self.dim > 96 { 32 } else { 64 };
-        let (n_rows, n_floats) = match (self.way, kernel) {
-            (Way::Plain, _) => (0, 0),
-            (Way::Mma, Kernel::Forward) => (self.rows + 4 * 64, 0),
-            (Way::Mma, Kernel::GradQ) => (2 * self.rows + 4 * step_keys, 0),
-            (Way::Mma, Kernel::GradKv) => (2 * self.keys + 4 * step_rows, (4 + self.keys) * step_rows),
+        let (n_rows, n_floats) = match (self.math, kernel) {
+            (MathMode::CudaCores, _) => (0, 0),
+            (MathMode::TensorCores, Kernel::Forward) => (self.rows + 4 * 64, 0),
+            (MathMode::TensorCores, Kernel::GradQ) => (2 * self.rows + 4 * step_keys, 0),
+            (MathMode::TensorCores, Kernel::GradKv) => (2 * self.keys + 4 * step_rows, (4 + self.keys) * step_rows),
         };
         n_rows * self.dim * 2 + n_floats * 4
     }
@@ -206,14 +208,14 @@ struct Problem {
     n_seqs: usize,
     n_row_tiles: usize,
     n_key_tiles: usize,
-    form: Form,
+    tiles: TileConfig,
     dtype: DType,
     heads: Heads,
     spec: AttentionSpec,
 }
 
 impl Problem {
-    fn new(q: &Tensor, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
+    fn new(q: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
         let n_rows = seqs.n_tokens().saturating_mul(heads.n_kv * heads.group).max(seqs.n_keys());
         if n_rows > MAX_ROWS {
             bail!("{OP}: {n_rows} queries of all heads, or keys, are more than {MAX_ROWS}")
@@ -223,19 +225,22 @@ impl Problem {
         if let Some(distance) = seqs.spans().map(distance).find(|distance| *distance > MAX_ROWS as isize) {
             bail!("{OP}: a query and a key lie {distance} tokens apart, more than {MAX_ROWS}")
         }
-        let form = Form::choose(q.dtype(), heads.dim, spec.scale)?;
-        let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(form.rows)));
-        let key_tiles = cumulative(seqs.spans().map(|span| span.k.len().div_ceil(form.keys)));
+        let tiles = TileConfig::choose(q.dtype(), heads.dim, spec.scale)?;
+        let row_tiles = cumulative(seqs.spans().map(|span| (span.q.len() * heads.group).div_ceil(tiles.rows)));
+        let key_tiles = cumulative(seqs.spans().map(|span| span.k.len().div_ceil(tiles.keys)));
         let n_seqs = seqs.n_seqs();
-        let mut table: Vec<u32> =
-            [seqs.cu_q(), seqs.cu_k(), &row_tiles, &key_tiles].concat().into_iter().map(|n| n as u32).collect();
+        let mut table: Vec<u32> = [seqs.cu_seqlens_q(), seqs.cu_seqlens_k(), &row_tiles, &key_tiles]
+            .concat()
+            .into_iter()
+            .map(|n| n as u32)
+            .collect();
         table.extend(seqs.spans().map(|span| span.first as i32 as u32).chain([0]));
         Ok(Self {
             table: upload_table(&table, (5, n_seqs + 1), q.device())?,
             n_seqs,
             n_row_tiles: row_tiles[n_seqs],
             n_key_tiles: key_tiles[n_seqs],
-            form,
+            tiles,
             dtype: q.dtype(),
             heads,
             spec: *spec,
@@ -246,7 +251,7 @@ impl Problem {
     ///
     /// The addresses must be the kernel's first parameters, good for the rows and keys of these sequences.
     unsafe fn launch(&self, on: Gpu, kernel: Kernel, addresses: &[Address]) -> Result<()> {
-        let Self { form, heads, spec, .. } = self;
+        let Self { tiles, heads, spec, .. } = self;
         let (name, n_tiles) = match kernel {
             Kernel::Forward => ("forward", self.n_row_tiles),
             Kernel::GradQ => ("grad_q", self.n_row_tiles),
@@ -262,13 +267,13 @@ impl Problem {
             Arg::I32(spec.window.unwrap_or(MAX_ROWS).min(MAX_ROWS) as i32),
             Arg::F32(spec.scale),
         ]);
-        let way = match form.way {
-            Way::Plain => "plain",
-            Way::Mma => "mma",
+        let math = match tiles.math {
+            MathMode::CudaCores => "plain",
+            MathMode::TensorCores => "mma",
         };
-        let name = format!("{name}_{way}_{}_{}", suffix(OP, self.dtype)?, form.dim);
+        let name = format!("{name}_{math}_{}_{}", suffix(OP, self.dtype)?, tiles.dim);
         let grid = [n_tiles, heads.n_kv, 1];
-        let blocks = Blocks { grid, threads: form.threads, shared_bytes: form.shared_bytes(kernel) };
+        let blocks = Blocks { grid, threads: tiles.threads, shared_bytes: tiles.shared_bytes(kernel) };
         // SAFETY: the caller answers for the addresses; the table has five rows of n_seqs + 1.
         unsafe { KERNELS.launch_blocks(on, &name, blocks, &args) }
     }

@@ -11,11 +11,11 @@ use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys::CUdevice_attribute};
 use candle_core::{CudaDevice, DType, Device, Error, Result, Tensor};
 
+use super::cu_seqlens::CuSeqlens;
 use super::cuda::{Inputs, aligned};
 use super::graphs::Graphs;
 use super::layout::Heads;
 use super::ragged::{Bucket, Tables};
-use super::seqs::Seqs;
 use super::spec::{AttentionPasses, AttentionSpec};
 use crate::cuda::{Address, Out, address, gpu};
 use crate::nvidia;
@@ -152,7 +152,7 @@ struct DeviceTables {
 /// Finds or builds the graphs of a call, or says why cuDNN does not take it.
 pub(super) fn plan(
     q: &Tensor,
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
     passes: AttentionPasses,
@@ -199,7 +199,14 @@ pub(super) fn plan(
 }
 
 /// The forward's. It does not depend on the number of tokens.
-fn shape(capability: i32, bucket: &Bucket, is_bf16: bool, seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Shape {
+fn shape(
+    capability: i32,
+    bucket: &Bucket,
+    is_bf16: bool,
+    seqs: &CuSeqlens,
+    spec: &AttentionSpec,
+    heads: Heads,
+) -> Shape {
     // One that holds every key is none.
     let window = spec.window.filter(|&window| window < bucket.max_k).unwrap_or(0);
     Shape {
@@ -214,7 +221,7 @@ fn shape(capability: i32, bucket: &Bucket, is_bf16: bool, seqs: &Seqs, spec: &At
         window: window as i64,
         scale_bits: spec.scale.to_bits(),
         is_causal: i32::from(spec.causal),
-        ends_together: i32::from((spec.causal || window > 0) && seqs.cu_q() != seqs.cu_k()),
+        ends_together: i32::from((spec.causal || window > 0) && seqs.cu_seqlens_q() != seqs.cu_seqlens_k()),
         is_bf16: i32::from(is_bf16),
         capability,
         is_backward: 0,
@@ -234,7 +241,7 @@ impl Plan {
 pub(super) fn forward(
     plan: Box<Plan>,
     qkv: [&Tensor; 3],
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     heads: Heads,
 ) -> Result<Explained<(Out, ForwardState)>> {
     let [q, k, v] = qkv.map(aligned);
@@ -254,7 +261,7 @@ pub(super) fn forward(
     // SAFETY: q and o are [t, hq, k], k and v [s, hkv, k], the statistics [t, hq], as the tables say; the sequences fit
     // into the bucket that the graph was built for.
     let ran = unsafe { run(q.device(), plan.forward, 0, addresses)? };
-    let has_unseen_keys = seqs.cu_q() != seqs.cu_k();
+    let has_unseen_keys = seqs.cu_seqlens_q() != seqs.cu_seqlens_k();
     Ok(ran.map(|()| (o, ForwardState { plan, stats: stats.into_tensor(n_rows), tables, has_unseen_keys })))
 }
 
@@ -287,7 +294,7 @@ pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<Expl
 }
 
 impl DeviceTables {
-    fn new(seqs: &Seqs, heads: Heads, batch: usize, device: &Device) -> Result<Self> {
+    fn new(seqs: &CuSeqlens, heads: Heads, batch: usize, device: &Device) -> Result<Self> {
         let Tables { lens, offsets, width } = Tables::new(seqs, heads, batch);
         let (lens, offsets) = (upload_table(&lens, (2, batch), device)?, upload_table(&offsets, (3, width), device)?);
         Ok(Self { lens, offsets, batch, width })

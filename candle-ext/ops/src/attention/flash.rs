@@ -2,17 +2,17 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::seqs::Seqs;
+use super::cu_seqlens::CuSeqlens;
 use super::spec::AttentionSpec;
 use crate::transfer::upload;
 
 /// Shapes as in [`super::attention`], bf16 or f16.
-pub(super) fn attention([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec) -> Result<Tensor> {
+pub(super) fn attention([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Tensor> {
     if seqs.n_tokens() == 0 {
         return q.zeros_like();
     }
-    let (cu_q, longest_q) = sequences(seqs.cu_q(), q.device())?;
-    let (cu_k, longest_k) = sequences(seqs.cu_k(), q.device())?;
+    let (cu_q, longest_q) = sequences(seqs.cu_seqlens_q(), q.device())?;
+    let (cu_k, longest_k) = sequences(seqs.cu_seqlens_k(), q.device())?;
     let before = spec.window.map(|window| window - 1);
     let after = spec.causal.then_some(0);
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::seqs::Seqs;
+use super::cu_seqlens::CuSeqlens;
 use super::spec::AttentionSpec;
 use crate::floats::{FloatsMut, check_dtype};
 use crate::gemm::Mat;
@@ -24,7 +24,7 @@ pub(super) struct Heads {
 
 impl Heads {
     /// Returns the heads of q, k and v. Fails unless their shapes and dtypes fit the sequences.
-    pub(super) fn of([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec) -> Result<Self> {
+    pub(super) fn of([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Self> {
         for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
             check_dtype("attention", name, tensor.dtype())?;
             if tensor.dtype() != q.dtype() {
@@ -113,6 +113,6 @@ pub(super) fn add_by_row(x: &[f32], sums: &mut [f32], n_heads: usize, dim: usize
 }
 
 /// Cuts `data` into consecutive pieces of the given lengths.
-pub(super) fn pieces(mut data: &mut [f32], lens: impl Iterator<Item = usize>) -> Vec<&mut [f32]> {
-    lens.map(|len| data.split_off_mut(..len).expect("the pieces tile the buffer")).collect()
+pub(super) fn split_by_lens(mut data: &mut [f32], lens: impl Iterator<Item = usize>) -> Vec<&mut [f32]> {
+    lens.map(|len| data.split_off_mut(..len).expect("the split_by_lens tile the buffer")).collect()
 }

@@ -1,7 +1,7 @@
 //! What cuDNN is told of packed sequences: counts that they fit in, and where each begins.
 
+use super::cu_seqlens::CuSeqlens;
 use super::layout::Heads;
-use super::seqs::Seqs;
 
 /// The counts that a graph of cuDNN is built for.
 ///
@@ -33,10 +33,10 @@ impl Bucket {
     /// The least longest sequence: a tile.
     const MIN_LEN: usize = 128;
 
-    pub(super) fn of(seqs: &Seqs) -> Self {
+    pub(super) fn of(seqs: &CuSeqlens) -> Self {
         let longest = |cu: &[usize]| cu.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
         let max = |cu| longest(cu).max(Self::MIN_LEN).next_power_of_two();
-        let (max_q, max_k) = (max(seqs.cu_q()), max(seqs.cu_k()));
+        let (max_q, max_k) = (max(seqs.cu_seqlens_q()), max(seqs.cu_seqlens_k()));
         Self {
             batch: seqs.n_seqs().max(Self::MIN_BATCH).next_power_of_two(),
             max_q,
@@ -64,7 +64,7 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    pub(super) fn new(seqs: &Seqs, heads: Heads, batch: usize) -> Self {
+    pub(super) fn new(seqs: &CuSeqlens, heads: Heads, batch: usize) -> Self {
         let width = batch + Bucket::MIN_BATCH;
         let mut lens = vec![0; 2 * batch];
         for (i, span) in seqs.spans().enumerate().filter(|(_, span)| !span.q.is_empty()) {
@@ -75,8 +75,9 @@ impl Tables {
         let offsets = |cu: &[usize], width_of_row: usize| -> Vec<i64> {
             (0..width).map(|i| (cu[i.min(seqs.n_seqs())] * width_of_row) as i64).collect()
         };
-        let (of_q, of_k) = (offsets(seqs.cu_q(), hq * heads.dim), offsets(seqs.cu_k(), heads.n_kv * heads.dim));
-        Self { lens, offsets: [of_q, of_k, offsets(seqs.cu_q(), hq)].concat(), width }
+        let (of_q, of_k) =
+            (offsets(seqs.cu_seqlens_q(), hq * heads.dim), offsets(seqs.cu_seqlens_k(), heads.n_kv * heads.dim));
+        Self { lens, offsets: [of_q, of_k, offsets(seqs.cu_seqlens_q(), hq)].concat(), width }
     }
 }
 
@@ -84,10 +85,10 @@ impl Tables {
 mod tests {
     use super::*;
 
-    fn packed(lens: &[usize]) -> Seqs {
+    fn packed(lens: &[usize]) -> CuSeqlens {
         let mut cu = vec![0];
         lens.iter().for_each(|len| cu.push(cu[cu.len() - 1] + len));
-        Seqs::packed(cu).expect("sequences")
+        CuSeqlens::packed(cu).expect("sequences")
     }
 
     #[test]
@@ -125,7 +126,7 @@ mod tests {
     #[test]
     fn tables_say_where_sequences_begin_and_fill_up_with_empty_ones() {
         let heads = Heads { n_kv: 2, group: 3, dim: 8 };
-        let seqs = Seqs::with_keys(vec![0, 5, 5, 7], vec![0, 5, 9, 12]).expect("sequences");
+        let seqs = CuSeqlens::from_q_and_k(vec![0, 5, 5, 7], vec![0, 5, 9, 12]).expect("sequences");
         let tables = Tables::new(&seqs, heads, 4);
         assert_eq!(tables.lens, [5, 0, 2, 0, 5, 0, 3, 0]);
         assert_eq!(tables.width, 8);

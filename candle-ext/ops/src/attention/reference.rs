@@ -2,27 +2,27 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 
+use super::cu_seqlens::{CuSeqlens, Span};
 use super::layout::Heads;
-use super::seqs::{Seqs, Span};
 use super::spec::AttentionSpec;
-use crate::recording::{Input, is_tracked, record};
+use crate::recording::{OpInput, record, requires_grad};
 
 /// See [`super::attention`]. In f32, whatever the inputs' format.
-pub(super) fn attention(inputs: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
-    if !inputs.iter().any(|x| is_tracked(x)) {
+pub(super) fn attention(inputs: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
+    if !inputs.iter().any(|x| requires_grad(x)) {
         return forward(inputs, seqs, spec, heads);
     }
     let [q, k, v] = inputs;
     let leaves = [Var::from_tensor(q)?, Var::from_tensor(k)?, Var::from_tensor(v)?];
     let y = forward(leaves.each_ref().map(|leaf| leaf.as_tensor()), seqs, spec, heads)?;
     let output = y.detach();
-    Ok(record("attention", inputs.map(Input::from), output, move |dy, _| {
+    Ok(record("attention", inputs.map(OpInput::from), output, move |dy, _| {
         let mut grads = (y * dy)?.sum_all()?.backward()?;
         Ok(leaves.each_ref().map(|leaf| grads.remove(leaf)))
     }))
 }
 
-fn forward([q, k, v]: [&Tensor; 3], seqs: &Seqs, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
+fn forward([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Tensor> {
     let outputs = seqs.spans().filter(|span| !span.q.is_empty()).map(|span| {
         let q = by_group(q, span.q.start, span.q.len(), heads.group)?;
         let k = by_group(k, span.k.start, span.k.len(), 1)?;

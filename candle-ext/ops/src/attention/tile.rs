@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::layout::Head;
 use super::spec::AttentionSpec;
 use crate::exp::exp;
-use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
 use crate::simd::vectorised;
 
 /// Keys in a tile.
@@ -57,7 +57,7 @@ impl Queries<'_> {
     /// scores [n, keys of the tile] = scale q k^T, masked or not.
     pub(super) fn scores(&self, k: Mat<'_>, n_keys: usize, scores: &mut [f32]) {
         let out = MatMut::new(scores, self.n, n_keys);
-        gemm(out, Old::Overwrite, self.q, k.t(), self.spec.scale, Threads::One);
+        gemm(out, Accumulate::Overwrite, self.q, k.t(), self.spec.scale, Threads::One);
     }
 
     /// Turns scores into probabilities e^(score - lse), zero where a query does not see the key.

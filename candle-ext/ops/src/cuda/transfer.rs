@@ -113,13 +113,13 @@ fn bytes_of<T: WithDType>(values: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) }
 }
 
-/// See [`crate::transfer::send_into`].
-pub(crate) fn send_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Result<()> {
+/// See [`crate::transfer::upload_into`].
+pub(crate) fn upload_into(dst: &Tensor, bytes: &[u8], device: &CudaDevice) -> Result<()> {
     if bytes.is_empty() {
         return Ok(());
     }
-    let to = address("send_into", dst)?;
-    send(bytes, to, device).map_err(|error| Error::Msg(format!("send_into: CUDA failed: {error}")))
+    let to = address("upload_into", dst)?;
+    send(bytes, to, device).map_err(|error| Error::Msg(format!("upload_into: CUDA failed: {error}")))
 }
 
 fn send(bytes: &[u8], to: super::Address, device: &CudaDevice) -> std::result::Result<(), DriverError> {
@@ -203,7 +203,7 @@ impl Pinned {
 
     pub(crate) fn into_host(self) -> Result<Tensor> {
         let bytes = self.readback.wait_for_bytes()?;
-        crate::bytes::of_bytes(self.dtype, self.shape.clone(), |host| {
+        crate::bytes::tensor_from_bytes(self.dtype, self.shape.clone(), |host| {
             host.copy_from_slice(bytes);
             Ok(())
         })

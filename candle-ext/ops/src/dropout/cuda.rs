@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 
 use super::mask::Dropout;
-use super::rows::Run;
+use super::rows::DropoutSpan;
 use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("dropout");
@@ -13,19 +13,19 @@ const OP: &str = "dropout";
 const PER_THREAD: usize = 8;
 
 /// Returns y = x mask / (1 - p), for each run of elements that of its place.
-pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[Run]) -> Result<Out> {
+pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[DropoutSpan]) -> Result<Out> {
     let on = gpu(OP, x)?;
     let y = Out::new(on, x.dtype(), x.elem_count())?;
     let name = format!("apply_{}", suffix(OP, x.dtype())?);
     for run in runs {
-        let (n, offset) = (run.here.len(), (run.here.start * x.dtype().size_in_bytes()) as u64);
+        let (n, offset) = (run.local.len(), (run.local.start * x.dtype().size_in_bytes()) as u64);
         let args = [
             Arg::Address(address(OP, x)? + offset),
             Arg::Address(y.address + offset),
             Arg::I64(n as i64),
             Arg::I64(run.width as i64),
             Arg::I64(run.stride as i64),
-            Arg::U64(spec.after(run.place).key),
+            Arg::U64(spec.after(run.global_start).key),
             Arg::U64(spec.threshold()),
             Arg::F32(spec.scale()),
         ];

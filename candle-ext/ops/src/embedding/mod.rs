@@ -33,8 +33,8 @@ pub fn embedding(ids: &Tensor, w: &Weight, padding: Option<u32>) -> Result<Tenso
 
 /// The same with a part of a table, whose rows are those of the ids from `first` on: other ids give zeros, and get no
 /// gradient. The sum over the parts of a table is the table's.
-pub fn embedding_part(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>) -> Result<Tensor> {
-    let _span = span("embedding_part", "forward");
+pub fn vocab_parallel_embedding(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>) -> Result<Tensor> {
+    let _span = span("vocab_parallel_embedding", "forward");
     check(ids, w)?;
     let ids = ids.contiguous()?;
     let n_rows = w.dims()[0] as u32;
@@ -45,7 +45,7 @@ pub fn embedding_part(ids: &Tensor, w: &Weight, first: u32, padding: Option<u32>
     // No table has a row of this number.
     let elsewhere = is_here.where_cond(&local, &fixed(u32::MAX)?)?;
     let (weight, padding) = (w.clone(), padding.and_then(|padding| padding.checked_sub(first)));
-    Ok(record("embedding_part", [w.into()], y, move |dy, _| {
+    Ok(record("vocab_parallel_embedding", [w.into()], y, move |dy, _| {
         scatter_add(&elsewhere, dy, &weight, padding)?;
         Ok([None])
     }))

@@ -14,8 +14,8 @@ use std::arch::x86_64::{
 use std::sync::LazyLock;
 
 use super::avx512::{LANES, load_strided, mask};
-use super::blocks::{Kernel, Line, Tile};
-use super::matrix::{Mat, Old};
+use super::blocks::{CacheLine, Kernel, Tile};
+use super::matrix::{Accumulate, Mat};
 use super::packed;
 use super::transpose::transpose;
 
@@ -95,19 +95,27 @@ impl Kernel for Amx {
         kc.div_ceil(DEPTH) * STEP
     }
 
-    fn pack_a(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_a(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX-512.
         unsafe { pack_a(block, to) };
     }
 
-    fn pack_b(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_b(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX-512.
         unsafe { pack_b(block, to) };
     }
 
-    unsafe fn multiply(self, kc: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old) {
+    unsafe fn multiply(
+        self,
+        kc: usize,
+        a: &[CacheLine],
+        b: &[CacheLine],
+        tile: Tile,
+        scale: f32,
+        accumulate: Accumulate,
+    ) {
         // SAFETY: the processor has AMX and AVX-512, and the caller's promise.
-        unsafe { multiply(kc.div_ceil(DEPTH), a, b, tile, scale, old) };
+        unsafe { multiply(kc.div_ceil(DEPTH), a, b, tile, scale, accumulate) };
     }
 
     fn begin(self) {
@@ -196,7 +204,7 @@ fn terms(block: Mat<'_>, first_k: usize, first_col: usize) -> [[__m512; LANES]; 
 /// Packs a matrix [k, n] as AMX wants a right factor: for each 32 terms PARTS times two tiles of 16 columns, a tile 16 lines
 /// of pairs of terms.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pack_b(block: Mat<'_>, to: &mut [Line]) {
+fn pack_b(block: Mat<'_>, to: &mut [CacheLine]) {
     assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver has room");
     for (step, to) in to.chunks_exact_mut(STEP).enumerate().take(block.rows.div_ceil(DEPTH)) {
         for side in 0..2 {
@@ -218,7 +226,7 @@ fn pack_b(block: Mat<'_>, to: &mut [Line]) {
 /// Packs the transpose [k, n] of rows as AMX wants a left factor: for each 32 terms PARTS times two tiles of 16 rows, a tile
 /// 16 lines of 32 terms.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn pack_a(block: Mat<'_>, to: &mut [Line]) {
+fn pack_a(block: Mat<'_>, to: &mut [CacheLine]) {
     assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver has room");
     for (step, to) in to.chunks_exact_mut(STEP).enumerate().take(block.rows.div_ceil(DEPTH)) {
         for side in 0..2 {
@@ -234,7 +242,7 @@ fn pack_a(block: Mat<'_>, to: &mut [Line]) {
 /// 32 terms of 16 rows that lie in memory as rows.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
+fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [CacheLine]) {
     // The odd 16 bits of one register, then of the other: the high halves.
     let high_halves = _mm512_set_epi16(
         63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9,
@@ -265,7 +273,7 @@ fn pack_rows(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
 /// 32 terms of 16 rows that lie in memory as columns.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-fn pack_columns(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
+fn pack_columns(block: Mat<'_>, first_k: usize, side: usize, to: &mut [CacheLine]) {
     let halves = terms(block, first_k, side * LANES);
     // Pairs of terms in a lane for each row; turned, a row's pairs lie side by side.
     let mut pairs = [[_mm512_setzero_ps(); LANES]; PARTS];
@@ -290,7 +298,7 @@ fn pack_columns(block: Mat<'_>, first_k: usize, side: usize, to: &mut [Line]) {
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx512f,avx512bw")]
-unsafe fn multiply(n_steps: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old) {
+unsafe fn multiply(n_steps: usize, a: &[CacheLine], b: &[CacheLine], tile: Tile, scale: f32, accumulate: Accumulate) {
     assert!(n_steps > 0 && a.len() >= n_steps * STEP && b.len() >= n_steps * STEP, "the slivers have all steps");
     #[repr(C, align(64))]
     struct Sums([[f32; SIDE]; SIDE]);
@@ -379,9 +387,9 @@ unsafe fn multiply(n_steps: usize, a: &[Line], b: &[Line], tile: Tile, scale: f3
             // SAFETY: the caller's promise, within the lanes.
             unsafe {
                 let sum = _mm512_loadu_ps(sum.as_ptr());
-                let value = match old {
-                    Old::Keep => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
-                    Old::Overwrite => _mm512_mul_ps(sum, scale),
+                let value = match accumulate {
+                    Accumulate::Add => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
+                    Accumulate::Overwrite => _mm512_mul_ps(sum, scale),
                 };
                 _mm512_mask_storeu_ps(to, lanes, value);
             }

@@ -9,8 +9,8 @@ use std::arch::x86_64::{
 };
 
 use super::avx512::Avx512;
-use super::blocks::{Kernel, Line, Tile};
-use super::matrix::{Mat, Old};
+use super::blocks::{CacheLine, Kernel, Tile};
+use super::matrix::{Accumulate, Mat};
 
 /// Rows of a tile: 12 of the 16 registers hold its sums, two a row.
 const MR: usize = 6;
@@ -19,7 +19,7 @@ const NR: usize = 16;
 /// Floats in a register.
 const LANES: usize = 8;
 /// Floats in a line.
-const LINE: usize = 16;
+const CACHE_LINE_FLOATS: usize = 16;
 
 /// Proof that the processor has AVX2 and fused multiply and add.
 #[derive(Clone, Copy)]
@@ -41,34 +41,42 @@ impl Kernel for Avx2 {
     const MAX_PACKED: usize = 1 << 20;
 
     fn lines_a(kc: usize) -> usize {
-        (kc * MR).div_ceil(LINE)
+        (kc * MR).div_ceil(CACHE_LINE_FLOATS)
     }
 
     fn lines_b(kc: usize) -> usize {
         kc
     }
 
-    fn pack_a(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_a(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX2.
         unsafe { pack::<MR>(block, to) };
     }
 
-    fn pack_b(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_b(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX2.
         unsafe { pack::<NR>(block, to) };
     }
 
-    unsafe fn multiply(self, kc: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old) {
+    unsafe fn multiply(
+        self,
+        kc: usize,
+        a: &[CacheLine],
+        b: &[CacheLine],
+        tile: Tile,
+        scale: f32,
+        accumulate: Accumulate,
+    ) {
         // SAFETY: the processor has AVX2 and fused multiply and add, and the caller's promise.
-        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, old) };
+        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate) };
     }
 }
 
 /// Packs a matrix [k, n], n at most W: W floats for each of its rows, zeros past the last column. W is 6 or a multiple of 8.
 #[target_feature(enable = "avx2")]
-fn pack<const W: usize>(block: Mat<'_>, to: &mut [Line]) {
+fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
     let Mat { data, rows: kc, cols: n, row_stride, col_stride } = block;
-    assert!(to.len() * LINE >= kc * W && n <= W, "the sliver has room");
+    assert!(to.len() * CACHE_LINE_FLOATS >= kc * W && n <= W, "the sliver has room");
     let (from, to) = (data.as_ptr(), to.as_mut_ptr().cast::<f32>());
     for first in (0..W).step_by(LANES) {
         let room = (W - first).min(LANES);
@@ -178,7 +186,7 @@ fn transpose(rows: [__m256; LANES]) -> [__m256; LANES] {
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx2,fma")]
-unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, old: Old) {
+unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, accumulate: Accumulate) {
     let mut sums = [[_mm256_setzero_ps(); 2]; MR];
     // SAFETY: the caller's promise; prefetching touches nothing.
     unsafe {
@@ -197,15 +205,15 @@ unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f
             b = b.add(NR);
         }
         if tile.n_cols < NR {
-            return add_part(sums, tile, scale, old);
+            return add_part(sums, tile, scale, accumulate);
         }
         let scale = _mm256_set1_ps(scale);
         for (i, halves) in sums.into_iter().enumerate().take(tile.n_rows) {
             for (half, sum) in halves.into_iter().enumerate() {
                 let to = tile.data.add(i * tile.stride + half * LANES);
-                let value = match old {
-                    Old::Keep => _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(to)),
-                    Old::Overwrite => _mm256_mul_ps(sum, scale),
+                let value = match accumulate {
+                    Accumulate::Add => _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(to)),
+                    Accumulate::Overwrite => _mm256_mul_ps(sum, scale),
                 };
                 _mm256_storeu_ps(to, value);
             }
@@ -219,7 +227,7 @@ unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f
 ///
 /// The tile's rows and columns must be there for this thread alone.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn add_part(sums: [[__m256; 2]; MR], tile: Tile, scale: f32, old: Old) {
+unsafe fn add_part(sums: [[__m256; 2]; MR], tile: Tile, scale: f32, accumulate: Accumulate) {
     for (i, halves) in sums.into_iter().enumerate().take(tile.n_rows) {
         let mut values = [0.0f32; NR];
         // SAFETY: there is room for a tile's row in `values`, and the caller's promise.
@@ -228,7 +236,7 @@ unsafe fn add_part(sums: [[__m256; 2]; MR], tile: Tile, scale: f32, old: Old) {
             _mm256_storeu_ps(values.as_mut_ptr().add(LANES), halves[1]);
             for (j, sum) in values.into_iter().enumerate().take(tile.n_cols) {
                 let to = tile.data.add(i * tile.stride + j);
-                *to = if old == Old::Keep { sum.mul_add(scale, *to) } else { sum * scale };
+                *to = if accumulate == Accumulate::Add { sum.mul_add(scale, *to) } else { sum * scale };
             }
         }
     }

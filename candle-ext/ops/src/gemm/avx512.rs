@@ -5,8 +5,8 @@ use std::arch::x86_64::{
     _mm512_mul_ps, _mm512_set1_ps, _mm512_setzero_ps,
 };
 
-use super::blocks::{Kernel, Line, Tile};
-use super::matrix::{Mat, Old};
+use super::blocks::{CacheLine, Kernel, Tile};
+use super::matrix::{Accumulate, Mat};
 use super::packed;
 use super::transpose::transpose;
 
@@ -42,25 +42,33 @@ impl Kernel for Avx512 {
         (kc * NR).div_ceil(LANES)
     }
 
-    fn pack_a(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_a(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX-512.
         unsafe { pack::<MR>(block, to) };
     }
 
-    fn pack_b(self, block: Mat<'_>, to: &mut [Line]) {
+    fn pack_b(self, block: Mat<'_>, to: &mut [CacheLine]) {
         // SAFETY: the processor has AVX-512.
         unsafe { pack::<NR>(block, to) };
     }
 
-    unsafe fn multiply(self, kc: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old) {
+    unsafe fn multiply(
+        self,
+        kc: usize,
+        a: &[CacheLine],
+        b: &[CacheLine],
+        tile: Tile,
+        scale: f32,
+        accumulate: Accumulate,
+    ) {
         // SAFETY: the processor has AVX-512, and the caller's promise.
-        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, old) };
+        unsafe { multiply(kc, a.as_ptr().cast(), b.as_ptr().cast(), tile, scale, accumulate) };
     }
 }
 
 /// Packs a matrix [k, n], n at most W: W floats for each of its rows, zeros past the last column.
 #[target_feature(enable = "avx512f")]
-fn pack<const W: usize>(block: Mat<'_>, to: &mut [Line]) {
+fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
     let Mat { data, rows: kc, cols: n, row_stride, col_stride } = block;
     assert!(to.len() * LANES >= kc * W && n <= W, "the sliver has room");
     let (from, to) = (data.as_ptr(), to.as_mut_ptr().cast::<f32>());
@@ -132,7 +140,7 @@ pub(super) fn mask(n: usize) -> u16 {
 ///
 /// As for [`Kernel::multiply`].
 #[target_feature(enable = "avx512f")]
-unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, old: Old) {
+unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f32, accumulate: Accumulate) {
     let mut sums = [[_mm512_setzero_ps(); 2]; MR];
     // SAFETY: the caller's promise; prefetching touches nothing.
     unsafe {
@@ -157,9 +165,9 @@ unsafe fn multiply(kc: usize, a: *const f32, b: *const f32, tile: Tile, scale: f
             for (half, sum) in halves.into_iter().enumerate() {
                 let lanes = mask(tile.n_cols.saturating_sub(half * LANES));
                 let to = tile.data.wrapping_add(i * tile.stride + half * LANES);
-                let value = match old {
-                    Old::Keep => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
-                    Old::Overwrite => _mm512_mul_ps(sum, scale),
+                let value = match accumulate {
+                    Accumulate::Add => _mm512_fmadd_ps(sum, scale, _mm512_maskz_loadu_ps(lanes, to)),
+                    Accumulate::Overwrite => _mm512_mul_ps(sum, scale),
                 };
                 _mm512_mask_storeu_ps(to, lanes, value);
             }

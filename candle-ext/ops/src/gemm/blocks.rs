@@ -11,8 +11,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::matrix::{Mat, MatMut, Old, Threads};
-use super::packed::LINE_BYTES;
+use super::matrix::{Accumulate, Mat, MatMut, Threads};
+use super::packed::CACHE_LINE_BYTES;
 
 /// How one kind of processor packs and multiplies.
 pub(super) trait Kernel: Copy + Send + Sync {
@@ -34,10 +34,10 @@ pub(super) trait Kernel: Copy + Send + Sync {
     fn lines_b(kc: usize) -> usize;
 
     /// Packs a matrix [k, n], the transpose of n rows of a, at most MR.
-    fn pack_a(self, block: Mat<'_>, to: &mut [Line]);
+    fn pack_a(self, block: Mat<'_>, to: &mut [CacheLine]);
 
     /// Packs a matrix [k, n], columns of b, at most NR.
-    fn pack_b(self, block: Mat<'_>, to: &mut [Line]);
+    fn pack_b(self, block: Mat<'_>, to: &mut [CacheLine]);
 
     /// tile = [tile +] scale a b for packed slivers of `kc` terms.
     ///
@@ -45,7 +45,15 @@ pub(super) trait Kernel: Copy + Send + Sync {
     ///
     /// The slivers must be of that many terms, the tile's rows and columns must be there for this thread alone, and
     /// [`Kernel::begin`] must have been called on it.
-    unsafe fn multiply(self, kc: usize, a: &[Line], b: &[Line], tile: Tile, scale: f32, old: Old);
+    unsafe fn multiply(
+        self,
+        kc: usize,
+        a: &[CacheLine],
+        b: &[CacheLine],
+        tile: Tile,
+        scale: f32,
+        accumulate: Accumulate,
+    );
 
     /// Called by a thread before it multiplies.
     fn begin(self) {}
@@ -57,7 +65,7 @@ pub(super) trait Kernel: Copy + Send + Sync {
 /// A cache line of packed numbers.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(super) struct Line([u8; LINE_BYTES]);
+pub(super) struct CacheLine([u8; CACHE_LINE_BYTES]);
 
 /// Where a tile lies in the output, and how much of it is there.
 #[derive(Clone, Copy)]
@@ -74,15 +82,15 @@ const PARALLEL_FROM: usize = 1 << 20;
 const BLOCKS: usize = 2;
 
 thread_local! {
-    static SHARED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
-    static BLOCK: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+    static SHARED: RefCell<Vec<CacheLine>> = const { RefCell::new(Vec::new()) };
+    static BLOCK: RefCell<Vec<CacheLine>> = const { RefCell::new(Vec::new()) };
 }
 
 /// out = [out +] scale a b; the shapes agree and no dimension is 0.
 pub(super) fn gemm<K: Kernel>(
     kernel: K,
     out: MatMut<'_>,
-    old: Old,
+    accumulate: Accumulate,
     a: Mat<'_>,
     b: Mat<'_>,
     scale: f32,
@@ -90,14 +98,14 @@ pub(super) fn gemm<K: Kernel>(
 ) {
     let is_parallel = threads == Threads::All && out.rows * out.cols * a.cols >= PARALLEL_FROM;
     let n_threads = if is_parallel { rayon::current_num_threads() } else { 1 };
-    let product = Product {
+    let product = BlockedGemm {
         kernel,
         out: Out { data: out.data.as_mut_ptr(), row_stride: out.row_stride },
         a,
         b,
         kc: even_parts(a.cols, K::KC),
         scale,
-        old,
+        accumulate,
     };
     // Taken out: while other threads compute, this one may be given another product to do.
     let mut shared = SHARED.take();
@@ -128,14 +136,14 @@ unsafe impl Send for Out {}
 // SAFETY: as above.
 unsafe impl Sync for Out {}
 
-struct Product<'a, K> {
+struct BlockedGemm<'a, K> {
     kernel: K,
     out: Out,
     a: Mat<'a>,
     b: Mat<'a>,
     kc: usize,
     scale: f32,
-    old: Old,
+    accumulate: Accumulate,
 }
 
 /// Which factor is meant.
@@ -151,11 +159,11 @@ struct Packed<'a> {
     /// Rows of a, or columns of b.
     range: Range<usize>,
     terms: Range<usize>,
-    slivers: &'a [Line],
+    slivers: &'a [CacheLine],
 }
 
-impl<K: Kernel> Product<'_, K> {
-    fn run(&self, buffer: &mut Vec<Line>, n_threads: usize) {
+impl<K: Kernel> BlockedGemm<'_, K> {
+    fn run(&self, buffer: &mut Vec<CacheLine>, n_threads: usize) {
         let (m, n, k) = (self.a.rows, self.b.cols, self.a.cols);
         let (shared, n_shared, n_blocked) = if m <= n { (Side::A, m, n) } else { (Side::B, n, m) };
         let max_shared = (K::MAX_PACKED / self.kc).next_multiple_of(width::<K>(shared));
@@ -175,15 +183,15 @@ impl<K: Kernel> Product<'_, K> {
         side: Side,
         range: &Range<usize>,
         terms: &Range<usize>,
-        buffer: &'p mut Vec<Line>,
+        buffer: &'p mut Vec<CacheLine>,
         n_threads: usize,
-    ) -> &'p [Line] {
+    ) -> &'p [CacheLine] {
         let lines = self.lines(side, terms);
         let n_lines = range.len().div_ceil(width::<K>(side)) * lines;
         if buffer.len() < n_lines {
             // Nothing is copied, and no room is left for more: what was packed before is done with.
             *buffer = Vec::new();
-            *buffer = vec![Line([0; LINE_BYTES]); n_lines];
+            *buffer = vec![CacheLine([0; CACHE_LINE_BYTES]); n_lines];
         }
         let slivers = &mut buffer[..n_lines];
         let pack = |(i, sliver)| self.pack_sliver(side, range, i, terms, sliver);
@@ -196,7 +204,14 @@ impl<K: Kernel> Product<'_, K> {
     }
 
     /// Packs sliver `i` of a factor's range.
-    fn pack_sliver(&self, side: Side, range: &Range<usize>, i: usize, terms: &Range<usize>, mut sliver: &mut [Line]) {
+    fn pack_sliver(
+        &self,
+        side: Side,
+        range: &Range<usize>,
+        i: usize,
+        terms: &Range<usize>,
+        mut sliver: &mut [CacheLine],
+    ) {
         let of = if side == Side::A { self.a.t() } else { self.b };
         let first = range.start + i * width::<K>(side);
         let n = width::<K>(side).min(range.end - first);
@@ -225,7 +240,7 @@ impl<K: Kernel> Product<'_, K> {
         let compute = |i: usize| {
             let mut buffer = BLOCK.take();
             if buffer.is_empty() {
-                buffer.resize(K::BLOCK_LINES, Line([0; LINE_BYTES]));
+                buffer.resize(K::BLOCK_LINES, CacheLine([0; CACHE_LINE_BYTES]));
             }
             // SAFETY: blocks do not overlap, and the output is borrowed mutably by `gemm`.
             unsafe { self.block(shared, side, i * size..((i + 1) * size).min(n), &mut buffer) };
@@ -244,13 +259,13 @@ impl<K: Kernel> Product<'_, K> {
     /// # Safety
     ///
     /// Nobody else may use that part of the output, and it must be there.
-    unsafe fn block(&self, shared: &Packed<'_>, side: Side, range: Range<usize>, buffer: &mut Vec<Line>) {
+    unsafe fn block(&self, shared: &Packed<'_>, side: Side, range: Range<usize>, buffer: &mut Vec<CacheLine>) {
         let shared_lines = self.lines(shared.side, &shared.terms);
         let mut before = 0;
         for terms in parts(shared.terms.clone(), self.kc) {
             let slivers = self.pack(side, &range, &terms, buffer, 1);
             let (of_block, of_shared) = (lines::<K>(side, terms.len()), lines::<K>(shared.side, terms.len()));
-            let old = if terms.start > 0 { Old::Keep } else { self.old };
+            let accumulate = if terms.start > 0 { Accumulate::Add } else { self.accumulate };
             self.kernel.begin();
             for (i, one) in shared.slivers.chunks_exact(shared_lines).enumerate() {
                 let one = (shared.range.start + i * width::<K>(shared.side), &one[before..before + of_shared]);
@@ -260,8 +275,8 @@ impl<K: Kernel> Product<'_, K> {
                     // SAFETY: the slivers have these terms, and the caller answers for the part of the output.
                     unsafe {
                         match side {
-                            Side::A => self.tile(terms.len(), other, one, (ends.1, ends.0), old),
-                            Side::B => self.tile(terms.len(), one, other, ends, old),
+                            Side::A => self.tile(terms.len(), other, one, (ends.1, ends.0), accumulate),
+                            Side::B => self.tile(terms.len(), one, other, ends, accumulate),
                         }
                     }
                 }
@@ -279,17 +294,17 @@ impl<K: Kernel> Product<'_, K> {
     unsafe fn tile(
         &self,
         kc: usize,
-        (row, a): (usize, &[Line]),
-        (col, b): (usize, &[Line]),
+        (row, a): (usize, &[CacheLine]),
+        (col, b): (usize, &[CacheLine]),
         (end_row, end_col): (usize, usize),
-        old: Old,
+        accumulate: Accumulate,
     ) {
         let (n_rows, n_cols) = (K::MR.min(end_row - row), K::NR.min(end_col - col));
         // SAFETY: the caller's promise.
         unsafe {
             let data = self.out.data.add(row * self.out.row_stride + col);
             let tile = Tile { data, stride: self.out.row_stride, n_rows, n_cols };
-            self.kernel.multiply(kc, a, b, tile, self.scale, old);
+            self.kernel.multiply(kc, a, b, tile, self.scale, accumulate);
         }
     }
 }

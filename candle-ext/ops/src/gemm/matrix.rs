@@ -59,9 +59,9 @@ impl<'a> MatMut<'a> {
 
 /// Treatment of the values that the output holds before the matmul.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Old {
+pub(crate) enum Accumulate {
     Overwrite,
-    Keep,
+    Add,
 }
 
 /// Threads of a matmul: the calling one, or all of rayon's.

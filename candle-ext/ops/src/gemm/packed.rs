@@ -5,7 +5,7 @@ pub(super) const MAX_PACKED: usize = 1 << 21;
 /// Cache lines of a thread's block on these processors: 768 KiB of a second cache of 1 or 2 MiB.
 pub(super) const BLOCK_LINES: usize = 12 << 10;
 /// Bytes of a cache line.
-pub(super) const LINE_BYTES: usize = 64;
+pub(super) const CACHE_LINE_BYTES: usize = 64;
 /// bf16 summands of a packed f32 on a processor with AMX.
 pub(super) const AMX_PARTS: usize = 3;
 
@@ -25,7 +25,7 @@ pub struct GemmSize {
 /// The factor with fewer rows or columns is shared by all threads. Each thread packs blocks of the other.
 pub fn cpu_gemm_buffer_bytes(matmuls: &[GemmSize]) -> u64 {
     let shared = matmuls.iter().map(|size| size.m.min(size.n) * size.k).max().unwrap_or(0);
-    let (element, block) = ((AMX_PARTS * size_of::<u16>()) as u64, (BLOCK_LINES * LINE_BYTES) as u64);
+    let (element, block) = ((AMX_PARTS * size_of::<u16>()) as u64, (BLOCK_LINES * CACHE_LINE_BYTES) as u64);
     element * shared.min(MAX_PACKED as u64) + block * rayon::current_num_threads() as u64
 }
 

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::gemm;
-use super::matrix::{Mat, MatMut, Old, Threads};
+use super::matrix::{Accumulate, Mat, MatMut, Threads};
 
 /// Rows and columns: small enough that the memory it takes and leaves is no matter.
 const SIDE: usize = 256;
@@ -13,7 +13,7 @@ const TRIES: usize = 8;
 
 /// Measures f32 products of matrices of 256 x 256, one after another on each thread, the best of a few tries: operations a
 /// second of all threads. Takes some tens of milliseconds.
-pub fn cpu_product_rate() -> f64 {
+pub fn measure_cpu_gemm_rate() -> f64 {
     let a = vec![1.0; SIDE * SIDE];
     let mat = Mat::new(&a, SIDE, SIDE);
     let seconds = || {
@@ -21,7 +21,7 @@ pub fn cpu_product_rate() -> f64 {
         rayon::broadcast(|_| {
             let mut out = vec![0.0; SIDE * SIDE];
             for _ in 0..PRODUCTS {
-                gemm(MatMut::new(&mut out, SIDE, SIDE), Old::Overwrite, mat, mat, 1.0, Threads::One);
+                gemm(MatMut::new(&mut out, SIDE, SIDE), Accumulate::Overwrite, mat, mat, 1.0, Threads::One);
             }
         });
         began.elapsed().as_secs_f64()
@@ -38,7 +38,7 @@ mod tests {
     /// Between a core of twenty years ago and any that is likely to come.
     #[test]
     fn the_rate_is_that_of_a_processor() {
-        let rate = cpu_product_rate();
+        let rate = measure_cpu_gemm_rate();
         assert!((1e8..1e16).contains(&rate), "{rate:e}");
     }
 }

@@ -19,24 +19,24 @@ pub use policy::{GradPolicy, LossScaling};
 
 /// What was decided about a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum UpdateOutcome {
     /// The weights were updated.
     Applied,
     /// The gradients overflowed; the next ones will be scaled less.
     Overflowed,
     /// A loss or a gradient was not finite.
     NonFinite,
-    /// Nothing was looked at: an earlier step had been [`Outcome::NonFinite`].
+    /// Nothing was looked at: an earlier step had been [`UpdateOutcome::NonFinite`].
     Halted,
 }
 
 /// A decision.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Verdict {
+pub struct StepDecision {
     /// The norm of the unscaled gradient before clipping.
     pub norm: f64,
     /// What became of the step.
-    pub outcome: Outcome,
+    pub outcome: UpdateOutcome,
     /// What the next decision depends on.
     pub next: ScalerState,
 }
@@ -51,7 +51,8 @@ pub struct ScalerState {
     /// Steps without an overflow since the last one, or since the factor doubled.
     pub good_steps: usize,
     /// Overflows until it is halved.
-    pub tries_left: usize,
+    #[serde(alias = "tries_left")]
+    pub hysteresis_left: usize,
 }
 
 /// Judges gradients on their device.
@@ -83,22 +84,22 @@ impl State {
     const N_UPDATES: usize = 3;
     const LOSS_SCALE: usize = 4;
     const GOOD_STEPS: usize = 5;
-    const TRIES_LEFT: usize = 6;
+    const HYSTERESIS_LEFT: usize = 6;
     /// c = sqrt(1 - b2^n) for the n-th update, and c / (1 - b1^n).
     const ROOT: usize = 7;
     const STEP: usize = 8;
     const LEN: usize = 9;
 }
 
-impl Verdict {
+impl StepDecision {
     /// Reads the numbers of [`GradScaler::state`].
     pub fn read(state: &[f32]) -> Self {
         let count = |at: usize| state[at] as usize;
         let outcome = match count(State::OUTCOME) {
-            0 => Outcome::Applied,
-            1 => Outcome::Overflowed,
-            2 => Outcome::NonFinite,
-            _ => Outcome::Halted,
+            0 => UpdateOutcome::Applied,
+            1 => UpdateOutcome::Overflowed,
+            2 => UpdateOutcome::NonFinite,
+            _ => UpdateOutcome::Halted,
         };
         Self {
             norm: f64::from(state[State::NORM]),
@@ -107,7 +108,7 @@ impl Verdict {
                 n_updates: count(State::N_UPDATES),
                 loss_scale: f64::from(state[State::LOSS_SCALE]),
                 good_steps: count(State::GOOD_STEPS),
-                tries_left: count(State::TRIES_LEFT),
+                hysteresis_left: count(State::HYSTERESIS_LEFT),
             },
         }
     }
@@ -117,30 +118,30 @@ impl GradScaler {
     /// Begins after `n_updates` updates, with the policy's first factor on losses.
     pub fn new(policy: GradPolicy, n_updates: usize, device: &Device) -> Result<Self> {
         let LossScaling { initial, hysteresis, .. } = policy.loss_scaling;
-        let first = ScalerState { n_updates, loss_scale: initial, good_steps: 0, tries_left: hysteresis };
-        Self::resume(policy, &first, device)
+        let first = ScalerState { n_updates, loss_scale: initial, good_steps: 0, hysteresis_left: hysteresis };
+        Self::from_state(policy, &first, device)
     }
 
     /// Goes on from where a verdict left off.
-    pub fn resume(policy: GradPolicy, from: &ScalerState, device: &Device) -> Result<Self> {
+    pub fn from_state(policy: GradPolicy, from: &ScalerState, device: &Device) -> Result<Self> {
         let mut state = [0.0; State::LEN];
         state[State::FACTOR] = 1.0;
         state[State::N_UPDATES] = from.n_updates as f32;
         state[State::LOSS_SCALE] = from.loss_scale as f32;
         state[State::GOOD_STEPS] = from.good_steps as f32;
-        state[State::TRIES_LEFT] = from.tries_left as f32;
+        state[State::HYSTERESIS_LEFT] = from.hysteresis_left as f32;
         Ok(Self { policy, state: Tensor::new(&state, device)? })
     }
 
-    /// Returns the state as it lies on the device, for [`Verdict::read`].
+    /// Returns the state as it lies on the device, for [`StepDecision::read`].
     pub fn state(&self) -> &Tensor {
         &self.state
     }
 
     /// Returns the decision for what is updated on the host; nothing if there is no update. Waits for the device.
-    pub fn on_host(&self) -> Result<Option<Self>> {
+    pub fn to_host(&self) -> Result<Option<Self>> {
         let here = Self { policy: self.policy, state: to_host(&self.state)? };
-        let applies = Verdict::read(&to_host(&here.state)?.to_vec1()?).outcome == Outcome::Applied;
+        let applies = StepDecision::read(&to_host(&here.state)?.to_vec1()?).outcome == UpdateOutcome::Applied;
         Ok(applies.then_some(here))
     }
 
@@ -163,7 +164,7 @@ impl GradScaler {
     }
 
     /// Decides about gradients, whose squares have these sums, f64 [n], after losses f32 [m]. `betas` are AdamW's.
-    pub fn judge(&self, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
+    pub fn update(&self, squares: &Tensor, losses: &Tensor, betas: [f64; 2]) -> Result<()> {
         if squares.dtype() != DType::F64 || losses.dtype() != DType::F32 {
             bail!("grad_scaler: squares are {:?} and losses {:?}, want f64 and f32", squares.dtype(), losses.dtype())
         }
@@ -179,7 +180,7 @@ impl GradScaler {
                     Ok(())
                 })
             },
-            cuda => cuda::judge(&self.state, &self.policy, [&squares, &losses], betas),
+            cuda => cuda::update(&self.state, &self.policy, [&squares, &losses], betas),
         })
     }
 }
@@ -187,7 +188,7 @@ impl GradScaler {
 fn decide(state: &mut [f32], policy: &GradPolicy, squares: &[f64], losses: &[f32], betas: [f64; 2]) {
     let scaling = &policy.loss_scaling;
     let was_fatal = state[State::OUTCOME] >= 2.0;
-    if policy.halts && was_fatal {
+    if policy.stop_on_nonfinite && was_fatal {
         state[State::OUTCOME] = 3.0;
         return;
     }
@@ -208,13 +209,13 @@ fn decide(state: &mut [f32], policy: &GradPolicy, squares: &[f64], losses: &[f32
         if scaling.window > 0 && state[State::GOOD_STEPS] >= scaling.window as f32 {
             state[State::LOSS_SCALE] = (loss_scale * 2.0).min(MAX_LOSS_SCALE) as f32;
             state[State::GOOD_STEPS] = 0.0;
-            state[State::TRIES_LEFT] = scaling.hysteresis as f32;
+            state[State::HYSTERESIS_LEFT] = scaling.hysteresis as f32;
         }
     } else if is_loss_finite && scaling.window > 0 && loss_scale > scaling.min {
         state[State::OUTCOME] = 1.0;
         state[State::GOOD_STEPS] = 0.0;
-        if state[State::TRIES_LEFT] > 1.0 {
-            state[State::TRIES_LEFT] -= 1.0;
+        if state[State::HYSTERESIS_LEFT] > 1.0 {
+            state[State::HYSTERESIS_LEFT] -= 1.0;
         } else {
             state[State::LOSS_SCALE] = (loss_scale / 2.0).max(scaling.min) as f32;
         }

@@ -23,7 +23,7 @@ pub struct GradPolicy {
     /// The factor on losses.
     pub loss_scaling: LossScaling,
     /// Once a loss or a gradient was not finite, nothing is applied any more.
-    pub halts: bool,
+    pub stop_on_nonfinite: bool,
 }
 
 /// The largest factor on losses. Gradients that need more are zero.
@@ -36,5 +36,6 @@ impl LossScaling {
 
 impl GradPolicy {
     /// Gradients as they are, and only finite ones.
-    pub const PLAIN: Self = Self { max_norm: None, loss_scaling: LossScaling::NONE, halts: false };
+    pub const NO_CLIP_NO_SCALE: Self =
+        Self { max_norm: None, loss_scaling: LossScaling::NONE, stop_on_nonfinite: false };
 }

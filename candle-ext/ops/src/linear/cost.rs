@@ -4,8 +4,8 @@ use candle_core::DType;
 
 use super::cpu::block_rows;
 use crate::cost::{Cost, DeviceKind, F32_BYTES, LinearInput, bytes};
-use crate::product::PANEL;
 use crate::quantized::WeightStorage;
+use crate::weight_matmul::PANEL;
 
 /// Sizes of a linear layer, for its cost: x [t, k] and w [n, k].
 #[derive(Clone, Copy, Debug)]

@@ -5,8 +5,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::floats::{Floats, FloatsMut};
-use crate::gemm::Old;
-use crate::product::{self, Dims, WeightOperand};
+use crate::gemm::Accumulate;
+use crate::weight_matmul::{self, Dims, WeightOperand};
 
 /// Elements of a widened block of activations: 32 MiB. Weight panels are widened once a block.
 const BLOCK: usize = 1 << 23;
@@ -32,14 +32,14 @@ pub(super) fn forward(x: Floats<'_>, w: WeightOperand<'_>, bias: Option<Floats<'
 }
 
 fn block(x: &[f32], w: WeightOperand<'_>, bias: Option<&[f32]>, y: &mut [f32], dims: Dims) {
-    let old = match bias {
+    let accumulate = match bias {
         Some(bias) => {
             y.chunks_exact_mut(dims.n.max(1)).for_each(|row| row.copy_from_slice(bias));
-            Old::Keep
+            Accumulate::Add
         }
-        None => Old::Overwrite,
+        None => Accumulate::Overwrite,
     };
-    product::forward(x, w, y, old, dims);
+    weight_matmul::forward(x, w, y, accumulate, dims);
 }
 
 /// dx = dy w, a sum over the parts of w
@@ -49,22 +49,22 @@ pub(super) fn grad_x(dy: Floats<'_>, w: WeightOperand<'_>, parts: &[usize], mut 
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let out = rows.start * dims.k..rows.end * dims.k;
         if let FloatsMut::F32(dx) = &mut dx {
-            product::grad_x(dy, w, parts, &mut dx[out], dims);
+            weight_matmul::grad_x(dy, w, parts, &mut dx[out], dims);
         } else {
             dx_wide.resize(dims.t * dims.k, 0.0);
-            product::grad_x(dy, w, parts, &mut dx_wide, dims);
+            weight_matmul::grad_x(dy, w, parts, &mut dx_wide, dims);
             dx.write(out.start, &dx_wide);
         }
     }
 }
 
 /// dw = [dw +] dy^T x, for at least one token
-pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], old: Old, dims: Dims) {
+pub(super) fn grad_w(dy: Floats<'_>, x: Floats<'_>, dw: &mut [f32], accumulate: Accumulate, dims: Dims) {
     let (mut dy_wide, mut x_wide) = (Vec::new(), Vec::new());
     for (rows, dims) in blocks(dims) {
         let dy = dy.slice(rows.start * dims.n..rows.end * dims.n).widened(&mut dy_wide);
         let x = x.slice(rows.start * dims.k..rows.end * dims.k).widened(&mut x_wide);
-        product::grad_w(dy, x, dw, if rows.start == 0 { old } else { Old::Keep }, dims);
+        weight_matmul::grad_w(dy, x, dw, if rows.start == 0 { accumulate } else { Accumulate::Add }, dims);
     }
 }
 

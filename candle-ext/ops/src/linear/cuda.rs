@@ -4,8 +4,8 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Out, address, columns, gpu, kernels, same_dtype};
-use crate::gemm::Old;
-use crate::product::Dims;
+use crate::gemm::Accumulate;
+use crate::weight_matmul::Dims;
 
 kernels!("linear");
 
@@ -51,14 +51,14 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType
 }
 
 /// dw = [dw +] dy^T x, for at least one token
-pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, old): (&Tensor, Old), dims: Dims) -> Result<()> {
+pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, accumulate): (&Tensor, Accumulate), dims: Dims) -> Result<()> {
     let dy = dy.to_dtype(x.dtype())?;
     let gemm = Gemm {
         a: Matrix::transposed(address(OP, &dy)?),
         b: Matrix::plain(address(OP, x)?),
         c: address(OP, dw)?,
         c_dtype: dw.dtype(),
-        plus: (old == Old::Keep).then(|| address(OP, dw)).transpose()?,
+        plus: (accumulate == Accumulate::Add).then(|| address(OP, dw)).transpose()?,
         ..Gemm::new([dims.n, dims.k, dims.t], x.dtype())
     };
     // SAFETY: dy is [t, n], x [t, k], dw a gradient [n, k].

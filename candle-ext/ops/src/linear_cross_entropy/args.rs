@@ -17,13 +17,13 @@ pub struct TokenScores {
     /// log softmax(x w^T)[target] of each target.
     pub logprobs: Vec<f32>,
     /// True for a target that is the first token with the largest logit.
-    pub is_top: Vec<bool>,
+    pub is_greedy: Vec<bool>,
 }
 
 impl FromIterator<(f32, bool)> for TokenScores {
     fn from_iter<I: IntoIterator<Item = (f32, bool)>>(scores: I) -> Self {
-        let (logprobs, is_top) = scores.into_iter().unzip();
-        Self { logprobs, is_top }
+        let (logprobs, is_greedy) = scores.into_iter().unzip();
+        Self { logprobs, is_greedy }
     }
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Sizes {
     pub(super) d: usize,
 }
 
-/// A token that counts: its row and what it should predict, a row of w or [`super::part::ELSEWHERE`].
+/// A token that counts: its row and what it should predict, a row of w or [`super::vocab_shard::NOT_IN_SHARD`].
 #[derive(Clone, Copy)]
 pub(super) struct Target {
     pub(super) row: usize,

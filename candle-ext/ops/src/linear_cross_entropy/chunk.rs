@@ -32,12 +32,12 @@ pub fn logits_bytes(device: &Device) -> u64 {
 }
 
 /// Returns the most rows of f32 logits that `logits_bytes` hold, at least one: the `chunk` of [`CrossEntropy`](super::CrossEntropy).
-pub fn rows_of_logits(logits_bytes: u64, n_vocab: u64) -> u64 {
+pub fn max_logit_rows(logits_bytes: u64, n_vocab: u64) -> u64 {
     (logits_bytes / (n_vocab * F32_BYTES).max(1)).max(1)
 }
 
 /// Returns the rows of a chunk for `n_targets` tokens, of at most `max_rows` rows of `n_vocab` logits.
-pub(super) fn rows_at_once(device: DeviceKind, n_targets: usize, n_vocab: usize, max_rows: usize) -> usize {
+pub(super) fn rows_per_chunk(device: DeviceKind, n_targets: usize, n_vocab: usize, max_rows: usize) -> usize {
     match device {
         DeviceKind::Cpu => (CPU_LOGITS / n_vocab.max(1)).clamp(1, max_rows),
         DeviceKind::Gpu => even_chunk(n_targets, (GPU_LOGITS / n_vocab.max(1)).clamp(1, max_rows)),

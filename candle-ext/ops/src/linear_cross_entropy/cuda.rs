@@ -3,12 +3,12 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::args::{Reduction, Sizes, Target, TokenScores};
-use super::chunk::rows_at_once;
-use super::part::VocabPart;
+use super::chunk::rows_per_chunk;
+use super::vocab_shard::VocabShard;
 use crate::cost::DeviceKind;
 use crate::cuda::gemm::{Gemm, Matrix};
 use crate::cuda::{Address, Arg, Gpu, Out, address, gpu, kernels, same_dtype, suffix};
-use crate::gemm::Old;
+use crate::gemm::Accumulate;
 use crate::transfer::{to_host, upload};
 
 kernels!("linear_cross_entropy");
@@ -20,7 +20,7 @@ const THREADS: usize = 1024;
 const COPIERS: usize = 256;
 
 /// The input and the matrix that makes logits of it.
-pub(super) struct Head<'a> {
+pub(super) struct LmHead<'a> {
     x: &'a Tensor,
     w: &'a Tensor,
     sizes: Sizes,
@@ -29,8 +29,8 @@ pub(super) struct Head<'a> {
     /// The rows of the targets and their classes, u32 on the device.
     rows: Tensor,
     classes: Tensor,
-    tokens_at_once: usize,
-    part: Option<&'a VocabPart<'a>>,
+    tokens_per_chunk: usize,
+    shard: Option<&'a VocabShard<'a>>,
 }
 
 /// What backward needs besides: d(objective) / d(loss) of each target, and where the gradient of w goes.
@@ -38,7 +38,7 @@ pub(super) struct Gradients<'a> {
     pub(super) weights: &'a [f32],
     /// Multiplies them, an f32 scalar on the device.
     pub(super) factor: Option<&'a Tensor>,
-    pub(super) dw: Option<&'a (Tensor, Old)>,
+    pub(super) dw: Option<&'a (Tensor, Accumulate)>,
 }
 
 /// A chunk of the targets: where it begins, and how many.
@@ -48,14 +48,14 @@ struct Chunk {
     len: usize,
 }
 
-impl<'a> Head<'a> {
+impl<'a> LmHead<'a> {
     pub(super) fn new(
         x: &'a Tensor,
         w: &'a Tensor,
         targets: &'a [Target],
         sizes: Sizes,
         chunk: usize,
-        part: Option<&'a VocabPart<'a>>,
+        shard: Option<&'a VocabShard<'a>>,
     ) -> Result<Self> {
         same_dtype(OP, x, w)?;
         let upload = |of: fn(&Target) -> usize| {
@@ -65,15 +65,15 @@ impl<'a> Head<'a> {
             upload(&numbers, numbers.len(), x.device())
         };
         let (rows, classes) = (upload(|target| target.row)?, upload(|target| target.class)?);
-        let v = part.map_or(sizes.v, |part| part.n_largest);
-        let tokens_at_once = rows_at_once(DeviceKind::Gpu, targets.len(), v, chunk);
-        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_at_once, part })
+        let v = shard.map_or(sizes.v, |shard| shard.max_shard_rows);
+        let tokens_per_chunk = rows_per_chunk(DeviceKind::Gpu, targets.len(), v, chunk);
+        Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_per_chunk, shard })
     }
 
     /// Returns the loss of each target, f32 [n], and with `gradients` dx.
     pub(super) fn run(&self, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
-        if let Some(part) = self.part {
-            return self.run_part(part, gradients);
+        if let Some(shard) = self.shard {
+            return self.run_shard(shard, gradients);
         }
         let (n, dtype) = (self.targets.len(), self.x.dtype());
         let losses = Out::new(self.gpu, DType::F32, n)?;
@@ -122,7 +122,7 @@ impl<'a> Head<'a> {
     }
 
     /// The same where w is a part: what this one knows of the logits is merged with what the others know, chunk by chunk.
-    fn run_part(&self, part: &VocabPart, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
+    fn run_shard(&self, shard: &VocabShard, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
         let (n, v, dtype) = (self.targets.len(), self.sizes.v as i32, self.x.dtype());
         let stride = self.stride() as i32;
         let with_dx = gradients.map(|gradients| {
@@ -145,7 +145,7 @@ impl<'a> Head<'a> {
             ];
             // SAFETY: there are chunk.len rows of logits, as many classes, and room for three numbers of each.
             unsafe { KERNELS.launch(self.gpu, "known", [chunk.len, 1, 1], THREADS, &args)? };
-            let merged = part.merge(&known.into_tensor((3, chunk.len)))?;
+            let merged = shard.merge(&known.into_tensor((3, chunk.len)))?;
             losses.push(merged.loss.clone());
             let Some((weights, dx, dw)) = &with_dx else { continue };
             let (max, sum) = (merged.max.contiguous()?, merged.sum.contiguous()?);
@@ -194,7 +194,7 @@ impl<'a> Head<'a> {
     /// The log-probability of each target, and whether it is the first of the likeliest.
     pub(super) fn scores(&self) -> Result<TokenScores> {
         let n = self.targets.len();
-        let (losses, is_top) = (Out::new(self.gpu, DType::F32, n)?, Out::new(self.gpu, DType::F32, n)?);
+        let (losses, is_greedy) = (Out::new(self.gpu, DType::F32, n)?, Out::new(self.gpu, DType::F32, n)?);
         for chunk in self.chunks() {
             let x = self.gather(chunk)?;
             let logits = self.logits(&x, chunk)?;
@@ -203,16 +203,16 @@ impl<'a> Head<'a> {
                 Arg::Address(logits.address),
                 Arg::Address(self.class_of(chunk)?),
                 Arg::Address(losses.address + start),
-                Arg::Address(is_top.address + start),
+                Arg::Address(is_greedy.address + start),
                 Arg::I32(self.sizes.v as i32),
                 Arg::I32(self.stride() as i32),
             ];
             // SAFETY: there are chunk.len rows of logits, and as many classes, losses and marks from its start on.
             unsafe { KERNELS.launch(self.gpu, "scores", [chunk.len, 1, 1], THREADS, &args)? };
         }
-        let [losses, is_top] = [losses, is_top].map(|x| to_host(&x.into_tensor(n))?.to_vec1::<f32>());
-        let (losses, is_top) = (losses?, is_top?);
-        Ok(losses.into_iter().zip(is_top).map(|(loss, is_top)| (-loss, is_top != 0.0)).collect())
+        let [losses, is_greedy] = [losses, is_greedy].map(|x| to_host(&x.into_tensor(n))?.to_vec1::<f32>());
+        let (losses, is_greedy) = (losses?, is_greedy?);
+        Ok(losses.into_iter().zip(is_greedy).map(|(loss, is_greedy)| (-loss, is_greedy != 0.0)).collect())
     }
 
     /// Combines the losses of the targets, on the device.
@@ -247,7 +247,7 @@ impl<'a> Head<'a> {
     }
 
     fn chunks(&self) -> impl Iterator<Item = Chunk> + use<> {
-        let (n, at_once) = (self.targets.len(), self.tokens_at_once);
+        let (n, at_once) = (self.targets.len(), self.tokens_per_chunk);
         (0..n).step_by(at_once).map(move |start| Chunk { start, len: at_once.min(n - start) })
     }
 
@@ -306,8 +306,8 @@ impl<'a> Head<'a> {
     }
 
     /// dw = [dw +] d_logits^T x; the first chunk overwrites what is of an earlier step.
-    fn grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, (dw, old): &(Tensor, Old)) -> Result<()> {
-        let adds = *old == Old::Keep || chunk.start > 0;
+    fn grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, (dw, accumulate): &(Tensor, Accumulate)) -> Result<()> {
+        let adds = *accumulate == Accumulate::Add || chunk.start > 0;
         let gemm = Gemm {
             a: Matrix::transposed(d_logits.address).with_stride(self.stride()),
             b: Matrix::plain(x.address),

@@ -87,7 +87,7 @@ KERNEL(1024) losses(const float* logits, const unsigned* classes, float* loss, i
 }
 
 // As losses; and whether the class is the first of those with the largest logit.
-KERNEL(1024) scores(const float* logits, const unsigned* classes, float* loss, float* is_top, int v, int stride) {
+KERNEL(1024) scores(const float* logits, const unsigned* classes, float* loss, float* is_greedy, int v, int stride) {
     __shared__ int is_beaten;
     logits += static_cast<long long>(blockIdx.x) * stride;
     const int target = classes[blockIdx.x];
@@ -101,7 +101,7 @@ KERNEL(1024) scores(const float* logits, const unsigned* classes, float* loss, f
     __syncthreads();
     if (threadIdx.x == 0) {
         loss[blockIdx.x] = largest - logits[target] + logf(sum);
-        is_top[blockIdx.x] = is_beaten ? 0.0f : 1.0f;
+        is_greedy[blockIdx.x] = is_beaten ? 0.0f : 1.0f;
     }
 }
 

@@ -8,7 +8,7 @@ mod cost;
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 mod cuda;
-mod part;
+mod vocab_shard;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -23,13 +23,13 @@ use crate::weight::Weight;
 
 pub use args::{Reduction, TokenScores};
 use args::{Sizes, Target};
-pub use chunk::{LOGITS_BYTES_ON_CPU, logits_bytes, logits_bytes_on_gpu, rows_of_logits};
+pub use chunk::{LOGITS_BYTES_ON_CPU, logits_bytes, logits_bytes_on_gpu, max_logit_rows};
 pub use cost::CrossEntropyCost;
-pub use part::VocabPart;
+pub use vocab_shard::VocabShard;
 
 /// The cotangent of the loss. It is known before the forward, so the backward runs inside it.
 #[derive(Clone, Copy, Debug)]
-pub enum Upstream<'a> {
+pub enum LossGrad<'a> {
     /// No gradient is wanted.
     NoGrad,
     /// d(objective) / d(loss), for [`Reduction::Mean`] and [`Reduction::Sum`].
@@ -37,7 +37,7 @@ pub enum Upstream<'a> {
     /// The same times an f32 scalar on x's device: the factor of half precision.
     Scaled(f64, &'a Tensor),
     /// The same for each token, f32 [t], for [`Reduction::None`].
-    Rows(&'a Tensor),
+    PerToken(&'a Tensor),
 }
 
 /// What the loss is.
@@ -56,7 +56,7 @@ pub struct CrossEntropy {
 pub struct LossAndGrad {
     /// f32, a scalar or [t].
     pub loss: Tensor,
-    /// [t, d] in x's dtype; none for [`Upstream::NoGrad`].
+    /// [t, d] in x's dtype; none for [`LossGrad::NoGrad`].
     pub dx: Option<Tensor>,
 }
 
@@ -69,22 +69,22 @@ pub fn linear_cross_entropy(
     w: &Weight,
     targets: &Tensor,
     spec: &CrossEntropy,
-    upstream: Upstream<'_>,
+    upstream: LossGrad<'_>,
 ) -> Result<LossAndGrad> {
     run(x, w, targets, spec, upstream, None)
 }
 
 /// The same with a part of `w`: rows for a part of the vocabulary, while others compute with the other parts. All get the
 /// whole loss; `dx` is this part's, whose sum over the parts is the gradient of x.
-pub fn linear_cross_entropy_part(
+pub fn vocab_parallel_cross_entropy(
     x: &Tensor,
     w: &Weight,
     targets: &Tensor,
     spec: &CrossEntropy,
-    upstream: Upstream<'_>,
-    part: &VocabPart<'_>,
+    upstream: LossGrad<'_>,
+    shard: &VocabShard<'_>,
 ) -> Result<LossAndGrad> {
-    run(x, w, targets, spec, upstream, Some(part))
+    run(x, w, targets, spec, upstream, Some(shard))
 }
 
 fn run(
@@ -92,36 +92,36 @@ fn run(
     w: &Weight,
     targets: &Tensor,
     spec: &CrossEntropy,
-    upstream: Upstream<'_>,
-    part: Option<&VocabPart<'_>>,
+    upstream: LossGrad<'_>,
+    shard: Option<&VocabShard<'_>>,
 ) -> Result<LossAndGrad> {
     let _span = span(
         "linear_cross_entropy",
-        if matches!(upstream, Upstream::NoGrad) { "forward" } else { "forward and backward" },
+        if matches!(upstream, LossGrad::NoGrad) { "forward" } else { "forward and backward" },
     );
-    let sizes = check(x, w, targets, spec, part)?;
-    let mut targets = supervised(targets, spec, part.map_or(sizes.v, |part| part.n_all))?;
-    if let Some(part) = part {
-        targets.iter_mut().for_each(|target| target.class = part.local(target.class, sizes.v));
+    let sizes = check(x, w, targets, spec, shard)?;
+    let mut targets = supervised(targets, spec, shard.map_or(sizes.v, |shard| shard.n_vocab))?;
+    if let Some(shard) = shard {
+        targets.iter_mut().for_each(|target| target.class = shard.local(target.class, sizes.v));
     }
     let mut weights = row_weights(&targets, spec.reduction, upstream, sizes.t)?;
     let x = x.contiguous()?;
-    let wants_dx = !matches!(upstream, Upstream::NoGrad);
+    let wants_dx = !matches!(upstream, LossGrad::NoGrad);
     on_device!("linear_cross_entropy", x, {
         cpu => {
-            if let Upstream::Scaled(_, factor) = upstream {
+            if let LossGrad::Scaled(_, factor) = upstream {
                 let factor = to_host(factor)?.to_scalar::<f32>()?;
                 weights.iter_mut().for_each(|weight| *weight *= factor);
             }
             let weights = wants_dx.then_some(weights.as_slice());
-            let (losses, dx) = on_cpu(&x, w, &targets, weights, (sizes, spec.chunk), part)?;
+            let (losses, dx) = on_cpu(&x, w, &targets, weights, (sizes, spec.chunk), shard)?;
             Ok(LossAndGrad { loss: reduce(&targets, &losses, spec.reduction, sizes.t)?, dx })
         },
         cuda => {
             let value = w.value()?;
             let dw = w.sink().filter(|_| wants_dx && !targets.is_empty()).map(GradSink::grad_to_write).transpose()?;
-            let head = cuda::Head::new(&x, &value, &targets, sizes, spec.chunk, part)?;
-            let factor = if let Upstream::Scaled(_, factor) = upstream { Some(factor) } else { None };
+            let head = cuda::LmHead::new(&x, &value, &targets, sizes, spec.chunk, shard)?;
+            let factor = if let LossGrad::Scaled(_, factor) = upstream { Some(factor) } else { None };
             let gradients = cuda::Gradients { weights: &weights, factor, dw: dw.as_ref() };
             let (losses, dx) = head.run(wants_dx.then_some(&gradients))?;
             Ok(LossAndGrad { loss: head.reduce(&losses, spec.reduction)?, dx })
@@ -142,10 +142,10 @@ pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Re
     on_device!("token_scores", x, {
         cpu => {
             let (x, w) = (host("token_scores", &x)?, host("token_scores", &value)?);
-            let head = cpu::Head { x: x.floats()?, w: w.floats()?, sizes, chunk, part: None };
+            let head = cpu::LmHead { x: x.floats()?, w: w.floats()?, sizes, chunk, shard: None };
             Ok(head.scores(&targets).into_iter().collect())
         },
-        cuda => cuda::Head::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
+        cuda => cuda::LmHead::new(&x, &value, &targets, sizes, chunk, None)?.scores(),
     })
 }
 
@@ -156,19 +156,19 @@ fn on_cpu(
     targets: &[Target],
     weights: Option<&[f32]>,
     (sizes, chunk): (Sizes, usize),
-    part: Option<&VocabPart<'_>>,
+    shard: Option<&VocabShard<'_>>,
 ) -> Result<(Vec<f32>, Option<Tensor>)> {
     let value = w.value()?;
     let (x_host, w_host) = (host("linear_cross_entropy", x)?, host("linear_cross_entropy", &value)?);
-    let head = cpu::Head { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, part };
+    let head = cpu::LmHead { x: x_host.floats()?, w: w_host.floats()?, sizes, chunk, shard };
     let Some(weights) = weights else { return Ok((head.losses(targets)?, None)) };
     let mut dx = FloatBuf::zeros(x.dtype(), x.elem_count())?;
     let losses = match w.sink().filter(|_| !targets.is_empty()) {
         None => head.backward(targets, weights, dx.view(), None)?,
         Some(sink) => {
             let mut losses = Ok(Vec::new());
-            sink.add_or_write("linear_cross_entropy", |dw, old| {
-                losses = head.backward(targets, weights, dx.view(), Some((dw, old)));
+            sink.add_or_write("linear_cross_entropy", |dw, accumulate| {
+                losses = head.backward(targets, weights, dx.view(), Some((dw, accumulate)));
             })?;
             losses?
         }
@@ -176,7 +176,13 @@ fn on_cpu(
     Ok((losses, Some(storage::tensor(dx, x.shape()))))
 }
 
-fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy, part: Option<&VocabPart<'_>>) -> Result<Sizes> {
+fn check(
+    x: &Tensor,
+    w: &Weight,
+    targets: &Tensor,
+    spec: &CrossEntropy,
+    shard: Option<&VocabShard<'_>>,
+) -> Result<Sizes> {
     let op = "linear_cross_entropy";
     check_dtype(op, "the input", x.dtype())?;
     check_dtype(op, "the weight", w.dtype())?;
@@ -190,8 +196,13 @@ fn check(x: &Tensor, w: &Weight, targets: &Tensor, spec: &CrossEntropy, part: Op
     if spec.chunk == 0 {
         bail!("{op}: a chunk of 0 tokens, want at least 1")
     }
-    if let Some(part) = part.filter(|part| part.first + v > part.n_all || v > part.n_largest) {
-        bail!("{op}: {v} rows from {} on of {}, in parts of at most {}", part.first, part.n_all, part.n_largest)
+    if let Some(shard) = shard.filter(|shard| shard.first_row + v > shard.n_vocab || v > shard.max_shard_rows) {
+        bail!(
+            "{op}: {v} rows from {} on of {}, in parts of at most {}",
+            shard.first_row,
+            shard.n_vocab,
+            shard.max_shard_rows
+        )
     }
     Ok(Sizes { t, v, d })
 }
@@ -216,15 +227,15 @@ fn supervised(targets: &Tensor, spec: &CrossEntropy, v: usize) -> Result<Vec<Tar
 }
 
 /// d(objective) / d(loss of the token), for each token that counts.
-fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>, t: usize) -> Result<Vec<f32>> {
+fn row_weights(targets: &[Target], reduction: Reduction, upstream: LossGrad<'_>, t: usize) -> Result<Vec<f32>> {
     let n = targets.len();
     match (reduction, upstream) {
-        (_, Upstream::NoGrad) => Ok(Vec::new()),
-        (Reduction::Mean, Upstream::Scalar(scalar) | Upstream::Scaled(scalar, _)) => {
+        (_, LossGrad::NoGrad) => Ok(Vec::new()),
+        (Reduction::Mean, LossGrad::Scalar(scalar) | LossGrad::Scaled(scalar, _)) => {
             Ok(vec![(scalar / n as f64) as f32; n])
         }
-        (Reduction::Sum, Upstream::Scalar(scalar) | Upstream::Scaled(scalar, _)) => Ok(vec![scalar as f32; n]),
-        (Reduction::None, Upstream::Rows(rows)) => {
+        (Reduction::Sum, LossGrad::Scalar(scalar) | LossGrad::Scaled(scalar, _)) => Ok(vec![scalar as f32; n]),
+        (Reduction::None, LossGrad::PerToken(rows)) => {
             if rows.dims() != [t] || rows.dtype() != DType::F32 {
                 bail!(
                     "linear_cross_entropy: upstream rows are {:?} {:?}, want f32 {:?}",
@@ -238,10 +249,10 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: Upstream<'_>,
             let rows = rows.slice::<f32>()?;
             Ok(targets.iter().map(|target| rows[target.row]).collect())
         }
-        (Reduction::None, Upstream::Scalar(_) | Upstream::Scaled(..)) => {
+        (Reduction::None, LossGrad::Scalar(_) | LossGrad::Scaled(..)) => {
             bail!("linear_cross_entropy: a loss per token needs an upstream per token")
         }
-        (_, Upstream::Rows(_)) => {
+        (_, LossGrad::PerToken(_)) => {
             bail!("linear_cross_entropy: one loss needs one upstream, not one per token")
         }
     }

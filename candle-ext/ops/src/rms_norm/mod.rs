@@ -13,7 +13,7 @@ use crate::backward::BackwardContext;
 use crate::cost::{Cost, bytes};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
-use crate::recording::{is_tracked, recompute_with, record};
+use crate::recording::{recompute_with, record, requires_grad};
 use crate::span::span;
 use crate::storage::{self, host};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -67,7 +67,7 @@ pub fn rms_norm_cost(n_elements: u64, dtype: DType) -> Cost {
 fn record_norm(x: &Tensor, input: Tensor, w: &Weight, (y, rstd): (Tensor, Option<Tensor>), eps: f32) -> Tensor {
     let (saved, weight) = (input.clone(), w.clone());
     recompute_with(&y, move || Ok(forward(&saved, &weight, weight.dims()[0], eps)?.0));
-    let (weight, wants_dx) = (w.clone(), is_tracked(x));
+    let (weight, wants_dx) = (w.clone(), requires_grad(x));
     record("rms_norm", [x.into(), w.into()], y, move |dy, context| {
         let saved = SavedNorm { input: &input, weight: &weight, rstd: rstd.as_ref(), eps };
         let context = wants_dx.then_some(context);

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::heads::{Heads, Slice, Turn};
+use super::heads::{Heads, RotationDirection, Slice};
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
@@ -18,7 +18,7 @@ pub(super) fn rotate(
     table: Option<Table<'_>>,
     (y, to): (FloatsMut<'_>, Slice),
     Heads { n, dim }: Heads,
-    turn: Turn,
+    direction: RotationDirection,
 ) {
     let width = n * dim;
     if width == 0 {
@@ -32,7 +32,7 @@ pub(super) fn rotate(
             let start = token * from.stride + from.first;
             let x = x.slice(start..start + width).widened(&mut wide);
             match table {
-                Some(table) => rotate_token(x, table, token, &mut out, (dim, turn.sign())),
+                Some(table) => rotate_token(x, table, token, &mut out, (dim, direction.sign())),
                 None => out.copy_from_slice(x),
             }
             y.write(row * to.stride + to.first, &out);

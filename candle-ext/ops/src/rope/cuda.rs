@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::heads::{Heads, Slice, Turn};
+use super::heads::{Heads, RotationDirection, Slice};
 use crate::cuda::{Address, Arg, Out, address, gpu, kernels, suffix};
 
 kernels!("rope");
@@ -15,11 +15,11 @@ pub(super) fn rotated(
     table: Option<[&Tensor; 2]>,
     n_tokens: usize,
     heads: Heads,
-    turn: Turn,
+    direction: RotationDirection,
 ) -> Result<Out> {
     let y = Out::new(gpu(OP, x)?, x.dtype(), n_tokens * heads.n * heads.dim)?;
     // SAFETY: y has room for the heads of all tokens.
-    unsafe { launch((x, from), table, (y.address, heads.slice()), (n_tokens, heads), turn)? };
+    unsafe { launch((x, from), table, (y.address, heads.slice()), (n_tokens, heads), direction)? };
     Ok(y)
 }
 
@@ -29,10 +29,10 @@ pub(super) fn rotate_into(
     table: Option<[&Tensor; 2]>,
     (y, to): (&Tensor, Slice),
     (n_tokens, heads): (usize, Heads),
-    turn: Turn,
+    direction: RotationDirection,
 ) -> Result<()> {
     // SAFETY: y has rows of `to.stride` elements for all tokens.
-    unsafe { launch(x, table, (address(OP, y)?, to), (n_tokens, heads), turn) }
+    unsafe { launch(x, table, (address(OP, y)?, to), (n_tokens, heads), direction) }
 }
 
 /// Returns elements in the format and place of x, all to be written.
@@ -48,7 +48,7 @@ unsafe fn launch(
     table: Option<[&Tensor; 2]>,
     (y, to): (Address, Slice),
     (n_tokens, Heads { n, dim }): (usize, Heads),
-    turn: Turn,
+    direction: RotationDirection,
 ) -> Result<()> {
     let at = |slice: Slice| (slice.first * x.dtype().size_in_bytes()) as Address;
     let [cos, sin] = match table {
@@ -64,7 +64,7 @@ unsafe fn launch(
         Arg::I32(dim as i32),
         Arg::I64(from.stride as i64),
         Arg::I64(to.stride as i64),
-        Arg::F32(turn.sign()),
+        Arg::F32(direction.sign()),
     ];
     // Eight pairs each, as far as that goes.
     let threads = (n * dim / 16).next_multiple_of(32).clamp(32, 256);

@@ -2,17 +2,17 @@
 
 /// The direction of a rotation. The backward of a rotation is the rotation back.
 #[derive(Clone, Copy)]
-pub(super) enum Turn {
+pub(super) enum RotationDirection {
     Forward,
-    Back,
+    Inverse,
 }
 
-impl Turn {
+impl RotationDirection {
     /// The factor of the sine.
     pub(super) fn sign(self) -> f32 {
         match self {
             Self::Forward => 1.0,
-            Self::Back => -1.0,
+            Self::Inverse => -1.0,
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::floats::{FloatBuf, check_dtype};
 use crate::recording::record;
 use crate::span::span;
 use crate::storage::{self, host, update};
-use heads::{Heads, Slice, Turn};
+use heads::{Heads, RotationDirection, Slice};
 pub use qkv::{QkvHeads, split_qkv};
 
 /// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
@@ -25,9 +25,9 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let _span = span("rope", "forward");
     let heads = check(x, cos, sin)?;
     let table = [cos.contiguous()?, sin.contiguous()?];
-    let y = rotated((&x.contiguous()?, heads.slice()), Some(&table), heads, Turn::Forward)?;
+    let y = rotated((&x.contiguous()?, heads.slice()), Some(&table), heads, RotationDirection::Forward)?;
     Ok(record("rope", [x.into()], y, move |dy, _| {
-        Ok([Some(rotated((dy, heads.slice()), Some(&table), heads, Turn::Back)?)])
+        Ok([Some(rotated((dy, heads.slice()), Some(&table), heads, RotationDirection::Inverse)?)])
     }))
 }
 
@@ -37,20 +37,25 @@ pub fn rope_cost(n_tokens: u64, head_dim: u64) -> Cost {
 }
 
 /// Returns heads of a tensor [t, ..], rotated by cosines and sines if there are some: [t, n, dim].
-fn rotated((x, from): (&Tensor, Slice), table: Option<&[Tensor; 2]>, heads: Heads, turn: Turn) -> Result<Tensor> {
+fn rotated(
+    (x, from): (&Tensor, Slice),
+    table: Option<&[Tensor; 2]>,
+    heads: Heads,
+    direction: RotationDirection,
+) -> Result<Tensor> {
     let shape = (x.dim(0)?, heads.n, heads.dim);
     on_device!("rope", x, {
         cpu => {
             let mut y = FloatBuf::unwritten(x.dtype(), shape.0 * heads.n * heads.dim)?;
             with_table(table, |table| {
-                cpu::rotate((host("rope", x)?.floats()?, from), table, (y.view(), heads.slice()), heads, turn);
+                cpu::rotate((host("rope", x)?.floats()?, from), table, (y.view(), heads.slice()), heads, direction);
                 Ok(())
             })?;
             Ok(storage::tensor(y, shape))
         },
         cuda => {
             let table = table.map(|[cos, sin]| [cos, sin]);
-            Ok(cuda::rotated((x, from), table, shape.0, heads, turn)?.into_tensor(shape))
+            Ok(cuda::rotated((x, from), table, shape.0, heads, direction)?.into_tensor(shape))
         },
     })
 }
@@ -61,20 +66,20 @@ fn rotate_into(
     table: Option<&[Tensor; 2]>,
     (y, to): (&Tensor, Slice),
     heads: Heads,
-    turn: Turn,
+    direction: RotationDirection,
 ) -> Result<()> {
     on_device!("rope", x, {
         cpu => with_table(table, |table| {
             let x = host("rope", x)?;
             let x = (x.floats()?, heads.slice());
             update(y, "rope", |y| {
-                cpu::rotate(x, table, (y, to), heads, turn);
+                cpu::rotate(x, table, (y, to), heads, direction);
                 Ok(())
             })
         }),
         cuda => {
             let table = table.map(|[cos, sin]| [cos, sin]);
-            cuda::rotate_into((x, heads.slice()), table, (y, to), (x.dim(0)?, heads), turn)
+            cuda::rotate_into((x, heads.slice()), table, (y, to), (x.dim(0)?, heads), direction)
         },
     })
 }

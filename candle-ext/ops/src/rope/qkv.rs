@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use candle_core::{Result, Shape, Tensor, bail};
 
-use super::heads::{Heads, Slice, Turn};
+use super::heads::{Heads, RotationDirection, Slice};
 use super::{check_table, rotate_into, rotated};
 use crate::device::on_device;
 use crate::floats::{FloatBuf, check_dtype};
@@ -35,7 +35,7 @@ pub fn split_qkv(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> R
     let grad = Rc::new(JoinedGrad { shape: joined.shape().clone(), grad: RefCell::default(), n_written: Cell::new(0) });
     let [q, k, v]: [Result<Tensor>; 3] = heads.parts().map(|part| {
         let (table, grad) = (part.is_rotated.then(|| table.clone()), grad.clone());
-        let y = rotated((&joined, part.slice), table.as_ref(), part.heads, Turn::Forward)?;
+        let y = rotated((&joined, part.slice), table.as_ref(), part.heads, RotationDirection::Forward)?;
         Ok(record("split_qkv", [qkv.into()], y, move |dy, _| Ok([grad.write(dy, table.as_ref(), part)?])))
     });
     Ok([q?, k?, v?])
@@ -80,7 +80,7 @@ impl JoinedGrad {
             Some(grad) => grad.clone(),
             None => grad.insert(unwritten(dy, &self.shape)?).clone(),
         };
-        rotate_into(dy, table, (&all, part.slice), part.heads, Turn::Back)?;
+        rotate_into(dy, table, (&all, part.slice), part.heads, RotationDirection::Inverse)?;
         self.n_written.set(self.n_written.get() + 1);
         match (part.slice.first, self.n_written.get()) {
             (0, 3) => Ok(grad.take()),

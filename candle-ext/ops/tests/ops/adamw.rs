@@ -8,7 +8,7 @@ const HYPER: AdamW = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weigh
 /// A scaler that lets the update of this number happen, with gradients multiplied by 1 / `loss_scale`.
 fn scaler(place: &Place, number: usize, loss_scale: f64) -> GradScaler {
     let loss_scaling = LossScaling { initial: loss_scale, ..LossScaling::NONE };
-    let policy = GradPolicy { loss_scaling, ..GradPolicy::PLAIN };
+    let policy = GradPolicy { loss_scaling, ..GradPolicy::NO_CLIP_NO_SCALE };
     let scaler = GradScaler::new(policy, number - 1, &place.device()).unwrap();
     judge(place, &scaler, 1.0);
     scaler
@@ -17,7 +17,7 @@ fn scaler(place: &Place, number: usize, loss_scale: f64) -> GradScaler {
 fn judge(place: &Place, scaler: &GradScaler, square: f64) {
     let squares = place.put(&Tensor::new(&[square], &Device::Cpu).unwrap());
     let losses = place.put(&Tensor::new(&[1f32], &Device::Cpu).unwrap());
-    place.run(|| scaler.judge(&squares, &losses, [HYPER.beta1, HYPER.beta2])).unwrap();
+    place.run(|| scaler.update(&squares, &losses, [HYPER.beta1, HYPER.beta2])).unwrap();
 }
 
 fn zeros(n: usize) -> Tensor {

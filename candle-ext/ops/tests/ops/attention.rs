@@ -1,5 +1,5 @@
 use candle_core::{D, DType, Device, Result, Tensor};
-use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionSpec, Seqs, attention};
+use candlewick_ops::{AttentionChoice, AttentionImpl, AttentionSpec, CuSeqlens, attention};
 use rand::Rng;
 use rand::rngs::StdRng;
 
@@ -27,8 +27,8 @@ impl Setup {
         Self { queries: lens.to_vec(), keys: lens.to_vec(), hq, hkv, dim, spec }
     }
 
-    pub(crate) fn seqs(&self) -> Seqs {
-        Seqs::with_keys(cumulative(&self.queries), cumulative(&self.keys)).unwrap()
+    pub(crate) fn seqs(&self) -> CuSeqlens {
+        CuSeqlens::from_q_and_k(cumulative(&self.queries), cumulative(&self.keys)).unwrap()
     }
 
     pub(crate) fn inputs(&self) -> Vec<Tensor> {
@@ -313,7 +313,7 @@ fn a_packed_sequence_equals_itself_alone() {
         let mut start = 0;
         for len in lens {
             let x: Vec<Tensor> = x.iter().map(|x| x.narrow(0, start, len).unwrap()).collect();
-            let seqs = Seqs::packed(vec![0, len]).unwrap();
+            let seqs = CuSeqlens::packed(vec![0, len]).unwrap();
             let alone = attention(&x[0], &x[1], &x[2], &seqs, &CAUSAL).unwrap();
             assert_eq!(bits(&together.narrow(0, start, len).unwrap()), bits(&alone));
             start += len;
@@ -327,7 +327,7 @@ fn decoding_step_by_step_equals_one_pass() {
     everywhere(&setup, |x| {
         let whole = attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec).unwrap();
         for position in 0..40 {
-            let seqs = Seqs::with_keys(vec![0, 1], vec![0, position + 1]).unwrap();
+            let seqs = CuSeqlens::from_q_and_k(vec![0, 1], vec![0, position + 1]).unwrap();
             let q = x[0].narrow(0, position, 1).unwrap();
             let seen = |x: &Tensor| x.narrow(0, 0, position + 1).unwrap();
             let step = attention(&q, &seen(&x[1]), &seen(&x[2]), &seqs, &setup.spec).unwrap();
@@ -372,16 +372,16 @@ fn only_empty_sequences_give_an_empty_output() {
 
 #[test]
 fn wrong_sequences_are_named() {
-    assert_error(Seqs::packed(vec![]), "must start with 0, got None");
-    assert_error(Seqs::packed(vec![1, 2]), "must start with 0, got Some(1)");
-    assert_error(Seqs::packed(vec![0, 3, 2]), "number 1 end at 2 but start at 3");
-    assert_error(Seqs::with_keys(vec![0, 1], vec![0, 1, 2]), "1 of queries but 2 of keys");
-    assert_error(Seqs::with_keys(vec![0, 3], vec![0, 2]), "number 0 has 3 queries but only 2 keys");
+    assert_error(CuSeqlens::packed(vec![]), "must start with 0, got None");
+    assert_error(CuSeqlens::packed(vec![1, 2]), "must start with 0, got Some(1)");
+    assert_error(CuSeqlens::packed(vec![0, 3, 2]), "number 1 end at 2 but start at 3");
+    assert_error(CuSeqlens::from_q_and_k(vec![0, 1], vec![0, 1, 2]), "1 of queries but 2 of keys");
+    assert_error(CuSeqlens::from_q_and_k(vec![0, 3], vec![0, 2]), "number 0 has 3 queries but only 2 keys");
 }
 
 #[test]
 fn wrong_shapes_are_named() {
-    let seqs = Seqs::packed(vec![0, 5]).unwrap();
+    let seqs = CuSeqlens::packed(vec![0, 5]).unwrap();
     let run =
         |q: &[usize], k: &[usize], v: &[usize], spec| attention(&randn(q, 1), &randn(k, 2), &randn(v, 3), &seqs, spec);
     assert_error(run(&[5, 4], &[5, 2, 3], &[5, 2, 3], &CAUSAL), "want q [t, hq, k]");

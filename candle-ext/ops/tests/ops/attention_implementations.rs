@@ -1,7 +1,9 @@
 //! The implementations of attention against each other.
 
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, Seqs, attention};
+use candlewick_ops::{
+    AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec, CuSeqlens, attention,
+};
 
 #[cfg(feature = "cuda")]
 use crate::attention::{BIDIRECTIONAL, shifted, window};
@@ -45,7 +47,8 @@ fn the_reference_keeps_the_format_and_takes_empty_sequences() {
     assert_eq!(results(&setup, AttentionImpl::Reference, &Device::Cpu, DType::F32)[0].dims(), [0, 2, 4]);
     let q = randn((5, 2, 4), 1).to_dtype(DType::BF16).unwrap();
     let choice = AttentionChoice { implementation: AttentionImpl::Reference, deterministic: true };
-    let y = attention(&q, &q, &q, &Seqs::packed(vec![0, 5]).unwrap(), &AttentionSpec { choice, ..CAUSAL }).unwrap();
+    let y =
+        attention(&q, &q, &q, &CuSeqlens::packed(vec![0, 5]).unwrap(), &AttentionSpec { choice, ..CAUSAL }).unwrap();
     assert_eq!(y.dtype(), DType::BF16);
 }
 

@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Columns, Dropout, Rows, derive_key, dropout, dropout_part};
+use candlewick_ops::{ColumnShard, Dropout, RowRanges, derive_key, dropout, sharded_dropout};
 
 use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
 
@@ -95,25 +95,25 @@ fn rows_lose_what_they_lose_in_the_whole() {
         let parts = ranges.clone().map(|range| x.narrow(0, range.start, range.len()).unwrap());
         Tensor::cat(&parts, 0).unwrap()
     };
-    let rows = Rows::new(ranges.to_vec());
+    let rows = RowRanges::new(ranges.to_vec());
     for place in Place::all() {
         place.run(|| {
             let (whole, dy) = (place.put(&whole), place.put(&randn((60, 37), 2)));
             let x = pick(&whole);
-            let tape = tape(std::slice::from_ref(&x), || dropout_part(&x, SPEC, &rows, Columns::ALL));
+            let tape = tape(std::slice::from_ref(&x), || sharded_dropout(&x, SPEC, &rows, ColumnShard::ALL));
             assert_eq!(bits(tape.output()), bits(&pick(&dropout(&whole, SPEC).unwrap())), "{place:?}");
             let dx = tape.backward(&pick(&dy)).unwrap().remove(&x).unwrap();
             assert_eq!(bits(&dx), bits(&pick(&dropout(&dy, SPEC).unwrap())), "{place:?}");
-            let rest = dropout_part(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.after(10), Columns::ALL).unwrap();
+            let rest = sharded_dropout(&x.narrow(0, 10, 17).unwrap(), SPEC, &rows.skip(10), ColumnShard::ALL).unwrap();
             assert_eq!(bits(&rest), bits(&pick(&dropout(&whole, SPEC).unwrap()).narrow(0, 10, 17).unwrap()));
         });
     }
-    assert_error(dropout_part(&whole, SPEC, &rows, Columns::ALL), "60 rows, of which 27 have a place");
+    assert_error(sharded_dropout(&whole, SPEC, &rows, ColumnShard::ALL), "60 rows, of which 27 have a place");
 }
 
 #[test]
 fn columns_lose_what_they_lose_in_the_whole() {
-    let rows = Rows::new(vec![3..11, 12..30]);
+    let rows = RowRanges::new(vec![3..11, 12..30]);
     for (width, dtype) in [(7, DType::F32), (16, DType::BF16), (4096, DType::F32)] {
         let whole = randn((30, 3 * width), 1).to_dtype(dtype).unwrap();
         for place in Place::all() {
@@ -125,7 +125,8 @@ fn columns_lose_what_they_lose_in_the_whole() {
                         let parts = [(3, 8), (12, 18)].map(|(first, n)| x.narrow(0, first, n).unwrap());
                         Tensor::cat(&parts, 0).unwrap().narrow(1, part * width, width).unwrap().contiguous().unwrap()
                     };
-                    let y = dropout_part(&pick(&whole), SPEC, &rows, Columns { part, n_parts: 3 }).unwrap();
+                    let y =
+                        sharded_dropout(&pick(&whole), SPEC, &rows, ColumnShard { index: part, n_shards: 3 }).unwrap();
                     assert_eq!(bits(&y), bits(&pick(&dropped)), "{place:?}, part {part} of {width} elements");
                 }
             });

@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Weight, embedding, embedding_part};
+use candlewick_ops::{Weight, embedding, vocab_parallel_embedding};
 
 use crate::cases::{Case, Place, assert_error, bits, check_each, grad_of, randn, tape, trainable, values};
 
@@ -135,7 +135,7 @@ fn parts_of_a_table_give_the_whole_ones_rows_and_gradients() {
             let (mut sum, mut grads) = (None, Vec::new());
             for (first, n_rows) in [(0, 3), (3, 3), (6, 1)] {
                 let part = trainable(&table.narrow(0, first, n_rows).unwrap().copy().unwrap());
-                let tape = tape(&[], || embedding_part(&looked_up, &part, first as u32, Some(2)));
+                let tape = tape(&[], || vocab_parallel_embedding(&looked_up, &part, first as u32, Some(2)));
                 let y = tape.output().clone();
                 sum = Some(sum.map_or(y.clone(), |sum: Tensor| (sum + y).unwrap()));
                 tape.backward(&dy).unwrap();

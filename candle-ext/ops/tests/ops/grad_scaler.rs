@@ -1,17 +1,17 @@
 use candle_core::{Device, Tensor};
-use candlewick_ops::{GradPolicy, GradScaler, LossScaling, Outcome, Verdict};
+use candlewick_ops::{GradPolicy, GradScaler, LossScaling, StepDecision, UpdateOutcome};
 
 use crate::cases::{Place, assert_error};
 
 const DYNAMIC: LossScaling = LossScaling { initial: 8.0, window: 3, hysteresis: 2, min: 2.0 };
 
 /// Judges a step whose gradients have these squares.
-fn judge(place: &Place, scaler: &GradScaler, squares: &[f64], losses: &[f32]) -> Verdict {
+fn judge(place: &Place, scaler: &GradScaler, squares: &[f64], losses: &[f32]) -> StepDecision {
     let put = |x: Tensor| place.put(&x);
     let squares = put(Tensor::new(squares, &Device::Cpu).unwrap());
     let losses = put(Tensor::new(losses, &Device::Cpu).unwrap());
-    place.run(|| scaler.judge(&squares, &losses, [0.9, 0.999])).unwrap();
-    Verdict::read(&scaler.state().to_vec1::<f32>().unwrap())
+    place.run(|| scaler.update(&squares, &losses, [0.9, 0.999])).unwrap();
+    StepDecision::read(&scaler.state().to_vec1::<f32>().unwrap())
 }
 
 fn scaler(place: &Place, policy: GradPolicy) -> GradScaler {
@@ -22,12 +22,15 @@ fn scaler(place: &Place, policy: GradPolicy) -> GradScaler {
 fn the_norm_is_that_of_all_parts_and_unscaled() {
     for place in Place::all() {
         let loss_scaling = LossScaling { initial: 16.0, ..LossScaling::NONE };
-        let scaler = scaler(&place, GradPolicy { loss_scaling, ..GradPolicy::PLAIN });
+        let scaler = scaler(&place, GradPolicy { loss_scaling, ..GradPolicy::NO_CLIP_NO_SCALE });
         let squares: Vec<f64> = (0..100).map(f64::from).collect();
         let verdict = judge(&place, &scaler, &squares, &[1.0; 70]);
         let want = 4950f64.sqrt() / 16.0;
         assert!((verdict.norm / want - 1.0).abs() < 1e-7, "{verdict:?}");
-        assert_eq!((verdict.outcome, verdict.next.n_updates, verdict.next.loss_scale), (Outcome::Applied, 1, 16.0));
+        assert_eq!(
+            (verdict.outcome, verdict.next.n_updates, verdict.next.loss_scale),
+            (UpdateOutcome::Applied, 1, 16.0)
+        );
         assert_eq!(scaler.loss_scale().unwrap().unwrap().to_scalar::<f32>().unwrap(), 16.0);
     }
 }
@@ -35,7 +38,7 @@ fn the_norm_is_that_of_all_parts_and_unscaled() {
 #[test]
 fn a_large_gradient_is_clipped_and_a_small_one_left_alone() {
     for place in Place::all() {
-        let scaler = scaler(&place, GradPolicy { max_norm: Some(1.0), ..GradPolicy::PLAIN });
+        let scaler = scaler(&place, GradPolicy { max_norm: Some(1.0), ..GradPolicy::NO_CLIP_NO_SCALE });
         assert!(scaler.loss_scale().unwrap().is_none());
         for (square, want) in [(16.0, 0.25), (0.25, 1.0), (0.0, 1.0)] {
             judge(&place, &scaler, &[square], &[1.0]);
@@ -49,7 +52,7 @@ fn a_large_gradient_is_clipped_and_a_small_one_left_alone() {
 #[test]
 fn corrections_count_updates_and_not_steps() {
     for place in Place::all() {
-        let scaler = scaler(&place, GradPolicy::PLAIN);
+        let scaler = scaler(&place, GradPolicy::NO_CLIP_NO_SCALE);
         for square in [1.0, f64::INFINITY, 1.0, f64::NAN, 1.0] {
             judge(&place, &scaler, &[square], &[1.0]);
         }
@@ -64,13 +67,13 @@ fn corrections_count_updates_and_not_steps() {
 #[test]
 fn the_loss_scale_doubles_after_good_steps_and_is_halved_by_the_second_overflow() {
     for place in Place::all() {
-        let scaler = scaler(&place, GradPolicy { loss_scaling: DYNAMIC, ..GradPolicy::PLAIN });
+        let scaler = scaler(&place, GradPolicy { loss_scaling: DYNAMIC, ..GradPolicy::NO_CLIP_NO_SCALE });
         let (good, bad) = (1.0, f64::INFINITY);
         let steps = [good, good, good, bad, good, bad, bad, bad, good, good, good, bad, good];
         let scales = [8.0, 8.0, 16.0, 16.0, 16.0, 8.0, 4.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0];
         for (i, (square, scale)) in steps.into_iter().zip(scales).enumerate() {
             let verdict = judge(&place, &scaler, &[square], &[1.0]);
-            let outcome = if square == good { Outcome::Applied } else { Outcome::Overflowed };
+            let outcome = if square == good { UpdateOutcome::Applied } else { UpdateOutcome::Overflowed };
             assert_eq!((verdict.outcome, verdict.next.loss_scale), (outcome, scale), "step {i} {place:?}");
         }
         // 13 steps, 5 of them overflows.
@@ -81,22 +84,23 @@ fn the_loss_scale_doubles_after_good_steps_and_is_halved_by_the_second_overflow(
 #[test]
 fn what_scaling_cannot_cure_is_no_overflow() {
     for place in Place::all() {
-        let policy = GradPolicy { loss_scaling: LossScaling { initial: 2.0, ..DYNAMIC }, ..GradPolicy::PLAIN };
+        let policy =
+            GradPolicy { loss_scaling: LossScaling { initial: 2.0, ..DYNAMIC }, ..GradPolicy::NO_CLIP_NO_SCALE };
         let at_least = judge(&place, &scaler(&place, policy), &[f64::INFINITY], &[1.0]);
-        assert_eq!(at_least.outcome, Outcome::NonFinite);
+        assert_eq!(at_least.outcome, UpdateOutcome::NonFinite);
         let policy = GradPolicy { loss_scaling: DYNAMIC, ..policy };
         let of_loss = judge(&place, &scaler(&place, policy), &[1.0], &[1.0, f32::NAN, 1.0]);
-        assert_eq!((of_loss.outcome, of_loss.next.n_updates), (Outcome::NonFinite, 0));
+        assert_eq!((of_loss.outcome, of_loss.next.n_updates), (UpdateOutcome::NonFinite, 0));
     }
 }
 
 #[test]
 fn a_run_that_halts_applies_nothing_afterwards() {
     for place in Place::all() {
-        for (halts, later) in [(true, Outcome::Halted), (false, Outcome::Applied)] {
-            let scaler = scaler(&place, GradPolicy { halts, ..GradPolicy::PLAIN });
-            assert_eq!(judge(&place, &scaler, &[1.0], &[1.0]).outcome, Outcome::Applied);
-            assert_eq!(judge(&place, &scaler, &[f64::NAN], &[1.0]).outcome, Outcome::NonFinite);
+        for (stop_on_nonfinite, later) in [(true, UpdateOutcome::Halted), (false, UpdateOutcome::Applied)] {
+            let scaler = scaler(&place, GradPolicy { stop_on_nonfinite, ..GradPolicy::NO_CLIP_NO_SCALE });
+            assert_eq!(judge(&place, &scaler, &[1.0], &[1.0]).outcome, UpdateOutcome::Applied);
+            assert_eq!(judge(&place, &scaler, &[f64::NAN], &[1.0]).outcome, UpdateOutcome::NonFinite);
             for _ in 0..2 {
                 assert_eq!(judge(&place, &scaler, &[1.0], &[1.0]).outcome, later);
             }
@@ -107,14 +111,14 @@ fn a_run_that_halts_applies_nothing_afterwards() {
 #[test]
 fn a_scaler_goes_on_from_a_verdict() {
     for place in Place::all() {
-        let policy = GradPolicy { loss_scaling: DYNAMIC, ..GradPolicy::PLAIN };
+        let policy = GradPolicy { loss_scaling: DYNAMIC, ..GradPolicy::NO_CLIP_NO_SCALE };
         let whole = scaler(&place, policy);
         let steps = [1.0, f64::INFINITY, 1.0, 1.0, 1.0, f64::INFINITY, f64::INFINITY, 1.0];
         let mut last = None;
         for (i, square) in steps.into_iter().enumerate() {
             let verdict = judge(&place, &whole, &[square], &[1.0]);
             let Some(before) = last.replace(verdict) else { continue };
-            let resumed = GradScaler::resume(policy, &before.next, &place.device()).unwrap();
+            let resumed = GradScaler::from_state(policy, &before.next, &place.device()).unwrap();
             assert_eq!(judge(&place, &resumed, &[square], &[1.0]), verdict, "step {i}");
         }
     }
@@ -122,7 +126,7 @@ fn a_scaler_goes_on_from_a_verdict() {
 
 #[test]
 fn wrong_arguments_are_named() {
-    let scaler = scaler(&Place::Cpu, GradPolicy::PLAIN);
+    let scaler = scaler(&Place::Cpu, GradPolicy::NO_CLIP_NO_SCALE);
     let losses = Tensor::new(&[1f32], &Device::Cpu).unwrap();
-    assert_error(scaler.judge(&losses, &losses, [0.9, 0.999]), "squares are F32");
+    assert_error(scaler.update(&losses, &losses, [0.9, 0.999]), "squares are F32");
 }

@@ -2,8 +2,9 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionSpec, CrossEntropy, Precision, Reduction, Seqs, Upstream, Weight, add, add_rms_norm,
-    attention, embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu, swiglu_joined,
+    AttentionChoice, AttentionSpec, CrossEntropy, CuSeqlens, LossGrad, OutputDtype, Reduction, Weight, add,
+    add_rms_norm, attention, embedding, linear, linear_cross_entropy, reshape, rms_norm, rope, sum_of_squares, swiglu,
+    swiglu_joined,
 };
 
 use crate::cases::{bits, check_each, grad_of, randn, tape, trainable, values};
@@ -21,7 +22,7 @@ pub(crate) fn ops() -> Vec<Op> {
             name: "linear",
             inputs: vec![randn((150, 40), 1)],
             weights: vec![randn((70, 40), 2), randn(70, 3)],
-            run: |x, w| linear(&x[0], &w[0], Some(&w[1]), Precision::Compute),
+            run: |x, w| linear(&x[0], &w[0], Some(&w[1]), OutputDtype::SameAsInput),
         },
         Op {
             name: "embedding",
@@ -81,7 +82,7 @@ pub(crate) fn ops() -> Vec<Op> {
             run: |x, _| {
                 let spec =
                     AttentionSpec { scale: 0.3, causal: true, window: Some(90), choice: AttentionChoice::default() };
-                attention(&x[0], &x[1], &x[2], &Seqs::packed(vec![0, 150, 200])?, &spec)
+                attention(&x[0], &x[1], &x[2], &CuSeqlens::packed(vec![0, 150, 200])?, &spec)
             },
         },
     ]
@@ -204,7 +205,7 @@ fn large_linear() -> Vec<Vec<u64>> {
         name: "linear",
         inputs: vec![randn((600, 300), 1)],
         weights: vec![randn((500, 300), 2), randn(500, 3)],
-        run: |x, w| linear(&x[0], &w[0], Some(&w[1]), Precision::Compute),
+        run: |x, w| linear(&x[0], &w[0], Some(&w[1]), OutputDtype::SameAsInput),
     };
     run(&op).iter().map(bits).collect()
 }
@@ -217,7 +218,7 @@ fn head() -> [Vec<u64>; 3] {
         &w,
         &Tensor::new(targets, &Device::Cpu).unwrap(),
         &CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 64 },
-        Upstream::Scalar(1.0),
+        LossGrad::Scalar(1.0),
     )
     .unwrap();
     [bits(&out.loss), bits(&out.dx.unwrap()), bits(&grad_of(&w))]

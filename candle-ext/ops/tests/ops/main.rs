@@ -4,8 +4,8 @@
 
 mod adamw;
 mod attention;
+mod attention_chunks;
 mod attention_implementations;
-mod attention_pieces;
 mod candle_nn;
 mod cases;
 mod dropout;

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    CrossEntropy, GradSink, Precision, Reduction, Upstream, Weight, embedding, linear, linear_cross_entropy, rms_norm,
+    CrossEntropy, GradSink, LossGrad, OutputDtype, Reduction, Weight, embedding, linear, linear_cross_entropy, rms_norm,
 };
 
 use crate::cases::{Place, assert_close, bound, check_each, grad_of, randn, tape, values};
@@ -36,7 +36,7 @@ fn bf16(place: &Place, shape: (usize, usize), seed: u64) -> Tensor {
 #[test]
 fn of_a_linear_layer_and_its_bias() {
     check("linear", &[randn((70, 40), 2), randn(70, 3)], |place, w| {
-        let tape = tape(&[], || linear(&bf16(place, (150, 40), 1), &w[0], Some(&w[1]), Precision::Compute));
+        let tape = tape(&[], || linear(&bf16(place, (150, 40), 1), &w[0], Some(&w[1]), OutputDtype::SameAsInput));
         tape.backward(&bf16(place, (150, 70), 9)).unwrap();
     });
 }
@@ -65,7 +65,7 @@ fn of_the_head() {
         // In one chunk: each would be rounded by itself.
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, chunk: 50 };
         let x = bf16(place, (50, 40), 1);
-        linear_cross_entropy(&x, &w[0], &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+        linear_cross_entropy(&x, &w[0], &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
     });
 }
 
@@ -113,7 +113,7 @@ fn after_a_reset_are_what_is_added_to_zeros() {
             let targets = Tensor::new(targets.collect::<Vec<_>>(), &Device::Cpu).unwrap();
             let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, chunk: 17 };
             let x = place.put(&randn((50, 40), 1));
-            linear_cross_entropy(&x, &w[0], &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+            linear_cross_entropy(&x, &w[0], &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
         });
     }
 }
@@ -122,7 +122,7 @@ fn after_a_reset_are_what_is_added_to_zeros() {
 fn of_no_tokens_are_zeros_after_a_reset() {
     check_reset("linear", &[randn((70, 40), 2), randn(70, 3)], |place, w| {
         let none = |n| place.put(&Tensor::zeros((0, n), DType::F32, &Device::Cpu).unwrap());
-        let tape = tape(&[], || linear(&none(40), &w[0], Some(&w[1]), Precision::Compute));
+        let tape = tape(&[], || linear(&none(40), &w[0], Some(&w[1]), OutputDtype::SameAsInput));
         tape.backward(&none(70)).unwrap();
     });
 }

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
-    AdamW, AdamWState, CrossEntropy, Dropout, GradPolicy, GradScaler, Reduction, Upstream, adamw, copy_into, dropout,
+    AdamW, AdamWState, CrossEntropy, Dropout, GradPolicy, GradScaler, LossGrad, Reduction, adamw, copy_into, dropout,
     linear_cross_entropy, sum_of_squares, zero_,
 };
 
@@ -44,7 +44,7 @@ fn head(put: impl Fn(&Tensor) -> Tensor) -> Vec<Tensor> {
     let targets: Vec<i64> = (0..150).map(|i| if i % 5 == 0 { -100 } else { i * 2 }).collect();
     let targets = Tensor::new(targets, &Device::Cpu).unwrap();
     let spec = CrossEntropy { reduction: Reduction::Mean, ignore_index: -100, chunk: 64 };
-    let out = linear_cross_entropy(&x, &w, &targets, &spec, Upstream::Scalar(1.0)).unwrap();
+    let out = linear_cross_entropy(&x, &w, &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
     vec![out.loss, out.dx.unwrap(), grad_of(&w)]
 }
 
@@ -53,12 +53,14 @@ fn updated(place: &Place, dtype: DType) -> Vec<Tensor> {
     let [p, m, v, copy] = [1, 2, 3, 4].map(|seed| place.put(&randn(9_001, seed).abs().unwrap()));
     let copy = copy.to_dtype(dtype).unwrap();
     let hyper = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
-    let scaler = GradScaler::new(GradPolicy { max_norm: Some(50.0), ..GradPolicy::PLAIN }, 0, &place.device()).unwrap();
+    let scaler =
+        GradScaler::new(GradPolicy { max_norm: Some(50.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &place.device())
+            .unwrap();
     let losses = place.put(&randn(3, 5));
     for step in 1..3 {
         let grad = place.put(&randn(9_001, 10 + step));
         let squares = sum_of_squares(&grad).unwrap().reshape(1).unwrap();
-        scaler.judge(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
+        scaler.update(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
         // A master in f32 has no copy in f32.
         let compute = (dtype != DType::F32).then_some(&copy);
         let state = AdamWState { master: &p, grad: &grad, exp_avg: &m, exp_avg_sq: &v, compute };

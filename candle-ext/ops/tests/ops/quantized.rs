@@ -1,5 +1,5 @@
 use candle_core::{DType, Device, Tensor};
-use candlewick_ops::{Precision, QuantFormat, ScaleBlock, ScaleRounding, Weight, dequantize, linear, quantize};
+use candlewick_ops::{OutputDtype, QuantFormat, ScaleBlock, ScaleRounding, Weight, dequantize, linear, quantize};
 
 use crate::cases::{Place, assert_close, assert_error, bits, bound, check_each, randn, tape, values};
 
@@ -110,7 +110,7 @@ fn a_linear_layer_gives_the_bits_of_a_dense_weight() {
         check_each(Place::all(), |place| {
             let (x, dy) = (place.put(&x), place.put(&dy));
             let run = |w: Weight| {
-                let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, None, Precision::Compute));
+                let tape = tape(std::slice::from_ref(&x), || linear(&x, &w, None, OutputDtype::SameAsInput));
                 let y = tape.output().clone();
                 let dx = tape.backward(&dy).unwrap().get(&x).unwrap().clone();
                 [bits(&y), bits(&dx)]
@@ -133,7 +133,7 @@ fn a_linear_layer_of_f32_inputs_equals_the_dequantized_weight() {
     check_each(Place::all(), |place| {
         let x = place.put(&x);
         let w = Weight::quantized(place.put(&w), format, [30, 100]).unwrap();
-        let y = place.run(|| linear(&x, &w, None, Precision::Compute).unwrap());
+        let y = place.run(|| linear(&x, &w, None, OutputDtype::SameAsInput).unwrap());
         assert_close("quantized linear", &y, &want, bound(DType::F32));
     });
 }

@@ -1,5 +1,5 @@
 use candle_core::{DType, Tensor};
-use candlewick_ops::{AttentionChoice, AttentionSpec, QkvHeads, Seqs, attention, reshape, rope, split_qkv};
+use candlewick_ops::{AttentionChoice, AttentionSpec, CuSeqlens, QkvHeads, attention, reshape, rope, split_qkv};
 
 use crate::cases::{Case, Place, assert_error, bits, check_each, randn, tape};
 
@@ -58,7 +58,7 @@ fn wrong_shapes_are_named() {
 fn check_split(heads: QkvHeads, dtype: DType) {
     let (t, QkvHeads { n_q, n_kv, dim }) = (70, heads);
     let spec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: AttentionChoice::default() };
-    let seqs = Seqs::packed(vec![0, 50, t]).unwrap();
+    let seqs = CuSeqlens::packed(vec![0, 50, t]).unwrap();
     let joined = randn((t, (n_q + 2 * n_kv) * dim), 1).to_dtype(dtype).unwrap();
     let narrow = |first: usize, n: usize| joined.narrow(1, first * dim, n * dim).unwrap();
     let parts = [narrow(0, n_q), narrow(n_q, n_kv), narrow(n_q + n_kv, n_kv)];

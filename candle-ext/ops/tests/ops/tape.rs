@@ -3,8 +3,8 @@ use std::rc::Rc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    BackwardContext, GradSink, Precision, Tape, Weight, add, is_tracked, linear, record, record_exchange, reshape,
-    rms_norm, scale, untracked,
+    BackwardContext, GradSink, OutputDtype, Tape, Weight, add, linear, no_grad, record, record_exchange, requires_grad,
+    reshape, rms_norm, scale,
 };
 
 use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable};
@@ -64,7 +64,7 @@ fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
                 place.run(|| tape(std::slice::from_ref(&x), op).backward(&dy).unwrap().remove(&x).unwrap())
             };
             let norm = || rms_norm(&x, &gain, 1e-5);
-            let product = || linear(&x, &w, None, Precision::Compute);
+            let product = || linear(&x, &w, None, OutputDtype::SameAsInput);
             let all = gradient(&|| add(&add(&x, &norm()?)?, &add(&product()?, &add(&norm()?, &product()?)?)?));
             let [of_norm, of_product] = [gradient(&norm), gradient(&product)].map(|x| x.to_dtype(DType::F64).unwrap());
             let want = ((of_norm + of_product).unwrap() * 2.0).unwrap() + dy.to_dtype(DType::F64).unwrap();
@@ -161,7 +161,7 @@ fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
                 Ok(sum)
             }))
         })?;
-        add(&linear(&y, &w, None, Precision::Compute)?, &linear(&y, &w, None, Precision::Compute)?)
+        add(&linear(&y, &w, None, OutputDtype::SameAsInput)?, &linear(&y, &w, None, OutputDtype::SameAsInput)?)
     });
     let dy = randn((5, 4), 3);
     let dx = tape.unwrap().backward(&dy).unwrap().remove(&x).unwrap();
@@ -170,7 +170,7 @@ fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
     let plain = trainable(&w.value().unwrap());
     let tape = Tape::record(&[&x], || {
         let y = scale(&x, 2.0, DType::F32)?;
-        add(&linear(&y, &plain, None, Precision::Compute)?, &linear(&y, &plain, None, Precision::Compute)?)
+        add(&linear(&y, &plain, None, OutputDtype::SameAsInput)?, &linear(&y, &plain, None, OutputDtype::SameAsInput)?)
     });
     let want = tape.unwrap().backward(&dy).unwrap().remove(&x).unwrap();
     assert_eq!(bits(&dx), bits(&want));
@@ -201,7 +201,7 @@ fn what_is_not_tracked_saves_nothing() {
     };
     op();
     tape(&[], || Ok(op()));
-    tape(std::slice::from_ref(&x), || untracked(|| Ok(op())));
+    tape(std::slice::from_ref(&x), || no_grad(|| Ok(op())));
     assert_eq!(Rc::strong_count(&saved), 1);
     let held = tape(std::slice::from_ref(&x), || Ok(op()));
     assert_eq!(Rc::strong_count(&saved), 2);
@@ -232,8 +232,8 @@ fn what_an_op_saved_is_freed_before_the_backward_of_the_one_before_it_runs() {
 fn a_tape_within_another_is_its_own() {
     let (x, w) = (randn((3, 4), 1), trainable(&randn((2, 4), 2)));
     let outer = Tape::record(&[&x], || {
-        let inner = Tape::record(&[&x], || linear(&x, &w, None, Precision::Compute))?;
-        assert!(!is_tracked(inner.output()) && !inner.is_empty());
+        let inner = Tape::record(&[&x], || linear(&x, &w, None, OutputDtype::SameAsInput))?;
+        assert!(!requires_grad(inner.output()) && !inner.is_empty());
         Ok(inner.output().clone())
     });
     assert!(outer.unwrap().is_empty());
@@ -245,7 +245,7 @@ fn a_failed_or_panicked_forward_leaves_no_recording_behind() {
     let failed: Result<Tape> = Tape::record(&[&x], || candle_core::bail!("the wire was cut"));
     assert_error(failed, "the wire was cut");
     std::panic::catch_unwind(|| drop(Tape::record(&[&tensor(&[1.0])], || panic!("on purpose")))).unwrap_err();
-    assert!(!is_tracked(&x));
+    assert!(!requires_grad(&x));
 }
 
 #[test]
@@ -268,11 +268,11 @@ fn a_gradient_of_another_shape_or_format_is_refused() {
 #[test]
 fn a_weight_used_twice_gets_both_gradients() {
     let (x, w) = (randn((5, 3), 1), trainable(&randn((3, 3), 2)));
-    let once = || linear(&x, &w, None, Precision::Compute);
+    let once = || linear(&x, &w, None, OutputDtype::SameAsInput);
     let dy = randn((5, 3), 3);
     tape(&[], || add(&once()?, &once()?)).backward(&dy).unwrap();
     let alone = trainable(&w.value().unwrap());
-    tape(&[], || linear(&x, &alone, None, Precision::Compute)).backward(&dy).unwrap();
+    tape(&[], || linear(&x, &alone, None, OutputDtype::SameAsInput)).backward(&dy).unwrap();
     assert_eq!(bits(&grad_of(&w)), bits(&(grad_of(&alone) * 2.0).unwrap()));
 }
 
@@ -318,5 +318,5 @@ fn a_sink_must_be_a_contiguous_view() {
 #[test]
 fn a_frozen_weight_alone_is_not_recorded() {
     let w = Weight::frozen(randn((2, 4), 2));
-    assert!(tape(&[], || linear(&randn((3, 4), 1), &w, None, Precision::Compute)).is_empty());
+    assert!(tape(&[], || linear(&randn((3, 4), 1), &w, None, OutputDtype::SameAsInput)).is_empty());
 }

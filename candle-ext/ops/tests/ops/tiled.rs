@@ -2,15 +2,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Result, Tensor};
-use candlewick_ops::{Dropout, Precision, Weight, dropout, linear, reshape, swiglu, tiled};
+use candlewick_ops::{Dropout, OutputDtype, Weight, dropout, linear, reshape, swiglu, tiled};
 
 use crate::cases::{Case, Place, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 /// A gated MLP with a bias, as a block has one: gate, up and down with its bias.
 fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
-    let gate = linear(x, &w[0], None, Precision::Compute)?;
-    let up = linear(x, &w[1], None, Precision::Compute)?;
-    linear(&swiglu(&gate, &up)?, &w[2], Some(&w[3]), Precision::Compute)
+    let gate = linear(x, &w[0], None, OutputDtype::SameAsInput)?;
+    let up = linear(x, &w[1], None, OutputDtype::SameAsInput)?;
+    linear(&swiglu(&gate, &up)?, &w[2], Some(&w[3]), OutputDtype::SameAsInput)
 }
 
 fn weights() -> Vec<Tensor> {

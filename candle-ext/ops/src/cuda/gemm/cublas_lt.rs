@@ -15,8 +15,8 @@ use super::choices::Choices;
 use super::cublas::Cublas;
 use super::descriptors::{Preference, Problem, WORKSPACE_BYTES};
 use super::key::Key;
+use super::lru_cache::LruCache;
 use super::operands::Gemm;
-use super::recent::Recent;
 use super::search::{self, Algorithm, Failure, Library, Limits, Route};
 use crate::cuda::{Address, Gpu};
 use crate::nvidia::tuned_gemms;
@@ -35,7 +35,7 @@ static DEVICES: LazyLock<Mutex<HashMap<DeviceId, CublasLt>>> = LazyLock::new(Mut
 /// cuBLASLt on one device.
 struct CublasLt {
     handle: sys::cublasLtHandle_t,
-    plans: Recent<Key, Plan>,
+    plans: LruCache<Key, Plan>,
     /// By the address of the stream. None is ever removed: a workspace keeps its stream alive.
     streams: HashMap<usize, Stream>,
     /// `None` where nothing is tuned.
@@ -86,7 +86,7 @@ impl CublasLt {
             }
             None => None,
         };
-        Ok(Self { handle, plans: Recent::new(MAX_PLANS), streams: HashMap::new(), choices, logged: HashSet::new() })
+        Ok(Self { handle, plans: LruCache::new(MAX_PLANS), streams: HashMap::new(), choices, logged: HashSet::new() })
     }
 
     /// Computes by the plan of this key, or makes one.

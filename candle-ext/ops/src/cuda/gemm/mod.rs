@@ -13,9 +13,9 @@ mod cublas_lt;
 mod descriptors;
 #[cfg(any(feature = "cuda", test))]
 mod key;
-pub(super) mod operands;
 #[cfg(any(feature = "cuda", test))]
-mod recent;
+mod lru_cache;
+pub(super) mod operands;
 #[cfg(any(feature = "cuda", test))]
 mod search;
 

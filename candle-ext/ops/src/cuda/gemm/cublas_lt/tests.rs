@@ -93,7 +93,7 @@ enum Addend {
 
 const SIZES: [usize; 3] = [5, 7, 9];
 
-const PLAIN: Case = Case {
+const NO_CLIP_NO_SCALE: Case = Case {
     dtypes: [DType::BF16, DType::BF16],
     transposed: [false, true],
     gap: 0,

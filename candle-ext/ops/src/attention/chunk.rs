@@ -5,10 +5,10 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::cu_seqlens::{AttentionChunk, CuSeqlens};
 #[cfg(any(feature = "cuda", feature = "emulate"))]
 use super::cuda;
 use super::layout::{Heads, add_by_row, by_row};
-use super::seqs::{Piece, Seqs};
 use super::spec::{AttentionImpl, AttentionSpec};
 use super::{backward, forward, merge, tile};
 use crate::device::on_device;
@@ -16,9 +16,9 @@ use crate::floats::{FloatBuf, FloatsMut};
 use crate::span::span;
 use crate::storage::{self, host, same_storage, update};
 
-impl Piece {
+impl AttentionChunk {
     /// Tells whether no query sees any key: there is nothing to compute then.
-    pub fn is_hidden(&self, spec: &AttentionSpec) -> bool {
+    pub fn is_fully_masked(&self, spec: &AttentionSpec) -> bool {
         self.0.spans().all(|span| {
             let visible = |query: usize| tile::visible(spec, span.k.len(), span.first + query as isize);
             // From query to query neither end of what is seen goes back.
@@ -28,14 +28,14 @@ impl Piece {
 }
 
 /// What attention to some of the keys gives: to be merged with what it gives for the others.
-pub struct Partial {
+pub struct PartialSoftmax {
     out: Tensor,
     lse: Tensor,
 }
 
-impl Partial {
+impl PartialSoftmax {
     /// What queries q [t, hq, k] have before they see a key: f32 zeros, of no weight.
-    pub fn nothing(q: &Tensor) -> Result<Self> {
+    pub fn empty(q: &Tensor) -> Result<Self> {
         let (t, hq, _) = q.dims3()?;
         let lse = Tensor::full(f32::NEG_INFINITY, (t, hq), q.device())?;
         Ok(Self { out: Tensor::zeros(q.shape(), DType::F32, q.device())?, lse })
@@ -83,7 +83,13 @@ impl Partial {
 }
 
 /// Attention of the queries of a piece to its keys: q [t, hq, k], k and v [s, hkv, k].
-pub fn attention_piece(q: &Tensor, k: &Tensor, v: &Tensor, piece: &Piece, spec: &AttentionSpec) -> Result<Partial> {
+pub fn attention_chunk(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    piece: &AttentionChunk,
+    spec: &AttentionSpec,
+) -> Result<PartialSoftmax> {
     let _span = span("attention", "piece forward");
     let (seqs, heads) = (&piece.0, Heads::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
@@ -97,17 +103,17 @@ pub fn attention_piece(q: &Tensor, k: &Tensor, v: &Tensor, piece: &Piece, spec: 
             let by_head = forward::run(inputs, out.view(), seqs, spec, heads);
             let mut lse = FloatBuf::unwritten(DType::F32, by_head.len())?;
             by_row(&by_head, lse.view(), n_heads, 1);
-            Ok(Partial { out: storage::tensor(out, q.shape()), lse: storage::tensor(lse, (t, n_heads)) })
+            Ok(PartialSoftmax { out: storage::tensor(out, q.shape()), lse: storage::tensor(lse, (t, n_heads)) })
         },
         cuda => {
             let (out, state) = cuda::forward([&q, &k, &v], seqs, spec, heads)?;
-            Ok(Partial { out: out.into_tensor(q.shape()), lse: state.lse().reshape((t, n_heads))? })
+            Ok(PartialSoftmax { out: out.into_tensor(q.shape()), lse: state.lse().reshape((t, n_heads))? })
         },
     })
 }
 
 /// What the gradients of a piece come from.
-pub struct PieceInputs<'a> {
+pub struct ChunkInputs<'a> {
     /// [t, hq, k]
     pub q: &'a Tensor,
     /// [s, hkv, k]
@@ -123,15 +129,15 @@ pub struct PieceInputs<'a> {
 }
 
 /// Adds what a piece gives to the gradients of q, k and v: f32, contiguous.
-pub fn attention_piece_backward(
-    inputs: &PieceInputs<'_>,
-    piece: &Piece,
+pub fn attention_chunk_backward(
+    inputs: &ChunkInputs<'_>,
+    piece: &AttentionChunk,
     spec: &AttentionSpec,
     grads: [&Tensor; 3],
 ) -> Result<()> {
     const OP: &str = "attention";
     let _span = span(OP, "piece backward");
-    let PieceInputs { q, k, v, out, lse, d_out } = *inputs;
+    let ChunkInputs { q, k, v, out, lse, d_out } = *inputs;
     let (seqs, heads) = (&piece.0, Heads::of([q, k, v], &piece.0, spec)?);
     check_choice(spec)?;
     for (name, x, like) in [("out", out, q), ("d_out", d_out, q)] {
@@ -165,7 +171,7 @@ pub fn attention_piece_backward(
 
 fn backward_cpu(
     inputs: [&Tensor; 6],
-    seqs: &Seqs,
+    seqs: &CuSeqlens,
     spec: &AttentionSpec,
     heads: Heads,
     grads: [&Tensor; 3],

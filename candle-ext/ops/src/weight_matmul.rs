@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use crate::dot::{Rows, dot, dots};
 use crate::floats::{Floats, wide_bf16};
-use crate::gemm::{Mat, MatMut, Old, Threads, gemm};
+use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
 use crate::quantized::cpu::QuantizedRows;
 use crate::simd::vectorised;
 
@@ -77,37 +77,39 @@ impl<'a> WeightOperand<'a> {
 }
 
 /// y = [y +] x w^T, with x [t, k] and y [t, n].
-pub(crate) fn forward(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], old: Old, dims: Dims) {
+pub(crate) fn forward(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulate, dims: Dims) {
     let Dims { t, n, k } = dims;
     if t == 1 && k > 0 {
-        return one_row(x, w, y, old);
+        return one_row(x, w, y, accumulate);
     }
     let x = Mat::new(x, t, k);
     for_each_panel(w, dims, |rows, w| {
         let y = MatMut::with_stride(&mut y[rows.start..], t, rows.len(), n);
-        gemm(y, old, x, Mat::new(w, rows.len(), k).t(), 1.0, Threads::All);
+        gemm(y, accumulate, x, Mat::new(w, rows.len(), k).t(), 1.0, Threads::All);
     });
 }
 
 /// y = [y +] w x for one token: each weight is read once and in its own format, which is all that takes time.
-fn one_row(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], old: Old) {
+fn one_row(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], accumulate: Accumulate) {
     let k = x.len();
-    let rows_at_once = (PARALLEL_FROM / k).max(y.len().div_ceil(TASKS * rayon::current_num_threads())).max(1);
-    y.par_chunks_mut(rows_at_once).enumerate().for_each(|(i, y)| {
-        let start = i * rows_at_once;
+    let rows_per_chunk = (PARALLEL_FROM / k).max(y.len().div_ceil(TASKS * rayon::current_num_threads())).max(1);
+    y.par_chunks_mut(rows_per_chunk).enumerate().for_each(|(i, y)| {
+        let start = i * rows_per_chunk;
         let floats = match w.rows(start..start + y.len(), k) {
             WeightOperand::Dense(floats) => floats,
-            WeightOperand::Quantized(rows) => return one_row_quantized(x, rows, y, old),
+            WeightOperand::Quantized(rows) => return one_row_quantized(x, rows, y, accumulate),
         };
         match floats {
-            Floats::F32(data) => vectorised!(dots(y, old, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, |w| w)),
+            Floats::F32(data) => {
+                vectorised!(dots(y, accumulate, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, |w| w))
+            }
             Floats::Bf16(data) => {
-                vectorised!(dots(y, old, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, wide_bf16))
+                vectorised!(dots(y, accumulate, Rows { data, stride: k, ahead: AHEAD }, x, 1.0, wide_bf16))
             }
             Floats::F16(data) => {
                 for (row, y) in data.chunks_exact(k).zip(y) {
                     let sum = dot(&row.to_f32_vec(), x);
-                    *y = if old == Old::Keep { *y + sum } else { sum };
+                    *y = if accumulate == Accumulate::Add { *y + sum } else { sum };
                 }
             }
         }
@@ -115,11 +117,18 @@ fn one_row(x: &[f32], w: WeightOperand<'_>, y: &mut [f32], old: Old) {
 }
 
 /// y = [y +] w x for one token and quantized rows, a row at a time.
-fn one_row_quantized(x: &[f32], rows: QuantizedRows<'_>, y: &mut [f32], old: Old) {
+fn one_row_quantized(x: &[f32], rows: QuantizedRows<'_>, y: &mut [f32], accumulate: Accumulate) {
     let mut row = vec![0.0; x.len()];
     for (row_idx, y) in y.iter_mut().enumerate() {
         rows.rows(row_idx..row_idx + 1).read_one(&mut row);
-        vectorised!(dots(std::slice::from_mut(y), old, Rows { data: &row, stride: x.len(), ahead: 0 }, x, 1.0, |w| w));
+        vectorised!(dots(
+            std::slice::from_mut(y),
+            accumulate,
+            Rows { data: &row, stride: x.len(), ahead: 0 },
+            x,
+            1.0,
+            |w| w
+        ));
     }
 }
 
@@ -131,24 +140,24 @@ pub(crate) fn grad_x(dy: &[f32], w: WeightOperand<'_>, parts: &[usize], dx: &mut
     if n == 0 {
         return dx.fill(0.0);
     }
-    let (mut end, mut old) = (n, Old::Overwrite);
+    let (mut end, mut accumulate) = (n, Accumulate::Overwrite);
     for part in parts.iter().rev() {
         let first = end - part;
         for_each_panel(w.rows(first..end, k), Dims { n: *part, ..dims }, |rows, w| {
             let dy = Mat::with_stride(&dy[first + rows.start..], t, rows.len(), n);
             let w = Mat::new(w, rows.len(), k);
-            gemm(MatMut::new(dx, t, k), old, dy, w, 1.0, Threads::All);
-            old = Old::Keep;
+            gemm(MatMut::new(dx, t, k), accumulate, dy, w, 1.0, Threads::All);
+            accumulate = Accumulate::Add;
         });
         end = first;
     }
 }
 
 /// dw = [dw +] dy^T x, with dy [t, n], x [t, k] and dw [n, k].
-pub(crate) fn grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], old: Old, dims: Dims) {
+pub(crate) fn grad_w(dy: &[f32], x: &[f32], dw: &mut [f32], accumulate: Accumulate, dims: Dims) {
     let Dims { t, n, k } = dims;
     let (dy, x) = (Mat::new(dy, t, n), Mat::new(x, t, k));
-    gemm(MatMut::new(dw, n, k), old, dy.t(), x, 1.0, Threads::All);
+    gemm(MatMut::new(dw, n, k), accumulate, dy.t(), x, 1.0, Threads::All);
 }
 
 fn for_each_panel(w: WeightOperand<'_>, dims: Dims, mut product: impl FnMut(Range<usize>, &[f32])) {

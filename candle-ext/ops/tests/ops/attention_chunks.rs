@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
-    AttentionChoice, AttentionImpl, AttentionSpec, Partial, PieceInputs, Seqs, attention, attention_piece,
-    attention_piece_backward, record,
+    AttentionChoice, AttentionImpl, AttentionSpec, ChunkInputs, CuSeqlens, PartialSoftmax, attention, attention_chunk,
+    attention_chunk_backward, record,
 };
 use rand::Rng;
 use rand::rngs::StdRng;
@@ -43,13 +43,13 @@ fn rows(x: &Tensor, range: &Range<usize>) -> Result<Tensor> {
 }
 
 /// The outputs of all pieces merged, those that are hidden left out.
-fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<Partial> {
-    let (seqs, sum) = (setup.seqs(), Partial::nothing(&x[0])?);
+fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<PartialSoftmax> {
+    let (seqs, sum) = (setup.seqs(), PartialSoftmax::empty(&x[0])?);
     for (queries, keys) in cuts.pairs() {
-        let piece = seqs.piece(queries.clone(), keys.clone())?;
-        if !piece.is_hidden(&setup.spec) {
+        let piece = seqs.chunk(queries.clone(), keys.clone())?;
+        if !piece.is_fully_masked(&setup.spec) {
             let (q, k, v) = (rows(&x[0], queries)?, rows(&x[1], keys)?, rows(&x[2], keys)?);
-            let part = attention_piece(&q, &k, &v, &piece, &setup.spec)?;
+            let part = attention_chunk(&q, &k, &v, &piece, &setup.spec)?;
             sum.rows(queries.start, queries.len())?.merge(&part)?;
         }
     }
@@ -65,14 +65,14 @@ fn in_pieces(x: &[Tensor], setup: &Setup, cuts: Cuts) -> Result<Tensor> {
         let [dq, dk, dv] = [0, 1, 2].map(|i| Tensor::zeros(saved[i].shape(), DType::F32, saved[i].device()));
         let grads = [dq?, dk?, dv?];
         for (queries, keys) in cuts.pairs() {
-            let piece = setup.seqs().piece(queries.clone(), keys.clone())?;
+            let piece = setup.seqs().chunk(queries.clone(), keys.clone())?;
             let of_keys = [&saved[1], &saved[2], &grads[1], &grads[2]].map(|x| rows(x, keys));
             let [k, v, dk, dv] = of_keys;
             let of_queries = [&saved[0], &all, sum.lse(), d_out, &grads[0]].map(|x| rows(x, queries));
             let [q, out, lse, d_out, dq] = of_queries;
             let (q, k, v, out, lse, d_out) = (&q?, &k?, &v?, &out?, &lse?, &d_out?);
-            let inputs = PieceInputs { q, k, v, out, lse, d_out };
-            attention_piece_backward(&inputs, &piece, &setup.spec, [&dq?, &dk?, &dv?])?;
+            let inputs = ChunkInputs { q, k, v, out, lse, d_out };
+            attention_chunk_backward(&inputs, &piece, &setup.spec, [&dq?, &dk?, &dv?])?;
         }
         let [dq, dk, dv] = grads.map(|grad| grad.to_dtype(saved[0].dtype()));
         Ok([Some(dq?), Some(dk?), Some(dv?)])
@@ -183,8 +183,8 @@ fn a_piece_is_hidden_if_no_query_sees_a_key() {
                     };
                     of_queries.any(of_keys)
                 });
-                let piece = setup.seqs().piece(queries.clone(), keys.clone()).unwrap();
-                assert_eq!(piece.is_hidden(&setup.spec), !sees, "{queries:?} {keys:?} of {setup:?}");
+                let piece = setup.seqs().chunk(queries.clone(), keys.clone()).unwrap();
+                assert_eq!(piece.is_fully_masked(&setup.spec), !sees, "{queries:?} {keys:?} of {setup:?}");
                 *(if sees { &mut n_seen } else { &mut n_hidden }) += 1;
             }
         }
@@ -200,22 +200,22 @@ fn what_sees_nothing_gives_nothing() {
         for dtype in [DType::F32, DType::BF16] {
             for place in Place::all() {
                 let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(&x.to_dtype(dtype).unwrap())).collect();
-                let piece = setup.seqs().piece(queries.clone(), keys.clone()).unwrap();
-                assert!(piece.is_hidden(&setup.spec));
+                let piece = setup.seqs().chunk(queries.clone(), keys.clone()).unwrap();
+                assert!(piece.is_fully_masked(&setup.spec));
                 let (q, k, v) = (rows(&x[0], &queries), rows(&x[1], &keys), rows(&x[2], &keys));
                 let (q, k, v) = (q.unwrap(), k.unwrap(), v.unwrap());
-                let part = place.run(|| attention_piece(&q, &k, &v, &piece, &setup.spec)).unwrap();
+                let part = place.run(|| attention_chunk(&q, &k, &v, &piece, &setup.spec)).unwrap();
                 assert!(values(part.out()).iter().all(|x| *x == 0.0), "{place:?}");
                 assert!(values(part.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{place:?}");
-                let sum = Partial::nothing(&q).unwrap();
+                let sum = PartialSoftmax::empty(&q).unwrap();
                 place.run(|| sum.merge(&part)).unwrap();
                 assert!(values(sum.out()).iter().all(|x| *x == 0.0), "{place:?}");
                 assert!(values(sum.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{place:?}");
 
                 let finite = Tensor::zeros(part.lse().shape(), DType::F32, q.device()).unwrap();
-                let inputs = PieceInputs { q: &q, k: &k, v: &v, out: &q, lse: &finite, d_out: &q };
+                let inputs = ChunkInputs { q: &q, k: &k, v: &v, out: &q, lse: &finite, d_out: &q };
                 let grads = [&q, &k, &v].map(|x| x.ones_like().unwrap().to_dtype(DType::F32).unwrap());
-                place.run(|| attention_piece_backward(&inputs, &piece, &setup.spec, grads.each_ref())).unwrap();
+                place.run(|| attention_chunk_backward(&inputs, &piece, &setup.spec, grads.each_ref())).unwrap();
                 assert!(grads.iter().all(|grad| values(grad).iter().all(|x| *x == 1.0)), "{place:?}");
             }
         }
@@ -242,7 +242,7 @@ fn the_whole_as_a_piece_is_attention_to_the_bit() {
     for place in Place::all() {
         let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
         let run =
-            |x: &[Tensor]| attention_piece(&x[0], &x[1], &x[2], &setup.seqs().piece(0..178, 0..178)?, &setup.spec);
+            |x: &[Tensor]| attention_chunk(&x[0], &x[1], &x[2], &setup.seqs().chunk(0..178, 0..178)?, &setup.spec);
         let piece = place.run(|| run(&x)).unwrap();
         let whole = place.run(|| attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec)).unwrap();
         assert_eq!(bits(piece.out()), bits(&whole), "{place:?}");
@@ -251,32 +251,32 @@ fn the_whole_as_a_piece_is_attention_to_the_bit() {
 
 #[test]
 fn wrong_pieces_are_named() {
-    let seqs = Seqs::packed(vec![0, 5]).unwrap();
-    assert_error(seqs.piece(3..6, 0..5), "a piece of the queries 3..6, but there are 5");
+    let seqs = CuSeqlens::packed(vec![0, 5]).unwrap();
+    assert_error(seqs.chunk(3..6, 0..5), "a piece of the queries 3..6, but there are 5");
     #[allow(clippy::reversed_empty_ranges)]
-    let reversed = seqs.piece(0..5, 4..2);
+    let reversed = seqs.chunk(0..5, 4..2);
     assert_error(reversed, "a piece of the keys 4..2, but there are 5");
-    let (piece, q) = (seqs.piece(0..5, 0..3).unwrap(), randn((5, 2, 4), 1));
+    let (piece, q) = (seqs.chunk(0..5, 0..3).unwrap(), randn((5, 2, 4), 1));
     let k = q.narrow(0, 0, 3).unwrap();
-    assert_error(attention_piece(&q, &q, &q, &piece, &CAUSAL), "the sequences hold 5 queries and 3 keys");
+    assert_error(attention_chunk(&q, &q, &q, &piece, &CAUSAL), "the sequences hold 5 queries and 3 keys");
     for implementation in [AttentionImpl::Reference, AttentionImpl::Cudnn] {
         let spec = AttentionSpec { choice: AttentionChoice { implementation, deterministic: false }, ..CAUSAL };
-        assert_error(attention_piece(&q, &k, &k, &piece, &spec), "cannot compute a piece of the keys; `fused` can");
+        assert_error(attention_chunk(&q, &k, &k, &piece, &spec), "cannot compute a piece of the keys; `fused` can");
     }
-    let part = attention_piece(&q, &k, &k, &piece, &CAUSAL).unwrap();
+    let part = attention_chunk(&q, &k, &k, &piece, &CAUSAL).unwrap();
     assert_error(part.rows(0, 4).unwrap().merge(&part), "F32 [5, 2, 4] into F32 [4, 2, 4]");
     assert_error(part.merge(&part.rows(0, 5).unwrap()), "share their memory");
-    let inputs = PieceInputs { q: &q, k: &k, v: &k, out: &q, lse: part.lse(), d_out: &k };
+    let inputs = ChunkInputs { q: &q, k: &k, v: &k, out: &q, lse: part.lse(), d_out: &k };
     let grads = [&q, &k, &k];
     assert_error(
-        attention_piece_backward(&inputs, &piece, &CAUSAL, grads),
+        attention_chunk_backward(&inputs, &piece, &CAUSAL, grads),
         "d_out is F32 [3, 2, 4], but q F32 [5, 2, 4]",
     );
-    let inputs = PieceInputs { d_out: &q, ..inputs };
+    let inputs = ChunkInputs { d_out: &q, ..inputs };
     assert_error(
-        attention_piece_backward(&inputs, &piece, &CAUSAL, [&q, &q, &k]),
+        attention_chunk_backward(&inputs, &piece, &CAUSAL, [&q, &q, &k]),
         "dk is F32 [5, 2, 4], want F32 [3, 2, 4]",
     );
-    let inputs = PieceInputs { lse: &q, ..inputs };
-    assert_error(attention_piece_backward(&inputs, &piece, &CAUSAL, grads), "lse is [5, 2, 4], want [5, 2]");
+    let inputs = ChunkInputs { lse: &q, ..inputs };
+    assert_error(attention_chunk_backward(&inputs, &piece, &CAUSAL, grads), "lse is [5, 2, 4], want [5, 2]");
 }

@@ -6,18 +6,18 @@
 use candle_core::{Result, Tensor, bail};
 
 /// The class of a target that another part has.
-pub(super) const ELSEWHERE: usize = usize::MAX;
+pub(super) const NOT_IN_SHARD: usize = usize::MAX;
 
 /// The rows of the output layer that are here, among all.
-pub struct VocabPart<'a> {
+pub struct VocabShard<'a> {
     /// The id of the first.
-    pub first: usize,
+    pub first_row: usize,
     /// How many there are in all parts.
-    pub n_all: usize,
+    pub n_vocab: usize,
     /// How many the largest part has: it says how many tokens make a chunk, which all parts must agree on.
-    pub n_largest: usize,
+    pub max_shard_rows: usize,
     /// Gives what each part gives, one below another: f32 `[3, n]` becomes `[parts * 3, n]`.
-    pub gather: &'a dyn Fn(&Tensor) -> Result<Tensor>,
+    pub all_gather: &'a dyn Fn(&Tensor) -> Result<Tensor>,
 }
 
 /// What the parts know together of n tokens, each f32 `[n]`.
@@ -30,12 +30,12 @@ pub(super) struct Merged {
     pub(super) loss: Tensor,
 }
 
-impl VocabPart<'_> {
+impl VocabShard<'_> {
     /// The row of a class here.
     pub(super) fn local(&self, class: usize, n_rows: usize) -> usize {
-        match class.checked_sub(self.first) {
+        match class.checked_sub(self.first_row) {
             Some(row) if row < n_rows => row,
-            _ => ELSEWHERE,
+            _ => NOT_IN_SHARD,
         }
     }
 
@@ -43,7 +43,7 @@ impl VocabPart<'_> {
     /// largest), and the target's logit or 0 if it is elsewhere.
     pub(super) fn merge(&self, own: &Tensor) -> Result<Merged> {
         let (_, n) = own.dims2()?;
-        let all = (self.gather)(own)?;
+        let all = (self.all_gather)(own)?;
         let n_rows = all.dim(0)?;
         if !n_rows.is_multiple_of(3) || n_rows == 0 {
             bail!("linear_cross_entropy: the parts of the vocabulary gave {n_rows} rows, want 3 each")

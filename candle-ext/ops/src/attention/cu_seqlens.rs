@@ -9,16 +9,16 @@ use candle_core::{Result, bail};
 /// A sequence may have more keys than queries (a KV cache): its queries are then its last
 /// positions.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seqs {
+pub struct CuSeqlens {
     cu_q: Vec<usize>,
     cu_k: Vec<usize>,
-    /// The position of each one's first query among its keys. In a [`Piece`] it may be before or behind all of them.
+    /// The position of each one's first query among its keys. In an [`AttentionChunk`] it may be before or after all of them.
     firsts: Vec<isize>,
 }
 
-/// Some of the queries and some of the keys of packed sequences, as [`Seqs::piece`] takes them.
+/// Some of the queries and some of the keys of packed sequences, as [`CuSeqlens::chunk`] takes them.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece(pub(super) Seqs);
+pub struct AttentionChunk(pub(super) CuSeqlens);
 
 /// One sequence: its rows among the queries and among the keys.
 #[derive(Clone, Debug)]
@@ -29,14 +29,14 @@ pub(crate) struct Span {
     pub(crate) first: isize,
 }
 
-impl Seqs {
+impl CuSeqlens {
     /// Sequences with as many keys as queries; `cu` starts at 0, sequence i is cu[i]..cu[i + 1].
     pub fn packed(cu: Vec<usize>) -> Result<Self> {
-        Self::with_keys(cu.clone(), cu)
+        Self::from_q_and_k(cu.clone(), cu)
     }
 
     /// Sequences whose keys may be more than their queries.
-    pub fn with_keys(cu_q: Vec<usize>, cu_k: Vec<usize>) -> Result<Self> {
+    pub fn from_q_and_k(cu_q: Vec<usize>, cu_k: Vec<usize>) -> Result<Self> {
         check_cumulative("queries", &cu_q)?;
         check_cumulative("keys", &cu_k)?;
         if cu_q.len() != cu_k.len() {
@@ -54,12 +54,12 @@ impl Seqs {
     }
 
     /// Cumulative lengths of the queries, starting at 0.
-    pub fn cu_q(&self) -> &[usize] {
+    pub fn cu_seqlens_q(&self) -> &[usize] {
         &self.cu_q
     }
 
     /// Cumulative lengths of the keys, starting at 0.
-    pub fn cu_k(&self) -> &[usize] {
+    pub fn cu_seqlens_k(&self) -> &[usize] {
         &self.cu_k
     }
 
@@ -80,7 +80,7 @@ impl Seqs {
 
     /// Takes some of the queries and some of the keys, both counted through all sequences. What a query sees stays what it
     /// is: that depends on the places in the whole sequences.
-    pub fn piece(&self, queries: Range<usize>, keys: Range<usize>) -> Result<Piece> {
+    pub fn chunk(&self, queries: Range<usize>, keys: Range<usize>) -> Result<AttentionChunk> {
         for (what, range, n) in [("queries", &queries, self.n_tokens()), ("keys", &keys, self.n_keys())] {
             if range.start > range.end || range.end > n {
                 bail!("sequences: a piece of the {what} {range:?}, but there are {n}")
@@ -97,7 +97,7 @@ impl Seqs {
             piece.cu_k.push(piece.n_keys() + k.len());
             piece.firsts.push(first);
         }
-        Ok(Piece(piece))
+        Ok(AttentionChunk(piece))
     }
 
     pub(crate) fn spans(&self) -> impl Iterator<Item = Span> {
