@@ -1,27 +1,28 @@
-//! Sums of products of two slices, written so that the compiler vectorises it.
+//! Dot products, written so that the compiler vectorises them.
 
 use crate::gemm::matrix::Accumulate;
 use crate::simd::{prefetch, vectorised};
 
-/// Independent lanes: fast, exact enough for rows of thousands, and always in the same order.
+/// Independent accumulators: fast, accurate enough for rows of thousands, and always summed in the same order.
 const LANES: usize = 16;
 
-/// sum(a b)
+/// Returns sum(a b).
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     vectorised!(sum_of_products(a, b, |a| a))
 }
 
-/// Rows that lie in one piece each.
+/// Rows of a matrix, each contiguous.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a, T> {
     pub(crate) data: &'a [T],
-    /// Elements from the start of one to that of the next.
+    /// Row stride in elements.
     pub(crate) stride: usize,
-    /// Elements that are fetched before their turn.
+    /// Prefetch distance in elements.
     pub(crate) ahead: usize,
 }
 
-/// out = [out +] scale rows a, with a row for each of `out`; to be vectorised as a whole.
+/// Computes out = [out +] scale rows a, with one row per element of `out`. Inlined, so that callers vectorise it as a
+/// whole.
 #[inline(always)]
 pub(crate) fn dots<T: Copy>(
     out: &mut [f32],

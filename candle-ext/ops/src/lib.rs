@@ -1,9 +1,10 @@
 //! Fused differentiable operations for one device, on candle.
 //!
-//! Each op is a folder: `mod.rs` holds the maths, the checks and the backward, `cpu.rs` the kernel, and with the feature
-//! `cuda` `cuda.rs` and `kernel.cu` its twin.
-//! Weights are not `Var`s: a [`Weight`] is a view of somebody's flat buffer, and its gradient is
-//! added in place to a [`GradSink`] in the backward of a [`Tape`]. Nothing here communicates.
+//! Each op is a folder. `mod.rs` holds the formula, the checks and the backward; `cpu.rs` holds the CPU kernel. The
+//! feature `cuda` adds the GPU kernel in `cuda.rs` and `kernel.cu`.
+//!
+//! A [`Weight`] is a view of a flat buffer, not a `Var`. A [`Tape`]'s backward adds its gradient in place to a
+//! [`GradSink`]. This crate does no communication.
 
 mod accelerator;
 pub mod adamw;

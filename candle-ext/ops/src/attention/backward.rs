@@ -1,8 +1,9 @@
-//! The backward CPU kernel: a task for each sequence and query head. A head's own dk and dv are summed by its task, those
-//! of the heads that share a key head afterwards, in order.
+//! CPU kernel of the attention backward: a task for each sequence and query head.
 //!
-//! With p = e^(score - lse) and delta = sum(do o): dv = p^T do, ds = p (do v^T - delta),
-//! dq = scale ds k, dk = scale ds^T q.
+//! Each task sums dk and dv of its own head. Query heads that share a KV head (GQA) are summed afterwards, in order.
+//!
+//! With `p = e^(score - lse)` and `delta = sum(do o)`:
+//! `dv = p^T do`, `ds = p (do v^T - delta)`, `dq = scale ds k`, `dk = scale ds^T q`.
 
 use std::ops::Range;
 
@@ -17,7 +18,7 @@ use crate::floats::Floats;
 use crate::gemm::{Accumulate, Mat, MatMut, Threads, gemm};
 use crate::simd::vectorised;
 
-/// What the forward left, and the cotangent of its output.
+/// Tensors saved by the forward, and the gradient of its output.
 pub(super) struct Inputs<'a> {
     pub(super) q: Floats<'a>,
     pub(super) k: Floats<'a>,
@@ -27,7 +28,7 @@ pub(super) struct Inputs<'a> {
     pub(super) lse: &'a [f32],
 }
 
-/// Returns dq, dk and dv: f32 [heads, rows, dim].
+/// Returns dq, dk and dv, each f32 [heads, rows, dim].
 pub(super) fn run(inputs: &Inputs<'_>, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> [Vec<f32>; 3] {
     let Heads { n_kv, group, dim } = heads;
     let (n_heads, t, s) = (heads.n_queries(), seqs.n_tokens(), seqs.n_keys());
@@ -62,7 +63,7 @@ pub(super) fn run(inputs: &Inputs<'_>, seqs: &CuSeqlens, spec: &AttentionSpec, h
     [dq, dk, dv]
 }
 
-/// Adds up each `group` of `len` elements in its first, and moves the sums together.
+/// Sums each run of `group` blocks of `len` elements into its first block, and compacts the sums.
 fn add_groups(x: &mut Vec<f32>, group: usize, len: usize) {
     x.par_chunks_mut((group * len).max(1)).for_each(|heads| {
         let (sum, rest) = heads.split_at_mut(len);
@@ -107,7 +108,7 @@ impl Sequence<'_> {
         }
     }
 
-    /// Adds what the queries of one tile give.
+    /// Adds the contribution of one tile of queries.
     fn tile(
         &self,
         queries: &Queries<'_>,
@@ -140,14 +141,14 @@ impl Sequence<'_> {
     }
 }
 
-/// ds = p (dp - delta), in place of dp.
+/// Overwrites dp with ds = p (dp - delta).
 fn softmax_backward(p: &[f32], dp: &mut [f32], delta: &[f32], n_keys: usize) {
     for ((p, dp), delta) in p.chunks_exact(n_keys).zip(dp.chunks_exact_mut(n_keys)).zip(delta) {
         vectorised!(p.iter().zip(dp).for_each(|(p, dp)| *dp = p * (*dp - delta)));
     }
 }
 
-/// Two score-sized matrices, reused from tile to tile.
+/// Two matrices of the size of a score tile, reused for each tile.
 #[derive(Default)]
 struct Scratch {
     matrices: [Vec<f32>; 2],

@@ -1,4 +1,4 @@
-//! Which implementation computes attention: asked for by name, decided for each call.
+//! Selection of the attention implementation for a call.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -6,7 +6,7 @@ use super::cu_seqlens::CuSeqlens;
 use super::layout::Heads;
 use super::spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
-/// What computes one call.
+/// Implementation that computes one call.
 pub(super) enum AttentionKernel {
     Reference,
     Fused,
@@ -17,9 +17,11 @@ pub(super) enum AttentionKernel {
 }
 
 impl AttentionChoice {
-    /// Says what will compute these passes on a device, in words; nothing where there is nothing to choose from.
+    /// Describes the implementation that computes `passes` on a device; `None` if there is only one.
     ///
-    /// Fails where what is asked for by name cannot be used. May load cuDNN and build a graph.
+    /// # Errors
+    ///
+    /// If the implementation chosen by name is unusable. The call may load cuDNN and build a graph.
     pub fn explain(
         self,
         device: &Device,
@@ -49,7 +51,7 @@ impl AttentionChoice {
     }
 }
 
-/// Decides, and says why it is not cuDNN if it might have been.
+/// Selects the implementation. Also returns the reason why cuDNN was not selected, if it was considered.
 pub(super) fn choose(
     q: &Tensor,
     seqs: &CuSeqlens,
@@ -70,13 +72,13 @@ pub(super) fn choose(
         },
         AttentionImpl::Auto => match left_to_cudnn(seqs, spec).and_then(|()| cudnn(q, seqs, spec, heads, passes)) {
             Ok(kernel) => Ok((kernel, None)),
-            // What cuDNN says beyond its first line is a list of engines.
+            // cuDNN's message lists its engines after the first line.
             Err(why) => Ok((AttentionKernel::Fused, why.lines().next().map(str::to_owned))),
         },
     }
 }
 
-/// What only `auto` leaves to our kernel.
+/// Returns the reason why `auto` prefers the fused kernel over cuDNN, if any.
 fn left_to_cudnn(seqs: &CuSeqlens, spec: &AttentionSpec) -> std::result::Result<(), String> {
     if spec.choice.deterministic {
         return Err("deterministic, it takes memory that grows with the square of the length".into());
@@ -85,23 +87,27 @@ fn left_to_cudnn(seqs: &CuSeqlens, spec: &AttentionSpec) -> std::result::Result<
         return Err("it is left out where keys are remembered".into());
     }
     if seqs.spans().all(|span| span.k.len() <= 1) {
-        // Its release notes exclude the backward of one key. Graphs are built for more, so a shorter sequence beside a longer
-        // one is an ordinary case; a batch of nothing else gains nothing by it.
+        // cuDNN's release notes exclude a backward over one key. A batch in which only some sequences are that short
+        // works.
         return Err("no sequence has more than one token".into());
     }
     Ok(())
 }
 
-/// Tells whether cuDNN is to compute with tensors at these addresses: `auto` leaves views that begin at any element to our
-/// kernel. By name it gets copies of them.
+/// Returns true if cuDNN can read tensors at these addresses.
+///
+/// `auto` computes misaligned views by the fused kernel. Under `cudnn` they are copied first.
 #[cfg(any(feature = "cudnn", test))]
 pub(super) fn takes_addresses(choice: AttentionChoice, addresses: &[u64]) -> bool {
     const ALIGNMENT: u64 = 16;
     choice.implementation != AttentionImpl::Auto || addresses.iter().all(|address| address.is_multiple_of(ALIGNMENT))
 }
 
-/// Computes by cuDNN, or by our kernel where cuDNN refuses when it runs: inputs are then as they were. By name that is an
-/// error, as is anything but a refusal.
+/// Computes by cuDNN. Under `auto`, falls back to the fused kernel if cuDNN refuses the call at run time.
+///
+/// # Errors
+///
+/// A refusal under `cudnn`, and any other failure.
 #[cfg(any(feature = "cudnn", test))]
 pub(super) fn or_fused<T>(
     choice: AttentionChoice,
@@ -203,7 +209,7 @@ mod tests {
         }
     }
 
-    /// Runs a fake cuDNN; returns the result and how often our kernel computed.
+    /// Runs a fake cuDNN. Returns the result and the number of calls of the fused kernel.
     fn run(implementation: AttentionImpl, cudnn: Result<std::result::Result<&str, String>>) -> (Result<&str>, usize) {
         let n_fused = Cell::new(0);
         let fused = || {

@@ -11,24 +11,24 @@ use crate::transfer::upload_table;
 kernels!("attention");
 
 const OP: &str = "attention";
-/// Threads of a block that computes delta or merges, and its rows: a warp for each.
+/// Threads of a block that computes delta or merges; a warp handles one row.
 const DELTA_THREADS: usize = 256;
 const DELTA_ROWS: usize = DELTA_THREADS / 32;
-/// Rows or keys that the kernels count with an int, with room to step past the end; and the widest window.
+/// Most rows or keys that the kernels can index with an int, and the widest window.
 const MAX_ROWS: usize = 1 << 30;
-/// The largest head dim of all kernels.
+/// Largest head dim of all kernels.
 const MAX_DIM: usize = 256;
-/// What the addresses of tensors are multiples of, for the widest access there is.
+/// Alignment in bytes that the widest loads need.
 const ALIGNMENT: u64 = 16;
 
 /// Statistics of a forward that backward needs besides inputs and output.
 pub(super) struct ForwardState {
-    /// f32 [t, hq]
+    /// Log-sum-exp of each row, f32 [t, hq].
     lse: Tensor,
     problem: Problem,
 }
 
-/// What the backward starts from.
+/// Inputs of the backward.
 pub(super) struct Inputs<'a> {
     pub(super) q: &'a Tensor,
     pub(super) k: &'a Tensor,
@@ -38,18 +38,18 @@ pub(super) struct Inputs<'a> {
 }
 
 impl ForwardState {
-    /// Of a forward whose log-sum-exp is known, f32 [t, hq].
+    /// Builds the state from a known log-sum-exp, f32 [t, hq].
     pub(super) fn new(lse: &Tensor, q: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec, heads: Heads) -> Result<Self> {
         Ok(Self { lse: lse.clone(), problem: Problem::new(q, seqs, spec, heads)? })
     }
 
-    /// f32 [t hq]
+    /// Returns the log-sum-exp of each row, f32 [t hq].
     pub(super) fn lse(&self) -> &Tensor {
         &self.lse
     }
 }
 
-/// Returns o.
+/// Computes the output o [t, hq, k] and the state that backward needs.
 pub(super) fn forward(
     [q, k, v]: [&Tensor; 3],
     seqs: &CuSeqlens,
@@ -88,7 +88,7 @@ pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<[Ten
     Ok([dq.into_tensor(q.shape()), dk.into_tensor(k.shape()), dv.into_tensor(v.shape())])
 }
 
-/// sum(o do) of each row of `dim` elements, f32 [t, hq]
+/// Returns sum(o do) of each row of `dim` elements, f32 [t, hq].
 fn row_products(o: &Tensor, d_o: &Tensor, dim: usize) -> Result<Tensor> {
     let on = gpu(OP, o)?;
     let n_rows = o.elem_count() / dim;
@@ -106,7 +106,7 @@ fn row_products(o: &Tensor, d_o: &Tensor, dim: usize) -> Result<Tensor> {
     Ok(delta.into_tensor(n_rows))
 }
 
-/// Merges what attention to other keys gave into out [t, hq, k] and lse [t, hq]: all f32 but for the other out.
+/// Merges attention over other keys into out [t, hq, k] and lse [t, hq]. All tensors are f32, except `other_out`.
 pub(super) fn merge([out, lse]: [&Tensor; 2], [other_out, other_lse]: [&Tensor; 2]) -> Result<()> {
     let on = gpu(OP, out)?;
     let (t, hq, dim) = out.dims3()?;
@@ -124,7 +124,7 @@ pub(super) fn merge([out, lse]: [&Tensor; 2], [other_out, other_lse]: [&Tensor; 
     unsafe { KERNELS.launch(on, &name, [n_rows.div_ceil(DELTA_ROWS), 1, 1], DELTA_THREADS, &args) }
 }
 
-/// The tensor, or a copy if it is a view that begins anywhere.
+/// Returns the tensor, or a copy if its address is not aligned.
 pub(super) fn aligned(x: &Tensor) -> Result<Tensor> {
     if address(OP, x)?.is_multiple_of(ALIGNMENT) { Ok(x.clone()) } else { x.force_contiguous() }
 }
@@ -136,23 +136,23 @@ enum Kernel {
     GradKv,
 }
 
-/// How kernels multiply.
+/// Arithmetic of a kernel.
 #[derive(Clone, Copy)]
 enum MathMode {
-    /// By ordinary arithmetic in f32.
+    /// f32 arithmetic on CUDA cores.
     CudaCores,
-    /// On tensor cores.
+    /// Tensor cores.
     TensorCores,
 }
 
-/// Which form of the kernels, and the tiles that it takes.
+/// A kernel variant and its tile sizes.
 #[derive(Clone, Copy)]
 struct TileConfig {
     math: MathMode,
-    /// The largest head dim.
+    /// Largest head dim that the variant supports.
     dim: usize,
     threads: usize,
-    /// Rows, queries times heads of a group, in a tile.
+    /// Rows of a tile: queries times the heads that share a KV head.
     rows: usize,
     keys: usize,
 }
@@ -166,8 +166,8 @@ impl TileConfig {
         Self { math: MathMode::CudaCores, dim, threads: 256, rows: 64, keys: 64 }
     }
 
-    /// Tensor cores take 16-bit formats, rows that can be read 16 bytes at a time, and a scale under which the greatest
-    /// product is the greatest score.
+    /// Selects the variant for a dtype and head dim. Tensor cores need a 16-bit dtype, rows aligned to 16 bytes, and a
+    /// positive scale.
     fn choose(dtype: DType, dim: usize, scale: f32) -> Result<Self> {
         const F32: &[TileConfig] =
             &[TileConfig::plain(64), TileConfig::plain(96), TileConfig::plain(128), TileConfig::plain(MAX_DIM)];
@@ -185,8 +185,9 @@ impl TileConfig {
         }
     }
 
-    /// Dynamic shared memory of a block, as forward_mma.cuh and backward_mma.cuh share it out: rows of 16-bit elements,
-    /// and for dk and dv the lse and delta of two tiles of rows and the probabilities of one, in f32.
+    /// Returns the dynamic shared memory of a block in bytes, as forward_mma.cuh and backward_mma.cuh lay it out.
+    ///
+    /// It holds rows of 16-bit elements. For dk and dv it also holds lse, delta and probabilities in f32.
     fn shared_bytes(self, kernel: Kernel) -> usize {
         let step_keys = if self.dim > 64 { 32 } else { 64 };
         let step_rows = if self.dim > 96 { 32 } else { 64 };
@@ -200,10 +201,10 @@ impl TileConfig {
     }
 }
 
-/// What all kernels are told: the sequences, cut into tiles, none across two of them.
+/// Arguments that all kernels share: the sequences, cut into tiles that lie within one sequence each.
 struct Problem {
-    /// u32 [5, n_seqs + 1]: queries, keys, tiles of rows and tiles of keys before each sequence, and of all; then the position
-    /// of each one's first query among its keys, in two's complement.
+    /// u32 [5, n_seqs + 1]. Rows 0 to 3 are cumulative counts of queries, keys, row tiles and key tiles. Row 4 is the
+    /// position of each sequence's first query among its keys, in two's complement.
     table: Tensor,
     n_seqs: usize,
     n_row_tiles: usize,
@@ -220,7 +221,7 @@ impl Problem {
         if n_rows > MAX_ROWS {
             bail!("{OP}: {n_rows} queries of all heads, or keys, are more than {MAX_ROWS}")
         }
-        // Distances are counted with an int, too, and are less than the widest window.
+        // The kernels count distances with an int; they stay below the widest window.
         let distance = |span: Span| (span.first + span.q.len() as isize).max(span.k.len() as isize - span.first);
         if let Some(distance) = seqs.spans().map(distance).find(|distance| *distance > MAX_ROWS as isize) {
             bail!("{OP}: a query and a key lie {distance} tokens apart, more than {MAX_ROWS}")
@@ -247,9 +248,11 @@ impl Problem {
         })
     }
 
+    /// Launches `kernel` over all tiles.
+    ///
     /// # Safety
     ///
-    /// The addresses must be the kernel's first parameters, good for the rows and keys of these sequences.
+    /// `addresses` must be the kernel's first parameters, valid for the rows and keys of these sequences.
     unsafe fn launch(&self, on: Gpu, kernel: Kernel, addresses: &[Address]) -> Result<()> {
         let Self { tiles, heads, spec, .. } = self;
         let (name, n_tiles) = match kernel {
@@ -279,7 +282,7 @@ impl Problem {
     }
 }
 
-/// 0 and the sums of the numbers up to each.
+/// Returns 0 followed by the running sums of `numbers`.
 fn cumulative(numbers: impl Iterator<Item = usize>) -> Vec<usize> {
     let sums = numbers.scan(0, |sum, n| {
         *sum += n;

@@ -1,4 +1,4 @@
-//! The forward of attention by the candle-flash-attn crate, which is FlashAttention 2.
+//! Attention forward by the candle-flash-attn crate (FlashAttention 2).
 
 use candle_core::{Device, Result, Tensor};
 
@@ -6,7 +6,7 @@ use super::cu_seqlens::CuSeqlens;
 use super::spec::AttentionSpec;
 use crate::transfer::upload;
 
-/// Shapes as in [`super::attention`], bf16 or f16.
+/// Computes attention. Shapes as in [`super::attention`]; bf16 or f16.
 pub(super) fn attention([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Tensor> {
     if seqs.n_tokens() == 0 {
         return q.zeros_like();
@@ -21,7 +21,7 @@ pub(super) fn attention([q, k, v]: [&Tensor; 3], seqs: &CuSeqlens, spec: &Attent
     )
 }
 
-/// Where sequences begin and end, on the device, and the longest one's tokens.
+/// Uploads cumulative sequence lengths. Also returns the length of the longest sequence.
 fn sequences(cumulative: &[usize], device: &Device) -> Result<(Tensor, usize)> {
     let longest = cumulative.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
     let starts: Vec<u32> = cumulative.iter().map(|&start| start as u32).collect();

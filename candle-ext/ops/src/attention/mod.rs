@@ -1,7 +1,7 @@
-//! softmax(scale q k^T + mask) v over packed sequences, with memory linear in their length.
+//! Attention: `softmax(scale q k^T + mask) v` over packed sequences, with memory linear in their length.
 //!
-//! t queries, s keys (of all sequences), hq query heads, hkv key heads, k head dim.
-//! Query head i reads key head i / (hq / hkv).
+//! t queries, s keys (of all sequences), hq query heads, hkv KV heads, k head dim. Query head i reads KV head i / (hq /
+//! hkv).
 
 mod backward;
 mod choice;
@@ -40,11 +40,12 @@ pub use cu_seqlens::{AttentionChunk, CuSeqlens};
 use layout::{Heads, by_row};
 pub use spec::{AttentionChoice, AttentionHeads, AttentionImpl, AttentionPasses, AttentionSpec};
 
-/// Attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
+/// Computes attention within each sequence: q [t, hq, k], k and v [s, hkv, k], result [t, hq, k].
 ///
-/// A flash algorithm (unless the reference is asked for): tiles of keys with a running softmax, in f32. The forward keeps
-/// the log of each row's exponential sum; the backward recomputes the scores from it, tile by tile. Both are
-/// [replayed](compute_or_replay), except for the reference's.
+/// The algorithm is FlashAttention's, in f32: tiles of keys with an online softmax. The forward saves each row's
+/// log-sum-exp; the backward recomputes the scores tile by tile.
+///
+/// Both passes can be [replayed](compute_or_replay), except in the reference implementation.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, seqs: &CuSeqlens, spec: &AttentionSpec) -> Result<Tensor> {
     let _span = span("attention", "forward");
     let heads = Heads::of([q, k, v], seqs, spec)?;
@@ -80,7 +81,7 @@ struct SavedAttention {
 
 /// Statistics of a forward that backward needs, by implementation.
 enum ForwardState {
-    /// The log-sum-exp of each row.
+    /// Log-sum-exp of each row.
     Cpu(Vec<f32>),
     #[cfg(any(feature = "cuda", feature = "emulate"))]
     Cuda(cuda::ForwardState),
@@ -106,7 +107,7 @@ impl SavedAttention {
         }
     }
 
-    /// Computes by our kernels.
+    /// Computes the forward by the fused kernel.
     fn forward_fused(&self) -> Result<(Storage, ForwardState)> {
         on_device!("attention", self.qkv[0], {
             cpu => self.forward_cpu(),
@@ -136,8 +137,9 @@ impl SavedAttention {
         }
     }
 
-    /// Computes the gradients by our kernels, of an output that another implementation has computed: the log-sum-exp of the
-    /// rows comes from a forward of our own, so that nothing is assumed of the other's state.
+    /// Computes the gradients by the fused kernels after a forward of another implementation.
+    ///
+    /// A second forward recomputes the log-sum-exp, so nothing is assumed about the other implementation's state.
     #[cfg(any(feature = "cudnn", test))]
     fn backward_of_another_forward(&self, o: &Tensor, d_o: &Tensor) -> Result<[Tensor; 3]> {
         let (_, state) = self.forward_fused()?;
@@ -186,7 +188,7 @@ impl SavedAttention {
     }
 }
 
-/// Returns the dtype of a KV cache for keys like `k`: f32 on a CPU, whose kernels would widen every row each time.
+/// Returns the dtype of a KV cache for keys like `k`. It is f32 on a CPU, so that kernels need no conversion.
 pub fn kv_cache_dtype(k: &Tensor) -> DType {
     if k.device().is_cpu() { DType::F32 } else { k.dtype() }
 }

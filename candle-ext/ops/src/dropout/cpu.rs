@@ -1,4 +1,4 @@
-//! The CPU kernel of `dropout`: blocks in parallel.
+//! CPU kernel of `dropout`: blocks in parallel.
 
 use rayon::prelude::*;
 
@@ -6,10 +6,10 @@ use super::mask::{Dropout, key_after, random};
 use super::rows::DropoutSpan;
 use crate::floats::{Floats, FloatsMut};
 
-/// Elements that one task handles.
+/// Elements per task.
 const BLOCK: usize = 1 << 12;
 
-/// y = x mask / (1 - p), of the elements of a run.
+/// Computes y = x mask / (1 - p) for the elements of a span.
 pub(super) fn apply(x: Floats<'_>, y: FloatsMut<'_>, spec: Dropout, run: &DropoutSpan) {
     let (scale, threshold) = (spec.scale(), spec.threshold());
     y.chunks(BLOCK).into_par_iter().enumerate().for_each(|(i, mut y)| {

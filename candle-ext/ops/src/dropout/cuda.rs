@@ -9,10 +9,10 @@ use crate::cuda::{Arg, Out, address, gpu, kernels, suffix};
 kernels!("dropout");
 
 const OP: &str = "dropout";
-/// Elements of a thread, about.
+/// Elements per thread, approximately.
 const PER_THREAD: usize = 8;
 
-/// Returns y = x mask / (1 - p), for each run of elements that of its place.
+/// Returns y = x mask / (1 - p), with the mask of each span's position in the whole tensor.
 pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[DropoutSpan]) -> Result<Out> {
     let on = gpu(OP, x)?;
     let y = Out::new(on, x.dtype(), x.elem_count())?;
@@ -29,7 +29,7 @@ pub(super) fn apply(x: &Tensor, spec: Dropout, runs: &[DropoutSpan]) -> Result<O
             Arg::U64(spec.threshold()),
             Arg::F32(spec.scale()),
         ];
-        // SAFETY: both have these n elements of one format.
+        // SAFETY: both have n elements of one dtype.
         unsafe { KERNELS.launch_flat(on, &name, n, PER_THREAD, &args)? };
     }
     Ok(y)

@@ -1,4 +1,4 @@
-//! Inverted dropout whose mask is a function of a key, so that a recomputed forward drops the same elements.
+//! Inverted dropout whose mask is a function of a key: a recomputed forward drops the same elements.
 
 mod cpu;
 #[cfg(any(feature = "cuda", feature = "emulate"))]
@@ -20,13 +20,16 @@ pub use mask::{Dropout, derive_key};
 use rows::DropoutSpan;
 pub use rows::{ColumnShard, RowRanges};
 
-/// y = x mask / (1 - p), any shape: each element is dropped by itself with probability p. Nothing of x is saved for
-/// backward; the mask is drawn again.
+/// Computes `y = x mask / (1 - p)` for x of any shape; each element is dropped with probability p.
+///
+/// Nothing of x is saved for backward; the mask is generated again.
 pub fn dropout(x: &Tensor, spec: Dropout) -> Result<Tensor> {
     dropped(x, spec, vec![DropoutSpan::flat(0..x.elem_count(), 0)])
 }
 
-/// The same for a part of a whole: some of its rows, along dim 0, and of each some elements. They lose what they lose there.
+/// Computes [`dropout`] of a shard of a tensor: some rows (dim 0) and some columns.
+///
+/// The shard loses the elements that it would lose in the whole tensor.
 pub fn sharded_dropout(x: &Tensor, spec: Dropout, rows: &RowRanges, columns: ColumnShard) -> Result<Tensor> {
     let n_rows = x.dim(0)?;
     let width = x.elem_count() / n_rows.max(1);
@@ -38,7 +41,7 @@ pub fn sharded_dropout(x: &Tensor, spec: Dropout, rows: &RowRanges, columns: Col
     )
 }
 
-/// `runs` are the elements of x.
+/// Computes dropout of x, whose elements are the `runs`.
 fn dropped(x: &Tensor, spec: Dropout, runs: Vec<DropoutSpan>) -> Result<Tensor> {
     let _span = span("dropout", "forward");
     check_dtype("dropout", "the input", x.dtype())?;
@@ -56,8 +59,9 @@ fn dropped(x: &Tensor, spec: Dropout, runs: Vec<DropoutSpan>) -> Result<Tensor> 
     Ok(record("dropout", [x.into()], y, move |dy, _| Ok([Some(masked(dy, spec, &runs)?)])))
 }
 
-/// Returns the cost of a backward with `n_elements` elements: the masked gradient lies beside the one that came in, or the
-/// recomputed input beside the recomputed output. The forward saves nothing.
+/// Returns the cost of a backward with `n_elements` elements: the masked gradient or the recomputed output.
+///
+/// The forward saves nothing.
 pub fn dropout_cost(n_elements: u64, dtype: DType) -> Cost {
     Cost { scratch_bytes: bytes(n_elements, dtype), ..Cost::default() }
 }

@@ -1,49 +1,50 @@
-//! Which part of a whole is at hand.
+//! Position of a shard's rows and columns in the whole tensor.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, bail};
 
-/// Ranges of rows of a whole, in the order in which they lie here. Cheap to clone.
+/// Row ranges of the whole tensor that a rank holds, in local order. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowRanges(Arc<[Range<usize>]>);
 
-/// Elements of each row of a whole: one of equal parts.
+/// Shard of a tensor's columns, one of equal shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ColumnShard {
-    /// Which part.
+    /// Index of the shard, from 0.
     pub index: usize,
-    /// Of how many.
+    /// Number of shards.
     pub n_shards: usize,
 }
 
-/// Elements that lie in a row here, and in lines in the whole.
+/// Consecutive local elements, which form strided lines in the whole tensor.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct DropoutSpan {
-    /// Which elements.
+    /// Local elements.
     pub(super) local: Range<usize>,
-    /// Where the first one is in the whole.
+    /// Index of the first element in the whole tensor.
     pub(super) global_start: usize,
-    /// The elements of a line.
+    /// Elements of a line.
     pub(super) width: usize,
-    /// From the beginning of a line to that of the next, in the whole.
+    /// Distance between the starts of two lines in the whole tensor, in elements.
     pub(super) stride: usize,
 }
 
 impl ColumnShard {
-    /// All elements of each row.
+    /// All columns.
     pub const ALL: Self = Self { index: 0, n_shards: 1 };
 }
 
 impl DropoutSpan {
-    /// Elements without a gap in the whole.
+    /// Creates a span that is contiguous in the whole tensor.
     pub(super) fn flat(local: Range<usize>, global_start: usize) -> Self {
         let width = local.len();
         Self { local, global_start, width, stride: width }
     }
 
-    /// Rows of `width` elements here, of which the first is row `place` of the whole.
+    /// Creates the span of local rows of `width` elements, the first of which is row `global_start` of the whole
+    /// tensor.
     pub(super) fn of_rows(local: Range<usize>, global_start: usize, width: usize, columns: ColumnShard) -> Self {
         let stride = width * columns.n_shards;
         let (elements, global_start) =
@@ -54,7 +55,7 @@ impl DropoutSpan {
         }
     }
 
-    /// Where the run's i-th element is in the whole, and how many of its line lie from there on.
+    /// Returns the index of element i in the whole tensor, and the elements that remain in its line.
     pub(super) fn global_position(&self, i: usize) -> (usize, usize) {
         let (line, at) = (i / self.width, i % self.width);
         (self.global_start + line * self.stride + at, self.width - at)
@@ -62,22 +63,22 @@ impl DropoutSpan {
 }
 
 impl RowRanges {
-    /// The rows of a whole that is here, however many they are.
+    /// Returns the range of all rows.
     pub fn all() -> Self {
         Self(std::iter::once(0..usize::MAX).collect())
     }
 
-    /// These rows, range after range.
+    /// Creates row ranges from a list, in local order.
     pub fn new(ranges: Vec<Range<usize>>) -> Self {
         Self(ranges.into())
     }
 
-    /// The ranges.
+    /// Returns the ranges.
     pub fn ranges(&self) -> &[Range<usize>] {
         &self.0
     }
 
-    /// The same rows without the first n.
+    /// Returns the ranges without the first n rows.
     pub fn skip(&self, n: usize) -> Self {
         let mut skipped = n;
         let rest = self.0.iter().filter_map(|range| {
@@ -88,7 +89,7 @@ impl RowRanges {
         Self(rest.collect())
     }
 
-    /// Where the first n rows lie here and in the whole.
+    /// Returns the local and global start of each run within the first n rows.
     pub(super) fn runs(&self, n: usize) -> Result<Vec<(Range<usize>, usize)>> {
         let (mut runs, mut local) = (Vec::new(), 0);
         for range in self.0.iter() {

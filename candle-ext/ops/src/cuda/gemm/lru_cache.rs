@@ -1,6 +1,7 @@
-//! A map that holds a bounded number of entries: the least recently used one makes room.
+//! LRU cache of bounded size.
 //!
-//! A training step repeats its shapes, so they stay. Evaluation brings ever new lengths, and those are dropped again.
+//! A training step repeats its shapes, so they stay cached. Evaluation produces new lengths all the time, which are
+//! evicted.
 
 use std::collections::HashMap;
 use std::hash::Hash;
