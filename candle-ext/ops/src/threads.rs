@@ -1,4 +1,4 @@
-//! The threads that compute on the CPU: rayon's, as many as there are cores, or RAYON_NUM_THREADS.
+//! Compute threads of the CPU: rayon's pool, one thread per core or RAYON_NUM_THREADS.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,27 +6,32 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::Device;
 use rayon::Yield;
 
-/// Looks for work, in vain, before a thread sleeps after all: about two milliseconds. It does not yield meanwhile: a thread
-/// that does may share a core with the one that it waits for, while another core has nothing to do.
+/// Failed attempts to steal work before a spinning thread sleeps: about two milliseconds.
+///
+/// The thread does not yield to the operating system. Otherwise it might share a core with the thread that it waits
+/// for.
 const PATIENCE: u32 = 8192;
-/// Pauses between two looks.
+/// Spin-loop hints between two attempts.
 const PAUSES: u32 = 4;
 
-/// Makes the calling thread one of them: it then works on what it would otherwise hand over and wait for. The first thing
-/// that a program does; later calls change nothing.
+/// Adds the calling thread to rayon's global pool, so that it computes instead of waiting.
+///
+/// Call this first in a program; later calls have no effect.
 pub fn join_rayon_pool() {
     // An error means that the pool is there already.
     let _ = rayon::ThreadPoolBuilder::new().use_current_thread().build_global();
 }
 
-/// Keeps the other compute threads awake as long as it lives. See [`spin_workers`].
+/// Guard of [`spin_workers`]: the workers may sleep again when it is dropped.
 #[must_use = "the threads may sleep when it is dropped"]
 pub struct SpinGuard {
     done: Arc<AtomicBool>,
 }
 
-/// Keeps the compute threads awake between ops if `device` is a CPU. Waking a thread takes longer than many an op, and rayon's
-/// threads sleep after microseconds without work. A call from a thread outside of the pool does nothing.
+/// Makes rayon's workers spin between ops if `device` is a CPU; they stop when the guard is dropped.
+///
+/// Waking a thread takes longer than many ops, and idle rayon threads sleep after microseconds. A call from a thread
+/// outside of the pool has no effect.
 pub fn spin_workers(device: &Device) -> Option<SpinGuard> {
     device.is_cpu().then(SpinGuard::begin)
 }
@@ -37,7 +42,7 @@ impl SpinGuard {
         if let Some(caller) = rayon::current_thread_index() {
             let done = done.clone();
             rayon::spawn_broadcast(move |thread| {
-                // The caller meets this job while it waits for a part of an op: it must not wait for itself.
+                // The caller may pick up this job while it waits for a part of an op; it must not wait for itself.
                 if thread.index() != caller {
                     work_until(&done);
                 }
@@ -53,7 +58,7 @@ impl Drop for SpinGuard {
     }
 }
 
-/// Does what others have to give.
+/// Steals and runs work of other threads until `done`.
 fn work_until(done: &AtomicBool) {
     let mut n_in_vain = 0;
     while n_in_vain < PATIENCE && !done.load(Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! A parameter as the ops see it: a value, and perhaps a place where its gradient is summed.
+//! Parameters for the ops: a value, and for trainable ones a gradient sink.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,10 +14,11 @@ use crate::quantized::{QuantFormat, cpu::QuantizedRows};
 use crate::storage::{self, host};
 use crate::weight_matmul::WeightOperand;
 
-/// A flat buffer that parameters or gradients are views of, and that may be away for a while: in shards on other ranks, or
-/// not made yet. Cloning shares it.
+/// Flat buffer that parameters or gradients are views of. Its memory may be released and allocated again.
 ///
-/// What ops keep for their backward is the way to it: a buffer that was away in between is read as it is then.
+/// The buffer of a ZeRO-3 parameter, for example, is released between its uses. Cloning shares the buffer.
+///
+/// Ops save the view for backward, not the tensor: backward reads the contents of its time.
 #[derive(Clone, Debug)]
 pub struct FlatBuffer {
     n: usize,
@@ -26,25 +27,25 @@ pub struct FlatBuffer {
 }
 
 impl FlatBuffer {
-    /// Makes one of `n` elements that is away.
+    /// Creates a buffer of `n` elements without memory.
     pub fn unallocated(n: usize, dtype: DType) -> Self {
         Self { n, dtype, tensor: Arc::default() }
     }
 
-    /// Makes one of a flat tensor.
+    /// Creates a buffer from a flat tensor.
     pub fn from_tensor(flat: Tensor) -> Self {
         let buffer = Self::unallocated(flat.elem_count(), flat.dtype());
         *buffer.lock() = Some(flat);
         buffer
     }
 
-    /// Returns the number of its elements.
+    /// Returns the number of elements, allocated or not.
     #[expect(clippy::len_without_is_empty, reason = "whether there are none is nobody's question")]
     pub fn len(&self) -> usize {
         self.n
     }
 
-    /// Gives it its elements: a flat tensor of its length and dtype.
+    /// Sets the contents: a flat tensor of the buffer's length and dtype.
     pub fn materialize(&self, flat: Tensor) -> Result<()> {
         if flat.dims() != [self.n] || flat.dtype() != self.dtype {
             bail!("a buffer of {} {:?} got {:?} {:?}", self.n, self.dtype, flat.dims(), flat.dtype())
@@ -53,12 +54,12 @@ impl FlatBuffer {
         Ok(())
     }
 
-    /// Takes its elements away, if they are at hand.
+    /// Releases the contents and returns them, if there are any.
     pub fn release(&self) -> Option<Tensor> {
         self.lock().take()
     }
 
-    /// Returns its elements.
+    /// Returns the contents. Fails while the buffer is released.
     pub fn data(&self) -> Result<Tensor> {
         match &*self.lock() {
             Some(flat) => Ok(flat.clone()),
@@ -66,12 +67,12 @@ impl FlatBuffer {
         }
     }
 
-    /// Tells whether its elements are at hand.
+    /// Returns true if the buffer has contents.
     pub fn is_allocated(&self) -> bool {
         self.lock().is_some()
     }
 
-    /// A view of the elements from `start` on, whether they are at hand or not.
+    /// Returns a view of the elements from `start` on. The buffer need not be allocated.
     pub fn view(&self, start: usize, shape: impl Into<Shape>) -> Result<BufferView> {
         let shape = shape.into();
         if start + shape.elem_count() > self.n {
@@ -85,7 +86,7 @@ impl FlatBuffer {
     }
 }
 
-/// A part of a [`FlatBuffer`], with a shape.
+/// Part of a [`FlatBuffer`], with a shape.
 #[derive(Clone, Debug)]
 pub struct BufferView {
     buffer: FlatBuffer,
@@ -93,17 +94,17 @@ pub struct BufferView {
     shape: Shape,
 }
 
-/// The elements of a parameter or a gradient: a tensor, or a part of a buffer.
+/// Elements of a parameter or a gradient: a tensor, or a view of a flat buffer.
 #[derive(Clone, Debug)]
 pub enum TensorOrView {
-    /// Always there.
+    /// Tensor, always allocated.
     Tensor(Tensor),
-    /// There while its buffer is.
+    /// View, allocated while its buffer is.
     View(BufferView),
 }
 
 impl TensorOrView {
-    /// Returns the elements; an error while they are away.
+    /// Returns the elements. Fails while the buffer is released.
     pub fn get(&self) -> Result<Tensor> {
         match self {
             Self::Tensor(tensor) => Ok(tensor.clone()),
@@ -121,7 +122,7 @@ impl TensorOrView {
         }
     }
 
-    /// Returns the number format.
+    /// Returns the dtype.
     pub fn dtype(&self) -> DType {
         match self {
             Self::Tensor(tensor) => tensor.dtype(),
@@ -136,7 +137,7 @@ impl TensorOrView {
         }
     }
 
-    /// Joins matrices whose rows follow one another in a buffer; `None` if they do not.
+    /// Joins matrices whose rows are adjacent in a buffer; `None` if they are not.
     fn joined<'a>(parts: impl Iterator<Item = &'a Self>) -> Option<Self> {
         let views = parts.map(|part| if let Self::View(view) = part { Some(view) } else { None });
         let mut views = views.collect::<Option<Vec<_>>>()?.into_iter();
@@ -165,21 +166,22 @@ impl From<BufferView> for TensorOrView {
     }
 }
 
-/// The main gradient of one parameter, f32 or bf16. Ops add to it in place; cloning shares it.
+/// Main gradient of one parameter, f32 or bf16. Ops add to it in place; cloning shares it.
 ///
-/// After [`GradSink::reset`] the first matmul of a backward writes the gradient (beta 0): nothing is zeroed first.
+/// After [`GradSink::reset`] the first matmul of a backward overwrites the gradient (beta 0), so nothing is zeroed.
 #[derive(Clone, Debug)]
 pub struct GradSink {
     grad: TensorOrView,
-    /// True while the elements are those of an earlier step.
+    /// True while the elements belong to an earlier step.
     is_stale: Arc<AtomicBool>,
-    /// The sinks that it joins.
+    /// Sinks that this one joins.
     parts: Vec<GradSink>,
 }
 
 impl GradSink {
-    /// Wraps `grad`, contiguous. Its present values are added to; what is added is summed in f32 and, in a bf16 gradient,
-    /// rounded once for each use of the weight.
+    /// Wraps the contiguous tensor `grad`, to whose values ops will add.
+    ///
+    /// Sums are f32. A bf16 gradient is rounded once per use of the weight.
     pub fn new(grad: impl Into<TensorOrView>) -> Result<Self> {
         let grad = grad.into();
         if !matches!(grad.dtype(), DType::F32 | DType::BF16) || !grad.is_contiguous() {
@@ -198,7 +200,8 @@ impl GradSink {
         self.is_stale.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the gradient summed since [`GradSink::reset`], zeros if nothing was added; an error while its buffer is away.
+    /// Returns the gradient summed since [`GradSink::reset`]; zeros if nothing was added. Fails while its buffer is
+    /// released.
     pub fn grad(&self) -> Result<Tensor> {
         let (grad, accumulate) = self.grad_to_write()?;
         if accumulate == Accumulate::Overwrite {
@@ -207,7 +210,7 @@ impl GradSink {
         Ok(grad)
     }
 
-    /// Returns the gradient, and `Accumulate::Overwrite` if its elements are stale: the caller then writes all of them.
+    /// Returns the gradient, and `Accumulate::Overwrite` if it is stale: the caller must then write all elements.
     pub(crate) fn grad_to_write(&self) -> Result<(Tensor, Accumulate)> {
         let grad = self.grad.get()?;
         let is_stale = |sink: &Self| sink.is_stale.load(Ordering::Relaxed);
@@ -219,23 +222,23 @@ impl GradSink {
             self.parts.iter().for_each(|part| part.is_stale.store(false, Ordering::Relaxed));
             return Ok((grad, Accumulate::Overwrite));
         }
-        // Something was added to some of them alone.
+        // Ops have added to some of the joined sinks individually.
         self.parts.iter().try_for_each(|part| part.grad().map(drop))?;
         Ok((grad, Accumulate::Add))
     }
 
-    /// Joins sinks that lie one after the other; `None` if they do not.
+    /// Joins sinks with adjacent gradients; `None` if they are not adjacent.
     fn joined(parts: Vec<Self>) -> Option<Self> {
         let grad = TensorOrView::joined(parts.iter().map(|part| &part.grad))?;
         Some(Self { grad, is_stale: Arc::default(), parts })
     }
 
-    /// Hands the gradient's elements to `add`, which must only add to them.
+    /// Calls `add` with the gradient's elements, which it must only add to.
     pub(crate) fn add(&self, op: &'static str, add: impl FnOnce(&mut [f32])) -> Result<()> {
         update(&self.grad()?, Accumulate::Add, op, add)
     }
 
-    /// Hands the gradient's elements to `write`, which adds to them, or writes all of them.
+    /// Calls `write` with the gradient's elements, which it adds to or overwrites.
     pub(crate) fn add_or_write(&self, op: &'static str, write: impl FnOnce(&mut [f32], Accumulate)) -> Result<()> {
         let (grad, accumulate) = self.grad_to_write()?;
         update(&grad, accumulate, op, |grad| write(grad, accumulate))
@@ -260,7 +263,7 @@ fn update(grad: &Tensor, accumulate: Accumulate, op: &'static str, change: impl 
     })
 }
 
-/// One parameter: its value, often a view of a flat buffer, and its sink.
+/// A parameter: its value, often a view of a flat buffer, and the sink of its gradient.
 #[derive(Clone, Debug)]
 pub struct Weight {
     /// Elements in the compute dtype, or the bytes of a quantized matrix.
@@ -268,21 +271,23 @@ pub struct Weight {
     /// Format and shape of a quantized matrix.
     quantized: Option<(&'static QuantFormat, [usize; 2])>,
     sink: Option<GradSink>,
-    /// The numbers of rows of the weights that it joins, if it does.
+    /// Row counts of the weights that this one joins; empty if it joins none.
     part_rows: Vec<usize>,
 }
 
-/// The most bytes of a joined matmul's output on the CPU. Larger ones are no faster than their parts, and allocators reuse their
-/// memory less: a process that trains on 4096 tokens of a layer of width 512 took 13% more.
+/// Most bytes of a joined matmul's output on the CPU.
+///
+/// Larger ones are no faster than separate matmuls, and allocators reuse their memory less. Training on 4096 tokens of
+/// a layer of width 512 took 13 % more memory.
 const JOINED_BYTES: usize = 8 << 20;
 
 impl Weight {
-    /// A parameter that is only read; its gradient is never computed.
+    /// Creates a frozen parameter, which gets no gradient.
     pub fn frozen(value: impl Into<TensorOrView>) -> Self {
         Self { value: value.into(), quantized: None, sink: None, part_rows: Vec::new() }
     }
 
-    /// Wraps the bytes of a quantized matrix [n, k], which is only read.
+    /// Creates a frozen parameter from the bytes of a quantized matrix [n, k].
     pub fn quantized(bytes: impl Into<TensorOrView>, format: &'static QuantFormat, shape: [usize; 2]) -> Result<Self> {
         let (value, n_bytes) = (bytes.into(), format.shape(&shape)?.n_bytes());
         if value.dtype() != DType::U8 || value.dims() != [n_bytes] {
@@ -292,15 +297,15 @@ impl Weight {
         Ok(Self { quantized: Some((format, shape)), ..Self::frozen(value) })
     }
 
-    /// A parameter whose gradient every use adds to `sink`.
+    /// Creates a trainable parameter; each use adds its gradient to `sink`.
     pub fn trainable(value: impl Into<TensorOrView>, sink: GradSink) -> Self {
         Self { value: value.into(), quantized: None, sink: Some(sink), part_rows: Vec::new() }
     }
 
-    /// Joins matrices [n_i, k] into one of all their rows, without a copy, for a matmul with `x` [.., k].
+    /// Joins matrices [n_i, k] into one of all their rows, without a copy, for one matmul with `x` [.., k].
     ///
-    /// `None` if values or gradients are not adjacent or quantized, or if one matmul is no better than several: on the CPU where the output is
-    /// larger than [`JOINED_BYTES`].
+    /// Returns `None` if values or gradients are not adjacent, or if a weight is quantized. On the CPU it also returns
+    /// `None` if the output exceeds [`JOINED_BYTES`], where one matmul is not faster.
     pub fn joined(parts: &[&Self], x: &Tensor) -> Option<Self> {
         if parts.iter().any(|part| part.quantized.is_some()) {
             return None;
@@ -320,12 +325,12 @@ impl Weight {
         Some(Self { value, quantized: None, sink, part_rows: parts.iter().map(|part| part.dims()[0]).collect() })
     }
 
-    /// Returns the numbers of rows of a matrix's parts: all in one, unless it joins some.
+    /// Returns the row counts of the joined matrices; one number if nothing is joined.
     pub(crate) fn part_rows(&self) -> Vec<usize> {
         if self.part_rows.is_empty() { vec![self.dims()[0]] } else { self.part_rows.clone() }
     }
 
-    /// Returns the elements of a dense weight; an error while its buffer is away, and for a quantized one.
+    /// Returns the elements of a dense weight. Fails for a quantized weight, and while the buffer is released.
     pub fn value(&self) -> Result<Tensor> {
         match self.quantized {
             Some((format, _)) => bail!("only linear layers read {} weights; this op needs a dense one", format.name),
@@ -333,7 +338,7 @@ impl Weight {
         }
     }
 
-    /// Returns the elements as linear layers read them; an error while their buffer is away.
+    /// Returns the elements as linear layers read them. Fails while the buffer is released.
     pub(crate) fn stored(&self) -> Result<StoredWeight> {
         let value = self.value.get()?;
         match self.quantized {
@@ -360,12 +365,12 @@ impl Weight {
         self.quantized.is_none()
     }
 
-    /// Where the gradient goes, if it is wanted.
+    /// Returns the gradient sink; `None` for a frozen weight.
     pub fn sink(&self) -> Option<&GradSink> {
         self.sink.as_ref()
     }
 
-    /// Fails if the weight's shape is not what `op` needs or the sink's differs from it.
+    /// Fails if the weight's shape is not what `op` needs, or differs from the sink's.
     pub(crate) fn check(&self, op: &str, want: &[usize]) -> Result<()> {
         if self.dims() != want {
             bail!("{op}: weight has shape {:?}, want {want:?}", self.dims())
@@ -389,7 +394,7 @@ pub(crate) enum StoredWeight {
 }
 
 impl StoredWeight {
-    /// Hands the elements to a CPU kernel.
+    /// Calls `read` with the elements as an operand of a CPU kernel.
     pub(crate) fn with_operand<R>(&self, op: &str, read: impl FnOnce(WeightOperand<'_>) -> R) -> Result<R> {
         match self {
             Self::Dense(value) => Ok(read(host(op, value)?.floats()?.into())),
@@ -423,8 +428,7 @@ mod tests {
         Tensor::new(values, &Device::Cpu).unwrap()
     }
 
-    /// A weight that is elsewhere between forward and backward: the backward reads it, and writes its gradient, where they
-    /// are then.
+    /// Backward reads a weight, and writes its gradient, in buffers that were released after the forward.
     #[test]
     fn backward_finds_what_was_away_in_between() {
         let (weights, grads) = (FlatBuffer::unallocated(7, DType::F32), FlatBuffer::unallocated(7, DType::F32));
@@ -476,7 +480,7 @@ mod tests {
         }
     }
 
-    /// An addition to one of the parts alone stays.
+    /// Keeps what was added to one of the parts individually.
     #[test]
     fn a_joined_gradient_is_that_of_its_parts() {
         for added_alone in [false, true] {

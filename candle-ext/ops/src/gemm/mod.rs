@@ -1,4 +1,5 @@
-//! f32 matrix product over strided slices: our own kernels where there is AMX, AVX-512 or AVX2, elsewhere the `gemm` crate.
+//! f32 matmul (GEMM) on the CPU over strided slices, by own kernels for AMX, AVX-512 and AVX2, else by the `gemm`
+//! crate.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -22,20 +23,23 @@ pub(crate) use matrix::{Accumulate, Mat, MatMut, Threads};
 pub use packed::{GemmSize, cpu_gemm_buffer_bytes};
 pub use rate::measure_cpu_gemm_rate;
 
-/// Returns the name of what computes f32 products in this process: `amx`, `avx512`, `avx2`, or `gemm` (the crate). Each
-/// rounds in its own way, but `avx2` as `avx512` does.
+/// Returns the name of this process's f32 GEMM kernel: `amx`, `avx512`, `avx2`, or `gemm` (the crate).
+///
+/// Kernels round differently, except that `avx2` gives the bits of `avx512`.
 pub fn cpu_gemm_kernel() -> &'static str {
     GemmKernel::of_process().name()
 }
 
-/// Names what could compute them on this processor, the fastest first.
+/// Lists the f32 GEMM kernels that this processor supports, the fastest first.
 pub fn cpu_gemm_kernels() -> Vec<&'static str> {
     GemmKernel::all().into_iter().map(GemmKernel::name).collect()
 }
 
-/// Lets another than the fastest compute, by name: where results must be those of another processor.
+/// Selects the f32 GEMM kernel by name, to reproduce the results of another processor.
 ///
-/// Fails if this processor has no such one, or if products have been computed by another.
+/// # Errors
+///
+/// If the processor does not support the kernel, or another kernel has already computed.
 pub fn select_cpu_gemm_kernel(name: &str) -> Result<()> {
     let Some(kernel) = GemmKernel::all().into_iter().find(|kernel| kernel.name() == name) else {
         bail!("f32 products: `{name}` is none of {} that this processor has", cpu_gemm_kernels().join(", "))
@@ -49,7 +53,7 @@ pub fn select_cpu_gemm_kernel(name: &str) -> Result<()> {
 
 static CHOSEN: OnceLock<GemmKernel> = OnceLock::new();
 
-/// out = [out +] scale * a b
+/// Computes out = [out +] scale * a b.
 pub(crate) fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, scale: f32, threads: Threads) {
     assert!(
         out.rows == a.rows && out.cols == b.cols && a.cols == b.rows,
@@ -73,7 +77,7 @@ pub(crate) fn gemm(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'
     GemmKernel::of_process().run(out, accumulate, a, b, scale, threads);
 }
 
-/// What computes a product. One computes all of a process: bits must not depend on the number of rows.
+/// Implementation of f32 GEMM. A process uses only one, so that bits do not depend on the number of rows.
 #[derive(Clone, Copy)]
 enum GemmKernel {
     #[cfg(target_arch = "x86_64")]
@@ -86,7 +90,7 @@ enum GemmKernel {
 }
 
 impl GemmKernel {
-    /// All that this processor has, the fastest first.
+    /// Lists the kernels that this processor supports, the fastest first.
     fn all() -> Vec<Self> {
         let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -136,10 +140,9 @@ fn by_crate(out: MatMut<'_>, accumulate: Accumulate, a: Mat<'_>, b: Mat<'_>, sca
             Threads::All => gemm::Parallelism::Rayon(0),
         },
     );
-    // SAFETY: the constructors checked that every index the three shapes and strides reach lies in
-    // its slice, the shapes agree (asserted above), rows of `out` do not overlap (row_stride >=
-    // cols), and `out` is borrowed mutably, so it aliases neither input. Slices are at most
-    // isize::MAX bytes, so strides fit in isize.
+    // SAFETY: the constructors checked that all indices lie within the slices. The shapes agree (asserted above), rows
+    // of `out` do not overlap (row_stride >= cols), and the mutable borrow of `out` rules out aliasing. Slices are at
+    // most isize::MAX bytes, so strides fit in isize.
     unsafe {
         gemm::gemm(
             out.rows,
@@ -181,8 +184,9 @@ mod tests {
         (0..len).map(|i| ((i * 37 + seed * 11) % 19) as f32 - 9.0).collect()
     }
 
-    /// A product of one shape and layout against three loops. The operands are small integers, so that every order of
-    /// summation gives the same bits.
+    /// Compares a GEMM of one shape and layout with three loops.
+    ///
+    /// The operands are small integers, so that every order of summation gives the same bits.
     fn check(kernel: GemmKernel, (m, n, k): (usize, usize, usize), (a_t, b_t, pad): (bool, bool, usize)) {
         let (a_rows, a_cols) = if a_t { (k, m) } else { (m, k) };
         let (b_rows, b_cols) = if b_t { (n, k) } else { (k, n) };
@@ -228,7 +232,7 @@ mod tests {
         }
     }
 
-    /// More than is packed at once, of rows, columns and terms.
+    /// Rows, columns and terms each exceed one packed block.
     #[test]
     fn large_products_are_whole() {
         for kernel in GemmKernel::all() {
@@ -270,7 +274,7 @@ mod tests {
         assert_eq!(out, [0.0; 4]);
     }
 
-    /// In f64, from numbers of all sizes that products of halves of their bits could lose.
+    /// Compares with f64, for numbers whose magnitudes differ widely.
     #[test]
     fn sums_are_as_exact_as_f32_is() {
         let numbers = |len: usize, seed: u32| -> Vec<f32> {
@@ -301,13 +305,13 @@ mod tests {
                 norm += want.powi(2);
             }
             let error = (error / norm).sqrt();
-            // 8 units of the last place: a sum of 700 rounds as often, in both directions.
+            // 8 units of the last place: a sum of 700 terms rounds as often, in both directions.
             assert!(error < 4.0 * f64::from(f32::EPSILON), "{error:.2e}");
         }
     }
 
-    /// Parts of nearly equal length, term after term, each rounded once: so that processors with AVX-512 and those with AVX2
-    /// train to the same bits.
+    /// Checks that partial sums add term after term with one rounding each, so that AVX-512 and AVX2 give the same
+    /// bits.
     #[test]
     fn fused_sums_are_in_the_order_of_their_terms() {
         let numbers = |len: usize, factor: f32| (0..len).map(|i| (i as f32 * factor).sin()).collect::<Vec<_>>();

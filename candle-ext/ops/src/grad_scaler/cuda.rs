@@ -8,10 +8,10 @@ use crate::cuda::{Arg, address, gpu, kernels};
 kernels!("grad_scaler");
 
 const OP: &str = "grad_scaler";
-/// One warp.
+/// Threads of the launch: one warp.
 const THREADS: usize = 32;
 
-/// Judges gradients by the sums of their squares and the losses.
+/// Decides about the step's gradients from the sums of their squares and the losses.
 pub(super) fn update(
     state: &Tensor,
     policy: &GradPolicy,
@@ -34,6 +34,6 @@ pub(super) fn update(
         Arg::F64(scaling.min),
         Arg::F64(MAX_LOSS_SCALE),
     ];
-    // SAFETY: there are as many squares and losses as the arguments say, and a whole state.
+    // SAFETY: `squares` and `losses` have the lengths in the arguments; the state has its full length.
     unsafe { KERNELS.launch(gpu(OP, squares)?, "update_scaler", [1, 1, 1], THREADS, &args) }
 }

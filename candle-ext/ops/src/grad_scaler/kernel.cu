@@ -1,4 +1,4 @@
-// grad_scaler: one warp decides what becomes of a step's gradients. The rules are those of `decide` in mod.rs.
+// grad_scaler: one warp decides about a step's gradients, by the rules of `decide` in mod.rs.
 #include "common.cuh"
 #include "grad_scaler.cuh"
 

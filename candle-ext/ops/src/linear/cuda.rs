@@ -1,4 +1,4 @@
-//! `linear` on CUDA: cuBLASLt's products, and our kernel for the bias gradient.
+//! `linear` on CUDA: matmuls by cuBLASLt, bias gradient by `kernel.cu`.
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -11,7 +11,7 @@ kernels!("linear");
 
 const OP: &str = "linear";
 
-/// y = x w^T + b in `out_dtype`
+/// Returns y = x w^T + b in `out_dtype`.
 pub(super) fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out_dtype: DType, dims: Dims) -> Result<Out> {
     same_dtype(OP, x, w)?;
     if let Some(bias) = bias.filter(|bias| bias.dtype() != out_dtype) {
@@ -32,7 +32,7 @@ pub(super) fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out_dtype: 
     Ok(y)
 }
 
-/// dx = dy w, plus a `sum` of its shape and format
+/// Returns dx = dy w, plus a `sum` of the same shape and dtype.
 pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType, dims: Dims) -> Result<Out> {
     let dy = dy.to_dtype(dtype)?;
     same_dtype(OP, &dy, w)?;
@@ -50,7 +50,7 @@ pub(super) fn grad_x(dy: &Tensor, w: &Tensor, sum: Option<&Tensor>, dtype: DType
     Ok(dx)
 }
 
-/// dw = [dw +] dy^T x, for at least one token
+/// Computes dw = [dw +] dy^T x for at least one token.
 pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, accumulate): (&Tensor, Accumulate), dims: Dims) -> Result<()> {
     let dy = dy.to_dtype(x.dtype())?;
     let gemm = Gemm {
@@ -65,7 +65,7 @@ pub(super) fn grad_w(dy: &Tensor, x: &Tensor, (dw, accumulate): (&Tensor, Accumu
     unsafe { gemm.run(gpu(OP, x)?) }
 }
 
-/// db += the sum of dy over rows
+/// Adds the sum of dy over rows to db.
 pub(super) fn add_grad_bias(dy: &Tensor, db: &Tensor, dims: Dims) -> Result<()> {
     // SAFETY: dy has t rows of n elements.
     unsafe { columns::add_sums(&KERNELS, gpu(OP, dy)?, dy, [dims.t, dims.n], db) }

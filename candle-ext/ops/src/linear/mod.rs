@@ -1,4 +1,4 @@
-//! y = x w^T + b over the last dim.
+//! Linear layer: y = x w^T + b over the last dim.
 //!
 //! t tokens (all leading dims), k inputs, n outputs
 
@@ -20,19 +20,21 @@ use crate::weight::Weight;
 use crate::weight_matmul::Dims;
 pub use cost::LinearCost;
 
-/// The format of an output. Everything is computed in f32 and rounded once at the end.
+/// Dtype of a linear layer's output. Sums are f32 and rounded once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutputDtype {
-    /// In the dtype of the input.
+    /// The input's dtype.
     SameAsInput,
-    /// In f32, unrounded.
+    /// f32.
     F32,
 }
 
-/// y = x w^T + b, with x [.., k], w [n, k], b [n] and y [.., n].
+/// Computes y = x w^T + b, with x [.., k], w [n, k], b [n] and y [.., n].
 ///
-/// Weight gradients are added to the sinks (dw += dy^T x); frozen weights cost nothing. The weight
-/// may have another dtype than x, or be quantized: the CPU dequantizes a panel at a time to f32, CUDA all of it to x's dtype.
+/// Weight gradients are added to the sinks (dw += dy^T x); frozen weights have none.
+///
+/// The weight may be quantized or have another dtype than x. The CPU dequantizes one panel at a time to f32, CUDA the
+/// whole weight to x's dtype.
 pub fn linear(x: &Tensor, w: &Weight, bias: Option<&Weight>, precision: OutputDtype) -> Result<Tensor> {
     let _span = span("linear", "forward");
     let dims = check(x, w, bias)?;
@@ -77,9 +79,9 @@ fn forward_cpu(x: &Tensor, w: &Weight, bias: Option<&Weight>, out_dtype: DType, 
 }
 
 struct SavedLinear {
-    /// Input of a trainable weight, for its gradient.
+    /// Input, saved for the gradient of a trainable weight.
     input: Option<Saved>,
-    /// Dtype and shape of the input, if its gradient is wanted.
+    /// Dtype and shape of the input; `None` if its gradient is not needed.
     wants_dx: Option<(DType, Vec<usize>)>,
     w: Weight,
     bias: Option<Weight>,
@@ -87,7 +89,7 @@ struct SavedLinear {
 }
 
 impl SavedLinear {
-    /// Adds dw and db to their sinks and returns dx = dy w. dx comes first where an exchange waits for it.
+    /// Adds dw and db to their sinks and returns dx = dy w. Computes dx first if an exchange waits for it.
     fn backward(self, dy: &Tensor, context: &mut BackwardContext<'_>) -> Result<Option<Tensor>> {
         if !context.defers() {
             self.add_grads(dy)?;

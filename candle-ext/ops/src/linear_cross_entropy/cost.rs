@@ -1,22 +1,22 @@
-//! Cost of `linear_cross_entropy`.
+//! Memory and FLOPs of `linear_cross_entropy`.
 //!
-//! t tokens, v vocabulary (rows of w here), d model
+//! t tokens, v vocabulary (local rows of w), d model
 
 use candle_core::DType;
 
 use super::chunk::{max_logit_rows, rows_per_chunk};
 use crate::cost::{Cost, DeviceKind, F32_BYTES, bytes};
 
-/// Sizes of the head and its loss, for their cost.
+/// Sizes of the LM head and its loss, for their cost.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyCost {
-    /// t, all of them targets.
+    /// t, the number of tokens; none is ignored.
     pub n_tokens: u64,
-    /// v.
+    /// v, the number of vocabulary entries on this rank.
     pub n_vocab: u64,
-    /// d.
+    /// d, the hidden size.
     pub n_in: u64,
-    /// Bytes of f32 logits that may exist at once.
+    /// Most bytes of f32 logits that exist at once.
     pub logits_bytes: u64,
     /// Dtype of x and w.
     pub dtype: DType,
@@ -34,7 +34,7 @@ impl CrossEntropyCost {
         (rows as u64).clamp(1, self.n_tokens.max(1))
     }
 
-    /// Returns the cost of losses without gradients: the logits and inputs of a chunk.
+    /// Returns the cost of losses without gradients: logits and inputs of a chunk.
     pub fn forward(&self) -> Cost {
         let n = self.rows_per_chunk();
         let width = if self.device == DeviceKind::Cpu { DType::F32 } else { self.dtype };
@@ -45,7 +45,7 @@ impl CrossEntropyCost {
         }
     }
 
-    /// Returns the cost of losses and gradients, which one pass computes: logits, their gradients, inputs and dx of a chunk.
+    /// Returns the cost of losses with gradients, in one pass: logits, their gradients, inputs and dx of a chunk.
     pub fn forward_backward(&self) -> Cost {
         let Self { n_vocab: v, n_in: d, dtype, device, .. } = *self;
         let n = self.rows_per_chunk();

@@ -1,4 +1,4 @@
-//! The CPU kernel of `linear_cross_entropy`: one chunk of tokens after the other.
+//! CPU kernel of `linear_cross_entropy`: one chunk of tokens after another.
 
 use candle_core::{Device, Result, Tensor};
 use rayon::prelude::*;
@@ -14,18 +14,18 @@ use crate::simd::vectorised;
 use crate::transfer::to_host;
 use crate::weight_matmul::{self, Dims};
 
-/// The input and the matrix that makes logits of it.
+/// Hidden states and LM head weight.
 pub(super) struct LmHead<'a> {
     pub(super) x: Floats<'a>,
     pub(super) w: Floats<'a>,
     pub(super) sizes: Sizes,
     pub(super) chunk: usize,
-    /// What the matrix is a part of, if it is one.
+    /// Shard of the vocabulary; `None` for the whole.
     pub(super) shard: Option<&'a VocabShard<'a>>,
 }
 
 impl LmHead<'_> {
-    /// The loss of each target.
+    /// Returns the loss of each target.
     pub(super) fn losses(&self, targets: &[Target]) -> Result<Vec<f32>> {
         if let Some(shard) = self.shard {
             return self.losses_of_shard(shard, targets);
@@ -44,7 +44,7 @@ impl LmHead<'_> {
         Ok(losses)
     }
 
-    /// The log-probability of each target, and whether it is the first of the likeliest.
+    /// Returns the log-probability of each target, and whether greedy decoding would choose it.
     pub(super) fn scores(&self, targets: &[Target]) -> Vec<(f32, bool)> {
         self.rows(targets, |logits, class| {
             let max = exp::max(logits);
@@ -53,7 +53,7 @@ impl LmHead<'_> {
         })
     }
 
-    /// What `of` makes of each target's logits.
+    /// Applies `of` to each target's logits.
     fn rows<T: Clone + Default + Send>(
         &self,
         targets: &[Target],
@@ -70,7 +70,7 @@ impl LmHead<'_> {
         results
     }
 
-    /// The loss of each target; writes the gradient of x, and that of w or adds it.
+    /// Returns the loss of each target. Writes the gradient of x; overwrites or adds to that of w.
     ///
     /// d(loss) / d(logits) = softmax - onehot, times the row's weight.
     pub(super) fn backward(
@@ -115,8 +115,8 @@ impl LmHead<'_> {
         Ok(losses)
     }
 
-    /// Replaces logits by exp(logit - the largest here), sets the losses, and returns what makes probabilities of the
-    /// exponentials of each token.
+    /// Replaces logits by exp(logit - local maximum) and sets the losses. Returns the factors that turn each token's
+    /// exponentials into probabilities.
     fn merge(
         &self,
         shard: &VocabShard,
@@ -140,7 +140,7 @@ impl LmHead<'_> {
         Ok((0..n).map(|i| (known[i][0] - max[i]).exp() / sum[i]).collect())
     }
 
-    /// Gathers the targets' rows of x and makes their logits.
+    /// Gathers the targets' rows of x and computes their logits.
     fn logits(&self, targets: &[Target], x: &mut Vec<f32>, logits: &mut Vec<f32>) {
         let Sizes { v, d, .. } = self.sizes;
         x.resize(targets.len() * d, 0.0);
@@ -161,7 +161,7 @@ impl LmHead<'_> {
     }
 }
 
-/// log softmax(logits)[class], given the largest of the logits, which are spoilt.
+/// Returns log softmax(logits)[class], given the largest logit. Overwrites the logits.
 fn logprob(logits: &mut [f32], class: usize, max: f32) -> f32 {
     let at_target = logits[class];
     at_target - max - exp::exp_shifted(logits, max).ln()

@@ -1,4 +1,4 @@
-//! `linear_cross_entropy` on CUDA: cuBLASLt makes the logits of a chunk of tokens, our kernels their losses and gradients.
+//! `linear_cross_entropy` on CUDA: cuBLASLt computes a chunk's logits, `kernel.cu` their losses and gradients.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -14,34 +14,34 @@ use crate::transfer::{to_host, upload};
 kernels!("linear_cross_entropy");
 
 const OP: &str = "linear_cross_entropy";
-/// Threads of a block that walks the vocabulary.
+/// Threads of a block that reads a row of logits.
 const THREADS: usize = 1024;
-/// Threads of a block that copies a row or adds the losses up.
+/// Threads of a block that copies a row or sums the losses.
 const COPIERS: usize = 256;
 
-/// The input and the matrix that makes logits of it.
+/// Hidden states and LM head weight.
 pub(super) struct LmHead<'a> {
     x: &'a Tensor,
     w: &'a Tensor,
     sizes: Sizes,
     gpu: Gpu<'a>,
     targets: &'a [Target],
-    /// The rows of the targets and their classes, u32 on the device.
+    /// Rows of the targets and their classes, u32 on the device.
     rows: Tensor,
     classes: Tensor,
     tokens_per_chunk: usize,
     shard: Option<&'a VocabShard<'a>>,
 }
 
-/// What backward needs besides: d(objective) / d(loss) of each target, and where the gradient of w goes.
+/// Inputs of the backward: d(objective) / d(loss) of each target, and the sink of w's gradient.
 pub(super) struct Gradients<'a> {
     pub(super) weights: &'a [f32],
-    /// Multiplies them, an f32 scalar on the device.
+    /// Factor on the weights, an f32 scalar on the device.
     pub(super) factor: Option<&'a Tensor>,
     pub(super) dw: Option<&'a (Tensor, Accumulate)>,
 }
 
-/// A chunk of the targets: where it begins, and how many.
+/// Chunk of the targets: start and length.
 #[derive(Clone, Copy)]
 struct Chunk {
     start: usize,
@@ -60,7 +60,7 @@ impl<'a> LmHead<'a> {
         same_dtype(OP, x, w)?;
         let upload = |of: fn(&Target) -> usize| {
             let mut numbers: Vec<u32> = targets.iter().map(|target| of(target) as u32).collect();
-            // A device has no room for nothing.
+            // CUDA cannot allocate zero bytes; allocate one element instead.
             numbers.resize(targets.len().max(1), 0);
             upload(&numbers, numbers.len(), x.device())
         };
@@ -70,7 +70,7 @@ impl<'a> LmHead<'a> {
         Ok(Self { x, w, sizes, gpu: gpu(OP, x)?, targets, rows, classes, tokens_per_chunk, shard })
     }
 
-    /// Returns the loss of each target, f32 [n], and with `gradients` dx.
+    /// Returns the loss of each target, f32 [n], and dx if `gradients` are given.
     pub(super) fn run(&self, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
         if let Some(shard) = self.shard {
             return self.run_shard(shard, gradients);
@@ -121,7 +121,7 @@ impl<'a> LmHead<'a> {
         Ok((losses.into_tensor(n), Some(dx)))
     }
 
-    /// The same where w is a part: what this one knows of the logits is merged with what the others know, chunk by chunk.
+    /// Computes [`LmHead::run`] for a vocabulary shard: merges the shards' softmax statistics chunk by chunk.
     fn run_shard(&self, shard: &VocabShard, gradients: Option<&Gradients>) -> Result<(Tensor, Option<Tensor>)> {
         let (n, v, dtype) = (self.targets.len(), self.sizes.v as i32, self.x.dtype());
         let stride = self.stride() as i32;
@@ -143,7 +143,7 @@ impl<'a> LmHead<'a> {
                 Arg::I32(v),
                 Arg::I32(stride),
             ];
-            // SAFETY: there are chunk.len rows of logits, as many classes, and room for three numbers of each.
+            // SAFETY: there are chunk.len rows of logits and as many classes; the output has three numbers per row.
             unsafe { KERNELS.launch(self.gpu, "known", [chunk.len, 1, 1], THREADS, &args)? };
             let merged = shard.merge(&known.into_tensor((3, chunk.len)))?;
             losses.push(merged.loss.clone());
@@ -176,14 +176,14 @@ impl<'a> LmHead<'a> {
         Ok((losses, with_dx.map(|(_, dx, _)| dx)))
     }
 
-    /// The targets' weights on the device, times `factor`.
+    /// Returns the targets' weights on the device, multiplied by `factor`.
     fn weights(&self, weights: &[f32], factor: Option<&Tensor>) -> Result<Tensor> {
         let weights = if weights.is_empty() { &[0.0] } else { weights };
         let weights = upload(weights, weights.len(), self.x.device())?;
         factor.map_or(Ok(weights.clone()), |factor| weights.broadcast_mul(factor))
     }
 
-    /// Room for the gradient of a chunk's logits; in f32 it takes their place.
+    /// Allocates the gradient of a chunk's logits; `None` in f32, where it overwrites the logits.
     fn room_for_gradients(&self, chunk: Chunk) -> Result<Option<Out>> {
         match self.x.dtype() {
             DType::F32 => Ok(None),
@@ -191,7 +191,7 @@ impl<'a> LmHead<'a> {
         }
     }
 
-    /// The log-probability of each target, and whether it is the first of the likeliest.
+    /// Returns the log-probability of each target, and whether greedy decoding would choose it.
     pub(super) fn scores(&self) -> Result<TokenScores> {
         let n = self.targets.len();
         let (losses, is_greedy) = (Out::new(self.gpu, DType::F32, n)?, Out::new(self.gpu, DType::F32, n)?);
@@ -215,7 +215,7 @@ impl<'a> LmHead<'a> {
         Ok(losses.into_iter().zip(is_greedy).map(|(loss, is_greedy)| (-loss, is_greedy != 0.0)).collect())
     }
 
-    /// Combines the losses of the targets, on the device.
+    /// Reduces the losses of the targets, on the device.
     pub(super) fn reduce(&self, losses: &Tensor, reduction: Reduction) -> Result<Tensor> {
         let n = self.targets.len();
         if reduction == Reduction::None {
@@ -233,12 +233,12 @@ impl<'a> LmHead<'a> {
         let total = Out::new(self.gpu, DType::F32, 1)?;
         let args =
             [Arg::Address(address(OP, losses)?), Arg::Address(total.address), Arg::I32(n as i32), Arg::F32(scale)];
-        // SAFETY: there are n losses and room for one number.
+        // SAFETY: there are n losses; the output has one element.
         unsafe { KERNELS.launch(self.gpu, "total", [1, 1, 1], COPIERS, &args)? };
         Ok(total.into_tensor(()))
     }
 
-    /// From one row of logits to the next: whole packs, so that every row can be read in packs.
+    /// Returns the row stride of logits: a multiple of the vector width, so that each row allows vector loads.
     fn stride(&self) -> usize {
         const PACK: usize = 8;
         const LINE: usize = 64;
@@ -259,7 +259,7 @@ impl<'a> LmHead<'a> {
         Ok(address(OP, &self.rows)? + 4 * chunk.start as Address)
     }
 
-    /// The rows of x that the chunk's targets follow.
+    /// Gathers the chunk's rows of x.
     fn gather(&self, chunk: Chunk) -> Result<Out> {
         let d = self.sizes.d;
         let x = Out::new(self.gpu, self.x.dtype(), chunk.len * d)?;
@@ -271,7 +271,7 @@ impl<'a> LmHead<'a> {
     fn copy_rows(&self, how: &str, [from, rows, to]: [Address; 3], n: usize, d: usize, dtype: DType) -> Result<()> {
         let args = [Arg::Address(from), Arg::Address(rows), Arg::Address(to), Arg::I32(d as i32)];
         let name = format!("{how}_{}", suffix(OP, dtype)?);
-        // SAFETY: the callers give n rows of d elements, and the numbers of n rows that are there.
+        // SAFETY: the callers pass n rows of d elements, and n valid row indices.
         unsafe { KERNELS.launch(self.gpu, &name, [n, 1, 1], COPIERS, &args) }
     }
 
@@ -305,7 +305,7 @@ impl<'a> LmHead<'a> {
         self.copy_rows("scatter", addresses, chunk.len, d, self.x.dtype())
     }
 
-    /// dw = [dw +] d_logits^T x; the first chunk overwrites what is of an earlier step.
+    /// Computes dw = [dw +] d_logits^T x. The first chunk overwrites a stale gradient.
     fn grad_w(&self, d_logits: &Out, x: &Out, chunk: Chunk, (dw, accumulate): &(Tensor, Accumulate)) -> Result<()> {
         let adds = *accumulate == Accumulate::Add || chunk.start > 0;
         let gemm = Gemm {

@@ -1,4 +1,4 @@
-//! The language-model head and its loss in one op: logits exist for a chunk of tokens at a time.
+//! Fused LM head and cross-entropy loss: logits exist for one chunk of tokens at a time.
 //!
 //! t tokens, v vocabulary, d model
 
@@ -27,43 +27,44 @@ pub use chunk::{LOGITS_BYTES_ON_CPU, logits_bytes, logits_bytes_on_gpu, max_logi
 pub use cost::CrossEntropyCost;
 pub use vocab_shard::VocabShard;
 
-/// The cotangent of the loss. It is known before the forward, so the backward runs inside it.
+/// Gradient of the objective with respect to the loss. It is known before the forward, so backward runs in the same
+/// pass.
 #[derive(Clone, Copy, Debug)]
 pub enum LossGrad<'a> {
-    /// No gradient is wanted.
+    /// No gradient: forward only.
     NoGrad,
     /// d(objective) / d(loss), for [`Reduction::Mean`] and [`Reduction::Sum`].
     Scalar(f64),
-    /// The same times an f32 scalar on x's device: the factor of half precision.
+    /// d(objective) / d(loss) times an f32 scalar on x's device: the loss scale of fp16.
     Scaled(f64, &'a Tensor),
-    /// The same for each token, f32 [t], for [`Reduction::None`].
+    /// d(objective) / d(loss) of each token, f32 [t], for [`Reduction::None`].
     PerToken(&'a Tensor),
 }
 
-/// What the loss is.
+/// Options of the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CrossEntropy {
-    /// How tokens are combined.
+    /// Reduction of the token losses.
     pub reduction: Reduction,
-    /// The target of a token that does not count; -100 in most data.
+    /// Target value of ignored tokens, as torch's `ignore_index`; -100 in most data.
     pub ignore_index: i64,
-    /// Tokens whose logits exist at once, at most: a long vocabulary makes it fewer.
+    /// Most tokens whose logits exist at once. A large vocabulary lowers the number further.
     pub chunk: usize,
 }
 
-/// The loss and the gradient of its input.
+/// Loss, and gradient of the hidden states.
 #[derive(Clone, Debug)]
 pub struct LossAndGrad {
-    /// f32, a scalar or [t].
+    /// Loss, f32: a scalar, or [t] for [`Reduction::None`].
     pub loss: Tensor,
-    /// [t, d] in x's dtype; none for [`LossGrad::NoGrad`].
+    /// Gradient of x, [t, d] in x's dtype; `None` for [`LossGrad::NoGrad`].
     pub dx: Option<Tensor>,
 }
 
-/// -log softmax(x w^T)[target] for `x` [t, d], `w` [v, d] and i64 `targets` [t].
+/// Computes the loss -log softmax(x w^T)[target] for `x` [t, d], `w` [v, d] and i64 `targets` [t].
 ///
-/// Only tokens that are not ignored are computed at all. The gradient of `w` is added to its sink,
-/// that of `x` returned; neither input needs to be tracked. Arithmetic is f32.
+/// Ignored tokens cost no computation. Adds the gradient of `w` to its sink and returns that of `x`. Neither input
+/// needs to be tracked. Arithmetic is f32.
 pub fn linear_cross_entropy(
     x: &Tensor,
     w: &Weight,
@@ -74,8 +75,11 @@ pub fn linear_cross_entropy(
     run(x, w, targets, spec, upstream, None)
 }
 
-/// The same with a part of `w`: rows for a part of the vocabulary, while others compute with the other parts. All get the
-/// whole loss; `dx` is this part's, whose sum over the parts is the gradient of x.
+/// Computes [`linear_cross_entropy`] with the vocabulary sharded over ranks, as Megatron's vocab-parallel
+/// cross-entropy.
+///
+/// Each rank passes its rows of `w` and gets the full loss. `dx` is this rank's contribution: all-reduce it to get the
+/// gradient of x.
 pub fn vocab_parallel_cross_entropy(
     x: &Tensor,
     w: &Weight,
@@ -129,8 +133,9 @@ fn run(
     })
 }
 
-/// How likely `targets` are: one for each row of `x` [t, d], for `w` [v, d]. At most `chunk` rows of logits exist at once.
-/// Arithmetic is f32. Waits for the device.
+/// Returns the log-probabilities of `targets`, one per row of `x` [t, d], for `w` [v, d].
+///
+/// At most `chunk` rows of logits exist at once. Arithmetic is f32. Waits for the device.
 pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Result<TokenScores> {
     let _span = span("token_scores", "forward");
     let ids: Vec<i64> = targets.iter().map(|&id| i64::from(id)).collect();
@@ -149,7 +154,7 @@ pub fn token_scores(x: &Tensor, w: &Weight, targets: &[u32], chunk: usize) -> Re
     })
 }
 
-/// The loss of each target, and with the targets' weights dx; adds dw to its sink.
+/// Returns the loss of each target, and dx if the targets have weights. Adds dw to its sink.
 fn on_cpu(
     x: &Tensor,
     w: &Weight,
@@ -207,8 +212,9 @@ fn check(
     Ok(Sizes { t, v, d })
 }
 
-/// The tokens that count. A target outside the vocabulary is an error. They are read on the host, where the data are
-/// made: leave them there, and no device has to be waited for.
+/// Returns the tokens that are not ignored. Fails for a target outside the vocabulary.
+///
+/// Targets are read on the host. Keep them there to avoid a wait for the device.
 fn supervised(targets: &Tensor, spec: &CrossEntropy, v: usize) -> Result<Vec<Target>> {
     let targets = to_host(targets)?.contiguous()?;
     let targets = host("linear_cross_entropy", &targets)?;
@@ -226,7 +232,7 @@ fn supervised(targets: &Tensor, spec: &CrossEntropy, v: usize) -> Result<Vec<Tar
         .collect()
 }
 
-/// d(objective) / d(loss of the token), for each token that counts.
+/// Returns d(objective) / d(token loss) for each token that is not ignored.
 fn row_weights(targets: &[Target], reduction: Reduction, upstream: LossGrad<'_>, t: usize) -> Result<Vec<f32>> {
     let n = targets.len();
     match (reduction, upstream) {
@@ -258,7 +264,7 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: LossGrad<'_>,
     }
 }
 
-/// Combines the losses, in f64 and in the order of tokens.
+/// Reduces the losses, in f64 and in token order.
 fn reduce(targets: &[Target], losses: &[f32], reduction: Reduction, t: usize) -> Result<Tensor> {
     let sum: f64 = losses.iter().copied().map(f64::from).sum();
     match reduction {

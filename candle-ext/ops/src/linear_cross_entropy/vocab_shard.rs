@@ -1,14 +1,14 @@
-//! A vocabulary in parts: what each part knows of a token's logits, and what follows from all of them.
+//! Vocab-parallel softmax: merges the statistics of vocabulary shards.
 //!
-//! As Megatron-LM computes it (Shoeybi et al., 2019; <https://arxiv.org/abs/1909.08053>, section 3), but with one exchange
-//! for the largest logit, the sum of exponentials and the target's logit.
+//! As in Megatron-LM (Shoeybi et al., 2019; <https://arxiv.org/abs/1909.08053>, section 3), but with one all-gather. It
+//! carries the largest logit, the sum of exponentials and the target's logit.
 
 use candle_core::{Result, Tensor, bail};
 
-/// The class of a target that another part has.
+/// Class of a target that lies in another shard.
 pub(super) const NOT_IN_SHARD: usize = usize::MAX;
 
-/// The rows of the output layer that are here, among all.
+/// A rank's shard of the vocabulary: consecutive rows of the LM head.
 pub struct VocabShard<'a> {
     /// The id of the first.
     pub first_row: usize,
@@ -20,7 +20,7 @@ pub struct VocabShard<'a> {
     pub all_gather: &'a dyn Fn(&Tensor) -> Result<Tensor>,
 }
 
-/// What the parts know together of n tokens, each f32 `[n]`.
+/// Softmax statistics of n tokens over the whole vocabulary, each f32 `[n]`.
 pub(super) struct Merged {
     /// The largest logit.
     pub(super) max: Tensor,
@@ -31,7 +31,7 @@ pub(super) struct Merged {
 }
 
 impl VocabShard<'_> {
-    /// The row of a class here.
+    /// Returns the local row of a class, or [`NOT_IN_SHARD`].
     pub(super) fn local(&self, class: usize, n_rows: usize) -> usize {
         match class.checked_sub(self.first_row) {
             Some(row) if row < n_rows => row,
@@ -39,8 +39,10 @@ impl VocabShard<'_> {
         }
     }
 
-    /// Merges this part's numbers of n tokens with the others': f32 `[3, n]`, the largest logit, the sum of exp(logit -
-    /// largest), and the target's logit or 0 if it is elsewhere.
+    /// Merges the shards' statistics of n tokens, f32 `[3, n]` each.
+    ///
+    /// The rows are the largest logit, the sum of exp(logit - largest), and the target's logit (0 if another shard has
+    /// it).
     pub(super) fn merge(&self, own: &Tensor) -> Result<Merged> {
         let (_, n) = own.dims2()?;
         let all = (self.all_gather)(own)?;

@@ -1,4 +1,4 @@
-//! The CPU kernel of `rope`: tokens in parallel.
+//! CPU kernel of `rope`: tokens in parallel.
 
 use rayon::prelude::*;
 
@@ -6,13 +6,13 @@ use super::heads::{Heads, RotationDirection, Slice};
 use crate::floats::{Floats, FloatsMut};
 use crate::simd::vectorised;
 
-/// Elements that one task handles, about.
+/// Elements per task, approximately.
 const BLOCK: usize = 1 << 14;
 
 /// Cosines and sines [t, k/2].
 pub(super) type Table<'a> = (&'a [f32], &'a [f32]);
 
-/// Rotates heads of each token of `x` by the table into those of `y`; copies them without a table.
+/// Rotates heads of each token of `x` by the table into `y`; copies them if there is no table.
 pub(super) fn rotate(
     (x, from): (Floats<'_>, Slice),
     table: Option<Table<'_>>,

@@ -1,4 +1,4 @@
-//! Rotary position embedding, half-split: element i of a head is paired with element i + k/2.
+//! Rotary position embedding (RoPE), half-split: element i of a head is paired with element i + k/2.
 //!
 //! t tokens, h query heads, g KV heads, k head dim
 
@@ -19,8 +19,9 @@ use crate::storage::{self, host, update};
 use heads::{Heads, RotationDirection, Slice};
 pub use qkv::{QkvHeads, split_qkv};
 
-/// Rotates each pair (a, b) = (x_i, x_{i + k/2}) of `x` [t, h, k] to
-/// (a cos - b sin, b cos + a sin), with f32 `cos` and `sin` [t, k/2].
+/// Rotates each pair `(a, b) = (x_i, x_{i + k/2})` of `x` [t, h, k] to `(a cos - b sin, b cos + a sin)`.
+///
+/// `cos` and `sin` are f32 [t, k/2].
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let _span = span("rope", "forward");
     let heads = check(x, cos, sin)?;
@@ -31,12 +32,12 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     }))
 }
 
-/// Returns the cost of a forward: the f32 tables [t, k/2] are saved once for all calls that share them.
+/// Returns the cost of a forward. The f32 tables [t, k/2] are saved once for all calls that share them.
 pub fn rope_cost(n_tokens: u64, head_dim: u64) -> Cost {
     Cost { saved_bytes: bytes(n_tokens * head_dim, DType::F32), ..Cost::default() }
 }
 
-/// Returns heads of a tensor [t, ..], rotated by cosines and sines if there are some: [t, n, dim].
+/// Returns heads of a tensor [t, ..] as [t, n, dim], rotated if there is a table.
 fn rotated(
     (x, from): (&Tensor, Slice),
     table: Option<&[Tensor; 2]>,
@@ -60,7 +61,7 @@ fn rotated(
     })
 }
 
-/// Writes heads x [t, n, dim], rotated if there is a table, to a place in `y` [t, ..].
+/// Writes heads x [t, n, dim], rotated if there is a table, to a slice of `y` [t, ..].
 fn rotate_into(
     x: &Tensor,
     table: Option<&[Tensor; 2]>,

@@ -1,4 +1,4 @@
-//! The heads of a joined projection of queries, keys and values, apart.
+//! Split of a fused QKV projection into rotated query, key and value heads.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -13,20 +13,21 @@ use crate::recording::record;
 use crate::span::span;
 use crate::storage;
 
-/// The heads of each row of a joined projection: of queries, then of keys, then as many of values.
+/// Heads in each row of a fused QKV projection: queries, then keys, then values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QkvHeads {
-    /// Query heads, h.
+    /// Number of query heads, h.
     pub n_q: usize,
-    /// KV heads, g.
+    /// Number of KV heads, g.
     pub n_kv: usize,
     /// Elements of a head, k.
     pub dim: usize,
 }
 
-/// Splits `qkv` [t, (h + 2 g) k] into q [t, h, k] and k [t, g, k], both rotated as [`rope`](super::rope) does, and v [t, g, k].
+/// Splits `qkv` [t, (h + 2 g) k] into q [t, h, k], k [t, g, k] and v [t, g, k]; rotates q and k as
+/// [`rope`](super::rope).
 ///
-/// Their gradients meet in one tensor: q, k and v must each have one, as attention gives it.
+/// Backward writes their gradients into one tensor, so all three outputs must have a gradient.
 pub fn split_qkv(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> Result<[Tensor; 3]> {
     let _span = span("split_qkv", "forward");
     check(qkv, heads, cos, sin)?;
@@ -41,7 +42,7 @@ pub fn split_qkv(qkv: &Tensor, heads: QkvHeads, cos: &Tensor, sin: &Tensor) -> R
     Ok([q?, k?, v?])
 }
 
-/// A part of each row.
+/// Part of each row: queries, keys or values.
 #[derive(Clone, Copy)]
 struct Part {
     heads: Heads,
@@ -65,7 +66,7 @@ impl QkvHeads {
     }
 }
 
-/// The gradient of the joined projection, as far as it has been written.
+/// Gradient of the fused projection, written part by part.
 struct JoinedGrad {
     shape: Shape,
     grad: RefCell<Option<Tensor>>,
@@ -73,7 +74,7 @@ struct JoinedGrad {
 }
 
 impl JoinedGrad {
-    /// Writes the gradient of a part. Backward visits the queries last: with theirs the whole is returned.
+    /// Writes the gradient of a part. Backward visits the queries last and then returns the whole gradient.
     fn write(&self, dy: &Tensor, table: Option<&[Tensor; 2]>, part: Part) -> Result<Option<Tensor>> {
         let mut grad = self.grad.borrow_mut();
         let all = match &*grad {
@@ -90,7 +91,7 @@ impl JoinedGrad {
     }
 }
 
-/// Returns a tensor in the format and place of x whose elements are all to be written.
+/// Allocates an uninitialised tensor with the dtype and device of x.
 fn unwritten(x: &Tensor, shape: &Shape) -> Result<Tensor> {
     on_device!("split_qkv", x, {
         cpu => Ok(storage::tensor(FloatBuf::unwritten(x.dtype(), shape.elem_count())?, shape)),
