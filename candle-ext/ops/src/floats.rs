@@ -256,7 +256,7 @@ pub(crate) fn check_dtype(op: &str, what: &str, dtype: DType) -> Result<()> {
 }
 
 fn unsupported(dtype: DType) -> candle_core::Error {
-    candle_core::Error::Msg(format!("dtype {dtype:?} is not a training format: want f32, bf16 or f16")).bt()
+    candle_core::Error::Msg(format!("dtype {dtype:?} is not supported: want f32, bf16 or f16")).bt()
 }
 
 #[cfg(test)]

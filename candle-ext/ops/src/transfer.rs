@@ -41,42 +41,44 @@ pub fn to_host_contiguous(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Copy of f32 values from a device to the host, in flight.
-pub struct DeviceReadback(Way);
+pub struct DeviceReadback(ReadbackState);
 
-enum Way {
-    Here(Vec<f32>),
+enum ReadbackState {
+    Done(Vec<f32>),
     #[cfg(feature = "cuda")]
-    OnCuda(crate::cuda::transfer::Readback),
+    InFlight(crate::cuda::transfer::Readback),
 }
 
 impl DeviceReadback {
     /// Starts to copy `x`, f32 [n], as of all work submitted so far.
     pub fn start(x: &Tensor) -> Result<Self> {
         if x.dtype() != DType::F32 || x.rank() != 1 {
-            bail!("readout: want f32 [n], got {:?} {:?}", x.dtype(), x.dims())
+            bail!("device readback: want f32 [n], got {:?} {:?}", x.dtype(), x.dims())
         }
         Ok(Self(match x.device() {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Way::OnCuda(crate::cuda::transfer::Readback::start(&x.contiguous()?, device)?),
-            _ => Way::Here(to_host(x)?.to_vec1()?),
+            Device::Cuda(device) => {
+                ReadbackState::InFlight(crate::cuda::transfer::Readback::start(&x.contiguous()?, device)?)
+            }
+            _ => ReadbackState::Done(to_host(x)?.to_vec1()?),
         }))
     }
 
     /// Returns true if [`DeviceReadback::wait`] would return at once.
     pub fn is_ready(&self) -> bool {
         match &self.0 {
-            Way::Here(_) => true,
+            ReadbackState::Done(_) => true,
             #[cfg(feature = "cuda")]
-            Way::OnCuda(readback) => readback.is_ready(),
+            ReadbackState::InFlight(readback) => readback.is_ready(),
         }
     }
 
     /// Waits for the copy and returns the values.
     pub fn wait(self) -> Result<Vec<f32>> {
         match self.0 {
-            Way::Here(values) => Ok(values),
+            ReadbackState::Done(values) => Ok(values),
             #[cfg(feature = "cuda")]
-            Way::OnCuda(readback) => readback.wait(),
+            ReadbackState::InFlight(readback) => readback.wait(),
         }
     }
 }
@@ -97,12 +99,12 @@ pub fn upload_into(dst: &Tensor, src: &Tensor) -> Result<()> {
 }
 
 /// A tensor's values in host memory, offloaded to free device memory. On the CPU nothing is copied.
-pub struct HostBuffer(Kept);
+pub struct HostBuffer(HostValues);
 
-enum Kept {
-    Here(Tensor),
+enum HostValues {
+    OnHost(Tensor),
     #[cfg(feature = "cuda")]
-    OffCuda(crate::cuda::transfer::Pinned),
+    Pinned(crate::cuda::transfer::Pinned),
 }
 
 impl HostBuffer {
@@ -110,26 +112,26 @@ impl HostBuffer {
     pub fn start(x: &Tensor) -> Result<Self> {
         Ok(Self(match x.device() {
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Kept::OffCuda(crate::cuda::transfer::Pinned::start(&x.contiguous()?, device)?),
-            _ => Kept::Here(x.clone()),
+            Device::Cuda(device) => HostValues::Pinned(crate::cuda::transfer::Pinned::start(&x.contiguous()?, device)?),
+            _ => HostValues::OnHost(x.clone()),
         }))
     }
 
     /// Waits for the copy and returns the values on the host.
     pub fn into_host(self) -> Result<Tensor> {
         match self.0 {
-            Kept::Here(x) => Ok(x),
+            HostValues::OnHost(x) => Ok(x),
             #[cfg(feature = "cuda")]
-            Kept::OffCuda(pinned) => pinned.into_host(),
+            HostValues::Pinned(pinned) => pinned.into_host(),
         }
     }
 
     /// Returns the values on their original device, without waiting: the device copies them in stream order.
     pub fn into_device(self) -> Result<Tensor> {
         match self.0 {
-            Kept::Here(x) => Ok(x),
+            HostValues::OnHost(x) => Ok(x),
             #[cfg(feature = "cuda")]
-            Kept::OffCuda(pinned) => pinned.into_device(),
+            HostValues::Pinned(pinned) => pinned.into_device(),
         }
     }
 }

@@ -48,7 +48,13 @@ impl FlatBuffer {
     /// Sets the contents: a flat tensor of the buffer's length and dtype.
     pub fn materialize(&self, flat: Tensor) -> Result<()> {
         if flat.dims() != [self.n] || flat.dtype() != self.dtype {
-            bail!("a buffer of {} {:?} got {:?} {:?}", self.n, self.dtype, flat.dims(), flat.dtype())
+            bail!(
+                "flat buffer of {} {:?} elements: cannot hold {:?} {:?}",
+                self.n,
+                self.dtype,
+                flat.dims(),
+                flat.dtype()
+            )
         }
         *self.lock() = Some(flat);
         Ok(())
@@ -63,7 +69,7 @@ impl FlatBuffer {
     pub fn data(&self) -> Result<Tensor> {
         match &*self.lock() {
             Some(flat) => Ok(flat.clone()),
-            None => bail!("a buffer of {} {:?} is used while it is away", self.n, self.dtype),
+            None => bail!("flat buffer of {} {:?} elements: used while it is released", self.n, self.dtype),
         }
     }
 
@@ -76,7 +82,7 @@ impl FlatBuffer {
     pub fn view(&self, start: usize, shape: impl Into<Shape>) -> Result<BufferView> {
         let shape = shape.into();
         if start + shape.elem_count() > self.n {
-            bail!("a view {:?} from {start} on of a buffer of {}", shape.dims(), self.n)
+            bail!("flat buffer: a view {:?} from element {start} exceeds its {} elements", shape.dims(), self.n)
         }
         Ok(BufferView { buffer: self.clone(), start, shape })
     }
@@ -437,7 +443,7 @@ mod tests {
         let x = flat(&[1.0, 2.0, 3.0]).reshape((1, 3)).unwrap();
         let forward = || linear(&x, &w, None, OutputDtype::SameAsInput);
         let error = forward().unwrap_err().to_string();
-        assert!(error.contains("a buffer of 7 F32 is used while it is away"), "{error}");
+        assert!(error.contains("flat buffer of 7 F32 elements: used while it is released"), "{error}");
 
         let values = flat(&[9.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0]);
         weights.materialize(values.clone()).unwrap();

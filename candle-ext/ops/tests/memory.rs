@@ -1,4 +1,4 @@
-//! What the ops promise about memory, measured by a counting allocator.
+//! Peak memory of the ops, measured by a counting allocator, each test in a process of its own.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
@@ -19,7 +19,7 @@ static MEASURING: Mutex<()> = Mutex::new(());
 
 const MIB: usize = 1 << 20;
 
-/// Makes what every thread keeps for itself.
+/// Allocates the buffers that each thread keeps.
 fn warm() {
     rayon::broadcast(|_| {
         let square = zeros((2, 2), DType::F32);
@@ -27,10 +27,10 @@ fn warm() {
     });
 }
 
-/// The most bytes alive during `run`, above what was alive before.
+/// Returns the peak of allocated bytes during `run`, above the bytes allocated before.
 fn peak(run: impl Fn()) -> usize {
     let _one = MEASURING.lock().unwrap();
-    // The scratch of the matrix product is made by the first run.
+    // The first run allocates the scratch buffers of the matmul.
     warm();
     run();
     let before = ALLOCATOR.current_usage();
@@ -39,12 +39,12 @@ fn peak(run: impl Fn()) -> usize {
     ALLOCATOR.peak_usage() - before
 }
 
-/// The bytes that a tape holds, its output included.
+/// Returns the bytes that a tape holds, including its output.
 fn held(inputs: &[&Tensor], op: impl Fn() -> Result<Tensor>) -> usize {
     held_by(|| Tape::record(inputs, &op).unwrap())
 }
 
-/// The bytes that a recorded tape holds.
+/// Returns the bytes that a recorded tape holds.
 fn held_by(record: impl Fn() -> Tape) -> usize {
     let _one = MEASURING.lock().unwrap();
     warm();
@@ -105,7 +105,7 @@ fn a_bf16_weight_is_never_widened_whole() {
     let peak = peak(|| {
         forth_and_back(&[&x], || linear(&x, &w, None, OutputDtype::SameAsInput));
     });
-    // Whole, it is 32 MiB; a panel is 4 MiB, and a processor with large caches has products pack a few more.
+    // The f32 weight would be 32 MiB. A panel is 4 MiB; a processor with large caches packs a few more.
     assert!(peak < 12 * MIB, "{peak}");
 }
 
@@ -152,7 +152,7 @@ fn a_tiled_mlp_holds_the_inside_of_one_tile() {
     assert!(tiles < 9 * MIB, "{tiles}");
 }
 
-/// The first backward needs the output, saved or not.
+/// The first backward needs the output, saved or recomputed.
 #[test]
 fn a_gated_output_saved_for_a_backward_that_follows_at_once_costs_no_peak_memory() {
     let (t, d, f) = (1024, 64, 1024);

@@ -64,11 +64,11 @@ pub(super) fn choose(
         AttentionImpl::Fused => Ok((AttentionKernel::Fused, None)),
         AttentionImpl::Cudnn => match cudnn(q, seqs, spec, heads, passes) {
             Ok(kernel) => Ok((kernel, None)),
-            Err(why) => bail!("attention: cuDNN was asked for and cannot be used: {why}; `fused` is our own kernel"),
+            Err(why) => bail!("attention: cuDNN is requested but unusable: {why}; choose `fused` or `auto`"),
         },
         AttentionImpl::Flash => match flash(q.device(), passes) {
             Ok(kernel) => Ok((kernel, None)),
-            Err(why) => bail!("attention: flash was asked for and cannot be used: {why}; `fused` is our own kernel"),
+            Err(why) => bail!("attention: flash is requested but unusable: {why}; choose `fused` or `auto`"),
         },
         AttentionImpl::Auto => match left_to_cudnn(seqs, spec).and_then(|()| cudnn(q, seqs, spec, heads, passes)) {
             Ok(kernel) => Ok((kernel, None)),
@@ -81,10 +81,10 @@ pub(super) fn choose(
 /// Returns the reason why `auto` prefers the fused kernel over cuDNN, if any.
 fn left_to_cudnn(seqs: &CuSeqlens, spec: &AttentionSpec) -> std::result::Result<(), String> {
     if spec.choice.deterministic {
-        return Err("deterministic, it takes memory that grows with the square of the length".into());
+        return Err("its deterministic backward takes memory quadratic in the length".into());
     }
     if seqs.cu_seqlens_q() != seqs.cu_seqlens_k() {
-        return Err("it is left out where keys are remembered".into());
+        return Err("it is not used with a KV cache".into());
     }
     if seqs.spans().all(|span| span.k.len() <= 1) {
         // cuDNN's release notes exclude a backward over one key. A batch in which only some sequences are that short
@@ -117,7 +117,7 @@ pub(super) fn or_fused<T>(
     match (cudnn()?, choice.implementation) {
         (Ok(computed), _) => Ok(computed),
         (Err(_), AttentionImpl::Auto) => fused(),
-        (Err(why), _) => bail!("attention: cuDNN was asked for and failed: {why}; `fused` is our own kernel"),
+        (Err(why), _) => bail!("attention: cuDNN is requested but failed: {why}; choose `fused` or `auto`"),
     }
 }
 
@@ -193,9 +193,9 @@ mod tests {
         ] {
             check_left(&CuSeqlens::packed(lens).unwrap(), auto, want);
         }
-        check_left(&CuSeqlens::from_q_and_k(vec![0, 1], vec![0, 9]).unwrap(), auto, Some("keys are remembered"));
+        check_left(&CuSeqlens::from_q_and_k(vec![0, 1], vec![0, 9]).unwrap(), auto, Some("with a KV cache"));
         let deterministic = AttentionChoice { deterministic: true, ..auto };
-        check_left(&CuSeqlens::packed(vec![0, 9]).unwrap(), deterministic, Some("square of the length"));
+        check_left(&CuSeqlens::packed(vec![0, 9]).unwrap(), deterministic, Some("quadratic in the length"));
     }
 
     #[test]
@@ -231,7 +231,7 @@ mod tests {
     fn by_name_a_refusal_is_an_error_and_a_failure_is_one_in_both() {
         let (result, n_fused) = run(AttentionImpl::Cudnn, Ok(Err("EXECUTION_FAILED".into())));
         let error = result.unwrap_err().to_string();
-        assert!(error.contains("cuDNN was asked for and failed: EXECUTION_FAILED") && n_fused == 0, "{error}");
+        assert!(error.contains("cuDNN is requested but failed: EXECUTION_FAILED") && n_fused == 0, "{error}");
         for implementation in [AttentionImpl::Auto, AttentionImpl::Cudnn] {
             let (result, n_fused) = run(implementation, Err(candle_core::Error::Msg("out of memory".into())));
             assert!(result.unwrap_err().to_string().contains("out of memory") && n_fused == 0);

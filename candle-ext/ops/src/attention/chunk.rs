@@ -211,6 +211,6 @@ fn f32s<'a>(op: &str, floats: FloatsMut<'a>) -> Result<&'a mut [f32]> {
 fn check_choice(spec: &AttentionSpec) -> Result<()> {
     match spec.choice.implementation {
         AttentionImpl::Auto | AttentionImpl::Fused => Ok(()),
-        other => bail!("attention: `{other}` cannot compute a piece of the keys; `fused` can"),
+        other => bail!("attention: `{other}` cannot compute a chunk of the keys; `fused` can"),
     }
 }

@@ -83,7 +83,7 @@ impl CuSeqlens {
     pub fn chunk(&self, queries: Range<usize>, keys: Range<usize>) -> Result<AttentionChunk> {
         for (what, range, n) in [("queries", &queries, self.n_tokens()), ("keys", &keys, self.n_keys())] {
             if range.start > range.end || range.end > n {
-                bail!("sequences: a piece of the {what} {range:?}, but there are {n}")
+                bail!("sequences: a chunk of the {what} {range:?}, but there are {n}")
             }
         }
         let mut piece = Self { cu_q: vec![0], cu_k: vec![0], firsts: Vec::new() };

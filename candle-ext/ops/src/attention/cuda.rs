@@ -158,28 +158,36 @@ struct TileConfig {
 }
 
 impl TileConfig {
-    const fn mma(dim: usize) -> Self {
+    const fn tensor_cores(dim: usize) -> Self {
         Self { math: MathMode::TensorCores, dim, threads: 128, rows: 128, keys: 64 }
     }
 
-    const fn plain(dim: usize) -> Self {
+    const fn cuda_cores(dim: usize) -> Self {
         Self { math: MathMode::CudaCores, dim, threads: 256, rows: 64, keys: 64 }
     }
 
     /// Selects the variant for a dtype and head dim. Tensor cores need a 16-bit dtype, rows aligned to 16 bytes, and a
     /// positive scale.
     fn choose(dtype: DType, dim: usize, scale: f32) -> Result<Self> {
-        const F32: &[TileConfig] =
-            &[TileConfig::plain(64), TileConfig::plain(96), TileConfig::plain(128), TileConfig::plain(MAX_DIM)];
-        const ALIGNED: &[TileConfig] =
-            &[TileConfig::mma(64), TileConfig::mma(96), TileConfig::mma(128), TileConfig::plain(MAX_DIM)];
-        const OTHERS: &[TileConfig] = &[TileConfig::plain(MAX_DIM)];
-        let forms = match dtype {
+        const F32: &[TileConfig] = &[
+            TileConfig::cuda_cores(64),
+            TileConfig::cuda_cores(96),
+            TileConfig::cuda_cores(128),
+            TileConfig::cuda_cores(MAX_DIM),
+        ];
+        const ALIGNED: &[TileConfig] = &[
+            TileConfig::tensor_cores(64),
+            TileConfig::tensor_cores(96),
+            TileConfig::tensor_cores(128),
+            TileConfig::cuda_cores(MAX_DIM),
+        ];
+        const OTHERS: &[TileConfig] = &[TileConfig::cuda_cores(MAX_DIM)];
+        let configs = match dtype {
             DType::F32 => F32,
             _ if dim.is_multiple_of(8) && scale > 0.0 => ALIGNED,
             _ => OTHERS,
         };
-        match forms.iter().find(|tiles| dim <= tiles.dim) {
+        match configs.iter().find(|tiles| dim <= tiles.dim) {
             Some(tiles) => Ok(*tiles),
             None => bail!("{OP}: on CUDA a head dim of at most {MAX_DIM}, not {dim}"),
         }

@@ -165,7 +165,7 @@ pub(super) fn plan(
     };
     if !heads.dim.is_multiple_of(16) {
         // The backward needs memory linear in the tokens only under this condition.
-        return Err(format!("it wants a head dim that is a multiple of 16, not {}", heads.dim));
+        return Err(format!("it needs a head dim that is a multiple of 16, not {}", heads.dim));
     }
     if seqs.n_tokens() == 0 {
         return Err("there are no tokens".into());
@@ -182,7 +182,7 @@ pub(super) fn plan(
     };
     if !(90..110).contains(&cudnn.capability) {
         // On older GPUs the backward does not accept packed statistics.
-        return Err(format!("it wants Hopper or Blackwell for packed sequences, not sm_{}", cudnn.capability));
+        return Err(format!("it needs Hopper or Blackwell for packed sequences, not sm_{}", cudnn.capability));
     }
     let forward = shape(cudnn.capability, &bucket, is_bf16, seqs, spec, heads);
     let is_deterministic = spec.choice.deterministic;
@@ -269,7 +269,9 @@ pub(super) fn forward(
 pub(super) fn backward(inputs: &Inputs<'_>, state: &ForwardState) -> Result<Explained<[Tensor; 3]>> {
     let Inputs { q, k, v, o, d_o } = *inputs;
     let (q, k, v, d_o) = (&aligned(q)?, &aligned(k)?, &aligned(v)?, &aligned(d_o)?);
-    let Some(graph) = state.plan.backward else { candle_core::bail!("{OP}: no gradient was asked for") };
+    let Some(graph) = state.plan.backward else {
+        candle_core::bail!("{OP}: the forward was planned without a backward")
+    };
     let on = gpu(OP, q)?;
     let grad = |x: &Tensor| match state.has_unseen_keys {
         true => Tensor::zeros(x.shape(), x.dtype(), x.device()),

@@ -43,7 +43,7 @@ impl Heads {
             bail!("attention: q is {:?}, k {:?} and v {:?}", q.dims(), k.dims(), v.dims())
         }
         if hkv == 0 || hq == 0 || hq % hkv != 0 {
-            bail!("attention: {hq} query heads cannot be shared out over {hkv} key heads")
+            bail!("attention: {hq} query heads cannot be divided by {hkv} KV heads")
         }
         if (t, s) != (seqs.n_tokens(), seqs.n_keys()) {
             bail!(
@@ -53,7 +53,7 @@ impl Heads {
             )
         }
         if spec.window == Some(0) {
-            bail!("attention: a window of 0 leaves nothing to see, want at least 1")
+            bail!("attention: a window of 0 masks every key, want at least 1")
         }
         Ok(Self { n_kv: hkv, group: hq / hkv, dim })
     }
@@ -114,5 +114,5 @@ pub(super) fn add_by_row(x: &[f32], sums: &mut [f32], n_heads: usize, dim: usize
 
 /// Splits `data` into consecutive slices of the given lengths.
 pub(super) fn split_by_lens(mut data: &mut [f32], lens: impl Iterator<Item = usize>) -> Vec<&mut [f32]> {
-    lens.map(|len| data.split_off_mut(..len).expect("the split_by_lens tile the buffer")).collect()
+    lens.map(|len| data.split_off_mut(..len).expect("the slices tile the buffer")).collect()
 }

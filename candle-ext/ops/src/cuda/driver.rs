@@ -111,7 +111,7 @@ fn module(kernels: &Kernels, device: &CudaDevice) -> Result<Arc<CudaModule>> {
 /// Fails unless the compiled kernel's parameters have the declared sizes.
 fn check_sizes(op: &str, signature: &Signature, module: &Arc<CudaModule>) -> Result<()> {
     let Signature { name, parameters, .. } = signature;
-    let failed = |error: &dyn Display| Error::Msg(format!("{op}: CUDA failed to look at {name}: {error}"));
+    let failed = |error: &dyn Display| Error::Msg(format!("{op}: CUDA failed to query {name}: {error}"));
     let function = module.load_function(name).map_err(|error| failed(&error))?;
     let mut sizes = Vec::new();
     for index in 0.. {

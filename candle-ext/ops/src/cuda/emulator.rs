@@ -78,7 +78,7 @@ pub(super) unsafe fn launch(kernels: &Kernels, name: &str, blocks: Blocks, args:
     // SAFETY: the caller answers for the arguments, whose number and classes were checked; they outlive the run.
     let ended = unsafe { emulate(*call, arguments.as_ptr(), grid.as_ptr(), threads as u32, shared_bytes as u32) };
     if !ended {
-        bail!("{}: the threads of {name} wait for each other for ever", kernels.op)
+        bail!("{}: the threads of {name} deadlock", kernels.op)
     }
     Ok(())
 }
@@ -116,7 +116,7 @@ pub(super) fn base(op: &str, storage: &CpuStorage) -> Result<Address> {
         CpuStorage::I64(data) => data.as_ptr().expose_provenance(),
         CpuStorage::F64(data) => data.as_ptr().expose_provenance(),
         CpuStorage::U8(data) => data.as_ptr().expose_provenance(),
-        _ => bail!("{op}: there is no kernel for this format"),
+        _ => bail!("{op}: there is no kernel for this dtype"),
     } as u64)
 }
 
@@ -196,7 +196,7 @@ unsafe fn read(address: Address, dtype: DType, len: usize) -> Result<Vec<f32>> {
             DType::F16 => {
                 slice::from_raw_parts(with_exposed_provenance::<f16>(at), len).iter().map(|x| x.to_f32()).collect()
             }
-            other => bail!("there is no product of {other:?}"),
+            other => bail!("there is no GEMM of {other:?}"),
         })
     }
 }
@@ -215,7 +215,7 @@ unsafe fn write(address: Address, dtype: DType, values: &[f32]) -> Result<()> {
                 DType::F32 => with_exposed_provenance_mut::<f32>(at).add(i).write(*value),
                 DType::BF16 => with_exposed_provenance_mut::<bf16>(at).add(i).write(bf16::from_f32(*value)),
                 DType::F16 => with_exposed_provenance_mut::<f16>(at).add(i).write(f16::from_f32(*value)),
-                other => bail!("there is no product of {other:?}"),
+                other => bail!("there is no GEMM of {other:?}"),
             }
         }
     }

@@ -197,7 +197,7 @@ pub(crate) fn suffix(op: &str, dtype: DType) -> Result<&'static str> {
 /// Fails unless the weight has the input's dtype: kernels read both as one type.
 pub(crate) fn same_dtype(op: &str, x: &Tensor, w: &Tensor) -> Result<()> {
     if x.dtype() != w.dtype() {
-        bail!("{op}: on CUDA the weight must have the input's format {:?}, not {:?}", x.dtype(), w.dtype())
+        bail!("{op}: on CUDA the weight must have the input's dtype {:?}, not {:?}", x.dtype(), w.dtype())
     }
     Ok(())
 }

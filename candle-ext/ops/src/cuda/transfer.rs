@@ -227,5 +227,5 @@ impl Drop for Readback {
 }
 
 fn failed(error: DriverError) -> Error {
-    Error::Msg(format!("readout: CUDA failed: {error}"))
+    Error::Msg(format!("device readback: CUDA failed: {error}"))
 }

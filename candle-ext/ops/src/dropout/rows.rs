@@ -100,7 +100,7 @@ impl RowRanges {
             local += len;
         }
         if local < n {
-            bail!("dropout: {n} rows, of which {local} have a place")
+            bail!("dropout: {n} rows, but the row ranges cover {local}")
         }
         Ok(runs)
     }
@@ -138,6 +138,6 @@ mod tests {
         assert_eq!(rows.runs(4).unwrap(), [(0..2, 3), (2..4, 10)]);
         assert_eq!(rows.runs(1).unwrap(), [(0..1, 3)]);
         assert_eq!(RowRanges::all().runs(9).unwrap(), [(0..9, 0)]);
-        assert!(rows.runs(7).unwrap_err().to_string().starts_with("dropout: 7 rows, of which 6 have a place"));
+        assert!(rows.runs(7).unwrap_err().to_string().starts_with("dropout: 7 rows, but the row ranges cover 6"));
     }
 }

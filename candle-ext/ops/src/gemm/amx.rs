@@ -206,7 +206,7 @@ fn terms(block: Mat<'_>, first_k: usize, first_col: usize) -> [[__m512; LANES]; 
 /// each 16 lines of pairs of terms.
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pack_b(block: Mat<'_>, to: &mut [CacheLine]) {
-    assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver has room");
+    assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver is long enough");
     for (step, to) in to.chunks_exact_mut(STEP).enumerate().take(block.rows.div_ceil(DEPTH)) {
         for side in 0..2 {
             let halves = terms(block, step * DEPTH, side * LANES);
@@ -228,7 +228,7 @@ fn pack_b(block: Mat<'_>, to: &mut [CacheLine]) {
 /// tiles of 16 rows, each 16 lines of 32 terms.
 #[target_feature(enable = "avx512f,avx512bw")]
 fn pack_a(block: Mat<'_>, to: &mut [CacheLine]) {
-    assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver has room");
+    assert!(to.len() >= block.rows.div_ceil(DEPTH) * STEP && block.cols <= SIDE, "the sliver is long enough");
     for (step, to) in to.chunks_exact_mut(STEP).enumerate().take(block.rows.div_ceil(DEPTH)) {
         for side in 0..2 {
             if block.row_stride == 1 {

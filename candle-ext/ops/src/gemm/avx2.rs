@@ -77,7 +77,7 @@ impl Kernel for Avx2 {
 #[target_feature(enable = "avx2")]
 fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
     let Mat { data, rows: kc, cols: n, row_stride, col_stride } = block;
-    assert!(to.len() * CACHE_LINE_FLOATS >= kc * W && n <= W, "the sliver has room");
+    assert!(to.len() * CACHE_LINE_FLOATS >= kc * W && n <= W, "the sliver is long enough");
     let (from, to) = (data.as_ptr(), to.as_mut_ptr().cast::<f32>());
     for first in (0..W).step_by(LANES) {
         let room = (W - first).min(LANES);

@@ -70,7 +70,7 @@ impl Kernel for Avx512 {
 #[target_feature(enable = "avx512f")]
 fn pack<const W: usize>(block: Mat<'_>, to: &mut [CacheLine]) {
     let Mat { data, rows: kc, cols: n, row_stride, col_stride } = block;
-    assert!(to.len() * LANES >= kc * W && n <= W, "the sliver has room");
+    assert!(to.len() * LANES >= kc * W && n <= W, "the sliver is long enough");
     let (from, to) = (data.as_ptr(), to.as_mut_ptr().cast::<f32>());
     for first in (0..W).step_by(LANES) {
         let (lanes, room) = (n.saturating_sub(first).min(LANES), mask((W - first).min(LANES)));

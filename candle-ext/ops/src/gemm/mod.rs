@@ -42,11 +42,14 @@ pub fn cpu_gemm_kernels() -> Vec<&'static str> {
 /// If the processor does not support the kernel, or another kernel has already computed.
 pub fn select_cpu_gemm_kernel(name: &str) -> Result<()> {
     let Some(kernel) = GemmKernel::all().into_iter().find(|kernel| kernel.name() == name) else {
-        bail!("f32 products: `{name}` is none of {} that this processor has", cpu_gemm_kernels().join(", "))
+        bail!(
+            "f32 GEMM kernel `{name}` is unknown or unsupported: this processor has {}",
+            cpu_gemm_kernels().join(", ")
+        )
     };
     let chosen = CHOSEN.get_or_init(|| kernel).name();
     if chosen != name {
-        bail!("f32 products: `{name}` comes too late, `{chosen}` has begun")
+        bail!("f32 GEMM kernel `{name}` cannot be selected: `{chosen}` has already been used")
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ const OP: &str = "linear";
 pub(super) fn forward(x: &Tensor, w: &Tensor, bias: Option<&Tensor>, out_dtype: DType, dims: Dims) -> Result<Out> {
     same_dtype(OP, x, w)?;
     if let Some(bias) = bias.filter(|bias| bias.dtype() != out_dtype) {
-        bail!("{OP}: on CUDA the bias must have the output's format {out_dtype:?}, not {:?}", bias.dtype())
+        bail!("{OP}: on CUDA the bias must have the output's dtype {out_dtype:?}, not {:?}", bias.dtype())
     }
     let on = gpu(OP, x)?;
     let y = Out::new(on, out_dtype, dims.t * dims.n)?;

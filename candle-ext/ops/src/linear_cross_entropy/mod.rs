@@ -203,7 +203,7 @@ fn check(
     }
     if let Some(shard) = shard.filter(|shard| shard.first_row + v > shard.n_vocab || v > shard.max_shard_rows) {
         bail!(
-            "{op}: {v} rows from {} on of {}, in parts of at most {}",
+            "{op}: a shard of {v} rows from row {} on, in a vocabulary of {} with shards of at most {}",
             shard.first_row,
             shard.n_vocab,
             shard.max_shard_rows
@@ -244,7 +244,7 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: LossGrad<'_>,
         (Reduction::None, LossGrad::PerToken(rows)) => {
             if rows.dims() != [t] || rows.dtype() != DType::F32 {
                 bail!(
-                    "linear_cross_entropy: upstream rows are {:?} {:?}, want f32 {:?}",
+                    "linear_cross_entropy: per-token loss gradients are {:?} {:?}, want f32 {:?}",
                     rows.dtype(),
                     rows.dims(),
                     [t]
@@ -256,10 +256,10 @@ fn row_weights(targets: &[Target], reduction: Reduction, upstream: LossGrad<'_>,
             Ok(targets.iter().map(|target| rows[target.row]).collect())
         }
         (Reduction::None, LossGrad::Scalar(_) | LossGrad::Scaled(..)) => {
-            bail!("linear_cross_entropy: a loss per token needs an upstream per token")
+            bail!("linear_cross_entropy: per-token losses need a gradient per token")
         }
         (_, LossGrad::PerToken(_)) => {
-            bail!("linear_cross_entropy: one loss needs one upstream, not one per token")
+            bail!("linear_cross_entropy: a reduced loss needs one gradient, not one per token")
         }
     }
 }

@@ -10,13 +10,13 @@ pub(super) const NOT_IN_SHARD: usize = usize::MAX;
 
 /// A rank's shard of the vocabulary: consecutive rows of the LM head.
 pub struct VocabShard<'a> {
-    /// The id of the first.
+    /// Token id of the shard's first row.
     pub first_row: usize,
-    /// How many there are in all parts.
+    /// Number of rows in all shards: the vocabulary size.
     pub n_vocab: usize,
-    /// How many the largest part has: it says how many tokens make a chunk, which all parts must agree on.
+    /// Number of rows of the largest shard. It determines the chunk size, on which all ranks must agree.
     pub max_shard_rows: usize,
-    /// Gives what each part gives, one below another: f32 `[3, n]` becomes `[parts * 3, n]`.
+    /// All-gather over the shards' ranks: f32 `[3, n]` becomes `[n_shards * 3, n]`.
     pub all_gather: &'a dyn Fn(&Tensor) -> Result<Tensor>,
 }
 
@@ -26,7 +26,7 @@ pub(super) struct Merged {
     pub(super) max: Tensor,
     /// The sum of exp(logit - largest).
     pub(super) sum: Tensor,
-    /// -log softmax of the target.
+    /// Loss: -log softmax of the target.
     pub(super) loss: Tensor,
 }
 
@@ -48,7 +48,7 @@ impl VocabShard<'_> {
         let all = (self.all_gather)(own)?;
         let n_rows = all.dim(0)?;
         if !n_rows.is_multiple_of(3) || n_rows == 0 {
-            bail!("linear_cross_entropy: the parts of the vocabulary gave {n_rows} rows, want 3 each")
+            bail!("linear_cross_entropy: the all-gather of vocabulary shards returned {n_rows} rows, want 3 per shard")
         }
         let all = all.reshape((n_rows / 3, 3, n))?;
         let of = |i: usize| all.narrow(1, i, 1)?.squeeze(1)?.contiguous();

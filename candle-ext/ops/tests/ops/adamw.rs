@@ -5,7 +5,7 @@ use crate::cases::{F32, Place, assert_close, assert_error, bits, check_each, ran
 
 const HYPER: AdamW = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
 
-/// A scaler that lets the update of this number happen, with gradients multiplied by 1 / `loss_scale`.
+/// Returns a scaler that permits update `number` and multiplies gradients by 1 / `loss_scale`.
 fn scaler(place: &Place, number: usize, loss_scale: f64) -> GradScaler {
     let loss_scaling = LossScaling { initial: loss_scale, ..LossScaling::NONE };
     let policy = GradPolicy { loss_scaling, ..GradPolicy::NO_CLIP_NO_SCALE };
@@ -24,7 +24,7 @@ fn zeros(n: usize) -> Tensor {
     Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap()
 }
 
-/// Printed by torch.optim.AdamW, torch 2.15, after three steps from these values and gradients.
+/// Expected values from torch.optim.AdamW, torch 2.15, after three steps from these values and gradients.
 #[test]
 fn three_steps_equal_torch() {
     check_each(Place::all(), |place| {
@@ -92,7 +92,7 @@ fn check_views(place: &Place, dtype: DType, moments: DType) {
     assert_eq!(bits(&copy), bits(&whole.to_dtype(dtype).unwrap()));
 }
 
-/// One step with buffers in bf16 is a step with f32 buffers that begins at the same, rounded, values.
+/// A step with bf16 buffers equals a step with f32 buffers from the same rounded values.
 #[test]
 fn what_is_kept_in_bf16_is_widened_used_and_rounded_once() {
     check_each(Place::all(), |place| {

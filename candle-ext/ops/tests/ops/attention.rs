@@ -11,7 +11,7 @@ const FUSED: AttentionChoice = AttentionChoice { implementation: AttentionImpl::
 pub(crate) const CAUSAL: AttentionSpec = AttentionSpec { scale: 0.3, causal: true, window: None, choice: FUSED };
 pub(crate) const BIDIRECTIONAL: AttentionSpec = AttentionSpec { causal: false, ..CAUSAL };
 
-/// Sequences by length, heads, and what may be seen.
+/// Sequence lengths, heads and mask of a test.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) queries: Vec<usize>,
@@ -42,7 +42,7 @@ impl Setup {
         self.with_op("attention", &|x| attention(&x[0], &x[1], &x[2], &seqs, &self.spec), check);
     }
 
-    /// Of another way to compute the same.
+    /// Checks another implementation of the same attention.
     pub(crate) fn with_op(&self, name: &str, op: &dyn Fn(&[Tensor]) -> Result<Tensor>, check: impl Fn(&Case<'_>)) {
         check(&Case {
             name: &format!("{name} {self:?}"),
@@ -53,7 +53,7 @@ impl Setup {
         });
     }
 
-    /// One sequence and one head after the other, with all scores and a mask.
+    /// Computes attention one sequence and head at a time, with all scores and a mask.
     fn naive(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let (cu_q, cu_k) = (cumulative(&self.queries), cumulative(&self.keys));
         let mut outputs = Vec::new();
@@ -77,7 +77,7 @@ impl Setup {
         Tensor::cat(&outputs, 0)
     }
 
-    /// Whether a query sees a key, both counted in their sequence.
+    /// Returns true if a query sees a key, both counted within their sequence.
     pub(crate) fn sees(&self, sequence: usize, query: usize, key: usize) -> bool {
         let position = query + self.keys[sequence] - self.queries[sequence];
         let window = self.spec.window.unwrap_or(usize::MAX);
@@ -105,7 +105,7 @@ pub(crate) fn window(window: usize) -> AttentionSpec {
     AttentionSpec { window: Some(window), ..CAUSAL }
 }
 
-/// Those that tests check in every number format.
+/// Returns small setups, for tests in every dtype.
 pub(crate) fn small() -> Vec<Setup> {
     vec![
         Setup::packed(&[150, 1, 0, 37], (6, 2, 16), CAUSAL),
@@ -118,7 +118,7 @@ pub(crate) fn small() -> Vec<Setup> {
     ]
 }
 
-/// More than a tile of something.
+/// Returns setups that exceed one tile of something.
 fn large() -> Vec<Setup> {
     vec![
         Setup::packed(&[300], (9, 3, 8), CAUSAL),
@@ -136,13 +136,13 @@ fn of_all_dims() -> Vec<Setup> {
     [36, 64, 80, 96, 128, 200, 256].map(of).into()
 }
 
-/// With keys that are remembered.
+/// Returns setups with more keys than queries, as with a KV cache.
 fn cached() -> Vec<Setup> {
     let of = |spec| Setup { keys: vec![140, 3, 12, 5], ..Setup::packed(&[1, 3, 0, 2], (4, 2, 8), spec) };
     [CAUSAL, window(9), BIDIRECTIONAL].map(of).into()
 }
 
-/// All of the above and some drawn ones.
+/// Returns all of the above and some random setups.
 pub(crate) fn setups() -> Vec<Setup> {
     [small(), large(), of_all_dims(), cached(), drawn()].concat()
 }
@@ -164,15 +164,17 @@ fn heads_may_have_up_to_256_elements() {
     });
 }
 
-/// The scale of most models.
+/// Sets the scale to 1 / sqrt(dim), as most models do.
 fn scaled(dim: usize, spec: AttentionSpec) -> AttentionSpec {
     AttentionSpec { scale: (dim as f32).powf(-0.5), ..spec }
 }
 
-/// On tensor cores, with tiles of 128 rows or 64 keys: sequences that end just before, at and after the edge of one, rows of
-/// a tile that see nothing of its first keys, and heads that are narrower than their kernel.
+/// Covers tensor core tiles of 128 rows or 64 keys.
 ///
-/// The bound of two roundings still holds: p or ds is rounded before a product, and then the product.
+/// Sequences end just before, at and after a tile's edge. Some rows see none of a tile's first keys; some heads are
+/// narrower than their kernel.
+///
+/// The bound of two roundings still holds: p or ds is rounded before a matmul, then its result.
 #[test]
 fn sixteen_bit_tiles_of_any_length_equal_the_reference() {
     let wide = AttentionSpec { window: Some(90), ..BIDIRECTIONAL };
@@ -228,7 +230,7 @@ fn two_runs_give_the_same_bits() {
     });
 }
 
-/// A view may begin where tensor cores cannot read.
+/// A view may start at an address that is not aligned for tensor cores.
 #[test]
 fn a_view_equals_its_copy() {
     let setup = Setup::packed(&[70], (2, 1, 64), CAUSAL);
@@ -240,7 +242,7 @@ fn a_view_equals_its_copy() {
     });
 }
 
-/// The same values, one element after the beginning of a buffer.
+/// Returns the same values at an offset of one element into a buffer.
 pub(crate) fn shifted(x: &Tensor) -> Tensor {
     let first = Tensor::zeros(1, x.dtype(), x.device()).unwrap();
     let all = Tensor::cat(&[&first, &x.flatten_all().unwrap()], 0).unwrap();
@@ -278,7 +280,7 @@ fn drawn() -> Vec<Setup> {
         }
     };
     let drawn: Vec<Setup> = (0..30).map(|_| draw()).collect();
-    // With one key each, dq and dk are zero but for rounding: that is in the table above.
+    // With one key each, dq and dk are zero up to rounding; the table above covers that.
     drawn.into_iter().filter(|setup| setup.queries.iter().any(|&len| len > 1)).collect()
 }
 
@@ -296,7 +298,7 @@ fn the_gradient_is_the_slope() {
     });
 }
 
-/// Runs a check wherever attention is computed, with the inputs there.
+/// Runs a check on every device, with the inputs there.
 fn everywhere(setup: &Setup, check: impl Fn(&[Tensor])) {
     for place in Place::all() {
         let inputs: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();

@@ -1,4 +1,4 @@
-//! Attention piece by piece gives what it gives in one.
+//! Attention chunk by chunk equals attention in one call.
 
 use std::ops::Range;
 
@@ -15,14 +15,14 @@ use crate::cases::{
     F32, Place, assert_close, assert_close_above, assert_error, bits, check_each, norm, randn, rng, tape, values,
 };
 
-/// Where queries and keys are cut.
+/// Positions at which queries and keys are split into chunks.
 struct Cuts {
     queries: Vec<Range<usize>>,
     keys: Vec<Range<usize>>,
 }
 
 impl Cuts {
-    /// Anywhere, so many times each: pieces may be empty, and begin and end within sequences.
+    /// Draws `n_cuts` positions each, anywhere: chunks may be empty, or start and end within sequences.
     fn draw(setup: &Setup, n_cuts: usize, rng: &mut StdRng) -> Self {
         let mut cut = |n: usize| {
             let mut ends: Vec<usize> = (0..n_cuts).map(|_| rng.random_range(0..=n)).collect();
@@ -42,7 +42,7 @@ fn rows(x: &Tensor, range: &Range<usize>) -> Result<Tensor> {
     x.narrow(0, range.start, range.len())
 }
 
-/// The outputs of all pieces merged, those that are hidden left out.
+/// Returns the merged outputs of all chunks that are not fully masked.
 fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<PartialSoftmax> {
     let (seqs, sum) = (setup.seqs(), PartialSoftmax::empty(&x[0])?);
     for (queries, keys) in cuts.pairs() {
@@ -56,7 +56,7 @@ fn merged(x: &[Tensor], setup: &Setup, cuts: &Cuts) -> Result<PartialSoftmax> {
     Ok(sum)
 }
 
-/// Attention in pieces, forward and backward, as one op.
+/// Computes attention in chunks, forward and backward, as one op.
 fn in_pieces(x: &[Tensor], setup: &Setup, cuts: Cuts) -> Result<Tensor> {
     let sum = merged(x, setup, &cuts)?;
     let out = sum.out().to_dtype(x[0].dtype())?;
@@ -79,7 +79,7 @@ fn in_pieces(x: &[Tensor], setup: &Setup, cuts: Cuts) -> Result<Tensor> {
     }))
 }
 
-/// The output and the gradients of q, k and v, from a random upstream gradient.
+/// Returns the output and the gradients of q, k and v for a random upstream gradient.
 fn results(x: &[Tensor], op: impl FnOnce() -> Result<Tensor>) -> Vec<Tensor> {
     let tape = tape(x, op);
     let y = tape.output().clone();
@@ -130,7 +130,7 @@ fn pieces_of_many_tiles_equal_the_reference() {
     );
 }
 
-/// The log of each row's exponential sum.
+/// Returns each row's log-sum-exp.
 fn log_sum_exp(setup: &Setup, q: &Tensor, k: &Tensor) -> Tensor {
     let (cu_q, cu_k) = (cumulative(&setup.queries), cumulative(&setup.keys));
     let (q, k) = (values(q), values(k));
@@ -192,7 +192,7 @@ fn a_piece_is_hidden_if_no_query_sees_a_key() {
     assert!(n_hidden > 1000 && n_seen > 1000, "{n_hidden} {n_seen}");
 }
 
-/// The second sequence's keys with the first one's queries, later queries, and queries beyond the window.
+/// Covers the second sequence's keys with the first one's queries, later queries, and queries beyond the window.
 #[test]
 fn what_sees_nothing_gives_nothing() {
     let setup = Setup::packed(&[150, 140], (4, 2, 64), window(9));
@@ -252,7 +252,7 @@ fn the_whole_as_a_piece_is_attention_to_the_bit() {
 #[test]
 fn wrong_pieces_are_named() {
     let seqs = CuSeqlens::packed(vec![0, 5]).unwrap();
-    assert_error(seqs.chunk(3..6, 0..5), "a piece of the queries 3..6, but there are 5");
+    assert_error(seqs.chunk(3..6, 0..5), "a chunk of the queries 3..6, but there are 5");
     #[allow(clippy::reversed_empty_ranges)]
     let reversed = seqs.chunk(0..5, 4..2);
     assert_error(reversed, "a piece of the keys 4..2, but there are 5");
@@ -261,7 +261,7 @@ fn wrong_pieces_are_named() {
     assert_error(attention_chunk(&q, &q, &q, &piece, &CAUSAL), "the sequences hold 5 queries and 3 keys");
     for implementation in [AttentionImpl::Reference, AttentionImpl::Cudnn] {
         let spec = AttentionSpec { choice: AttentionChoice { implementation, deterministic: false }, ..CAUSAL };
-        assert_error(attention_chunk(&q, &k, &k, &piece, &spec), "cannot compute a piece of the keys; `fused` can");
+        assert_error(attention_chunk(&q, &k, &k, &piece, &spec), "cannot compute a chunk of the keys; `fused` can");
     }
     let part = attention_chunk(&q, &k, &k, &piece, &CAUSAL).unwrap();
     assert_error(part.rows(0, 4).unwrap().merge(&part), "F32 [5, 2, 4] into F32 [4, 2, 4]");

@@ -1,6 +1,6 @@
-//! Softmax, cross-entropy and AdamW against candle-nn, which shares no code with ours above candle-core.
+//! Softmax, cross-entropy and AdamW compared with candle-nn, which shares no code with this crate above candle-core.
 //!
-//! The tolerance of all is 1e-5 of the norm: both sides compute in f32 (6e-8 a rounding) and add at most some hundred terms, in
+//! The relative tolerance is 1e-5. Both sides compute in f32 (6e-8 per rounding) and add at most some hundred terms, in
 //! different orders.
 
 use ::candle_nn::optim::{AdamW as Reference, Optimizer, ParamsAdamW};
@@ -24,7 +24,7 @@ fn var(x: &Tensor) -> Var {
     Var::from_tensor(&x.to_dtype(DType::F32).unwrap()).unwrap()
 }
 
-/// One head and sequence without a mask: attention is a softmax between two matmuls.
+/// With one head and sequence and no mask, attention is a softmax between two matmuls.
 #[test]
 fn attention_computes_candle_nns_softmax() {
     for (t, s, d) in [(1, 1, 4), (3, 17, 8), (64, 130, 16)] {

@@ -77,7 +77,7 @@ fn no_ids_give_no_rows() {
     }
 }
 
-/// More positions than are sorted at once, or merged, in runs that do not come out even, and rows wider than a block sums.
+/// Covers more positions than one sort or merge, runs of uneven length, and rows wider than a block's columns.
 #[test]
 fn rows_of_many_positions_are_summed() {
     check_each(

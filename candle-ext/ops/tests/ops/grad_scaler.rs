@@ -5,7 +5,7 @@ use crate::cases::{Place, assert_error};
 
 const DYNAMIC: LossScaling = LossScaling { initial: 8.0, window: 3, hysteresis: 2, min: 2.0 };
 
-/// Judges a step whose gradients have these squares.
+/// Decides about a step whose gradients have these sums of squares.
 fn judge(place: &Place, scaler: &GradScaler, squares: &[f64], losses: &[f32]) -> StepDecision {
     let put = |x: Tensor| place.put(&x);
     let squares = put(Tensor::new(squares, &Device::Cpu).unwrap());
@@ -48,7 +48,7 @@ fn a_large_gradient_is_clipped_and_a_small_one_left_alone() {
     }
 }
 
-/// The bias corrections of the n-th update, n counting only updates.
+/// Compares the bias corrections of update n, where n counts only updates.
 #[test]
 fn corrections_count_updates_and_not_steps() {
     for place in Place::all() {
@@ -63,7 +63,7 @@ fn corrections_count_updates_and_not_steps() {
     }
 }
 
-/// The scale by DeepSpeed's DynamicLossScaler, worked out by hand.
+/// Follows DeepSpeed's DynamicLossScaler, worked out by hand.
 #[test]
 fn the_loss_scale_doubles_after_good_steps_and_is_halved_by_the_second_overflow() {
     for place in Place::all() {

@@ -76,9 +76,10 @@ fn sum_of_squares_is_exact_to_f64() {
     });
 }
 
-/// Squares of small integers add up exactly in any order. A thread on CUDA has four packs on their way, of 4 f32 or 8 16-bit
-/// elements or of one where packs do not fit, and a grid goes over long buffers more than once: these lengths end just behind
-/// a whole number of its rounds.
+/// Squares of small integers add up exactly in any order.
+///
+/// A CUDA thread has four vector loads in flight, of 4 f32 elements, 8 16-bit elements or 1 unaligned element. A grid
+/// loops over long buffers. The lengths end just after a whole number of its rounds.
 #[test]
 fn sum_of_squares_counts_each_element_once() {
     for place in Place::all() {

@@ -1,4 +1,4 @@
-//! Laws that hold for every op, stated once over the list of ops.
+//! Invariants that hold for every op, stated once over the list of ops.
 
 use candle_core::{DType, Device, Result, Tensor};
 use candlewick_ops::{
@@ -88,7 +88,7 @@ pub(crate) fn ops() -> Vec<Op> {
     ]
 }
 
-/// The output and the gradients of all inputs and weights.
+/// Returns the output and the gradients of all inputs and weights.
 pub(crate) fn run(op: &Op) -> Vec<Tensor> {
     let weights: Vec<Weight> = op.weights.iter().map(trainable).collect();
     let tape = tape(&op.inputs, || (op.run)(&op.inputs, &weights));
@@ -112,7 +112,7 @@ fn every_input_and_weight_gets_a_gradient() {
     });
 }
 
-/// An op between tracked ones must hand the gradient on.
+/// Checks that an op between tracked ones propagates the gradient.
 #[test]
 fn gradients_pass_through_to_the_leaves() {
     check_each(ops(), |op| {
@@ -146,7 +146,7 @@ fn two_backwards_add_up_in_the_sink() {
     });
 }
 
-/// The weight is trained even where nothing before it is, as in the first layer.
+/// Checks that a weight is trained even if nothing before it is, as in the first layer.
 #[test]
 fn a_sink_is_reached_from_an_untracked_input() {
     check_each(ops().into_iter().filter(|op| !op.weights.is_empty()), |op| {
@@ -199,7 +199,7 @@ fn results_are_the_same_bits_for_any_number_of_threads() {
     }
 }
 
-/// A product large enough to be shared out among threads.
+/// Computes a matmul large enough to be divided among threads.
 fn large_linear() -> Vec<Vec<u64>> {
     let op = Op {
         name: "linear",

@@ -115,7 +115,7 @@ fn the_sink_is_added_to_inside_its_buffer_only() {
     assert_close("dw", &(grad_of(&w) - 1.0).unwrap(), &dw, F32);
 }
 
-/// Weights [n_i, k] that lie one after the other, with their gradients.
+/// Returns weights [n_i, k] that are adjacent in memory, with their gradients.
 fn adjacent(place: &Place, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight> {
     let n: usize = rows.iter().sum::<usize>() * k;
     let values = FlatBuffer::from_tensor(place.put(&randn(n, 5).to_dtype(dtype).unwrap()));
@@ -130,7 +130,7 @@ fn adjacent(place: &Place, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight
     rows.iter().map(weight).collect()
 }
 
-/// The CPU adds the parts of dx up as layers of their own do. A GPU sums over all rows at once.
+/// The CPU sums the parts of dx as separate layers would. A GPU sums over all rows at once.
 #[test]
 fn a_joined_weight_gives_what_its_parts_give() {
     let rows = [40, 70, 30];

@@ -22,13 +22,13 @@ fn targets(targets: &[i64]) -> Tensor {
     Tensor::new(targets, &Device::Cpu).unwrap()
 }
 
-/// Every third token ignored, the others spread over the vocabulary.
+/// Returns targets of which every third is ignored, the others spread over the vocabulary.
 fn some_targets(t: usize, v: usize) -> Tensor {
     let of = |i: usize| if i % 3 == 1 { IGNORED } else { (i * 31 % v) as i64 };
     targets(&(0..t).map(of).collect::<Vec<_>>())
 }
 
-/// The loss in plain candle ops.
+/// Computes the loss in plain candle ops.
 fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, reduction: Reduction) -> Result<Tensor> {
     let logits = x.matmul(&w.t()?)?;
     let shifted = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?.detach())?;
@@ -55,7 +55,7 @@ fn check(sizes: (usize, usize, usize), chunk: usize, reduction: Reduction, dtype
 #[track_caller]
 fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
     let x = place.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
-    // Logits of a model's size, whatever d is.
+    // Logits of a realistic size, whatever d is.
     let root_d = (d as f64).sqrt();
     let w = (randn((v, d), 2) * (4.0 / root_d)).unwrap();
     let w = trainable(&place.put(&w.to_dtype(dtype).unwrap()));
@@ -75,7 +75,7 @@ fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduc
     };
     let (x, w_exact) = (exact(&x), exact(&w.value().unwrap()));
     let want = reference(&x, &w_exact, &targets, reduction).unwrap();
-    // A sure and right prediction leaves nothing but the rounding of its logits.
+    // A confident and right prediction leaves only the rounding of its logits.
     assert_close_above(&what("loss"), &got.loss, &want, F32, 0.1);
     let dy = match reduction {
         Reduction::None => rows.to_dtype(DType::F64).unwrap(),
@@ -84,7 +84,7 @@ fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduc
     let floor = 0.1 * norm(&dy);
     let grads = (want * dy).unwrap().sum_all().unwrap().backward().unwrap();
     assert_close_above(&what("dx"), &got.dx.unwrap(), grads.get(&x).unwrap(), bound(dtype), 4.0 * floor);
-    // A GPU multiplies the gradient of the logits in the weight's format.
+    // A GPU rounds the gradient of the logits to the weight's dtype before the matmul.
     let bound = if matches!(place, Place::Cpu) { F32 } else { bound(dtype) };
     assert_close_above(&what("dw"), &grad_of(&w), grads.get(&w_exact).unwrap(), bound, root_d * floor);
 }
@@ -210,7 +210,7 @@ fn check_scores(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, d
     let exact = |x: &Tensor| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
     let logits = exact(&x).matmul(&exact(&w.value().unwrap()).t().unwrap()).unwrap().to_vec2::<f32>().unwrap();
     let largest = |row: &Vec<f32>| (0..v).rev().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap() as u32;
-    // Every other target is the likeliest.
+    // Every other target has the largest logit.
     let of = |(i, row): (usize, &Vec<f32>)| if i % 2 == 0 { largest(row) } else { (i * 31 % v) as u32 };
     let ids: Vec<u32> = logits.iter().enumerate().map(of).collect();
     let got = place.run(|| token_scores(&x, &w, &ids, chunk)).unwrap();
@@ -249,15 +249,15 @@ fn wrong_arguments_are_named() {
     assert_error(run(&x, &ok.to_dtype(DType::U32).unwrap(), sum, 4, one), "targets are U32");
     assert_error(run(&x, &ok, sum, 0, one), "a chunk of 0 tokens");
     assert_error(run(&x, &ok, none, 4, one), "needs an upstream per token");
-    assert_error(run(&x, &ok, sum, 4, LossGrad::PerToken(&rows)), "one loss needs one upstream");
+    assert_error(run(&x, &ok, sum, 4, LossGrad::PerToken(&rows)), "a reduced loss needs one gradient");
     let short = randn(1, 1);
-    assert_error(run(&x, &ok, none, 4, LossGrad::PerToken(&short)), "upstream rows are F32 [1]");
+    assert_error(run(&x, &ok, none, 4, LossGrad::PerToken(&short)), "per-token loss gradients are F32 [1]");
     assert_error(run(&randn((2, 5), 1), &ok, sum, 4, one), "weight has shape [7, 4], want [7, 5]");
     assert_error(token_scores(&x, &w, &[0, 7], 4), "target 7 in row 1 is not in 0..7");
     assert_error(token_scores(&x, &w, &[0], 4), "targets are I64 [1], want i64 [2]");
 }
 
-/// What `parts` of a vocabulary compute together, each in a thread: loss, dx and dw of each.
+/// Computes a loss over `parts` vocabulary shards, one thread each. Returns loss, dx and dw of each.
 fn in_parts(
     place: &Place,
     x: &Tensor,
@@ -292,7 +292,7 @@ fn in_parts(
     })
 }
 
-/// A part may have none of the targets; the last one may be shorter.
+/// A shard may have none of the targets; the last one may be shorter.
 #[test]
 fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
     let (t, v, d) = (13, 31, 8);

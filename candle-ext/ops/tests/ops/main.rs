@@ -1,4 +1,4 @@
-//! Every op through the front door: against plain candle in f64, finite differences, and its laws.
+//! Tests of every op through the public API: against plain candle in f64, finite differences and invariants.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

@@ -1,4 +1,4 @@
-//! Main gradients: in bf16 what an op adds is summed in f32 and rounded once; after a reset the first op overwrites them.
+//! Main gradients: a bf16 gradient is summed in f32 and rounded once per op. After a reset the first op overwrites it.
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
@@ -8,7 +8,7 @@ use candlewick_ops::{
 use crate::cases::{Place, assert_close, bound, check_each, grad_of, randn, tape, values};
 use crate::laws::{self, Op};
 
-/// A weight whose main gradient has this format and begins at ones.
+/// Returns a weight whose main gradient has this dtype and starts at ones.
 fn weight(place: &Place, value: &Tensor, grad: DType) -> Weight {
     let value = place.put(&value.to_dtype(DType::BF16).unwrap());
     let grad = place.put(&Tensor::ones(value.shape(), grad, &Device::Cpu).unwrap());
@@ -62,14 +62,14 @@ fn of_a_norm() {
 fn of_the_head() {
     check("linear_cross_entropy", &[randn((64, 40), 2)], |place, w| {
         let targets = Tensor::new((0..50i64).map(|i| i * 13 % 64).collect::<Vec<_>>(), &Device::Cpu).unwrap();
-        // In one chunk: each would be rounded by itself.
+        // One chunk: several would be rounded one by one.
         let spec = CrossEntropy { reduction: Reduction::Sum, ignore_index: -100, chunk: 50 };
         let x = bf16(place, (50, 40), 1);
         linear_cross_entropy(&x, &w[0], &targets, &spec, LossGrad::Scalar(1.0)).unwrap();
     });
 }
 
-/// A weight whose main gradient is reset and NaN.
+/// Returns a weight whose main gradient is reset and NaN.
 fn stale(place: &Place, value: &Tensor, grad: DType) -> Weight {
     let nan = Tensor::full(f32::NAN, value.shape(), &Device::Cpu).unwrap().to_dtype(grad).unwrap();
     let sink = GradSink::new(place.put(&nan)).unwrap();
@@ -82,7 +82,7 @@ fn zeroed(place: &Place, value: &Tensor, grad: DType) -> Weight {
     Weight::trainable(place.put(value), GradSink::new(place.put(&zeros)).unwrap())
 }
 
-/// Compares what two backwards leave in gradients that were reset with what they add to zeros.
+/// Compares two backwards after a reset with two backwards added to zeros.
 #[track_caller]
 fn check_reset(name: &str, weights: &[Tensor], backward: impl Fn(&Place, &[Weight])) {
     for place in Place::all() {

@@ -1,5 +1,7 @@
-//! What holds between the places where an op is computed, for every op at small sizes: all of them give what the CPU gives,
-//! and the same bits every time. `scripts/gpu-check` also runs these under compute-sanitizer.
+//! Devices compared with each other, for every op at small sizes: each gives the CPU's results, and the same bits in
+//! every run.
+//!
+//! `scripts/gpu-check` also runs these tests under compute-sanitizer.
 
 use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{
@@ -12,7 +14,7 @@ use crate::laws::{self, Op};
 
 const FORMATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// What each op gives for inputs in this format, copied to the CPU.
+/// Returns the results of each op for inputs of this dtype, copied to the CPU.
 fn results(place: &Place, dtype: DType) -> Vec<(String, Tensor)> {
     let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
     let mut all = Vec::new();
@@ -38,7 +40,7 @@ fn results(place: &Place, dtype: DType) -> Vec<(String, Tensor)> {
     all
 }
 
-/// The loss and both gradients.
+/// Returns the loss and both gradients.
 fn head(put: impl Fn(&Tensor) -> Tensor) -> Vec<Tensor> {
     let (x, w) = (put(&randn((150, 40), 1)), trainable(&put(&randn((301, 40), 2))));
     let targets: Vec<i64> = (0..150).map(|i| if i % 5 == 0 { -100 } else { i * 2 }).collect();
@@ -48,7 +50,7 @@ fn head(put: impl Fn(&Tensor) -> Tensor) -> Vec<Tensor> {
     vec![out.loss, out.dx.unwrap(), grad_of(&w)]
 }
 
-/// A parameter, its moments and its copy in the format, after two steps.
+/// Returns a parameter, its moments and its compute copy after two steps.
 fn updated(place: &Place, dtype: DType) -> Vec<Tensor> {
     let [p, m, v, copy] = [1, 2, 3, 4].map(|seed| place.put(&randn(9_001, seed).abs().unwrap()));
     let copy = copy.to_dtype(dtype).unwrap();
@@ -61,7 +63,7 @@ fn updated(place: &Place, dtype: DType) -> Vec<Tensor> {
         let grad = place.put(&randn(9_001, 10 + step));
         let squares = sum_of_squares(&grad).unwrap().reshape(1).unwrap();
         scaler.update(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
-        // A master in f32 has no copy in f32.
+        // An f32 master has no f32 compute copy.
         let compute = (dtype != DType::F32).then_some(&copy);
         let state = AdamWState { master: &p, grad: &grad, exp_avg: &m, exp_avg_sq: &v, compute };
         adamw(&hyper, &scaler, state).unwrap();

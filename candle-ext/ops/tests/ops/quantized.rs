@@ -26,7 +26,7 @@ fn format(block: ScaleBlock, scales: ScaleRounding) -> &'static QuantFormat {
     Box::leak(Box::new(QuantFormat { name: "int8", codes: &INT8, block, scales }))
 }
 
-/// Tile of scales of each row and column, counted from 0, and the number of tiles.
+/// Returns a function from row and column to the index of their scale, and the number of scales.
 fn scale_of(block: ScaleBlock, (n, k): (usize, usize)) -> (impl Fn(usize, usize) -> usize, usize) {
     let (rows, columns) = match block {
         ScaleBlock::Tensor => (n.max(1), k),
@@ -98,7 +98,7 @@ fn a_block_of_zeros_is_zeros() {
     assert_eq!(values(&got), [0.0; 35]);
 }
 
-/// Every int8 value times a power of two is a bf16: a dense bf16 weight holds the same values.
+/// Every int8 value times a power of two is a bf16, so a dense bf16 weight can hold the same values.
 #[test]
 fn a_linear_layer_gives_the_bits_of_a_dense_weight() {
     let format = format(ScaleBlock::Tile { rows: 16, columns: 8 }, ScaleRounding::PowerOfTwo);
@@ -123,7 +123,7 @@ fn a_linear_layer_gives_the_bits_of_a_dense_weight() {
     }
 }
 
-/// On f32 inputs the weight is not rounded to a shorter format.
+/// With f32 inputs the weight is not rounded to a shorter dtype.
 #[test]
 fn a_linear_layer_of_f32_inputs_equals_the_dequantized_weight() {
     let format = format(ScaleBlock::Row, ScaleRounding::Exact);

@@ -8,7 +8,7 @@ const EPS: f64 = 1e-5;
 fn case(shape: &[usize], check: impl Fn(&Case<'_>)) {
     let d = *shape.last().unwrap();
     let x = randn(shape, 1);
-    // A lone element near zero has a gradient of nothing but rounding.
+    // The gradient of a single element near zero is all rounding.
     let x = if d == 1 { (x.abs().unwrap() + 1.0).unwrap() } else { x };
     check(&Case {
         name: "rms_norm",
@@ -29,7 +29,7 @@ fn it_equals_the_reference() {
     });
 }
 
-/// Rows of a few lanes, of a warp and of a block, with one pack a thread, two and four; and rows that are too long for that.
+/// Covers rows of a few lanes, of a warp and of a block, with one, two and four packs per thread, and longer rows.
 #[test]
 fn rows_of_every_length_equal_the_reference() {
     check_each(
@@ -59,7 +59,7 @@ fn a_gradient_that_nobody_wants_does_not_change_the_other() {
     }
 }
 
-/// The sum and its norm meet again: both outputs of the op have a gradient.
+/// Adds the sum and its norm, so that both outputs of the op have a gradient.
 fn residual(x: &[Tensor], w: &[Weight]) -> candle_core::Result<Tensor> {
     let (sum, normed) = add_rms_norm(&x[0], &x[1], &w[0], EPS)?;
     add(&sum, &normed)

@@ -53,7 +53,7 @@ fn wrong_shapes_are_named() {
     assert_error(rope(&randn((5, 1, 4), 1), &cos, &half), "sin is BF16");
 }
 
-/// Output and gradient of attention to what a joined projection gives: split at once, or from three inputs.
+/// Compares attention over a fused projection, split by the op, with attention over three inputs.
 #[track_caller]
 fn check_split(heads: QkvHeads, dtype: DType) {
     let (t, QkvHeads { n_q, n_kv, dim }) = (70, heads);

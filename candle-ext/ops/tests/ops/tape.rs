@@ -50,7 +50,7 @@ fn an_output_used_twice_runs_its_backward_once_with_the_sum() {
     assert_eq!(calls.get(), 1);
 }
 
-/// Ops may add to what others gave to an input's gradient: the sum is that of what each gives alone.
+/// Ops may add to the gradient accumulated for an input. The sum equals that of their separate gradients.
 #[test]
 fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
     for (place, (t, d)) in
@@ -68,13 +68,13 @@ fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
             let all = gradient(&|| add(&add(&x, &norm()?)?, &add(&product()?, &add(&norm()?, &product()?)?)?));
             let [of_norm, of_product] = [gradient(&norm), gradient(&product)].map(|x| x.to_dtype(DType::F64).unwrap());
             let want = ((of_norm + of_product).unwrap() * 2.0).unwrap() + dy.to_dtype(DType::F64).unwrap();
-            // Each part was rounded, and most of the sums on the way.
+            // Each part was rounded, and most of the partial sums.
             assert_close(&format!("{place:?} {dtype:?} {t} {d}"), &all, &want.unwrap(), 2.0 * bound(dtype));
         }
     }
 }
 
-/// Returns the gradient of y + 3 x, where y comes from an op of another tensor and x that adds to x's gradient itself.
+/// Returns the gradient of y + 3 x, where y comes from an op of another tensor and of x, to whose gradient it adds.
 fn accumulated_gradient(x: &Tensor, returns_sum: bool) -> Result<Tensor> {
     let other = tensor(&[0.0]);
     let tape = Tape::record(&[x, &other], || {
@@ -103,7 +103,7 @@ fn an_accumulated_gradient_that_is_not_returned_is_an_error() {
     assert_error(accumulated_gradient(&tensor(&[1.0]), false), "op: backward took the gradient of input 1");
 }
 
-/// The op of the outer tape follows an exchange, that of the inner tape none.
+/// The op of the outer tape follows an exchange; that of the inner tape does not.
 #[test]
 fn a_tape_inside_anothers_backward_defers_by_itself() {
     let x = tensor(&[1.0]);
@@ -145,7 +145,7 @@ fn a_tape_inside_anothers_backward_defers_by_itself() {
     assert_eq!(numbers(tape.unwrap().backward(&x).unwrap().get(&x)), [1.0]);
 }
 
-/// The gradients of weights wait until the exchange of the activation's is under way; nothing of them is lost.
+/// Weight gradients wait until the exchange of the activation gradient is in flight; none is lost.
 #[test]
 fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
     let (x, w) = (randn((5, 3), 1), trainable(&randn((4, 3), 2)));
@@ -177,7 +177,7 @@ fn weight_gradients_are_computed_while_their_inputs_gradient_is_exchanged() {
     assert_eq!(bits(&grad_of(&w)), bits(&grad_of(&plain)));
 }
 
-/// An input that is also what came out, and one that nothing used.
+/// Covers an input that is also the output, and one that is unused.
 #[test]
 fn the_identity_hands_the_gradient_on() {
     let (x, unused) = (tensor(&[1.0]), tensor(&[2.0]));

@@ -6,7 +6,7 @@ use candlewick_ops::{Dropout, OutputDtype, Weight, dropout, linear, reshape, swi
 
 use crate::cases::{Case, Place, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
-/// A gated MLP with a bias, as a block has one: gate, up and down with its bias.
+/// Computes a gated MLP of a transformer block: gate, up, and down with a bias.
 fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
     let gate = linear(x, &w[0], None, OutputDtype::SameAsInput)?;
     let up = linear(x, &w[1], None, OutputDtype::SameAsInput)?;
@@ -17,7 +17,7 @@ fn weights() -> Vec<Tensor> {
     vec![randn((24, 16), 2), randn((24, 16), 3), randn((16, 24), 4), randn(16, 5)]
 }
 
-/// The output, the gradient of the input and those of the weights.
+/// Returns the output, the gradient of the input and those of the weights.
 fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
     let like_x = |w: &Tensor| w.to_dtype(x.dtype()).unwrap().to_device(x.device()).unwrap();
     let w: Vec<Weight> = weights().iter().map(|w| trainable(&like_x(w))).collect();
@@ -35,7 +35,8 @@ fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
     [y, dx].into_iter().chain(w.iter().map(grad_of)).collect()
 }
 
-/// Rows are computed as in one piece (if there are two: one row alone has a kernel of its own); only the sums over rows, in the weights' gradients, have another order.
+/// Each row gives the same bits as without tiles, given at least two rows: a single row has its own kernel. Only the
+/// weight gradients sum over rows in another order.
 #[test]
 fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
     check_each(Place::all(), |place| {

@@ -312,7 +312,7 @@ impl Library for Call<'_> {
         let n_bytes = ((m - 1) * stride + n) * c_dtype.size_in_bytes();
         // SAFETY: nothing reads the output.
         let output = unsafe { self.device.alloc::<u8>(n_bytes) }
-            .map_err(|error| Failure::Refused(format!("there is no room to time it: {error}")))?;
+            .map_err(|error| Failure::Refused(format!("there is no memory to time it: {error}")))?;
         let stream = self.device.cuda_stream();
         let (address, _guard) = output.device_ptr(&stream);
         // SAFETY: the output is as large as c.
