@@ -9,30 +9,30 @@ use candlewick_ops::{
     linear_cross_entropy, sum_of_squares, zero_,
 };
 
-use crate::cases::{Place, assert_close, bits, bound, check_each, grad_of, randn, trainable};
-use crate::laws::{self, Op};
+use crate::cases::{TestDevice, assert_close, bits, bound, check_each, grad_of, randn, trainable};
+use crate::invariants::{self, Op};
 
 const FORMATS: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// Returns the results of each op for inputs of this dtype, copied to the CPU.
-fn results(place: &Place, dtype: DType) -> Vec<(String, Tensor)> {
-    let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
+fn results(test_device: &TestDevice, dtype: DType) -> Vec<(String, Tensor)> {
+    let put = |x: &Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
     let mut all = Vec::new();
     let mut add = |name: &str, results: Vec<Tensor>| {
         let host = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
-        all.extend(results.iter().enumerate().map(|(i, x)| (format!("{name} {i} {dtype:?} {place:?}"), host(x))));
+        all.extend(results.iter().enumerate().map(|(i, x)| (format!("{name} {i} {dtype:?} {test_device:?}"), host(x))));
     };
-    place.run(|| {
-        for op in laws::ops() {
+    test_device.run(|| {
+        for op in invariants::ops() {
             let here = |all: &[Tensor]| all.iter().map(put).collect();
-            add(op.name, laws::run(&Op { inputs: here(&op.inputs), weights: here(&op.weights), ..op }));
+            add(op.name, invariants::run(&Op { inputs: here(&op.inputs), weights: here(&op.weights), ..op }));
         }
         add("dropout", vec![dropout(&put(&randn((37, 129), 1)), Dropout { p: 0.3, key: 5 }).unwrap()]);
         add("linear_cross_entropy", head(put));
-        add("adamw", updated(place, dtype));
+        add("adamw", updated(test_device, dtype));
         let x = put(&randn(20_001, 3));
         add("sum_of_squares", vec![sum_of_squares(&x).unwrap()]);
-        let copy = place.put(&randn(20_001, 4));
+        let copy = test_device.put(&randn(20_001, 4));
         copy_into(&copy, &x).unwrap();
         zero_(&x.narrow(0, 5, 9_000).unwrap()).unwrap();
         add("copy_into and zero_", vec![copy, x]);
@@ -51,16 +51,16 @@ fn head(put: impl Fn(&Tensor) -> Tensor) -> Vec<Tensor> {
 }
 
 /// Returns a parameter, its moments and its compute copy after two steps.
-fn updated(place: &Place, dtype: DType) -> Vec<Tensor> {
-    let [p, m, v, copy] = [1, 2, 3, 4].map(|seed| place.put(&randn(9_001, seed).abs().unwrap()));
+fn updated(test_device: &TestDevice, dtype: DType) -> Vec<Tensor> {
+    let [p, m, v, copy] = [1, 2, 3, 4].map(|seed| test_device.put(&randn(9_001, seed).abs().unwrap()));
     let copy = copy.to_dtype(dtype).unwrap();
     let hyper = AdamW { lr: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
     let scaler =
-        GradScaler::new(GradPolicy { max_norm: Some(50.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &place.device())
+        GradScaler::new(GradPolicy { max_norm: Some(50.0), ..GradPolicy::NO_CLIP_NO_SCALE }, 0, &test_device.device())
             .unwrap();
-    let losses = place.put(&randn(3, 5));
+    let losses = test_device.put(&randn(3, 5));
     for step in 1..3 {
-        let grad = place.put(&randn(9_001, 10 + step));
+        let grad = test_device.put(&randn(9_001, 10 + step));
         let squares = sum_of_squares(&grad).unwrap().reshape(1).unwrap();
         scaler.update(&squares, &losses, [hyper.beta1, hyper.beta2]).unwrap();
         // An f32 master has no f32 compute copy.
@@ -73,11 +73,14 @@ fn updated(place: &Place, dtype: DType) -> Vec<Tensor> {
 
 #[test]
 fn every_op_gives_the_same_bits_twice() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for dtype in FORMATS {
-            check_each(results(&place, dtype).iter().zip(results(&place, dtype)), |((what, once), (_, again))| {
-                assert!(bits(once) == bits(&again), "{what}: another run gives other bits");
-            });
+            check_each(
+                results(&test_device, dtype).iter().zip(results(&test_device, dtype)),
+                |((what, once), (_, again))| {
+                    assert!(bits(once) == bits(&again), "{what}: another run gives other bits");
+                },
+            );
         }
     });
 }
@@ -85,9 +88,9 @@ fn every_op_gives_the_same_bits_twice() {
 #[test]
 fn every_op_gives_what_it_gives_on_the_cpu() {
     check_each(FORMATS, |dtype| {
-        let of_cpu = results(&Place::Cpu, dtype);
-        for place in Place::all() {
-            check_each(results(&place, dtype).iter().zip(&of_cpu), |((what, got), (_, want))| {
+        let of_cpu = results(&TestDevice::Cpu, dtype);
+        for test_device in TestDevice::all() {
+            check_each(results(&test_device, dtype).iter().zip(&of_cpu), |((what, got), (_, want))| {
                 assert_eq!(got.dtype(), want.dtype(), "{what}");
                 assert_close(what, got, want, bound(dtype));
             });

@@ -7,7 +7,9 @@ use candlewick_ops::{
     reshape, rms_norm, scale,
 };
 
-use crate::cases::{Case, Place, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{
+    Case, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+};
 
 fn tensor(values: &[f32]) -> Tensor {
     Tensor::new(values, &Device::Cpu).unwrap()
@@ -53,15 +55,15 @@ fn an_output_used_twice_runs_its_backward_once_with_the_sum() {
 /// Ops may add to the gradient accumulated for an input. The sum equals that of their separate gradients.
 #[test]
 fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
-    for (place, (t, d)) in
-        Place::all().iter().flat_map(|place| [(70, 33), (40, 64), (5, 2560)].map(|dims| (place, dims)))
+    for (test_device, (t, d)) in
+        TestDevice::all().iter().flat_map(|test_device| [(70, 33), (40, 64), (5, 2560)].map(|dims| (test_device, dims)))
     {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
+            let put = |x: &Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
             let (x, dy) = (put(&randn((t, d), 1)), put(&randn((t, d), 2)));
             let (gain, w) = (trainable(&put(&randn(d, 3))), trainable(&put(&(randn((d, d), 4) / 8.0).unwrap())));
             let gradient = |op: &dyn Fn() -> Result<Tensor>| {
-                place.run(|| tape(std::slice::from_ref(&x), op).backward(&dy).unwrap().remove(&x).unwrap())
+                test_device.run(|| tape(std::slice::from_ref(&x), op).backward(&dy).unwrap().remove(&x).unwrap())
             };
             let norm = || rms_norm(&x, &gain, 1e-5);
             let product = || linear(&x, &w, None, OutputDtype::SameAsInput);
@@ -69,7 +71,7 @@ fn the_gradient_of_what_several_ops_read_is_the_sum_of_theirs() {
             let [of_norm, of_product] = [gradient(&norm), gradient(&product)].map(|x| x.to_dtype(DType::F64).unwrap());
             let want = ((of_norm + of_product).unwrap() * 2.0).unwrap() + dy.to_dtype(DType::F64).unwrap();
             // Each part was rounded, and most of the partial sums.
-            assert_close(&format!("{place:?} {dtype:?} {t} {d}"), &all, &want.unwrap(), 2.0 * bound(dtype));
+            assert_close(&format!("{test_device:?} {dtype:?} {t} {d}"), &all, &want.unwrap(), 2.0 * bound(dtype));
         }
     }
 }

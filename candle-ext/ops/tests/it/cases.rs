@@ -156,7 +156,7 @@ static GPU: LazyLock<Device> = LazyLock::new(|| {
 
 /// Device that runs an op. Tests run on every device that the build and the machine have.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum TestDevice {
     /// CPU kernel.
     Cpu,
     /// CUDA kernel emulated on the CPU, in a build without CUDA.
@@ -167,7 +167,7 @@ pub(crate) enum Place {
     Cuda(Device),
 }
 
-impl Place {
+impl TestDevice {
     pub(crate) fn all() -> Vec<Self> {
         vec![
             Self::Cpu,
@@ -233,24 +233,24 @@ impl Case<'_> {
     pub(crate) fn check(&self, dtype: DType) {
         let want = self.reference_results(dtype);
         let mut of_cpu = None;
-        for place in Place::all() {
-            let got = place.run(|| self.results_in(&place, dtype));
-            let what = format!("{} {dtype:?} {place:?}", self.name);
+        for test_device in TestDevice::all() {
+            let got = test_device.run(|| self.results_in(&test_device, dtype));
+            let what = format!("{} {dtype:?} {test_device:?}", self.name);
             got.assert_close(&what, &want, bound(dtype));
             let of_cpu = of_cpu.get_or_insert_with(|| got.clone());
             // Each lies within the bound of the exact result.
             got.assert_close(&format!("{what} beside the CPU"), of_cpu, 2.0 * bound(dtype));
-            got.assert_same(&what, &place.run(|| self.results_in(&place, dtype)));
+            got.assert_same(&what, &test_device.run(|| self.results_in(&test_device, dtype)));
         }
     }
 
-    fn results_in(&self, place: &Place, dtype: DType) -> Results {
-        let put = |x: &Tensor| place.put(&x.to_dtype(dtype).unwrap());
+    fn results_in(&self, test_device: &TestDevice, dtype: DType) -> Results {
+        let put = |x: &Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
         let inputs: Vec<Tensor> = self.inputs.iter().map(put).collect();
         let weights: Vec<Weight> = self.weights.iter().map(|w| trainable(&put(w))).collect();
         let tape = tape(&inputs, || (self.op)(&inputs, &weights));
         let y = tape.output().clone();
-        let grads = tape.backward(&place.put(&upstream(&y, y.dtype()))).unwrap();
+        let grads = tape.backward(&test_device.put(&upstream(&y, y.dtype()))).unwrap();
         let grads = inputs.iter().map(|x| grads.get(x).unwrap().clone()).chain(weights.iter().map(grad_of));
         let host = |x: &Tensor| x.to_device(&Device::Cpu).unwrap();
         Results { y: host(&y), grads: grads.map(|grad| host(&grad)).collect() }

@@ -4,7 +4,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 
 use crate::cases::{
-    Case, F32, Place, assert_close, assert_error, bits, check_each, randn, relative_error, rng, tape, values,
+    Case, F32, TestDevice, assert_close, assert_error, bits, check_each, randn, relative_error, rng, tape, values,
 };
 
 const FUSED: AttentionChoice = AttentionChoice { implementation: AttentionImpl::Fused, deterministic: false };
@@ -300,9 +300,9 @@ fn the_gradient_is_the_slope() {
 
 /// Runs a check on every device, with the inputs there.
 fn everywhere(setup: &Setup, check: impl Fn(&[Tensor])) {
-    for place in Place::all() {
-        let inputs: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
-        place.run(|| check(&inputs));
+    for test_device in TestDevice::all() {
+        let inputs: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
+        test_device.run(|| check(&inputs));
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use candle_core::{DType, Result, Tensor};
 use candlewick_ops::{Dropout, OutputDtype, Weight, dropout, linear, reshape, swiglu, tiled};
 
-use crate::cases::{Case, Place, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
+use crate::cases::{Case, TestDevice, assert_close, assert_error, bits, check_each, grad_of, randn, tape, trainable};
 
 /// Computes a gated MLP of a transformer block: gate, up, and down with a bias.
 fn mlp(x: &Tensor, w: &[Weight]) -> Result<Tensor> {
@@ -39,12 +39,12 @@ fn run(x: &Tensor, tile_rows: Option<usize>) -> Vec<Tensor> {
 /// weight gradients sum over rows in another order.
 #[test]
 fn tiles_change_the_order_of_sums_over_rows_and_nothing_else() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for (dtype, tile_rows) in [(DType::F32, 8), (DType::F32, 50), (DType::F32, 2), (DType::BF16, 16)] {
-            let x = place.put(&randn((50, 16), 1).to_dtype(dtype).unwrap());
-            let (whole, tiles) = place.run(|| (run(&x, None), run(&x, Some(tile_rows))));
-            assert_eq!(bits(&tiles[0]), bits(&whole[0]), "y of {tile_rows} in {place:?}");
-            assert_eq!(bits(&tiles[1]), bits(&whole[1]), "dx of {tile_rows} in {place:?}");
+            let x = test_device.put(&randn((50, 16), 1).to_dtype(dtype).unwrap());
+            let (whole, tiles) = test_device.run(|| (run(&x, None), run(&x, Some(tile_rows))));
+            assert_eq!(bits(&tiles[0]), bits(&whole[0]), "y of {tile_rows} in {test_device:?}");
+            assert_eq!(bits(&tiles[1]), bits(&whole[1]), "dx of {tile_rows} in {test_device:?}");
             for (tiles, whole) in tiles[2..].iter().zip(&whole[2..]) {
                 assert_close("dw", tiles, whole, 1e-6);
             }

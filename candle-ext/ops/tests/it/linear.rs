@@ -2,7 +2,7 @@ use candle_core::{DType, Device, Tensor};
 use candlewick_ops::{FlatBuffer, GradSink, OutputDtype, Weight, add, linear};
 
 use crate::cases::{
-    Case, F32, Place, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
+    Case, F32, TestDevice, assert_close, assert_error, bits, bound, check_each, grad_of, randn, tape, trainable,
 };
 
 fn check(lead: &[usize], k: usize, n: usize) {
@@ -116,10 +116,10 @@ fn the_sink_is_added_to_inside_its_buffer_only() {
 }
 
 /// Returns weights [n_i, k] that are adjacent in memory, with their gradients.
-fn adjacent(place: &Place, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight> {
+fn adjacent(test_device: &TestDevice, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight> {
     let n: usize = rows.iter().sum::<usize>() * k;
-    let values = FlatBuffer::from_tensor(place.put(&randn(n, 5).to_dtype(dtype).unwrap()));
-    let grads = FlatBuffer::from_tensor(place.put(&Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap()));
+    let values = FlatBuffer::from_tensor(test_device.put(&randn(n, 5).to_dtype(dtype).unwrap()));
+    let grads = FlatBuffer::from_tensor(test_device.put(&Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap()));
     let mut start = 0;
     let weight = |rows: &usize| {
         let view = |buffer: &FlatBuffer| buffer.view(start, (*rows, k)).unwrap();
@@ -134,18 +134,19 @@ fn adjacent(place: &Place, dtype: DType, rows: &[usize], k: usize) -> Vec<Weight
 #[test]
 fn a_joined_weight_gives_what_its_parts_give() {
     let rows = [40, 70, 30];
-    for (place, dtype) in
-        Place::all().into_iter().flat_map(|place| [DType::F32, DType::BF16].map(|dtype| (place.clone(), dtype)))
+    for (test_device, dtype) in TestDevice::all()
+        .into_iter()
+        .flat_map(|test_device| [DType::F32, DType::BF16].map(|dtype| (test_device.clone(), dtype)))
     {
-        let x = place.put(&randn((150, 48), 1).to_dtype(dtype).unwrap());
+        let x = test_device.put(&randn((150, 48), 1).to_dtype(dtype).unwrap());
         let dy: Vec<Tensor> = rows.iter().map(|n| randn((150, *n), 9).to_dtype(dtype).unwrap()).collect();
         let results = |is_joined: bool| {
-            let weights = adjacent(&place, dtype, &rows, x.dim(1).unwrap());
+            let weights = adjacent(&test_device, dtype, &rows, x.dim(1).unwrap());
             let inputs = std::slice::from_ref(&x);
-            let dx = place.run(|| {
+            let dx = test_device.run(|| {
                 let run = |w: &Weight, dy: &Tensor| {
                     let tape = tape(inputs, || linear(&x, w, None, OutputDtype::SameAsInput));
-                    tape.backward(&place.put(dy)).unwrap().remove(&x).unwrap()
+                    tape.backward(&test_device.put(dy)).unwrap().remove(&x).unwrap()
                 };
                 if is_joined {
                     let joined = Weight::joined(&weights.iter().collect::<Vec<_>>(), &x).unwrap();
@@ -156,10 +157,10 @@ fn a_joined_weight_gives_what_its_parts_give() {
             });
             [vec![dx], weights.iter().map(grad_of).collect()].concat()
         };
-        let what = format!("{dtype:?} {place:?}");
+        let what = format!("{dtype:?} {test_device:?}");
         for (i, (joined, apart)) in results(true).iter().zip(results(false)).enumerate() {
             assert_close(&format!("{i} {what}"), joined, &apart, 2.0 * bound(dtype));
-            if matches!(place, Place::Cpu) && dtype == DType::F32 {
+            if matches!(test_device, TestDevice::Cpu) && dtype == DType::F32 {
                 assert!(bits(joined) == bits(&apart), "{i} {what}");
             }
         }

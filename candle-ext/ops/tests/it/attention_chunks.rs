@@ -12,7 +12,7 @@ use rand::rngs::StdRng;
 
 use crate::attention::{BIDIRECTIONAL, CAUSAL, Setup, cumulative, setups, small, window};
 use crate::cases::{
-    F32, Place, assert_close, assert_close_above, assert_error, bits, check_each, norm, randn, rng, tape, values,
+    F32, TestDevice, assert_close, assert_close_above, assert_error, bits, check_each, norm, randn, rng, tape, values,
 };
 
 /// Positions at which queries and keys are split into chunks.
@@ -158,10 +158,10 @@ fn the_log_of_the_sums_is_that_of_all_pieces() {
         let x = setup.inputs();
         let want = log_sum_exp(setup, &x[0], &x[1]);
         let cuts = Cuts::draw(setup, 2, &mut rng(seed as u64));
-        for place in Place::all() {
-            let x: Vec<Tensor> = x.iter().map(|x| place.put(x)).collect();
-            let sum = place.run(|| merged(&x, setup, &cuts).unwrap());
-            assert_close(&format!("{place:?} {setup:?}"), sum.lse(), &want, F32);
+        for test_device in TestDevice::all() {
+            let x: Vec<Tensor> = x.iter().map(|x| test_device.put(x)).collect();
+            let sum = test_device.run(|| merged(&x, setup, &cuts).unwrap());
+            assert_close(&format!("{test_device:?} {setup:?}"), sum.lse(), &want, F32);
         }
     });
 }
@@ -198,25 +198,26 @@ fn what_sees_nothing_gives_nothing() {
     let setup = Setup::packed(&[150, 140], (4, 2, 64), window(9));
     check_each([(0..150, 150..290), (0..70, 80..150), (100..150, 0..80), (150..290, 0..150)], |(queries, keys)| {
         for dtype in [DType::F32, DType::BF16] {
-            for place in Place::all() {
-                let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(&x.to_dtype(dtype).unwrap())).collect();
+            for test_device in TestDevice::all() {
+                let x: Vec<Tensor> =
+                    setup.inputs().iter().map(|x| test_device.put(&x.to_dtype(dtype).unwrap())).collect();
                 let piece = setup.seqs().chunk(queries.clone(), keys.clone()).unwrap();
                 assert!(piece.is_fully_masked(&setup.spec));
                 let (q, k, v) = (rows(&x[0], &queries), rows(&x[1], &keys), rows(&x[2], &keys));
                 let (q, k, v) = (q.unwrap(), k.unwrap(), v.unwrap());
-                let part = place.run(|| attention_chunk(&q, &k, &v, &piece, &setup.spec)).unwrap();
-                assert!(values(part.out()).iter().all(|x| *x == 0.0), "{place:?}");
-                assert!(values(part.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{place:?}");
+                let part = test_device.run(|| attention_chunk(&q, &k, &v, &piece, &setup.spec)).unwrap();
+                assert!(values(part.out()).iter().all(|x| *x == 0.0), "{test_device:?}");
+                assert!(values(part.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{test_device:?}");
                 let sum = PartialSoftmax::empty(&q).unwrap();
-                place.run(|| sum.merge(&part)).unwrap();
-                assert!(values(sum.out()).iter().all(|x| *x == 0.0), "{place:?}");
-                assert!(values(sum.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{place:?}");
+                test_device.run(|| sum.merge(&part)).unwrap();
+                assert!(values(sum.out()).iter().all(|x| *x == 0.0), "{test_device:?}");
+                assert!(values(sum.lse()).iter().all(|x| *x == f64::NEG_INFINITY), "{test_device:?}");
 
                 let finite = Tensor::zeros(part.lse().shape(), DType::F32, q.device()).unwrap();
                 let inputs = ChunkInputs { q: &q, k: &k, v: &v, out: &q, lse: &finite, d_out: &q };
                 let grads = [&q, &k, &v].map(|x| x.ones_like().unwrap().to_dtype(DType::F32).unwrap());
-                place.run(|| attention_chunk_backward(&inputs, &piece, &setup.spec, grads.each_ref())).unwrap();
-                assert!(grads.iter().all(|grad| values(grad).iter().all(|x| *x == 1.0)), "{place:?}");
+                test_device.run(|| attention_chunk_backward(&inputs, &piece, &setup.spec, grads.each_ref())).unwrap();
+                assert!(grads.iter().all(|grad| values(grad).iter().all(|x| *x == 1.0)), "{test_device:?}");
             }
         }
     });
@@ -226,26 +227,26 @@ fn what_sees_nothing_gives_nothing() {
 #[allow(clippy::single_range_in_vec_init, reason = "a list of one range is meant")]
 fn a_nan_is_merged() {
     let setup = Setup::packed(&[4], (1, 1, 2), CAUSAL);
-    for place in Place::all() {
-        let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
+    for test_device in TestDevice::all() {
+        let x: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
         let k = Tensor::new(&[[[0f32, 0.0]], [[0.0, 0.0]], [[f32::NAN, 0.0]], [[0.0, 0.0]]], x[1].device()).unwrap();
         let cuts = Cuts { queries: vec![0..4], keys: vec![0..2, 2..3, 3..4] };
-        let sum = place.run(|| merged(&[x[0].clone(), k, x[2].clone()], &setup, &cuts)).unwrap();
+        let sum = test_device.run(|| merged(&[x[0].clone(), k, x[2].clone()], &setup, &cuts)).unwrap();
         let nan: Vec<bool> = values(sum.out()).iter().map(|x| x.is_nan()).collect();
-        assert_eq!(nan, [false, false, false, false, true, true, true, true], "{place:?}");
+        assert_eq!(nan, [false, false, false, false, true, true, true, true], "{test_device:?}");
     }
 }
 
 #[test]
 fn the_whole_as_a_piece_is_attention_to_the_bit() {
     let setup = Setup::packed(&[130, 7, 0, 41], (4, 2, 64), CAUSAL);
-    for place in Place::all() {
-        let x: Vec<Tensor> = setup.inputs().iter().map(|x| place.put(x)).collect();
+    for test_device in TestDevice::all() {
+        let x: Vec<Tensor> = setup.inputs().iter().map(|x| test_device.put(x)).collect();
         let run =
             |x: &[Tensor]| attention_chunk(&x[0], &x[1], &x[2], &setup.seqs().chunk(0..178, 0..178)?, &setup.spec);
-        let piece = place.run(|| run(&x)).unwrap();
-        let whole = place.run(|| attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec)).unwrap();
-        assert_eq!(bits(piece.out()), bits(&whole), "{place:?}");
+        let piece = test_device.run(|| run(&x)).unwrap();
+        let whole = test_device.run(|| attention(&x[0], &x[1], &x[2], &setup.seqs(), &setup.spec)).unwrap();
+        assert_eq!(bits(piece.out()), bits(&whole), "{test_device:?}");
     }
 }
 

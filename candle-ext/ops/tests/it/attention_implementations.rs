@@ -143,7 +143,7 @@ mod cudnn {
     use crate::cases::bits;
 
     fn device() -> Option<Device> {
-        let device = crate::cases::Place::all().last().expect("a place").device();
+        let device = crate::cases::TestDevice::all().last().expect("a test_device").device();
         let choice = AttentionChoice { implementation: AttentionImpl::Cudnn, deterministic: false };
         let heads = AttentionHeads { n_query: 4, n_kv: 2, dim: 64 };
         match choice.explain(&device, DType::BF16, heads, AttentionPasses::Both) {

@@ -8,8 +8,8 @@ use candlewick_ops::{
 };
 
 use crate::cases::{
-    F32, Place, assert_close, assert_close_above, assert_error, assert_slope, bits, bound, check_each, dot, grad_of,
-    norm, randn, trainable, values,
+    F32, TestDevice, assert_close, assert_close_above, assert_error, assert_slope, bits, bound, check_each, dot,
+    grad_of, norm, randn, trainable, values,
 };
 
 const IGNORED: i64 = -100;
@@ -47,18 +47,24 @@ fn reference(x: &Tensor, w: &Tensor, targets: &Tensor, reduction: Reduction) -> 
 
 #[track_caller]
 fn check(sizes: (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
-    check_each(Place::all(), |place| {
-        place.run(|| check_in(&place, sizes, chunk, reduction, dtype));
+    check_each(TestDevice::all(), |test_device| {
+        test_device.run(|| check_in(&test_device, sizes, chunk, reduction, dtype));
     });
 }
 
 #[track_caller]
-fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduction: Reduction, dtype: DType) {
-    let x = place.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
+fn check_in(
+    test_device: &TestDevice,
+    (t, v, d): (usize, usize, usize),
+    chunk: usize,
+    reduction: Reduction,
+    dtype: DType,
+) {
+    let x = test_device.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
     // Logits of a realistic size, whatever d is.
     let root_d = (d as f64).sqrt();
     let w = (randn((v, d), 2) * (4.0 / root_d)).unwrap();
-    let w = trainable(&place.put(&w.to_dtype(dtype).unwrap()));
+    let w = trainable(&test_device.put(&w.to_dtype(dtype).unwrap()));
     let targets = some_targets(t, v);
     let rows = randn(t, 3);
     let upstream = match reduction {
@@ -68,7 +74,7 @@ fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduc
     let spec = spec(reduction, chunk);
     let got = linear_cross_entropy(&x, &w, &targets, &spec, upstream).unwrap();
 
-    let what = |result: &str| format!("{result} of {t} tokens, {v} classes, {dtype:?} {place:?}");
+    let what = |result: &str| format!("{result} of {t} tokens, {v} classes, {dtype:?} {test_device:?}");
     let exact = |x: &Tensor| {
         let host = x.to_device(&Device::Cpu).unwrap();
         Var::from_tensor(&host.to_dtype(DType::F64).unwrap()).unwrap()
@@ -85,7 +91,7 @@ fn check_in(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, reduc
     let grads = (want * dy).unwrap().sum_all().unwrap().backward().unwrap();
     assert_close_above(&what("dx"), &got.dx.unwrap(), grads.get(&x).unwrap(), bound(dtype), 4.0 * floor);
     // A GPU rounds the gradient of the logits to the weight's dtype before the matmul.
-    let bound = if matches!(place, Place::Cpu) { F32 } else { bound(dtype) };
+    let bound = if matches!(test_device, TestDevice::Cpu) { F32 } else { bound(dtype) };
     assert_close_above(&what("dw"), &grad_of(&w), grads.get(&w_exact).unwrap(), bound, root_d * floor);
 }
 
@@ -193,43 +199,44 @@ fn large_logits_do_not_overflow() {
 
 #[test]
 fn scores_are_the_losses_and_say_what_is_likeliest() {
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for dtype in [DType::F32, DType::BF16] {
             for (t, v, d, chunk) in [(11, 301, 32, 4), (11, 304, 32, 4), (3, 1201, 16, 100), (1, 1, 1, 1), (0, 7, 3, 2)]
             {
-                check_scores(&place, (t, v, d), chunk, dtype);
+                check_scores(&test_device, (t, v, d), chunk, dtype);
             }
         }
     });
 }
 
 #[track_caller]
-fn check_scores(place: &Place, (t, v, d): (usize, usize, usize), chunk: usize, dtype: DType) {
-    let x = place.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
-    let w = Weight::frozen(place.put(&randn((v, d), 2).to_dtype(dtype).unwrap()));
+fn check_scores(test_device: &TestDevice, (t, v, d): (usize, usize, usize), chunk: usize, dtype: DType) {
+    let x = test_device.put(&randn((t, d), 1).to_dtype(dtype).unwrap());
+    let w = Weight::frozen(test_device.put(&randn((v, d), 2).to_dtype(dtype).unwrap()));
     let exact = |x: &Tensor| x.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap();
     let logits = exact(&x).matmul(&exact(&w.value().unwrap()).t().unwrap()).unwrap().to_vec2::<f32>().unwrap();
     let largest = |row: &Vec<f32>| (0..v).rev().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap() as u32;
     // Every other target has the largest logit.
     let of = |(i, row): (usize, &Vec<f32>)| if i % 2 == 0 { largest(row) } else { (i * 31 % v) as u32 };
     let ids: Vec<u32> = logits.iter().enumerate().map(of).collect();
-    let got = place.run(|| token_scores(&x, &w, &ids, chunk)).unwrap();
+    let got = test_device.run(|| token_scores(&x, &w, &ids, chunk)).unwrap();
     let is_greedy: Vec<bool> = ids.iter().zip(&logits).map(|(id, row)| *id == largest(row)).collect();
-    assert_eq!(got.is_greedy, is_greedy, "{t} {v} {d} {dtype:?} {place:?}");
+    assert_eq!(got.is_greedy, is_greedy, "{t} {v} {d} {dtype:?} {test_device:?}");
     let spec = spec(Reduction::None, chunk);
     let ids: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
-    let losses = place.run(|| linear_cross_entropy(&x, &w, &targets(&ids), &spec, LossGrad::NoGrad)).unwrap().loss;
+    let losses =
+        test_device.run(|| linear_cross_entropy(&x, &w, &targets(&ids), &spec, LossGrad::NoGrad)).unwrap().loss;
     let negated: Vec<f32> = losses.to_vec1::<f32>().unwrap().iter().map(|loss| -loss).collect();
-    assert_eq!(got.logprobs, negated, "{t} {v} {d} {dtype:?} {place:?}");
+    assert_eq!(got.logprobs, negated, "{t} {v} {d} {dtype:?} {test_device:?}");
 }
 
 #[test]
 fn of_equal_logits_the_first_is_the_likeliest() {
-    check_each(Place::all(), |place| {
-        let x = place.put(&Tensor::ones((4, 1), DType::F32, &Device::Cpu).unwrap());
-        let w = Weight::frozen(place.put(&Tensor::new(&[[1f32], [3.0], [2.0], [3.0]], &Device::Cpu).unwrap()));
-        let TokenScores { is_greedy, .. } = place.run(|| token_scores(&x, &w, &[0, 1, 2, 3], 3)).unwrap();
-        assert_eq!(is_greedy, [false, true, false, false], "{place:?}");
+    check_each(TestDevice::all(), |test_device| {
+        let x = test_device.put(&Tensor::ones((4, 1), DType::F32, &Device::Cpu).unwrap());
+        let w = Weight::frozen(test_device.put(&Tensor::new(&[[1f32], [3.0], [2.0], [3.0]], &Device::Cpu).unwrap()));
+        let TokenScores { is_greedy, .. } = test_device.run(|| token_scores(&x, &w, &[0, 1, 2, 3], 3)).unwrap();
+        assert_eq!(is_greedy, [false, true, false, false], "{test_device:?}");
     });
 }
 
@@ -248,7 +255,7 @@ fn wrong_arguments_are_named() {
     assert_error(run(&x, &targets(&[1]), sum, 4, one), "targets are I64 [1], want i64 [2]");
     assert_error(run(&x, &ok.to_dtype(DType::U32).unwrap(), sum, 4, one), "targets are U32");
     assert_error(run(&x, &ok, sum, 0, one), "a chunk of 0 tokens");
-    assert_error(run(&x, &ok, none, 4, one), "needs an upstream per token");
+    assert_error(run(&x, &ok, none, 4, one), "need a gradient per token");
     assert_error(run(&x, &ok, sum, 4, LossGrad::PerToken(&rows)), "a reduced loss needs one gradient");
     let short = randn(1, 1);
     assert_error(run(&x, &ok, none, 4, LossGrad::PerToken(&short)), "per-token loss gradients are F32 [1]");
@@ -259,7 +266,7 @@ fn wrong_arguments_are_named() {
 
 /// Computes a loss over `parts` vocabulary shards, one thread each. Returns loss, dx and dw of each.
 fn in_parts(
-    place: &Place,
+    test_device: &TestDevice,
     x: &Tensor,
     w: &Tensor,
     parts: &[std::ops::Range<usize>],
@@ -280,7 +287,7 @@ fn in_parts(
         let gather = |own: &Tensor| gather(part_idx, own);
         let max_shard_rows = parts.iter().map(ExactSizeIterator::len).max().unwrap();
         let part = VocabShard { first_row: rows.start, n_vocab: w.dims()[0], max_shard_rows, all_gather: &gather };
-        place.run(|| {
+        test_device.run(|| {
             let w = trainable(&w.narrow(0, rows.start, rows.len()).unwrap().copy().unwrap());
             let out = vocab_parallel_cross_entropy(x, &w, targets, spec, upstream, &part).unwrap();
             (out, grad_of(&w))
@@ -296,17 +303,17 @@ fn in_parts(
 #[test]
 fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
     let (t, v, d) = (13, 31, 8);
-    check_each(Place::all(), |place| {
+    check_each(TestDevice::all(), |test_device| {
         for (dtype, chunk) in [(DType::F32, 4), (DType::F32, 100), (DType::BF16, 5)] {
-            let put = |x: Tensor| place.put(&x.to_dtype(dtype).unwrap());
+            let put = |x: Tensor| test_device.put(&x.to_dtype(dtype).unwrap());
             let (x, w) = (put(randn((t, d), 1)), put((randn((v, d), 2) * 1.5).unwrap()));
             let targets = some_targets(t, 20);
             let spec = spec(Reduction::Sum, chunk);
             let one = LossGrad::Scalar(0.7);
             let whole_w = trainable(&w);
-            let whole = place.run(|| linear_cross_entropy(&x, &whole_w, &targets, &spec, one).unwrap());
-            let parts = in_parts(&place, &x, &w, &[0..12, 12..24, 24..31], &targets, (&spec, one));
-            let what = |of: &str| format!("{of} in {dtype:?}, {place:?}");
+            let whole = test_device.run(|| linear_cross_entropy(&x, &whole_w, &targets, &spec, one).unwrap());
+            let parts = in_parts(&test_device, &x, &w, &[0..12, 12..24, 24..31], &targets, (&spec, one));
+            let what = |of: &str| format!("{of} in {dtype:?}, {test_device:?}");
             let sum = |parts: Vec<&Tensor>| {
                 let wide = parts.iter().map(|part| part.to_dtype(DType::F32).unwrap());
                 wide.reduce(|a, b| (a + b).unwrap()).unwrap()
@@ -317,10 +324,10 @@ fn parts_of_a_vocabulary_give_the_whole_ones_loss_and_gradients() {
             let dx = sum(parts.iter().map(|(out, _)| out.dx.as_ref().unwrap()).collect());
             assert_close(&what("dx"), &dx, &whole.dx.unwrap(), 2.0 * bound(dtype));
             let dw = Tensor::cat(&parts.iter().map(|(_, dw)| dw).collect::<Vec<_>>(), 0).unwrap();
-            let bound = if matches!(place, Place::Cpu) { F32 } else { bound(dtype) };
+            let bound = if matches!(test_device, TestDevice::Cpu) { F32 } else { bound(dtype) };
             assert_close(&what("dw"), &dw, &grad_of(&whole_w), bound);
 
-            let only = in_parts(&place, &x, &w, &[0..16, 16..31], &targets, (&spec, LossGrad::NoGrad));
+            let only = in_parts(&test_device, &x, &w, &[0..16, 16..31], &targets, (&spec, LossGrad::NoGrad));
             assert_close(&what("loss alone"), &only[1].0.loss, &whole.loss, F32);
         }
     });
